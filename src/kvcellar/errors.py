@@ -1,0 +1,97 @@
+"""Every error of kvcellar on one screen. Each message has the numbers and the way out."""
+
+from collections.abc import Mapping
+
+
+class KvcellarError(Exception):
+    """Everything this package raises on purpose."""
+
+
+class BadRequest(KvcellarError, ValueError):
+    """What was asked is wrong; asking again will not help. `param` names the field at fault."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class PromptTooLong(BadRequest):
+    """The prompt alone is more than the model, or all of its memory, can hold."""
+
+    def __init__(self, tokens: int, limit: int, limited_by: str) -> None:
+        super().__init__(
+            f"the prompt has {tokens} tokens; {limited_by} allows {limit}. Shorten the prompt, or raise that limit.",
+            "prompt",
+        )
+        self.tokens, self.limit = tokens, limit
+
+
+class TemplateFailed(BadRequest):
+    """The chat template refused these messages, or ran past its caps on time and size."""
+
+
+class ModelNotFound(KvcellarError):
+    """No such directory, and no such name in the local Hugging Face cache."""
+
+
+class ModelRefused(KvcellarError):
+    """The model is there and we will not serve it: better no answer than a wrong one. Says why."""
+
+
+class NoBackend(ModelRefused):
+    """No attention backend can serve a layer; `refused` maps each candidate to its reason."""
+
+    def __init__(self, ask: str, refused: Mapping[str, str]) -> None:
+        reasons = "; ".join(f"{name}: {why}" for name, why in refused.items()) or "there are no candidates"
+        super().__init__(f"no attention backend can serve {ask}. {reasons}")
+        self.refused = dict(refused)
+
+
+class CapacityTooSmall(KvcellarError):
+    """The memory that was granted cannot hold even one step. Says which number to change."""
+
+
+class CacheFull(KvcellarError):
+    """Not enough free cells in one group for this step. The step may be retried when others have left."""
+
+    def __init__(self, group: str, need: int, free: int) -> None:
+        super().__init__(
+            f"need {need} cells in group {group}; {free} are free. "
+            f"Wait for a running request, shorten the prompt, or raise cache_bytes."
+        )
+        self.group, self.need, self.free = group, need, free
+
+
+class NotSupported(KvcellarError):
+    """This memory cannot do that here, and nothing has changed. `kept` tokens could be kept instead."""
+
+    def __init__(self, reason: str, kept: int = 0) -> None:
+        super().__init__(f"{reason} (nothing has changed; {kept} tokens could be kept)")
+        self.reason, self.kept = reason, kept
+
+
+class UnknownSequence(KvcellarError, KeyError):
+    """No sequence of that number is in memory."""
+
+    def __init__(self, seq: int) -> None:
+        super().__init__(f"sequence {seq} is not in memory")
+        self.seq = seq
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class WrongStage(KvcellarError, RuntimeError):
+    """The parts of an operation were called out of order."""
+
+
+class EngineClosed(KvcellarError):
+    """The engine has been closed; open a new one."""
+
+
+class EngineFailed(KvcellarError):
+    """The engine's thread met an error it did not expect; this request got no (further) answer."""
+
+
+class Overloaded(KvcellarError):
+    """Too many requests are waiting. Try again later."""

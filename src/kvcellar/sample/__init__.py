@@ -1,0 +1,1 @@
+"""sample: which token next? Parameters, processors, and the draw itself."""

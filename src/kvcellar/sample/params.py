@@ -1,0 +1,77 @@
+"""params: what a request may say about how its tokens are chosen. Validated when it is made; frozen afterwards."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvcellar.errors import BadRequest
+
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+MAX_STOPS = 64
+MAX_STOP_CHARS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to sample one request. Raises `BadRequest`, naming the field, for anything out of its bounds."""
+
+    max_tokens: int | None = None  # None: until the context is full
+    min_tokens: int = 0  # end-of-text and stop ids cannot be drawn before this many; stop strings are not met
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0  # over prompt and answer, as in the CTRL paper (arXiv 1909.05858)
+    presence_penalty: float = 0.0  # over the answer, as OpenAI defines it
+    frequency_penalty: float = 0.0  # over the answer, as OpenAI defines it
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None  # None: a fresh one for each request
+    n: int = 1
+    logprobs: int | None = None  # None: none; k: of the drawn token and of the k most likely
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        self._whole("max_tokens", self.max_tokens, 1, 2**31 - 1, optional=True)
+        self._whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        self._whole("top_k", self.top_k, 0, 2**31 - 1)
+        self._whole("n", self.n, 1, MAX_CHOICES)
+        self._whole("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
+        self._whole("seed", self.seed, -(2**63), 2**64 - 1, optional=True)
+        self._real("temperature", self.temperature, 0.0, 100.0)
+        self._real("top_p", self.top_p, 0.0, 1.0, above=True)
+        self._real("min_p", self.min_p, 0.0, 1.0)
+        self._real("typical_p", self.typical_p, 0.0, 1.0, above=True)
+        self._real("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
+        self._real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        self._real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        self._stops()
+        for token, bias in self.logit_bias.items():
+            self._whole("logit_bias", token, 0, 2**31 - 1)
+            self._real("logit_bias", bias, -100.0, 100.0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise BadRequest(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}", "min_tokens")
+
+    def _stops(self) -> None:
+        if len(self.stop) > MAX_STOPS:
+            raise BadRequest(f"stop has {len(self.stop)} strings; {MAX_STOPS} are allowed", "stop")
+        for text in self.stop:
+            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
+                raise BadRequest(f"every stop string needs 1 to {MAX_STOP_CHARS} characters", "stop")
+        for token in self.stop_token_ids:
+            self._whole("stop_token_ids", token, 0, 2**31 - 1)
+
+    def _whole(self, name: str, value: object, low: int, high: int, *, optional: bool = False) -> None:
+        if optional and value is None:
+            return
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise BadRequest(f"{name} must be a whole number from {low} to {high}, not {value!r}", name)
+
+    def _real(self, name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
+        ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not ok or not low <= value <= high or (above and value == low):  # type: ignore[operator]
+            border = "above" if above else "from"
+            raise BadRequest(f"{name} must be a finite number {border} {low:g} to {high:g}, not {value!r}", name)

@@ -1,0 +1,199 @@
+"""cells: which cells of a group are held, and by how many.
+
+Cells are numbered from 1; cell 0 is null and never given out. They are accounted for in *pieces*: stretches of cells
+with the same number of holders. Work is proportional to the pieces touched, never to the cells in them or to the pool.
+
+Always true:
+  * pieces cover [1, capacity] without gap or overlap, linked in order;
+  * a piece is free exactly when its `holders` is 0, and no two free pieces touch;
+  * `free` is the sum of the lengths of the free pieces, each of which is in the bin of its size;
+  * a run that somebody holds starts where a piece starts, and all its cells have at least one holder.
+"""
+
+from collections.abc import Iterable
+
+from kvcellar.plan import Run
+
+
+class Piece:
+    """Cells [start, end) with the same number of holders."""
+
+    __slots__ = ("end", "holders", "next", "prev", "start")
+
+    def __init__(self, start: int, end: int, holders: int) -> None:
+        self.start, self.end, self.holders = start, end, holders
+        self.prev: Piece | None = None
+        self.next: Piece | None = None
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+class Cells:
+    """The cells of one group. `take` gives them out, `hold` adds a holder, `drop` takes one away."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.free = 0
+        self._at: dict[int, Piece] = {}  # by where it starts
+        self._bins: dict[int, dict[int, Piece]] = {}  # free pieces by size class, then by start
+        self._head: Piece | None = None
+        if capacity:
+            self._head = self._at[1] = Piece(1, capacity + 1, 0)
+            self._shelve(self._head)
+            self.free = capacity
+
+    @property
+    def used(self) -> int:
+        return self.capacity - self.free
+
+    # -- giving out ---------------------------------------------------------------------------------------------
+
+    def take(self, n: int, after: int | None = None) -> list[Run]:
+        """`n` free cells, yours until you `drop` them. The caller has seen that `n <= free`.
+
+        They follow cell `after` if the ones behind it are free, so that a sequence that grows stays in one run. A new
+        run is put in the middle of the widest free stretch, which leaves it and its neighbour room to grow.
+        """
+        assert n <= self.free, f"{n} cells were asked for, {self.free} are free"
+        runs: list[Run] = []
+        behind = self._at.get(after + 1) if after is not None else None
+        if n and behind is not None and behind.holders == 0:
+            runs.append(self._claim(behind, 0, min(n, len(behind))))
+            n -= runs[0].n
+        while n:
+            widest = self._widest()
+            got = min(n, len(widest))
+            room = 0 if widest.prev is None else (len(widest) - got) // 2
+            runs.append(self._claim(widest, room, got))
+            n -= got
+        return runs
+
+    def _claim(self, piece: Piece, skip: int, n: int) -> Run:
+        """Take `n` cells of a free piece, `skip` from its start. A sole holder's piece before them grows instead."""
+        self._unshelve(piece)
+        if skip:
+            piece = self._split(piece, piece.start + skip)
+            assert piece.prev is not None
+            self._shelve(piece.prev)
+        if len(piece) > n:
+            self._shelve(self._split(piece, piece.start + n))
+        piece.holders = 1
+        self.free -= n
+        return Run(piece.start, n)
+
+    def weld(self, cell: int, since: int) -> None:
+        """The pieces that meet at `cell` become one, if one holder alone holds both and the left begins at `since` or later.
+
+        The holder calls this when a run that it holds since cell `since` has grown across `cell`: so a sequence written
+        one token at a time stays one piece.
+        """
+        right = self._at[cell]
+        left = right.prev
+        if left is not None and left.holders == right.holders == 1 and left.start >= since:
+            self._join(left, right)
+
+    # -- holders ------------------------------------------------------------------------------------------------
+
+    def hold(self, runs: Iterable[Run]) -> None:
+        """One more holder for cells that are held already."""
+        for run in runs:
+            for piece in self._pieces(run):
+                piece.holders += 1
+
+    def drop(self, runs: Iterable[Run]) -> None:
+        """One holder less; what nobody holds any more is free."""
+        for run in runs:
+            for piece in self._pieces(run):
+                assert piece.holders > 0, f"cells {piece.start}..{piece.end - 1} were given back twice"
+                piece.holders -= 1
+                if piece.holders == 0:
+                    self._release(piece)
+
+    def _pieces(self, run: Run) -> list[Piece]:
+        """The pieces that make up a held run; the last is split where the run ends."""
+        found: list[Piece] = []
+        piece: Piece | None = self._at[run.cell]
+        while piece is not None and piece.start < run.end:
+            if piece.end > run.end:
+                self._split(piece, run.end)
+            found.append(piece)
+            piece = piece.next
+        return found
+
+    # -- pieces -------------------------------------------------------------------------------------------------
+
+    def _split(self, piece: Piece, at: int) -> Piece:
+        """Cut `piece` in two and return the right part. Neither part is shelved."""
+        right = Piece(at, piece.end, piece.holders)
+        right.prev, right.next = piece, piece.next
+        if piece.next is not None:
+            piece.next.prev = right
+        piece.next, piece.end = right, at
+        self._at[at] = right
+        return right
+
+    def _join(self, left: Piece, right: Piece) -> None:
+        """`left` takes over the cells of `right`, which is no more."""
+        left.end, left.next = right.end, right.next
+        if right.next is not None:
+            right.next.prev = left
+        del self._at[right.start]
+
+    def _release(self, piece: Piece) -> None:
+        self.free += len(piece)
+        left, right = piece.prev, piece.next
+        if right is not None and right.holders == 0:
+            self._unshelve(right)
+            self._join(piece, right)
+        if left is not None and left.holders == 0:
+            self._unshelve(left)
+            self._join(left, piece)
+            piece = left
+        self._shelve(piece)
+
+    def _shelve(self, piece: Piece) -> None:
+        self._bins.setdefault(len(piece).bit_length(), {})[piece.start] = piece
+
+    def _unshelve(self, piece: Piece) -> None:
+        size = len(piece).bit_length()
+        shelf = self._bins[size]
+        del shelf[piece.start]
+        if not shelf:
+            del self._bins[size]
+
+    def _widest(self) -> Piece:
+        """A free piece of the largest size class there is: at least half as long as the longest."""
+        return next(iter(self._bins[max(self._bins)].values()))
+
+    def check(self) -> None:
+        """Assert everything that is always true of the pieces."""
+        at, free, before = 1, 0, None
+        piece = self._head
+        seen = 0
+        while piece is not None:
+            assert piece.start == at, f"piece [{piece.start},{piece.end}) should start at {at}"
+            assert piece.end > at, f"piece [{piece.start},{piece.end}) is empty"
+            assert piece.prev is before, f"piece [{piece.start},{piece.end}) is linked wrongly"
+            assert self._at[piece.start] is piece, f"piece [{piece.start},{piece.end}) is not where it starts"
+            shelf = self._bins.get(len(piece).bit_length(), {})
+            assert (shelf.get(piece.start) is piece) == (piece.holders == 0), "only free pieces are in the bins"
+            if piece.holders == 0:
+                assert before is None or before.holders, f"two free pieces meet at {at}"
+                free += len(piece)
+            at, before, piece, seen = piece.end, piece, piece.next, seen + 1
+        assert at == self.capacity + 1, f"pieces end at {at}, the cells at {self.capacity + 1}"
+        assert free == self.free, f"{free} cells are free, {self.free} were counted"
+        assert seen == len(self._at), "there are pieces outside the chain"
+        assert sum(map(len, self._bins.values())) == sum(p.holders == 0 for p in self._at.values())
+
+    def check_holders(self, expected: dict[int, int]) -> None:
+        """Assert that every cell has just the holders it is expected to have; a cell not named should be free."""
+        piece = self._head
+        while piece is not None:
+            for cell in range(piece.start, piece.end) if piece.holders else ():
+                assert expected.get(cell, 0) == piece.holders, (
+                    f"cell {cell} has {piece.holders} holders, {expected.get(cell, 0)} are known"
+                )
+            piece = piece.next
+        assert len(expected) == self.used, f"{self.used} cells are in use, {len(expected)} are known"

@@ -1,0 +1,37 @@
+"""chunked: a query sees its own chunk of positions, up to itself."""
+
+from dataclasses import dataclass
+
+from kvcellar.errors import BadRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Chunked:
+    """Positions are cut in chunks of `size`; nothing of an earlier chunk is seen (Llama 4's local layers)."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise BadRequest(f"a chunk needs at least one position, not {self.size}")
+
+    def __str__(self) -> str:
+        return f"chunked {self.size}"
+
+    def lowest(self, pos: int) -> int:
+        return pos - pos % self.size
+
+    def keep(self, end: int) -> int:
+        """The chunk of the last token stays although it may be complete: one can step back by a token."""
+        return self.lowest(max(0, end - 1))
+
+    def can_resume(self, first: int, end: int, pos: int) -> bool:
+        return 0 <= pos <= end and (first <= self.lowest(pos) or self.lowest(pos) == pos)
+
+    def can_cut(self, first: int, end: int, pos: int) -> int:
+        """The first token of a chunk needs nothing before it, so the start of a chunk is always a place to go on."""
+        pos = min(pos, end)
+        return pos if self.can_resume(first, end, pos) else self.lowest(pos)
+
+    def most_cells(self, context: int, step: int) -> int:
+        return min(context, self.size + step)

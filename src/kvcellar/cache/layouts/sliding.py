@@ -1,0 +1,45 @@
+"""sliding: a query sees the last `window` positions, its own included."""
+
+from dataclasses import dataclass
+
+from kvcellar.errors import BadRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Sliding:
+    """Window W is exactly W visible keys, the query's own among them, as transformers and MLX count.
+
+    `memory` (at least W) is how many positions stay between steps; those beyond the window are there only so that a
+    sequence can be cut back that far. With memory = W one can step back by one token.
+    """
+
+    window: int
+    memory: int = 0  # 0: as much as the window
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise BadRequest(f"a sliding window needs at least one position, not {self.window}")
+        if self.memory == 0:
+            object.__setattr__(self, "memory", self.window)
+        if self.memory < self.window:
+            raise BadRequest(f"the memory of a sliding window ({self.memory}) must be at least the window ({self.window})")
+
+    def __str__(self) -> str:
+        more = f", memory {self.memory}" if self.memory != self.window else ""
+        return f"sliding {self.window}{more}"
+
+    def lowest(self, pos: int) -> int:
+        return max(0, pos - self.window + 1)
+
+    def keep(self, end: int) -> int:
+        return max(0, end - self.memory)
+
+    def can_resume(self, first: int, end: int, pos: int) -> bool:
+        return 0 <= pos <= end and first <= self.lowest(pos)
+
+    def can_cut(self, first: int, end: int, pos: int) -> int:
+        pos = min(pos, end)
+        return pos if self.can_resume(first, end, pos) else 0
+
+    def most_cells(self, context: int, step: int) -> int:
+        return min(context, self.memory + step)

@@ -1,0 +1,415 @@
+"""memory: the face. What one model remembers on the device, for many sequences, a step at a time.
+
+    plan = memory.begin(batch)          # cells are set aside; nothing that was there is touched
+    memory.put(layer, k, v)             # in the forward, for every layer of the model
+    history = memory.get(layer)
+    memory.commit()                     # or commit({seq: k}), or abandon()
+
+Always true:
+  * every cell is held exactly as often as tables hold it, plus once if the open step set it aside;
+  * all tables of a sequence end at the same position; each begins no later than its layout needs to go on from there;
+  * an operation that raises has changed nothing; `abandon` leaves the memory as it was before `begin`.
+
+A memory has one owner and is not re-entrant: one step is open at a time, and sequences are not edited while it is.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcellar.cache.cells import Cells
+from kvcellar.cache.pool import Pool
+from kvcellar.cache.tables import Table
+from kvcellar.contracts import Arrangement, Backend, Layout, Plane
+from kvcellar.errors import BadRequest, CacheFull, NotSupported, UnknownSequence, WrongStage
+from kvcellar.plan import Batch, GroupPlan, Plan, Run, Segment
+from kvcellar.spans import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The layers of a model that share one layout and shape, and so one table of cells per sequence."""
+
+    name: str
+    layout: Layout
+    planes: tuple[Plane, ...]  # by convention the first two are named "k" and "v"
+    layers: tuple[int, ...]
+
+    def bytes_per_cell(self, itemsize: int) -> int:
+        return len(self.layers) * itemsize * sum(plane.heads * plane.size for plane in self.planes)
+
+
+@dataclass(slots=True)
+class _Held:
+    """One group's storage."""
+
+    group: Group
+    cells: Cells
+    pool: Pool
+    backend: Backend
+
+
+@dataclass(slots=True)
+class _Step:
+    """An open step. `taken[group][feed]` are the runs set aside for it; they are ours until commit hands them over."""
+
+    plan: Plan
+    taken: list[list[list[Run]]]
+    writes: list[Tensor | slice]
+    prepared: list[Any]
+    opened: list[int]  # sequences that did not exist before
+
+
+class StoredHistory:
+    """What one layer remembers, as stored, and how to read it (see `contracts.History`)."""
+
+    def __init__(self, pool: Pool, layer: int, plan: GroupPlan, prepared: Any, tokens: int) -> None:
+        self._pool, self._layer, self._tokens = pool, layer, tokens
+        self.plan, self.prepared = plan, prepared
+
+    @property
+    def arrangement(self) -> Arrangement:
+        return self._pool.arrangement
+
+    def plane(self, name: str) -> Tensor:
+        return self._pool.plane(self._layer, name)
+
+    def dense(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(k [N,G,D], v [N,G,Dv], visible [T,N]): each cell that some row may see is there once, in order of cell."""
+        columns = _Columns(self.plan)
+        device = self.plane("k").device
+        cells = columns.cells.to(device)
+        k, v = (self._pool.read(self._layer, name, cells) for name in ("k", "v"))
+        return k, v, columns.visible(self._tokens).to(device)
+
+
+class _Columns:
+    """The cells that a group's segments may see, as the columns of a dense mask; shared cells are there once."""
+
+    def __init__(self, plan: GroupPlan) -> None:
+        self._plan = plan
+        merged: list[list[int]] = []
+        for start, end in sorted((run.cell, run.end) for segment in plan.segments for run in segment.runs):
+            if merged and start <= merged[-1][1]:
+                merged[-1][1] = max(merged[-1][1], end)
+            else:
+                merged.append([start, end])
+        self._starts = torch.tensor([start for start, _ in merged], dtype=torch.long)
+        widths = [end - start for start, end in merged]
+        self._offsets = torch.tensor([0, *accumulate(widths)][: len(widths)], dtype=torch.long)
+        spans = [torch.arange(start, end) for start, end in merged]
+        self.cells = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.long)  # [N]
+
+    def visible(self, tokens: int) -> Tensor:
+        """[T,N], True where the row may see the cell."""
+        out = torch.zeros(tokens, len(self.cells), dtype=torch.bool)
+        for segment in self._plan.segments:
+            cells = torch.cat([torch.arange(run.cell, run.end) for run in segment.runs])
+            which = torch.searchsorted(self._starts, cells, right=True) - 1
+            columns = self._offsets[which] + cells - self._starts[which]  # [n]
+            key = segment.first + torch.arange(len(cells))
+            query = range(segment.pos.start, segment.pos.end)
+            lowest = torch.tensor([self._plan.layout.lowest(pos) for pos in query])[:, None]
+            seen = (key >= lowest) & (key <= torch.tensor(query)[:, None])  # [L,n]
+            out[segment.row : segment.row + len(query), columns] = seen
+        return out
+
+
+class Memory:
+    """Many sequences' memory of one model. `groups` must cover every layer that stores K/V, each layer once.
+
+    `cells` is how many cells each group gets, by its name. `backend` serves all groups, or is given by group name.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        *,
+        cells: Mapping[str, int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        backend: Backend | Mapping[str, Backend],
+    ) -> None:
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self._held: list[_Held] = []
+        self._group_of: dict[int, int] = {}
+        for index, group in enumerate(groups):
+            chosen = backend[group.name] if isinstance(backend, Mapping) else backend
+            pool = Pool(
+                group.planes,
+                group.layers,
+                cells=cells[group.name],
+                dtype=dtype,
+                device=self.device,
+                arrangement=chosen.arrangement,
+            )
+            self._held.append(_Held(group, Cells(cells[group.name]), pool, chosen))
+            for layer in group.layers:
+                if layer in self._group_of:
+                    raise BadRequest(f"layer {layer} is in two groups")
+                self._group_of[layer] = index
+        self._tables: dict[int, list[Table]] = {}
+        self._step: _Step | None = None
+
+    # -- looking ------------------------------------------------------------------------------------------------
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return tuple(held.group for held in self._held)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all planes of all groups."""
+        return sum(held.pool.bytes for held in self._held)
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        return tuple(self._tables)
+
+    def free(self) -> dict[str, int]:
+        """Free cells of each group."""
+        return {held.group.name: held.cells.free for held in self._held}
+
+    def capacity(self) -> dict[str, int]:
+        """Cells of each group, free or not."""
+        return {held.group.name: held.cells.capacity for held in self._held}
+
+    def length(self, seq: int) -> int:
+        """The position that the next token of `seq` will have; 0 for a sequence that is not there."""
+        tables = self._tables.get(seq)
+        return tables[0].end if tables else 0
+
+    def held(self, seq: int) -> dict[str, Span]:
+        """The positions that `seq` still holds in each group."""
+        return {h.group.name: Span(t.first, t.end) for h, t in zip(self._held, self._known(seq), strict=True)}
+
+    def can_resume(self, seq: int, pos: int) -> bool:
+        """May the next token of `seq` be at `pos`, in every group? Changes nothing."""
+        return self.can_cut(seq, pos) == pos
+
+    def can_cut(self, seq: int, pos: int) -> int:
+        """The largest `kept <= pos` at which all groups can go on once `[kept, end)` is forgotten. Changes nothing."""
+        kept = min(pos, self.length(seq))
+        while True:
+            agreed = kept
+            for held, table in zip(self._held, self._tables.get(seq, ()), strict=False):
+                agreed = held.group.layout.can_cut(table.first, table.end, agreed)
+            if agreed == kept:
+                return kept
+            kept = agreed
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def begin(self, batch: Batch) -> Plan:
+        """Set cells aside for the new tokens of `batch` and say what each may see.
+
+        A sequence that is not there yet begins at position 0. Raises `CacheFull` if a group has too few free cells,
+        `BadRequest` if a sequence would not go on where it ends; nothing has changed then.
+        """
+        self._idle("begin")
+        for feed in batch.feeds:
+            if feed.pos.start != self.length(feed.seq):
+                raise BadRequest(f"sequence {feed.seq} goes on at {self.length(feed.seq)}, not at {feed.pos.start}")
+        need = batch.tokens
+        for held in self._held:
+            if held.cells.free < need:
+                raise CacheFull(held.group.name, need, held.cells.free)
+        opened = [feed.seq for feed in batch.feeds if feed.seq not in self._tables]
+        for seq in opened:
+            self._tables[seq] = [Table(held.cells) for held in self._held]
+        taken = [self._take(index, batch) for index in range(len(self._held))]
+        groups = tuple(self._plan_group(index, batch, runs) for index, runs in enumerate(taken))
+        plan = Plan(need, batch.feeds, groups)
+        self._step = _Step(
+            plan,
+            taken,
+            writes=[self._write_plan(runs) for runs in taken],
+            prepared=[h.backend.prepare(g, self.device) for h, g in zip(self._held, groups, strict=True)],
+            opened=opened,
+        )
+        return plan
+
+    def put(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store the new tokens' k [T,G,D] and v [T,G,Dv] of one layer, rows as in the plan."""
+        step, index = self._open("put"), self._group_of[layer]
+        if len(k) != step.plan.tokens or len(v) != step.plan.tokens:
+            raise BadRequest(f"layer {layer} was given {len(k)} keys and {len(v)} values; the step has {step.plan.tokens}")
+        self._held[index].pool.write(layer, step.writes[index], {"k": k, "v": v})
+
+    def get(self, layer: int) -> StoredHistory:
+        """What the rows of the open step may see in one layer, as stored, the new tokens included."""
+        step, index = self._open("get"), self._group_of[layer]
+        held = self._held[index]
+        return StoredHistory(held.pool, layer, step.plan.groups[index], step.prepared[index], step.plan.tokens)
+
+    def attend(self, layer: int, q: Tensor, scoring: Any) -> Tensor:
+        """q [T,H,D] -> [T,H,Dv]: the backend of the layer's group, over what `get` answers."""
+        return self._held[self._group_of[layer]].backend.attend(q, self.get(layer), scoring)
+
+    def commit(self, accepted: Mapping[int, int] | None = None) -> None:
+        """Keep the step: of each sequence its first `accepted[seq]` new tokens, all if it is not named.
+
+        What the next token of a sequence cannot need any more is forgotten now, and not before.
+        """
+        step = self._open("commit")
+        counts = [self._accepted(feed.seq, len(feed.pos), accepted) for feed in step.plan.feeds]
+        self._step = None
+        for index, held in enumerate(self._held):
+            for feed, runs, count in zip(step.plan.feeds, step.taken[index], counts, strict=True):
+                table = self._tables[feed.seq][index]
+                kept, rest = _divide(runs, count)
+                table.append(kept)
+                held.cells.drop(rest)
+                table.forget_below(held.group.layout.keep(table.end))
+
+    def abandon(self) -> None:
+        """Forget the step: the memory is as it was before `begin`."""
+        step = self._open("abandon")
+        self._step = None
+        for held, taken in zip(self._held, step.taken, strict=True):
+            for runs in taken:
+                held.cells.drop(runs)
+        for seq in step.opened:
+            del self._tables[seq]
+
+    # -- sequences ----------------------------------------------------------------------------------------------
+
+    def fork(self, src: int, dst: int, upto: int) -> int:
+        """Make `dst` share the first `kept <= upto` tokens of `src`, and nothing else; answers `kept`.
+
+        `kept` is less than `upto` only where `src` no longer holds what going on at `upto` needs (see `can_cut`).
+        Whatever `dst` was before is forgotten. Copies integers, never K/V.
+        """
+        self._idle("fork")
+        tables = self._known(src)
+        if src == dst:
+            raise BadRequest(f"sequence {src} cannot be forked onto itself")
+        kept = self.can_cut(src, upto)
+        shared = [table.share(kept) for table in tables]
+        if dst in self._tables:
+            self.drop(dst)
+        self._tables[dst] = shared
+        return kept
+
+    def remove(self, seq: int, span: Span) -> int:
+        """Forget `span`, which must reach to the end of the sequence. Answers how many tokens are, or could be, kept.
+
+        An answer below `span.start` means that nothing has changed, because going on at `span.start` would need what is
+        no longer held; removing from the answered position on will work.
+        """
+        self._idle("remove")
+        tables = self._known(seq)
+        if span.end < self.length(seq):
+            raise NotSupported(f"{span} does not reach the end of sequence {seq} at {self.length(seq)}", kept=0)
+        kept = self.can_cut(seq, span.start)
+        if kept == span.start or kept == self.length(seq):
+            for table in tables:
+                table.cut(kept)
+        return kept
+
+    def drop(self, seq: int) -> None:
+        """Forget a whole sequence. Never fails for one that is there."""
+        self._idle("drop")
+        for table in self._known(seq):
+            table.cut(0)
+        del self._tables[seq]
+
+    def clear(self) -> None:
+        """Forget everything, an open step too."""
+        if self._step is not None:
+            self.abandon()
+        for seq in self.sequences:
+            self.drop(seq)
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _idle(self, what: str) -> None:
+        if self._step is not None:
+            raise WrongStage(f"{what}() while a step is open: commit() or abandon() it first")
+
+    def _open(self, what: str) -> _Step:
+        if self._step is None:
+            raise WrongStage(f"{what}() needs an open step: begin() one first")
+        return self._step
+
+    def _known(self, seq: int) -> list[Table]:
+        tables = self._tables.get(seq)
+        if tables is None:
+            raise UnknownSequence(seq)
+        return tables
+
+    @staticmethod
+    def _accepted(seq: int, fed: int, accepted: Mapping[int, int] | None) -> int:
+        count = fed if accepted is None else accepted.get(seq, fed)
+        if not 0 <= count <= fed:
+            raise BadRequest(f"{count} of {fed} new tokens of sequence {seq} cannot be accepted")
+        return count
+
+    def _take(self, index: int, batch: Batch) -> list[list[Run]]:
+        cells = self._held[index].cells
+        return [cells.take(len(feed.pos), after=self._tables[feed.seq][index].last_cell) for feed in batch.feeds]
+
+    def _plan_group(self, index: int, batch: Batch, taken: list[list[Run]]) -> GroupPlan:
+        group = self._held[index].group
+        segments: list[Segment] = []
+        row = 0
+        for feed, new in zip(batch.feeds, taken, strict=True):
+            table = self._tables[feed.seq][index]
+            first = max(table.first, group.layout.lowest(feed.pos.start))
+            runs = _joined(table.since(first), new)
+            segments.append(Segment(feed.seq, row, feed.pos, first, runs, tuple(new)))
+            row += len(feed.pos)
+        return GroupPlan(group.name, group.layout, tuple(segments))
+
+    def _write_plan(self, taken: list[list[Run]]) -> Tensor | slice:
+        """Where a step's rows are written: one slice if they are one run, else an index [T]."""
+        runs = [run for of_feed in taken for run in of_feed]
+        if len(runs) == 1:
+            return slice(runs[0].cell, runs[0].end)
+        cells = [cell for run in runs for cell in range(run.cell, run.end)]
+        return torch.tensor(cells, dtype=torch.long, device=self.device)
+
+    def check(self) -> None:
+        """Assert every invariant of the memory, its tables and its cells."""
+        for index, held in enumerate(self._held):
+            held.cells.check()
+            expected: dict[int, int] = {}
+            runs = [run for tables in self._tables.values() for run in tables[index].runs]
+            if self._step is not None:
+                runs += [run for of_feed in self._step.taken[index] for run in of_feed]
+            for run in runs:
+                for cell in range(run.cell, run.end):
+                    expected[cell] = expected.get(cell, 0) + 1
+            held.cells.check_holders(expected)
+        for seq, tables in self._tables.items():
+            assert len(tables) == len(self._held)
+            for held, table in zip(self._held, tables, strict=True):
+                table.check()
+                assert table.end == tables[0].end, f"sequence {seq} ends differently in {held.group.name}"
+                lowest = held.group.layout.lowest(table.end)
+                assert table.first <= lowest, f"sequence {seq} lacks [{lowest},{table.first}) in {held.group.name}"
+
+
+def _joined(held: tuple[Run, ...], new: list[Run]) -> tuple[Run, ...]:
+    if held and new and held[-1].end == new[0].cell:
+        return (*held[:-1], Run(held[-1].cell, held[-1].n + new[0].n), *new[1:])
+    return (*held, *new)
+
+
+def _divide(runs: list[Run], count: int) -> tuple[list[Run], list[Run]]:
+    """The first `count` cells of `runs`, and the rest."""
+    kept: list[Run] = []
+    rest: list[Run] = []
+    for run in runs:
+        here = min(run.n, count)
+        count -= here
+        if here:
+            kept.append(Run(run.cell, here))
+        if here < run.n:
+            rest.append(Run(run.cell + here, run.n - here))
+    return kept, rest

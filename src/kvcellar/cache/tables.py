@@ -1,0 +1,101 @@
+"""tables: which cells one sequence holds in one group, in order of position.
+
+Always true:
+  * `runs` are the cells of positions [first, end), in order; no run is empty, and no two neighbours could be one;
+  * the table is one holder of each of its cells, for as long as it is open.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable
+
+from kvcellar.cache.cells import Cells
+from kvcellar.plan import Run
+
+
+class Table:
+    """An ordered table of cells. Costs runs, not tokens."""
+
+    __slots__ = ("_cells", "_starts", "end", "first", "runs")
+
+    def __init__(self, cells: Cells, first: int = 0) -> None:
+        self._cells = cells
+        self.first = self.end = first
+        self.runs: list[Run] = []
+        self._starts: list[int] = []  # position of each run's first cell
+
+    @property
+    def last_cell(self) -> int | None:
+        """The cell of the last position; a new token is best written right behind it."""
+        return self.runs[-1].end - 1 if self.runs else None
+
+    def since(self, pos: int) -> tuple[Run, ...]:
+        """The cells of [pos, end), where first <= pos <= end."""
+        if pos <= self.first:
+            return tuple(self.runs)
+        if pos >= self.end:
+            return ()
+        i = bisect_right(self._starts, pos) - 1
+        skip = pos - self._starts[i]
+        run = self.runs[i]
+        return (Run(run.cell + skip, run.n - skip), *self.runs[i + 1 :])
+
+    def append(self, runs: Iterable[Run]) -> None:
+        """Take over the holding of `runs`: they become the next positions."""
+        for run in runs:
+            if self.runs and self.runs[-1].end == run.cell:
+                last = self.runs[-1]
+                self.runs[-1] = Run(last.cell, last.n + run.n)
+                self._cells.weld(run.cell, since=last.cell)
+            else:
+                self.runs.append(run)
+                self._starts.append(self.end)
+            self.end += run.n
+
+    def forget_below(self, pos: int) -> None:
+        """Give back the cells of [first, pos); the table begins at `pos` afterwards."""
+        while self.first < pos and self.runs:
+            run = self.runs[0]
+            gone = min(run.n, pos - self.first)
+            self._cells.drop([Run(run.cell, gone)])
+            self.first += gone
+            if gone == run.n:
+                del self.runs[0], self._starts[0]
+            else:
+                self.runs[0] = Run(run.cell + gone, run.n - gone)
+                self._starts[0] = self.first
+
+    def cut(self, pos: int) -> None:
+        """Give back the cells of [pos, end). Cut below `first`, the table is empty and begins at `pos`."""
+        while self.runs and self._starts[-1] >= pos:
+            self._cells.drop([self.runs.pop()])
+            self._starts.pop()
+        if self.runs:
+            run, kept = self.runs[-1], pos - self._starts[-1]
+            if kept < run.n:
+                self._cells.drop([Run(run.cell + kept, run.n - kept)])
+                self.runs[-1] = Run(run.cell, kept)
+        self.end = min(self.end, pos)
+        self.first = min(self.first, self.end)
+
+    def share(self, upto: int) -> "Table":
+        """Another table over the same cells of [first, upto); every cell gets one more holder."""
+        twin = Table(self._cells, min(self.first, upto))
+        for start, run in zip(self._starts, self.runs, strict=True):
+            if start >= upto:
+                break
+            twin.runs.append(Run(run.cell, min(run.n, upto - start)))
+            twin._starts.append(start)
+        self._cells.hold(twin.runs)
+        twin.end = upto
+        return twin
+
+    def check(self) -> None:
+        """Assert what is always true of one table; `Memory.check` asserts the holders of all of them together."""
+        assert len(self.runs) == len(self._starts)
+        at = self.first
+        for i, (start, run) in enumerate(zip(self._starts, self.runs, strict=True)):
+            assert start == at, f"run {i} should be at position {at}, is at {start}"
+            assert run.n > 0 and run.cell > 0, f"run {i} is {run}"
+            assert i == 0 or self.runs[i - 1].end != run.cell, f"runs {i - 1} and {i} could be one"
+            at += run.n
+        assert at == self.end, f"the runs end at {at}, the table at {self.end}"

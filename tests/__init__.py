@@ -1,0 +1,1 @@
+"""What must hold, and the small models it is held against."""

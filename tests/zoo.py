@@ -1,0 +1,216 @@
+"""The zoo: tiny random models of real architectures, for whoever runs transformers' models on a memory of its own.
+
+Every animal is float32, in eval mode, has a vocabulary of 101 and a context of 256, and is built from its config and
+a seed in well under a second: the same name is the same network, every time. Windows and chunks are 8 wide, far
+shorter than a test sequence of 40 tokens, and layers of different kinds alternate. The weights are lively: forgetting a
+window, a sink, a soft cap or a position moves the logits by more than a hundredth of the largest.
+
+    model = ARCHS["gpt-oss"].build()
+    logits = reference_logits(model, tokens)  # [L,V]: what any other way of running it has to equal
+"""
+
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from tests.zoo_test_support.lively import enliven
+from tests.zoo_test_support.sweep import auto_config, sweep
+from tests.zoo_test_support.tiny import CONTEXT, VOCAB, WINDOW, tiny
+
+__all__ = [
+    "ARCHS",
+    "ATTENTION",
+    "KINDS",
+    "RECURRENT",
+    "REFUSED_OR_UNUSUAL",
+    "WINDOW",
+    "Arch",
+    "auto_config",
+    "reference_logits",
+    "sweep",
+]
+
+KINDS = {
+    "full": "layers that see all before them",
+    "sliding": "layers that see the last WINDOW positions",
+    "chunked": "layers that see their own block of WINDOW positions",
+    "conv": "short convolutions",
+    "ssm": "state spaces",
+    "linear": "linear attention and other gated recurrences",
+    "shared-kv": "layers that read the keys and values of another layer",
+    "mla": "latents in the cache, expanded to heads on the way out",
+    "indexed": "layers that see the top few positions of an index",
+    "moe": "experts chosen by a router",
+    "alibi": "positions told to attention by a bias on the scores",
+    "learned-pos": "positions added to the embedding",
+    "nope": "layers without any position",
+    "rope-scaled": "rotary frequencies stretched by a scheme",
+    "sinks": "a learned logit per head that takes weight from the visible positions",
+    "softcap": "scores squashed by tanh",
+    "temperature": "queries scaled by how far along they are",
+    "own-attention": "attention code that knows neither the attention nor the mask interface",
+    "own-cache": "memory kept outside of transformers' cache objects",
+}
+
+
+@dataclass(frozen=True)
+class Arch:
+    """One architecture. `own` are the config fields in which it differs from small sizes and its own defaults."""
+
+    name: str
+    model_type: str
+    kinds: tuple[str, ...]
+    own: tuple[tuple[str, Any], ...]
+    vocab: int = VOCAB
+    context: int = CONTEXT
+
+    def config(self, **changes: object) -> PreTrainedConfig:
+        """A fresh config, so that nobody's changes reach another test."""
+        return tiny(self.model_type, **dict(self.own) | changes)
+
+    def build(self, **changes: object) -> PreTrainedModel:
+        """A fresh model on the CPU. Changed fields that leave every shape alone leave every weight alone, too."""
+        seed = zlib.crc32(self.name.encode())
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(
+                self.config(**changes), attn_implementation="eager", dtype=torch.float32
+            )
+        enliven(model, seed)
+        return model.eval()
+
+
+def reference_logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:
+    """One plain forward over all tokens with the model's eager attention and no cache -> [L,V] float32.
+
+    The attention implementation of the model is as it was afterwards. Modules that somebody wrapped stay wrapped:
+    where that may matter, hand over a fresh model.
+    """
+    before = model.config._attn_implementation
+    if before != "eager":
+        model.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            ids = torch.tensor([tokens], device=model.device)
+            return model(input_ids=ids, use_cache=False).logits[0].float()
+    finally:
+        if before != "eager":
+            model.set_attn_implementation(before)
+
+
+NAMES = {
+    "F": "full_attention",
+    "S": "sliding_attention",
+    "C": "chunked_attention",
+    "K": "conv",
+    "L": "linear_attention",
+}
+
+
+def layers(letters: str) -> list[str]:
+    """`SF` -> sliding, full."""
+    return [NAMES[letter] for letter in letters]
+
+
+def _arch(name: str, model_type: str, kinds: str, **own: object) -> Arch:
+    return Arch(name, model_type, tuple(kinds.split()), tuple(own.items()))
+
+
+ROPE_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+ROPE_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+ROPE_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.2, 1.5, 1.9, 2.4, 3.0, 3.7, 4.5],
+    "long_factor": [1.5, 2.0, 3.0, 4.5, 6.0, 8.0, 11.0, 15.0],
+}
+
+_ATTENTION = (
+    _arch("llama", "llama", "full"),
+    _arch("llama-rope-llama3", "llama", "full rope-scaled", rope_parameters=ROPE_LLAMA3),
+    _arch("llama-rope-yarn", "llama", "full rope-scaled", rope_parameters=ROPE_YARN),
+    _arch("phi3", "phi3", "full", sliding_window=None),
+    _arch("phi3-longrope", "phi3", "full rope-scaled", sliding_window=None,
+          rope_parameters=ROPE_LONG, original_max_position_embeddings=128),
+    _arch("phi", "phi", "full"),
+    _arch("qwen2", "qwen2", "full", sliding_window=None),
+    _arch("qwen2-sliding", "qwen2", "full sliding", use_sliding_window=True, layer_types=layers("FSFS")),
+    _arch("qwen2-moe", "qwen2_moe", "full moe", sliding_window=None),
+    _arch("qwen3", "qwen3", "full", sliding_window=None),
+    _arch("qwen3-moe", "qwen3_moe", "full moe", sliding_window=None),
+    _arch("mistral", "mistral", "sliding", num_hidden_layers=3),
+    _arch("ministral", "ministral", "full sliding", layer_types=layers("SFSF")),
+    _arch("mixtral", "mixtral", "full moe", sliding_window=None),
+    _arch("gemma", "gemma", "full"),
+    _arch("gemma2", "gemma2", "full sliding softcap", layer_types=layers("SFSF"), query_pre_attn_scalar=16,
+          attn_logit_softcapping=2.0, final_logit_softcapping=20.0),
+    _arch("gemma3", "gemma3_text", "full sliding", layer_types=layers("SSFSSF"), num_hidden_layers=6,
+          query_pre_attn_scalar=16),
+    _arch("gemma3n", "gemma3n_text", "full sliding shared-kv", layer_types=layers("SFSFSF"), num_hidden_layers=6,
+          num_kv_shared_layers=2, activation_sparsity_pattern=[0.5, 0.5, 0.0, 0.0, 0.0, 0.0]),
+    _arch("gemma4-e2b", "gemma4_text", "full sliding shared-kv", layer_types=layers("SFSFSF"), num_hidden_layers=6,
+          num_kv_shared_layers=2, global_head_dim=32, use_double_wide_mlp=True, final_logit_softcapping=20.0),
+    _arch("gemma4-26b", "gemma4_text", "full sliding moe", layer_types=layers("SSFSSF"), num_hidden_layers=6,
+          hidden_size_per_layer_input=0, attention_k_eq_v=True, global_head_dim=32, num_global_key_value_heads=1,
+          enable_moe_block=True, num_experts=4, top_k_experts=2, final_logit_softcapping=20.0),
+    _arch("gpt-oss", "gpt_oss", "full sliding moe sinks rope-scaled", layer_types=layers("SFSF"),
+          rope_parameters=ROPE_YARN | {"truncate": False}),
+    _arch("llama4", "llama4_text", "full chunked moe nope temperature", layer_types=layers("CCCF"),
+          num_experts_per_tok=1, interleave_moe_layer_step=2, floor_scale=8, attn_scale=0.5),
+    _arch("cohere", "cohere", "full", use_qk_norm=True),
+    _arch("cohere2", "cohere2", "full sliding nope", layer_types=layers("SSSF")),
+    _arch("olmo", "olmo", "full", clip_qkv=3.0),
+    _arch("olmo2", "olmo2", "full"),
+    _arch("olmo3", "olmo3", "full sliding", layer_types=layers("SSSF")),
+    _arch("olmoe", "olmoe", "full moe"),
+    _arch("granite", "granite", "full", embedding_multiplier=3.0, attention_multiplier=0.3, residual_multiplier=0.7,
+          logits_scaling=2.0),
+    _arch("granitemoe", "granitemoe", "full moe", embedding_multiplier=3.0, attention_multiplier=0.3,
+          residual_multiplier=0.7, logits_scaling=2.0),
+    _arch("deepseek-v2", "deepseek_v2", "full mla moe", first_k_dense_replace=1, topk_method="greedy"),
+    _arch("deepseek-v3", "deepseek_v3", "full mla moe", first_k_dense_replace=1, n_routed_experts=8, n_group=2,
+          topk_group=1),
+    _arch("minicpm3", "minicpm3", "full mla", dim_model_base=32, scale_emb=3),
+    _arch("glm", "glm", "full"),
+    _arch("glm4", "glm4", "full"),
+    _arch("glm4-moe", "glm4_moe", "full moe", use_qk_norm=True),
+    _arch("glm4-moe-lite", "glm4_moe_lite", "full mla moe"),
+    _arch("ernie4.5", "ernie4_5", "full"),
+    _arch("ernie4.5-moe", "ernie4_5_moe", "full moe"),
+    _arch("smollm3", "smollm3", "full nope", sliding_window=None),
+    _arch("seed-oss", "seed_oss", "full"),
+    _arch("starcoder2", "starcoder2", "sliding"),
+    _arch("exaone4", "exaone4", "full sliding nope", layer_types=layers("SSSF")),
+    _arch("nemotron", "nemotron", "full"),
+    _arch("persimmon", "persimmon", "full"),
+    _arch("stablelm", "stablelm", "full", use_parallel_residual=True, qk_layernorm=True),
+    _arch("gpt-neox", "gpt_neox", "full"),
+    _arch("gpt2", "gpt2", "full learned-pos"),
+    _arch("opt", "opt", "full learned-pos"),
+)  # fmt: skip
+
+_RECURRENT = (
+    _arch("lfm2", "lfm2", "full conv", layer_types=layers("KKFKF"), num_hidden_layers=5),
+    _arch("lfm3", "lfm3", "full sliding conv", layer_types=layers("KSFKSF"), num_hidden_layers=6),
+)
+
+_UNUSUAL = (
+    _arch("phi3-longrope-crossing", "phi3", "full rope-scaled", sliding_window=None,
+          rope_parameters=ROPE_LONG, original_max_position_embeddings=16),
+)  # fmt: skip
+
+ARCHS: dict[str, Arch] = {arch.name: arch for arch in (*_ATTENTION, *_RECURRENT, *_UNUSUAL)}
+ATTENTION = tuple(arch.name for arch in _ATTENTION)
+RECURRENT = tuple(arch.name for arch in _RECURRENT)
+REFUSED_OR_UNUSUAL = tuple(arch.name for arch in _UNUSUAL)

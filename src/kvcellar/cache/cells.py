@@ -110,6 +110,12 @@ class Cells:
                 if piece.holders == 0:
                     self._release(piece)
 
+    def divide(self, run: Run, n: int) -> tuple[Run, Run]:
+        """The first `n` cells of a held run and the others, as two runs that can be given back apart; 0 < n < run.n."""
+        left, right = Run(run.cell, n), Run(run.cell + n, run.n - n)
+        self._pieces(left)
+        return left, right
+
     def _pieces(self, run: Run) -> list[Piece]:
         """The pieces that make up a held run; the last is split where the run ends."""
         found: list[Piece] = []

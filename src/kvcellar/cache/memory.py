@@ -262,9 +262,9 @@ class Memory:
         for index, held in enumerate(self._held):
             for feed, runs, count in zip(step.plan.feeds, step.taken[index], counts, strict=True):
                 table = self._tables[feed.seq][index]
-                kept, rest = _divide(runs, count)
-                table.append(kept)
+                kept, rest = _divide(held.cells, runs, count)
                 held.cells.drop(rest)
+                table.append(kept)
                 table.forget_below(held.group.layout.keep(table.end))
 
     def abandon(self) -> None:
@@ -401,15 +401,14 @@ def _joined(held: tuple[Run, ...], new: list[Run]) -> tuple[Run, ...]:
     return (*held, *new)
 
 
-def _divide(runs: list[Run], count: int) -> tuple[list[Run], list[Run]]:
+def _divide(cells: Cells, runs: list[Run], count: int) -> tuple[list[Run], list[Run]]:
     """The first `count` cells of `runs`, and the rest."""
     kept: list[Run] = []
     rest: list[Run] = []
     for run in runs:
-        here = min(run.n, count)
-        count -= here
-        if here:
-            kept.append(Run(run.cell, here))
-        if here < run.n:
-            rest.append(Run(run.cell + here, run.n - here))
+        here, count = min(run.n, count), max(0, count - run.n)
+        if 0 < here < run.n:
+            run, tail = cells.divide(run, here)
+            rest.append(tail)
+        (kept if here else rest).append(run)
     return kept, rest

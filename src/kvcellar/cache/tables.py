@@ -72,8 +72,8 @@ class Table:
         if self.runs:
             run, kept = self.runs[-1], pos - self._starts[-1]
             if kept < run.n:
-                self._cells.drop([Run(run.cell + kept, run.n - kept)])
-                self.runs[-1] = Run(run.cell, kept)
+                self.runs[-1], rest = self._cells.divide(run, kept)
+                self._cells.drop([rest])
         self.end = min(self.end, pos)
         self.first = min(self.first, self.end)
 

@@ -1,0 +1,39 @@
+"""reference: attention in float64 over a dense mask. Slow and obvious; it judges the other backends."""
+
+import torch
+from torch import Tensor
+
+from kvcellar.contracts import Arrangement, Ask, History, Scoring
+from kvcellar.plan import GroupPlan
+
+
+class Reference:
+    """Serves everything there is; costs T x N for every head."""
+
+    name = "reference"
+    arrangement: Arrangement = "token"
+
+    def refuse(self, ask: Ask) -> str | None:
+        return None
+
+    def prepare(self, plan: GroupPlan, device: torch.device) -> None:
+        return None
+
+    def attend(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
+        k, v, visible = history.dense()  # [N,G,D], [N,G,Dv], [T,N]
+        return attend_dense(q, k, v, visible, scoring)
+
+
+def attend_dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:
+    """q [T,H,D], k [N,G,D], v [N,G,Dv], visible [T,N] -> [T,H,Dv]; query head h reads KV head h // (H/G)."""
+    heads = q.shape[1]
+    k, v = (x.double().repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("thd,nhd->htn", q.double(), k) * scoring.scale
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if scoring.sinks is not None:
+        sink = scoring.sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = scores.softmax(-1)[..., : k.shape[0]]
+    return torch.einsum("htn,nhe->the", weights, v).to(q.dtype)

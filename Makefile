@@ -1,0 +1,79 @@
+# `make help` lists what there is. Everything lives in .venv, at the versions of constraints.txt.
+#
+#   PYTHON=python3.12     which Python makes the environment (default: the first one found that is 3.11 or newer)
+#   MODEL=DIR_OR_NAME     which model `make run` talks to (default: the embedded one)
+#   ARGS='...'            more words for the command behind run, test, test-long, bench and train-embedded
+
+PYTHON ?=
+MODEL ?=
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
+TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help run test test-long lint format docs bench train-embedded clean
+
+help:
+	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/  make \1 \2/p' Makefile | awk '{t = $$2; $$1 = $$2 = ""; printf "  make %-15s%s\n", t, $$0}'
+
+run: $(VENV)/.run ## talk to the embedded model, or to MODEL
+	@$(BIN)/kvcellar run $(MODEL) $(ARGS)
+
+test: $(VENV)/.dev ## every test but the slow ones and, without an accelerator, those for one
+	$(BIN)/python -m pytest $(ARGS)
+
+test-long: $(VENV)/.dev ## the slow tests too, with many more examples
+	$(BIN)/python -m pytest --long $(ARGS)
+
+lint: $(VENV)/.dev ## style, format, types and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev ## rewrite the code the way lint wants it
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.dev ## rewrite the documents that are made from the code
+	$(BIN)/python scripts/rooms.py
+
+bench: $(VENV)/.run ## ours against transformers, in one run; a table, then one line of JSON
+	@$(BIN)/kvcellar bench $(ARGS)
+
+train-embedded: $(VENV)/.run ## train the embedded model again, from the Python standard library
+	$(BIN)/python scripts/train_embedded.py $(ARGS)
+
+clean: ## remove everything that make made
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests scripts examples docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# The stamps say what is already installed, so that a second call starts at once. torch comes first and alone: whatever is
+# installed after it finds it there, and does not choose a build of its own.
+$(VENV)/.torch: constraints.txt
+	@python=; \
+	for p in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \
+	  if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then python=$$p; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo "kvcellar needs Python 3.11 or newer; $(or $(PYTHON),python3) is $$($(or $(PYTHON),python3) --version 2>&1)." >&2; \
+	  echo "Install one, or name it: make PYTHON=/path/to/python3.12 ..." >&2; \
+	  exit 1; \
+	fi; \
+	echo "Making $(VENV) with $$($$python --version) and installing $(TORCH). This happens once and takes a few minutes." >&2; \
+	$$python -m venv $(VENV)
+	@$(PIP) $(TORCH)
+	@touch $@
+
+$(VENV)/.run: $(VENV)/.torch pyproject.toml
+	@echo "Installing kvcellar into $(VENV)." >&2
+	@$(PIP) --quiet -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+	@echo "Installing kvcellar and its development tools into $(VENV)." >&2
+	@$(PIP) --quiet -e '.[dev]'
+	@touch $(VENV)/.run $@

@@ -1,0 +1,106 @@
+"""The ground every test stands on: one thread, no network, the same random numbers each time.
+
+`pytest --long` runs the slow tests too, and gives Hypothesis `KVCELLAR_EXAMPLES` examples (2000) instead of 50.
+"""
+
+import os
+import random
+import sys
+from collections.abc import Iterator
+from ipaddress import ip_address
+from typing import Any
+
+import hypothesis
+import pytest
+
+# Before anything imports torch or transformers: they read these once.
+os.environ.update(
+    OMP_NUM_THREADS="1",
+    MKL_NUM_THREADS="1",
+    TOKENIZERS_PARALLELISM="false",
+    HF_HUB_OFFLINE="1",
+    TRANSFORMERS_OFFLINE="1",
+)
+
+hypothesis.settings.register_profile("ci", max_examples=50, derandomize=True, deadline=None, database=None)
+hypothesis.settings.register_profile(
+    "long",
+    max_examples=int(os.environ.get("KVCELLAR_EXAMPLES", "2000")),
+    derandomize=True,
+    deadline=None,
+    database=None,
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="run the slow tests too, with many more examples")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.load_profile("long" if config.getoption("--long") else "ci")
+    sys.addaudithook(_watch)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    asked_for_slow = config.getoption("--long") or "slow" in config.getoption("markexpr")
+    for item in items:
+        if item.get_closest_marker("slow") and not asked_for_slow:
+            item.add_marker(pytest.mark.skip(reason="slow: `make test-long` runs it"))
+        if item.get_closest_marker("gpu") and (why := _no_accelerator()):
+            item.add_marker(pytest.mark.skip(reason=why))
+
+
+def _no_accelerator() -> str | None:
+    import torch  # only where a test asks for an accelerator: the house and the thinking half are tested without it
+
+    return None if torch.cuda.is_available() else f"gpu: torch {torch.__version__} sees no accelerator here"
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_each_time() -> None:
+    """Seed whatever has been imported so far; what is imported later starts from its own fixed seed or a generator."""
+    random.seed(0)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(0)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
+        torch.set_num_threads(1)
+
+
+# The audit hook sees every socket of the process, on any thread and below asyncio. It refuses, and remembers, so that a
+# test fails too when the code under test swallows the refusal.
+_ADDRESS_AT = {"socket.connect": 1, "socket.bind": 1, "socket.sendto": 1, "socket.sendmsg": 1, "socket.getaddrinfo": 0}
+_reached: list[str] = []
+
+
+class NetworkReached(OSError):
+    """A test went further than this machine."""
+
+
+def _watch(event: str, args: tuple[Any, ...]) -> None:
+    at = _ADDRESS_AT.get(event)
+    if at is None:
+        return
+    address = args[at]
+    host = address[0] if isinstance(address, tuple) else address if event == "socket.getaddrinfo" else None
+    if not _stays_here(host):
+        _reached.append(f"{event} to {host!r}")
+        raise NetworkReached(f"tests stay on the loopback interface; this one wanted {event} to {host!r}")
+
+
+def _stays_here(host: str | bytes | None) -> bool:
+    """None stands for a local socket (a path), or for a lookup without a host."""
+    if host is None:
+        return True
+    name = host.decode() if isinstance(host, bytes) else host
+    try:
+        return ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost"
+
+
+@pytest.fixture(autouse=True)
+def no_network() -> Iterator[None]:
+    yield
+    reached, _reached[:] = list(_reached), []
+    assert not reached, f"the test left this machine: {reached}"

@@ -1,0 +1,89 @@
+"""The documents are true: their Python runs, their commands exist, their links lead somewhere."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+ADDRESS = "127.0.0.1:8000"  # where the documents' server listens; ours takes its place
+SHELLS = {"sh", "bash", "shell", "console"}
+
+
+@dataclass(frozen=True)
+class Fence:
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def fences() -> Iterator[Fence]:
+    for page in PAGES:
+        text = page.read_text()
+        for found in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S):
+            yield Fence(page, text.count("\n", 0, found.start()) + 1, found[1], found[2])
+
+
+PYTHON = [f for f in fences() if f.language == "python"]
+SHELL = [f for f in fences() if f.language in SHELLS]
+TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.M))
+
+
+@pytest.mark.parametrize("fence", PYTHON, ids=str)
+def test_python_runs(fence, request, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = fence.text
+    if ADDRESS in code:
+        code = code.replace(ADDRESS, request.getfixturevalue("server"))
+    exec(compile(code, str(fence), "exec"), {"__name__": "__fence__"})
+
+
+@pytest.mark.parametrize("fence", SHELL, ids=str)
+def test_commands_exist(fence):
+    commands = list(commands_of(fence.text))
+    assert commands, "nothing here is checked"
+    for program, verb, options in commands:
+        if program == "make":
+            assert verb in TARGETS
+        else:
+            text = help_of(verb)
+            assert [o for o in options if o not in text] == [], f"kvcellar {verb} has no such option"
+
+
+def commands_of(text: str) -> Iterator[tuple[str, str, list[str]]]:
+    """Program, verb and options of each call of make or kvcellar."""
+    for line in text.splitlines():
+        spoken = line.partition(" #")[0]
+        for found in re.finditer(r"(?:^|[\s/|])(make|kvcellar) +([a-z][a-z-]*)([^|]*)", spoken):
+            yield found[1], found[2], re.findall(r"(?<=\s)--[a-z][a-z-]*", found[3])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_mentions_are_of_what_exists(page):
+    """In running text too: `make x`, `kvcellar x --y` and [links](to/files)."""
+    for code in re.findall(r"`([^`\n]+)`", page.read_text()):
+        for program, verb, options in commands_of(code):
+            assert program != "make" or verb in TARGETS, code
+            assert program != "kvcellar" or not set(options) - set(help_of(verb).split()), code
+    for link in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+        assert "://" in link or (page.parent / link).exists(), f"a link to nowhere: {link}"
+
+
+@cache
+def help_of(verb: str) -> str:
+    """What `kvcellar VERB --help` prints."""
+    command = [sys.executable, "-m", "kvcellar.cli.main", verb, "--help"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, env=dict(os.environ))
+    assert run.returncode == 0, f"kvcellar {verb}: {run.stderr}"
+    return run.stdout

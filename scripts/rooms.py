@@ -14,8 +14,8 @@ MAP = ROOT / "docs" / "rooms.md"
 HEAD = """\
 # The rooms
 
-*Made from the docstrings by `make docs`; a test compares the two. Rooms import downwards only, in the order of this page;
-`make lint` checks it. What is marked (no torch) loads without torch.*
+*Made from the docstrings by `make docs`; a test compares the two. Rooms import downwards only, in the order of this
+page; `make lint` checks it. What is marked (no torch) loads without torch.*
 """
 
 

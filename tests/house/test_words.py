@@ -1,4 +1,4 @@
-"""What must not stand in the tree: paths of somebody's machine, unsafe loading, changing globals, guessed capabilities."""
+"""What must not stand in the tree: places of one machine, unsafe loading, globals that change, guessed capabilities."""
 
 import ast
 import re

@@ -59,7 +59,7 @@ $(VENV)/.torch: constraints.txt
 	  if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then python=$$p; break; fi; \
 	done; \
 	if [ -z "$$python" ]; then \
-	  echo "kvcellar needs Python 3.11 or newer; $(or $(PYTHON),python3) is $$($(or $(PYTHON),python3) --version 2>&1)." >&2; \
+	  echo "kvcellar needs Python 3.11 or newer; $(or $(PYTHON),python3) is $$($(or $(PYTHON),python3) --version 2>&1 | head -n 1)." >&2; \
 	  echo "Install one, or name it: make PYTHON=/path/to/python3.12 ..." >&2; \
 	  exit 1; \
 	fi; \

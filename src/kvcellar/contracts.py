@@ -111,3 +111,7 @@ class Backend(Protocol):
     def attend(self, q: Any, history: History, scoring: Scoring) -> Any:
         """q [T,H,D] -> [T,H,Dv]; row t sees `[layout.lowest(pos_t), pos_t]` of its own sequence, and nothing else."""
         ...
+
+    def attend_dense(self, q: Any, k: Any, v: Any, visible: Any, scoring: Scoring) -> Any:
+        """q [T,H,D], k [N,G,D], v [N,G,Dv], visible [T,N] -> [T,H,Dv]: for keys computed from what is stored (MLA)."""
+        ...

@@ -23,6 +23,9 @@ class Reference:
         k, v, visible = history.dense()  # [N,G,D], [N,G,Dv], [T,N]
         return attend_dense(q, k, v, visible, scoring)
 
+    def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:
+        return attend_dense(q, k, v, visible, scoring)
+
 
 def attend_dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:
     """q [T,H,D], k [N,G,D], v [N,G,Dv], visible [T,N] -> [T,H,Dv]; query head h reads KV head h // (H/G)."""

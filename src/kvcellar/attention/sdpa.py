@@ -59,6 +59,12 @@ class Sdpa:
             out[block.start : block.end] = seen
         return out
 
+    def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:
+        block = Block(0, q.shape[0], slice(0, k.shape[0]), visible, False)
+        if scoring.softcap is None and scoring.sinks is None:
+            return _many_rows(q, k, v, block, scoring.scale)
+        return _weigh(q, k, v, block, scoring)
+
 
 def _blocks(plan: GroupPlan, segment: Segment, device: torch.device) -> list[Block]:
     start, end = segment.pos.start, segment.pos.end

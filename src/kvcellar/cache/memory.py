@@ -15,7 +15,7 @@ A memory has one owner and is not re-entrant: one step is open at a time, and se
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -53,22 +53,11 @@ class _Held:
     backend: Backend
 
 
-@dataclass(slots=True)
-class _Step:
-    """An open step. `taken[group][feed]` are the runs set aside for it; they are ours until commit hands them over."""
-
-    plan: Plan
-    taken: list[list[list[Run]]]
-    writes: list[Tensor | slice]
-    prepared: list[Any]
-    opened: list[int]  # sequences that did not exist before
-
-
 class StoredHistory:
     """What one layer remembers, as stored, and how to read it (see `contracts.History`)."""
 
-    def __init__(self, pool: Pool, layer: int, plan: GroupPlan, prepared: Any, tokens: int) -> None:
-        self._pool, self._layer, self._tokens = pool, layer, tokens
+    def __init__(self, pool: Pool, layer: int, plan: GroupPlan, prepared: Any, columns: "Columns") -> None:
+        self._pool, self._layer, self._columns = pool, layer, columns
         self.plan, self.prepared = plan, prepared
 
     @property
@@ -80,43 +69,66 @@ class StoredHistory:
 
     def dense(self) -> tuple[Tensor, Tensor, Tensor]:
         """(k [N,G,D], v [N,G,Dv], visible [T,N]): each cell that some row may see is there once, in order of cell."""
-        columns = _Columns(self.plan)
-        device = self.plane("k").device
-        cells = columns.cells.to(device)
+        cells = self._columns.cells
         k, v = (self._pool.read(self._layer, name, cells) for name in ("k", "v"))
-        return k, v, columns.visible(self._tokens).to(device)
+        return k, v, self._columns.visible
+
+    def in_order(self) -> tuple[Tensor, Tensor]:
+        """(k [n,G,D], v [n,G,Dv]) of the only sequence in the step, in order of position."""
+        (segment,) = self.plan.segments
+        cells = torch.cat([torch.arange(run.cell, run.end) for run in segment.runs]).to(self.plane("k").device)
+        return self._pool.read(self._layer, "k", cells), self._pool.read(self._layer, "v", cells)
 
 
-class _Columns:
-    """The cells that a group's segments may see, as the columns of a dense mask; shared cells are there once."""
+class Columns:
+    """The cells that a group's segments may see, as columns of a dense mask. Shared cells are there once.
 
-    def __init__(self, plan: GroupPlan) -> None:
-        self._plan = plan
-        merged: list[list[int]] = []
-        for start, end in sorted((run.cell, run.end) for segment in plan.segments for run in segment.runs):
+    Made when the first layer asks and kept for the others of the step: only slow roads need it.
+    """
+
+    def __init__(self, plan: GroupPlan, tokens: int, device: torch.device) -> None:
+        self._plan, self._tokens, self._device = plan, tokens, device
+
+    @cached_property
+    def _merged(self) -> list[tuple[int, int]]:
+        merged: list[tuple[int, int]] = []
+        for start, end in sorted((run.cell, run.end) for segment in self._plan.segments for run in segment.runs):
             if merged and start <= merged[-1][1]:
-                merged[-1][1] = max(merged[-1][1], end)
+                merged[-1] = (merged[-1][0], max(merged[-1][1], end))
             else:
-                merged.append([start, end])
-        self._starts = torch.tensor([start for start, _ in merged], dtype=torch.long)
-        widths = [end - start for start, end in merged]
-        self._offsets = torch.tensor([0, *accumulate(widths)][: len(widths)], dtype=torch.long)
-        spans = [torch.arange(start, end) for start, end in merged]
-        self.cells = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.long)  # [N]
+                merged.append((start, end))
+        return merged
 
-    def visible(self, tokens: int) -> Tensor:
+    @cached_property
+    def cells(self) -> Tensor:
+        """[N], ascending."""
+        return torch.cat([torch.arange(start, end) for start, end in self._merged]).to(self._device)
+
+    @cached_property
+    def visible(self) -> Tensor:
         """[T,N], True where the row may see the cell."""
-        out = torch.zeros(tokens, len(self.cells), dtype=torch.bool)
+        cells = torch.cat([torch.arange(start, end) for start, end in self._merged])
+        out = torch.zeros(self._tokens, len(cells), dtype=torch.bool)
         for segment in self._plan.segments:
-            cells = torch.cat([torch.arange(run.cell, run.end) for run in segment.runs])
-            which = torch.searchsorted(self._starts, cells, right=True) - 1
-            columns = self._offsets[which] + cells - self._starts[which]  # [n]
-            key = segment.first + torch.arange(len(cells))
-            query = range(segment.pos.start, segment.pos.end)
-            lowest = torch.tensor([self._plan.layout.lowest(pos) for pos in query])[:, None]
-            seen = (key >= lowest) & (key <= torch.tensor(query)[:, None])  # [L,n]
-            out[segment.row : segment.row + len(query), columns] = seen
-        return out
+            own = torch.cat([torch.arange(run.cell, run.end) for run in segment.runs])
+            key = segment.first + torch.arange(len(own))
+            query = torch.arange(segment.pos.start, segment.pos.end)[:, None]
+            lowest = torch.tensor([self._plan.layout.lowest(pos) for pos in query.flatten().tolist()])[:, None]
+            rows = slice(segment.row, segment.row + len(query))
+            out[rows, torch.searchsorted(cells, own)] = (key >= lowest) & (key <= query)
+        return out.to(self._device)
+
+
+@dataclass(slots=True)
+class _Step:
+    """An open step. `taken[group][feed]` are the runs set aside for it; they are ours until commit hands them over."""
+
+    plan: Plan
+    taken: list[list[list[Run]]]
+    writes: list[Tensor | slice]
+    prepared: list[Any]
+    columns: list[Columns]
+    opened: list[int]  # sequences that did not exist before
 
 
 class Memory:
@@ -230,6 +242,7 @@ class Memory:
             taken,
             writes=[self._write_plan(runs) for runs in taken],
             prepared=[h.backend.prepare(g, self.device) for h, g in zip(self._held, groups, strict=True)],
+            columns=[Columns(group, need, self.device) for group in groups],
             opened=opened,
         )
         return plan
@@ -245,11 +258,16 @@ class Memory:
         """What the rows of the open step may see in one layer, as stored, the new tokens included."""
         step, index = self._open("get"), self._group_of[layer]
         held = self._held[index]
-        return StoredHistory(held.pool, layer, step.plan.groups[index], step.prepared[index], step.plan.tokens)
+        return StoredHistory(held.pool, layer, step.plan.groups[index], step.prepared[index], step.columns[index])
 
     def attend(self, layer: int, q: Tensor, scoring: Any) -> Tensor:
         """q [T,H,D] -> [T,H,Dv]: the backend of the layer's group, over what `get` answers."""
         return self._held[self._group_of[layer]].backend.attend(q, self.get(layer), scoring)
+
+    def attend_dense(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Any) -> Tensor:
+        """The same for a layer that computes its k [N,G,D] and v [N,G,Dv] from what `get(layer).dense()` answered."""
+        step, index = self._open("attend_dense"), self._group_of[layer]
+        return self._held[index].backend.attend_dense(q, k, v, step.columns[index].visible, scoring)
 
     def commit(self, accepted: Mapping[int, int] | None = None) -> None:
         """Keep the step: of each sequence its first `accepted[seq]` new tokens, all if it is not named.

@@ -1,0 +1,208 @@
+"""seam: how a transformers model runs on our memory, unmodified. Two doors: a cache-shaped object and an attention function.
+
+A forward gives all sequences of a step as one row `[1,T]` with explicit positions (*flat*). Each attention layer hands its
+new keys and values to `FlatDoor.update`, which writes them, and then calls `FlatDoor.attend`, which reads:
+
+    memory.put(layer, k, v)                      # written here
+    memory.attend(layer, q, scoring)             # read here, from the cells, with no mask
+
+A model whose attention cannot be flattened (its code looks at the order of keys, say) is run *solo*: one sequence per
+forward, its cells gathered in order, with the model's own attention and masks.
+
+The door of the forward that is running travels in a context variable: transformers calls registered functions with the
+module and its tensors only. One forward at a time per thread.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache
+
+from kvcellar.cache.memory import Memory
+from kvcellar.contracts import Scoring
+from kvcellar.errors import ModelRefused, NotSupported
+from kvcellar.plan import Plan
+
+ATTENTION = "kvcellar"  # our name in transformers' registries
+
+# What an attention call may carry besides q, k, v and the mask, and what we do with it.
+_READ = frozenset({"scaling", "softcap", "s_aux"})  # part of the scores
+_HARMLESS = frozenset({  # they change nothing in inference, or repeat what the plan knows
+    "dropout", "is_causal", "sliding_window", "position_ids", "use_cache", "output_attentions", "output_hidden_states",
+    "return_dict", "logits_to_keep", "past_key_values", "cache_position", "attention_mask", "head_mask",
+})  # fmt: skip
+
+
+class Door(Protocol):
+    """Who answers the model's calls during one forward."""
+
+    def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """New k [1,G,T,D] and v [1,G,T,Dv] of a layer; what the model should go on with."""
+        ...
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scoring: Scoring) -> Tensor:
+        """q [1,H,T,D] -> [1,T,H,Dv]."""
+        ...
+
+    def mask(self, rule: Any, local_size: int | None, q_length: int, device: torch.device) -> Tensor:
+        """What the model gets as its attention mask."""
+        ...
+
+    def seen(self, layer: int) -> int | Tensor:
+        """How many tokens came before: the model adds a range over its rows to this."""
+        ...
+
+    def mask_sizes(self, q_length: int, layer: int) -> tuple[int, int]:
+        """(length, offset) of the keys that a mask must cover."""
+        ...
+
+
+_door: ContextVar[Door] = ContextVar("kvcellar_door")
+
+
+@contextmanager
+def opened(door: Door) -> Iterator["GuestCache"]:
+    """Within the block, the model's calls are answered by `door`; yields what to pass as `past_key_values`."""
+    token = _door.set(door)
+    try:
+        yield GuestCache(door)
+    finally:
+        _door.reset(token)
+
+
+class GuestCache(Cache):
+    """The cache-shaped door. It stores nothing."""
+
+    is_compileable = False
+
+    def __init__(self, door: Door) -> None:
+        super().__init__(layers=[])
+        self._door = door
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+        return self._door.update(key_states, value_states, layer_idx)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        return self._door.seen(layer_idx)
+
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        return self._door.seen(layer_idx)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self._door.mask_sizes(query_length, layer_idx)
+
+    def _recurrent(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotSupported("this model keeps recurrent or convolution state, which is not served yet")
+
+    get_conv_state = update_conv_state = get_recurrent_state = update_recurrent_state = _recurrent
+    has_previous_state = is_recording_past = _recurrent
+
+    def update_indexer(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotSupported("this model selects keys with an indexer of its own, which is not served yet")
+
+
+def scoring_of(q: Tensor, extras: Mapping[str, Any]) -> Scoring:
+    """From the keyword arguments of an attention call. Raises `NotSupported` for any that we do not know."""
+    unknown = {
+        name
+        for name, value in extras.items()
+        if name not in _READ and name not in _HARMLESS and value is not None and value is not False
+    }
+    if unknown:
+        raise NotSupported(f"its attention is called with {sorted(unknown)}, which we do not know how to honour")
+    scale = extras.get("scaling")
+    softcap = extras.get("softcap")
+    return Scoring(
+        scale=float(scale) if scale is not None else q.shape[-1] ** -0.5,
+        softcap=float(softcap) if softcap is not None else None,
+        sinks=extras.get("s_aux"),
+    )
+
+
+def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **extras: Any):
+    return _door.get().attend(module, query, key, value, attention_mask, scoring_of(query, extras)), None
+
+
+def _mask(*, q_length: int, mask_function: Any, local_size: int | None = None, device: Any = None, **_: Any) -> Tensor:
+    return _door.get().mask(mask_function, local_size, q_length, torch.device(device or "cpu"))
+
+
+def register() -> None:
+    """Put our two functions into transformers' registries, under our name. They hold no state."""
+    AttentionInterface.register(ATTENTION, _attention)
+    AttentionMaskInterface.register(ATTENTION, _mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """Which layer's cells an attention module reads. `direct`: it attends to the very keys that were stored.
+
+    A module that is not direct (MLA) computes its keys from what is stored, so it is given all that its rows may see.
+    """
+
+    layer: int
+    direct: bool
+
+
+class FlatDoor:
+    """All sequences of the open step in one row. K/V are written and read here."""
+
+    def __init__(self, memory: Memory, plan: Plan, positions: Tensor, bindings: Mapping[nn.Module, Binding]) -> None:
+        self._memory, self._plan, self._bindings = memory, plan, bindings
+        self._positions = positions  # [T]
+        self._expanded = frozenset(b.layer for b in bindings.values() if not b.direct)
+
+    def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        self._memory.put(layer, k[0].transpose(0, 1), v[0].transpose(0, 1))
+        if layer not in self._expanded:
+            return k, v
+        stored_k, stored_v, _ = self._memory.get(layer).dense()
+        return stored_k.transpose(0, 1)[None].to(k.dtype), stored_v.transpose(0, 1)[None].to(v.dtype)
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scoring: Scoring) -> Tensor:
+        binding = self._bindings[module]
+        rows = q[0].transpose(0, 1)  # [T,H,D]
+        if binding.direct:
+            return self._memory.attend(binding.layer, rows, scoring)[None]
+        return self._memory.attend_dense(binding.layer, rows, k[0].transpose(0, 1), v[0].transpose(0, 1), scoring)[None]
+
+    def mask(self, rule: Any, local_size: int | None, q_length: int, device: torch.device) -> Tensor:
+        return torch.ones(1, 1, q_length, 1, dtype=torch.bool, device=device)  # nobody reads it: the plan knows
+
+    def seen(self, layer: int) -> Tensor:
+        return self._positions - torch.arange(len(self._positions), device=self._positions.device)
+
+    def mask_sizes(self, q_length: int, layer: int) -> tuple[int, int]:
+        return q_length, 0
+
+
+class SoloDoor:
+    """One sequence in the open step, with the model's own attention: it gets its keys in order, as its own cache would."""
+
+    def __init__(self, memory: Memory, plan: Plan) -> None:
+        if len(plan.feeds) != 1:
+            raise ModelRefused(f"a model that runs solo was given {len(plan.feeds)} sequences in one forward")
+        self._memory, self._past = memory, plan.feeds[0].pos.start
+
+    def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        self._memory.put(layer, k[0].transpose(0, 1), v[0].transpose(0, 1))
+        keys, values = self._memory.get(layer).in_order()
+        return keys.transpose(0, 1)[None].to(k.dtype), values.transpose(0, 1)[None].to(v.dtype)
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scoring: Scoring) -> Tensor:
+        raise ModelRefused("a model that runs solo must use its own attention")
+
+    def mask(self, rule: Any, local_size: int | None, q_length: int, device: torch.device) -> Tensor:
+        raise ModelRefused("a model that runs solo must use its own masks")
+
+    def seen(self, layer: int) -> int:
+        return self._past
+
+    def mask_sizes(self, q_length: int, layer: int) -> tuple[int, int]:
+        return self._past + q_length, 0

@@ -1,0 +1,185 @@
+"""shape: what a model stores and who reads it, learned by watching one small forward. No model name is looked at.
+
+The probe runs a few tokens through the network with doors that record: every call that stores K/V, every attention call,
+and the rule of every mask. A rule is asked about positions until it is known to be causal, sliding or chunked; a model
+that we cannot describe so is refused, with the reason.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvcellar.cache.layouts import Causal, Chunked, Sliding
+from kvcellar.cache.memory import Group
+from kvcellar.contracts import Ask, Layout, Plane, Scoring
+from kvcellar.errors import ModelRefused
+from kvcellar.models.seam import Binding
+
+PROBE_TOKENS = 5
+
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # transformers' mask_function(batch, head, query, key)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The groups of a model, what each asks of a backend, and which module reads which layer's cells."""
+
+    groups: tuple[Group, ...]
+    asks: Mapping[str, Ask]  # by group name
+    bindings: Mapping[nn.Module, Binding]
+
+    def bytes_per_cell(self, itemsize: int) -> dict[str, int]:
+        return {group.name: group.bytes_per_cell(itemsize) for group in self.groups}
+
+
+@dataclass(slots=True)
+class _Stored:
+    """What one layer stored."""
+
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(slots=True)
+class _Read:
+    """One attention call."""
+
+    binding: Binding
+    layout: Layout
+    query_heads: int
+    kv_heads: int
+    key_size: int
+    value_size: int
+    scoring: Scoring
+
+
+@dataclass(slots=True)
+class ProbeDoor:
+    """Records a forward of one fresh sequence. What it answers keeps the forward going; the output means nothing."""
+
+    context: int
+    stored: dict[int, _Stored] = field(default_factory=dict)
+    reads: dict[nn.Module, _Read] = field(default_factory=dict)
+    _layouts: list[Layout] = field(default_factory=list)
+    _last: int | None = None
+
+    def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        if layer in self.stored:
+            raise ModelRefused(f"layer {layer} stores keys and values twice in one forward")
+        if k.dim() != 4 or k.shape[0] != 1 or k.shape[2] != PROBE_TOKENS or v.shape[:3] != (1, v.shape[1], k.shape[2]):
+            raise ModelRefused(f"layer {layer} stores keys of shape {tuple(k.shape)}, values {tuple(v.shape)}")
+        self.stored[layer], self._last = _Stored(k, v), layer
+        return k, v
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scoring: Scoring) -> Tensor:
+        if module in self.reads:
+            raise ModelRefused(f"{type(module).__name__} attends twice in one forward")
+        self.reads[module] = _Read(
+            self._binding(module, k, v), self._layout(module, mask), q.shape[1], k.shape[1], q.shape[3], v.shape[3], scoring
+        )
+        return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
+
+    def mask(self, rule: Rule, local_size: int | None, q_length: int, device: torch.device) -> Tensor:
+        self._layouts.append(recognise(rule, local_size, self.context, device))
+        # The number tells `attend` which rule its mask came from, even if the model slices it on the way.
+        return torch.full((1, 1, q_length, q_length), len(self._layouts) - 1, dtype=torch.int32, device=device)
+
+    def seen(self, layer: int) -> int:
+        return 0
+
+    def mask_sizes(self, q_length: int, layer: int) -> tuple[int, int]:
+        return q_length, 0
+
+    def _binding(self, module: nn.Module, k: Tensor, v: Tensor) -> Binding:
+        for layer, stored in self.stored.items():
+            if stored.k is k and stored.v is v:
+                return Binding(layer, direct=True)
+        if self._last is None:
+            raise ModelRefused(f"{type(module).__name__} attends to keys that were never stored")
+        return Binding(self._last, direct=False)
+
+    def _layout(self, module: nn.Module, mask: Any) -> Layout:
+        if not isinstance(mask, Tensor) or mask.dtype != torch.int32:
+            raise ModelRefused(f"{type(module).__name__} attends with a mask that the model made by itself")
+        return self._layouts[int(mask.flatten()[0])]
+
+
+def recognise(rule: Rule, local_size: int | None, context: int, device: torch.device) -> Layout:
+    """The layout whose `lowest` and causality agree with `rule` wherever we ask. Raises `ModelRefused` if none does."""
+    lows = {pos: _lowest(rule, pos, device) for pos in _positions(local_size, context)}
+    candidates: list[Layout] = [Causal()]
+    if local_size:
+        candidates += [Sliding(local_size), Chunked(local_size)]
+    for layout in candidates:
+        if all(layout.lowest(pos) == low for pos, low in lows.items()):
+            return layout
+    raise ModelRefused(
+        f"one of its attention masks is neither causal, nor sliding, nor chunked (its local size is {local_size}; from "
+        f"some positions one sees down to {dict(list(lows.items())[-3:])})"
+    )
+
+
+def _positions(local_size: int | None, context: int) -> list[int]:
+    """Where a wrong guess would show: the first positions, around multiples of the local size, powers of two."""
+    asked = set(range(16)) | {2**i for i in range(4, 20)} | {context - 1}
+    if local_size:
+        asked |= {m * local_size + d for m in (1, 2, 3) for d in (-2, -1, 0, 1)}
+    return sorted(pos for pos in asked if 0 <= pos < context)
+
+
+def _lowest(rule: Rule, pos: int, device: torch.device) -> int:
+    zero = torch.zeros((), dtype=torch.long, device=device)
+    keys = torch.arange(pos + 3, device=device)
+    visible = rule(zero, zero, torch.tensor(pos, device=device), keys)
+    visible = torch.as_tensor(visible, device=device).expand(len(keys))
+    seen = visible.nonzero().flatten().tolist()
+    if not seen or seen != list(range(seen[0], pos + 1)):
+        raise ModelRefused(f"one of its attention masks lets position {pos} see {seen[:4]}… instead of a stretch up to itself")
+    return seen[0]
+
+
+def describe(door: ProbeDoor, *, dtype: str, device: str) -> Shape:
+    """Put layers that share a layout and a shape into groups. Raises `ModelRefused` if a layer is read in two ways."""
+    if not door.stored or not door.reads:
+        raise ModelRefused("its forward stores no keys and values through the cache, so there is nothing to remember")
+    layouts: dict[int, Layout] = {}
+    by_layer: dict[int, _Read] = {}
+    for module, read in door.reads.items():
+        layer = read.binding.layer
+        if layouts.setdefault(layer, read.layout) != read.layout:
+            raise ModelRefused(f"layer {layer} is read as {layouts[layer]} and, by {type(module).__name__}, as {read.layout}")
+        by_layer.setdefault(layer, read)
+    unread = sorted(set(door.stored) - set(layouts))
+    if unread:
+        raise ModelRefused(f"layers {unread} store keys that no attention call was seen to read")
+    buckets: dict[tuple[Any, ...], list[int]] = {}
+    for layer, stored in door.stored.items():
+        k, v, read = stored.k, stored.v, by_layer[layer]
+        heads = (read.query_heads, read.kv_heads, read.key_size, read.value_size)
+        extras = (read.scoring.softcap is not None, read.scoring.sinks is not None)
+        key = (layouts[layer], k.shape[1], k.shape[3], v.shape[1], v.shape[3], heads, extras)
+        buckets.setdefault(key, []).append(layer)
+    groups: list[Group] = []
+    asks: dict[str, Ask] = {}
+    for (layout, *kv, heads, extras), layers in buckets.items():
+        name = str(layout) if str(layout) not in asks else f"{layout} #{len(groups)}"
+        planes = (Plane("k", kv[0], kv[1]), Plane("v", kv[2], kv[3]))
+        groups.append(Group(name, layout, planes, tuple(sorted(layers))))
+        asks[name] = Ask(*heads, dtype=dtype, device=device, softcap=extras[0], sinks=extras[1])
+    return Shape(tuple(groups), asks, {module: read.binding for module, read in door.reads.items()})
+
+
+def causal_shape(stored: Mapping[int, tuple[Tensor, Tensor]], *, dtype: str, device: str) -> Shape:
+    """For a model that runs solo: every layer keeps everything, and the model's own masks hide what they must."""
+    buckets: dict[tuple[int, ...], list[int]] = {}
+    for layer, (k, v) in stored.items():
+        buckets.setdefault((k.shape[1], k.shape[3], v.shape[1], v.shape[3]), []).append(layer)
+    groups = tuple(
+        Group(f"solo #{i}" if i else "solo", Causal(), (Plane("k", gk, dk), Plane("v", gv, dv)), tuple(sorted(layers)))
+        for i, ((gk, dk, gv, dv), layers) in enumerate(buckets.items())
+    )
+    asks = {g.name: Ask(g.planes[0].heads, g.planes[0].heads, g.planes[0].size, g.planes[1].size, dtype, device) for g in groups}
+    return Shape(groups, asks, {})

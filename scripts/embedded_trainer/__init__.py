@@ -1,0 +1,1 @@
+"""The trainer of the embedded demo model: corpus, tokenizer, network, optimiser, loop, export and card."""

@@ -1,0 +1,68 @@
+"""Everything that ships: the model's files, what it was made of, what it is worth, and under which terms."""
+
+import logging
+import os
+import platform
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .card import render
+from .corpus import NOTICE_LINES, gather
+from .evaluation import listen, measure
+from .export import NOTICE, export, write_json
+from .network import count_parameters
+from .prepare import Prepared
+from .training import LOOK_WINDOWS, Run
+
+log = logging.getLogger(__name__)
+
+PENALTY = 1.1  # on repetition, in the shipped sampling defaults
+COMPARED_TOKENS = 600  # of held-out text, longer than several windows
+
+
+def machine() -> str:
+    """The processor and how much of it was used, in words."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = names[0] if names else platform.machine()
+    return f"{torch.get_num_threads()} thread of {os.cpu_count()} shared cores ({name})"
+
+
+def described(run: Run, prepared: Prepared) -> dict[str, Any]:
+    """What was trained, and how."""
+    progress = run.progress
+    return {
+        "shape": run.shape.as_json(),
+        "parameters": count_parameters(run.shape),
+        "recipe": asdict(run.recipe),
+        "steps_done": progress.step,
+        "tokens": progress.tokens,
+        "stream_tokens": {name: len(stream) for name, stream in prepared.streams.items()},
+        "seconds": round(progress.seconds),
+        "machine": machine(),
+        "torch": torch.__version__,
+        "look_windows": LOOK_WINDOWS,
+        "looks": [asdict(look) for look in progress.looks],
+    }
+
+
+def release(run: Run, prepared: Prepared, stdlib: Path, out: Path) -> None:
+    """Exports the run as it stands, measures it, and writes manifest, card and notices into `out`."""
+    masters = run.optimiser.masters
+    ids = prepared.streams["held_library"][: COMPARED_TOKENS + 1].long()[None]
+    differences = export(out, run.shape, masters, prepared, penalty=PENALTY, ids=ids)
+    log.info("exported to %s; differences from transformers: %s", out, differences)
+    record = described(run, prepared)
+    record["found"] = measure(run.shape, masters, prepared, gather(stdlib, with_tests="tests" in prepared.streams))
+    record["heard"] = listen(out, prepared, PENALTY)
+    manifest = {**prepared.manifest, "run": record}
+    write_json(out / "manifest.json", manifest)
+    (out / "CARD.md").write_text(render(manifest, provisional=run.progress.step < run.recipe.steps))
+    (out / "NOTICE").write_text(NOTICE.format(python=prepared.manifest["python"], lines=NOTICE_LINES))
+    shutil.copyfile(stdlib / "LICENSE.txt", out / "LICENSE.txt")
+    log.info("held out: %s", record["found"]["library"])

@@ -93,5 +93,9 @@ class EngineFailed(KvcellarError):
     """The engine's thread met an error it did not expect; this request got no (further) answer."""
 
 
+class NoToken(KvcellarError):
+    """Nothing can be drawn for one answer: its scores are not numbers, or every token is forbidden."""
+
+
 class Overloaded(KvcellarError):
     """Too many requests are waiting. Try again later."""

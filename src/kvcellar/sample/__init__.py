@@ -1,1 +1,4 @@
-"""sample: which token next? Parameters, processors, and the draw itself."""
+"""sample: which token comes next? `params` says how, `choice` remembers, `draw` decides.
+
+`params`, `noise` and `choice` import without torch, so that what only checks a request stays light.
+"""

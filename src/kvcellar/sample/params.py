@@ -1,8 +1,12 @@
-"""params: what a request may say about how its tokens are chosen. Validated when it is made; frozen afterwards."""
+"""params: what a request may say about how its tokens are chosen. Validated when it is made; frozen afterwards.
+
+Whether token ids are in the vocabulary is not known here: `check_ids` says so once the model is.
+"""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from kvcellar.errors import BadRequest
 
@@ -14,7 +18,11 @@ MAX_STOP_CHARS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to sample one request. Raises `BadRequest`, naming the field, for anything out of its bounds."""
+    """How to sample one request. Raises `BadRequest`, naming the field, for anything out of its bounds.
+
+    `stop` may also be given as one string, `stop` and `stop_token_ids` as lists, `logit_bias` as any mapping: the
+    record holds its own, unchangeable copies.
+    """
 
     max_tokens: int | None = None  # None: until the context is full
     min_tokens: int = 0  # end-of-text and stop ids cannot be drawn before this many; stop strings are not met
@@ -49,20 +57,33 @@ class SamplingParams:
         self._real("presence_penalty", self.presence_penalty, -2.0, 2.0)
         self._real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         self._stops()
-        for token, bias in self.logit_bias.items():
-            self._whole("logit_bias", token, 0, 2**31 - 1)
-            self._real("logit_bias", bias, -100.0, 100.0)
+        self._biases()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise BadRequest(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}", "min_tokens")
 
     def _stops(self) -> None:
-        if len(self.stop) > MAX_STOPS:
-            raise BadRequest(f"stop has {len(self.stop)} strings; {MAX_STOPS} are allowed", "stop")
-        for text in self.stop:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, list | tuple):
+            raise BadRequest(f"stop must be strings, not {stop!r}", "stop")
+        if len(stop) > MAX_STOPS:
+            raise BadRequest(f"stop has {len(stop)} strings; {MAX_STOPS} are allowed", "stop")
+        for text in stop:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
                 raise BadRequest(f"every stop string needs 1 to {MAX_STOP_CHARS} characters", "stop")
+        if not isinstance(self.stop_token_ids, list | tuple):
+            raise BadRequest(f"stop_token_ids must be token ids, not {self.stop_token_ids!r}", "stop_token_ids")
         for token in self.stop_token_ids:
             self._whole("stop_token_ids", token, 0, 2**31 - 1)
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+    def _biases(self) -> None:
+        if not isinstance(self.logit_bias, Mapping):
+            raise BadRequest(f"logit_bias must map token ids to numbers, not {self.logit_bias!r}", "logit_bias")
+        for token, bias in self.logit_bias.items():
+            self._whole("logit_bias", token, 0, 2**31 - 1)
+            self._real("logit_bias", bias, -100.0, 100.0)
+        object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
 
     def _whole(self, name: str, value: object, low: int, high: int, *, optional: bool = False) -> None:
         if optional and value is None:
@@ -75,3 +96,11 @@ class SamplingParams:
         if not ok or not low <= value <= high or (above and value == low):  # type: ignore[operator]
             border = "above" if above else "from"
             raise BadRequest(f"{name} must be a finite number {border} {low:g} to {high:g}, not {value!r}", name)
+
+
+def check_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Raise `BadRequest` if `params` names a token that a model with `vocab_size` tokens does not have."""
+    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        for token in ids:
+            if token >= vocab_size:
+                raise BadRequest(f"{name} names token {token}; this model's tokens are 0 to {vocab_size - 1}", name)

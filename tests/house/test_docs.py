@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from kvcellar import Engine
+from kvcellar.serve import Server, ServeSettings
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
-ADDRESS = "127.0.0.1:8000"  # where the documents' server listens; ours takes its place
+ADDRESS = f"http://{ServeSettings().host}:{ServeSettings().port}"  # of the documents' server; ours takes its place
 SHELLS = {"sh", "bash", "shell", "console"}
 
 
@@ -38,6 +41,13 @@ def fences() -> Iterator[Fence]:
 PYTHON = [f for f in fences() if f.language == "python"]
 SHELL = [f for f in fences() if f.language in SHELLS]
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.M))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The address of a server on the embedded model."""
+    with Engine() as engine, Server(engine, ServeSettings(port=0)) as server:
+        yield server.url
 
 
 @pytest.mark.parametrize("fence", PYTHON, ids=str)

@@ -1,0 +1,114 @@
+"""flight: one HTTP request on its way through the engine.
+
+Always true, on the event loop:
+  * a run is open until its `Done` or `Failed` has come; when the flight has ended, every run is over or was cancelled;
+  * no more than `limit` events wait while nobody is ready to take them;
+  * after a failure nothing more is taken in, and it is raised only when all that came before has been handed over.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from types import TracebackType
+
+from kvcellar.errors import EngineClosed
+from kvcellar.events import Done, Event, Failed, Finished
+from kvcellar.sample.params import SamplingParams
+from kvcellar.serve.failures import ApiError
+from kvcellar.serve.protocols import ServedEngine, Ticket
+
+
+class Flight:
+    """Runs of one request, one for each prompt. A context manager: who leaves it, however, leaves nothing running."""
+
+    def __init__(self, engine: ServedEngine, limit: int) -> None:
+        self._engine = engine
+        self._limit = limit
+        self._loop = asyncio.get_running_loop()
+        self._tickets: list[Ticket] = []
+        self._open: set[int] = set()  # runs that may still say something
+        self._events: list[tuple[int, Event]] = []
+        self._failure: Exception | None = None
+        self._news = asyncio.Event()
+        self._taker_ready = False
+        self._ended = False
+
+    def launch(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+        """Submit all of them, or none: an error of one ends the flight. Raises what `submit` raises."""
+        for run, prompt in enumerate(prompts):
+            ticket = self._engine.submit(prompt, params, deliver=partial(self._deliver, run))
+            self._tickets.append(ticket)
+            self._open.add(run)
+
+    @property
+    def over(self) -> bool:
+        """Every run is done, and everything it said has been handed over."""
+        return not self._open and not self._events and self._failure is None
+
+    async def next_batch(self, patience: float | None = None) -> list[tuple[int, Event]]:
+        """(run, event) in the order of arrival; empty when nothing came for `patience` seconds.
+
+        Raises the error of the first run that failed, in its turn.
+        """
+        if not self._events and self._failure is None:
+            self._taker_ready = True
+            try:
+                async with asyncio.timeout(patience):
+                    await self._news.wait()
+            except TimeoutError:
+                return []
+            finally:
+                self._taker_ready = False
+        self._news.clear()
+        if self._events:
+            batch, self._events = self._events, []
+            return batch
+        assert self._failure is not None
+        raise self._failure
+
+    def __enter__(self) -> "Flight":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._ended = True
+        self._cancel()
+        self.check()
+
+    def check(self) -> None:
+        assert self._open <= set(range(len(self._tickets)))
+        assert self._taker_ready or len(self._events) <= self._limit
+        assert not self._ended or not self._open, "a run was left behind"
+
+    def _cancel(self) -> None:
+        for run in self._open:
+            self._tickets[run].cancel()
+        self._open.clear()
+
+    def _deliver(self, run: int, event: Event) -> None:
+        """On the engine's thread. A loop that has been closed has nobody left to tell."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._arrive, run, event)
+
+    def _arrive(self, run: int, event: Event) -> None:
+        if self._ended or self._failure is not None:
+            return
+        match event:
+            case Failed(error=error):
+                self._open.discard(run)
+                self._fail(error)
+            case Finished(reason="cancelled"):
+                self._fail(EngineClosed("the engine gave this request up"))
+            case _ if not self._taker_ready and len(self._events) >= self._limit:
+                # The taker is held up by its client; a taker that only has not had its turn yet is still ready.
+                self._fail(ApiError(503, f"{self._limit} events wait for a client that does not read", code="too_slow"))
+            case _:
+                if isinstance(event, Done):
+                    self._open.discard(run)
+                self._events.append((run, event))
+                self._news.set()
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = error
+        self._news.set()
+        self._cancel()

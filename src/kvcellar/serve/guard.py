@@ -1,0 +1,118 @@
+"""guard: stands before every route, known or not.
+
+Always in this order: headers that are too many or too long (431), a Host that is not ours (403), no key or a wrong
+one (401). Nobody without a key learns which routes exist. There are no CORS headers at all, so no web page of another
+origin reads an answer; together with the JSON content type that bodies need, none can make a request that does
+something.
+
+Whatever happened behind it, an answer has the API's own shape and an `x-request-id`; the log has one line for each
+request, without bodies, and control characters in it are escaped.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+import secrets
+import time
+import traceback
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvcellar.errors import KvcellarError
+from kvcellar.serve.failures import ApiError, ClientGone, api_error, printable, shutting_down
+from kvcellar.serve.settings import ServeSettings
+
+log = logging.getLogger("kvcellar.serve")
+
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:@/\\\s]+)(:[0-9]{1,5})?")
+
+
+class Guard:
+    """ASGI middleware."""
+
+    def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
+        self._app = app
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        reply = Reply(send)
+        try:
+            self._admit(scope)
+            await self._app(scope, receive, reply)
+        except ClientGone:
+            reply.status = 499  # nginx's number for a client that has left
+        except (ApiError, KvcellarError) as error:
+            await self._refuse(api_error(error), scope, receive, reply)
+        except asyncio.CancelledError:
+            await self._refuse(shutting_down(), scope, receive, reply)
+            raise
+        except Exception as error:  # noqa: BLE001 -- the last door: logged without its message, which may quote a prompt
+            where = "".join(traceback.format_tb(error.__traceback__))
+            log.error("%s: unexpected %s\n%s", reply.request_id, type(error).__name__, where)
+            await self._refuse(api_error(error), scope, receive, reply)
+        finally:
+            what = f"{printable(scope['method'])} {printable(scope['path'])}"
+            log.info("%s: %s %d in %.1f ms", reply.request_id, what, reply.status, reply.milliseconds())
+
+    def _admit(self, scope: Scope) -> None:
+        raw = scope["headers"]
+        size = sum(len(name) + len(value) + 4 for name, value in raw)
+        if len(raw) > self._settings.max_headers or size > self._settings.max_header_bytes:
+            raise headers_too_large(self._settings)
+        headers = Headers(scope=scope)
+        names = self._settings.hosts
+        if names is not None and not all(_name_of(host) in names for host in headers.getlist("host")):
+            raise ApiError(403, "this Host is not one that the server answers to", code="host_not_allowed")
+        if self._settings.key_digests and not self._knows(headers.getlist("authorization")):
+            message = "a valid API key is needed: Authorization: Bearer KEY"
+            raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+
+    def _knows(self, authorizations: list[str]) -> bool:
+        """Takes the same time whichever key is tried, and however much of it is right."""
+        if len(authorizations) != 1:
+            return False
+        scheme, _, key = authorizations[0].partition(" ")
+        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._settings.key_digests]
+        return any(matches) and scheme.lower() == "bearer"
+
+    async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, reply: "Reply") -> None:
+        """Once an answer has begun nothing is added: a stream tells its own end, and what was cut off is closed."""
+        if reply.status == 0:
+            await error.response()(scope, receive, reply)
+
+
+class Reply:
+    """`send`, with an id for the request, and knowing what was answered."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._began = time.monotonic()
+        self.request_id = f"req-{secrets.token_hex(8)}"
+        self.status = 0
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message["headers"], (b"x-request-id", self.request_id.encode())]
+        await self._send(message)
+
+    def milliseconds(self) -> float:
+        return 1e3 * (time.monotonic() - self._began)
+
+
+def headers_too_large(settings: ServeSettings) -> ApiError:
+    message = f"more than {settings.max_headers} headers, or more than {settings.max_header_bytes} bytes of them"
+    return ApiError(431, message, code="headers_too_large", headers={"connection": "close"})
+
+
+def _name_of(host: str) -> str | None:
+    """The name in a Host header, without its port; None for what is no such header."""
+    match = _HOST.fullmatch(host.strip().lower())
+    return match[1] if match else None

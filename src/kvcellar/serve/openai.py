@@ -1,0 +1,151 @@
+"""openai: the routes that OpenAI's clients call.
+
+What they trip over, and what holds here: the role is only in the first chunk of a choice; its `finish_reason` comes
+before the chunk with the usage, whose `choices` are empty; `prompt_tokens_details.cached_tokens` is always there, 0
+when nothing was; a stream that went well, and only that, ends with `data: [DONE]`. An error is answered with its own
+status as long as nothing has been sent; later it is one more `data:` line with `{"error": ...}`, and the stream ends.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from kvcellar.serve.answers import ChatShape, CompletionShape, Json, Scribe, Shape
+from kvcellar.serve.body import receive_json
+from kvcellar.serve.failures import ClientGone, api_error, shutting_down, to_json
+from kvcellar.serve.flight import Flight
+from kvcellar.serve.protocols import ServedEngine
+from kvcellar.serve.requests import Job, model_not_found, read_chat, read_completion
+from kvcellar.serve.settings import ServeSettings
+
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold the stream back
+]
+PING = b": still here\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+def openai_routes(engine: ServedEngine, settings: ServeSettings) -> list[Route]:
+    models = Models(engine)
+    completions = Answering(engine, settings, read_completion, CompletionShape())
+    chat = Answering(engine, settings, read_chat, ChatShape())
+    return [
+        Route("/v1/models", models.all, methods=["GET"]),
+        Route("/v1/models/{name:path}", models.one, methods=["GET"]),
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+    ]
+
+
+class Models:
+    """The one model that is served. Its name may contain slashes."""
+
+    def __init__(self, engine: ServedEngine) -> None:
+        self._engine = engine
+        self._created = int(time.time())
+
+    async def all(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def one(self, request: Request) -> Response:
+        if (name := request.path_params["name"]) != self._engine.model.name:
+            raise model_not_found(name)
+        return _json(self._card())
+
+    def _card(self) -> Json:
+        model = self._engine.model
+        card: Json = {"id": model.name, "object": "model", "created": self._created, "owned_by": "kvcellar"}
+        return card | {"max_model_len": model.context}
+
+
+class Answering:
+    """A route that reads a body, runs it, and answers in one piece or as a stream. An ASGI application."""
+
+    def __init__(
+        self, engine: ServedEngine, settings: ServeSettings, read: Callable[[ServedEngine, bytes], Job], shape: Shape
+    ) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._read = read
+        self._shape = shape
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raw = await receive_json(scope, receive, self._settings)
+        await attended(receive, self._answer(raw, scope, receive, send))
+
+    async def _answer(self, raw: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        job = await asyncio.to_thread(self._read, self._engine, raw)
+        scribe = Scribe(self._engine, job, self._shape)
+        with Flight(self._engine, self._settings.max_backlog_events) as flight:
+            flight.launch(job.prompts, job.params)
+            if job.stream:
+                await self._stream(flight, scribe, send)
+                return
+            while not flight.over:
+                scribe.take(await flight.next_batch())
+        await _json(scribe.answer())(scope, receive, send)
+
+    async def _stream(self, flight: Flight, scribe: Scribe, send: Send) -> None:
+        """The status is 200 once something was said, or once it has taken so long that the client needs a sign."""
+        patience = self._settings.ping_seconds
+        batch = await flight.next_batch(patience)
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        try:
+            await _send_lines(send, scribe.opening())
+            while True:
+                chunks = scribe.chunks(batch)
+                await (_send_lines(send, chunks) if batch else _send(send, PING))
+                if flight.over:
+                    break
+                batch = await flight.next_batch(patience)
+        except Exception as error:
+            await _send_lines(send, [api_error(error).shape()])
+            await _send(send, b"", more=False)
+            raise
+        except asyncio.CancelledError:
+            # The client has left, then this goes nowhere; or the server stops, then the client should know.
+            await _send_lines(send, [shutting_down().shape()])
+            await _send(send, b"", more=False)
+            raise
+        else:
+            await _send(send, DONE, more=False)
+
+
+async def attended(receive: Receive, work: Coroutine[None, None, None]) -> None:
+    """Run `work` for as long as somebody waits for it. Raises what it raises, and `ClientGone`."""
+    worker = asyncio.create_task(work)
+    watcher = asyncio.create_task(_departure(receive))
+    try:
+        await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not worker.done():
+            raise ClientGone
+        worker.result()
+    finally:
+        worker.cancel()
+        watcher.cancel()
+        await asyncio.gather(worker, watcher, return_exceptions=True)
+
+
+async def _departure(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _json(value: object) -> Response:
+    return Response(to_json(value), media_type="application/json")
+
+
+async def _send_lines(send: Send, values: Sequence[Json]) -> None:
+    if values:
+        await _send(send, b"".join(b"data: " + to_json(value) + b"\n\n" for value in values))
+
+
+async def _send(send: Send, data: bytes, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": more})

@@ -1,0 +1,43 @@
+"""protocols: what the server needs of an engine, and nothing more. `kvcellar.Engine` fits; tests bring their own."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from kvcellar.events import Event
+from kvcellar.sample.params import SamplingParams
+
+
+class ServedModel(Protocol):
+    """What is served. `has_text`: there is a tokenizer; `has_chat`: there is a chat template."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def has_text(self) -> bool: ...
+    @property
+    def default_sampling(self) -> SamplingParams: ...
+
+
+class Ticket(Protocol):
+    def cancel(self) -> None:
+        """From any thread, at any moment, any number of times. A `Done` still follows."""
+        ...
+
+
+class ServedEngine(Protocol):
+    """The text methods are called on several threads at once; `submit` on the event loop, which it must not hold up."""
+
+    @property
+    def model(self) -> ServedModel: ...
+    @property
+    def healthy(self) -> bool: ...
+
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+    def render(self, messages: list[dict[str, Any]]) -> list[int]: ...
+
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, *, deliver: Callable[[Event], None]) -> Ticket:
+        """Events come on the engine's own thread. Raises `BadRequest`, `Overloaded` or `EngineClosed` at once."""
+        ...

@@ -1,0 +1,248 @@
+"""requests: what a client may ask, field by field.
+
+Every field is one of these, and none is ignored in silence:
+
+* ours: part of `CompletionBody` or `ChatBody`. Strict types: `"5"` is no number, `true` is no 1. `null` is absence.
+* about the caller, not about the answer (`NO_EFFECT`): taken, and without effect.
+* OpenAI's, but not done here (`NEUTRAL`): taken with the value that asks for nothing, refused by name with any other.
+* unknown: refused by name, as OpenAI does.
+
+Beside OpenAI's fields there are `top_k`, `min_p`, `typical_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`,
+`stop_token_ids` and `return_token_ids`, with the names that vLLM gave them. What a request leaves out comes from the
+model's generation config. `model` may be left out; if it is there it must be the one that is served.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from kvcellar.errors import BadRequest
+from kvcellar.sample.params import MAX_LOGPROBS, SamplingParams
+from kvcellar.serve.body import parse_object, validated
+from kvcellar.serve.failures import ApiError, printable
+from kvcellar.serve.protocols import ServedEngine
+
+MAX_PROMPTS = 256
+MAX_MESSAGES = 4096
+COMPLETION_TOKENS = 16  # where neither request nor model says max_tokens; OpenAI's number. A chat answer has no limit
+
+NO_EFFECT = frozenset({"metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "user"})
+
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "audio": (None,),
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+    "echo": (None, False),
+    "function_call": (None, "none", "auto"),
+    "functions": (None, []),
+    "modalities": (None, ["text"]),
+    "moderation": (None,),
+    "prediction": (None,),
+    "prompt_cache_options": (None,),
+    "prompt_cache_retention": (None, "in_memory"),
+    "reasoning_effort": (None, "none"),
+    "response_format": (None, {"type": "text"}),
+    "service_tier": (None, "auto", "default"),
+    "store": (None, False),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
+}
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _as_parts(value: object) -> object:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class CommonBody(Strict):
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: Annotated[list[str] | None, BeforeValidator(_as_list)] = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+
+
+class CompletionBody(CommonBody):
+    prompt: object
+    logprobs: int | None = None
+    best_of: int | None = None
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Strict):
+    """One turn. What clients send back from an earlier answer without a value is taken; tools and media are not."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[list[TextPart], BeforeValidator(_as_parts)]
+    name: str | None = None
+    annotations: list[None] | None = Field(default=None, max_length=0)
+    audio: None = None
+    function_call: None = None
+    refusal: None = None
+    tool_calls: list[None] | None = Field(default=None, max_length=0)
+
+    def plain(self) -> dict[str, str]:
+        """As chat templates want it. `developer` is OpenAI's newer word for `system`; templates know the older."""
+        role = "system" if self.role == "developer" else self.role
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": role, "content": "".join(part.text for part in self.content), **named}
+
+
+class ChatBody(CommonBody):
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+
+
+AnyBody = TypeVar("AnyBody", bound=CommonBody)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request that has been checked, as the engine takes it. Choice i of prompt p has the number p * n + i."""
+
+    prompts: tuple[list[int], ...]
+    params: SamplingParams
+    stream: bool
+    include_usage: bool
+    token_ids: bool  # show the ids beside the text
+
+
+def read_completion(engine: ServedEngine, raw: bytes) -> Job:
+    """Body of `/v1/completions`. Raises `ApiError` and `BadRequest`. Takes its time: not for the event loop."""
+    body = _checked(CompletionBody, engine, raw)
+    params = _params(body, engine, {"logprobs": body.logprobs, "max_tokens": body.max_tokens})
+    if body.best_of not in (None, params.n):
+        raise _unsupported(
+            "best_of", f"best_of {body.best_of} is not n {params.n}; the best of more is not chosen here"
+        )
+    if params.max_tokens is None:
+        params = replace(params, max_tokens=COMPLETION_TOKENS)
+    return _job(engine, body, params, _prompts(engine, body.prompt))
+
+
+def read_chat(engine: ServedEngine, raw: bytes) -> Job:
+    """Body of `/v1/chat/completions`. Raises `ApiError` and `BadRequest`. Takes its time: not for the event loop."""
+    body = _checked(ChatBody, engine, raw)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs", "invalid_value")
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        message = f"max_completion_tokens {body.max_completion_tokens} and max_tokens {body.max_tokens} differ"
+        raise ApiError(400, message, "max_completion_tokens", "invalid_value")
+    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    params = _params(body, engine, {"logprobs": logprobs, "max_tokens": most})
+    return _job(engine, body, params, [engine.render([message.plain() for message in body.messages])])
+
+
+def _checked(kind: type[AnyBody], engine: ServedEngine, raw: bytes) -> AnyBody:
+    fields = parse_object(raw)
+    for name in [name for name in fields if name in NEUTRAL or name in NO_EFFECT]:
+        value = fields.pop(name)
+        if name in NEUTRAL and not any(type(value) is type(same) and value == same for same in NEUTRAL[name]):
+            raise _unsupported(name, f"{name} is not supported; leave it out")
+    body = validated(kind, fields)
+    if body.model not in (None, engine.model.name):
+        raise model_not_found(body.model or "")
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream: true", "stream_options", "invalid_value")
+    return body
+
+
+_PLAIN = {  # fields that a request and SamplingParams know under one name
+    *("min_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "seed", "n", "ignore_eos"),
+}
+
+
+def _params(body: CommonBody, engine: ServedEngine, special: dict[str, int | None]) -> SamplingParams:
+    given = body.model_dump(include=_PLAIN) | special
+    if body.logit_bias is not None:
+        given["logit_bias"] = {_token(key): bias for key, bias in body.logit_bias.items()}
+    if body.stop is not None:
+        given["stop"] = tuple(body.stop)
+    if body.stop_token_ids is not None:
+        given["stop_token_ids"] = tuple(body.stop_token_ids)
+    return replace(engine.model.default_sampling, **{name: value for name, value in given.items() if value is not None})
+
+
+def _token(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) <= 10):
+        raise BadRequest(f"logit_bias maps token ids to numbers; {printable(key, 40)!r} is no token id", "logit_bias")
+    return int(key)
+
+
+def _prompts(engine: ServedEngine, prompt: object) -> list[list[int]]:
+    if isinstance(prompt, str):
+        return [engine.encode(prompt)]
+    if isinstance(prompt, list) and prompt:
+        if _are_ids(prompt):
+            return [prompt]
+        if len(prompt) > MAX_PROMPTS:
+            message = f"prompt has {len(prompt)} items; {MAX_PROMPTS} prompts are taken in one request"
+            raise ApiError(400, message, "prompt", "invalid_value")
+        if all(isinstance(item, str) for item in prompt):
+            return [engine.encode(item) for item in prompt]
+        if all(isinstance(item, list) and item and _are_ids(item) for item in prompt):
+            return prompt
+    message = "prompt must be a string, a list of strings, a list of token ids, or a list of such lists; none empty"
+    raise ApiError(400, message, "prompt", "invalid_value")
+
+
+def _are_ids(items: list[object]) -> bool:
+    return all(type(item) is int for item in items)
+
+
+def _job(engine: ServedEngine, body: CommonBody, params: SamplingParams, prompts: list[list[int]]) -> Job:
+    return Job(
+        prompts=tuple(prompts),
+        params=params,
+        stream=bool(body.stream),
+        include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
+        token_ids=bool(body.return_token_ids) or not engine.model.has_text,
+    )
+
+
+def model_not_found(name: str) -> ApiError:
+    message = f"the model {printable(name)!r} is not served here; see /v1/models"
+    return ApiError(404, message, "model", "model_not_found")
+
+
+def _unsupported(param: str, message: str) -> ApiError:
+    return ApiError(400, message, param, "unsupported_parameter")

@@ -1,0 +1,145 @@
+"""server: uvicorn around the application, in this thread or in one of its own.
+
+The first SIGINT or SIGTERM closes the door and lets running requests end, for at most `drain_seconds`; then they are
+told that the server stops. The second cuts them off. The engine stays the caller's, to be closed afterwards.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
+
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.server import HANDLED_SIGNALS
+
+from kvcellar.errors import BadRequest
+from kvcellar.serve.app import build_app
+from kvcellar.serve.connection import ServeConfig
+from kvcellar.serve.protocols import ServedEngine
+from kvcellar.serve.settings import ServeSettings
+
+log = logging.getLogger("kvcellar.serve")
+
+BACKLOG = 512
+
+
+def run(engine: ServedEngine, settings: ServeSettings, *, ready: Callable[[str], None] | None = None) -> None:
+    """Serve until a signal says stop. `ready` is called with the address once requests are answered.
+
+    Raises `BadRequest` where the address cannot be listened on.
+    """
+    server = Server(engine, settings)
+    server.serve(ready)
+
+
+class Server:
+    """One server. Either `serve()` in the main thread, or a `with` block, around which it runs in a thread of its own.
+
+    The port is bound at once: `url` holds the real one before anybody is answered.
+    """
+
+    def __init__(self, engine: ServedEngine, settings: ServeSettings) -> None:
+        self._socket = _bound(settings)
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        self.port: int = self._socket.getsockname()[1]
+        self.url = f"http://{host}:{self.port}"
+        self._uvicorn = _Uvicorn(ServeConfig(_LastWord(build_app(engine, settings=settings)), settings))
+        self._thread: threading.Thread | None = None
+
+    def serve(self, ready: Callable[[str], None] | None = None) -> None:
+        """Until `stop()`, or a signal where this is the main thread."""
+        self._uvicorn.when_ready = lambda: ready(self.url) if ready else None
+        with self._socket:
+            asyncio.run(self._uvicorn.serve([self._socket]))
+
+    def stop(self, *, now: bool = False) -> None:
+        """From any thread. `now`: without waiting for running requests."""
+        self._uvicorn.stop(now=now)
+
+    def __enter__(self) -> "Server":
+        started = threading.Event()
+        self._thread = threading.Thread(target=self.serve, args=(lambda url: started.set(),), name="kvcellar-serve")
+        self._thread.start()
+        while not started.wait(0.05):
+            if not self._thread.is_alive():
+                raise RuntimeError("the server did not start; its thread has ended")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        assert self._thread is not None
+        self.stop()
+        self._thread.join()
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn, with signals that end the server and not the process: the engine is still to be closed."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        super().__init__(config)
+        self.when_ready: Callable[[], None] = lambda: None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        self.when_ready()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in HANDLED_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.stop(now=self.should_exit)
+
+    def stop(self, *, now: bool) -> None:
+        self.should_exit = True
+        if now and self._loop is not None and not self._loop.is_closed():
+            self.force_exit = True
+            self._loop.call_soon_threadsafe(self._cut_all)
+
+    def _cut_all(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+
+class _LastWord:
+    """Only the end of the drain cancels a request. It was answered by then, and uvicorn would report it as a crash."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._app(scope, receive, send)
+
+
+def _bound(settings: ServeSettings) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise BadRequest(f"cannot listen on {settings.host!r}: {error.strerror}", "host") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        message = f"cannot listen on {settings.host}, port {settings.port}: {error.strerror}. Choose another with port."
+        raise BadRequest(message, "port") from error
+    return listener

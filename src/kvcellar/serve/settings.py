@@ -1,0 +1,79 @@
+"""settings: what the server allows, in numbers. Frozen; the command line resolves it once, at start."""
+
+import hashlib
+import ipaddress
+from dataclasses import dataclass, field
+
+from kvcellar.errors import BadRequest
+
+
+def key_digest(key: str) -> bytes:
+    """What is kept of an API key: its sha256, 32 bytes. Raises `BadRequest` for a key no client could send."""
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise BadRequest("an API key needs one or more visible ASCII characters, without spaces", "api_keys")
+    return hashlib.sha256(key.encode()).digest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSettings:
+    """Where to listen, whom to answer, and how much of anything to take from a client.
+
+    Raises `BadRequest`, naming the field, for values that cannot work, and for an address that others can reach while
+    no API key is asked for, unless `allow_open` says that this is wanted.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8080  # 0: any free one
+    key_digests: tuple[bytes, ...] = field(default=(), repr=False)  # of `key_digest`; empty: no key is asked for
+    allow_open: bool = False  # answer everybody who can reach `host`, without a key
+    allowed_hosts: tuple[str, ...] = ()  # names for the Host header, beside those of the loopback interface
+    max_body_bytes: int = 8 * 2**20
+    max_header_bytes: int = 64 * 2**10  # request line and headers together
+    max_headers: int = 100
+    max_connections: int = 1024
+    max_backlog_events: int = 4096  # events of one request that may wait for a client that reads slowly
+    header_seconds: float = 15.0  # for a request line and its headers to arrive
+    body_seconds: float = 60.0  # for a body to arrive
+    write_seconds: float = 60.0  # for a client to read again, once its buffers are full
+    ping_seconds: float = 15.0  # a stream is never silent for longer
+    idle_seconds: int = 75  # between two requests of one connection
+    drain_seconds: int = 30  # for running requests to end after the first SIGTERM
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise BadRequest(f"port must be from 0 to 65535, not {self.port}", "port")
+        for name in ("max_body_bytes", "max_header_bytes", "max_headers", "max_connections", "max_backlog_events"):
+            if getattr(self, name) < 1:
+                raise BadRequest(f"{name} must be at least 1, not {getattr(self, name)}", name)
+        for name in ("header_seconds", "body_seconds", "write_seconds", "ping_seconds", "idle_seconds"):
+            if not getattr(self, name) > 0:
+                raise BadRequest(f"{name} must be more than 0, not {getattr(self, name)}", name)
+        if any(len(digest) != hashlib.sha256().digest_size for digest in self.key_digests):
+            raise BadRequest("key_digests are what key_digest() returns, not the keys themselves", "key_digests")
+        if not self.loopback and not self.key_digests and not self.allow_open:
+            raise BadRequest(
+                f"{self.host!r} can be reached from other machines and no API key is set. Set one, listen on "
+                f"127.0.0.1, or say with allow_open that everybody may use this server.",
+                "host",
+            )
+
+    @property
+    def loopback(self) -> bool:
+        """Can only this machine reach the server?"""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    @property
+    def hosts(self) -> frozenset[str] | None:
+        """Names that a Host header may have, without port and in lower case; None: any.
+
+        On loopback a list is always kept: a web page whose name was made to point to this machine (DNS rebinding) still
+        sends its own name.
+        """
+        extra = {name.lower() for name in self.allowed_hosts}
+        if self.loopback:
+            own = f"[{self.host}]" if ":" in self.host else self.host
+            return frozenset({"localhost", "127.0.0.1", "[::1]", own.lower()} | extra)
+        return frozenset(extra) or None

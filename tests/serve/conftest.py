@@ -1,0 +1,42 @@
+"""One server on a fake engine for all tests of this room, and a check after each that it is at rest again."""
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from kvcellar.serve import Server, ServeSettings
+from tests.serve.fake_engine import FakeEngine, Script
+
+
+@pytest.fixture(scope="session")
+def shared_engine() -> Iterator[FakeEngine]:
+    with FakeEngine() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def server(shared_engine: FakeEngine) -> Iterator[Server]:
+    with Server(shared_engine, ServeSettings(port=0, max_body_bytes=2**20, ping_seconds=0.2)) as server:
+        yield server
+
+
+@pytest.fixture
+def engine(shared_engine: FakeEngine) -> Iterator[FakeEngine]:
+    """The engine behind `server`. Whatever a test did, nothing runs on when it ends."""
+    shared_engine.script, shared_engine.cancels, shared_engine.healthy = Script(), 0, True
+    shared_engine.seen.clear()
+    yield shared_engine
+    assert shared_engine.rest(), "a request was left running"
+
+
+@pytest.fixture(scope="session")
+def shared_http(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture
+def http(shared_http: httpx.Client, engine: FakeEngine) -> httpx.Client:
+    """A client of `server`."""
+    return shared_http

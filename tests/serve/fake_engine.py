@@ -1,0 +1,236 @@
+"""An engine without a model: it answers on a thread of its own, deterministically, and does what a test tells it to.
+
+A token is a byte. The answer to a prompt is the prompt itself, turned by one token for each choice. What else may
+happen (delays, errors, a door that is held shut) is in the `Script` that a request finds when it is submitted.
+"""
+
+import codecs
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from kvcellar.errors import BadRequest, EngineClosed, PromptTooLong, TemplateFailed
+from kvcellar.events import Done, Event, Failed, Finished, Piece, Timings, TokenLogprob, Usage
+from kvcellar.sample.params import SamplingParams
+
+VOCABULARY = 256
+CONTEXT = 20_000
+
+
+@dataclass(frozen=True)
+class FakeModel:
+    name: str = "cellar/fake-1"
+    context: int = CONTEXT
+    vocab_size: int = VOCABULARY
+    has_text: bool = True
+    has_chat: bool = True
+    default_sampling: SamplingParams = field(default_factory=SamplingParams)
+
+
+@dataclass(frozen=True)
+class Script:
+    answer: bytes | None = None  # None: the prompt
+    cached: int = 0  # tokens of the prompt that came from memory
+    delay: float = 0.0  # seconds between two events of a request
+    door: threading.Event | None = None  # events wait for it to be set
+    reject: Exception | None = None  # raised by submit
+    fail: Exception | None = None  # comes instead of the event number `fail_at`
+    fail_at: int = 0
+
+
+class FakeTicket:
+    def __init__(self, engine: "FakeEngine", run: "Run") -> None:
+        self._engine = engine
+        self._run = run
+
+    def cancel(self) -> None:
+        self._engine.cancel(self._run)
+
+
+@dataclass(eq=False)
+class Run:
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    script: Script
+    deliver: Callable[[Event], None]
+    events: list[Event]
+    cancelled: bool = False
+    told: int = 0  # of the events
+
+    def step(self) -> bool:
+        """Deliver the next event. Was it the last?"""
+        if self.cancelled:
+            said = {event.choice for event in self.events[: self.told] if isinstance(event, Finished)}
+            for choice in sorted(set(range(self.params.n)) - said):
+                self.deliver(Finished(choice, "cancelled"))
+            self.deliver(Done(Usage(len(self.prompt), 0, 0), Timings(0.0, 0.0, 0.0)))
+            return True
+        if self.script.fail is not None and self.told == self.script.fail_at:
+            self.deliver(Failed(self.script.fail))
+            return True
+        self.deliver(self.events[self.told])
+        self.told += 1
+        return self.told == len(self.events)
+
+
+class FakeEngine:
+    """A context manager; closing fails what still runs, as the real one does."""
+
+    def __init__(self, model: FakeModel | None = None) -> None:
+        self.model = model or FakeModel()
+        self.healthy = True
+        self.script = Script()
+        self.seen: list[tuple[tuple[int, ...], SamplingParams]] = []
+        self.cancels = 0  # runs that were cancelled before they ended
+        self._running: list[Run] = []
+        self._turn = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="fake-engine")
+        self._thread.start()
+
+    def encode(self, text: str) -> list[int]:
+        if not self.model.has_text:
+            raise BadRequest("this model has no tokenizer; send token ids", "prompt")
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    def render(self, messages: list[dict[str, str]]) -> list[int]:
+        if not self.model.has_chat:
+            raise BadRequest("this model has no chat template", "messages")
+        if messages[0]["role"] == "assistant":
+            raise TemplateFailed("the first turn must be the user's", "messages")
+        return self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages))
+
+    def submit(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, deliver: Callable[[Event], None]
+    ) -> FakeTicket:
+        script = self.script
+        if script.reject is not None:
+            raise script.reject
+        if self._closed:
+            raise EngineClosed("the engine has been closed")
+        self._admit(prompt_ids, params)
+        run = Run(tuple(prompt_ids), params, script, deliver, list(plan(tuple(prompt_ids), params, script)))
+        with self._turn:
+            self.seen.append((run.prompt, params))
+            self._running.append(run)
+            self._turn.notify_all()
+        return FakeTicket(self, run)
+
+    def cancel(self, run: Run) -> None:
+        with self._turn:
+            if run in self._running and not run.cancelled:
+                run.cancelled = True
+                self.cancels += 1
+                self._turn.notify_all()
+
+    @property
+    def running(self) -> int:
+        with self._turn:
+            return len(self._running)
+
+    def rest(self, seconds: float = 5.0) -> bool:
+        """Wait until nothing runs any more. Did that happen in time?"""
+        with self._turn:
+            return self._turn.wait_for(lambda: not self._running, seconds)
+
+    @contextmanager
+    def acting(self, **changes: object) -> Iterator[None]:
+        """Requests that are submitted within the block find a changed script."""
+        before, self.script = self.script, replace(self.script, **changes)
+        try:
+            yield
+        finally:
+            self.script = before
+
+    def close(self) -> None:
+        with self._turn:
+            self._closed = True
+            self._turn.notify_all()
+        self._thread.join()
+
+    def __enter__(self) -> "FakeEngine":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _admit(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        if not prompt:
+            raise BadRequest("the prompt is empty", "prompt")
+        for token in prompt:
+            if not 0 <= token < self.model.vocab_size:
+                message = f"token id {token} is not in the vocabulary of {self.model.vocab_size}"
+                raise BadRequest(message, "prompt")
+        if len(prompt) >= self.model.context:
+            raise PromptTooLong(len(prompt), self.model.context - 1, "the model's context")
+        for token in params.logit_bias:
+            if token >= self.model.vocab_size:
+                raise BadRequest(f"token id {token} is not in the vocabulary", "logit_bias")
+
+    def _work(self) -> None:
+        while True:
+            with self._turn:
+                while not self._closed and not any(map(self._can_step, self._running)):
+                    self._turn.wait(0.01 if self._running else None)  # doors open without a word to us
+                if self._closed:
+                    break
+                ready = [run for run in self._running if self._can_step(run)]
+            ended = [run for run in ready if run.step()]
+            with self._turn:
+                self._running = [run for run in self._running if run not in ended]
+                self._turn.notify_all()
+            if delay := max((run.script.delay for run in ready), default=0.0):
+                time.sleep(delay)
+        for run in self._running:
+            run.deliver(Failed(EngineClosed("the engine has been closed")))
+        self._running = []
+
+    def _can_step(self, run: Run) -> bool:
+        return run.cancelled or run.script.door is None or run.script.door.is_set()
+
+
+def plan(prompt: tuple[int, ...], params: SamplingParams, script: Script) -> Iterator[Event]:
+    """All events of a request that nothing disturbs; the choices take turns, token by token."""
+    lines = [list(_line(prompt, params, script, choice)) for choice in range(params.n)]
+    for at in range(max(map(len, lines))):
+        for line in lines:
+            yield from line[at : at + 1]
+    written = sum(len(e.token_ids) for line in lines for e in line if isinstance(e, Piece))
+    yield Done(Usage(len(prompt), script.cached, written), Timings(queued=0.25, first_token=0.5, decoding=2.0))
+
+
+def _line(prompt: tuple[int, ...], params: SamplingParams, script: Script, choice: int) -> Iterator[Event]:
+    said = list(script.answer if script.answer is not None else prompt)
+    turn = choice % len(said) if said else 0
+    said = said[turn:] + said[:turn]
+    most = params.max_tokens or CONTEXT
+    if params.ignore_eos:
+        said = (said * (most // len(said) + 1))[:most]
+    met = _first_stop(bytes(said[:most]), params.stop)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    room = len(bytes(said[:most])) if met is None else met[0]  # bytes of text before the stop string
+    tokens = said[:most] if met is None else said[: met[0] + len(met[1].encode())]
+    for at, token in enumerate(tokens):
+        text = decoder.decode(bytes([token]), final=met is None and at == len(tokens) - 1) if at < room else ""
+        yield Piece(choice, text, (token,), _logprobs(token, at, params.logprobs))
+    ended = "stop" if met is not None or (len(said) <= most and not params.ignore_eos) else "length"
+    yield Finished(choice, ended, None if met is None else met[1])
+
+
+def _first_stop(said: bytes, stops: tuple[str, ...]) -> tuple[int, str] | None:
+    found = [(said.find(stop.encode()), stop) for stop in stops if stop.encode() in said]
+    return min(found) if found else None
+
+
+def _logprobs(token: int, at: int, top: int | None) -> tuple[TokenLogprob, ...] | None:
+    """The drawn token is the likeliest; the others follow it in the alphabet."""
+    if top is None:
+        return None
+    first = -(at + 1) / 8
+    likeliest = tuple(((token + i) % VOCABULARY, first - i) for i in range(top))
+    return (TokenLogprob(token, first, likeliest),)

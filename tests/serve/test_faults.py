@@ -1,0 +1,492 @@
+"""What clients get wrong, or try: each is one clear error in the API's shape, and the next request is served.
+
+The groups follow the ways in which servers of this kind have been hurt: bodies, parameters, prompts, messages, names.
+"""
+
+import json
+
+import pytest
+
+from kvcellar.errors import (
+    BadRequest,
+    CacheFull,
+    EngineClosed,
+    EngineFailed,
+    NotSupported,
+    Overloaded,
+    PromptTooLong,
+    TemplateFailed,
+)
+from kvcellar.serve.failures import printable
+from tests.serve.wire import CHAT, COMPLETIONS, MODEL, chat, chunks_of, completion, error_of, lines_of
+
+JSON = {"content-type": "application/json"}
+NESTED = 100_000
+
+
+@pytest.fixture(autouse=True)
+def lives_on(http):
+    yield
+    assert http.post(COMPLETIONS, json=completion("still here?")).json()["choices"][0]["text"] == "still here?"
+
+
+BODIES = {
+    "empty": b"",
+    "null": b"null",
+    "list": b"[]",
+    "string": b'"x"',
+    "number": b"1",
+    "no fields": b"{}",
+    "cut off": b'{"prompt": "x"',
+    "trailing garbage": b'{"prompt": "x"} x',
+    "two documents": b'{"prompt": "x"}{"prompt": "y"}',
+    "deep lists": b"[" * NESTED,
+    "deep lists, closed": b"[" * NESTED + b"]" * NESTED,
+    "deep objects": b'{"a":' * NESTED,
+    "deep prompt": b'{"prompt":' + b"[" * NESTED + b"]" * NESTED + b"}",
+    "a key twice": b'{"prompt": "x", "model": "a", "model": "cellar/fake-1"}',
+    "a key twice, inside": b'{"prompt": "x", "logit_bias": {"1": 1, "1": 2}}',
+    "a key twice, spelled in two ways": b'{"prompt": "x", "prompt\\u0020": 1, "pr\\u006fmpt": "y"}',
+    "invalid utf-8": b'{"prompt": "\xff"}',
+    "overlong utf-8": b'{"prompt": "\xc0\xaf"}',
+    "surrogate in utf-8": b'{"prompt": "\xed\xa0\x80"}',
+    "half a surrogate pair": b'{"prompt": "\\ud800"}',
+    "halves the wrong way round": b'{"prompt": "\\udc00\\ud800"}',
+    "half a pair in a key": b'{"prompt": "x", "user": {"\\ud800": 1}}',
+    "byte order mark": b'\xef\xbb\xbf{"prompt": "x"}',
+    "utf-16": '{"prompt": "x"}'.encode("utf-16"),
+    "NaN": b'{"prompt": "x", "temperature": NaN}',
+    "Infinity": b'{"prompt": "x", "temperature": Infinity}',
+    "-Infinity": b'{"prompt": "x", "temperature": -Infinity}',
+    "single quotes": b"{'prompt': 'x'}",
+    "a comment": b'{"prompt": "x" /* why */}',
+    "a control character in a string": b'{"prompt": "a\nb"}',
+    "a number of 10 000 digits": b'{"prompt": "x", "seed": ' + b"9" * 10_000 + b"}",
+    "NUL": b"\x00",
+}
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+@pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
+def test_malformed_bodies(http, engine, route, body):
+    answer = http.post(route, content=body, headers=JSON)
+    assert answer.status_code == 400
+    error_of(answer)
+    assert not engine.seen
+
+
+def test_every_cut_of_a_good_body_is_refused(http):
+    body = json.dumps(chat("né", stop=["a"], logit_bias={"1": 1})).encode()
+    for length in range(len(body)):
+        assert http.post(CHAT, content=body[:length], headers=JSON).status_code == 400
+
+
+@pytest.mark.parametrize("text", ["a\x00b", "\ud83c\udf47".encode("utf-16", "surrogatepass").decode("utf-16"), "\u2028"])
+def test_odd_characters_come_back_as_they_were(http, text):
+    for ascii_only in (True, False):
+        body = json.dumps(completion(text), ensure_ascii=ascii_only).encode()
+        answer = http.post(COMPLETIONS, content=body, headers=JSON)
+        assert answer.json()["choices"][0]["text"] == text
+
+
+FIELDS = [  # field, what was sent; each is refused, and the refusal names the field
+    *(("n", value) for value in (0, -1, 10**9, 129, 1.5, "2", True, [1])),
+    *(("max_tokens", value) for value in (0, -1, 2**31, 2**63, 1.5, 1.0, "5", True, [])),
+    *(("min_tokens", value) for value in (-1, 2**31, 0.5, "1")),
+    *(("temperature", value) for value in (-1, 1e308, 101, 10**400, "1", True, [1], {})),
+    *(("top_p", value) for value in (0, -1, 1.1, 1e308, "1")),
+    *(("min_p", value) for value in (-0.1, 1.1, 1e308)),
+    *(("typical_p", value) for value in (0, 1.5)),
+    *(("repetition_penalty", value) for value in (0, -1, 1e308)),
+    *((f"{name}_penalty", value) for name in ("presence", "frequency") for value in (-2.1, 2.1, 1e308, "0")),
+    *(("top_k", value) for value in (-1, 2**31, 1.5, "3")),
+    *(("seed", value) for value in (2**64, -(2**63) - 1, 1.5, "7")),
+    *(("stop", value) for value in ("", [""], ["a"] * 10_000, "a" * 100_000, 5, ["a", 5], {"a": 1})),
+    *(("stop_token_ids", value) for value in ([-1], [2**31], [1.5], ["1"], 5, [True])),
+    *(("ignore_eos", value) for value in (1, "true")),
+    *(("stream", value) for value in (1, "true", "yes", [])),
+    *(("return_token_ids", value) for value in (1, "true")),
+    *(("model", value) for value in (5, ["a"], {})),
+    ("logit_bias", {"-1": 1}),
+    ("logit_bias", {"999": 1}),
+    ("logit_bias", {str(2**31): 1}),
+    ("logit_bias", {str(10**30): 1}),
+    ("logit_bias", {"a": 1}),
+    ("logit_bias", {"": 1}),
+    ("logit_bias", {"\u0661": 1}),
+    ("logit_bias", {"1.0": 1}),
+    ("logit_bias", {"1": 101}),
+    ("logit_bias", {"1": "1"}),
+    ("logit_bias", [1]),
+    ("stream_options", {"include_usage": True}),
+    ("stream_options", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), FIELDS, ids=[f"{name}={str(value)[:20]}" for name, value in FIELDS])
+def test_parameters_out_of_bounds(http, engine, name, value):
+    for route, body in ((COMPLETIONS, completion()), (CHAT, chat())):
+        answer = http.post(route, json=body | {name: value})
+        assert answer.status_code == 400
+        assert error_of(answer)["param"].split(".")[0].split("[")[0] == name
+    assert not engine.seen
+
+
+@pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty", "logit_bias"])
+def test_numbers_that_are_none(http, name, literal):
+    value = f'{{"1": {literal}}}' if name == "logit_bias" else literal
+    answer = http.post(COMPLETIONS, content=f'{{"prompt": "x", "{name}": {value}}}', headers=JSON)
+    assert answer.status_code == 400
+    error_of(answer)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", 1e-45), ("temperature", 0), ("top_k", 10**6), ("seed", 2**63), ("seed", -1), ("stop", [])],
+)
+def test_parameters_at_their_bounds(http, engine, name, value):
+    assert http.post(COMPLETIONS, json=completion() | {name: value}).status_code == 200
+    ((_, params),) = engine.seen
+    assert getattr(params, name) == (tuple(value) if isinstance(value, list) else value)
+
+
+NULLABLE = ("max_tokens", "temperature", "n", "stop", "seed", "logit_bias", "stream", "logprobs", "stream_options", "model")
+
+
+@pytest.mark.parametrize("name", NULLABLE)
+def test_null_is_absence(http, name):
+    for route, body in ((COMPLETIONS, completion()), (CHAT, chat())):
+        assert http.post(route, json=body | {name: None}).status_code == 200
+
+
+@pytest.mark.parametrize("value", [-1, 21, 10**6, 1.5, True, "1"])
+def test_logprobs_of_a_completion_out_of_bounds(http, value):
+    assert error_of(http.post(COMPLETIONS, json=completion(logprobs=value)))["param"] == "logprobs"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logprobs": 1}, "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"top_logprobs": 2, "logprobs": False}, "top_logprobs"),
+        ({"top_logprobs": -1, "logprobs": True}, "top_logprobs"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": 2**31}, "max_completion_tokens"),
+        ({"max_completion_tokens": 4, "max_tokens": 5}, "max_completion_tokens"),
+        ({"max_completion_tokens": 4, "min_tokens": 5}, "min_tokens"),
+        ({"prompt": "x"}, "prompt"),
+    ],
+)
+def test_fields_of_a_chat_that_do_not_go_together(http, fields, param):
+    assert error_of(http.post(CHAT, json=chat(**fields)))["param"] == param
+
+
+UNSUPPORTED = [
+    (CHAT, "tools", [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}]),
+    (CHAT, "tool_choice", "required"),
+    (CHAT, "functions", [{"name": "f"}]),
+    (CHAT, "function_call", {"name": "f"}),
+    (CHAT, "response_format", {"type": "json_object"}),
+    (CHAT, "response_format", {"type": "json_schema", "json_schema": {"schema": {"pattern": "(a+)+$"}}}),
+    (CHAT, "audio", {"voice": "alloy", "format": "wav"}),
+    (CHAT, "modalities", ["text", "audio"]),
+    (CHAT, "prediction", {"type": "content", "content": "x"}),
+    (CHAT, "reasoning_effort", "high"),
+    (CHAT, "web_search_options", {}),
+    (CHAT, "store", True),
+    (CHAT, "store", 0),
+    (CHAT, "chat_template", "{% for i in range(10**9) %}x{% endfor %}"),
+    (CHAT, "chat_template_kwargs", {"chat_template": "x"}),
+    (CHAT, "service_tier", "priority"),
+    (CHAT, "prompt_cache_retention", "24h"),
+    (COMPLETIONS, "suffix", "x"),
+    (COMPLETIONS, "echo", True),
+    (COMPLETIONS, "best_of", 2),
+    (COMPLETIONS, "best_of", 10**9),
+]
+
+
+@pytest.mark.parametrize(("route", "name", "value"), UNSUPPORTED)
+def test_what_openai_has_and_we_do_not_is_refused_by_name(http, engine, route, name, value):
+    body = completion() if route == COMPLETIONS else chat()
+    answer = http.post(route, json=body | {name: value})
+    error = error_of(answer)
+    assert (answer.status_code, error["param"], error["code"]) == (400, name, "unsupported_parameter")
+    assert name in error["message"]
+    assert not engine.seen
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("tools", value) for value in (None, [])),
+        ("response_format", {"type": "text"}),
+        ("tool_choice", "none"),
+        ("modalities", ["text"]),
+        ("service_tier", "auto"),
+        ("echo", False),
+        ("suffix", None),
+        ("user", "somebody"),
+        ("metadata", {"a": "b"}),
+        ("prompt_cache_key", "k"),
+    ],
+)
+def test_what_asks_for_nothing_is_taken(http, name, value):
+    for route, body in ((COMPLETIONS, completion()), (CHAT, chat())):
+        assert http.post(route, json=body | {name: value}).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["temprature", "n_discard", "keep_alive", "cache_salt", "a\nb", "\u202e", "x" * 10_000])
+def test_unknown_fields_are_refused_by_name(http, name):
+    error = error_of(http.post(COMPLETIONS, json=completion() | {name: 1}))
+    assert error["code"] == "unknown_parameter"
+    assert error["param"] == printable(name)
+    assert error["message"].isprintable()
+    assert len(error["message"]) < 300
+
+
+PROMPTS = {
+    "missing": None,
+    "number": 5,
+    "object": {"text": "x"},
+    "true": True,
+    "no items": [],
+    "an empty list inside": [[]],
+    "text and ids": ["a", 1],
+    "ids and lists": [1, [2]],
+    "lists and text": [[1], "a"],
+    "floats": [1.0, 2.5],
+    "booleans": [True, False],
+    "nulls": [None],
+    "three deep": [[[1]]],
+    "negative id": [-1],
+    "id beyond the vocabulary": [256],
+    "id of 2^63": [2**63],
+    "one bad id among lists": [[1], [2], [999]],
+    "257 prompts": ["a"] * 257,
+    "empty text": "",
+    "empty text among others": ["a", ""],
+}
+
+
+@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
+def test_prompts_that_are_none(http, prompt):
+    answer = http.post(COMPLETIONS, json={"model": MODEL, "prompt": prompt})
+    assert answer.status_code == 400
+    assert error_of(answer)["param"] == "prompt"
+
+
+def test_a_missing_prompt_is_named(http):
+    error = error_of(http.post(COMPLETIONS, json={"model": MODEL}))
+    assert (error["param"], error["code"]) == ("prompt", "missing_required_parameter")
+
+
+@pytest.mark.parametrize("length", [19_999, 20_000, 20_001, 500_000])
+def test_prompts_around_the_context(http, length):
+    answer = http.post(COMPLETIONS, json=completion("\n" * length, max_tokens=1))
+    if length < 20_000:
+        assert answer.status_code == 200
+    else:
+        error = error_of(answer)
+        assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
+        assert str(length) in error["message"]
+
+
+SOME = {"role": "user", "content": "hi"}
+MESSAGES = [  # messages, and the field at fault
+    (None, "messages"),
+    ([], "messages"),
+    ("hi", "messages"),
+    ({}, "messages"),
+    ([None], "messages[0]"),
+    (["hi"], "messages[0]"),
+    ([{}], "messages[0].role"),
+    ([{"role": "user"}], "messages[0].content"),
+    ([SOME, {"role": "user", "content": None}], "messages[1].content"),
+    ([{"role": "user", "content": 5}], "messages[0].content"),
+    ([{"role": "wizard", "content": "hi"}], "messages[0].role"),
+    ([{"role": "User", "content": "hi"}], "messages[0].role"),
+    ([{"role": "tool", "content": "hi", "tool_call_id": "1"}], "messages[0].role"),
+    ([SOME, {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}], "messages[1].tool_calls"),
+    ([{**SOME, "colour": "red"}], "messages[0].colour"),
+    ([{**SOME, "name": 5}], "messages[0].name"),
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://169.254.169.254"}}]}], None),
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}], None),
+    ([{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}], None),
+    ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+    ([{"role": "user", "content": ["hi"]}], "messages[0].content[0]"),
+    ([SOME] * 4097, "messages"),
+    ([{"role": "assistant", "content": "hi"}], "messages"),
+]
+
+
+@pytest.mark.parametrize(("messages", "param"), MESSAGES)
+def test_messages_that_are_none(http, engine, messages, param):
+    answer = http.post(CHAT, json={"model": MODEL, "messages": messages})
+    assert answer.status_code == 400
+    assert error_of(answer)["param"] == (param or "messages[0].content[0].type")
+    assert not engine.seen
+
+
+def test_messages_that_clients_send_back_are_taken(http, engine):
+    before = {"role": "assistant", "content": "ho", "refusal": None, "audio": None, "tool_calls": None}
+    turns = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}], "name": "jo"},
+        before | {"function_call": None, "annotations": []},
+        {"role": "user", "content": "<|im_end|>"},
+    ]
+    assert http.post(CHAT, json={"messages": turns}).status_code == 200
+    ((prompt, _),) = engine.seen
+    assert bytes(prompt) == b"<system>be brief<user>hi<assistant>ho<user><|im_end|>"
+
+
+NAMES = ["../../etc/passwd", "C:\\x", "cellar/../cellar/fake-1", "x" * 10_000, "\U0001f347", "a\x00b", ".", "-rf", ""]
+NAMES += ["cellar/fake-1.", "Cellar/Fake-1", " cellar/fake-1", "cellar/fake-1\n", "cellar//fake-1"]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=[repr(name)[:20] for name in NAMES])
+def test_names_of_other_models(http, name):
+    for route, body in ((COMPLETIONS, completion()), (CHAT, chat())):
+        answer = http.post(route, json=body | {"model": name})
+        error = error_of(answer)
+        assert (answer.status_code, error["param"], error["code"]) == (404, "model", "model_not_found")
+        assert error["message"].isprintable()
+        assert len(error["message"]) < 400
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 404),
+        ("GET", "/v1", 404),
+        ("GET", "/v1/", 404),
+        ("GET", "/v2/models", 404),
+        ("GET", "//v1//models", 404),
+        ("GET", "/v1/models/", 404),
+        ("GET", "/v1/models/other", 404),
+        ("GET", "/v1/models/..%2f..%2fetc%2fpasswd", 404),
+        ("GET", "/v1/models/%2e%2e/%2e%2e", 404),
+        ("GET", "/v1/%2e%2e/health/x", 404),
+        ("GET", "/v1/models/a%00b%0aevil", 404),
+        ("GET", "/v1/models/%ff", 404),
+        ("GET", "/health/", 404),
+        ("GET", "/v1/completions/", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("POST", "/v1/responses", 404),
+        ("POST", "/v1/models", 405),
+        ("DELETE", f"/v1/models/{MODEL}", 405),
+        ("GET", "/v1/completions", 405),
+        ("PUT", "/v1/completions", 405),
+        ("PATCH", "/v1/chat/completions", 405),
+        ("OPTIONS", "/v1/chat/completions", 405),
+        ("POST", "/health", 405),
+        ("BREW", "/health", 405),
+        ("OPTIONS", "/nowhere", 404),
+    ],
+)
+def test_routes_that_are_none(http, method, path, status):
+    answer = http.request(method, path)
+    assert answer.status_code == status
+    error_of(answer)
+    assert ("allow" in answer.headers) == (status == 405)
+    assert not any(name.startswith("access-control") for name in answer.headers)
+
+
+@pytest.mark.parametrize(("path", "status"), [("/health", 200), ("/v1/models", 200), ("/nope", 404), (COMPLETIONS, 405)])
+def test_head_is_answered_without_a_body(http, path, status):
+    answer = http.head(path)
+    assert (answer.status_code, answer.content) == (status, b"")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/json; charset=latin-1"],
+)
+def test_only_json_is_read(http, engine, kind):
+    headers = {} if kind is None else {"content-type": kind}
+    answer = http.post(COMPLETIONS, content=json.dumps(completion()), headers=headers)
+    assert answer.status_code == 415
+    error_of(answer)
+    assert not engine.seen
+
+
+@pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=UTF-8", "application/json;"])
+def test_json_has_several_names(http, kind):
+    answer = http.post(COMPLETIONS, content=json.dumps(completion()), headers={"content-type": kind})
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("coding", ["gzip", "br", "deflate", "identity, gzip", "x\ty"])
+def test_compressed_bodies_are_not_unpacked(http, coding):
+    answer = http.post(COMPLETIONS, content=b"\x1f\x8b", headers=JSON | {"content-encoding": coding})
+    assert answer.status_code == 415
+    error_of(answer)
+
+
+def test_a_body_over_the_limit(http):
+    answer = http.post(COMPLETIONS, json=completion("x" * 2**20))
+    assert (answer.status_code, error_of(answer)["code"]) == (413, "request_too_large")
+
+
+def test_a_body_over_the_limit_that_does_not_say_so(http):
+    parts = (b" " * 2**16 for _ in range(33))
+    answer = http.post(COMPLETIONS, content=parts, headers=JSON)
+    assert (answer.status_code, error_of(answer)["code"]) == (413, "request_too_large")
+
+
+ERRORS = [  # what the engine raised, and how the client is told
+    (BadRequest("no", "top_k"), 400, "top_k", None),
+    (PromptTooLong(5, 4, "the model's context"), 400, "prompt", "context_length_exceeded"),
+    (TemplateFailed("no", "messages"), 400, "messages", None),
+    (NotSupported("no"), 400, None, "not_supported"),
+    (Overloaded("too many"), 503, None, "overloaded"),
+    (CacheFull("sliding", 5, 4), 503, None, "overloaded"),
+    (EngineClosed("closed"), 503, None, "shutting_down"),
+    (EngineFailed("a secret"), 500, None, "internal_error"),
+    (ValueError("a secret"), 500, None, "internal_error"),
+    (MemoryError("a secret"), 500, None, "internal_error"),
+]
+
+
+@pytest.mark.parametrize("how", ["reject", "fail"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("error", "status", "param", "code"), ERRORS, ids=[type(e[0]).__name__ for e in ERRORS])
+def test_errors_of_the_engine_before_it_has_said_anything(http, engine, error, status, param, code, stream, how):
+    with engine.acting(**{how: error}):
+        answer = http.post(CHAT, json=chat(stream=stream))
+    shown = error_of(answer)
+    assert (answer.status_code, shown["param"], shown["code"]) == (status, param, code)
+    assert ("retry-after" in answer.headers) == (status == 503)
+    assert "secret" not in answer.text
+
+
+@pytest.mark.parametrize(("error", "status", "param", "code"), ERRORS, ids=[type(e[0]).__name__ for e in ERRORS])
+def test_errors_of_the_engine_later(http, engine, error, status, param, code):
+    with engine.acting(fail=error, fail_at=2):
+        whole = http.post(COMPLETIONS, json=completion())
+        stream = http.post(COMPLETIONS, json=completion(stream=True))
+    assert (whole.status_code, error_of(whole)["code"]) == (status, code)
+    assert stream.status_code == 200
+    *chunks, last = map(json.loads, lines_of(stream.text))
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "he"[: len(chunks)]
+    assert (set(last), last["error"]["code"], last["error"]["param"]) == ({"error"}, code, param)
+    assert "secret" not in stream.text
+
+
+def test_one_prompt_that_fails_takes_the_others_with_it(http, engine):
+    answer = http.post(COMPLETIONS, json=completion(["hello", "x" * 30_000, "there"]))
+    assert error_of(answer)["code"] == "context_length_exceeded"
+    assert engine.rest()
+
+
+def test_a_stop_string_within_a_character_and_over_tokens(http):
+    for stream in (False, True):
+        answer = http.post(COMPLETIONS, json=completion("abcédef", stop=["éd", "zz"], stream=stream))
+        records = chunks_of(answer.text) if stream else [answer.json()]
+        choices = [choice for record in records for choice in record["choices"]]
+        assert "".join(choice["text"] for choice in choices) == "abc"
+        assert [c["stop_reason"] for c in choices if c["finish_reason"]] == ["éd"]

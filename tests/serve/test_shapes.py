@@ -1,0 +1,249 @@
+"""Answers look the way OpenAI's clients read them, whole and in streams; golden, but for ids and times."""
+
+import json
+import threading
+
+import pytest
+
+from kvcellar.events import TokenLogprob
+from tests.serve.wire import CHAT, COMPLETIONS, MODEL, chat, chunks_of, completion
+
+TIMINGS = {
+    "queued_ms": 250.0,
+    "cache_n": 3,
+    "prompt_n": 2,
+    "prompt_ms": 250.0,
+    "predicted_n": 5,
+    "predicted_ms": 2000.0,
+    "predicted_per_second": 2.5,
+}
+USAGE = {
+    "prompt_tokens": 5,
+    "completion_tokens": 5,
+    "total_tokens": 10,
+    "prompt_tokens_details": {"cached_tokens": 3},
+}
+
+
+def told(record: dict) -> dict:
+    """A record without what is different each time, which is checked here."""
+    head = {"id": record.pop("id").split("-")[0], "created": record.pop("created") > 1_700_000_000}
+    return {**head, **record}
+
+
+def test_a_completion(http, engine):
+    with engine.acting(cached=3):
+        answer = http.post(COMPLETIONS, json=completion("hello"))
+    assert answer.status_code == 200
+    assert answer.headers["x-request-id"].startswith("req-")
+    assert told(answer.json()) == {
+        "id": "cmpl",
+        "object": "text_completion",
+        "created": True,
+        "model": MODEL,
+        "system_fingerprint": None,
+        "choices": [{"index": 0, "text": "hello", "logprobs": None, "finish_reason": "stop", "stop_reason": None}],
+        "usage": USAGE,
+        "timings": TIMINGS,
+    }
+
+
+def test_a_chat_answer(http, engine):
+    with engine.acting(cached=3, answer=b"grape"):
+        answer = http.post(CHAT, json={"messages": [{"role": "user", "content": ""}]}).json()
+    message = {"role": "assistant", "content": "grape", "refusal": None}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    assert told(answer) == {
+        "id": "chatcmpl",
+        "object": "chat.completion",
+        "created": True,
+        "model": MODEL,
+        "system_fingerprint": None,
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": 6,
+            "completion_tokens": 5,
+            "total_tokens": 11,
+            "prompt_tokens_details": {"cached_tokens": 3},
+        },
+        "timings": TIMINGS | {"prompt_n": 3},
+    }
+
+
+def test_cached_tokens_are_never_absent(http):
+    assert http.post(COMPLETIONS, json=completion()).json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+def test_a_chat_stream_has_the_role_once_then_text_then_the_reason_then_the_usage(http, engine):
+    with engine.acting(cached=3, answer=b"ab"):
+        answer = http.post(CHAT, json=chat("he", stream=True, stream_options={"include_usage": True}))
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    chunks = chunks_of(answer.text)
+    assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
+    assert {(chunk["object"], chunk["model"]) for chunk in chunks} == {("chat.completion.chunk", MODEL)}
+    *told, last = chunks
+    assert [chunk["choices"] for chunk in told] == [
+        [{"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}],
+        [{"index": 0, "delta": {"content": "a"}, "logprobs": None, "finish_reason": None}],
+        [{"index": 0, "delta": {"content": "b"}, "logprobs": None, "finish_reason": None}],
+        [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop", "stop_reason": None}],
+    ]
+    assert all(chunk["usage"] is None for chunk in told)
+    assert last["choices"] == []
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+    assert last["timings"]["predicted_n"] == 2
+
+
+def test_a_completion_stream_without_usage(http):
+    chunks = chunks_of(http.post(COMPLETIONS, json=completion("hey", stream=True)).text)
+    assert all("usage" not in chunk and chunk["object"] == "text_completion" for chunk in chunks)
+    assert [(c["choices"][0]["text"], c["choices"][0]["finish_reason"]) for c in chunks] == [
+        ("h", None),
+        ("e", None),
+        ("y", None),
+        ("", "stop"),
+    ]
+
+
+@pytest.mark.parametrize("options", [{}, {"include_usage": False}, {"include_usage": None}, None])
+def test_usage_comes_only_when_asked_for(http, options):
+    chunks = chunks_of(http.post(COMPLETIONS, json=completion(stream=True, stream_options=options)).text)
+    assert all(chunk["choices"] and "usage" not in chunk for chunk in chunks)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_choices_are_numbered_over_all_prompts(http, stream):
+    answer = http.post(COMPLETIONS, json=completion(["abc", "xyz"], n=2, stream=stream))
+    texts: dict[int, str] = {}
+    records = chunks_of(answer.text) if stream else [answer.json()]
+    for choice in (choice for record in records for choice in record["choices"]):
+        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    assert texts == {0: "abc", 1: "bca", 2: "xyz", 3: "yzx"}
+
+
+def test_usage_of_several_prompts_is_their_sum(http):
+    usage = http.post(COMPLETIONS, json=completion(["abc", "xy"], n=2)).json()["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (5, 10, 15)
+
+
+@pytest.mark.parametrize(("prompt", "texts"), [([104, 105], ["hi"]), ([[104], [105, 33]], ["h", "i!"])])
+def test_prompts_may_be_token_ids(http, prompt, texts):
+    choices = http.post(COMPLETIONS, json=completion(prompt)).json()["choices"]
+    assert [choice["text"] for choice in choices] == texts
+
+
+def test_logprobs_of_a_completion(http):
+    logprobs = http.post(COMPLETIONS, json=completion("né", logprobs=1)).json()["choices"][0]["logprobs"]
+    assert logprobs == {
+        "tokens": ["n", "\ufffd", "\ufffd"],
+        "token_logprobs": [-0.125, -0.25, -0.375],
+        "top_logprobs": [{"n": -0.125}, {"\ufffd": -0.25}, {"\ufffd": -0.375}],
+        "text_offset": [0, 1, 2],
+    }
+
+
+def test_completion_logprobs_name_the_drawn_token_beside_the_likeliest(http):
+    logprobs = http.post(COMPLETIONS, json=completion("a", logprobs=0)).json()["choices"][0]["logprobs"]
+    assert logprobs["top_logprobs"] == [{"a": -0.125}]
+    logprobs = http.post(COMPLETIONS, json=completion("a", logprobs=3)).json()["choices"][0]["logprobs"]
+    assert logprobs["top_logprobs"] == [{"a": -0.125, "b": -1.125, "c": -2.125}]
+
+
+def test_logprobs_of_a_chat(http, engine):
+    with engine.acting(answer="aé".encode()):
+        choice = http.post(CHAT, json=chat(logprobs=True, top_logprobs=2)).json()["choices"][0]
+    first, *halves = choice["logprobs"]["content"]
+    assert first == {
+        "token": "a",
+        "logprob": -0.125,
+        "bytes": [97],
+        "top_logprobs": [
+            {"token": "a", "logprob": -0.125, "bytes": [97]},
+            {"token": "b", "logprob": -1.125, "bytes": [98]},
+        ],
+    }
+    assert [half["bytes"] for half in halves] == [None, None]
+    assert choice["logprobs"]["refusal"] is None
+
+
+def test_chat_logprobs_without_top(http):
+    content = http.post(CHAT, json=chat("a", logprobs=True)).json()["choices"][0]["logprobs"]["content"]
+    assert all(entry["top_logprobs"] == [] for entry in content)
+
+
+@pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
+def test_a_stream_tells_the_same_as_one_answer(http, route):
+    asked = completion("grüße 🍇", logprobs=2) if route == COMPLETIONS else chat("grüße 🍇", logprobs=True)
+    asked |= {"n": 3, "return_token_ids": True, "stop": "🍇"}
+    whole = http.post(route, json=asked).json()["choices"]
+    chunks = chunks_of(http.post(route, json=asked | {"stream": True}).text)
+    for expected in whole:
+        parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == expected["index"]]
+        if route == COMPLETIONS:
+            assert "".join(part["text"] for part in parts) == expected["text"]
+            lists = [part["logprobs"] for part in parts if part["logprobs"]]
+            assert {key: sum((found[key] for found in lists), []) for key in lists[0]} == expected["logprobs"]
+        else:
+            assert "".join(part["delta"].get("content", "") for part in parts) == expected["message"]["content"]
+            lists = [part["logprobs"]["content"] for part in parts if part["logprobs"]]
+            assert sum(lists, []) == expected["logprobs"]["content"]
+        assert sum((part.get("token_ids", []) for part in parts), []) == expected["token_ids"]
+        ends = [part for part in parts if part["finish_reason"]]
+        assert [(end["finish_reason"], end["stop_reason"]) for end in ends] == [("stop", "🍇")]
+        assert parts[-1] is ends[0]
+
+
+def test_text_offsets_count_characters(http):
+    logprobs = http.post(COMPLETIONS, json=completion("é1🍇2", logprobs=0)).json()["choices"][0]["logprobs"]
+    whole = [i for i, token in enumerate(logprobs["tokens"]) if token in ("1", "2")]
+    assert [logprobs["text_offset"][i] for i in whole] == [1, 3]
+
+
+def test_what_cannot_be_drawn_has_openais_number(http, engine, monkeypatch):
+    monkeypatch.setattr("tests.serve.fake_engine._logprobs", _one_impossible)
+    logprobs = http.post(COMPLETIONS, json=completion("a", logprobs=1)).json()["choices"][0]["logprobs"]
+    assert logprobs["top_logprobs"] == [{"a": -0.5, "b": -9999.0}]
+
+
+def _one_impossible(token, at, top):
+    return (TokenLogprob(token, -0.5, ((token, -0.5), (token + 1, float("-inf")))),)
+
+
+def test_a_stream_is_ascii_so_that_no_client_splits_its_lines(http):
+    answer = http.post(COMPLETIONS, json=completion("a\u2028b\x85c\r\nd", stream=True))
+    assert answer.content.isascii()
+    assert len(answer.text.splitlines()) == len(answer.text.split("\n")) - 1
+    assert "".join(c["choices"][0]["text"] for c in chunks_of(answer.text)) == "a\u2028b\x85c\r\nd"
+
+
+def test_a_length_is_told(http):
+    choice = http.post(COMPLETIONS, json=completion("hello", max_tokens=3)).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("hel", "length")
+
+
+def test_a_stream_that_is_silent_for_long_gets_a_sign_of_life(http, engine):
+    door = threading.Event()
+    with engine.acting(door=door), http.stream("POST", COMPLETIONS, json=completion("hi", stream=True)) as answer:
+        lines = answer.iter_lines()
+        assert next(lines) == ": still here"
+        door.set()
+        assert [json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith("data: {")] == [
+            "h",
+            "i",
+            "",
+        ]
+
+
+def test_models(http):
+    (card,) = http.get("/v1/models").json()["data"]
+    assert card.pop("created") > 1_700_000_000
+    assert card == {"id": MODEL, "object": "model", "owned_by": "kvcellar", "max_model_len": 20_000}
+    assert http.get(f"/v1/models/{MODEL}").json()["id"] == MODEL
+    assert http.get("/v1/models/cellar%2Ffake-1").json()["id"] == MODEL
+
+
+def test_health(http, engine):
+    assert http.get("/health").json() == {"status": "ok", "model": MODEL}
+    engine.healthy = False
+    answer = http.get("/health")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_unhealthy")

@@ -1,8 +1,14 @@
 """The card: everything in it that is a number comes from the run's record."""
 
+import textwrap
 from typing import Any
 
 TABLE_ROWS = 10  # of the training curve
+LAYER_WORDS = {"S": "sliding window of {window}", "F": "full attention", "C": "short convolution of {kernel}"}
+
+
+def paragraph(text: str) -> str:
+    return textwrap.fill(" ".join(text.split()), 116, break_on_hyphens=False, break_long_words=False)
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -10,129 +16,123 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def megabytes(count: int) -> str:
-    return f"{count / 1e6:.2f} MB"
+def opening(run: dict[str, Any]) -> list[str]:
+    text = f"""
+    A demo model, not a code assistant. It has {run["parameters"] / 1e6:.1f} million parameters and continues text in
+    the manner of the Python standard library: it is locally Python-like and means nothing. It is here so that the
+    program answers within seconds, and so that tests run on real weights with more than one kind of memory. A chat
+    with it is a text that is continued: messages are set one under the other, a system message as a comment."""
+    unfinished = run["steps_done"] < run["recipe"]["steps"]
+    provisional = ["**Provisional:** taken from a run that was not finished."] if unfinished else []
+    return ["# The embedded model", paragraph(text), *provisional]
 
 
-def data_section(manifest: dict[str, Any], found: dict[str, Any]) -> str:
-    pools = manifest["pools"]
+def data_section(manifest: dict[str, Any]) -> list[str]:
+    pools, found = manifest["pools"], manifest["run"]["found"]
     names = {
         "library": "library, trained on",
         "tests": "the library's own tests, trained on",
         "held_library": "library, held out",
         "held_tests": "tests, held out",
     }
-    rows = [[text, str(len(pools[name]["files"])), megabytes(pools[name]["bytes"])] for name, text in names.items()]
-    return f"""\
-## Data
+    rows = [
+        [words, str(len(pools[name]["files"])), f"{pools[name]['bytes'] / 1e6:.2f} MB"] for name, words in names.items()
+    ]
+    source = f"""
+    The standard library of CPython {manifest["python"]}: `.py` files of 200 bytes or more, tabs expanded, without
+    vendored packages, generated tables, documentation topics and build configuration. A file is held out where
+    sha256(path) mod 20 is 7. `manifest.json` names every file with its hash."""
+    limits = f"""
+    {len(manifest["dropped_for_notices"])} files that carry the notice of somebody other than the Python Software
+    Foundation are in none of these. {100 * found["shared_lines"]:.1f} % of the held-out library lines of 40
+    characters or more also stand in a trained file (headers, idioms); tests of a held-out module may be trained on."""
+    return ["## Data", paragraph(source), table(["pool", "files", "text"], rows), paragraph(limits)]
 
-The standard library of CPython {manifest["python"]}: `.py` files of 200 bytes or more, tabs expanded, without vendored
-packages, generated tables, documentation topics and build configuration. A file is held out where
-sha256(path) mod 20 is 7. `manifest.json` names every file with its hash.
 
-{table(["pool", "files", "text"], rows)}
-
-{len(manifest["dropped_for_notices"])} files that carry the notice of somebody other than the Python Software Foundation
-were left out of both. {100 * found["shared_lines"]:.1f} % of the held-out library lines of 40 characters or more also
-stand in a trained file (licence headers, idioms); tests of a held-out module may be trained on."""
+def licence_section() -> list[str]:
+    text = """
+    The weights and the tokenizer derive from CPython's standard library and are offered under the Python Software
+    Foundation License Version 2: `LICENSE.txt` is that CPython's, `NOTICE` says what was used. A small model that read
+    its text several times can repeat passages of it."""
+    return ["## Licence and notices", paragraph(text)]
 
 
-def recipe_section(run: dict[str, Any]) -> str:
+def recipe_section(run: dict[str, Any]) -> list[str]:
     shape, recipe = run["shape"], run["recipe"]
+    letters = ", ".join(f"{k} {words.format(**shape)}" for k, words in LAYER_WORDS.items() if k in shape["layers"])
     epochs = run["tokens"] * (1 - recipe["test_share"]) / run["stream_tokens"]["library"]
-    return f"""\
-## Recipe
-
-`{shape["arch"]}` in the names of transformers: layers `{shape["layers"]}` (S sliding window of {shape["window"]},
-F full, C short convolution), width {shape["width"]}, {shape["heads"]} query and {shape["key_heads"]} key heads of
-{shape["head_size"]}, MLP {shape["inner"]}, tied head, vocabulary {shape["vocabulary"]} (byte-level BPE):
-{run["parameters"]} parameters.
-
-{run["steps_done"]} of {recipe["steps"]} steps of {recipe["step_tokens"]} tokens ({run["tokens"] / 1e6:.1f} million;
-{epochs:.1f} passes over the library files), seed {recipe["seed"]}. {100 * recipe["test_share"]:.0f} % of the windows
-come from the tests. Half of the windows begin with a BOS and a line at column 0, half anywhere. Windows of
-{recipe["window"]}, in the last {100 * recipe["long_share"]:.0f} % of the steps of {recipe["long_window"]}. Muon for
-matrices and AdamW for the rest, rate {recipe["rate"]} falling in a straight line to {100 * recipe["last_rate"]:.0f} %
-of it after {recipe["warm_up"]} steps of warm-up, weight decay {recipe["weight_decay"]}, gradients clipped at
-{recipe["clip"]:g}; bfloat16 weights with float32 masters; no dropout. `python scripts/train_embedded.py` repeats it;
-the same corpus and seed on another processor will not give the same bits.
-
-It took {run["seconds"] / 60:.0f} minutes on {run["machine"]}, with torch {run["torch"]}."""
+    network = f"""
+    `{shape["arch"]}` in the names of transformers, layers `{shape["layers"]}` ({letters}), width {shape["width"]},
+    {shape["heads"]} query and {shape["key_heads"]} key heads of {shape["head_size"]}, MLP {shape["inner"]}, tied head,
+    vocabulary {shape["vocabulary"]} (byte-level BPE): {run["parameters"]} parameters."""
+    steps = f"""
+    {run["steps_done"]} of {recipe["steps"]} steps of {recipe["step_tokens"]} tokens: {run["tokens"] / 1e6:.1f} million,
+    {epochs:.1f} passes over the library files; {100 * recipe["test_share"]:.0f} % of the windows come from the tests.
+    Half of the windows begin with a BOS and a line at column 0, half anywhere. They have {recipe["window"]} tokens, in
+    the last {100 * recipe["long_share"]:.0f} % of the steps {recipe["long_window"]}. Muon for matrices and AdamW for
+    the rest, rate {recipe["rate"]} falling in a straight line to {100 * recipe["last_rate"]:.0f} % of it after
+    {recipe["warm_up"]} steps of warm-up, weight decay {recipe["weight_decay"]}, gradients clipped at
+    {recipe["clip"]:g}; bfloat16 weights with float32 masters; no dropout; seed {recipe["seed"]}.
+    The trainer's default rate was chosen after trials of 60 steps, compared on held-out text.
+    `python scripts/train_embedded.py` repeats it; another processor will not give the same bits."""
+    cost = f"It took {run['seconds'] / 60:.0f} minutes on {run['machine']}, with torch {run['torch']}."
+    return ["## Recipe", *(paragraph(text) for text in (network, steps, cost))]
 
 
-def results_section(run: dict[str, Any], found: dict[str, Any]) -> str:
+def curve(run: dict[str, Any]) -> str:
+    """At most TABLE_ROWS looks, the last among them."""
     looks = run["looks"]
-    every = max(1, -(-len(looks) // TABLE_ROWS))
-    kept = looks[::-1][::every][::-1]
-    curve = [
+    kept = looks[:: -max(1, -(-len(looks) // TABLE_ROWS))][::-1]
+    rows = [
         [f"{k['tokens'] / 1e6:.1f}", f"{k['seconds'] / 60:.0f}", f"{k['train_nats']:.3f}", f"{k['held_out_nats']:.3f}"]
         for k in kept
     ]
-    library = found["library"]
-    losses = [["library, all of it", f"{library['nats']:.3f}", f"{library['bits_per_byte']:.3f}"]]
-    if "tests" in found:
-        losses.append(["tests, all of it", f"{found['tests']['nats']:.3f}", f"{found['tests']['bits_per_byte']:.3f}"])
+    return table(["million tokens", "minutes", "trained on", "held out"], rows)
+
+
+def results_section(run: dict[str, Any]) -> list[str]:
+    found, recipe = run["found"], run["recipe"]
+    pools = [(name, found[name]) for name in ("library", "tests") if name in found]
+    losses = [[f"{name}, all of it", f"{loss['nats']:.3f}", f"{loss['bits_per_byte']:.3f}"] for name, loss in pools]
     windows = ", ".join(f"{length}: {nats:.3f}" for length, nats in found["by_window"].items())
-    return f"""\
-## Loss
+    beside = f"""
+    xz, primed with the training text, needs {found["xz_bits_per_byte"]:.3f} bits per byte of the held-out library. On
+    library text it was trained on the model's loss is {found["trained_library_nats"]:.3f} nats. Held-out nats by window
+    length, on a sample: {windows}; positions beyond {recipe["long_window"]} were not trained."""
+    while_training = f"While training; held out are {run['look_windows']} windows of {recipe['window']}:"
+    return [
+        "## Loss",
+        "Held-out text in windows of 1024 tokens, weights in bfloat16 as shipped:",
+        table(["held out", "nats per token", "bits per byte"], losses),
+        paragraph(beside),
+        while_training,
+        curve(run),
+    ]
 
-Held-out text in windows of 1024 tokens, weights in bfloat16 as shipped:
 
-{table(["held out", "nats per token", "bits per byte"], losses)}
-
-xz, primed with the training text, needs {found["xz_bits_per_byte"]:.3f} bits per byte of the held-out library. On
-library text it was trained on the model's loss is {found["trained_library_nats"]:.3f} nats. Held-out nats by window
-length, on a sample: {windows}; positions beyond {run["recipe"]["long_window"]} were not trained.
-
-While training (held out: {run["look_windows"]} windows of {run["recipe"]["window"]}):
-
-{table(["million tokens", "minutes", "trained on", "held out"], curve)}"""
-
-
-def samples_section(heard: dict[str, Any]) -> str:
+def samples_section(heard: dict[str, Any]) -> list[str]:
     rows = [
         [f"{b['temperature']:g}", f"{b['penalty']:g}", str(b["count"]), str(b["parses"]), str(b["loops"])]
         for b in heard["bodies"]
     ]
-    shown = [
-        f"T = {s['temperature']:g}\n\n````text\n{s['prompt']}>>>{s['text'].rstrip()}\n````" for s in heard["samples"]
-    ]
-    return f"""\
-## Samples
-
-Signatures of held-out functions, continued for 128 tokens (top-p 0.95). *Parses*: the body came to its end and the
-function is Python. *Loops*: the text ends in one phrase over and over.
-
-{table(["temperature", "repetition penalty", "functions", "parses", "loops"], rows)}
-
-First tries, neither picked nor edited; `>>>` marks where the model begins. Temperature 0 is without a repetition
-penalty, 0.8 with the defaults of `generation_config.json`.
-
-{chr(10).join(text + chr(10) for text in shown)}"""
+    bodies = """
+    Signatures of held-out functions, continued for 128 tokens (top-p 0.95). *Parses*: the body came to its end and the
+    function is Python. *Loops*: the text ends in one phrase over and over."""
+    first = "First tries, neither picked nor edited, without a repetition penalty; `>>>` marks where the model begins."
+    shown = [f"T = {s['temperature']:g}\n\n````text\n{s['prompt']}>>>{s['text']}\n````" for s in heard["samples"]]
+    head = ["temperature", "repetition penalty", "functions", "parses", "loops"]
+    return ["## Samples", paragraph(bodies), table(head, rows), first, *shown]
 
 
-def render(manifest: dict[str, Any], *, provisional: bool) -> str:
+def render(manifest: dict[str, Any]) -> str:
     """The card of the model that `manifest` describes."""
-    run, found = manifest["run"], manifest["run"]["found"]
-    state = "\n**Provisional:** taken from a run that was still going on.\n" if provisional else ""
-    return f"""\
-# The embedded model
-
-A demo model, not a code assistant. It has {run["parameters"] / 1e6:.1f} million parameters and continues text in the
-manner of the Python standard library: it is locally Python-like and means nothing. It is here so that the program
-answers within seconds, and so that tests run on real weights with more than one kind of memory. A chat with it is
-a text that is continued: messages are set one under the other, a system message as a comment.
-{state}
-{data_section(manifest, found)}
-
-## Licence and notices
-
-The weights and the tokenizer derive from CPython's standard library and are offered under the Python Software
-Foundation License Version 2: `LICENSE.txt` is that CPython's, `NOTICE` says what was used. A small model that read its
-text several times can repeat passages of it.
-
-{recipe_section(run)}
-
-{results_section(run, found)}
-
-{samples_section(run["heard"])}"""
+    run = manifest["run"]
+    blocks = [
+        *opening(run),
+        *data_section(manifest),
+        *licence_section(),
+        *recipe_section(run),
+        *results_section(run),
+        *samples_section(run["heard"]),
+    ]
+    return "\n\n".join(blocks) + "\n"

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from .corpus import Corpus
 from .network import Network, Shape, Weights
 from .prepare import Prepared
-from .tokens import BOS
+from .tokens import BOS, EOS
 from .training import held_out_nats
 
 PROMPTS = (
@@ -30,6 +30,7 @@ SAMPLE_TOKENS = 72
 SIGNATURE_TOKENS = 96  # of context before a held-out function's body
 SIGNATURES = 48
 BODY_TOKENS = 128
+SETTINGS = ((0.0, 1.0), (0.0, 1.1), (0.6, 1.0), (0.8, 1.0), (0.8, 1.1))  # temperature, repetition penalty
 SPREAD_TOKENS = 80 * 1024  # of held-out text, in windows of several lengths
 
 
@@ -176,24 +177,21 @@ class Speaker:
         return Sample(prompt, temperature, text)
 
     def bodies(self, contexts: Tensor, temperature: float, penalty: float) -> Bodies:
-        out = self.continued(contexts, BODY_TOKENS, temperature, penalty).tolist()
+        rows = self.continued(contexts, BODY_TOKENS, temperature, penalty).tolist()
+        out = [row[: row.index(EOS)] if EOS in row else row for row in rows]
         prefixes = self.tokenizer.batch_decode(contexts)
-        texts = self.tokenizer.batch_decode(out, skip_special_tokens=True)
+        texts = self.tokenizer.batch_decode(out)
         good = sum(parses(prefix, text) for prefix, text in zip(prefixes, texts, strict=True))
         return Bodies(temperature, penalty, len(texts), good, sum(loops(ids) for ids in out))
 
 
-def listen(folder: Path, prepared: Prepared, penalty: float) -> dict[str, Any]:
+def listen(folder: Path, prepared: Prepared) -> dict[str, Any]:
     """Samples, unpicked, and how often continuations loop or parse."""
     speaker = Speaker(folder)
     contexts = signatures(prepared)
-    settings = [(0.0, 1.0), (0.0, penalty), (0.8, 1.0), (0.8, penalty)]
-    settings = list(dict.fromkeys(settings))
     return {
-        "bodies": [asdict(speaker.bodies(contexts, temperature, p)) for temperature, p in settings],
+        "bodies": [asdict(speaker.bodies(contexts, temperature, p)) for temperature, p in SETTINGS],
         "samples": [
-            asdict(speaker.sample(prompt, temperature, p))
-            for prompt in PROMPTS
-            for temperature, p in ((0.0, 1.0), (0.8, penalty))
+            asdict(speaker.sample(prompt, temperature, 1.0)) for prompt in PROMPTS for temperature in (0.0, 0.8)
         ],
     }

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from .corpus import Corpus, Source, gather
-from .tokens import Mixture, Pool, column_zero, encode_files, load_tokenizer, train_tokenizer
+from .tokens import PATTERN, SPECIALS, Mixture, Pool, column_zero, encode_files, load_tokenizer, train_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -22,11 +22,15 @@ POOLS = ("library", "tests", "held_library", "held_tests")
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A corpus in tokens: the tokenizer, a stream per pool, and the manifest of what they were made of."""
+    """A corpus in tokens: the tokenizer, a stream per pool, and the manifest of what they were made of.
+
+    Equal stamps mean equal streams.
+    """
 
     tokenizer: Tokenizer
     streams: dict[str, Tensor]
     manifest: dict[str, Any]
+    stamp: str
 
     def mixture(self, test_share: float) -> Mixture:
         names = ["library", "tests"] if len(self.streams["tests"]) and test_share > 0 else ["library"]
@@ -57,10 +61,10 @@ def prepare(root: Path, work: Path, vocabulary: int, *, with_tests: bool = True)
     """Reads `root`; trains the tokenizer and encodes, unless `work` holds that already for the same files."""
     corpus = gather(root, with_tests=with_tests)
     manifest = manifest_of(corpus)
-    stamp = hashlib.sha256(json.dumps([manifest, vocabulary], sort_keys=True).encode()).hexdigest()
+    stamp = hashlib.sha256(json.dumps([manifest, vocabulary, PATTERN, SPECIALS], sort_keys=True).encode()).hexdigest()
     tokenizer_file, streams_file, stamp_file = (work / n for n in ("tokenizer.json", "tokens.safetensors", "stamp"))
     if stamp_file.exists() and stamp_file.read_text() == stamp:
-        return Prepared(load_tokenizer(tokenizer_file), load_file(streams_file), manifest)
+        return Prepared(load_tokenizer(tokenizer_file), load_file(streams_file), manifest, stamp)
     log.info("training the tokenizer on %d files", len(corpus.library) + len(corpus.tests))
     tokenizer = train_tokenizer((s.text for s in (*corpus.library, *corpus.tests)), vocabulary)
     streams = {name: encode_files(tokenizer, [s.text for s in getattr(corpus, name)]) for name in POOLS}
@@ -68,4 +72,4 @@ def prepare(root: Path, work: Path, vocabulary: int, *, with_tests: bool = True)
     tokenizer.save(str(tokenizer_file))
     save_file(streams, streams_file)
     stamp_file.write_text(stamp)
-    return Prepared(tokenizer, streams, manifest)
+    return Prepared(tokenizer, streams, manifest, stamp)

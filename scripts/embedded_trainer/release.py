@@ -20,7 +20,6 @@ from .training import LOOK_WINDOWS, Run
 
 log = logging.getLogger(__name__)
 
-PENALTY = 1.1  # on repetition, in the shipped sampling defaults
 COMPARED_TOKENS = 600  # of held-out text, longer than several windows
 
 
@@ -51,18 +50,18 @@ def described(run: Run, prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def release(run: Run, prepared: Prepared, stdlib: Path, out: Path) -> None:
+def release(run: Run, prepared: Prepared, stdlib: Path, licence: Path, out: Path) -> None:
     """Exports the run as it stands, measures it, and writes manifest, card and notices into `out`."""
     masters = run.optimiser.masters
     ids = prepared.streams["held_library"][: COMPARED_TOKENS + 1].long()[None]
-    differences = export(out, run.shape, masters, prepared, penalty=PENALTY, ids=ids)
+    differences = export(out, run.shape, masters, prepared, ids)
     log.info("exported to %s; differences from transformers: %s", out, differences)
     record = described(run, prepared)
     record["found"] = measure(run.shape, masters, prepared, gather(stdlib, with_tests="tests" in prepared.streams))
-    record["heard"] = listen(out, prepared, PENALTY)
+    record["heard"] = listen(out, prepared)
     manifest = {**prepared.manifest, "run": record}
     write_json(out / "manifest.json", manifest)
-    (out / "CARD.md").write_text(render(manifest, provisional=run.progress.step < run.recipe.steps))
+    (out / "CARD.md").write_text(render(manifest))
     (out / "NOTICE").write_text(NOTICE.format(python=prepared.manifest["python"], lines=NOTICE_LINES))
-    shutil.copyfile(stdlib / "LICENSE.txt", out / "LICENSE.txt")
+    shutil.copyfile(licence, out / "LICENSE.txt")
     log.info("held out: %s", record["found"]["library"])

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .network import Network, Shape, Weights, initial_weights
 from .optimiser import Optimiser, Recipe
-from .tokens import Mixture
+from .prepare import Prepared
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +30,10 @@ REPORT_EVERY = 50  # steps
 LOOK_EVERY = 500  # steps
 CHECKPOINT_SECONDS = 180.0
 LOOK_WINDOWS = 40
+
+
+class OtherRun(Exception):
+    """The checkpoint in the working folder belongs to a run with other options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +61,10 @@ class Progress:
 class Run:
     """A training run and its working folder."""
 
-    def __init__(self, shape: Shape, recipe: Recipe, mixture: Mixture, held_out: Tensor, work: Path) -> None:
-        self.shape, self.recipe, self.mixture, self.held_out, self.work = shape, recipe, mixture, held_out, work
+    def __init__(self, shape: Shape, recipe: Recipe, prepared: Prepared, work: Path) -> None:
+        self.shape, self.recipe, self.work = shape, recipe, work
+        self.mixture, self.held_out = prepared.mixture(recipe.test_share), prepared.streams["held_library"]
+        self.made_of = {"shape": shape.as_json(), "recipe": asdict(recipe), "corpus": {"stamp": prepared.stamp}}
         self.progress = Progress()
         self.optimiser = Optimiser(initial_weights(shape, recipe.seed), recipe)
         self.networks: dict[int, Network] = {}
@@ -125,18 +131,17 @@ class Run:
     def save(self) -> None:
         """One file, tensors and record together, moved into place when complete."""
         self.work.mkdir(parents=True, exist_ok=True)
-        record = {"shape": self.shape.as_json(), "recipe": asdict(self.recipe), "progress": asdict(self.progress)}
+        record = {**self.made_of, "progress": asdict(self.progress)}
         part = self.work / "checkpoint.part"
         save_file(self.optimiser.tensors(), part, metadata={"run": json.dumps(record)})
         part.replace(self.work / "checkpoint.safetensors")
 
     def _load(self) -> None:
         record, tensors = read_checkpoint(self.work)
-        mine = {"shape": self.shape.as_json(), "recipe": asdict(self.recipe)}
-        for part, wanted in mine.items():
+        for part, wanted in self.made_of.items():
             differing = {k: (record[part].get(k), v) for k, v in wanted.items() if record[part].get(k) != v}
             if differing:
-                raise ValueError(
+                raise OtherRun(
                     f"the checkpoint in {self.work} was made with another {part} (there, here): {differing}. "
                     f"Give the same options to go on, or another --work to begin anew."
                 )

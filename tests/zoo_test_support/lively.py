@@ -7,36 +7,49 @@ window or a position would pass. Here every matrix keeps the variance of its inp
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
-# What an initialiser chose with care: decay rates and step sizes of recurrent layers.
-OWN = ("A_log", "dt_bias", "D", "recurrent_param", "time_decay", "time_first", "time_mix_key", "time_mix_value")
+# What an initialiser chose with care: step sizes and skips of recurrent layers.
+OWN = ("dt_bias", "D", "recurrent_param", "time_decay", "time_first", "time_mix_key", "time_mix_value")
 LOOKS = ("q_proj", "k_proj", "qkv", "query_key_value", "c_attn", "Wqkv", "q_b_proj", "kv_b_proj", "k_b_proj")
 
 
 def enliven(model: nn.Module, seed: int) -> None:
     """Overwrite the weights in place; the same seed and the same shapes give the same weights."""
     draw = torch.Generator().manual_seed(seed)
+    fan_in = {f"{path}.weight": inputs for path, module in model.named_modules() if (inputs := _inputs(module))}
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for path, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=draw)
-            if not name.endswith(OWN):
-                weight.copy_(_lively(name, weight, noise))
+            weight.copy_(_lively(path, weight, noise, fan_in.get(path, weight.shape[-1] if weight.ndim else 1)))
 
 
-def _lively(name: str, weight: Tensor, noise: Tensor) -> Tensor:
-    if "sink" in name:
-        return 1 + noise
-    if weight.squeeze().ndim <= 1:
+def _inputs(module: nn.Module) -> int | None:
+    """How many inputs one output is made of, where that is not the last axis of the weight."""
+    if isinstance(module, Conv1D):
+        return module.nx
+    if isinstance(module, nn.Conv1d):
+        return module.in_channels // module.groups * module.kernel_size[0]
+    return None
+
+
+def _lively(path: str, weight: Tensor, noise: Tensor, inputs: int) -> Tensor:
+    module, name = ("." + path).rsplit(".", 1)
+    if name in OWN:
+        return weight
+    if name == "A_log":
+        return weight - weight.max()  # the fastest decay is e per unit of time: a test sequence is short
+    if weight.squeeze().ndim <= 1 or module.endswith("norm"):
         return _vector(name, weight, noise)
-    if "embed" in name or name.endswith(("wte.weight", "wpe.weight")):
-        return 0.3 * noise
-    gain = 1.5 if any(look in name for look in LOOKS) else 1.0
-    return gain * noise / weight.shape[-1] ** 0.5
+    gain = 1.5 if any(look in path for look in LOOKS) else 1.0
+    return gain * noise / inputs**0.5
 
 
 def _vector(name: str, weight: Tensor, noise: Tensor) -> Tensor:
     """Biases, norms and scales: near where they start, and no two alike. Spread out ones are left as they are."""
+    if name == "sinks":
+        return 1 + noise
     if weight.numel() > 1 and weight.std() > 0.1:
         return weight
-    start = 1.0 if "scale" in name else weight.mean()
-    return start + 0.2 * noise
+    start = 1.0 if "scale" in name or name == "temp" else weight.mean()
+    return start + 0.1 * noise

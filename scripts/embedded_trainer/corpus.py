@@ -15,9 +15,14 @@ TEST_FOLDERS = {"test", "tests", "idle_test"}
 SMALLEST = 200  # bytes; below it a file is an empty package
 MOST_DIGITS = 0.12  # share of characters; above it a file is a table
 NOTICE_LINES = 80
+LONGEST_NOTICE = 40  # lines
 
-PERMISSION = re.compile(r"all rights reserved|permission (?:is hereby granted|to use)|redistribution and use", re.I)
+RESERVED = re.compile(r"all rights reserved|permission (?:is hereby granted|to use)|redistribution and use", re.I)
+GRANT = re.compile(r"permission (?:is hereby granted|to use)|redistribution and use|licensed under the", re.I)
 COPYRIGHT = re.compile(r"copyright\b.*(?:\(c\)|\d{4})", re.I)
+CLAIM = re.compile(
+    rf"{COPYRIGHT.pattern}|copyright \w+ \w+,? inc\b|copyright .*all rights reserved|FileCopyrightText", re.I
+)
 FOUNDATION = re.compile(r"Python Software Foundation|Licensed to (?:the )?PSF", re.I)
 
 
@@ -59,7 +64,24 @@ def carries_own_notice(text: str) -> bool:
     head = text.splitlines()[:NOTICE_LINES]
     if any("licensed to psf" in line.lower() for line in head):
         return False
-    return any(PERMISSION.search(line) or (COPYRIGHT.search(line) and not FOUNDATION.search(line)) for line in head)
+    return any(RESERVED.search(line) or (COPYRIGHT.search(line) and not FOUNDATION.search(line)) for line in head)
+
+
+def own_notice(text: str) -> str:
+    """What a file says of the rights of others than the foundation: its copyright lines, or, where it states a
+    permission, everything from the first such line to the end of that comment. Empty where it says nothing."""
+    lines = text.splitlines()
+    claims = [i for i, line in enumerate(lines) if CLAIM.search(line) and not FOUNDATION.search(line)]
+    if not claims:
+        return ""
+    first = claims[0]
+    commented = lines[first].startswith("#")
+    ends = (
+        i for i, line in enumerate(lines) if i > first and (not line.startswith("#") if commented else '"""' in line)
+    )
+    whole = lines[first : next(ends, len(lines))][:LONGEST_NOTICE]
+    quoted = whole if any(GRANT.search(line) for line in whole) else [lines[i] for i in claims]
+    return "\n".join(line.lstrip("#. ").rstrip() for line in quoted).strip()
 
 
 def is_prose_or_code(relative: Path) -> bool:

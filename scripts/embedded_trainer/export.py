@@ -39,19 +39,6 @@ CHAT_TEMPLATE = """\
 {%- endfor -%}
 """
 
-NOTICE = """\
-The weights and the tokenizer in this folder were trained on source files of the standard library of CPython {python},
-used under the Python Software Foundation License Version 2, which LICENSE.txt reproduces with the foundation's
-copyright notice. manifest.json names every file with its hash.
-
-The weights are offered as a work derived from those files, under the same terms. The change made to the files: they
-were split into tokens, and a network learned which token follows which. A model this small that has seen its text
-several times can repeat passages of it word for word.
-
-Files whose first {lines} lines carry a copyright or permission notice of somebody else were left out; manifest.json
-lists them under "dropped_for_notices".
-"""
-
 
 def tokenizer_config(shape: Shape) -> dict[str, Any]:
     pad, bos, eos = (SPECIALS[i] for i in (PAD, BOS, EOS))

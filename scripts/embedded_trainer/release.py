@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from .card import render
-from .corpus import NOTICE_LINES, gather
+from .corpus import gather
 from .evaluation import listen, measure
-from .export import NOTICE, export, write_json
+from .export import export, write_json
 from .network import count_parameters
+from .notice import notice
 from .prepare import Prepared
 from .training import LOOK_WINDOWS, Run
 
@@ -57,11 +58,12 @@ def release(run: Run, prepared: Prepared, stdlib: Path, licence: Path, out: Path
     differences = export(out, run.shape, masters, prepared, ids)
     log.info("exported to %s; differences from transformers: %s", out, differences)
     record = described(run, prepared)
-    record["found"] = measure(run.shape, masters, prepared, gather(stdlib, with_tests="tests" in prepared.streams))
+    corpus = gather(stdlib, with_tests=len(prepared.streams["tests"]) > 0)
+    record["found"] = measure(run.shape, masters, prepared, corpus)
     record["heard"] = listen(out, prepared)
     manifest = {**prepared.manifest, "run": record}
     write_json(out / "manifest.json", manifest)
     (out / "CARD.md").write_text(render(manifest))
-    (out / "NOTICE").write_text(NOTICE.format(python=prepared.manifest["python"], lines=NOTICE_LINES))
+    (out / "NOTICE").write_text(notice(prepared.manifest["python"], corpus))
     shutil.copyfile(licence, out / "LICENSE.txt")
     log.info("held out: %s", record["found"]["library"])

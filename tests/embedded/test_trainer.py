@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from scripts.embedded_trainer.command import options
-from scripts.embedded_trainer.corpus import carries_own_notice, gather
+from scripts.embedded_trainer.corpus import carries_own_notice, gather, own_notice
 from scripts.embedded_trainer.evaluation import loops, parses
 from scripts.embedded_trainer.export import export
 from scripts.embedded_trainer.network import MeanSurprise, Shape, Weights, initial_weights
@@ -203,6 +203,15 @@ def test_column_zero_is_where_lines_without_indent_begin(prepared: Prepared) -> 
 )
 def test_files_with_somebody_else_s_notice_are_known(head: str, own: bool) -> None:
     assert carries_own_notice(head + "\n\nimport os\n") == own
+
+
+def test_notices_are_quoted_as_far_as_they_speak_of_rights() -> None:
+    line = "# Copyright (c) 2003 by Somebody <mail>\n"
+    grant = "#\n# Permission to use this is granted\n# to all who quote it.\n"
+    assert own_notice("import os\n" + line + "# a remark\n") == "Copyright (c) 2003 by Somebody <mail>"
+    quoted = own_notice(line + grant + "\nimport os  # not a notice\n")
+    assert quoted == "Copyright (c) 2003 by Somebody <mail>\n\nPermission to use this is granted\nto all who quote it."
+    assert own_notice("# Copyright (C) 2001 Python Software Foundation\n" + grant) == ""
 
 
 def test_the_corpus_leaves_out_tables_packages_and_build_paths(tmp_path: Path) -> None:

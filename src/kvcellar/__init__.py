@@ -21,7 +21,9 @@ from kvcellar.errors import (
 )
 
 if TYPE_CHECKING:
-    from kvcellar.engine import Engine, Result, Session
+    from kvcellar.engine.engine import Engine
+    from kvcellar.engine.result import Result
+    from kvcellar.engine.session import Session
     from kvcellar.sample.params import SamplingParams
 
 __version__ = "0.1.0"
@@ -44,10 +46,10 @@ __all__ = [
 ]
 
 _LIVES_IN = {
-    "Engine": "kvcellar.engine",
-    "Result": "kvcellar.engine",
+    "Engine": "kvcellar.engine.engine",
+    "Result": "kvcellar.engine.result",
     "SamplingParams": "kvcellar.sample.params",
-    "Session": "kvcellar.engine",
+    "Session": "kvcellar.engine.session",
 }
 
 

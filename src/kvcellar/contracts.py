@@ -81,9 +81,16 @@ class Scoring:
 class History(Protocol):
     """What one layer remembers, as stored, and how to read it. Valid until its step ends."""
 
-    plan: "GroupPlan"
-    prepared: Any  # what the backend's `prepare` made of the plan at `begin`
-    arrangement: Arrangement
+    @property
+    def plan(self) -> "GroupPlan": ...
+
+    @property
+    def prepared(self) -> Any:
+        """What the backend's `prepare` made of the plan at `begin`."""
+        ...
+
+    @property
+    def arrangement(self) -> Arrangement: ...
 
     def plane(self, name: str) -> Any:
         """The whole stored plane, all cells: [C,heads,size], or [heads,C,size] if arranged by head."""

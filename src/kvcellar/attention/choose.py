@@ -26,7 +26,8 @@ def named(name: str | None) -> tuple[Backend, ...]:
     """The backends to try when the user named one, or none."""
     found = tuple(backend for backend in backends() if name in (None, backend.name))
     if not found:
-        raise BadRequest(f"no attention backend is called {name!r}; there are {[b.name for b in backends()]}", "attention")
+        names = ", ".join(backend.name for backend in backends())
+        raise BadRequest(f"no attention backend is called {name!r}; there are {names}", "attention")
     return found
 
 

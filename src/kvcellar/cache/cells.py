@@ -83,7 +83,8 @@ class Cells:
         return Run(piece.start, n)
 
     def weld(self, cell: int, since: int) -> None:
-        """The pieces that meet at `cell` become one, if one holder alone holds both and the left begins at `since` or later.
+        """The pieces that meet at `cell` become one, if one holder alone holds both and the left begins at `since` or
+        later.
 
         The holder calls this when a run that it holds since cell `since` has grown across `cell`: so a sequence written
         one token at a time stays one piece.

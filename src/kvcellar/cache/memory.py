@@ -191,6 +191,9 @@ class Memory:
         """Cells of each group, free or not."""
         return {held.group.name: held.cells.capacity for held in self._held}
 
+    def has(self, seq: int) -> bool:
+        return seq in self._tables
+
     def length(self, seq: int) -> int:
         """The position that the next token of `seq` will have; 0 for a sequence that is not there."""
         tables = self._tables.get(seq)
@@ -251,7 +254,8 @@ class Memory:
         """Store the new tokens' k [T,G,D] and v [T,G,Dv] of one layer, rows as in the plan."""
         step, index = self._open("put"), self._group_of[layer]
         if len(k) != step.plan.tokens or len(v) != step.plan.tokens:
-            raise BadRequest(f"layer {layer} was given {len(k)} keys and {len(v)} values; the step has {step.plan.tokens}")
+            tokens = step.plan.tokens
+            raise BadRequest(f"layer {layer} was given {len(k)} keys and {len(v)} values; the step has {tokens}")
         self._held[index].pool.write(layer, step.writes[index], {"k": k, "v": v})
 
     def get(self, layer: int) -> StoredHistory:

@@ -1,1 +1,1 @@
-"""models: someone else's network. The only room that imports transformers: load it, learn its shape, run it on our memory."""
+"""models: someone else's network. Load it, learn its shape, run it on our memory. Only here transformers is imported."""

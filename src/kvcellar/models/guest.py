@@ -45,9 +45,17 @@ class Guest:
     """Runs one model. Made by `adopt`; call `forward` between `Memory.begin` and `commit`."""
 
     def __init__(
-        self, model: PreTrainedModel, shape: Shape, mode: Mode, chosen: Mapping[str, Chosen], refused: str | None
+        self,
+        model: PreTrainedModel,
+        shape: Shape,
+        mode: Mode,
+        chosen: Mapping[str, Chosen],
+        *,
+        offsets: bool = True,
+        refused: str | None = None,
     ) -> None:
         self.model, self.shape, self.mode, self.chosen, self.refused = model, shape, mode, dict(chosen), refused
+        self._offsets = offsets
         self.verdict: Verdict | None = None
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
 
@@ -71,7 +79,10 @@ class Guest:
     def forward(self, memory: Memory, plan: Plan, ids: Tensor, want: Tensor) -> Tensor:
         """Run the open step of `memory`: ids [T] -> logits [len(want), V] of the rows in `want`."""
         positions = torch.tensor(plan.positions, dtype=torch.long, device=self.device)
-        door = FlatDoor(memory, plan, positions, self.shape.bindings) if self.mode == "flat" else SoloDoor(memory, plan)
+        if self.mode == "flat":
+            door = FlatDoor(memory, positions, self.shape.bindings, offsets=self._offsets)
+        else:
+            door = SoloDoor(memory, plan)
         with opened(door) as cache:
             inputs: dict[str, Any] = {"input_ids": ids[None], "past_key_values": cache, "use_cache": True}
             if "position_ids" in self._accepts:
@@ -86,10 +97,14 @@ def adopt(model: PreTrainedModel, backends: Sequence[Backend]) -> Guest:
     model.eval().requires_grad_(False)
     register()
     refused: dict[str, str] = {}
-    ways = (("flat", _flat), ("solo", _solo))
-    for mode, way in ways:
+    ways = {
+        "flat": lambda: _flat(model, backends, offsets=True),
+        "flat, told that nothing came before": lambda: _flat(model, backends, offsets=False),
+        "solo": lambda: _solo(model, backends, refused["flat"]),
+    }
+    for mode, way in ways.items():
         try:
-            guest = way(model, backends, refused.get("flat"))
+            guest = way()
             guest.verdict = _self_test(guest)
         except (KvcellarError, RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
             # Whatever a stranger's code raises under our doors means that this way does not work; it is reported.
@@ -97,7 +112,9 @@ def adopt(model: PreTrainedModel, backends: Sequence[Backend]) -> Guest:
             continue
         if guest.verdict.passed:
             return guest
-        refused[mode] = f"its logits differ by {guest.verdict.difference:.1e} from its own forward ({guest.verdict.bound:.0e})"
+        refused[mode] = (
+            f"its logits differ by {guest.verdict.difference:.1e} from its own forward ({guest.verdict.bound:.0e})"
+        )
     reasons = "; ".join(f"{mode}: {why}" for mode, why in refused.items())
     raise ModelRefused(f"{type(model).__name__} cannot be served. {reasons}")
 
@@ -105,8 +122,8 @@ def adopt(model: PreTrainedModel, backends: Sequence[Backend]) -> Guest:
 def context_of(model: PreTrainedModel) -> int:
     """Positions that the model is made for.
 
-    RoPE kinds that change all frequencies once a sequence is longer than some length (longrope, dynamic) would make keys
-    stored before that wrong, so the context ends there.
+    RoPE kinds that change all frequencies once a sequence is longer than some length (longrope, dynamic) would make
+    keys stored before that wrong, so the context ends there.
     """
     config = model.config.get_text_config(decoder=True)
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
@@ -121,13 +138,20 @@ def context_of(model: PreTrainedModel) -> int:
     return context
 
 
+def embedding_rows(model: PreTrainedModel) -> int:
+    """Token ids that the model can read."""
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return int(weight.shape[0])
+
+
 def _ropes(parameters: Any) -> list[Mapping[str, Any]]:
     if not isinstance(parameters, Mapping):
         return []
     return [parameters] if "rope_type" in parameters else [p for p in parameters.values() if isinstance(p, Mapping)]
 
 
-def _flat(model: PreTrainedModel, backends: Sequence[Backend], _: str | None) -> Guest:
+def _flat(model: PreTrainedModel, backends: Sequence[Backend], *, offsets: bool) -> Guest:
     if not model._can_set_attn_implementation():
         raise ModelRefused("its attention does not go through transformers' attention interface")
     if "position_ids" not in inspect.signature(model.forward).parameters:
@@ -136,17 +160,21 @@ def _flat(model: PreTrainedModel, backends: Sequence[Backend], _: str | None) ->
     door = ProbeDoor(context_of(model))
     _probe(model, door)
     shape = describe(door, dtype=str(model.dtype).removeprefix("torch."), device=model.device.type)
-    return Guest(model, shape, "flat", {name: choose(ask, backends) for name, ask in shape.asks.items()}, None)
+    return Guest(model, shape, "flat", _choose(shape, backends), offsets=offsets)
+
+
+def _choose(shape: Shape, backends: Sequence[Backend]) -> dict[str, Chosen]:
+    return {name: choose(ask, backends) for name, ask in shape.asks.items()}
 
 
 class _StoreProbe(ProbeDoor):
     """For a model with its own attention: only what it stores is watched."""
 
-    def mask(self, *_: Any) -> Tensor:
+    def mask(self, rule: Any, local_size: int | None, q_length: int, device: torch.device) -> Tensor:
         raise ModelRefused("a model that runs solo must use its own masks")
 
 
-def _solo(model: PreTrainedModel, backends: Sequence[Backend], why: str | None) -> Guest:
+def _solo(model: PreTrainedModel, backends: Sequence[Backend], why: str) -> Guest:
     _own_attention(model)
     door = _StoreProbe(context_of(model))
     _probe(model, door)
@@ -154,7 +182,7 @@ def _solo(model: PreTrainedModel, backends: Sequence[Backend], why: str | None) 
     if not stored:
         raise ModelRefused("its forward stores no keys and values through the cache, so there is nothing to remember")
     shape = causal_shape(stored, dtype=str(model.dtype).removeprefix("torch."), device=model.device.type)
-    return Guest(model, shape, "solo", {name: choose(ask, backends) for name, ask in shape.asks.items()}, why)
+    return Guest(model, shape, "solo", _choose(shape, backends), refused=why)
 
 
 def _own_attention(model: PreTrainedModel) -> None:
@@ -164,7 +192,7 @@ def _own_attention(model: PreTrainedModel) -> None:
 
 @torch.inference_mode()
 def _probe(model: PreTrainedModel, door: ProbeDoor) -> None:
-    ids = torch.arange(PROBE_TOKENS, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
+    ids = torch.arange(PROBE_TOKENS, device=model.device)[None] % embedding_rows(model)
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": True}
     if "position_ids" in inspect.signature(model.forward).parameters:
         inputs["position_ids"] = torch.arange(PROBE_TOKENS, device=model.device)[None]
@@ -178,10 +206,14 @@ def _probe(model: PreTrainedModel, door: ProbeDoor) -> None:
 def _self_test(guest: Guest) -> Verdict:
     """A mixed batch through a small memory of its own, against the model's eager forward over each sequence."""
     most = min(24, context_of(guest.model))
-    size = guest.model.get_input_embeddings().weight.shape[0]
+    size = embedding_rows(guest.model)
     drawn = torch.randint(0, size, (3 * most,), generator=torch.Generator().manual_seed(0)).tolist()
     half = most // 2
-    texts = {0: drawn[:most], 1: drawn[: half - 2] + drawn[most : most + 6], 2: drawn[2 * most : 2 * most + max(2, half // 2)]}
+    texts = {
+        0: drawn[:most],
+        1: drawn[: half - 2] + drawn[most : most + 6],
+        2: drawn[2 * most : 2 * most + max(2, half // 2)],
+    }
     ours = _played(guest, texts, half)
     theirs = _judged(guest, texts)
     scale = max(1.0, max(float(logits.abs().max()) for logits in theirs.values()))

@@ -1,7 +1,7 @@
-"""seam: how a transformers model runs on our memory, unmodified. Two doors: a cache-shaped object and an attention function.
+"""seam: how a transformers model runs on our memory, unmodified. A cache-shaped door and an attention function.
 
-A forward gives all sequences of a step as one row `[1,T]` with explicit positions (*flat*). Each attention layer hands its
-new keys and values to `FlatDoor.update`, which writes them, and then calls `FlatDoor.attend`, which reads:
+A forward gives all sequences of a step as one row `[1,T]` with explicit positions (*flat*). Each attention layer hands
+its new keys and values to `FlatDoor.update`, which writes them, and then calls `FlatDoor.attend`, which reads:
 
     memory.put(layer, k, v)                      # written here
     memory.attend(layer, q, scoring)             # read here, from the cells, with no mask
@@ -79,11 +79,13 @@ def opened(door: Door) -> Iterator["GuestCache"]:
 class GuestCache(Cache):
     """The cache-shaped door. It stores nothing."""
 
-    is_compileable = False
-
     def __init__(self, door: Door) -> None:
         super().__init__(layers=[])
         self._door = door
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         return self._door.update(key_states, value_states, layer_idx)
@@ -153,9 +155,11 @@ class Binding:
 class FlatDoor:
     """All sequences of the open step in one row. K/V are written and read here."""
 
-    def __init__(self, memory: Memory, plan: Plan, positions: Tensor, bindings: Mapping[nn.Module, Binding]) -> None:
-        self._memory, self._plan, self._bindings = memory, plan, bindings
-        self._positions = positions  # [T]
+    def __init__(
+        self, memory: Memory, positions: Tensor, bindings: Mapping[nn.Module, Binding], *, offsets: bool
+    ) -> None:
+        self._memory, self._bindings = memory, bindings
+        self._positions, self._offsets = positions, offsets  # [T]
         self._expanded = frozenset(b.layer for b in bindings.values() if not b.direct)
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -175,7 +179,10 @@ class FlatDoor:
     def mask(self, rule: Any, local_size: int | None, q_length: int, device: torch.device) -> Tensor:
         return torch.ones(1, 1, q_length, 1, dtype=torch.bool, device=device)  # nobody reads it: the plan knows
 
-    def seen(self, layer: int) -> Tensor:
+    def seen(self, layer: int) -> int | Tensor:
+        """[T]: with a range over the rows added, these are the real positions. Code that wants a number is told 0."""
+        if not self._offsets:
+            return 0
         return self._positions - torch.arange(len(self._positions), device=self._positions.device)
 
     def mask_sizes(self, q_length: int, layer: int) -> tuple[int, int]:
@@ -183,7 +190,7 @@ class FlatDoor:
 
 
 class SoloDoor:
-    """One sequence in the open step, with the model's own attention: it gets its keys in order, as its own cache would."""
+    """One sequence in the open step, with the model's own attention: it gets its keys in order, as ever."""
 
     def __init__(self, memory: Memory, plan: Plan) -> None:
         if len(plan.feeds) != 1:

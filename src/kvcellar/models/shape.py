@@ -1,8 +1,8 @@
 """shape: what a model stores and who reads it, learned by watching one small forward. No model name is looked at.
 
-The probe runs a few tokens through the network with doors that record: every call that stores K/V, every attention call,
-and the rule of every mask. A rule is asked about positions until it is known to be causal, sliding or chunked; a model
-that we cannot describe so is refused, with the reason.
+The probe runs a few tokens through the network with doors that record: every call that stores K/V, every attention
+call, and the rule of every mask. A rule is asked about positions until it is known to be causal, sliding or chunked; a
+model that we cannot describe so is refused, with the reason.
 """
 
 from collections.abc import Callable, Mapping
@@ -63,7 +63,8 @@ class ProbeDoor:
     context: int
     stored: dict[int, _Stored] = field(default_factory=dict)
     reads: dict[nn.Module, _Read] = field(default_factory=dict)
-    _layouts: list[Layout] = field(default_factory=list)
+    _rules: list[tuple[Rule, int | None]] = field(default_factory=list)
+    _layouts: dict[int, Layout] = field(default_factory=dict)  # by index of their rule
     _last: int | None = None
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -78,14 +79,20 @@ class ProbeDoor:
         if module in self.reads:
             raise ModelRefused(f"{type(module).__name__} attends twice in one forward")
         self.reads[module] = _Read(
-            self._binding(module, k, v), self._layout(module, mask), q.shape[1], k.shape[1], q.shape[3], v.shape[3], scoring
+            self._binding(module, k, v),
+            self._layout(module, mask),
+            q.shape[1],
+            k.shape[1],
+            q.shape[3],
+            v.shape[3],
+            scoring,
         )
         return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
 
     def mask(self, rule: Rule, local_size: int | None, q_length: int, device: torch.device) -> Tensor:
-        self._layouts.append(recognise(rule, local_size, self.context, device))
+        self._rules.append((rule, local_size))
         # The number tells `attend` which rule its mask came from, even if the model slices it on the way.
-        return torch.full((1, 1, q_length, q_length), len(self._layouts) - 1, dtype=torch.int32, device=device)
+        return torch.full((1, 1, q_length, q_length), len(self._rules) - 1, dtype=torch.int32, device=device)
 
     def seen(self, layer: int) -> int:
         return 0
@@ -104,7 +111,10 @@ class ProbeDoor:
     def _layout(self, module: nn.Module, mask: Any) -> Layout:
         if not isinstance(mask, Tensor) or mask.dtype != torch.int32:
             raise ModelRefused(f"{type(module).__name__} attends with a mask that the model made by itself")
-        return self._layouts[int(mask.flatten()[0])]
+        index = int(mask.flatten()[0])
+        if index not in self._layouts:  # asked only for masks that are read: some models make one that no layer uses
+            self._layouts[index] = recognise(*self._rules[index], self.context, mask.device)
+        return self._layouts[index]
 
 
 def recognise(rule: Rule, local_size: int | None, context: int, device: torch.device) -> Layout:
@@ -137,7 +147,9 @@ def _lowest(rule: Rule, pos: int, device: torch.device) -> int:
     visible = torch.as_tensor(visible, device=device).expand(len(keys))
     seen = visible.nonzero().flatten().tolist()
     if not seen or seen != list(range(seen[0], pos + 1)):
-        raise ModelRefused(f"one of its attention masks lets position {pos} see {seen[:4]}… instead of a stretch up to itself")
+        raise ModelRefused(
+            f"one of its attention masks lets position {pos} see {seen[:4]}… instead of a stretch up to itself"
+        )
     return seen[0]
 
 
@@ -150,7 +162,9 @@ def describe(door: ProbeDoor, *, dtype: str, device: str) -> Shape:
     for module, read in door.reads.items():
         layer = read.binding.layer
         if layouts.setdefault(layer, read.layout) != read.layout:
-            raise ModelRefused(f"layer {layer} is read as {layouts[layer]} and, by {type(module).__name__}, as {read.layout}")
+            raise ModelRefused(
+                f"layer {layer} is read as {layouts[layer]} and, by {type(module).__name__}, as {read.layout}"
+            )
         by_layer.setdefault(layer, read)
     unread = sorted(set(door.stored) - set(layouts))
     if unread:
@@ -181,5 +195,8 @@ def causal_shape(stored: Mapping[int, tuple[Tensor, Tensor]], *, dtype: str, dev
         Group(f"solo #{i}" if i else "solo", Causal(), (Plane("k", gk, dk), Plane("v", gv, dv)), tuple(sorted(layers)))
         for i, ((gk, dk, gv, dv), layers) in enumerate(buckets.items())
     )
-    asks = {g.name: Ask(g.planes[0].heads, g.planes[0].heads, g.planes[0].size, g.planes[1].size, dtype, device) for g in groups}
+    asks = {
+        g.name: Ask(g.planes[0].heads, g.planes[0].heads, g.planes[0].size, g.planes[1].size, dtype, device)
+        for g in groups
+    }
     return Shape(groups, asks, {})

@@ -22,7 +22,7 @@ class Sliding:
         if self.memory == 0:
             object.__setattr__(self, "memory", self.window)
         if self.memory < self.window:
-            raise BadRequest(f"the memory of a sliding window ({self.memory}) must be at least the window ({self.window})")
+            raise BadRequest(f"a sliding window of {self.window} needs a memory of at least that, not {self.memory}")
 
     def __str__(self) -> str:
         more = f", memory {self.memory}" if self.memory != self.window else ""

@@ -1,0 +1,144 @@
+"""build: where the rooms are wired together. From settings to an engine that can be started."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvcellar.attention.choose import named
+from kvcellar.cache.memory import Memory
+from kvcellar.engine.cellar import Cellar
+from kvcellar.engine.loop import Loop
+from kvcellar.engine.request import Line, Request
+from kvcellar.engine.runner import Runner
+from kvcellar.engine.scheduler import Scheduler
+from kvcellar.engine.settings import SHARE_OF_FREE, Capacity, Demand, Settings, free_cpu_bytes, resolve_capacity
+from kvcellar.engine.voice import Voice
+from kvcellar.errors import BadRequest, PromptTooLong
+from kvcellar.models.guest import Guest, adopt, context_of, embedding_rows
+from kvcellar.models.load import Loaded, load
+from kvcellar.models.packed import Packing, pack
+from kvcellar.sample.choice import Choice
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """Everything an engine consists of."""
+
+    settings: Settings
+    loaded: Loaded
+    guest: Guest
+    packing: Packing | None
+    memory: Memory
+    capacity: Capacity
+    context: int
+    vocab_size: int
+    voice: Voice
+    loop: Loop
+    runner: Runner
+    explained: str
+
+    def line(self, request: Request, tokens: list[int], seed: int, choice: int) -> Line:
+        """A line of `request` that begins with `tokens`."""
+        sampler = Choice(
+            request.params,
+            seed=seed,
+            choice=choice,
+            prompt_ids=request.prompt,
+            vocab_size=self.vocab_size,
+            end_ids=self.loaded.end_ids,
+        )
+        return Line(request, sampler, self.voice.output(request.params), tokens)
+
+    def check_fits(self, tokens: int) -> None:
+        """Raise `PromptTooLong` if a prompt of so many tokens could never be in memory, even alone."""
+        for group in self.memory.groups:
+            most = self.capacity.cells[group.name]
+            if group.layout.most_cells(tokens, 1) > most:
+                raise PromptTooLong(tokens, most, f"the memory of its {group.name} layers (cache_bytes)")
+
+
+def build(model: "str | Path | PreTrainedModel | None", settings: Settings) -> Built:
+    """Load, prove, size, wire. Raises what `load`, `adopt` and `resolve_capacity` raise."""
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    loaded = load(model, dtype=settings.dtype, device=settings.device)
+    network = loaded.model
+    packing = pack(network) if settings.pack and network.device.type == "cpu" else None
+    guest = adopt(network, named(settings.attention))
+    context = _context(settings, context_of(network))
+    capacity = _capacity(guest, settings, context)
+    memory = guest.memory(capacity.cells)
+    cellar = Cellar(memory)
+    layouts = {group.name: group.layout for group in memory.groups}
+    scheduler = Scheduler(
+        cellar, layouts, context=context, max_sequences=settings.max_sequences, step_tokens=settings.step_tokens
+    )
+    loop = Loop(cellar, scheduler, threads=settings.threads)
+
+    def twin(line: Line, choice: int) -> Line:
+        return built.line(line.request, list(line.tokens), line.choice.seed, choice)
+
+    runner = Runner(guest, memory, context=context, split=lambda line: loop.split(line, twin), ended=loop.ended)
+    built = Built(
+        settings=settings,
+        loaded=loaded,
+        guest=guest,
+        packing=packing,
+        memory=memory,
+        capacity=capacity,
+        context=context,
+        vocab_size=_vocabulary(network),
+        voice=Voice(loaded.text, loaded.without_text, loaded.end_ids),
+        loop=loop,
+        runner=runner,
+        explained=_explain(capacity, _demands(guest)),
+    )
+    return built
+
+
+def _context(settings: Settings, most: int) -> int:
+    if settings.context is None:
+        return most
+    if settings.context > most:
+        raise BadRequest(f"context is {settings.context}; this model is made for {most} tokens", "context")
+    return settings.context
+
+
+def _demands(guest: Guest) -> list[Demand]:
+    size = guest.dtype.itemsize
+    return [Demand(group.name, group.layout, group.bytes_per_cell(size)) for group in guest.shape.groups]
+
+
+def _capacity(guest: Guest, settings: Settings, context: int) -> Capacity:
+    if settings.cache_bytes is not None:
+        budget, because = settings.cache_bytes, "cache_bytes"
+    else:
+        kind = guest.device.type
+        free = torch.cuda.mem_get_info(guest.device)[0] if kind == "cuda" else free_cpu_bytes()
+        budget, because = int(free * SHARE_OF_FREE[kind]), f"{SHARE_OF_FREE[kind]:.0%} of the memory that is free"
+    return resolve_capacity(
+        _demands(guest),
+        budget=budget,
+        because=because,
+        context=context,
+        max_sequences=settings.max_sequences,
+        step_tokens=settings.step_tokens,
+    )
+
+
+def _vocabulary(network: "PreTrainedModel") -> int:
+    """Ids that can be read: rows of the embedding, and no more than the config's vocabulary."""
+    rows = embedding_rows(network)
+    named = getattr(network.config.get_text_config(decoder=True), "vocab_size", None)
+    return min(rows, named) if isinstance(named, int) else rows
+
+
+def _explain(capacity: Capacity, demands: Sequence[Demand]) -> str:
+    groups = ", ".join(f"{d.name}: {capacity.cells[d.name]} cells of {d.bytes_per_cell} bytes" for d in demands)
+    return f"{capacity.tokens} tokens in {capacity.bytes} bytes ({capacity.because}); {groups}"

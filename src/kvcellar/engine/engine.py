@@ -1,0 +1,324 @@
+"""engine: the public face. Load a model, ask it things, from any thread.
+
+with Engine() as engine:
+    print(engine.generate("def main():", max_tokens=32).text)
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, overload
+
+from kvcellar.engine.build import Built, build
+from kvcellar.engine.loop import fresh_seed
+from kvcellar.engine.request import Request
+from kvcellar.engine.result import Collector, Result
+from kvcellar.engine.settings import Settings
+from kvcellar.errors import BadRequest, Overloaded, PromptTooLong
+from kvcellar.events import Event, Piece
+from kvcellar.sample.params import SamplingParams, check_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvcellar.engine.session import Session
+
+Prompt = str | Sequence[int]
+_FIELDS = frozenset(field.name for field in fields(SamplingParams))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What is served. `mode` is how it runs ("flat" or "solo"), `groups` what it remembers."""
+
+    name: str
+    path: Path | None
+    architecture: str
+    context: int
+    vocab_size: int
+    dtype: str
+    device: str
+    mode: str
+    has_text: bool
+    has_chat: bool
+    default_sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStats:
+    """One group's cells."""
+
+    name: str
+    layers: int
+    cells: int
+    used: int
+    bytes: int
+    backend: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """How an engine is doing, at one moment between two steps."""
+
+    running: int
+    waiting: int
+    sequences: int
+    steps: int
+    preemptions: int
+    cache_bytes: int
+    groups: tuple[GroupStats, ...]
+
+    @property
+    def cells_used(self) -> int:
+        return sum(group.used for group in self.groups)
+
+
+class Ticket:
+    """A request that has been submitted."""
+
+    def __init__(self, cancel: Callable[[], None]) -> None:
+        self.cancel = cancel  # from any thread, at any moment, any number of times
+
+
+class Engine:
+    """A model with its memory. Usable from several threads at once; close it, or use it as a context manager.
+
+    `model` is a directory, a name in the local Hugging Face cache, a transformers model, or None for the embedded one.
+    Keyword arguments are the fields of `Settings`. Raises `ModelNotFound`, `ModelRefused`, `CapacityTooSmall`,
+    `BadRequest`.
+    """
+
+    def __init__(self, model: "str | Path | PreTrainedModel | None" = None, **settings: Any) -> None:
+        self._built: Built = build(model, _settings(settings))
+        self._numbers = count(1)
+        guest, loaded = self._built.guest, self._built.loaded
+        self.model = ModelCard(
+            name=loaded.name,
+            path=loaded.path,
+            architecture=type(guest.model).__name__,
+            context=self._built.context,
+            vocab_size=self._built.vocab_size,
+            dtype=str(guest.dtype).removeprefix("torch."),
+            device=str(guest.device),
+            mode=guest.mode,
+            has_text=self._built.voice.has_text,
+            has_chat=self._built.voice.has_chat,
+            default_sampling=SamplingParams(**loaded.defaults) if loaded.defaults else SamplingParams(temperature=0.0),
+        )
+        self._loop = self._built.loop
+        self._loop.start(self._built.runner)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the engine. Requests under way are told `EngineClosed`. May be called again."""
+        self._loop.close()
+
+    @property
+    def healthy(self) -> bool:
+        return self._loop.alive
+
+    # -- text ---------------------------------------------------------------------------------------------------
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, with what the tokenizer puts around one. Raises `BadRequest` without a tokenizer."""
+        return self._built.voice.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._built.voice.decode(ids)
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation, ready for the model's answer. Raises `BadRequest`, `TemplateFailed`."""
+        return self._built.voice.render(messages)
+
+    # -- asking -------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        deliver: Callable[[Event], None],
+        session: int | None = None,
+    ) -> Ticket:
+        """Ask, and return at once. `deliver` is called on the engine's thread with every event; it must not block.
+
+        Raises `BadRequest`, `PromptTooLong`, `Overloaded` or `EngineClosed`; nothing will be delivered then.
+        """
+        prompt = self._checked(prompt_ids, params)
+        if self._loop.backlog >= self._built.settings.max_waiting:
+            raise Overloaded(f"{self._loop.backlog} requests are waiting already; try again later")
+        seed = params.seed if params.seed is not None else fresh_seed()
+        request = Request(next(self._numbers), prompt, params, deliver, session)
+        self._loop.submit(request, self._built.line(request, list(prompt), seed, 0))
+        return Ticket(lambda: self._loop.cancel(request))
+
+    @overload
+    def generate(self, prompt: str, **sampling: Any) -> Result: ...  # pyright: ignore[reportOverlappingOverload]
+    @overload
+    def generate(self, prompt: Sequence[int], **sampling: Any) -> Result: ...
+    @overload
+    def generate(self, prompt: Sequence[str] | Sequence[Sequence[int]], **sampling: Any) -> list[Result]: ...
+    def generate(self, prompt: Any, **sampling: Any) -> Result | list[Result]:
+        """Go on from a text or token ids; from a list of them as one batch, with one result each.
+
+        Keyword arguments are the fields of `SamplingParams`; those not given are the model's own defaults.
+        """
+        params = self.params(**sampling)
+        if isinstance(prompt, str) or not _is_batch(prompt):
+            return self._ask(self._ids(prompt), params).result()
+        every = [self._ids(one) for one in prompt]
+        for ids in every:
+            self._checked(ids, params)
+        return self._together(every, params)
+
+    def stream(self, prompt: Prompt, **sampling: Any) -> Iterator[Piece]:
+        """Pieces of the answer as they come. Leaving the iterator early cancels the request."""
+        params = self.params(**sampling)
+        return self._stream(self._ids(prompt), params)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> Result:
+        """The assistant's next message of a conversation."""
+        return self._ask(self.render(messages), self.params(**sampling)).result()
+
+    def session(self) -> "Session":
+        """A conversation whose memory stays: each `send` reads only what is new."""
+        from kvcellar.engine.session import Session
+
+        return Session(self, next(self._numbers))
+
+    def params(self, **sampling: Any) -> SamplingParams:
+        """Sampling parameters: the model's own defaults, with these fields instead."""
+        unknown = sorted(set(sampling) - _FIELDS)
+        if unknown:
+            raise BadRequest(f"there is no sampling parameter {unknown[0]!r}; there are {sorted(_FIELDS)}", unknown[0])
+        if isinstance(sampling.get("stop"), str):
+            sampling["stop"] = (sampling["stop"],)
+        for name in ("stop", "stop_token_ids"):
+            if name in sampling:
+                sampling[name] = tuple(sampling[name] or ())
+        return replace(self.model.default_sampling, **sampling)
+
+    # -- looking ------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """How it is doing now. Waits for the step that is running."""
+        return self._loop.ask(self._stats)
+
+    def check(self) -> None:
+        """Assert every invariant of the scheduler and of memory, between two steps."""
+        self._loop.ask(self._check)
+
+    def capacity(self) -> str:
+        """How the bytes were turned into cells, in words."""
+        return self._built.explained
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _stream(self, ids: Sequence[int], params: SamplingParams, session: int | None = None) -> Iterator[Piece]:
+        collector = Collector(params.n)
+        ticket = self.submit(ids, params, deliver=collector.deliver, session=session)
+        try:
+            yield from collector.pieces()
+        finally:
+            ticket.cancel()
+
+    def _ask(self, ids: Sequence[int], params: SamplingParams, session: int | None = None) -> Collector:
+        collector = Collector(params.n)
+        self.submit(ids, params, deliver=collector.deliver, session=session)
+        return collector
+
+    def _together(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Result]:
+        """All prompts as one batch, at most as many under way as may wait; an error of one cancels the others."""
+        results: list[Result] = []
+        tickets: list[tuple[Collector, Ticket]] = []
+        remaining = iter(prompts)
+        try:
+            for ids in remaining:
+                if len(tickets) - len(results) >= self._built.settings.max_waiting // 2 + 1:
+                    results.append(tickets[len(results)][0].result())
+                collector = Collector(params.n)
+                tickets.append((collector, self.submit(ids, params, deliver=collector.deliver)))
+            while len(results) < len(tickets):
+                results.append(tickets[len(results)][0].result())
+        except BaseException:
+            for _, ticket in tickets[len(results) :]:
+                ticket.cancel()
+            raise
+        return results
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        return self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _checked(self, prompt_ids: Sequence[int], params: SamplingParams) -> tuple[int, ...]:
+        """The prompt as a tuple, or why this model cannot be asked so."""
+        prompt = tuple(prompt_ids)
+        if not prompt:
+            raise BadRequest("the prompt is empty; at least one token is needed", "prompt")
+        vocab = self.model.vocab_size
+        for token in prompt:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
+                raise BadRequest(f"{token!r} is not a token id of this model; they are 0 to {vocab - 1}", "prompt")
+        check_ids(params, vocab)
+        if params.n > self._built.settings.max_sequences:
+            raise BadRequest(
+                f"n is {params.n}; at most {self._built.settings.max_sequences} answers are written at once", "n"
+            )
+        if params.stop and not self.model.has_text:
+            raise BadRequest("stop strings need a tokenizer, and this model has none; use stop_token_ids", "stop")
+        if len(prompt) > self.model.context:
+            raise PromptTooLong(len(prompt), self.model.context, "the model's context")
+        self._built.check_fits(len(prompt))
+        return prompt
+
+    def _stats(self) -> EngineStats:
+        memory, scheduler = self._built.memory, self._loop.scheduler
+        free, capacity = memory.free(), memory.capacity()
+        item = self._built.guest.dtype.itemsize
+        groups = tuple(
+            GroupStats(
+                group.name,
+                len(group.layers),
+                capacity[group.name],
+                capacity[group.name] - free[group.name],
+                (capacity[group.name] + 1) * group.bytes_per_cell(item),
+                self._built.guest.chosen[group.name].backend.name,
+            )
+            for group in memory.groups
+        )
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            sequences=len(memory.sequences),
+            steps=self._loop.steps,
+            preemptions=scheduler.preemptions,
+            cache_bytes=memory.bytes,
+            groups=groups,
+        )
+
+    def _check(self) -> None:
+        self._loop.scheduler.check()
+        self._loop.cellar.check(lambda: self._loop.scheduler.running)
+
+
+def _settings(given: Mapping[str, Any]) -> Settings:
+    known = {field.name for field in fields(Settings)}
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise BadRequest(f"there is no engine setting {unknown[0]!r}; there are {sorted(known)}", unknown[0])
+    return Settings(**given)
+
+
+def _is_batch(prompt: Sequence[Any]) -> bool:
+    return len(prompt) > 0 and not isinstance(prompt[0], int)
+
+
+__all__ = ["Engine", "EngineStats", "GroupStats", "ModelCard", "Ticket"]

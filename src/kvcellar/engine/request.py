@@ -1,0 +1,143 @@
+"""request: what somebody asked for, and the lines of text that answer it. No torch.
+
+A request starts as one line that reads the prompt. When the prompt has been read, the line is forked into `n` lines
+that share its cells, and each writes one answer.
+
+Always true:
+  * a line's `tokens` are the prompt and what was drawn so far; memory holds the first `read` of them under `seq`;
+  * a line that waits or is done holds nothing in memory;
+  * after `Done` or `Failed` nothing more is delivered.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvcellar.events import Done, Event, Failed, Finished, FinishReason, Piece, Timings, TokenLogprob, Usage
+from kvcellar.sample.choice import Choice
+from kvcellar.sample.params import SamplingParams
+from kvcellar.text.output import Output
+
+
+class Stage(Enum):
+    """The life of a line."""
+
+    WAITING = "has tokens to read, holds nothing in memory"
+    READING = "its tokens are being read, some each step"
+    WRITING = "all but its last token are read; draws one each step"
+    DONE = "holds nothing; never comes back"
+
+
+NEXT = {
+    Stage.WAITING: {Stage.READING, Stage.DONE},
+    Stage.READING: {Stage.WRITING, Stage.WAITING, Stage.DONE},  # WAITING: preempted
+    Stage.WRITING: {Stage.WAITING, Stage.DONE},
+    Stage.DONE: set[Stage](),
+}
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One submission. `number` is its place in the order of arrival."""
+
+    number: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    deliver: Callable[[Event], None]
+    session: int | None = None
+    lines: list["Line"] = field(default_factory=list["Line"])
+    cached: int = 0
+    over: bool = False
+    deaf: bool = False  # `deliver` raised: nobody listens any more, and the loop will cancel it
+    submitted: float = field(default_factory=time.perf_counter)
+    admitted: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+
+    def tell(self, event: Event) -> None:
+        if self.over or self.deaf:
+            return
+        try:
+            self.deliver(event)
+        except Exception:  # noqa: BLE001 - a listener that is gone (a closed event loop) must not hurt other requests
+            self.deaf = True
+
+    def fail(self, error: Exception) -> None:
+        """The last thing this request hears."""
+        self.tell(Failed(error))
+        self.over = True
+
+    def conclude(self) -> None:
+        """Tell that all lines are done, once."""
+        self.tell(Done(self.usage(), self.timings()))
+        self.over = True
+
+    def usage(self) -> Usage:
+        return Usage(len(self.prompt), self.cached, sum(line.choice.produced for line in self.lines))
+
+    def timings(self) -> Timings:
+        now = time.perf_counter()
+        first = self.first_token or now
+        return Timings(
+            queued=(self.admitted or now) - self.submitted,
+            first_token=first - self.submitted,
+            decoding=(self.last_token or first) - first,
+        )
+
+
+@dataclass(eq=False, slots=True)
+class Line:
+    """One answer of a request while it is read and written."""
+
+    request: Request
+    choice: Choice
+    output: Output
+    tokens: list[int]
+    stage: Stage = Stage.WAITING
+    seq: int | None = None
+    read: int = 0  # tokens in memory
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Order of arrival: earlier requests first, and within one its choices in order."""
+        return (self.request.number, self.choice.choice)
+
+    @property
+    def unread(self) -> int:
+        return len(self.tokens) - self.read
+
+    def become(self, stage: Stage) -> None:
+        assert stage in NEXT[self.stage], f"a line cannot go from {self.stage.name} to {stage.name}"
+        self.stage = stage
+
+    def accept(self, token: int, logprob: TokenLogprob | None, context: int) -> FinishReason | None:
+        """Take a drawn token, tell what can be told of it, and say whether it was the last."""
+        request, params = self.request, self.request.params
+        now = time.perf_counter()
+        request.first_token = request.first_token or now
+        request.last_token = now
+        ends, may_stop = self.choice.ends_with(token), self.choice.produced + 1 >= params.min_tokens
+        self.choice.accept(token)
+        if ends:
+            return "stop"
+        self.tokens.append(token)
+        text = self.output.push(token, may_stop=may_stop)
+        self._tell(text, (token,), (logprob,) if logprob is not None else ())
+        if self.output.met is not None:
+            return "stop"
+        full = self.choice.produced == params.max_tokens or len(self.tokens) > context
+        return "length" if full else None
+
+    def _tell(self, text: str, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> None:
+        if text or tokens:
+            asked = self.request.params.logprobs is not None
+            self.request.tell(Piece(self.choice.choice, text, tokens, logprobs if asked else None))
+
+    def finish(self, reason: FinishReason) -> None:
+        """This answer is over: text that was held back is told. The last of a request's answers concludes it."""
+        self.become(Stage.DONE)
+        self._tell(self.output.flush(), (), ())
+        self.request.tell(Finished(self.choice.choice, "stop" if self.output.met else reason, self.output.met))
+        if all(line.stage is Stage.DONE for line in self.request.lines):
+            self.request.conclude()

@@ -1,0 +1,89 @@
+"""result: what a request came to, collected from its events."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from kvcellar.events import Done, Event, Failed, Finished, FinishReason, Piece, Timings, TokenLogprob, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One of a request's `n` answers. `token_ids` leave out the token that ended it, if one did."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    stop_string: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """All answers of a request. `text`, `token_ids`, `finish_reason` and `logprobs` are those of the first."""
+
+    choices: tuple[Answer, ...]
+    usage: Usage
+    timings: Timings
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.choices[0].finish_reason
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        return self.choices[0].logprobs
+
+
+class Collector:
+    """Receives a request's events on the engine's thread and hands them out on the caller's."""
+
+    def __init__(self, n: int) -> None:
+        self._events: SimpleQueue[Event] = SimpleQueue()
+        self._pieces: list[list[Piece]] = [[] for _ in range(n)]
+        self._finished: dict[int, Finished] = {}
+        self.deliver = self._events.put
+
+    def pieces(self) -> Iterator[Piece]:
+        """Pieces as they come, until the request is over. Raises the request's error."""
+        while not isinstance(event := self._events.get(), Done):
+            if isinstance(event, Failed):
+                raise event.error
+            if isinstance(event, Piece):
+                self._pieces[event.choice].append(event)
+                yield event
+            elif isinstance(event, Finished):
+                self._finished[event.choice] = event
+        self._done = event
+
+    def result(self) -> Result:
+        """Wait for the end. Raises the request's error."""
+        for _ in self.pieces():
+            pass
+        return self.collected()
+
+    def collected(self) -> Result:
+        """After `pieces` has come to its end."""
+        choices = tuple(self._answer(index) for index in sorted(self._finished))
+        return Result(choices, self._done.usage, self._done.timings)
+
+    def _answer(self, index: int) -> Answer:
+        pieces, end = self._pieces[index], self._finished[index]
+        told = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+        return Answer(
+            index,
+            "".join(piece.text for piece in pieces),
+            tuple(token for piece in pieces for token in piece.token_ids),
+            end.reason,
+            tuple(entry for logprobs in told for entry in logprobs) if told else None,
+            end.stop_string,
+        )

@@ -1,0 +1,86 @@
+"""runner: one step, from what the scheduler decided to what the requests are told. The story, on one screen."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kvcellar.cache.memory import Memory
+from kvcellar.engine.request import Line, Stage
+from kvcellar.engine.scheduler import Share
+from kvcellar.events import FinishReason
+from kvcellar.models.guest import Guest
+from kvcellar.plan import Batch, Feed
+from kvcellar.sample.draw import Drawn, draw
+from kvcellar.spans import Span
+
+Split = Callable[[Line], list[Line]]  # a line that has read its prompt -> the lines that write its answers
+Ended = Callable[[Line, FinishReason | Exception], None]
+
+
+class Runner:
+    """Runs steps of `guest` on `memory`. `split` forks a prompt into its answers, `ended` hears of lines that end."""
+
+    def __init__(self, guest: Guest, memory: Memory, *, context: int, split: Split, ended: Ended) -> None:
+        self._guest, self._memory, self._context = guest, memory, context
+        self._split, self._ended = split, ended
+
+    def step(self, shares: Sequence[Share]) -> None:
+        """Read every share's tokens; draw for each line that has read all it has. All of it, or nothing."""
+        flat = self._guest.mode == "flat"
+        for part in [shares] if flat else [[share] for share in shares]:  # solo: one sequence per forward
+            logits = self._read(part)
+            self._write([share.line for share in part if not share.line.unread], logits)
+
+    def _read(self, shares: Sequence[Share]) -> Tensor:
+        """Logits [R,V] of the last token of every line that is read to its end; the tokens are in memory then."""
+        feeds = tuple(Feed(_seq(line), Span(line.read, line.read + count)) for line, count in shares)
+        plan = self._memory.begin(Batch(feeds))
+        try:
+            logits = self._guest.forward(self._memory, plan, *self._inputs(shares))
+        except BaseException:
+            self._memory.abandon()
+            raise
+        self._memory.commit()
+        for line, count in shares:
+            line.read += count
+        return logits
+
+    def _inputs(self, shares: Sequence[Share]) -> tuple[Tensor, Tensor]:
+        """Token ids [T] of the step, and the rows [R] whose logits are wanted."""
+        ids: list[int] = []
+        rows: list[int] = []
+        for line, count in shares:
+            ids += line.tokens[line.read : line.read + count]
+            if line.read + count == len(line.tokens):
+                rows.append(len(ids) - 1)
+        device = self._guest.device
+        return torch.tensor(ids, device=device), torch.tensor(rows, dtype=torch.long, device=device)
+
+    def _write(self, lines: Sequence[Line], logits: Tensor) -> None:
+        """Draw the next token of every line, and of every answer that a prompt now becomes."""
+        if not lines:
+            return
+        drawing: list[tuple[int, Line]] = []
+        for row, line in enumerate(lines):
+            if line.stage is Stage.READING:
+                line.become(Stage.WRITING)
+                drawing += [(row, twin) for twin in self._split(line)]
+            else:
+                drawing.append((row, line))
+        if len(drawing) > len(lines):
+            logits = logits[torch.tensor([row for row, _ in drawing], device=logits.device)]
+        writers = [line for _, line in drawing]
+        for line, drawn in zip(writers, self._draw(writers, logits), strict=True):
+            over = drawn.error or line.accept(drawn.token_id, drawn.logprob, self._context)
+            if over is not None:
+                self._ended(line, over)
+
+    @torch.inference_mode()
+    def _draw(self, lines: Sequence[Line], logits: Tensor) -> list[Drawn]:
+        return draw(logits, [line.choice for line in lines], [len(line.tokens) for line in lines])
+
+
+def _seq(line: Line) -> int:
+    assert line.seq is not None, "a line without a sequence was scheduled"
+    return line.seq

@@ -1,0 +1,125 @@
+"""session: a conversation whose memory stays between its turns. What is sent is read; what was read is not read again.
+
+Always true:
+  * `tokens` are all tokens of the conversation; memory may hold any prefix of them, or nothing, and it only costs time;
+  * a session has at most one request under way.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvcellar.engine.result import Collector, Result
+from kvcellar.errors import BadRequest
+from kvcellar.events import Piece
+from kvcellar.sample.params import SamplingParams
+
+if TYPE_CHECKING:
+    from kvcellar.engine.engine import Engine
+
+
+class Session:
+    """Made by `Engine.session`. With a chat template, texts that are sent are the user's messages; else plain text."""
+
+    def __init__(self, engine: "Engine", number: int) -> None:
+        self._engine, self._number = engine, number
+        self._busy = threading.Lock()
+        self._closed = False
+        self.tokens: list[int] = []
+        self.messages: list[dict[str, Any]] = []  # of a conversation by template
+        self._turns: list[tuple[int, int]] = []  # (tokens, messages) at the end of each turn
+
+    def send(self, text: str | Sequence[int], **sampling: Any) -> Result:
+        """Add a turn and wait for the answer. If it fails, the session is as it was before."""
+        turn = self._turn(text, sampling)
+        collector = next(turn)
+        assert isinstance(collector, Collector)
+        for _ in turn:
+            pass
+        return collector.collected()
+
+    def stream(self, text: str | Sequence[int], **sampling: Any) -> Iterator[Piece]:
+        """The same, piece by piece. Leaving early cancels, and forgets the turn."""
+        turn = self._turn(text, sampling)
+        next(turn)
+        for piece in turn:
+            assert isinstance(piece, Piece)
+            yield piece
+
+    def fork(self) -> "Session":
+        """A second conversation that goes on from here, sharing this one's memory."""
+        with self._alone():
+            twin = self._engine.session()
+            twin.tokens, twin.messages, twin._turns = list(self.tokens), list(self.messages), list(self._turns)
+            number, other = self._number, twin._number
+            self._engine._loop.ask(lambda: self._engine._loop.cellar.fork_session(number, other))
+            return twin
+
+    def rewind(self, turns: int = 1) -> None:
+        """Forget the last `turns` turns. What they left in memory is cut when the next turn is sent."""
+        with self._alone():
+            if not isinstance(turns, int) or not 0 <= turns <= len(self._turns):
+                raise BadRequest(f"{turns!r} turns cannot be forgotten; there are {len(self._turns)}", "turns")
+            del self._turns[len(self._turns) - turns :]
+            tokens, messages = self._turns[-1] if self._turns else (0, 0)
+            del self.tokens[tokens:], self.messages[messages:]
+
+    def close(self) -> None:
+        """Give back what the session holds in memory."""
+        with self._alone():
+            self._closed = True
+            number = self._number
+            self._engine._loop.ask(lambda: self._engine._loop.cellar.forget_session(number))
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _turn(self, text: str | Sequence[int], sampling: dict[str, Any]) -> Iterator[Collector | Piece]:
+        """First the collector, then the pieces; the turn counts only once it has come to its end."""
+        with self._alone():
+            params = self._engine.params(**sampling)
+            if params.n != 1:
+                raise BadRequest(f"n is {params.n}; a turn of a session has one answer. Fork the session instead.", "n")
+            prompt, messages = self._prompt(text)
+            collector = Collector(1)
+            ticket = self._engine.submit(prompt, params, deliver=collector.deliver, session=self._number)
+            try:
+                yield collector
+                yield from collector.pieces()
+            finally:
+                ticket.cancel()
+            answer = collector.collected()
+            self.tokens = [*prompt, *answer.token_ids]
+            self.messages = [*messages, {"role": "assistant", "content": answer.text}] if messages else []
+            self._turns.append((len(self.tokens), len(self.messages)))
+
+    def _prompt(self, text: str | Sequence[int]) -> tuple[list[int], list[dict[str, Any]]]:
+        """The tokens of the conversation with `text` added, and its messages if it is one by template."""
+        if not isinstance(text, str):
+            return [*self.tokens, *text], []
+        if self._engine.model.has_chat:
+            messages = [*self.messages, {"role": "user", "content": text}]
+            return self._engine.render(messages), messages
+        ids = self._engine.encode(text)
+        return [*self.tokens, *ids], []
+
+    def _alone(self) -> "_Alone":
+        if self._closed:
+            raise BadRequest("the session is closed")
+        return _Alone(self._busy)
+
+
+class _Alone:
+    """Holds a session's lock, or says that it is busy."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise BadRequest("the session is busy with another request; wait for it, or fork the session")
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+__all__ = ["SamplingParams", "Session"]

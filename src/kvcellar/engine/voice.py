@@ -1,0 +1,56 @@
+"""voice: the model's words: text to ids and back, conversations, and the text of answers. Or why there are none."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvcellar.errors import BadRequest
+from kvcellar.models.load import TextAssets
+from kvcellar.sample.params import SamplingParams
+from kvcellar.text.output import Output
+from kvcellar.text.stream import open_stream
+from kvcellar.text.template import ChatTemplate
+from kvcellar.text.tokens import Words
+
+
+class Voice:
+    """Safe to use from several threads."""
+
+    def __init__(self, assets: TextAssets | None, why_not: str, end_ids: frozenset[int]) -> None:
+        self._words: Words | None = None
+        self._template: ChatTemplate | None = None
+        self._why_not = why_not
+        if assets is not None:
+            self._words = Words(assets.tokenizer, end_ids=end_ids, special_tokens=assets.special)
+            if assets.chat_template is not None:
+                self._template = ChatTemplate(assets.chat_template, special_tokens=assets.special)
+
+    @property
+    def has_text(self) -> bool:
+        return self._words is not None
+
+    @property
+    def has_chat(self) -> bool:
+        return self._template is not None
+
+    def encode(self, text: str) -> list[int]:
+        return self._known().encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._known().decode(ids)
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        words = self._known()
+        if self._template is None:
+            raise BadRequest("this model has no chat template; give it a prompt instead of messages", "messages")
+        return self._template.render(messages).encode(words)
+
+    def output(self, params: SamplingParams) -> Output:
+        """The text of one answer."""
+        return Output(open_stream(self._words) if self._words is not None else None, params.stop)
+
+    def _known(self) -> Words:
+        if self._words is None:
+            raise BadRequest(
+                f"this model has no tokenizer ({self._why_not}); give it token ids instead of text", "prompt"
+            )
+        return self._words

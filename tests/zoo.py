@@ -30,6 +30,7 @@ __all__ = [
     "WINDOW",
     "Arch",
     "auto_config",
+    "layers",
     "reference_logits",
     "sweep",
 ]

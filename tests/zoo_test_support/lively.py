@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-# What an initialiser chose with care: step sizes and skips of recurrent layers.
-OWN = ("dt_bias", "D", "recurrent_param", "time_decay", "time_first", "time_mix_key", "time_mix_value")
+# What an initialiser chose with care: skips and mixtures of recurrent layers.
+OWN = ("D", "recurrent_param", "time_decay", "time_first", "time_mix_key", "time_mix_value")
 LOOKS = ("q_proj", "k_proj", "qkv", "query_key_value", "c_attn", "Wqkv", "q_b_proj", "kv_b_proj", "k_b_proj")
 
 
@@ -39,6 +39,9 @@ def _lively(path: str, weight: Tensor, noise: Tensor, inputs: int) -> Tensor:
         return weight
     if name == "A_log":
         return weight - weight.max()  # the fastest decay is e per unit of time: a test sequence is short
+    if name == "dt_bias":
+        # Steps so short that transformers clamps them when it reads a prompt, but not when it decodes, do not occur.
+        return weight.clamp(min=-2)
     if weight.squeeze().ndim <= 1 or module.endswith("norm"):
         return _vector(name, weight, noise)
     gain = 1.5 if any(look in path for look in LOOKS) else 1.0

@@ -4,6 +4,7 @@ Config classes of different families agree on what their fields are called far m
 config of a new family is usually this table and nothing else. What a family does differently it says itself.
 """
 
+from copy import deepcopy
 from dataclasses import fields
 from typing import Any, cast
 
@@ -86,7 +87,8 @@ def tiny(model_type: str, **own: object) -> PreTrainedConfig:
     raises on sizes that do not fit together is passed on.
     """
     config_class = _class_of(model_type)
-    return config_class(**_over(small_fields(config_class), own))
+    # Configs keep and complete the lists and dicts they are given.
+    return config_class(**deepcopy(_over(small_fields(config_class), own)))
 
 
 def small_fields(config_class: type[PreTrainedConfig]) -> dict[str, Any]:

@@ -189,11 +189,14 @@ class Engine:
         """The assistant's next message of a conversation."""
         return self._ask(self.render(messages), self.params(**sampling)).result()
 
-    def session(self) -> "Session":
-        """A conversation whose memory stays: each `send` reads only what is new."""
+    def session(self, *, chat: bool = True) -> "Session":
+        """A conversation whose memory stays: each `send` reads only what is new.
+
+        With `chat`, and a model that has a template, texts are the user's messages; else they are text to go on from.
+        """
         from kvcellar.engine.session import Session
 
-        return Session(self, next(self._numbers))
+        return Session(self, next(self._numbers), chat=chat and self.model.has_chat)
 
     def params(self, **sampling: Any) -> SamplingParams:
         """Sampling parameters: the model's own defaults, with these fields instead."""

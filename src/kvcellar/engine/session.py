@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Any
 from kvcellar.engine.result import Collector, Result
 from kvcellar.errors import BadRequest
 from kvcellar.events import Piece
-from kvcellar.sample.params import SamplingParams
 
 if TYPE_CHECKING:
     from kvcellar.engine.engine import Engine
 
 
 class Session:
-    """Made by `Engine.session`. With a chat template, texts that are sent are the user's messages; else plain text."""
+    """Made by `Engine.session`. In a chat, texts that are sent are the user's messages; else they are just text."""
 
-    def __init__(self, engine: "Engine", number: int) -> None:
-        self._engine, self._number = engine, number
+    def __init__(self, engine: "Engine", number: int, *, chat: bool) -> None:
+        self._engine, self._number, self._chat = engine, number, chat
         self._busy = threading.Lock()
         self._closed = False
         self.tokens: list[int] = []
-        self.messages: list[dict[str, Any]] = []  # of a conversation by template
+        self.messages: list[dict[str, Any]] = []  # of a chat
+        self.last: Result | None = None  # of the last turn that came to its end
         self._turns: list[tuple[int, int]] = []  # (tokens, messages) at the end of each turn
 
     def send(self, text: str | Sequence[int], **sampling: Any) -> Result:
@@ -46,10 +46,16 @@ class Session:
             assert isinstance(piece, Piece)
             yield piece
 
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def fork(self) -> "Session":
         """A second conversation that goes on from here, sharing this one's memory."""
         with self._alone():
-            twin = self._engine.session()
+            twin = self._engine.session(chat=self._chat)
             twin.tokens, twin.messages, twin._turns = list(self.tokens), list(self.messages), list(self._turns)
             number, other = self._number, twin._number
             self._engine._loop.ask(lambda: self._engine._loop.cellar.fork_session(number, other))
@@ -69,7 +75,8 @@ class Session:
         with self._alone():
             self._closed = True
             number = self._number
-            self._engine._loop.ask(lambda: self._engine._loop.cellar.forget_session(number))
+            if self._engine.healthy:
+                self._engine._loop.ask(lambda: self._engine._loop.cellar.forget_session(number))
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -90,13 +97,14 @@ class Session:
             answer = collector.collected()
             self.tokens = [*prompt, *answer.token_ids]
             self.messages = [*messages, {"role": "assistant", "content": answer.text}] if messages else []
+            self.last = answer
             self._turns.append((len(self.tokens), len(self.messages)))
 
     def _prompt(self, text: str | Sequence[int]) -> tuple[list[int], list[dict[str, Any]]]:
         """The tokens of the conversation with `text` added, and its messages if it is one by template."""
         if not isinstance(text, str):
             return [*self.tokens, *text], []
-        if self._engine.model.has_chat:
+        if self._chat:
             messages = [*self.messages, {"role": "user", "content": text}]
             return self._engine.render(messages), messages
         ids = self._engine.encode(text)
@@ -120,6 +128,3 @@ class _Alone:
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
-
-
-__all__ = ["SamplingParams", "Session"]

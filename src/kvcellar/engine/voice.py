@@ -22,7 +22,7 @@ class Voice:
         if assets is not None:
             self._words = Words(assets.tokenizer, end_ids=end_ids, special_tokens=assets.special)
             if assets.chat_template is not None:
-                self._template = ChatTemplate(assets.chat_template, special_tokens=assets.special)
+                self._template = ChatTemplate(assets.chat_template, self._words)
 
     @property
     def has_text(self) -> bool:

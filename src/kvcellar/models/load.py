@@ -50,6 +50,7 @@ class Loaded:
     model: PreTrainedModel
     end_ids: frozenset[int]
     defaults: Mapping[str, Any] = field(default_factory=dict)  # sampling, from generation_config.json
+    parameters: int = 0
     text: TextAssets | None = None
     without_text: str = ""
 
@@ -61,16 +62,22 @@ def load(model: str | Path | PreTrainedModel | None, *, dtype: Dtype = "auto", d
     """
     if isinstance(model, PreTrainedModel):
         return Loaded(
-            type(model).__name__, None, model, _end_ids(model), _defaults(model), None, "a network came alone"
+            name=type(model).__name__,
+            path=None,
+            model=model,
+            end_ids=_end_ids(model),
+            defaults=_defaults(model),
+            parameters=_count(model),
+            without_text="a network came alone",
         )
-    name, path = ("embedded", embedded.path()) if model is None else find(model)
+    name, path = ("embedded", embedded.path()) if model in (None, "embedded") else find(model)
     config = _config(path)
     _check_weights(path)
     network = _build(path, config, _dtype(dtype, config))
     network.to(device=_device(device))  # pyright: ignore[reportCallIssue, reportArgumentType] - its stub is of a decorator
     text = _text(path)
     assets, why = (text, "") if isinstance(text, TextAssets) else (None, text)
-    return Loaded(name, path, network, _end_ids(network), _defaults(network), assets, why)
+    return Loaded(name, path, network, _end_ids(network), _defaults(network), _count(network), assets, why)
 
 
 def find(model: str | Path) -> tuple[str, Path]:
@@ -197,6 +204,11 @@ def _build(path: Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
         if report.get(what):
             raise ModelRefused(f"the weights do not fit the config: {what} {sorted(map(str, report[what]))[:3]}")
     return model
+
+
+def _count(model: PreTrainedModel) -> int:
+    """Parameters, tied ones once."""
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _end_ids(model: PreTrainedModel) -> frozenset[int]:

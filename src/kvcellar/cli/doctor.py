@@ -1,0 +1,44 @@
+"""doctor: what a model is, how it would be served, and why not otherwise."""
+
+import json
+from typing import Any
+
+import click
+
+from kvcellar.cli.options import engine_options, given
+from kvcellar.engine.diagnosis import Diagnosis, diagnose
+from kvcellar.engine.settings import Settings
+
+
+@click.command("doctor", epilog="Example: kvcellar doctor ./my-model --cache-bytes 2G")
+@click.argument("model", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@engine_options
+def command(model: str | None, as_json: bool, **options: Any) -> None:
+    """Load MODEL, test it, and say: what it is, its groups, bytes per token, how many tokens fit, and which attention
+    backend serves it and why the others refused. Ends with 1 if it is refused.
+    """
+    found = diagnose(model, Settings(**given(**options)))
+    click.echo(json.dumps(found.as_dict()) if as_json else _in_words(found))
+
+
+def _in_words(found: Diagnosis) -> str:
+    lines = [
+        f"{found.name}: {found.architecture}, {found.parameters:,} parameters, {found.dtype} on {found.device}",
+        f"  context {found.context} tokens, vocabulary {found.vocab_size}, {found.layers} layers that store K/V",
+        f"  served {found.mode}: its logits differ from its own forward's by {found.difference:.1e} (bound {found.bound:.0e})",
+    ]
+    if found.why_not_flat:
+        lines.append(f"  not flat, because {found.why_not_flat}")
+    for group in found.groups:
+        lines.append(
+            f"  group {group.name}: {group.layers} layers, {group.bytes_per_cell} bytes a token, {group.cells} cells, "
+            f"attention by {group.backend}"
+        )
+        lines += [f"    {name} refused: {why}" for name, why in group.refused.items()]
+    lines.append(
+        f"  {found.bytes_per_token} bytes a token in all; {found.tokens} tokens fit in {found.cache_bytes} bytes"
+    )
+    lines.append(f"    ({found.because})")
+    lines += [f"  {note}" for note in found.notes]
+    return "\n".join(lines)

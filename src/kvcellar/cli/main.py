@@ -1,0 +1,69 @@
+"""main: the `kvcellar` command. Verbs are imported when they are used, so that `--help` answers at once.
+
+Exit codes: 0 done; 1 refused or failed, with one line that says why; 2 wrong usage; 130 interrupted.
+"""
+
+import importlib
+import os
+import sys
+
+import click
+
+from kvcellar import __version__
+from kvcellar.errors import KvcellarError
+
+VERBS = {
+    "run": "Talk to a model, or let it answer one prompt.",
+    "serve": "Serve a model over HTTP, as the OpenAI API.",
+    "doctor": "Say what a model is, how it would be served, and what would not.",
+    "bench": "Measure ours against transformers, in one run.",
+}
+
+
+class Verbs(click.Group):
+    """Finds each verb in the module of its name."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        command: click.Command = importlib.import_module(f"kvcellar.cli.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(VERBS.items()))
+
+
+@click.command(
+    cls=Verbs,
+    epilog="Examples: `kvcellar run`, `kvcellar run ./my-model 'Once upon'`, `kvcellar serve ./my-model --port 8080`.",
+)
+@click.version_option(__version__, prog_name="kvcellar")
+def cli() -> None:
+    """The memory of LLM inference: any Hugging Face causal language model, on its own caches."""
+
+
+def main() -> None:
+    """The console script."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        code = cli.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        code = 130
+    except BrokenPipeError:
+        sys.stderr.close()  # whoever read our output has gone; there is nobody to tell
+        code = 0
+    except KvcellarError as error:
+        click.echo(f"kvcellar: {error}", err=True)
+        code = 1
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

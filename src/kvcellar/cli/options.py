@@ -1,0 +1,69 @@
+"""options: what several verbs are told in the same words."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+class Size(click.ParamType):
+    """A number of bytes: 800000000, 800M, 1.5G, 512MiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        text = str(value).strip().lower()
+        number = text.rstrip("bgikm")
+        unit = text[len(number) :].removesuffix("b") if text[len(number) :] != "b" else "b"
+        try:
+            return int(float(number) * _UNITS[unit])
+        except (KeyError, ValueError, OverflowError):
+            self.fail(f"{value!r} is not a size like 800M, 1.5G or 512MiB", param, ctx)
+
+
+def engine_options(function: F) -> F:
+    """Everything about the engine. The names are those of its settings."""
+    for option in reversed(
+        [
+            click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16."),
+            click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
+            click.option("--cache-bytes", type=Size(), help="Memory for K/V, like 2G. Default: what is free."),
+            click.option("--context", type=int, help="Tokens of one sequence. Default: what the model is made for."),
+            click.option("--max-sequences", type=int, default=64, show_default=True, help="Answers written at once."),
+            click.option("--step-tokens", type=int, default=512, show_default=True, help="New tokens in one step."),
+            click.option("--attention", help="An attention backend by name. Default: the first that can."),
+            click.option("--threads", type=int, help="CPU threads. Default: torch's."),
+        ]
+    ):
+        function = option(function)
+    return function
+
+
+def sampling_options(function: F) -> F:
+    """How tokens are chosen. What is not given is the model's own default."""
+    for option in reversed(
+        [
+            click.option("--max-tokens", type=int, help="At most this many tokens of answer."),
+            click.option("--temperature", type=float, help="0 always takes the most likely token."),
+            click.option("--top-k", type=int),
+            click.option("--top-p", type=float),
+            click.option("--min-p", type=float),
+            click.option("--repetition-penalty", type=float),
+            click.option("--seed", type=int, help="The same seed gives the same answer."),
+            click.option("--stop", multiple=True, help="End the answer where this text would come. May be repeated."),
+            click.option("--ignore-eos", is_flag=True, default=None, help="Go on past the end of the text."),
+        ]
+    ):
+        function = option(function)
+    return function
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that were given."""
+    return {name: value for name, value in options.items() if value not in (None, ())}

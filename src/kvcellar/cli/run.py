@@ -1,0 +1,190 @@
+"""run: talk to a model. One prompt (as an argument or from a pipe), or a conversation at the terminal."""
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvcellar.cli.options import engine_options, given, sampling_options
+from kvcellar.engine.engine import Engine
+from kvcellar.engine.result import Result
+from kvcellar.engine.session import Session
+from kvcellar.errors import KvcellarError
+from kvcellar.events import Timings, Usage
+from kvcellar.sample.params import SamplingParams
+
+_HELP = """\
+  /help            this
+  /set NAME VALUE  a sampling parameter, like /set temperature 0.2
+  /show            the model, its memory, and the sampling parameters
+  /rewind [N]      forget the last N turns (1)
+  /clear           forget the conversation
+  /bye             leave (so do Ctrl-D and /exit)
+  \"\"\"              begins and ends a message of several lines"""
+
+
+@click.command("run", epilog="Example: echo 'def main():' | kvcellar run --max-tokens 40")
+@click.argument("model", required=False)
+@click.argument("prompt", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with text, ids, usage and timings.")
+@click.option("--raw", is_flag=True, help="Go on from the text as it is, without a chat template.")
+@sampling_options
+@engine_options
+def command(model: str | None, prompt: str | None, as_json: bool, raw: bool, **options: Any) -> None:
+    """Talk to MODEL: a directory, a name in the local Hugging Face cache, or (by default) the embedded model.
+
+    With PROMPT, or text from a pipe, it answers that and ends; the prompt is continued as it is unless the model has a
+    chat template. To give the embedded model a prompt, call it by its name: `kvcellar run embedded 'import os'`.
+    """
+    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos")
+    sampling = given(**{name: options.pop(name) for name in names})
+    SamplingParams(**{**sampling, "stop": tuple(sampling.get("stop", ()))})  # refuse before a model is loaded
+    interactive = prompt is None and sys.stdin.isatty() and sys.stdout.isatty()
+    if prompt is None and not interactive:
+        prompt = click.get_text_stream("stdin", errors="replace").read().removesuffix("\n")
+        if not prompt:
+            raise click.UsageError("there is no prompt: give one as an argument, pipe one in, or use a terminal")
+    with Engine(model, **given(**options)) as engine:
+        if prompt is not None:
+            _once(engine, prompt, sampling, as_json=as_json, raw=raw)
+        else:
+            _Conversation(engine, sampling, raw=raw).hold()
+
+
+def _once(engine: Engine, prompt: str, sampling: dict[str, Any], *, as_json: bool, raw: bool) -> None:
+    """Answer one prompt; the text goes to stdout as it comes, what it cost goes to stderr if that is a terminal."""
+    session = engine.session(chat=not raw)
+    if as_json:
+        click.echo(json.dumps(_as_json(session.send(prompt, **sampling))))
+        return
+    for piece in session.stream(prompt, **sampling):
+        click.echo(piece.text, nl=False)
+    click.echo()
+    if sys.stderr.isatty() and session.last is not None:
+        click.echo(_cost(session.last.usage, session.last.timings), err=True)
+
+
+def _as_json(result: Result) -> dict[str, Any]:
+    return {
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        "usage": dataclasses.asdict(result.usage),
+        "timings": dataclasses.asdict(result.timings),
+    }
+
+
+def _cost(usage: Usage, timings: Timings) -> str:
+    """One line: speed, time to the first token, and what came from memory."""
+    speed = timings.tokens_per_second(usage.completion_tokens)
+    return (
+        f"[{usage.completion_tokens} tokens, {speed:.1f} tokens/s, first after {timings.first_token * 1e3:.0f} ms; "
+        f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens came from memory]"
+    )
+
+
+class _Conversation:
+    """The terminal session: lines in, answers out, commands behind a slash."""
+
+    def __init__(self, engine: Engine, sampling: dict[str, Any], *, raw: bool) -> None:
+        self._engine, self._sampling, self._raw = engine, sampling, raw
+        self._session: Session = engine.session(chat=not raw)
+
+    def hold(self) -> None:
+        """Until the user leaves."""
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.history import FileHistory
+
+        card = self._engine.model
+        kind = "continues what you write" if self._raw or not card.has_chat else "answers"
+        click.echo(f"{card.name} ({card.architecture}, {card.dtype} on {card.device}) {kind}. /help says what else.")
+        if card.name == "embedded":
+            click.echo(
+                "It is a demo model trained on Python's standard library, not an assistant. Try: def read_file(path):"
+            )
+        asking: PromptSession[str] = PromptSession(history=FileHistory(str(_history_file())))
+        while True:
+            try:
+                line = self._message(asking)
+            except KeyboardInterrupt:
+                continue
+            except EOFError:
+                return
+            if line.strip() in ("/bye", "/exit"):
+                return
+            self._react(line)
+
+    def _message(self, asking: Any) -> str:
+        line: str = asking.prompt(">>> ")
+        if not line.startswith('"""'):
+            return line
+        lines = [line[3:]]
+        while not lines[-1].endswith('"""') or (len(lines) == 1 and not lines[0]):
+            lines.append(asking.prompt("... "))
+        return "\n".join(lines).removesuffix('"""')
+
+    def _react(self, line: str) -> None:
+        """One message or command. What goes wrong is told, and the conversation goes on."""
+        try:
+            if line.startswith("/"):
+                self._command(*line[1:].split(maxsplit=2))
+            elif line:
+                self._answer(line)
+        except KvcellarError as error:
+            click.echo(f"{error}", err=True)
+
+    def _answer(self, text: str) -> None:
+        pieces = self._session.stream(text, **self._sampling)
+        try:
+            for piece in pieces:
+                click.echo(piece.text, nl=False)
+        except KeyboardInterrupt:
+            pieces.close()
+            click.echo("\n[interrupted; this turn is forgotten]")
+            return
+        click.echo()
+        if self._session.last is not None:
+            click.secho(_cost(self._session.last.usage, self._session.last.timings), dim=True)
+
+    def _command(self, verb: str = "", *words: str) -> None:
+        if verb == "set" and len(words) == 2:
+            changed = {**self._sampling, words[0]: _value(words[1])}
+            self._engine.params(**changed)
+            self._sampling = changed
+        elif verb == "show":
+            self._show()
+        elif verb == "rewind":
+            self._session.rewind(int(words[0]) if words and words[0].isdigit() else 1)
+        elif verb == "clear":
+            self._session.close()
+            self._session = self._engine.session(chat=not self._raw)
+        else:
+            click.echo(_HELP)
+
+    def _show(self) -> None:
+        stats = self._engine.stats()
+        click.echo(f"  {self._engine.capacity()}")
+        for group in stats.groups:
+            click.echo(f"  {group.name}: {group.used} of {group.cells} cells in use, attention by {group.backend}")
+        click.echo(f"  {self._engine.params(**self._sampling)}")
+
+
+def _value(text: str) -> Any:
+    """A number if it is one, else the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _history_file() -> Path:
+    """Where lines are remembered between conversations; readable by the user alone."""
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    path = state / "kvcellar" / "history"
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path.touch(mode=0o600)
+    return path

@@ -1,0 +1,98 @@
+"""diagnosis: everything an engine would know of a model before it starts, as one record."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvcellar.engine.build import Built, build
+from kvcellar.engine.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDiagnosis:
+    """One group. `bytes_per_cell` are of all its layers together; `refused` are backends that were asked before."""
+
+    name: str
+    layers: int
+    bytes_per_cell: int
+    cells: int
+    backend: str
+    refused: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What a model is and how it is served. `difference` is the self-test's, in logits relative to the largest."""
+
+    name: str
+    architecture: str
+    parameters: int
+    dtype: str
+    device: str
+    context: int
+    vocab_size: int
+    layers: int
+    mode: str
+    why_not_flat: str | None
+    difference: float
+    bound: float
+    groups: tuple[GroupDiagnosis, ...]
+    bytes_per_token: int
+    tokens: int
+    cache_bytes: int
+    because: str
+    notes: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def diagnose(model: Any, settings: Settings) -> Diagnosis:
+    """Load and test a model as an engine would. Raises what `build` raises, with its reasons."""
+    built = build(model, settings)
+    guest, sizes = built.guest, built.guest.shape.bytes_per_cell(built.guest.dtype.itemsize)
+    groups = tuple(
+        GroupDiagnosis(
+            group.name,
+            len(group.layers),
+            sizes[group.name],
+            built.capacity.cells[group.name],
+            guest.chosen[group.name].backend.name,
+            guest.chosen[group.name].refused,
+        )
+        for group in guest.shape.groups
+    )
+    assert guest.verdict is not None, "a guest is only handed out with a verdict"
+    return Diagnosis(
+        name=built.loaded.name,
+        architecture=type(guest.model).__name__,
+        parameters=built.loaded.parameters,
+        dtype=str(guest.dtype).removeprefix("torch."),
+        device=str(guest.device),
+        context=built.context,
+        vocab_size=built.vocab_size,
+        layers=sum(len(group.layers) for group in guest.shape.groups),
+        mode=guest.mode,
+        why_not_flat=guest.refused,
+        difference=guest.verdict.difference,
+        bound=guest.verdict.bound,
+        groups=groups,
+        bytes_per_token=sum(sizes.values()),
+        tokens=built.capacity.tokens,
+        cache_bytes=built.capacity.bytes,
+        because=built.capacity.because,
+        notes=tuple(_notes(built)),
+    )
+
+
+def _notes(built: Built) -> list[str]:
+    notes: list[str] = []
+    if not built.voice.has_text:
+        notes.append(f"no text: {built.loaded.without_text}; it is asked in token ids")
+    elif not built.voice.has_chat:
+        notes.append("no chat template: it continues text, and cannot be given messages")
+    packing = built.packing
+    if packing is not None:
+        notes.append(f"{packing.layers} linear layers packed for oneDNN ({packing.bytes} bytes)")
+        notes += [f"{name} stays plain: {why}" for name, why in list(packing.kept.items())[:5]]
+    return notes

@@ -1,17 +1,16 @@
 """The documents are true: their Python runs, their commands exist, their links lead somewhere."""
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from kvcellar import Engine
+from kvcellar.cli.main import cli
 from kvcellar.serve import Server, ServeSettings
 
 ROOT = Path(__file__).parents[2]
@@ -93,7 +92,6 @@ def test_mentions_are_of_what_exists(page):
 @cache
 def help_of(verb: str) -> str:
     """What `kvcellar VERB --help` prints."""
-    command = [sys.executable, "-m", "kvcellar.cli.main", verb, "--help"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60, env=dict(os.environ))
-    assert run.returncode == 0, f"kvcellar {verb}: {run.stderr}"
-    return run.stdout
+    told = CliRunner().invoke(cli, [verb, "--help"])
+    assert told.exit_code == 0, f"kvcellar {verb}: {told.output}"
+    return told.output

@@ -26,7 +26,7 @@ def _in_words(found: Diagnosis) -> str:
     lines = [
         f"{found.name}: {found.architecture}, {found.parameters:,} parameters, {found.dtype} on {found.device}",
         f"  context {found.context} tokens, vocabulary {found.vocab_size}, {found.layers} layers that store K/V",
-        f"  served {found.mode}: its logits differ from its own forward's by {found.difference:.1e} (bound {found.bound:.0e})",
+        f"  served {found.mode}: logits within {found.difference:.1e} of its own forward's ({found.bound:.0e} is allowed)",
     ]
     if found.why_not_flat:
         lines.append(f"  not flat, because {found.why_not_flat}")

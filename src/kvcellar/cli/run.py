@@ -13,7 +13,7 @@ from kvcellar.cli.options import engine_options, given, sampling_options
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.result import Result
 from kvcellar.engine.session import Session
-from kvcellar.errors import KvcellarError
+from kvcellar.errors import BadRequest, KvcellarError
 from kvcellar.events import Timings, Usage
 from kvcellar.sample.params import SamplingParams
 
@@ -45,7 +45,7 @@ def command(model: str | None, prompt: str | None, as_json: bool, raw: bool, **o
     SamplingParams(**{**sampling, "stop": tuple(sampling.get("stop", ()))})  # refuse before a model is loaded
     interactive = prompt is None and sys.stdin.isatty() and sys.stdout.isatty()
     if prompt is None and not interactive:
-        prompt = click.get_text_stream("stdin", errors="replace").read().removesuffix("\n")
+        prompt = _piped()
         if not prompt:
             raise click.UsageError("there is no prompt: give one as an argument, pipe one in, or use a terminal")
     with Engine(model, **given(**options)) as engine:
@@ -53,6 +53,13 @@ def command(model: str | None, prompt: str | None, as_json: bool, raw: bool, **o
             _once(engine, prompt, sampling, as_json=as_json, raw=raw)
         else:
             _Conversation(engine, sampling, raw=raw).hold()
+
+
+def _piped() -> str:
+    try:
+        return sys.stdin.buffer.read().decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"the prompt from the pipe is not UTF-8: byte {error.start}", "prompt") from None
 
 
 def _once(engine: Engine, prompt: str, sampling: dict[str, Any], *, as_json: bool, raw: bool) -> None:

@@ -6,7 +6,7 @@ Always true:
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvcellar.engine.result import Collector, Result
@@ -38,7 +38,7 @@ class Session:
             pass
         return collector.collected()
 
-    def stream(self, text: str | Sequence[int], **sampling: Any) -> Iterator[Piece]:
+    def stream(self, text: str | Sequence[int], **sampling: Any) -> Generator[Piece]:
         """The same, piece by piece. Leaving early cancels, and forgets the turn."""
         turn = self._turn(text, sampling)
         next(turn)
@@ -80,7 +80,7 @@ class Session:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _turn(self, text: str | Sequence[int], sampling: dict[str, Any]) -> Iterator[Collector | Piece]:
+    def _turn(self, text: str | Sequence[int], sampling: dict[str, Any]) -> Generator[Collector | Piece]:
         """First the collector, then the pieces; the turn counts only once it has come to its end."""
         with self._alone():
             params = self._engine.params(**sampling)

@@ -24,7 +24,8 @@ def server(shared_engine: FakeEngine) -> Iterator[Server]:
 @pytest.fixture
 def engine(shared_engine: FakeEngine) -> Iterator[FakeEngine]:
     """The engine behind `server`. Whatever a test did, nothing runs on when it ends."""
-    shared_engine.script, shared_engine.cancels, shared_engine.healthy = Script(), 0, True
+    shared_engine.script, shared_engine.healthy = Script(), True
+    shared_engine.cancels = shared_engine.rejected = 0
     shared_engine.seen.clear()
     yield shared_engine
     assert shared_engine.rest(), "a request was left running"

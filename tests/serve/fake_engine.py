@@ -7,9 +7,10 @@ happen (delays, errors, a door that is held shut) is in the `Script` that a requ
 import codecs
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from kvcellar.errors import BadRequest, EngineClosed, PromptTooLong, TemplateFailed
 from kvcellar.events import Done, Event, Failed, Finished, Piece, Timings, TokenLogprob, Usage
@@ -36,6 +37,7 @@ class Script:
     delay: float = 0.0  # seconds between two events of a request
     door: threading.Event | None = None  # events wait for it to be set
     reject: Exception | None = None  # raised by submit
+    rejections: int | None = None  # how often; None: always
     fail: Exception | None = None  # comes instead of the event number `fail_at`
     fail_at: int = 0
 
@@ -84,6 +86,7 @@ class FakeEngine:
         self.script = Script()
         self.seen: list[tuple[tuple[int, ...], SamplingParams]] = []
         self.cancels = 0  # runs that were cancelled before they ended
+        self.rejected = 0
         self._running: list[Run] = []
         self._turn = threading.Condition()
         self._closed = False
@@ -98,18 +101,19 @@ class FakeEngine:
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(ids).decode(errors="replace")
 
-    def render(self, messages: list[dict[str, str]]) -> list[int]:
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         if not self.model.has_chat:
             raise BadRequest("this model has no chat template", "messages")
         if messages[0]["role"] == "assistant":
             raise TemplateFailed("the first turn must be the user's", "messages")
-        return self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages))
+        return self.encode("".join(f"<{message['role']}>{_text(message['content'])}" for message in messages))
 
     def submit(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, deliver: Callable[[Event], None]
     ) -> FakeTicket:
         script = self.script
-        if script.reject is not None:
+        if script.reject is not None and self.rejected != script.rejections:
+            self.rejected += 1
             raise script.reject
         if self._closed:
             raise EngineClosed("the engine has been closed")
@@ -137,6 +141,11 @@ class FakeEngine:
         """Wait until nothing runs any more. Did that happen in time?"""
         with self._turn:
             return self._turn.wait_for(lambda: not self._running, seconds)
+
+    def cancelled(self, count: int, seconds: float = 10.0) -> bool:
+        """Wait until `count` runs have been cancelled. Did that happen in time?"""
+        with self._turn:
+            return self._turn.wait_for(lambda: self.cancels >= count, seconds)
 
     @contextmanager
     def acting(self, **changes: object) -> Iterator[None]:
@@ -192,6 +201,10 @@ class FakeEngine:
 
     def _can_step(self, run: Run) -> bool:
         return run.cancelled or run.script.door is None or run.script.door.is_set()
+
+
+def _text(content: str | list[dict[str, str]]) -> str:
+    return content if isinstance(content, str) else "+".join(part["text"] for part in content)
 
 
 def plan(prompt: tuple[int, ...], params: SamplingParams, script: Script) -> Iterator[Event]:

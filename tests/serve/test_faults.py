@@ -81,7 +81,9 @@ def test_every_cut_of_a_good_body_is_refused(http):
         assert http.post(CHAT, content=body[:length], headers=JSON).status_code == 400
 
 
-@pytest.mark.parametrize("text", ["a\x00b", "\ud83c\udf47".encode("utf-16", "surrogatepass").decode("utf-16"), "\u2028"])
+@pytest.mark.parametrize(
+    "text", ["a\x00b", "\ud83c\udf47".encode("utf-16", "surrogatepass").decode("utf-16"), "\u2028"]
+)
 def test_odd_characters_come_back_as_they_were(http, text):
     for ascii_only in (True, False):
         body = json.dumps(completion(text), ensure_ascii=ascii_only).encode()
@@ -151,7 +153,18 @@ def test_parameters_at_their_bounds(http, engine, name, value):
     assert getattr(params, name) == (tuple(value) if isinstance(value, list) else value)
 
 
-NULLABLE = ("max_tokens", "temperature", "n", "stop", "seed", "logit_bias", "stream", "logprobs", "stream_options", "model")
+NULLABLE = (
+    "max_tokens",
+    "temperature",
+    "n",
+    "stop",
+    "seed",
+    "logit_bias",
+    "stream",
+    "logprobs",
+    "stream_options",
+    "model",
+)
 
 
 @pytest.mark.parametrize("name", NULLABLE)
@@ -239,7 +252,9 @@ def test_what_asks_for_nothing_is_taken(http, name, value):
         assert http.post(route, json=body | {name: value}).status_code == 200
 
 
-@pytest.mark.parametrize("name", ["temprature", "n_discard", "keep_alive", "cache_salt", "a\nb", "\u202e", "x" * 10_000])
+@pytest.mark.parametrize(
+    "name", ["temprature", "n_discard", "keep_alive", "cache_salt", "a\nb", "\u202e", "x" * 10_000]
+)
 def test_unknown_fields_are_refused_by_name(http, name):
     error = error_of(http.post(COMPLETIONS, json=completion() | {name: 1}))
     assert error["code"] == "unknown_parameter"
@@ -307,6 +322,7 @@ MESSAGES = [  # messages, and the field at fault
     ([{"role": "user"}], "messages[0].content"),
     ([SOME, {"role": "user", "content": None}], "messages[1].content"),
     ([{"role": "user", "content": 5}], "messages[0].content"),
+    ([{"role": "user", "content": []}], "messages[0].content"),
     ([{"role": "wizard", "content": "hi"}], "messages[0].role"),
     ([{"role": "User", "content": "hi"}], "messages[0].role"),
     ([{"role": "tool", "content": "hi", "tool_call_id": "1"}], "messages[0].role"),
@@ -341,7 +357,7 @@ def test_messages_that_clients_send_back_are_taken(http, engine):
     ]
     assert http.post(CHAT, json={"messages": turns}).status_code == 200
     ((prompt, _),) = engine.seen
-    assert bytes(prompt) == b"<system>be brief<user>hi<assistant>ho<user><|im_end|>"
+    assert bytes(prompt) == b"<system>be brief<user>h+i<assistant>ho<user><|im_end|>"
 
 
 NAMES = ["../../etc/passwd", "C:\\x", "cellar/../cellar/fake-1", "x" * 10_000, "\U0001f347", "a\x00b", ".", "-rf", ""]
@@ -396,7 +412,9 @@ def test_routes_that_are_none(http, method, path, status):
     assert not any(name.startswith("access-control") for name in answer.headers)
 
 
-@pytest.mark.parametrize(("path", "status"), [("/health", 200), ("/v1/models", 200), ("/nope", 404), (COMPLETIONS, 405)])
+@pytest.mark.parametrize(
+    ("path", "status"), [("/health", 200), ("/v1/models", 200), ("/nope", 404), (COMPLETIONS, 405)]
+)
 def test_head_is_answered_without_a_body(http, path, status):
     answer = http.head(path)
     assert (answer.status_code, answer.content) == (status, b"")
@@ -404,7 +422,13 @@ def test_head_is_answered_without_a_body(http, path, status):
 
 @pytest.mark.parametrize(
     "kind",
-    [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/json; charset=latin-1"],
+    [
+        None,
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data",
+        "application/json; charset=latin-1",
+    ],
 )
 def test_only_json_is_read(http, engine, kind):
     headers = {} if kind is None else {"content-type": kind}

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -47,10 +48,43 @@ def chunks_of(stream: str) -> list[dict[str, Any]]:
     return [json.loads(chunk) for chunk in chunks]
 
 
+class Wire:
+    """A connection. What was read too much of is kept for the next who reads."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port), 10.0)
+        self._kept = b""
+
+    def sendall(self, data: bytes) -> None:
+        self._socket.sendall(data)
+
+    def recv(self) -> bytes:
+        """b"" when the server has closed."""
+        if self._kept:
+            got, self._kept = self._kept, b""
+            return got
+        try:
+            return self._socket.recv(65536)
+        except ConnectionResetError:
+            return b""
+
+    def keep(self, data: bytes) -> None:
+        self._kept = data + self._kept
+
+    def leave(self, *, rudely: bool = False) -> None:
+        """Close; rudely: with a reset, as a process that was killed does when something is still unread."""
+        if rudely:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._socket.close()
+
+
 @contextmanager
-def connected(server: Server, seconds: float = 10.0) -> Iterator[socket.socket]:
-    with socket.create_connection(("127.0.0.1", server.port), seconds) as wire:
+def connected(server: Server) -> Iterator[Wire]:
+    wire = Wire(server.port)
+    try:
         yield wire
+    finally:
+        wire.leave()
 
 
 def request(path: str, body: object = None, *headers: str, method: str | None = None) -> bytes:
@@ -64,28 +98,34 @@ def request(path: str, body: object = None, *headers: str, method: str | None = 
     return "\r\n".join([first, *found.values(), "", ""]).encode("latin-1") + data
 
 
-def read_answer(wire: socket.socket) -> tuple[int, bytes]:
+def read_until(wire: Wire, mark: bytes) -> bytes:
+    """Up to and with `mark`."""
+    found = b""
+    while mark not in found:
+        got = wire.recv()
+        assert got, f"the connection closed before {mark!r}, after {found!r}"
+        found += got
+    before, _, after = found.partition(mark)
+    wire.keep(after)
+    return before + mark
+
+
+def read_answer(wire: Wire) -> tuple[int, bytes]:
     """Status and body of one answer with a Content-Length."""
-    head = b""
-    while b"\r\n\r\n" not in head:
-        got = wire.recv(65536)
-        assert got, f"the connection closed after {head!r}"
-        head += got
-    head, _, body = head.partition(b"\r\n\r\n")
-    lengths = [line.partition(b":")[2] for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")]
-    while len(body) < int(lengths[0]):
-        body += wire.recv(65536)
-    return int(head.split()[1]), body[: int(lengths[0])]
+    head = read_until(wire, b"\r\n\r\n")
+    (length,) = (int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:"))
+    body = b""
+    while len(body) < length:
+        got = wire.recv()
+        assert got, f"the connection closed within a body, after {body!r}"
+        body += got
+    wire.keep(body[length:])
+    return int(head.split()[1]), body[:length]
 
 
-def read_to_end(wire: socket.socket) -> bytes:
+def read_to_end(wire: Wire) -> bytes:
     """Whatever comes until the server closes."""
     found = b""
-    while True:
-        try:
-            got = wire.recv(65536)
-        except ConnectionResetError:
-            return found
-        if not got:
-            return found
+    while got := wire.recv():
         found += got
+    return found

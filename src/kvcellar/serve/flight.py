@@ -2,13 +2,14 @@
 
 Always true, on the event loop:
   * a run is open until its `Done` or `Failed` has come; when the flight has ended, every run is over or was cancelled;
-  * no more than `limit` events wait while nobody is ready to take them;
+  * no more than `limit` events are added to those that wait while a client holds their taker up;
   * after a failure nothing more is taken in, and it is raised only when all that came before has been handed over.
 """
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
 
@@ -17,6 +18,8 @@ from kvcellar.events import Done, Event, Failed, Finished
 from kvcellar.sample.params import SamplingParams
 from kvcellar.serve.failures import ApiError
 from kvcellar.serve.protocols import ServedEngine, Ticket
+
+BATCH = 256  # events that are handed over at once; the loop then turns to others
 
 
 class Flight:
@@ -28,10 +31,10 @@ class Flight:
         self._loop = asyncio.get_running_loop()
         self._tickets: list[Ticket] = []
         self._open: set[int] = set()  # runs that may still say something
-        self._events: list[tuple[int, Event]] = []
+        self._events: deque[tuple[int, Event]] = deque()
         self._failure: Exception | None = None
         self._news = asyncio.Event()
-        self._taker_ready = False
+        self._held: int | None = None  # events that waited when the client began to hold their taker up
         self._ended = False
 
     def launch(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
@@ -51,21 +54,27 @@ class Flight:
 
         Raises the error of the first run that failed, in its turn.
         """
+        try:
+            async with asyncio.timeout(patience):
+                await asyncio.sleep(0)  # whoever always finds news must still let others have their turn
+                await self._news.wait()
+        except TimeoutError:
+            return []
+        if self._failure is not None and not self._events:
+            raise self._failure
+        batch = [self._events.popleft() for _ in range(min(BATCH, len(self._events)))]
         if not self._events and self._failure is None:
-            self._taker_ready = True
-            try:
-                async with asyncio.timeout(patience):
-                    await self._news.wait()
-            except TimeoutError:
-                return []
-            finally:
-                self._taker_ready = False
-        self._news.clear()
-        if self._events:
-            batch, self._events = self._events, []
-            return batch
-        assert self._failure is not None
-        raise self._failure
+            self._news.clear()
+        return batch
+
+    @contextmanager
+    def held_up(self) -> Iterator[None]:
+        """Around every wait for the client."""
+        self._held = len(self._events)
+        try:
+            yield
+        finally:
+            self._held = None
 
     def __enter__(self) -> "Flight":
         return self
@@ -77,7 +86,8 @@ class Flight:
 
     def check(self) -> None:
         assert self._open <= set(range(len(self._tickets)))
-        assert self._taker_ready or len(self._events) <= self._limit
+        assert self._held is None or len(self._events) <= self._held + self._limit
+        assert self._news.is_set() == bool(self._events or self._failure)
         assert not self._ended or not self._open, "a run was left behind"
 
     def _cancel(self) -> None:
@@ -99,8 +109,7 @@ class Flight:
                 self._fail(error)
             case Finished(reason="cancelled"):
                 self._fail(EngineClosed("the engine gave this request up"))
-            case _ if not self._taker_ready and len(self._events) >= self._limit:
-                # The taker is held up by its client; a taker that only has not had its turn yet is still ready.
+            case _ if self._held is not None and len(self._events) >= self._held + self._limit:
                 self._fail(ApiError(503, f"{self._limit} events wait for a client that does not read", code="too_slow"))
             case _:
                 if isinstance(event, Done):

@@ -66,7 +66,7 @@ class Guard:
         if len(raw) > self._settings.max_headers or size > self._settings.max_header_bytes:
             raise headers_too_large(self._settings)
         headers = Headers(scope=scope)
-        names = self._settings.hosts
+        names = self._settings.hosts  # HTTP/1.0 may come without a Host; a browser never does
         if names is not None and not all(_name_of(host) in names for host in headers.getlist("host")):
             raise ApiError(403, "this Host is not one that the server answers to", code="host_not_allowed")
         if self._settings.key_digests and not self._knows(headers.getlist("authorization")):

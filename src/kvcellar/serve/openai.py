@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from kvcellar.serve.answers import ChatShape, CompletionShape, Json, Scribe, Shape
 from kvcellar.serve.body import receive_json
@@ -86,7 +86,12 @@ class Answering:
         with Flight(self._engine, self._settings.max_backlog_events) as flight:
             flight.launch(job.prompts, job.params)
             if job.stream:
-                await self._stream(flight, scribe, send)
+
+                async def send_on(message: Message) -> None:
+                    with flight.held_up():
+                        await send(message)
+
+                await self._stream(flight, scribe, send_on)
                 return
             while not flight.over:
                 scribe.take(await flight.next_batch())

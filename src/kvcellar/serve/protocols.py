@@ -1,6 +1,6 @@
 """protocols: what the server needs of an engine, and nothing more. `kvcellar.Engine` fits; tests bring their own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from kvcellar.events import Event
@@ -36,7 +36,7 @@ class ServedEngine(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
-    def render(self, messages: list[dict[str, Any]]) -> list[int]: ...
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, *, deliver: Callable[[Event], None]) -> Ticket:
         """Events come on the engine's own thread. Raises `BadRequest`, `Overloaded` or `EngineClosed` at once."""

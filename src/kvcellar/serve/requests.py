@@ -108,7 +108,7 @@ class Message(Strict):
     """One turn. What clients send back from an earlier answer without a value is taken; tools and media are not."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[TextPart], BeforeValidator(_as_parts)]
+    content: Annotated[list[TextPart], BeforeValidator(_as_parts), Field(min_length=1)]
     name: str | None = None
     annotations: list[None] | None = Field(default=None, max_length=0)
     audio: None = None
@@ -116,11 +116,12 @@ class Message(Strict):
     refusal: None = None
     tool_calls: list[None] | None = Field(default=None, max_length=0)
 
-    def plain(self) -> dict[str, str]:
+    def plain(self) -> dict[str, object]:
         """As chat templates want it. `developer` is OpenAI's newer word for `system`; templates know the older."""
         role = "system" if self.role == "developer" else self.role
+        parts = [{"type": part.type, "text": part.text} for part in self.content]
         named = {} if self.name is None else {"name": self.name}
-        return {"role": role, "content": "".join(part.text for part in self.content), **named}
+        return {"role": role, "content": parts[0]["text"] if len(parts) == 1 else parts, **named}
 
 
 class ChatBody(CommonBody):

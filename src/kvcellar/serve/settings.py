@@ -48,6 +48,8 @@ class ServeSettings:
         for name in ("header_seconds", "body_seconds", "write_seconds", "ping_seconds", "idle_seconds"):
             if not getattr(self, name) > 0:
                 raise BadRequest(f"{name} must be more than 0, not {getattr(self, name)}", name)
+        if self.drain_seconds < 0:
+            raise BadRequest(f"drain_seconds must be 0 or more, not {self.drain_seconds}", "drain_seconds")
         if any(len(digest) != hashlib.sha256().digest_size for digest in self.key_digests):
             raise BadRequest("key_digests are what key_digest() returns, not the keys themselves", "key_digests")
         if not self.loopback and not self.key_digests and not self.allow_open:

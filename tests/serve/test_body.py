@@ -1,0 +1,58 @@
+"""A body is read as exactly one JSON object, or refused."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcellar.serve.body import parse_object
+from kvcellar.serve.failures import ApiError, printable
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts
+values = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3))
+objects = st.dictionaries(texts, values, max_size=4)
+
+
+@given(objects, st.booleans())
+def test_what_json_wrote_is_what_is_read(value, ascii_only):
+    assert parse_object(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
+
+
+@given(
+    st.binary(max_size=40) | objects.map(lambda value: json.dumps(value).encode()), st.binary(min_size=1, max_size=3)
+)
+def test_any_bytes_are_read_or_refused(start, end):
+    for raw in (start, start + end, end + start):
+        found = read(raw)
+        assert isinstance(found, dict) or (found.status == 400 and found.message.isprintable())
+
+
+def read(raw: bytes) -> dict[str, object] | ApiError:
+    try:
+        return parse_object(raw)
+    except ApiError as error:
+        return error
+
+
+@given(texts, values, values)
+def test_a_key_is_there_once(key, first, second):
+    pair = f"{json.dumps(key)}:{json.dumps(first)},{json.dumps(key, ensure_ascii=False)}:{json.dumps(second)}"
+    with pytest.raises(ApiError, match="twice"):
+        parse_object(f'{{"a":[{{{pair}}}]}}'.encode())
+
+
+def test_a_key_that_is_there_twice_is_found_in_linear_time():
+    keys = ",".join(f'"{i}":0' for i in range(200_000))
+    with pytest.raises(ApiError, match="twice"):
+        parse_object(f'{{{keys},"199999":0}}'.encode())
+
+
+@given(st.text(max_size=300), st.integers(1, 50))
+def test_what_is_printed_has_no_control_characters_and_a_limit(text, limit):
+    shown = printable(text, limit)
+    assert shown.isprintable()
+    assert len(shown) <= 10 * limit + 3
+    if text.isprintable() and len(text) <= limit:
+        assert shown == text

@@ -1,0 +1,179 @@
+"""OpenAI's package, the server, the real engine and the embedded model: answers are the engine's own, and whoever
+leaves in the middle leaves no cell behind."""
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from kvcellar import Engine
+from kvcellar.serve import Server, ServeSettings
+
+ASKED = [{"role": "user", "content": "Write a function that adds two numbers."}]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine(dtype="float32", device="cpu", cache_bytes=64_000_000, max_sequences=16, threads=1) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def server(engine: Engine) -> Iterator[Server]:
+    with Server(engine, ServeSettings(port=0)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def at_rest(engine: Engine) -> Iterator[None]:
+    """Everything is given back soon after a test: a cancel is done between two steps."""
+    yield
+    until = time.monotonic() + 10
+    while (stats := engine.stats()).running + stats.waiting + stats.cells_used and time.monotonic() < until:
+        time.sleep(0.01)
+    assert (stats.running, stats.waiting, stats.sequences, stats.cells_used) == (0, 0, 0, 0)
+    engine.check()
+
+
+def test_the_model_is_listed(client, engine):
+    assert [model.id for model in client.models.list()] == [engine.model.name]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_completion_is_the_engines(client, engine, stream):
+    own = engine.generate("def main():", max_tokens=24, temperature=0.0)
+    asked = {"model": engine.model.name, "prompt": "def main():", "max_tokens": 24, "temperature": 0, "stream": stream}
+    if stream:
+        parts = list(client.completions.create(**asked, stream_options={"include_usage": True}))
+        text, usage = "".join(part.choices[0].text for part in parts if part.choices), parts[-1].usage
+    else:
+        answer = client.completions.create(**asked)
+        text, usage = answer.choices[0].text, answer.usage
+    assert text == own.text
+    assert usage.prompt_tokens == own.usage.prompt_tokens == len(engine.encode("def main():"))
+    assert usage.completion_tokens == own.usage.completion_tokens
+    assert usage.prompt_tokens_details.cached_tokens == own.usage.cached_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_answer_is_the_engines(client, engine, stream):
+    own = engine.chat(ASKED, max_tokens=24, temperature=0.0)
+    asked = {"model": engine.model.name, "messages": ASKED, "max_completion_tokens": 24, "temperature": 0}
+    if stream:
+        parts = list(client.chat.completions.create(**asked, stream=True))
+        text = "".join(part.choices[0].delta.content or "" for part in parts)
+        reason = parts[-1].choices[0].finish_reason
+    else:
+        (choice,) = client.chat.completions.create(**asked).choices
+        text, reason = choice.message.content, choice.finish_reason
+    assert (text, reason) == (own.text, own.finish_reason)
+
+
+def test_prompts_as_text_and_as_ids_in_one_batch_are_the_same(client, engine):
+    texts = ["import os", "class Dog:", "for x in"]
+    asked = {"model": engine.model.name, "max_tokens": 8, "temperature": 0}
+    by_text = client.completions.create(prompt=texts, **asked)
+    by_ids = client.completions.create(prompt=[engine.encode(text) for text in texts], **asked)
+    own = engine.generate(texts, max_tokens=8, temperature=0.0)
+    assert [c.text for c in by_text.choices] == [c.text for c in by_ids.choices] == [result.text for result in own]
+    assert by_text.usage.total_tokens == sum(len(engine.encode(text)) for text in texts) + 24
+
+
+def test_choices_differ_and_a_seed_repeats_them(client, engine):
+    asked = {"model": engine.model.name, "prompt": "def ", "max_tokens": 12, "temperature": 1.0, "n": 4, "seed": 5}
+    first, second = (client.completions.create(**asked) for _ in range(2))
+    texts = [choice.text for choice in first.choices]
+    assert texts == [choice.text for choice in second.choices]
+    assert len(set(texts)) > 1
+
+
+def test_logprobs_are_those_of_the_drawn_tokens(client, engine):
+    asked = {"model": engine.model.name, "max_tokens": 10, "temperature": 0}
+    (choice,) = client.completions.create(prompt="def main():", logprobs=3, **asked).choices
+    assert "".join(choice.logprobs.tokens) == choice.text
+    assert [choice.text[at:] for at in choice.logprobs.text_offset] == [
+        "".join(choice.logprobs.tokens[i:]) for i in range(10)
+    ]
+    for token, logprob, top in zip(
+        choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True
+    ):
+        assert logprob <= 0
+        assert max(top, key=top.__getitem__) == token
+        assert top[token] == logprob
+    (choice,) = client.chat.completions.create(messages=ASKED, logprobs=True, top_logprobs=2, **asked).choices
+    assert "".join(entry.token for entry in choice.logprobs.content).startswith(choice.message.content)
+    assert all(entry.top_logprobs[0].logprob == entry.logprob for entry in choice.logprobs.content)
+
+
+def test_a_stop_string_ends_the_answer(client, engine):
+    whole = engine.generate("def main():", max_tokens=24, temperature=0.0).text
+    stop = whole[len(whole) // 2 :][:3]
+    asked = {"model": engine.model.name, "prompt": "def main():", "max_tokens": 24, "temperature": 0}
+    (choice,) = client.completions.create(stop=stop, **asked).choices
+    assert choice.text == whole[: whole.index(stop)]
+    assert (choice.finish_reason, choice.model_extra["stop_reason"]) == ("stop", stop)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": [10**6]}, "prompt"),
+        ({"prompt": [1] * 5000}, "prompt"),
+        ({"prompt": "word " * 20_000}, "prompt"),
+        ({"prompt": "x", "n": 100}, "n"),
+        ({"prompt": "x", "logit_bias": {"999999": 1}}, "logit_bias"),
+        ({"prompt": "x", "stop_token_ids": [999_999]}, "stop_token_ids"),
+    ],
+)
+def test_what_the_engine_refuses_is_the_clients_error(server, engine, fields, param):
+    answer = httpx.post(f"{server.url}/v1/completions", json={"max_tokens": 1, **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_leaving_in_the_middle_of_a_stream_frees_every_cell(client, engine):
+    asked = {"model": engine.model.name, "prompt": "def main():", "max_tokens": 3000}
+    with client.completions.create(stream=True, n=3, extra_body={"ignore_eos": True}, **asked) as stream:
+        for _, _part in zip(range(5), stream, strict=False):
+            pass
+        assert engine.stats().cells_used > 0
+
+
+def test_leaving_at_random_moments_frees_every_cell(server, engine):
+    chance = random.Random(0)
+
+    async def one(client: openai.AsyncOpenAI, number: int) -> None:
+        prompt = "def main():\n" * chance.randint(1, 20)
+        asked = {"model": engine.model.name, "prompt": prompt, "max_tokens": chance.randint(1, 12), "n": 1 + number % 3}
+        call = client.completions.create(**asked)
+        if number % 3:
+            await call
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(call, chance.random() / 5)
+
+    async def all_of_them() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
+            await asyncio.gather(*(one(client, number) for number in range(24)))
+
+    asyncio.run(all_of_them())
+
+
+def test_a_closed_engine_is_not_healthy(engine):
+    with Engine(device="cpu", cache_bytes=8_000_000, max_sequences=2, threads=1) as other:
+        with Server(other, ServeSettings(port=0)) as server:
+            assert httpx.get(f"{server.url}/health").status_code == 200
+            other.close()
+            assert httpx.get(f"{server.url}/health").status_code == 503
+            answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")

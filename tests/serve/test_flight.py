@@ -1,0 +1,215 @@
+"""A flight hands on what the engine says, in order and bounded, and never leaves anything running."""
+
+import asyncio
+import threading
+
+import pytest
+
+from kvcellar.errors import BadRequest, EngineClosed, EngineFailed
+from kvcellar.events import Done, Failed, Finished, Piece, Timings, Usage
+from kvcellar.sample.params import SamplingParams
+from kvcellar.serve.failures import ApiError
+from kvcellar.serve.flight import Flight
+
+DONE = Done(Usage(1, 0, 1), Timings(0.0, 0.0, 0.0))
+
+
+def piece(number: int) -> Piece:
+    return Piece(0, str(number), (number,))
+
+
+class Ticket:
+    def __init__(self) -> None:
+        self.cancelled = 0
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+
+class Engine:
+    """Keeps what it was given; the test speaks for it."""
+
+    def __init__(self, taken: int = 10) -> None:
+        self.taken = taken
+        self.deliver = []
+        self.tickets = []
+
+    def submit(self, prompt, params, *, deliver):
+        if len(self.tickets) == self.taken:
+            raise BadRequest("no more", "prompt")
+        self.deliver.append(deliver)
+        self.tickets.append(Ticket())
+        return self.tickets[-1]
+
+    def cancels(self) -> list[int]:
+        return [ticket.cancelled for ticket in self.tickets]
+
+
+def fly(play, *, prompts=1, limit=100, engine=None):
+    """Run `play(flight, engine)` on a loop, and give the engine back."""
+    engine = engine or Engine()
+
+    async def trip():
+        with Flight(engine, limit) as flight:
+            flight.launch([[1]] * prompts, SamplingParams())
+            await play(flight, engine)
+
+    asyncio.run(trip())
+    return engine
+
+
+async def settle():
+    """Let everything that was delivered arrive."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+def test_events_come_in_order_and_then_it_is_over():
+    async def play(flight, engine):
+        said = [piece(i) for i in range(50)] + [Finished(0, "stop"), DONE]
+        speaker = threading.Thread(target=lambda: [engine.deliver[0](event) for event in said])
+        speaker.start()
+        heard = []
+        while not flight.over:
+            heard += await flight.next_batch()
+            flight.check()
+        speaker.join()
+        assert heard == [(0, event) for event in said]
+
+    assert fly(play).cancels() == [0]
+
+
+def test_it_is_over_when_every_run_is():
+    async def play(flight, engine):
+        engine.deliver[1](DONE)
+        assert await flight.next_batch() == [(1, DONE)]
+        assert not flight.over
+        engine.deliver[0](DONE)
+        assert await flight.next_batch() == [(0, DONE)]
+        assert flight.over
+
+    assert fly(play, prompts=2).cancels() == [0, 0]
+
+
+def test_patience_ends_with_an_empty_batch():
+    async def play(flight, engine):
+        assert await flight.next_batch(0.001) == []
+        engine.deliver[0](piece(1))
+        assert await flight.next_batch(5) == [(0, piece(1))]
+
+    fly(play)
+
+
+def test_leaving_cancels_what_is_still_open_and_only_that():
+    async def play(flight, engine):
+        engine.deliver[0](DONE)
+        await settle()
+
+    assert fly(play, prompts=3).cancels() == [0, 1, 1]
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), KeyboardInterrupt(), asyncio.CancelledError()])
+def test_leaving_by_an_error_cancels_too(error):
+    engine = Engine()
+
+    async def play(flight, engine):
+        raise error
+
+    with pytest.raises(type(error)):
+        fly(play, engine=engine)
+    assert engine.cancels() == [1]
+
+
+def test_a_prompt_that_is_refused_takes_back_the_others():
+    engine = Engine(taken=2)
+    with pytest.raises(BadRequest):
+        fly(None, prompts=3, engine=engine)
+    assert engine.cancels() == [1, 1]
+
+
+def test_a_failure_is_raised_in_its_turn_and_the_others_are_cancelled():
+    failure = EngineFailed("broken")
+
+    async def play(flight, engine):
+        engine.deliver[0](piece(1))
+        engine.deliver[0](Failed(failure))
+        engine.deliver[1](piece(2))
+        await settle()
+        assert engine.cancels() == [0, 1]
+        assert await flight.next_batch() == [(0, piece(1))]
+        assert not flight.over
+        for _ in range(2):
+            with pytest.raises(EngineFailed) as raised:
+                await flight.next_batch()
+            assert raised.value is failure
+
+    fly(play, prompts=2)
+
+
+def test_a_run_that_the_engine_gave_up_is_a_failure():
+    async def play(flight, engine):
+        engine.deliver[0](Finished(0, "cancelled"))
+        with pytest.raises(EngineClosed):
+            await flight.next_batch()
+
+    fly(play)
+
+
+def test_events_that_nobody_takes_are_bounded_and_then_the_request_ends():
+    async def play(flight, engine):
+        with flight.held_up():
+            for number in range(1000):
+                engine.deliver[0](piece(number))
+            await settle()
+            flight.check()
+        assert engine.cancels() == [1]
+        assert [event.token_ids[0] for _, event in await flight.next_batch()] == list(range(8))
+        with pytest.raises(ApiError, match="8 events"):
+            await flight.next_batch()
+
+    fly(play, limit=8)
+
+
+def test_a_taker_who_is_only_slow_gets_everything_in_parts():
+    async def play(flight, engine):
+        for number in range(1000):
+            engine.deliver[0](piece(number))
+        engine.deliver[0](DONE)
+        await settle()
+        heard = []
+        while not flight.over:
+            batch = await flight.next_batch()
+            flight.check()
+            assert 0 < len(batch) <= 256
+            heard += batch
+        assert [event.token_ids[0] for _, event in heard[:-1]] == list(range(1000))
+
+    assert fly(play, limit=8).cancels() == [0]
+
+
+def test_takers_of_long_queues_let_each_other_have_their_turn():
+    turns = []
+
+    async def take(name, engine):
+        with Flight(engine, 8) as flight:
+            flight.launch([[1]], SamplingParams())
+            for number in range(1000):
+                engine.deliver[-1](piece(number))
+            engine.deliver[-1](DONE)
+            while not flight.over:
+                await flight.next_batch()
+                turns.append(name)
+
+    async def both():
+        await asyncio.gather(take("a", Engine()), take("b", Engine()))
+
+    asyncio.run(both())
+    assert sorted(turns[:4]) == ["a", "a", "b", "b"]
+
+
+def test_a_word_after_the_end_is_not_heard_and_not_an_error():
+    async def play(flight, engine):
+        pass
+
+    engine = fly(play)
+    engine.deliver[0](piece(1))  # the loop has been closed by now

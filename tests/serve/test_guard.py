@@ -1,0 +1,142 @@
+"""Who is let in: keys on every route, names of this machine only, no other origins; and what is logged about it."""
+
+import logging
+import time
+
+import httpx
+import pytest
+
+from kvcellar.serve import Server, ServeSettings, key_digest
+from tests.serve.fake_engine import FakeEngine
+from tests.serve.wire import CHAT, COMPLETIONS, completion, connected, error_of, read_answer, request
+
+GOOD = "sk-one"
+ROUTES = [("GET", "/health"), ("GET", "/v1/models"), ("POST", COMPLETIONS), ("POST", CHAT), ("GET", "/nowhere")]
+ROUTES += [("OPTIONS", COMPLETIONS), ("HEAD", "/health"), ("DELETE", "/v1/models")]
+
+
+@pytest.fixture(scope="module")
+def locked(shared_engine: FakeEngine):
+    digests = (key_digest(GOOD), key_digest("sk-two"))
+    with Server(shared_engine, ServeSettings(port=0, key_digests=digests)) as server:
+        with httpx.Client(base_url=server.url, timeout=20) as client:
+            yield client
+
+
+WRONG = {
+    "none": None,
+    "empty": "",
+    "scheme alone": "Bearer",
+    "wrong": "Bearer sk-three",
+    "prefix": "Bearer sk-on",
+    "longer": "Bearer sk-one1",
+    "other case": "Bearer SK-ONE",
+    "without scheme": GOOD,
+    "basic": f"Basic {GOOD}",
+    "two keys": f"Bearer {GOOD} sk-two",
+    "long": "Bearer " + "k" * 50_000,
+    "not ascii": b"Bearer \xff\xfe",
+    "the digest itself": "Bearer " + key_digest(GOOD).hex(),
+}
+
+
+@pytest.mark.parametrize("header", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_no_route_is_open_without_a_good_key(locked, engine, method, path, header):
+    headers = {} if header is None else {b"authorization": header if isinstance(header, bytes) else header.encode()}
+    answer = locked.request(method, path, headers=headers, json=completion() if method == "POST" else None)
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"] == "Bearer"
+    if method != "HEAD":
+        assert error_of(answer)["code"] == "invalid_api_key"
+    assert not engine.seen
+
+
+@pytest.mark.parametrize("header", [f"Bearer {GOOD}", "bearer sk-two", f"BEARER  {GOOD}"])
+def test_each_good_key_opens(locked, engine, header):
+    assert locked.get("/v1/models", headers={"authorization": header}).status_code == 200
+    assert locked.post(COMPLETIONS, headers={"authorization": header}, json=completion()).status_code == 200
+
+
+def test_two_keys_are_no_key(locked):
+    headers = [("authorization", f"Bearer {GOOD}"), ("authorization", "Bearer x")]
+    assert locked.get("/v1/models", headers=headers).status_code == 401
+
+
+def test_every_known_key_is_compared_in_constant_time_whichever_is_right(locked, engine, monkeypatch):
+    compared = []
+    monkeypatch.setattr("hmac.compare_digest", lambda a, b: compared.append((a, b)) or a == b)
+    for key in (GOOD, "sk-two", "x"):
+        locked.get("/health", headers={"authorization": f"Bearer {key}"})
+    assert [known for _, known in compared] == [key_digest(GOOD), key_digest("sk-two")] * 3
+    assert all(len(tried) == 32 for tried, _ in compared)
+
+
+OTHERS = ["evil.com", "evil.com:80", "localhost.evil.com", "127.0.0.1.evil.com", "localhost@evil.com", "::1", ""]
+OTHERS += ["evil.com@localhost", "127.0.0.2", "[::2]", "localhost:80:80", "localhost:x", "127.1", "2130706433", "a b"]
+OTHERS += ["localhost, evil.com", "localhost/evil", "localhost."]
+
+
+@pytest.mark.parametrize("host", OTHERS)
+def test_other_hosts_are_refused_on_loopback(http, host):
+    answer = http.get("/v1/models", headers={"host": host})
+    assert answer.status_code == 403
+    assert error_of(answer)["code"] == "host_not_allowed"
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1", "127.0.0.1:8080", "[::1]", "[::1]:65535"])
+def test_hosts_of_this_machine_are_answered_with_any_port(http, host):
+    assert http.get("/v1/models", headers={"host": host}).status_code == 200
+
+
+def test_a_host_that_is_there_twice_is_refused(server, engine):
+    with connected(server) as wire:
+        wire.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: evil.com\r\n\r\n")
+        assert read_answer(wire)[0] == 400
+
+
+def test_an_absolute_target_does_not_go_round_the_host(server, engine):
+    with connected(server) as wire:
+        wire.sendall(request("http://evil.com/v1/models"))
+        assert read_answer(wire)[0] == 404
+
+
+def test_no_other_origin_is_ever_allowed(http):
+    preflight = {"origin": "https://evil.com", "access-control-request-method": "POST"}
+    for answer in (
+        http.options(COMPLETIONS, headers=preflight),
+        http.get("/v1/models", headers={"origin": "https://evil.com"}),
+        http.post(COMPLETIONS, json=completion(), headers={"origin": "null"}),
+    ):
+        assert not any(name.startswith("access-control") for name in answer.headers)
+
+
+def test_the_log_tells_of_requests_and_not_of_what_they_say(http, engine, caplog):
+    with caplog.at_level(logging.INFO, "kvcellar.serve"):
+        answers = [
+            http.post(COMPLETIONS, json=completion("my secret prompt", user="my secret name")),
+            http.get("/v1/models/a%0aINFO%20forged%1b[31m%00"),
+        ]
+        with engine.acting(fail=ValueError("my secret prompt")):
+            answers.append(http.post(COMPLETIONS, json=completion()))
+        answered, missing, failed, failure = logged(caplog, [answer.headers["x-request-id"] for answer in answers], 4)
+    assert "POST /v1/completions 200" in answered
+    assert "404" in missing
+    assert missing.isprintable()
+    assert "unexpected ValueError" in failed
+    assert "500" in failure
+    assert "secret" not in caplog.text
+
+
+def logged(caplog: pytest.LogCaptureFixture, ids: list[str], count: int) -> list[str]:
+    """The lines about these requests; the last of them are written when the answers have already been read."""
+    while True:
+        lines = [record.getMessage() for record in list(caplog.records)]
+        if len(found := [line for one in ids for line in lines if line.startswith(one)]) >= count:
+            return found
+        time.sleep(0.01)
+
+
+def test_every_answer_has_an_id_of_its_own(http):
+    ids = [http.get(path).headers["x-request-id"] for path in ("/health", "/nowhere", "/health")]
+    assert len(set(ids)) == 3

@@ -1,0 +1,160 @@
+"""How a server ends: running requests finish, or are told; a second signal cuts them off; nothing is left running."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from kvcellar.serve import Server, ServeSettings
+from tests.serve.fake_engine import FakeEngine
+from tests.serve.wire import COMPLETIONS, Wire, completion, connected, read_answer, read_to_end, read_until, request
+
+ROOT = Path(__file__).parents[2]
+
+ALONE = """
+from kvcellar.serve import ServeSettings, run
+from tests.serve.fake_engine import FakeEngine, Script
+
+with FakeEngine() as engine:
+    engine.script = Script(answer=b"x" * {tokens}, delay=0.01)
+    run(engine, ServeSettings(port=0), ready=lambda url: print(url, flush=True))
+    print("left", engine.running, flush=True)
+"""
+
+
+class Alone:
+    """A server in a process of its own, which answers each request with `tokens` tokens, one in 10 ms."""
+
+    def __init__(self, tokens: int) -> None:
+        environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "src")]))
+        command = [sys.executable, "-c", ALONE.format(tokens=tokens)]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.port = int(self.process.stdout.readline().rpartition(":")[2])
+
+    def ask(self, *, stream: bool) -> Wire:
+        wire = Wire(self.port)
+        wire.sendall(request(COMPLETIONS, completion(stream=stream, max_tokens=10_000)))
+        return wire
+
+    def end(self) -> tuple[int, str, str]:
+        """Exit code, output and errors, once it has ended by itself."""
+        output, errors = self.process.communicate(timeout=20)
+        return self.process.returncode, output, errors
+
+
+def knock_for_ever(port: int) -> NoReturn:
+    while True:
+        Wire(port).leave()
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def alone() -> Iterator[type[Alone]]:
+    made: list[Alone] = []
+
+    class Counted(Alone):
+        def __init__(self, tokens: int) -> None:
+            super().__init__(tokens)
+            made.append(self)
+
+    yield Counted
+    for server in made:
+        server.process.kill()
+        server.process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_lets_requests_end_and_takes_no_more(alone, number):
+    server = alone(tokens=60)
+    streaming, waiting, idle = server.ask(stream=True), server.ask(stream=False), Wire(server.port)
+    read_until(streaming, b'"text":"x"')
+    server.process.send_signal(number)
+    assert read_to_end(idle) == b""
+    with pytest.raises(ConnectionRefusedError):
+        knock_for_ever(server.port)
+    rest = read_to_end(streaming)
+    assert rest.count(b'"text":"x"') == 59
+    assert b"data: [DONE]" in rest
+    assert json.loads(read_answer(waiting)[1])["choices"][0]["text"] == "x" * 60
+    assert server.end() == (0, "left 0\n", "")
+    for wire in (streaming, waiting, idle):
+        wire.leave()
+
+
+def test_the_second_signal_cuts_them_off(alone):
+    server = alone(tokens=5000)
+    wire = server.ask(stream=True)
+    read_until(wire, b'"text":"x"')
+    server.process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    assert server.process.poll() is None
+    server.process.send_signal(signal.SIGTERM)
+    assert b"[DONE]" not in read_to_end(wire)
+    wire.leave()
+    code, output, errors = server.end()
+    assert (code, output.split()[0]) == (0, "left")
+    assert "Traceback" not in errors
+
+
+def test_what_does_not_end_within_the_drain_is_told_so(engine, shared_engine):
+    with engine.acting(door=threading.Event()):
+        server = Server(shared_engine, ServeSettings(port=0, drain_seconds=0, ping_seconds=0.05))
+        with server, connected(server) as streaming, connected(server) as waiting:
+            streaming.sendall(request(COMPLETIONS, completion(stream=True)))
+            read_until(streaming, b": still here")
+            waiting.sendall(request(COMPLETIONS, completion()))
+            while engine.running < 2:
+                time.sleep(0.01)
+            server.stop()
+            last = read_to_end(streaming)
+            status, body = read_answer(waiting)
+        assert engine.rest()
+    assert b'"code":"shutting_down"' in last
+    assert last.endswith(b"0\r\n\r\n")
+    assert (status, json.loads(body)["error"]["code"]) == (503, "shutting_down")
+    assert engine.cancels == 2
+
+
+def test_stopping_now_waits_for_nobody(engine, shared_engine):
+    with engine.acting(door=threading.Event()), Server(shared_engine, ServeSettings(port=0)) as server:
+        with connected(server) as wire:
+            wire.sendall(request(COMPLETIONS, completion(stream=True)))
+            while not engine.running:
+                time.sleep(0.01)
+            server.stop(now=True)
+            assert read_to_end(wire) == b""
+    assert engine.rest()
+    assert engine.cancels == 1
+
+
+def test_an_engine_that_closes_under_a_running_server_is_a_clear_error():
+    engine = FakeEngine()
+    with Server(engine, ServeSettings(port=0)) as server, connected(server) as wire, connected(server) as late:
+        with engine.acting(door=threading.Event()):
+            wire.sendall(request(COMPLETIONS, completion()))
+            while not engine.running:
+                time.sleep(0.01)
+            engine.close()
+        late.sendall(request(COMPLETIONS, completion()))
+        for answer in (read_answer(wire), read_answer(late)):
+            assert answer[0] == 503
+
+
+def test_a_server_can_be_stopped_twice_and_before_it_began(shared_engine):
+    server = Server(shared_engine, ServeSettings(port=0))
+    server.stop()
+    with server:
+        server.stop()
+        server.stop(now=True)
+    server.stop(now=True)

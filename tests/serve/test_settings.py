@@ -1,0 +1,74 @@
+"""Settings that would leave a door open, or that cannot work, are refused when they are made."""
+
+import hashlib
+
+import pytest
+
+from kvcellar.errors import BadRequest
+from kvcellar.serve import Server, ServeSettings, key_digest
+from tests.serve.fake_engine import FakeEngine
+
+KEYS = (key_digest("secret"),)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.7", "example.com", "2001:db8::1"])
+def test_others_may_reach_us_only_with_a_key_or_when_that_is_said(host):
+    with pytest.raises(BadRequest, match="no API key") as refusal:
+        ServeSettings(host=host)
+    assert refusal.value.param == "host"
+    assert not ServeSettings(host=host, key_digests=KEYS).loopback
+    assert not ServeSettings(host=host, allow_open=True).loopback
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.5", "::1", "localhost"])
+def test_the_loopback_interface_is_open_to_its_own_names(host):
+    settings = ServeSettings(host=host, allowed_hosts=("Box.Internal",))
+    assert settings.hosts is not None
+    assert {"localhost", "127.0.0.1", "[::1]", "box.internal"} <= settings.hosts
+    assert host in settings.hosts or f"[{host}]" in settings.hosts
+
+
+def test_elsewhere_any_name_will_do_unless_some_are_given():
+    assert ServeSettings(host="0.0.0.0", allow_open=True).hosts is None
+    assert ServeSettings(host="0.0.0.0", allow_open=True, allowed_hosts=("a",)).hosts == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("port", -1),
+        ("port", 65536),
+        ("max_body_bytes", 0),
+        ("max_connections", 0),
+        ("max_backlog_events", 0),
+        ("body_seconds", 0),
+        ("write_seconds", -1),
+        ("ping_seconds", float("nan")),
+        ("drain_seconds", -1),
+        ("key_digests", (b"secret",)),
+    ],
+)
+def test_values_that_cannot_work_are_named(name, value):
+    with pytest.raises(BadRequest) as refusal:
+        ServeSettings(**{name: value})
+    assert refusal.value.param == name
+
+
+@pytest.mark.parametrize("key", ["", " ", "a b", "a\n", "\x00", "schlüssel"])
+def test_keys_that_no_client_could_send(key):
+    with pytest.raises(BadRequest):
+        key_digest(key)
+
+
+def test_keys_are_not_kept():
+    settings = ServeSettings(key_digests=KEYS)
+    assert KEYS == (hashlib.sha256(b"secret").digest(),)
+    assert "secret" not in repr(settings)
+    assert repr(KEYS[0]) not in repr(settings)
+
+
+def test_a_port_in_use_is_a_clear_refusal():
+    with FakeEngine() as engine, Server(engine, ServeSettings(port=0)) as server:
+        with pytest.raises(BadRequest, match=f"port {server.port}") as refusal:
+            Server(engine, ServeSettings(port=server.port))
+        assert refusal.value.param == "port"

@@ -1,0 +1,355 @@
+"""Clients that leave, stall, lie or shout, by hand on a socket. What they held is given back, and others are served."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import pytest
+
+from kvcellar.serve import Server, ServeSettings
+from tests.serve.fake_engine import FakeEngine
+from tests.serve.wire import COMPLETIONS, Wire, completion, connected, read_answer, read_to_end, read_until, request
+
+HASTE = 0.15  # seconds that the impatient server gives to anything
+
+
+@pytest.fixture(scope="module")
+def impatient(shared_engine: FakeEngine):
+    settings = ServeSettings(
+        port=0,
+        max_body_bytes=2**20,
+        max_connections=8,
+        max_backlog_events=64,
+        header_seconds=HASTE,
+        body_seconds=HASTE,
+        write_seconds=HASTE,
+        idle_seconds=1,
+        ping_seconds=0.05,
+    )
+    with Server(shared_engine, settings) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def lives_on(server: Server, engine: FakeEngine):
+    yield
+    assert engine.rest()
+    with connected(server) as wire:
+        wire.sendall(request(COMPLETIONS, completion("fine")))
+        status, body = read_answer(wire)
+        assert (status, json.loads(body)["choices"][0]["text"]) == (200, "fine")
+
+
+def shape(status_and_body: tuple[int, bytes]) -> tuple[int, str]:
+    status, body = status_and_body
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return status, error["code"]
+
+
+@pytest.mark.parametrize("rudely", [False, True])
+@pytest.mark.parametrize("cut", [1, 15, 60, -1])
+def test_leaving_before_the_request_is_whole(server, engine, cut, rudely):
+    wire = Wire(server.port)
+    wire.sendall(request(COMPLETIONS, completion())[:cut])
+    wire.leave(rudely=rudely)
+    assert not engine.seen
+
+
+@pytest.mark.parametrize("rudely", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_leaving_before_anything_was_said(server, engine, stream, rudely, prompts):
+    with engine.acting(door=threading.Event()):
+        wire = Wire(server.port)
+        wire.sendall(request(COMPLETIONS, completion(["x"] * prompts, n=2, stream=stream)))
+        while engine.running < prompts:
+            time.sleep(0.005)
+        wire.leave(rudely=rudely)
+        assert engine.rest()
+    assert engine.cancels == prompts
+
+
+@pytest.mark.parametrize("rudely", [False, True])
+def test_leaving_in_the_middle_of_a_stream(server, engine, rudely):
+    with engine.acting(delay=0.005, answer=b"x" * 5000):
+        wire = Wire(server.port)
+        wire.sendall(request(COMPLETIONS, completion(stream=True, max_tokens=5000)))
+        assert read_until(wire, b'"text":"x"').startswith(b"HTTP/1.1 200")
+        wire.leave(rudely=rudely)
+        assert engine.rest()
+    assert engine.cancels == 1
+
+
+def test_leaving_between_two_events(server, engine):
+    door = threading.Event()
+    door.set()
+    with engine.acting(delay=0.01, answer=b"x" * 5000, door=door):
+        wire = Wire(server.port)
+        wire.sendall(request(COMPLETIONS, completion(stream=True, max_tokens=5000)))
+        read_until(wire, b'"text":"x"')
+        door.clear()
+        read_until(wire, b": still here")
+        wire.leave()
+        assert engine.rest()
+    assert engine.cancels == 1
+
+
+def test_leaving_after_the_last_token_cancels_nothing(server, engine):
+    wire = Wire(server.port)
+    wire.sendall(request(COMPLETIONS, completion(stream=True)))
+    read_until(wire, b"[DONE]")
+    wire.leave()
+    assert engine.rest()
+    assert engine.cancels == 0
+
+
+def test_leaving_at_random_moments_leaves_nothing(server, engine):
+    with engine.acting(delay=0.001, answer=b"x" * 500):
+        wires = []
+        for number in range(40):
+            wire = Wire(server.port)
+            wire.sendall(request(COMPLETIONS, completion(stream=number % 2 == 0, max_tokens=500, n=2)))
+            wires.append(wire)
+            if number % 4 == 3:
+                wires.pop(0).leave(rudely=number % 8 == 3)
+        for wire in wires:
+            wire.leave()
+        assert engine.rest()
+
+
+def test_a_client_that_does_not_read_is_cut_and_its_request_cancelled(impatient, engine):
+    answer = bytes(range(32, 127)) * 30
+    asked = completion(["x"] * 20, stream=True, max_tokens=len(answer), logprobs=20)
+    with engine.acting(answer=answer, delay=0.001), socket.socket() as wire:
+        wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        wire.connect(("127.0.0.1", impatient.port))
+        wire.sendall(request(COMPLETIONS, asked))
+        assert engine.cancelled(20)
+        time.sleep(3 * HASTE)  # by then the server has cut the connection
+        found = b""
+        with contextlib.suppress(ConnectionResetError):
+            while got := wire.recv(65536):
+                found += got
+        assert found.startswith(b"HTTP/1.1 200")
+        assert b"[DONE]" not in found
+
+
+def test_a_client_that_reads_slowly_gets_everything(server, engine):
+    answer = bytes(range(32, 127)) * 5
+    with engine.acting(answer=answer), socket.socket() as wire:
+        wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        wire.settimeout(10)
+        wire.connect(("127.0.0.1", server.port))
+        wire.sendall(request(COMPLETIONS, completion(stream=True, max_tokens=len(answer)), "Connection: close"))
+        time.sleep(0.1)
+        found = b""
+        while b"[DONE]" not in found:
+            found += wire.recv(2048)
+    assert found.count(b'"text":') == len(answer) + 1
+    assert engine.cancels == 0
+
+
+@pytest.mark.parametrize("sent", [b"", b"P", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-A: "])
+def test_a_request_that_never_arrives(impatient, sent):
+    with connected(impatient) as wire:
+        wire.sendall(sent)
+        assert shape(read_answer(wire)) == (408, "request_timeout")
+        assert read_to_end(wire) == b""
+
+
+def drip(wire: Wire, data: bytes) -> None:
+    for byte in data:
+        wire.sendall(bytes([byte]))
+        time.sleep(HASTE / 20)
+
+
+def test_a_request_that_arrives_byte_by_byte_gets_no_more_time_for_that(impatient):
+    began = time.monotonic()
+    with connected(impatient) as wire:
+        with pytest.raises(OSError, match=r"Broken pipe|reset"):
+            drip(wire, request("/health", None, "X-Long: " + "x" * 1000))
+    assert time.monotonic() - began < 5
+
+
+def test_the_second_request_of_a_connection_has_its_own_time(impatient):
+    with connected(impatient) as wire:
+        wire.sendall(request("/health"))
+        assert read_answer(wire)[0] == 200
+        time.sleep(2 * HASTE)
+        wire.sendall(b"GET /health")
+        assert shape(read_answer(wire)) == (408, "request_timeout")
+
+
+def test_a_connection_that_is_idle_for_long_is_closed(impatient):
+    with connected(impatient) as wire:
+        wire.sendall(request("/health"))
+        assert read_answer(wire)[0] == 200
+        assert read_to_end(wire) == b""
+
+
+@pytest.mark.parametrize(
+    "framing", [("Content-Length: 100000",), ("Content-Length: 60",), ("Transfer-Encoding: chunked", "Content-Length:")]
+)
+def test_a_body_that_never_ends(impatient, engine, framing):
+    body = json.dumps(completion()).encode()
+    data = body if framing[0].startswith("Content") else b"%x\r\n%s\r\n" % (len(body), body)
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{framing[0]}\r\n\r\n"
+    with connected(impatient) as wire:
+        wire.sendall(head.encode() + data[:50])
+        assert shape(read_answer(wire)) == (408, "request_timeout")
+        assert read_to_end(wire) == b""
+    assert not engine.seen
+
+
+def test_a_chunked_body_is_read(server):
+    body = json.dumps(completion("hello")).encode()
+    with connected(server) as wire:
+        wire.sendall(request(COMPLETIONS, {}, "Transfer-Encoding: chunked").replace(b"Content-Length: 2\r\n", b"")[:-2])
+        for at in range(0, len(body), 7):
+            part = body[at : at + 7]
+            wire.sendall(b"%x\r\n%s\r\n" % (len(part), part))
+        wire.sendall(b"0\r\n\r\n")
+        assert json.loads(read_answer(wire)[1])["choices"][0]["text"] == "hello"
+
+
+def test_a_body_longer_than_it_says_is_the_next_request_and_a_bad_one(server):
+    with connected(server) as wire:
+        wire.sendall(request(COMPLETIONS, completion("one")) + b'{"prompt": "two"}\r\n\r\n')
+        assert json.loads(read_answer(wire)[1])["choices"][0]["text"] == "one"
+        assert shape(read_answer(wire)) == (400, "invalid_http")
+
+
+def test_a_body_shorter_than_it_says_waits_for_the_next_request_and_is_refused(server, engine):
+    data = request(COMPLETIONS, completion("one"))
+    length = len(data.partition(b"\r\n\r\n")[2])
+    with connected(server) as wire:
+        wire.sendall(data.replace(b"Content-Length: %d" % length, b"Content-Length: %d" % (length + 10)))
+        wire.sendall(request("/health"))
+        status, body = read_answer(wire)
+        assert shape((status, body)) == (400, "invalid_json")
+    assert not engine.seen
+
+
+@pytest.mark.parametrize("length", ["2147483648", "9" * 30])
+def test_a_body_that_says_it_is_huge_is_refused_before_it_comes(server, length):
+    with connected(server) as wire:
+        wire.sendall(request(COMPLETIONS, {}, f"Content-Length: {length}")[:-2])
+        assert shape(read_answer(wire))[0] in (400, 413)
+
+
+def test_a_client_gets_to_read_why_its_huge_body_was_refused_and_may_go_on(server):
+    size = 4 * 2**20
+    with connected(server) as wire:
+        wire.sendall(request(COMPLETIONS, {}, f"Content-Length: {size}")[:-2])
+        for _ in range(64):
+            wire.sendall(b" " * (size // 64))
+        assert shape(read_answer(wire)) == (413, "request_too_large")
+        wire.sendall(request("/health"))
+        assert read_answer(wire)[0] == 200
+
+
+def test_a_huge_body_that_never_comes_holds_no_connection(impatient):
+    with connected(impatient) as wire:
+        wire.sendall(request(COMPLETIONS, {}, "Content-Length: 5000000")[:-2] + b"   ")
+        assert shape(read_answer(wire))[0] == 413
+        wire.sendall(b"  ")
+        assert b"200 OK" not in read_to_end(wire)
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X-A: b\r\n" * 10_000 + b"\r\n", 431),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X-A: b\r\n" * 101 + b"\r\n", 431),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-A: " + b"x" * 2**20 + b"\r\n\r\n", 431),
+        (b"GET /" + b"x" * 2**20 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 431),
+        (b"GET /" + b"x" * 2**20, 431),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-A: " + b"x" * 70_000 + b"\r\n\r\n", 431),
+        (b"GET /health HTTP/1.1\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX A: b\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-A: a\x00b\r\n\r\n", 400),
+        (b"GET /he alth HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
+        (b"GET /\xc3\xa9 HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n", 400),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1, 2\r\n\r\n", 400),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: gzip\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
+        (b"\r\n\r\n\r\n", 400),
+        (b"hello\r\n\r\n", 400),
+    ],
+    ids=lambda value: value if isinstance(value, int) else repr(value[:30]),
+)
+def test_what_is_no_http_is_refused_in_the_same_shape(server, head, status):
+    with connected(server) as wire:
+        with contextlib.suppress(OSError):  # it may be refused before it was sent to its end
+            wire.sendall(head)
+        assert shape(read_answer(wire))[0] == status
+
+
+def test_a_broken_chunk_within_a_body_is_refused(server, engine):
+    with connected(server) as wire:
+        wire.sendall(request(COMPLETIONS, {}, "Transfer-Encoding: chunked").replace(b"Content-Length: 2\r\n", b"")[:-2])
+        wire.sendall(b'2\r\n{"\r\nzz\r\n')
+        assert shape(read_answer(wire)) == (400, "invalid_http")
+        assert read_to_end(wire) == b""
+    assert not engine.seen
+
+
+def test_garbage_behind_a_request_that_is_being_answered_does_not_disturb_the_answer(server, engine):
+    with engine.acting(delay=0.005):
+        with connected(server) as wire:
+            wire.sendall(request(COMPLETIONS, completion("hello", stream=True)) + b"\x00garbage\r\n\r\n")
+            assert b"[DONE]" in read_until(wire, b"[DONE]")
+
+
+def test_pipelined_requests_are_answered_in_order(server):
+    with connected(server) as wire:
+        wire.sendall(b"".join(request(COMPLETIONS, completion(text)) for text in ("one", "two", "three")))
+        texts = [json.loads(read_answer(wire)[1])["choices"][0]["text"] for _ in range(3)]
+    assert texts == ["one", "two", "three"]
+
+
+def test_http_1_0_is_answered_and_closed(server):
+    data = request(COMPLETIONS, completion("hi", stream=True)).replace(b"HTTP/1.1", b"HTTP/1.0")
+    with connected(server) as wire:
+        wire.sendall(data)
+        answer = read_to_end(wire)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b"chunked" not in answer
+    assert answer.endswith(b"data: [DONE]\n\n")
+
+
+def test_a_client_that_waits_for_leave_to_send_gets_it_or_the_refusal(server):
+    with connected(server) as wire:
+        head, _, body = request(COMPLETIONS, completion("hi"), "Expect: 100-continue").partition(b"\r\n\r\n")
+        wire.sendall(head + b"\r\n\r\n")
+        assert read_until(wire, b"\r\n\r\n").startswith(b"HTTP/1.1 100")
+        wire.sendall(body)
+        assert read_answer(wire)[0] == 200
+    with connected(server) as wire:
+        wire.sendall(head.replace(b"Content-Length: ", b"Content-Length: 9999999") + b"\r\n\r\n")
+        assert shape(read_answer(wire))[0] == 413
+
+
+def test_an_upgrade_is_not_taken(server):
+    with connected(server) as wire:
+        wire.sendall(request("/health", None, "Connection: Upgrade", "Upgrade: websocket"))
+        assert read_answer(wire)[0] == 200
+
+
+def test_more_connections_than_are_taken_are_told_so(impatient):
+    wires = [Wire(impatient.port) for _ in range(8)]
+    try:
+        with connected(impatient) as wire:
+            assert shape(read_answer(wire)) == (503, "overloaded")
+            assert read_to_end(wire) == b""
+    finally:
+        for wire in wires:
+            wire.leave()
+    with connected(impatient) as wire:
+        wire.sendall(request("/health"))
+        assert read_answer(wire)[0] == 200

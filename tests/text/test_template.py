@@ -1,0 +1,372 @@
+"""Templates: what transformers renders, what a client cannot do with them, and what they themselves cannot do."""
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerFast
+
+from kvcellar.errors import BadRequest, ModelRefused, TemplateFailed
+from kvcellar.text.conversation import Marker, unmarked, unused
+from kvcellar.text.sandbox import CappedEnvironment, Caps
+from kvcellar.text.template import ChatTemplate, Rendered
+from kvcellar.text.tokens import Words
+from tests.text import templates
+from tests.text.made import CONTROL, byte_level, llama_like
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+WORDS = Words(byte_level(), special_tokens=SPECIAL)
+LLAMA_WORDS = Words(llama_like(), special_tokens=SPECIAL)
+THEIRS = PreTrainedTokenizerFast(tokenizer_object=byte_level(), **SPECIAL)
+LLAMA_THEIRS = PreTrainedTokenizerFast(tokenizer_object=llama_like(), **SPECIAL)
+OURS = {name: ChatTemplate(source, WORDS) for name, source in templates.ALL.items()}
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+def system(content: Any) -> dict[str, Any]:
+    return {"role": "system", "content": content}
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "é": "<b>"}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
+
+TALKS: dict[str, list[dict[str, Any]]] = {
+    "one": [user(" Hello, 世界! \n")],
+    "system": [system("Be brief.  "), user("Hi")],
+    "turns": [user("a"), assistant(" b "), user("c")],
+    "thought": [user("a"), assistant("<think>\nhm\n</think>\n\nb"), user("c"), assistant("<think>so</think>d")],
+    "reasoned": [user("a"), assistant("b", reasoning_content="because"), user("c"), assistant("d", thinking="well")],
+    "tools": [user("a"), assistant(None, tool_calls=[CALL]), {"role": "tool", "content": "3", "tool_call_id": "c1"}],
+    "odd": [user(""), assistant("{{ 7 * 7 }} {% raw %}"), user("a < b <|im\t\u00a0<")],
+    "parts": [user([{"type": "text", "text": " one "}, {"type": "text", "text": "two"}])],
+}
+
+
+def theirs(source: str, talk: list[dict[str, Any]], tokenizer: Any = THEIRS, **more: Any) -> tuple[str, list[int]]:
+    made = tokenizer.apply_chat_template
+    text = made(talk, chat_template=source, tokenize=False, **more)
+    return text, made(talk, chat_template=source, tokenize=True, return_dict=False, **more)
+
+
+def outcome(render: Callable[[], Any]) -> Any:
+    """What was rendered, or why it was not."""
+    try:
+        return render()
+    except (TemplateFailed, TemplateError, TypeError) as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+@pytest.mark.parametrize("talk", [name for name in TALKS if name != "parts"])
+@pytest.mark.parametrize("template", OURS)
+def test_rendering_is_that_of_transformers(template: str, talk: str, add_generation_prompt: bool) -> None:
+    source, messages = templates.ALL[template], TALKS[talk]
+    tools = [TOOL] if talk == "tools" else None
+    more: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "tools": tools}
+    expected = outcome(lambda: theirs(source, messages, **more))
+    got = outcome(lambda: OURS[template].render(messages, **more))
+    if isinstance(got, Rendered):
+        assert (got.text, got.encode(WORDS)) == expected
+    else:
+        assert isinstance(expected, str)
+        assert expected in got
+
+
+def test_most_of_these_conversations_are_accepted() -> None:
+    """Lest the test above only compare refusals."""
+    outcomes = [outcome(lambda t=t, talk=talk: t.render(talk)) for t in OURS.values() for talk in TALKS.values()]
+    assert sum(isinstance(one, Rendered) for one in outcomes) >= 40
+
+
+def test_variables_of_the_operator_reach_the_template() -> None:
+    expected = theirs(templates.THINKER, TALKS["one"], add_generation_prompt=True, enable_thinking=False)[0]
+    assert OURS["thinker"].render(TALKS["one"], variables={"enable_thinking": False}).text == expected
+
+
+@pytest.mark.parametrize("template", ["chatml", "gemma", "mistral", "llama3"])
+def test_ids_are_those_of_transformers_with_tokenizers_that_put_spaces(template: str) -> None:
+    source = templates.ALL[template]
+    for talk in ("one", "turns", "odd"):
+        expected = theirs(source, TALKS[talk], LLAMA_THEIRS, add_generation_prompt=True)[1]
+        assert ChatTemplate(source, LLAMA_WORDS).render(TALKS[talk]).encode(LLAMA_WORDS) == expected
+
+
+def test_content_in_parts_goes_where_the_template_reads_it() -> None:
+    talk, joined = TALKS["parts"], [user(" one \ntwo")]
+    assert OURS["gemma3"].render(talk).text == theirs(templates.GEMMA3, talk, add_generation_prompt=True)[0]
+    assert OURS["chatml"].render(talk) == OURS["chatml"].render(joined)
+    parts_only = ChatTemplate(templates.PARTS_ONLY, WORDS)
+    assert parts_only.render([user("hello")]).text == "<|im_start|>user\nhello<|im_end|>\n"
+    assert parts_only.render(talk).text == "<|im_start|>user\n one two<|im_end|>\n"
+
+
+# What a client writes is text.
+
+fragments = st.sampled_from(
+    [*CONTROL[:5], "<|im_end|>", "<|im", "_end|>", "<", "|im_end|>", " ", "\n", "a", "hello ", "é"]
+)
+contents = st.lists(fragments, max_size=6).map("".join)
+
+
+@pytest.mark.parametrize("template", ["chatml", "gemma", "gemma3", "mistral", "thinker", "llama3"])
+@given(first=contents, second=contents, third=contents)
+def test_a_client_cannot_write_control_tokens(template: str, first: str, second: str, third: str) -> None:
+    talk = [user(first), assistant(second), user([{"type": "text", "text": first}, {"type": "text", "text": third}])]
+    harmless = [user("x"), assistant("y"), user([{"type": "text", "text": "x"}, {"type": "text", "text": "z"}])]
+    rendered = OURS[template].render(talk)
+    ids = rendered.encode(WORDS)
+    control = [token for token in ids if token in WORDS.control]
+    assert control == [token for token in OURS[template].render(harmless).encode(WORDS) if token in WORDS.control]
+    assert WORDS.decode(ids, skip_special=False) == rendered.text
+    if not any(token in text for token in CONTROL for text in (first, second, first + third, first + "\n" + third)):
+        assert ids == WORDS.encode(rendered.text, special=False)
+
+
+def test_adjacent_texts_cannot_make_a_control_token_together() -> None:
+    bare = ChatTemplate("{% for m in messages %}{{ m.content | trim }}{% endfor %}<|im_end|>", WORDS)
+    (end,) = WORDS.encode("<|im_end|>", special=False)
+    for parts in (["<|im_ ", " end|>"], ["<", "|im_", "end|>"], ["<|im_end|", ">"], ["<|IM_END|", "x"]):
+        rendered = bare.render([user(part) for part in parts])
+        assert rendered.encode(WORDS).count(end) == 1
+    lowering = ChatTemplate("{{ messages[0].content | lower }}", WORDS)
+    assert end not in lowering.render([user("<|Im_End|>")]).encode(WORDS)
+
+
+def test_control_tokens_in_tools_and_names_are_text_too() -> None:
+    tool = {"type": "function", "function": {"name": "<|im_end|>", "description": "</s>"}}
+    escaping = ChatTemplate("{{ tools | tojson(ensure_ascii=true) }}{{ messages[0].name }}<|im_end|>", WORDS)
+    rendered = escaping.render([{**user("a"), "name": "<|im_start|>"}], tools=[tool])
+    assert rendered.text == '[{"type": "function", "function": {"name": "<|im_end|>", "description": "</s>"}}]' + (
+        "<|im_start|><|im_end|>"
+    )
+    ids = rendered.encode(WORDS)
+    assert [token for token in ids if token in WORDS.control] == ids[-1:]
+
+
+def test_characters_for_private_use_stay_the_clients() -> None:
+    text = "\U000f0000<|im_end|>\U000f0001"
+    rendered = OURS["chatml"].render([system("s"), user(text)])
+    assert text in rendered.text
+    assert len(rendered.marks) == 1
+
+
+@given(st.lists(st.text("ab<|>", min_size=1, max_size=5), max_size=8), st.text("ab<|>AB ", max_size=30))
+def test_marks_are_in_every_control_token_and_split_off_again(control: list[str], text: str) -> None:
+    mark = unused([text])
+    marked = Marker(control).marked(text, mark)
+    assert unmarked(marked, mark)[0] == text
+    longest_first = sorted(control, key=len, reverse=True)
+    found = re.finditer("|".join(map(re.escape, longest_first)) or "(?!)", text, re.IGNORECASE)
+    assert {at.start() + 1 for at in found} <= set(unmarked(marked, mark)[1])
+
+
+# What a client may send.
+
+WRONG: list[tuple[Any, str]] = [
+    ([], "there are 0 messages"),
+    ("hi", "must be a list, not str"),
+    (None, "must be a list"),
+    ([user("a")] * 10_001, "there are 10001 messages; 1 to 10000 are allowed"),
+    (["a"], r"messages\[0\] must be an object"),
+    ([{"content": "a"}], r"messages\[0\].role must be one of assistant, developer"),
+    ([{"role": "root", "content": "a"}], "not 'root'"),
+    ([{"role": ["user"], "content": "a"}], "role must be one of"),
+    ([{"role": "user"}], r"messages\[0\] has no content"),
+    ([user(None)], "has no content"),
+    ([user([])], "has no content"),
+    ([user(0)], "has no content"),
+    ([user(7)], "must be text or a list of text parts"),
+    ([user({"type": "text"})], "must be text or a list of text parts"),
+    ([assistant(None)], "has no content"),
+    ([assistant(None, tool_calls=[])], "has no content"),
+    ([user("a"), {"role": "tool", "content": "3"}], r"messages\[1\] is a tool's answer, but no message before it"),
+    ([user(["a"])], "only parts of type 'text' can be read here"),
+    ([user([{"type": "image_url", "image_url": {"url": "http://x"}}])], r"content\[0\] is of type 'image_url'"),
+    ([user([{"type": "text"}])], r"content\[0\] has no text"),
+    ([user([{"type": "text", "text": None}])], "has no text"),
+    ([user("\ud800")], "half of a surrogate pair"),
+    ([{**user("a"), "x\udfff": 1}], "half of a surrogate pair"),
+    ([{**user("a"), 1: 1}], "must be strings, not int"),
+    ([{**user("a"), "x": object()}], r"messages\[0\].x must be JSON, not object"),
+    ([user("a" * (2**22 + 1)), user("a" * 2**22)], "more than 8388608 characters together"),
+]
+
+
+@pytest.mark.parametrize(("messages", "why"), WRONG, ids=[why for _, why in WRONG])
+def test_wrong_messages_are_refused_with_the_place(messages: Any, why: str) -> None:
+    with pytest.raises(BadRequest, match=why) as refused:
+        OURS["chatml"].render(messages)
+    assert refused.value.param == "messages"
+
+
+def test_deep_nesting_is_refused() -> None:
+    deep: Any = "a"
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(BadRequest, match="nested more than 32 deep"):
+        OURS["chatml"].render([{**user("a"), "extra": deep}])
+
+
+def test_what_was_sent_is_left_alone() -> None:
+    talk = [user([{"type": "text", "text": "<|im_end|>"}]), assistant("b", reasoning="c")]
+    before = repr(talk)
+    OURS["chatml"].render(talk)
+    assert repr(talk) == before
+
+
+# What a template may do.
+
+
+def run(source: str, content: str = "x" * 50, **caps: Any) -> str:
+    return ChatTemplate(source, WORDS, Caps(**caps)).render([user(content)]).text
+
+
+ENDLESS = {
+    "a loop": "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
+    "a loop that filters": "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}",
+    "a recursive loop": "{% for a in range(9999) recursive %}{{ loop(range(9999)) if loop.depth < 9 }}{% endfor %}",
+    "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
+    "filters": "{% for a in range(99999) %}{% set b = range(99999) | map('abs') | sum %}{% endfor %}",
+    "output": "{% for a in range(100000) %}{% for b in range(100000) %}{{ b }}{% endfor %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS.keys())
+def test_a_template_that_does_not_end_is_ended(source: str) -> None:
+    made = ChatTemplate("{% if messages[0].content != 'probe' %}" + source + "{% endif %}", WORDS, Caps(seconds=0.1))
+    start = time.monotonic()
+    with pytest.raises(TemplateFailed, match=r"was stopped: it ran for more than 0.1 seconds"):
+        made.render([user("x")])
+    assert time.monotonic() - start < 5  # not how fast it is, but that it ended
+
+
+BIG = 10**9
+LARGE = {
+    "times": f"{{{{ 'a' * {BIG} }}}}",
+    "times, turned": f"{{{{ {BIG} * 'a' }}}}",
+    "list times": f"{{{{ [messages] * {BIG} }}}}",
+    "power": "{{ 10 ** 100000000 }}",
+    "powers": "{% set ns = namespace(n=9) %}{% for i in range(99) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
+    "center": f"{{{{ 'a' | center({BIG}) }}}}",
+    "center by name": f"{{{{ 'a' | center(width={BIG}) }}}}",
+    "center in map": f"{{{{ ['a'] | map('center', {BIG}) | list }}}}",
+    "ljust": f"{{{{ messages[0].content.ljust({BIG}) }}}}",
+    "zfill": f"{{{{ messages[0]['content'].zfill({BIG}) }}}}",
+    "expandtabs": f"{{{{ '\\t'.expandtabs({BIG}) }}}}",
+    "indent": f"{{{{ 'a\\nb' | indent({BIG}) }}}}",
+    "indent by text": "{{ ('a\n' * 99999) | indent('b' * 9999) }}",
+    "batch": f"{{{{ [1] | batch({BIG}, 0) | list }}}}",
+    "slice": f"{{{{ [1] | slice({BIG}) | list }}}}",
+    "round": f"{{{{ 1.5 | round({BIG}, 'ceil') }}}}",
+    "percent": f"{{{{ '%{BIG}d' % 1 }}}}",
+    "percent star": f"{{{{ '%*d' % ({BIG}, 1) }}}}",
+    "percent named": f"{{{{ '%(a){BIG}d' % {{'a': 1}} }}}}",
+    "percent often": "{{ ('%(a)s' * 99999) % {'a': 'b' * 99999} }}",
+    "format filter": f"{{{{ '%{BIG}d' | format(1) }}}}",
+    "format": f"{{{{ '{{:{BIG}d}}'.format(1) }}}}",
+    "format nested": f"{{{{ '{{:{{}}d}}'.format(1, {BIG}) }}}}",
+    "format often": "{{ ('{0}' * 99999).format('b' * 99999) }}",
+    "replace": "{{ ('a' * 99999) | replace('a', 'b' * 99999) }}",
+    "replace nothing": "{{ ('a' * 99999).replace('', 'b' * 99999) }}",
+    "join": "{{ range(99999) | join('b' * 99999) }}",
+    "join method": "{{ ('b' * 99999).join(range(99999) | map('string')) }}",
+    "tojson": f"{{{{ [[1]] | tojson(indent={BIG}) }}}}",
+    "doubling": "{% set ns = namespace(a='a') %}{% for i in range(99) %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}",
+    "adding": "{% set ns = namespace(a='a') %}{% for i in range(99) %}{% set ns.a = ns.a + ns.a %}{% endfor %}",
+    "nesting": "{% set ns = namespace(a='a') %}{% for i in range(99) %}{% set ns.a = [ns.a, ns.a] %}{% endfor %}",
+    "nesting dicts": "{% set n = namespace(a=0) %}{% for i in range(99) %}{% set n.a = {1: n.a, 2: n.a} %}{% endfor %}",
+    "nesting tuples": "{% set n = namespace(a=0) %}{% for i in range(99) %}{% set n.a = (n.a, n.a) %}{% endfor %}",
+    "quoting": "{% set ns = namespace(a='\"') %}{% for i in range(99) %}{% set ns.a = ns.a | tojson %}{% endfor %}",
+    "a macro's output": "{% macro f() %}{% for i in range(999) %}{{ 'a' * 999999 }}{% endfor %}{% endmacro %}{{ f() }}",
+    "a block's output": "{% set b %}{% for i in range(9999) %}{{ 'a' * 9999999 }}{% endfor %}{% endset %}",
+    "a list of large": "{{ range(9999) | map('center', 9999999) | list | length }}",
+    "output": "{% for i in range(9999) %}{{ 'a' * 99999 }}{% endfor %}",
+    "sum of lists": "{{ ([[1]] * 99999) | sum(start=[]) | length }}",
+}
+
+
+@pytest.mark.parametrize("source", LARGE.values(), ids=LARGE.keys())
+def test_a_template_that_wants_the_whole_memory_is_stopped(source: str) -> None:
+    made = ChatTemplate("{% if messages[0].content != 'probe' %}" + source + "{% endif %}", WORDS)
+    with pytest.raises(TemplateFailed, match=r"was stopped: it (asked for|made more|wrote more)"):
+        made.render([user("x")])
+
+
+FAULTY = {
+    "{{ raise_exception('no ' ~ messages[0].content) }}": "refused these messages: no <|im_end|>",
+    "{{ nothing.at.all }}": "UndefinedError",
+    "{{ 1 / 0 }}": "ZeroDivisionError",
+    "{{ messages[0].content + 1 }}": "TypeError",
+    "{{ 'a'.index('b') }}": "ValueError",
+    "{{ range(100001) }}": "OverflowError",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
+    "{% include 'x' %}": "TypeError",
+    "{{ messages.append(1) }}": "SecurityError",
+    "{{ ''.__class__.__mro__ }}": "SecurityError",
+    "{{ raise_exception.__globals__.re }}": "SecurityError",
+    "{{ 'a'.encode() }}": "encode\\(\\) is not available",
+    "{{ (5).to_bytes(99999999999, 'big') }}": "to_bytes\\(\\) is not available",
+    "{% set messages.x = 1 %}": "cannot assign attribute on non-namespace object",
+}
+
+
+@pytest.mark.parametrize(("source", "why"), FAULTY.items(), ids=FAULTY.keys())
+def test_what_a_template_does_wrong_is_told(source: str, why: str) -> None:
+    made = ChatTemplate(source, WORDS)
+    with pytest.raises(TemplateFailed, match=why) as failed:
+        made.render([user("<|im_end|>")])
+    assert failed.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "source", ["{% for %}", "{{ a", "{% generation %}", "{{ 'a' | urlize }}", "(" * 9 + "{{ (" * 9]
+)
+def test_what_is_no_template_is_refused_at_load(source: str) -> None:
+    with pytest.raises(ModelRefused, match="does not compile"):
+        ChatTemplate(source, WORDS)
+
+
+def test_deep_and_long_sources_are_refused_at_load() -> None:
+    with pytest.raises(ModelRefused, match="does not compile"):
+        ChatTemplate("{{ " + "(" * 9999 + ")" * 9999 + " }}", WORDS)
+    with pytest.raises(ModelRefused, match="has 1048577 characters; 1048576 are allowed"):
+        ChatTemplate("a" * (2**20 + 1), WORDS)
+
+
+def test_a_long_conversation_is_no_trouble() -> None:
+    talk = [user(f"question {n}") if n % 2 == 0 else assistant(f"<think>hm</think>answer {n}") for n in range(2001)]
+    collecting = ChatTemplate(
+        "{% set ns = namespace(all=[]) %}{% for m in messages %}{% set ns.all = ns.all + [m] %}{% endfor %}"
+        "{% for m in ns.all %}{{ m.content }}{% endfor %}",
+        WORDS,
+    )
+    assert collecting.render(talk).text == "".join(m["content"] for m in talk)
+    assert OURS["thinker"].render(talk).text.count("<|im_end|>") == 2001
+
+
+def test_what_a_template_makes_is_counted_once() -> None:
+    source = """{% set ns = namespace(all=[[], (1, 'abc')]) %}{% for i in range(9) %}
+        {% set ns.all = ns.all + [ns.all[0], {'k': [ns.all | length, 'x' * i]}] %}
+        {{ ns.all | tojson }}{% set t = ns.all[-2:] + ns.all[:1] %}{{ t | join('-') ~ [t, t] }}{% endfor %}"""
+    environment = CappedEnvironment(Caps())
+    code = environment.translated(source)
+    for part in environment.run(code, {}):
+        environment.meter.check()
+        assert part
+
+
+def test_runs_do_not_share_anything() -> None:
+    counting = ChatTemplate("{% set ns = namespace(n=0) %}{% set ns.n = ns.n + 1 %}{{ ns.n }}", WORDS)
+    assert [counting.render([user("a")]) for _ in range(2)] == [Rendered("1")] * 2

@@ -6,7 +6,6 @@ told that the server stops. The second cuts them off. The engine stays the calle
 
 import asyncio
 import contextlib
-import logging
 import signal
 import socket
 import threading
@@ -23,9 +22,8 @@ from kvcellar.serve.connection import ServeConfig
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.settings import ServeSettings
 
-log = logging.getLogger("kvcellar.serve")
-
-BACKLOG = 512
+BACKLOG = 512  # connections that wait to be accepted
+LAST_WORDS = 1.0  # seconds for telling clients that the server stops
 
 
 def run(engine: ServedEngine, settings: ServeSettings, *, ready: Callable[[str], None] | None = None) -> None:
@@ -88,6 +86,12 @@ class _Uvicorn(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self.when_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.server_state.tasks:  # cancelled just now, at the end of the drain: they tell their clients
+            await asyncio.wait(set(self.server_state.tasks), timeout=LAST_WORDS)
+        self._cut_all()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:  # type: ignore[override]

@@ -30,7 +30,7 @@ class ServeSettings:
     max_body_bytes: int = 8 * 2**20
     max_header_bytes: int = 64 * 2**10  # request line and headers together
     max_headers: int = 100
-    max_connections: int = 1024
+    max_connections: int = 512  # well below the 1024 files that a process may commonly open
     max_backlog_events: int = 4096  # events of one request that may wait for a client that reads slowly
     header_seconds: float = 15.0  # for a request line and its headers to arrive
     body_seconds: float = 60.0  # for a body to arrive

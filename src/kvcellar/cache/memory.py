@@ -224,7 +224,7 @@ class Memory:
         """Set cells aside for the new tokens of `batch` and say what each may see.
 
         A sequence that is not there yet begins at position 0. Raises `CacheFull` if a group has too few free cells,
-        `BadRequest` if a sequence would not go on where it ends; nothing has changed then.
+        `BadRequest` if a sequence would not go on where it ends. Nothing has changed then, nor if the backend raises.
         """
         self._idle("begin")
         for feed in batch.feeds:
@@ -235,20 +235,17 @@ class Memory:
             if held.cells.free < need:
                 raise CacheFull(held.group.name, need, held.cells.free)
         opened = [feed.seq for feed in batch.feeds if feed.seq not in self._tables]
-        for seq in opened:
-            self._tables[seq] = [Table(held.cells) for held in self._held]
-        taken = [self._take(index, batch) for index in range(len(self._held))]
-        groups = tuple(self._plan_group(index, batch, runs) for index, runs in enumerate(taken))
-        plan = Plan(need, batch.feeds, groups)
-        self._step = _Step(
-            plan,
-            taken,
-            writes=[self._write_plan(runs) for runs in taken],
-            prepared=[h.backend.prepare(g, self.device) for h, g in zip(self._held, groups, strict=True)],
-            columns=[Columns(group, need, self.device) for group in groups],
-            opened=opened,
-        )
-        return plan
+        taken: list[list[list[Run]]] = []
+        try:
+            for seq in opened:
+                self._tables[seq] = [Table(held.cells) for held in self._held]
+            for index in range(len(self._held)):
+                taken.append(self._take(index, batch))
+            self._step = self._lay_out(batch, taken, opened)
+        except BaseException:  # a mask too large for the device, say: what was set aside for this step is given back
+            self._undo(taken, opened)
+            raise
+        return self._step.plan
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store the new tokens' k [T,G,D] and v [T,G,Dv] of one layer, rows as in the plan."""
@@ -293,11 +290,7 @@ class Memory:
         """Forget the step: the memory is as it was before `begin`."""
         step = self._open("abandon")
         self._step = None
-        for held, taken in zip(self._held, step.taken, strict=True):
-            for runs in taken:
-                held.cells.drop(runs)
-        for seq in step.opened:
-            del self._tables[seq]
+        self._undo(step.taken, step.opened)
 
     # -- sequences ----------------------------------------------------------------------------------------------
 
@@ -375,6 +368,25 @@ class Memory:
     def _take(self, index: int, batch: Batch) -> list[list[Run]]:
         cells = self._held[index].cells
         return [cells.take(len(feed.pos), after=self._tables[feed.seq][index].last_cell) for feed in batch.feeds]
+
+    def _lay_out(self, batch: Batch, taken: list[list[list[Run]]], opened: list[int]) -> _Step:
+        groups = tuple(self._plan_group(index, batch, runs) for index, runs in enumerate(taken))
+        return _Step(
+            Plan(batch.tokens, batch.feeds, groups),
+            taken,
+            writes=[self._write_plan(runs) for runs in taken],
+            prepared=[h.backend.prepare(g, self.device) for h, g in zip(self._held, groups, strict=True)],
+            columns=[Columns(group, batch.tokens, self.device) for group in groups],
+            opened=opened,
+        )
+
+    def _undo(self, taken: list[list[list[Run]]], opened: list[int]) -> None:
+        """Give back what a step has set aside so far: `taken` may stop before the last group."""
+        for held, of_group in zip(self._held, taken, strict=False):
+            for runs in of_group:
+                held.cells.drop(runs)
+        for seq in opened:
+            self._tables.pop(seq, None)
 
     def _plan_group(self, index: int, batch: Batch, taken: list[list[Run]]) -> GroupPlan:
         group = self._held[index].group

@@ -26,7 +26,7 @@ from kvcellar.cache.pool import Pool
 from kvcellar.cache.tables import Table
 from kvcellar.contracts import Arrangement, Backend, Layout, Plane
 from kvcellar.errors import BadRequest, CacheFull, NotSupported, UnknownSequence, WrongStage
-from kvcellar.plan import Batch, GroupPlan, Plan, Run, Segment
+from kvcellar.plan import Batch, Feed, GroupPlan, Plan, Run, Segment
 from kvcellar.spans import Span
 
 
@@ -160,6 +160,8 @@ class Memory:
                 device=self.device,
                 arrangement=chosen.arrangement,
             )
+            if any(held.group.name == group.name for held in self._held):
+                raise BadRequest(f"two groups are called {group.name}")
             self._held.append(_Held(group, Cells(cells[group.name]), pool, chosen))
             for layer in group.layers:
                 if layer in self._group_of:
@@ -205,10 +207,15 @@ class Memory:
 
     def can_resume(self, seq: int, pos: int) -> bool:
         """May the next token of `seq` be at `pos`, in every group? Changes nothing."""
-        return self.can_cut(seq, pos) == pos
+        return pos >= 0 and self.can_cut(seq, pos) == pos
 
     def can_cut(self, seq: int, pos: int) -> int:
-        """The largest `kept <= pos` at which all groups can go on once `[kept, end)` is forgotten. Changes nothing."""
+        """The largest `kept <= pos` at which all groups can go on once `[kept, end)` is forgotten. Changes nothing.
+
+        Raises `BadRequest` for a negative `pos`.
+        """
+        if pos < 0:
+            raise BadRequest(f"{pos} is not a position: sequence {seq} begins at 0")
         kept = min(pos, self.length(seq))
         while True:
             agreed = kept
@@ -249,25 +256,27 @@ class Memory:
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store the new tokens' k [T,G,D] and v [T,G,Dv] of one layer, rows as in the plan."""
-        step, index = self._open("put"), self._group_of[layer]
-        if len(k) != step.plan.tokens or len(v) != step.plan.tokens:
-            tokens = step.plan.tokens
-            raise BadRequest(f"layer {layer} was given {len(k)} keys and {len(v)} values; the step has {tokens}")
-        self._held[index].pool.write(layer, step.writes[index], {"k": k, "v": v})
+        step, index = self._open("put"), self._index_of(layer)
+        held = self._held[index]
+        for plane, new in zip(held.group.planes, (k, v), strict=False):
+            if new.shape != (step.plan.tokens, plane.heads, plane.size):  # else a torch that can would broadcast it
+                wanted = [step.plan.tokens, plane.heads, plane.size]
+                raise BadRequest(f"layer {layer} was given {plane.name} {list(new.shape)}; this step stores {wanted}")
+        held.pool.write(layer, step.writes[index], {"k": k, "v": v})
 
     def get(self, layer: int) -> StoredHistory:
         """What the rows of the open step may see in one layer, as stored, the new tokens included."""
-        step, index = self._open("get"), self._group_of[layer]
+        step, index = self._open("get"), self._index_of(layer)
         held = self._held[index]
         return StoredHistory(held.pool, layer, step.plan.groups[index], step.prepared[index], step.columns[index])
 
     def attend(self, layer: int, q: Tensor, scoring: Any) -> Tensor:
         """q [T,H,D] -> [T,H,Dv]: the backend of the layer's group, over what `get` answers."""
-        return self._held[self._group_of[layer]].backend.attend(q, self.get(layer), scoring)
+        return self._held[self._index_of(layer)].backend.attend(q, self.get(layer), scoring)
 
     def attend_dense(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Any) -> Tensor:
         """The same for a layer that computes its k [N,G,D] and v [N,G,Dv] from what `get(layer).dense()` answered."""
-        step, index = self._open("attend_dense"), self._group_of[layer]
+        step, index = self._open("attend_dense"), self._index_of(layer)
         return self._held[index].backend.attend_dense(q, k, v, step.columns[index].visible, scoring)
 
     def commit(self, accepted: Mapping[int, int] | None = None) -> None:
@@ -276,7 +285,7 @@ class Memory:
         What the next token of a sequence cannot need any more is forgotten now, and not before.
         """
         step = self._open("commit")
-        counts = [self._accepted(feed.seq, len(feed.pos), accepted) for feed in step.plan.feeds]
+        counts = self._accepted(step.plan.feeds, accepted or {})
         self._step = None
         for index, held in enumerate(self._held):
             for feed, runs, count in zip(step.plan.feeds, step.taken[index], counts, strict=True):
@@ -358,12 +367,21 @@ class Memory:
             raise UnknownSequence(seq)
         return tables
 
+    def _index_of(self, layer: int) -> int:
+        index = self._group_of.get(layer)
+        if index is None:
+            raise BadRequest(f"layer {layer} is in no group of this memory")
+        return index
+
     @staticmethod
-    def _accepted(seq: int, fed: int, accepted: Mapping[int, int] | None) -> int:
-        count = fed if accepted is None else accepted.get(seq, fed)
-        if not 0 <= count <= fed:
-            raise BadRequest(f"{count} of {fed} new tokens of sequence {seq} cannot be accepted")
-        return count
+    def _accepted(feeds: Sequence[Feed], accepted: Mapping[int, int]) -> list[int]:
+        if strangers := accepted.keys() - {feed.seq for feed in feeds}:
+            raise BadRequest(f"sequences {sorted(strangers)} are not in this step; nothing of them can be accepted")
+        counts = [accepted.get(feed.seq, len(feed.pos)) for feed in feeds]
+        for feed, count in zip(feeds, counts, strict=True):
+            if not 0 <= count <= len(feed.pos):
+                raise BadRequest(f"{count} of {len(feed.pos)} new tokens of sequence {feed.seq} cannot be accepted")
+        return counts
 
     def _take(self, index: int, batch: Batch) -> list[list[Run]]:
         cells = self._held[index].cells

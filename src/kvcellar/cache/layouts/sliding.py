@@ -35,7 +35,7 @@ class Sliding:
         return max(0, end - self.memory)
 
     def can_resume(self, first: int, end: int, pos: int) -> bool:
-        return 0 <= pos <= end and first <= self.lowest(pos)
+        return 0 <= pos <= end and (first <= self.lowest(pos) or self.window == 1)  # a window of 1 needs nothing held
 
     def can_cut(self, first: int, end: int, pos: int) -> int:
         pos = min(pos, end)

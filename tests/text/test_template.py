@@ -1,7 +1,6 @@
 """Templates: what transformers renders, what a client cannot do with them, and what they themselves cannot do."""
 
 import re
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -246,10 +245,8 @@ ENDLESS = {
 @pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS.keys())
 def test_a_template_that_does_not_end_is_ended(source: str) -> None:
     made = ChatTemplate("{% if messages[0].content != 'probe' %}" + source + "{% endif %}", WORDS, Caps(seconds=0.1))
-    start = time.monotonic()
     with pytest.raises(TemplateFailed, match=r"was stopped: it ran for more than 0.1 seconds"):
         made.render([user("x")])
-    assert time.monotonic() - start < 5  # not how fast it is, but that it ended
 
 
 BIG = 10**9

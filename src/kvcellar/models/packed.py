@@ -60,7 +60,7 @@ def _packed(linear: nn.Linear) -> PackedLinear | str:
     if weight.dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return "this CPU has no bfloat16 instructions for oneDNN"
     bias = linear.bias.detach() if linear.bias is not None else None
-    reordered = torch.ops.mkldnn._reorder_linear_weight(weight.to_mkldnn(), 1)
+    reordered = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
     layer = PackedLinear(reordered, bias, linear.in_features, linear.out_features)
     probe = torch.linspace(-1, 1, 3 * linear.in_features, dtype=weight.dtype).view(3, -1)
     for rows in (probe[:1], probe):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from kvcellar.plan import GroupPlan
+    from kvcellar.spans import Span
 
 Arrangement = Literal["token", "head"]  # a plane is stored [cells, heads, size] or [heads, cells, size]
 
@@ -34,6 +35,13 @@ class Layout(Protocol):
         """The largest `kept <= pos` at which one could go on after forgetting `[kept, end)`. 0 is always possible."""
         ...
 
+    def can_shift(self, first: int, end: int, gone: "Span") -> bool:
+        """May what lies behind `gone` move down to its start, where exactly `[first, end)` is held?
+
+        Afterwards every position that the next token sees must be held, and nobody may see what it did not see before.
+        """
+        ...
+
     def most_cells(self, context: int, step: int) -> int:
         """The most cells one sequence of up to `context` positions ever holds, in steps of up to `step` new tokens."""
         ...
@@ -46,6 +54,19 @@ class Plane:
     name: str
     heads: int
     size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """How the vectors of a plane turn with position (RoPE): pair i by `frequencies[i]` radians a position.
+
+    The pairs are elements `start + 2i` and `start + 2i + 1` if interleaved, else `start + i` and `start + n + i` of n
+    pairs. Other elements do not turn. A scale on the whole vector (YaRN) cancels and is not here.
+    """
+
+    frequencies: tuple[float, ...]
+    interleaved: bool = False
+    start: int = 0
 
 
 @dataclass(frozen=True, slots=True)

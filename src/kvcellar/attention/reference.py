@@ -21,7 +21,7 @@ class Reference:
 
     def attend(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
         k, v, visible = history.dense()  # [N,G,D], [N,G,Dv], [T,N]
-        return attend_dense(q, k, v, visible, scoring)
+        return attend_dense(q, k, v, visible, scoring).contiguous()
 
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:
         return attend_dense(q, k, v, visible, scoring)

@@ -14,7 +14,7 @@ A memory has one owner and is not re-entrant: one step is open at a time, and se
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -24,10 +24,12 @@ from torch import Tensor
 from kvcellar.cache.cells import Cells
 from kvcellar.cache.pool import Pool
 from kvcellar.cache.tables import Table
-from kvcellar.contracts import Arrangement, Backend, Layout, Plane
+from kvcellar.contracts import Arrangement, Backend, Layout, Plane, Rotation
 from kvcellar.errors import BadRequest, CacheFull, NotSupported, UnknownSequence, WrongStage
 from kvcellar.plan import Batch, Feed, GroupPlan, Plan, Run, Segment
 from kvcellar.spans import Span
+
+PIECE = 1024  # cells that are turned at once: bounds the scratch memory of a shift
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,8 @@ class Group:
     layout: Layout
     planes: tuple[Plane, ...]  # by convention the first two are named "k" and "v"
     layers: tuple[int, ...]
+    rotations: Mapping[int, Mapping[str, Rotation]] = field(default_factory=dict)  # by layer, plane; others do not turn
+    no_shift: str | None = "nobody has said how its keys turn with position"  # None: positions may change
 
     def bytes_per_cell(self, itemsize: int) -> int:
         return len(self.layers) * itemsize * sum(plane.heads * plane.size for plane in self.planes)
@@ -168,6 +172,7 @@ class Memory:
                     raise BadRequest(f"layer {layer} is in two groups")
                 self._group_of[layer] = index
         self._tables: dict[int, list[Table]] = {}
+        self._derived: dict[int, int] = {}  # by sequence: where the first middle removal was
         self._step: _Step | None = None
 
     # -- looking ------------------------------------------------------------------------------------------------
@@ -318,23 +323,87 @@ class Memory:
         if dst in self._tables:
             self.drop(dst)
         self._tables[dst] = shared
+        if (edited := self._derived.get(src)) is not None and edited < kept:
+            self._derived[dst] = edited
         return kept
 
     def remove(self, seq: int, span: Span) -> int:
-        """Forget `span`, which must reach to the end of the sequence. Answers how many tokens are, or could be, kept.
+        """Forget `span`. What lies behind it moves down, its keys turned to their new positions (context shift).
 
-        An answer below `span.start` means that nothing has changed, because going on at `span.start` would need what is
-        no longer held; removing from the answered position on will work.
+        Answers how many tokens the sequence has now, which is `length - len(span)`. Any smaller answer means that
+        nothing has changed, because going on would need what is no longer held; that many tokens could be kept: remove
+        all from there on, and read what is missing again. Keys that move are written to spare cells first, so other
+        holders of the old ones notice nothing. A sequence that was edited in the middle is *derived*: its K/V still
+        encode what was removed (see `derived`).
+
+        Raises `NotSupported` if the keys of some group cannot be turned exactly, `CacheFull` if there are too few spare
+        cells; nothing has changed then.
         """
         self._idle("remove")
-        tables = self._known(seq)
-        if span.end < self.length(seq):
-            raise NotSupported(f"{span} does not reach the end of sequence {seq} at {self.length(seq)}", kept=0)
+        tables, length = self._known(seq), self.length(seq)
+        if span.end >= length:
+            return self._remove_end(seq, tables, span.start)
+        if not len(span):
+            return length
         kept = self.can_cut(seq, span.start)
-        if kept == span.start or kept == self.length(seq):
+        for held, table in zip(self._held, tables, strict=True):
+            if held.group.no_shift is not None:
+                raise NotSupported(f"{held.group.name} layers cannot be shifted: {held.group.no_shift}", kept)
+            if not held.group.layout.can_shift(table.first, length, span):
+                return kept
+        behind = self._moved(tables, span)
+        for held, table, runs in zip(self._held, tables, behind, strict=True):
+            table.close_over(span, runs)
+            table.forget_below(held.group.layout.keep(table.end))
+        self._derived[seq] = min(span.start, self._derived.get(seq, span.start))
+        return length - len(span)
+
+    def _remove_end(self, seq: int, tables: list[Table], start: int) -> int:
+        kept = self.can_cut(seq, start)
+        if kept == start or kept == self.length(seq):
             for table in tables:
                 table.cut(kept)
+            if kept <= self._derived.get(seq, kept + 1):
+                self._derived.pop(seq, None)
         return kept
+
+    def _moved(self, tables: list[Table], span: Span) -> list[list[Run]]:
+        """For every group, cells with what lies behind `span` as it is at its new positions. All of them, or none.
+
+        Groups whose planes do not turn keep their cells; the others get spare ones, written piece by piece.
+        """
+        sources = [table.parted(max(span.end, table.first)) for table in tables]
+        turning = [bool(held.group.rotations) for held in self._held]
+        needs = [turns * sum(run.n for run in runs) for turns, runs in zip(turning, sources, strict=True)]
+        for held, need in zip(self._held, needs, strict=True):
+            if held.cells.free < need:
+                raise CacheFull(held.group.name, need, held.cells.free)
+        taken: list[list[Run]] = []
+        try:
+            for held, runs, need in zip(self._held, sources, needs, strict=True):
+                if held.group.rotations:
+                    taken.append(held.cells.take(need))
+                    self._turn(held, runs, taken[-1], -len(span))
+                else:
+                    held.cells.hold(runs)
+                    taken.append(runs)
+        except BaseException:
+            for held, runs in zip(self._held, taken, strict=False):
+                held.cells.drop(runs)
+            raise
+        return taken
+
+    def _turn(self, held: _Held, source: Sequence[Run], target: Sequence[Run], by: int) -> None:
+        """Write what the cells of `source` hold into those of `target`, `PIECE` cells at a time in every layer."""
+        old, new = _indices(source, self.device), _indices(target, self.device)
+        for layer in held.group.layers:
+            for start in range(0, len(old), PIECE):
+                piece = slice(start, start + PIECE)
+                held.pool.move(layer, old[piece], new[piece], held.group.rotations.get(layer, {}), by)
+
+    def derived(self, seq: int) -> int | None:
+        """From which position on the K/V of `seq` encode text that was removed; None if they encode just its tokens."""
+        return self._derived.get(seq)
 
     def drop(self, seq: int) -> None:
         """Forget a whole sequence. Never fails for one that is there."""
@@ -342,6 +411,7 @@ class Memory:
         for table in self._known(seq):
             table.cut(0)
         del self._tables[seq]
+        self._derived.pop(seq, None)
 
     def clear(self) -> None:
         """Forget everything, an open step too."""
@@ -438,6 +508,7 @@ class Memory:
                 for cell in range(run.cell, run.end):
                     expected[cell] = expected.get(cell, 0) + 1
             held.cells.check_holders(expected)
+        assert self._derived.keys() <= self._tables.keys()
         for seq, tables in self._tables.items():
             assert len(tables) == len(self._held)
             for held, table in zip(self._held, tables, strict=True):
@@ -445,6 +516,12 @@ class Memory:
                 assert table.end == tables[0].end, f"sequence {seq} ends differently in {held.group.name}"
                 lowest = held.group.layout.lowest(table.end)
                 assert table.first <= lowest, f"sequence {seq} lacks [{lowest},{table.first}) in {held.group.name}"
+
+
+def _indices(runs: Sequence[Run], device: torch.device) -> Tensor:
+    """The cells of `runs`, in order."""
+    cells = [torch.arange(run.cell, run.end, device=device) for run in runs]
+    return torch.cat(cells) if cells else torch.zeros(0, dtype=torch.long, device=device)
 
 
 def _joined(held: tuple[Run, ...], new: list[Run]) -> tuple[Run, ...]:

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvcellar.contracts import Arrangement, Plane
+from kvcellar.cache.turn import turn
+from kvcellar.contracts import Arrangement, Plane, Rotation
 
 
 class Pool:
@@ -55,6 +56,13 @@ class Pool:
                 plane[:, cells] = values.transpose(0, 1)
             else:
                 plane.index_copy_(1, cells, values.to(plane.dtype).transpose(0, 1))
+
+    def move(self, layer: int, source: Tensor, target: Tensor, turns: Mapping[str, Rotation], by: int) -> None:
+        """Copy what cells `source` hold into cells `target` (none of them a source), turned by `by` positions."""
+        for name in self._of[layer]:
+            values = self.read(layer, name, source)
+            rotation = turns.get(name)
+            self.write(layer, target, {name: values if rotation is None else turn(values, rotation, by)})
 
     def read(self, layer: int, name: str, cells: Tensor) -> Tensor:
         """A copy [n,heads,size] of what is stored in `cells`."""

@@ -9,7 +9,9 @@ from bisect import bisect_right
 from collections.abc import Iterable
 
 from kvcellar.cache.cells import Cells
+from kvcellar.cache.layouts.moved import first_after
 from kvcellar.plan import Run
+from kvcellar.spans import Span
 
 
 class Table:
@@ -38,6 +40,14 @@ class Table:
         skip = pos - self._starts[i]
         run = self.runs[i]
         return (Run(run.cell + skip, run.n - skip), *self.runs[i + 1 :])
+
+    def parted(self, pos: int) -> list[Run]:
+        """The cells of [pos, end) as runs that another holder may hold: the cells are divided where they begin."""
+        runs = list(self.since(pos))
+        if runs and runs[0].cell not in {run.cell for run in self.runs}:
+            whole = next(run for run in self.runs if run.cell < runs[0].cell < run.end)
+            self._cells.divide(whole, runs[0].cell - whole.cell)
+        return runs
 
     def append(self, runs: Iterable[Run]) -> None:
         """Take over the holding of `runs`: they become the next positions."""
@@ -76,6 +86,14 @@ class Table:
                 self._cells.drop([rest])
         self.end = min(self.end, pos)
         self.first = min(self.first, self.end)
+
+    def close_over(self, gone: Span, behind: Iterable[Run]) -> None:
+        """What lies behind `gone` is now in the cells `behind`, handed over by the caller, and begins at its start."""
+        first = first_after(self.first, gone)
+        self.cut(gone.start)
+        if not self.runs:
+            self.first = self.end = first
+        self.append(behind)
 
     def share(self, upto: int) -> "Table":
         """Another table over the same cells of [first, upto); every cell gets one more holder."""

@@ -53,7 +53,7 @@ class Built:
             vocab_size=self.vocab_size,
             end_ids=self.loaded.end_ids,
         )
-        return Line(request, sampler, self.voice.output(request.params), tokens)
+        return Line(request, sampler, self.voice.output(request.params, request.prompt), tokens)
 
     def check_fits(self, tokens: int) -> None:
         """Raise `PromptTooLong` if a prompt of so many tokens could never be in memory, even alone."""

@@ -135,6 +135,10 @@ class Engine:
     def decode(self, ids: Sequence[int]) -> str:
         return self._built.voice.decode(ids)
 
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token adds to a text; they may be a part of a character."""
+        return self._built.voice.token_bytes(token)
+
     def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation, ready for the model's answer. Raises `BadRequest`, `TemplateFailed`."""
         return self._built.voice.render(messages)

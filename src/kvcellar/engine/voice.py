@@ -44,9 +44,16 @@ class Voice:
             raise BadRequest("this model has no chat template; give it a prompt instead of messages", "messages")
         return self._template.render(messages).encode(words)
 
-    def output(self, params: SamplingParams) -> Output:
-        """The text of one answer."""
-        return Output(open_stream(self._words) if self._words is not None else None, params.stop)
+    def output(self, params: SamplingParams, prompt: Sequence[int]) -> Output:
+        """The text of one answer: what is to be written behind the prompt's text."""
+        if self._words is None:
+            return Output(None, params.stop)
+        after = prompt[-1:] if prompt[-1] not in self._words.special_ids else ()
+        return Output(open_stream(self._words, after=after), params.stop)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token adds to a text; they may be a part of a character."""
+        return self._known().token_bytes(token)
 
     def _known(self) -> Words:
         if self._words is None:

@@ -75,12 +75,19 @@ class Guest:
         """A memory of this model's shape."""
         return Memory(self.shape.groups, cells=cells, dtype=self.dtype, device=self.device, backend=self.backends)
 
+    def seen(self, positions: Tensor) -> int | Tensor:
+        """What the model is told when it asks how many tokens came before its rows at `positions` [T].
+
+        With a range over the rows added, the answer gives the real positions. Code that wants a number is told 0.
+        """
+        return positions - torch.arange(len(positions), device=positions.device) if self._offsets else 0
+
     @torch.inference_mode()
     def forward(self, memory: Memory, plan: Plan, ids: Tensor, want: Tensor) -> Tensor:
         """Run the open step of `memory`: ids [T] -> logits [len(want), V] of the rows in `want`."""
         positions = torch.tensor(plan.positions, dtype=torch.long, device=self.device)
         if self.mode == "flat":
-            door = FlatDoor(memory, positions, self.shape.bindings, offsets=self._offsets)
+            door = FlatDoor(memory, self.seen(positions), self.shape.bindings)
         else:
             door = SoloDoor(memory, plan)
         with opened(door) as cache:

@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache
 
 from kvcellar.cache.memory import Memory
 from kvcellar.contracts import Scoring
-from kvcellar.errors import ModelRefused, NotSupported
+from kvcellar.errors import ModelRefused
 from kvcellar.plan import Plan
 
 ATTENTION = "kvcellar"  # our name in transformers' registries
@@ -100,24 +100,24 @@ class GuestCache(Cache):
         return self._door.mask_sizes(query_length, layer_idx)
 
     def _recurrent(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotSupported("this model keeps recurrent or convolution state, which is not served yet")
+        raise ModelRefused("it keeps recurrent or convolution state beside keys and values, which is not served yet")
 
     get_conv_state = update_conv_state = get_recurrent_state = update_recurrent_state = _recurrent
     has_previous_state = is_recording_past = _recurrent
 
     def update_indexer(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotSupported("this model selects keys with an indexer of its own, which is not served yet")
+        raise ModelRefused("it selects keys with an indexer of its own, which is not served yet")
 
 
 def scoring_of(q: Tensor, extras: Mapping[str, Any]) -> Scoring:
-    """From the keyword arguments of an attention call. Raises `NotSupported` for any that we do not know."""
+    """From the keyword arguments of an attention call. Raises `ModelRefused` for any that we do not know."""
     unknown = {
         name
         for name, value in extras.items()
         if name not in _READ and name not in _HARMLESS and value is not None and value is not False
     }
     if unknown:
-        raise NotSupported(f"its attention is called with {sorted(unknown)}, which we do not know how to honour")
+        raise ModelRefused(f"its attention is called with {sorted(unknown)}, which we do not know how to honour")
     scale = extras.get("scaling")
     softcap = extras.get("softcap")
     return Scoring(
@@ -155,11 +155,8 @@ class Binding:
 class FlatDoor:
     """All sequences of the open step in one row. K/V are written and read here."""
 
-    def __init__(
-        self, memory: Memory, positions: Tensor, bindings: Mapping[nn.Module, Binding], *, offsets: bool
-    ) -> None:
-        self._memory, self._bindings = memory, bindings
-        self._positions, self._offsets = positions, offsets  # [T]
+    def __init__(self, memory: Memory, seen: int | Tensor, bindings: Mapping[nn.Module, Binding]) -> None:
+        self._memory, self._seen, self._bindings = memory, seen, bindings
         self._expanded = frozenset(b.layer for b in bindings.values() if not b.direct)
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -170,7 +167,9 @@ class FlatDoor:
         return stored_k.transpose(0, 1)[None].to(k.dtype), stored_v.transpose(0, 1)[None].to(v.dtype)
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scoring: Scoring) -> Tensor:
-        binding = self._bindings[module]
+        binding = self._bindings.get(module)
+        if binding is None:
+            raise ModelRefused(f"{type(module).__name__} attends, and did not when the model's shape was learned")
         rows = q[0].transpose(0, 1)  # [T,H,D]
         if binding.direct:
             return self._memory.attend(binding.layer, rows, scoring)[None]
@@ -180,10 +179,7 @@ class FlatDoor:
         return torch.ones(1, 1, q_length, 1, dtype=torch.bool, device=device)  # nobody reads it: the plan knows
 
     def seen(self, layer: int) -> int | Tensor:
-        """[T]: with a range over the rows added, these are the real positions. Code that wants a number is told 0."""
-        if not self._offsets:
-            return 0
-        return self._positions - torch.arange(len(self._positions), device=self._positions.device)
+        return self._seen
 
     def mask_sizes(self, q_length: int, layer: int) -> tuple[int, int]:
         return q_length, 0

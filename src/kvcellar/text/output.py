@@ -9,7 +9,7 @@ from kvcellar.text.stream import TextStream
 
 
 class Output:
-    """One answer's text. Without a stream (a model that has no tokenizer) there is none, and tokens are all there is."""
+    """One answer's text. Without a stream (a model that has no tokenizer) there is none, only tokens."""
 
     def __init__(self, stream: TextStream | None, stops: tuple[str, ...]) -> None:
         self._stream, self._stops = stream, StopFinder(stops)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from kvcellar.spans import Span
+
 
 @dataclass(frozen=True, slots=True)
 class Causal:
@@ -21,6 +23,9 @@ class Causal:
 
     def can_cut(self, first: int, end: int, pos: int) -> int:
         return min(pos, end) if first == 0 else 0
+
+    def can_shift(self, first: int, end: int, gone: Span) -> bool:
+        return first == 0
 
     def most_cells(self, context: int, step: int) -> int:
         return context

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
+from kvcellar.cache.layouts.moved import first_after
 from kvcellar.errors import BadRequest
+from kvcellar.spans import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,12 @@ class Chunked:
         """The first token of a chunk needs nothing before it, so the start of a chunk is always a place to go on."""
         pos = min(pos, end)
         return pos if self.can_resume(first, end, pos) else self.lowest(pos)
+
+    def can_shift(self, first: int, end: int, gone: Span) -> bool:
+        """Only whole chunks may go: else tokens of two chunks would come to lie in one and see each other."""
+        whole = gone.start % self.size == 0 and len(gone) % self.size == 0
+        after = end - len(gone)
+        return whole and (first_after(first, gone) <= self.lowest(after) or self.lowest(after) == after)
 
     def most_cells(self, context: int, step: int) -> int:
         return min(context, self.size + step)

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
+from kvcellar.cache.layouts.moved import first_after
 from kvcellar.errors import BadRequest
+from kvcellar.spans import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,10 @@ class Sliding:
     def can_cut(self, first: int, end: int, pos: int) -> int:
         pos = min(pos, end)
         return pos if self.can_resume(first, end, pos) else 0
+
+    def can_shift(self, first: int, end: int, gone: Span) -> bool:
+        """The window of the next token must not reach below what is held, once it has closed over the gap."""
+        return first_after(first, gone) <= self.lowest(end - len(gone))
 
     def most_cells(self, context: int, step: int) -> int:
         return min(context, self.memory + step)

@@ -1,0 +1,34 @@
+"""turn: keys as they would be at other positions. RoPE turns pairs of elements by angles that grow with position.
+
+A key stored at position p and turned by d positions equals the key of the same token computed at p + d, because turning
+by an angle and then by another is turning by their sum (RoFormer, arXiv 2104.09864, section 3.2). Angles and products
+are float32 or wider; a key of lower precision loses one rounding each time it is turned.
+"""
+
+import torch
+from torch import Tensor
+
+from kvcellar.contracts import Rotation
+
+
+def turn(x: Tensor, rotation: Rotation, by: int) -> Tensor:
+    """x [n,heads,size], turned by `by` positions (negative: back). A new tensor of the same dtype."""
+    pairs = len(rotation.frequencies)
+    # Angles in float64: at by = 100 000 a float32 product is off by more than a bfloat16 rounding.
+    angle = torch.tensor(rotation.frequencies, dtype=torch.float64, device=x.device) * by  # [pairs]
+    wide = torch.float64 if x.dtype is torch.float64 else torch.float32
+    cos, sin = angle.cos().to(wide), angle.sin().to(wide)
+    out = x.to(wide, copy=True)
+    left, right = _pairs(out, rotation, pairs)
+    a, b = left.clone(), right.clone()
+    left.copy_(a * cos - b * sin)
+    right.copy_(b * cos + a * sin)
+    return out.to(x.dtype)
+
+
+def _pairs(x: Tensor, rotation: Rotation, pairs: int) -> tuple[Tensor, Tensor]:
+    """Views [n,heads,pairs] of the two elements of every pair."""
+    start, end = rotation.start, rotation.start + 2 * pairs
+    if rotation.interleaved:
+        return x[..., start:end:2], x[..., start + 1 : end : 2]
+    return x[..., start : start + pairs], x[..., start + pairs : end]

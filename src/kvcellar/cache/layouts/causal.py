@@ -19,7 +19,7 @@ class Causal:
         return 0
 
     def can_resume(self, first: int, end: int, pos: int) -> bool:
-        return first == 0 and 0 <= pos <= end
+        return 0 <= pos <= end and (first == 0 or pos == 0)
 
     def can_cut(self, first: int, end: int, pos: int) -> int:
         return min(pos, end) if first == 0 else 0

@@ -37,7 +37,8 @@ class Sliding:
         return max(0, end - self.memory)
 
     def can_resume(self, first: int, end: int, pos: int) -> bool:
-        return 0 <= pos <= end and (first <= self.lowest(pos) or self.window == 1)  # a window of 1 needs nothing held
+        """The token at 0, and any under a window of 1, needs nothing before it."""
+        return 0 <= pos <= end and (first <= self.lowest(pos) or self.lowest(pos) == pos)
 
     def can_cut(self, first: int, end: int, pos: int) -> int:
         pos = min(pos, end)

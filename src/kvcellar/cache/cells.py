@@ -7,7 +7,8 @@ Always true:
   * pieces cover [1, capacity] without gap or overlap, linked in order;
   * a piece is free exactly when its `holders` is 0, and no two free pieces touch;
   * `free` is the sum of the lengths of the free pieces, each of which is in the bin of its size;
-  * a run that somebody holds starts where a piece starts, and all its cells have at least one holder.
+  * a run that somebody holds starts where a piece starts, and all its cells have at least one holder;
+  * pieces that touch have different numbers of holders, unless a run begins where they meet.
 """
 
 from collections.abc import Iterable
@@ -18,10 +19,11 @@ from kvcellar.plan import Run
 class Piece:
     """Cells [start, end) with the same number of holders."""
 
-    __slots__ = ("end", "holders", "next", "prev", "start")
+    __slots__ = ("begins", "end", "holders", "next", "prev", "start")
 
     def __init__(self, start: int, end: int, holders: int) -> None:
         self.start, self.end, self.holders = start, end, holders
+        self.begins = 0  # how many held runs begin here; if none, the piece may be joined to the one before
         self.prev: Piece | None = None
         self.next: Piece | None = None
 
@@ -70,7 +72,7 @@ class Cells:
         return runs
 
     def _claim(self, piece: Piece, skip: int, n: int) -> Run:
-        """Take `n` cells of a free piece, `skip` from its start. A sole holder's piece before them grows instead."""
+        """Take `n` cells of a free piece, `skip` from its start; what is left on either side stays free."""
         self._unshelve(piece)
         if skip:
             piece = self._split(piece, piece.start + skip)
@@ -78,21 +80,17 @@ class Cells:
             self._shelve(piece.prev)
         if len(piece) > n:
             self._shelve(self._split(piece, piece.start + n))
-        piece.holders = 1
+        piece.holders = piece.begins = 1
         self.free -= n
         return Run(piece.start, n)
 
-    def weld(self, cell: int, since: int) -> None:
-        """The pieces that meet at `cell` become one, if one holder alone holds both and the left begins at `since` or
-        later.
+    def weld(self, cell: int) -> None:
+        """The run that began at `cell` is now the end of the run before it: its holder calls this when they have met.
 
-        The holder calls this when a run that it holds since cell `since` has grown across `cell`: so a sequence written
-        one token at a time stays one piece.
+        So a sequence written one token at a time stays one piece.
         """
-        right = self._at[cell]
-        left = right.prev
-        if left is not None and left.holders == right.holders == 1 and left.start >= since:
-            self._join(left, right)
+        self._at[cell].begins -= 1
+        self._mend(cell)
 
     # -- holders ------------------------------------------------------------------------------------------------
 
@@ -101,18 +99,33 @@ class Cells:
         for run in runs:
             for piece in self._pieces(run):
                 piece.holders += 1
+            self._at[run.cell].begins += 1
 
     def drop(self, runs: Iterable[Run]) -> None:
         """One holder less; what nobody holds any more is free."""
         for run in runs:
-            for piece in self._pieces(run):
-                assert piece.holders > 0, f"cells {piece.start}..{piece.end - 1} were given back twice"
-                piece.holders -= 1
-                if piece.holders == 0:
-                    self._release(piece)
+            self._at[run.cell].begins -= 1
+            self._let_go(run)
+
+    def hold_behind(self, run: Run, n: int) -> Run:
+        """One more holder for what lies behind the first `n` cells of a held run, which is answered; 0 < n < run.n."""
+        _, behind = self._part(run, n)
+        self.hold([behind])
+        return behind
 
     def divide(self, run: Run, n: int) -> tuple[Run, Run]:
-        """The first `n` cells of a held run and the others, as two runs that can be given back apart; 0 < n < run.n."""
+        """The first `n` cells of a held run and the others, as two held runs; 0 < n < run.n."""
+        left, right = self._part(run, n)
+        self._at[right.cell].begins += 1
+        return left, right
+
+    def shorten(self, run: Run, n: int) -> Run:
+        """Keep the first `n` cells of a held run and give back the others; 0 < n < run.n."""
+        left, right = self._part(run, n)
+        self._let_go(right)
+        return left
+
+    def _part(self, run: Run, n: int) -> tuple[Run, Run]:
         left, right = Run(run.cell, n), Run(run.cell + n, run.n - n)
         self._pieces(left)
         return left, right
@@ -146,6 +159,26 @@ class Cells:
         if right.next is not None:
             right.next.prev = left
         del self._at[right.start]
+
+    def _let_go(self, run: Run) -> None:
+        """One holder less for cells at whose start no run of that holder begins any more."""
+        pieces = self._pieces(run)
+        borders = [*(piece.start for piece in pieces), run.end]
+        for piece in pieces:
+            assert piece.holders > 0, f"cells {piece.start}..{piece.end - 1} were given back twice"
+            piece.holders -= 1
+            if piece.holders == 0:
+                self._release(piece)
+        for border in borders:
+            self._mend(border)
+
+    def _mend(self, cell: int) -> None:
+        """Join the pieces that meet at `cell`, if their cells have as many holders and no run begins there."""
+        piece = self._at.get(cell)
+        if piece is None or piece.begins or piece.holders == 0:
+            return
+        if piece.prev is not None and piece.prev.holders == piece.holders:
+            self._join(piece.prev, piece)
 
     def _release(self, piece: Piece) -> None:
         self.free += len(piece)
@@ -188,16 +221,27 @@ class Cells:
             if piece.holders == 0:
                 assert before is None or before.holders, f"two free pieces meet at {at}"
                 free += len(piece)
+            elif not piece.begins:
+                assert before is not None, "nobody's run begins at the first cell, and it is held"
+                assert before.holders not in (0, piece.holders), f"the pieces that meet at {at} could be one"
             at, before, piece, seen = piece.end, piece, piece.next, seen + 1
         assert at == self.capacity + 1, f"pieces end at {at}, the cells at {self.capacity + 1}"
         assert free == self.free, f"{free} cells are free, {self.free} were counted"
         assert seen == len(self._at), "there are pieces outside the chain"
         assert sum(map(len, self._bins.values())) == sum(p.holders == 0 for p in self._at.values())
 
-    def check_holders(self, expected: dict[int, int]) -> None:
-        """Assert that every cell has just the holders it is expected to have; a cell not named should be free."""
+    def check_holders(self, runs: Iterable[Run]) -> None:
+        """Assert that `runs` are all that is held: every cell has as many holders as there are runs over it."""
+        expected: dict[int, int] = {}
+        begins: dict[int, int] = {}
+        for run in runs:
+            assert run.cell in self._at, f"{run} begins within a piece"
+            begins[run.cell] = begins.get(run.cell, 0) + 1
+            for cell in range(run.cell, run.end):
+                expected[cell] = expected.get(cell, 0) + 1
         piece = self._head
         while piece is not None:
+            assert piece.begins == begins.get(piece.start, 0), f"{piece.begins} runs should begin at {piece.start}"
             for cell in range(piece.start, piece.end) if piece.holders else ():
                 assert expected.get(cell, 0) == piece.holders, (
                     f"cell {cell} has {piece.holders} holders, {expected.get(cell, 0)} are known"

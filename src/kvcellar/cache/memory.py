@@ -372,7 +372,7 @@ class Memory:
 
         Groups whose planes do not turn keep their cells; the others get spare ones, written piece by piece.
         """
-        sources = [table.parted(max(span.end, table.first)) for table in tables]
+        sources = [table.since(max(span.end, table.first)) for table in tables]
         turning = [bool(held.group.rotations) for held in self._held]
         needs = [turns * sum(run.n for run in runs) for turns, runs in zip(turning, sources, strict=True)]
         for held, need in zip(self._held, needs, strict=True):
@@ -380,13 +380,12 @@ class Memory:
                 raise CacheFull(held.group.name, need, held.cells.free)
         taken: list[list[Run]] = []
         try:
-            for held, runs, need in zip(self._held, sources, needs, strict=True):
+            for held, table, runs, need in zip(self._held, tables, sources, needs, strict=True):
                 if held.group.rotations:
                     taken.append(held.cells.take(need))
                     self._turn(held, runs, taken[-1], -len(span))
                 else:
-                    held.cells.hold(runs)
-                    taken.append(runs)
+                    taken.append(table.hold_since(max(span.end, table.first)))
         except BaseException:
             for held, runs in zip(self._held, taken, strict=False):
                 held.cells.drop(runs)
@@ -500,14 +499,10 @@ class Memory:
         """Assert every invariant of the memory, its tables and its cells."""
         for index, held in enumerate(self._held):
             held.cells.check()
-            expected: dict[int, int] = {}
             runs = [run for tables in self._tables.values() for run in tables[index].runs]
             if self._step is not None:
                 runs += [run for of_feed in self._step.taken[index] for run in of_feed]
-            for run in runs:
-                for cell in range(run.cell, run.end):
-                    expected[cell] = expected.get(cell, 0) + 1
-            held.cells.check_holders(expected)
+            held.cells.check_holders(runs)
         assert self._derived.keys() <= self._tables.keys()
         for seq, tables in self._tables.items():
             assert len(tables) == len(self._held)

@@ -41,12 +41,17 @@ class Table:
         run = self.runs[i]
         return (Run(run.cell + skip, run.n - skip), *self.runs[i + 1 :])
 
-    def parted(self, pos: int) -> list[Run]:
-        """The cells of [pos, end) as runs that another holder may hold: the cells are divided where they begin."""
+    def hold_since(self, pos: int) -> list[Run]:
+        """The cells of [pos, end), where first <= pos <= end, with one more holder: the caller."""
         runs = list(self.since(pos))
-        if runs and runs[0].cell not in {run.cell for run in self.runs}:
-            whole = next(run for run in self.runs if run.cell < runs[0].cell < run.end)
-            self._cells.divide(whole, runs[0].cell - whole.cell)
+        if not runs:
+            return runs
+        whole = self.runs[-len(runs)]
+        if whole.cell == runs[0].cell:
+            self._cells.hold(runs)
+        else:
+            self._cells.hold_behind(whole, runs[0].cell - whole.cell)
+            self._cells.hold(runs[1:])
         return runs
 
     def append(self, runs: Iterable[Run]) -> None:
@@ -55,7 +60,7 @@ class Table:
             if self.runs and self.runs[-1].end == run.cell:
                 last = self.runs[-1]
                 self.runs[-1] = Run(last.cell, last.n + run.n)
-                self._cells.weld(run.cell, since=last.cell)
+                self._cells.weld(run.cell)
             else:
                 self.runs.append(run)
                 self._starts.append(self.end)
@@ -64,15 +69,14 @@ class Table:
     def forget_below(self, pos: int) -> None:
         """Give back the cells of [first, pos); the table begins at `pos` afterwards."""
         while self.first < pos and self.runs:
-            run = self.runs[0]
-            gone = min(run.n, pos - self.first)
-            self._cells.drop([Run(run.cell, gone)])
-            self.first += gone
-            if gone == run.n:
-                del self.runs[0], self._starts[0]
+            gone = self.runs[0]
+            if gone.n > pos - self.first:
+                gone, self.runs[0] = self._cells.divide(gone, pos - self.first)
+                self._starts[0] = pos
             else:
-                self.runs[0] = Run(run.cell + gone, run.n - gone)
-                self._starts[0] = self.first
+                del self.runs[0], self._starts[0]
+            self._cells.drop([gone])
+            self.first += gone.n
 
     def cut(self, pos: int) -> None:
         """Give back the cells of [pos, end). Cut below `first`, the table is empty and begins at `pos`."""
@@ -82,8 +86,7 @@ class Table:
         if self.runs:
             run, kept = self.runs[-1], pos - self._starts[-1]
             if kept < run.n:
-                self.runs[-1], rest = self._cells.divide(run, kept)
-                self._cells.drop([rest])
+                self.runs[-1] = self._cells.shorten(run, kept)
         self.end = min(self.end, pos)
         self.first = min(self.first, self.end)
 

@@ -17,7 +17,8 @@ from kvcellar.engine.scheduler import Scheduler
 from kvcellar.engine.settings import SHARE_OF_FREE, Capacity, Demand, Settings, free_cpu_bytes, resolve_capacity
 from kvcellar.engine.voice import Voice
 from kvcellar.errors import BadRequest, PromptTooLong
-from kvcellar.models.guest import Guest, adopt, context_of, embedding_rows
+from kvcellar.models.facts import context_of, embedding_rows
+from kvcellar.models.guest import Guest, adopt
 from kvcellar.models.load import Loaded, load
 from kvcellar.models.packed import Packing, pack
 from kvcellar.sample.choice import Choice
@@ -77,9 +78,9 @@ def build(model: "str | Path | PreTrainedModel | None", settings: Settings) -> B
     cellar = Cellar(memory)
     layouts = {group.name: group.layout for group in memory.groups}
     scheduler = Scheduler(
-        cellar, layouts, context=context, max_sequences=settings.max_sequences, step_tokens=settings.step_tokens
+        cellar, layouts, max_sequences=settings.max_sequences, step_tokens=settings.step_tokens
     )
-    loop = Loop(cellar, scheduler, threads=settings.threads)
+    loop = Loop(cellar, scheduler, context=context, threads=settings.threads)
 
     def twin(line: Line, choice: int) -> Line:
         return built.line(line.request, list(line.tokens), line.choice.seed, choice)

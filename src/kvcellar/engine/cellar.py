@@ -6,13 +6,17 @@ Always true:
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import TYPE_CHECKING
 
-from kvcellar.cache.memory import Memory
 from kvcellar.engine.request import Line
+from kvcellar.errors import CacheFull, NotSupported
 from kvcellar.spans import Span
+
+if TYPE_CHECKING:
+    from kvcellar.cache.memory import Memory
 
 
 @dataclass(slots=True)
@@ -24,9 +28,9 @@ class Rest:
 
 
 class Cellar:
-    """Owns the sequence numbers. `busy(session)` says whether a request of that session is under way."""
+    """Owns the sequence numbers. A session is a number, too; at most one line of it runs at a time."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: "Memory") -> None:
         self.memory = memory
         self._numbers = count(1)
         self._resting: dict[int, Rest] = {}  # by session, the least recently used first
@@ -36,31 +40,63 @@ class Cellar:
 
     # -- lines --------------------------------------------------------------------------------------------------
 
+    def known(self, line: Line) -> int:
+        """How many of a waiting line's tokens are in memory already. Changes nothing."""
+        return self._source(line)[1]
+
     def admit(self, line: Line) -> int:
         """Give `line` a sequence with as much of its beginning as memory knows; at least one token stays unread."""
-        line.seq = next(self._numbers)
-        line.request.admitted = line.request.admitted or time.perf_counter()
-        most = len(line.tokens) - 1
-        known = self._of_session(line, most) or self._of_sibling(line, most)
-        line.request.cached = max(line.request.cached, min(known, len(line.request.prompt)))
+        seq, known = self._source(line)
+        rest = self._resting.pop(line.request.session, None) if line.request.session is not None else None
+        if rest is not None:
+            line.seq = rest.seq
+            self.memory.remove(rest.seq, Span(known, self.memory.length(rest.seq)))
+        else:
+            line.seq = next(self._numbers)
+            if seq is not None:
+                self.memory.fork(seq, line.seq, known)
+        if line.request.admitted is None:  # what a preempted line finds again is no news to its request
+            line.request.admitted = time.perf_counter()
+            line.request.cached = known
         return known
 
-    def _of_session(self, line: Line, most: int) -> int:
-        session = line.request.session
-        rest = self._resting.pop(session, None) if session is not None else None
-        if rest is None:
-            return 0
-        line.seq = rest.seq
-        kept = self.memory.can_cut(rest.seq, min(most, common_prefix(rest.tokens, line.tokens)))
-        return self.memory.remove(rest.seq, Span(kept, max(kept, self.memory.length(rest.seq))))
-
-    def _of_sibling(self, line: Line, most: int) -> int:
-        """A preempted answer finds its prompt in the memory of another answer of the same request."""
+    def _source(self, line: Line) -> tuple[int | None, int]:
+        """The sequence that `line` can go on from, and how many tokens it has of it: its session's, or, for an answer
+        that was preempted, that of another answer of the same request."""
+        most = len(line.tokens) - 1
+        if line.request.session is not None:
+            rest = self._resting.get(line.request.session)
+            return (rest.seq, self._common(rest.seq, rest.tokens, line, most)) if rest is not None else (None, 0)
+        best: tuple[int | None, int] = (None, 0)
         for other in line.request.lines:
-            if other is not line and other.seq is not None and line.seq is not None:
-                upto = min(most, other.read, common_prefix(other.tokens, line.tokens))
-                return self.memory.fork(other.seq, line.seq, upto)
-        return 0
+            if other.seq is not None and other.read > best[1]:
+                known = self._common(other.seq, other.tokens, line, min(most, other.read))
+                best = max(best, (other.seq, known), key=lambda found: found[1])
+        return best
+
+    def _common(self, seq: int, tokens: list[int], line: Line, most: int) -> int:
+        edited = self.memory.derived(seq)  # from there on its K/V are of a text that nobody can ask for again
+        known = min(most, common_prefix(tokens, line.tokens))
+        return self.memory.can_cut(seq, known if edited is None else min(known, edited))
+
+    def make_room(self, line: Line, context: int) -> bool:
+        """The line has come to the end of the context: forget its oldest part behind what it keeps (context shift).
+
+        What lies behind moves down. False where memory cannot do that exactly: the tokens are forgotten all the same,
+        and the line has to read what is left of them again.
+        """
+        assert line.seq is not None
+        span = line.excess(context)
+        assert span is not None, "a line without anything to forget should have ended"
+        try:
+            left = self.memory.remove(line.seq, span)
+        except (NotSupported, CacheFull):
+            left = 0
+        moved = left == line.read - len(span)
+        if moved:
+            line.read = left
+        line.forget(span)
+        return moved
 
     def fork(self, line: Line, twin: Line) -> None:
         """`twin` goes on where `line` is, on the same cells."""
@@ -78,9 +114,10 @@ class Cellar:
     # -- sessions -----------------------------------------------------------------------------------------------
 
     def rest(self, session: int, line: Line) -> None:
-        """The line is over: its memory stays with the session."""
-        assert line.seq is not None
-        self._resting[session] = Rest(line.seq, line.tokens[: line.read])
+        """The line is over: what it holds stays with the session, in place of what the session left before."""
+        self.forget_session(session)
+        if line.seq is not None and self.memory.has(line.seq):  # a line whose first step failed holds nothing
+            self._resting[session] = Rest(line.seq, line.tokens[: line.read])
         line.seq, line.read = None, 0
 
     def fork_session(self, session: int, twin: int) -> None:
@@ -96,11 +133,12 @@ class Cellar:
         if rest is not None:
             self.memory.drop(rest.seq)
 
-    def reclaim(self) -> bool:
-        """Forget the memory of the session that has rested longest."""
+    def reclaim(self, sparing: Line | None = None) -> bool:
+        """Forget the memory of the session that has rested longest, other than the one that `sparing` belongs to."""
         for session in self._resting:
-            self.forget_session(session)
-            return True
+            if sparing is None or session != sparing.request.session:
+                self.forget_session(session)
+                return True
         return False
 
     def clear(self) -> None:
@@ -108,13 +146,17 @@ class Cellar:
         self.memory.clear()
         self._resting.clear()
 
-    def check(self, running: Callable[[], list[Line]]) -> None:
+    def check(self, running: Sequence[Line]) -> None:
         """Assert what is always true, given the lines that run."""
         self.memory.check()
-        owned = [line.seq for line in running()] + [rest.seq for rest in self._resting.values()]
+        owned = [line.seq for line in running] + [rest.seq for rest in self._resting.values()]
         assert len(owned) == len(set(owned)), "a sequence belongs to two"
         assert set(self.memory.sequences) <= set(owned), "a sequence belongs to nobody"
+        for line in running:
+            assert line.seq is not None
+            assert self.memory.length(line.seq) == line.read
         for rest in self._resting.values():
+            assert self.memory.has(rest.seq)
             assert self.memory.length(rest.seq) == len(rest.tokens)
 
 

@@ -91,6 +91,8 @@ def _notes(built: Built) -> list[str]:
         notes.append(f"no text: {built.loaded.without_text}; it is asked in token ids")
     elif not built.voice.has_chat:
         notes.append("no chat template: it continues text, and cannot be given messages")
+    stuck = [group for group in built.guest.shape.groups if group.no_shift is not None]
+    notes.append(f"context shift: by reading again ({stuck[0].no_shift})" if stuck else "context shift: in place")
     packing = built.packing
     if packing is not None:
         notes.append(f"{packing.layers} linear layers packed for oneDNN ({packing.bytes} bytes)")

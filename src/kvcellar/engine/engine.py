@@ -92,7 +92,7 @@ class Engine:
 
     def __init__(self, model: "str | Path | PreTrainedModel | None" = None, **settings: Any) -> None:
         self._built: Built = build(model, _settings(settings))
-        self._numbers = count(1)
+        self._sessions = count(1)
         guest, loaded = self._built.guest, self._built.loaded
         self.model = ModelCard(
             name=loaded.name,
@@ -161,7 +161,7 @@ class Engine:
         if self._loop.backlog >= self._built.settings.max_waiting:
             raise Overloaded(f"{self._loop.backlog} requests are waiting already; try again later")
         seed = params.seed if params.seed is not None else fresh_seed()
-        request = Request(next(self._numbers), prompt, params, deliver, session)
+        request = Request(prompt, params, deliver, session)
         self._loop.submit(request, self._built.line(request, list(prompt), seed, 0))
         return Ticket(lambda: self._loop.cancel(request))
 
@@ -200,7 +200,7 @@ class Engine:
         """
         from kvcellar.engine.session import Session
 
-        return Session(self, next(self._numbers), chat=chat and self.model.has_chat)
+        return Session(self, next(self._sessions), chat=chat and self.model.has_chat)
 
     def params(self, **sampling: Any) -> SamplingParams:
         """Sampling parameters: the model's own defaults, with these fields instead."""
@@ -313,7 +313,7 @@ class Engine:
 
     def _check(self) -> None:
         self._loop.scheduler.check()
-        self._loop.cellar.check(lambda: self._loop.scheduler.running)
+        self._loop.cellar.check(self._loop.scheduler.running)
 
 
 def _settings(given: Mapping[str, Any]) -> Settings:

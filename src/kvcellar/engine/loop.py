@@ -13,6 +13,7 @@ import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from itertools import count
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
@@ -34,10 +35,11 @@ Twin = Callable[[Line, int], Line]  # (a line that has read its prompt, choice) 
 class Loop:
     """Owns the thread. `start` it once, `close` it once."""
 
-    def __init__(self, cellar: Cellar, scheduler: Scheduler, *, threads: int | None) -> None:
+    def __init__(self, cellar: Cellar, scheduler: Scheduler, *, context: int, threads: int | None) -> None:
         self.cellar, self.scheduler = cellar, scheduler
-        self._threads = threads
+        self._context, self._threads = context, threads
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._arrivals = count()
         self._open = True
         self._gate = threading.Lock()  # nobody puts a call into the inbox of a loop that has ended
         self._thread = threading.Thread(target=self._run, name="kvcellar-engine", daemon=True)
@@ -89,6 +91,7 @@ class Loop:
 
     def submit(self, request: Request, line: Line) -> None:
         def take_in() -> None:
+            request.number = next(self._arrivals)
             request.lines.append(line)
             self.scheduler.add(line)
 
@@ -129,7 +132,15 @@ class Loop:
         except Empty:
             return
 
+    def _make_room(self) -> None:
+        """Lines whose next token would stand behind the end of the context forget their oldest part."""
+        for line in list(self.scheduler.running):
+            if line.stage is Stage.WRITING and line.past(self._context):
+                if not self.cellar.make_room(line, self._context):
+                    self.scheduler.send_back(line)
+
     def _turn(self) -> None:
+        self._make_room()
         shares, stuck = self.scheduler.build()
         for line in stuck:
             self.ended(line, "length")

@@ -17,6 +17,7 @@ from enum import Enum
 from kvcellar.events import Done, Event, Failed, Finished, FinishReason, Piece, Timings, TokenLogprob, Usage
 from kvcellar.sample.choice import Choice
 from kvcellar.sample.params import SamplingParams
+from kvcellar.spans import Span
 from kvcellar.text.output import Output
 
 
@@ -39,13 +40,13 @@ NEXT = {
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One submission. `number` is its place in the order of arrival."""
+    """One submission. `number` is its place in the order of arrival, given to it when it arrives."""
 
-    number: int
     prompt: tuple[int, ...]
     params: SamplingParams
     deliver: Callable[[Event], None]
     session: int | None = None
+    number: int = -1
     lines: list["Line"] = field(default_factory=list["Line"])
     cached: int = 0
     over: bool = False
@@ -97,6 +98,7 @@ class Line:
     stage: Stage = Stage.WAITING
     seq: int | None = None
     read: int = 0  # tokens in memory
+    forgotten: int = 0  # tokens that were shifted out: `tokens` does not have them any more
 
     @property
     def key(self) -> tuple[int, int]:
@@ -106,6 +108,26 @@ class Line:
     @property
     def unread(self) -> int:
         return len(self.tokens) - self.read
+
+    @property
+    def pos(self) -> int:
+        """Place of the token that is drawn next, in the whole text, forgotten tokens too."""
+        return self.forgotten + len(self.tokens)
+
+    def past(self, context: int) -> bool:
+        """Would its last token stand behind the end of the context?"""
+        return len(self.tokens) > context
+
+    def excess(self, context: int) -> Span | None:
+        """What to forget so that it can go on: half of what is behind what it keeps; None if that is nothing."""
+        keep = len(self.request.prompt) if self.request.params.num_keep < 0 else self.request.params.num_keep
+        count = (context - keep) // 2
+        return Span(keep, keep + count) if count > 0 else None
+
+    def forget(self, span: Span) -> None:
+        """Leave `span` out of the tokens; memory is somebody else's."""
+        del self.tokens[span.start : span.end]
+        self.forgotten += len(span)
 
     def become(self, stage: Stage) -> None:
         assert stage in NEXT[self.stage], f"a line cannot go from {self.stage.name} to {stage.name}"
@@ -126,8 +148,8 @@ class Line:
         self._tell(text, (token,), (logprob,) if logprob is not None else ())
         if self.output.met is not None:
             return "stop"
-        full = self.choice.produced == params.max_tokens or len(self.tokens) > context
-        return "length" if full else None
+        stuck = self.past(context) and (not params.shift or self.excess(context) is None)
+        return "length" if stuck or self.choice.produced == params.max_tokens else None
 
     def _tell(self, text: str, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> None:
         if text or tokens:

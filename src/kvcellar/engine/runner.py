@@ -78,7 +78,7 @@ class Runner:
 
     @torch.inference_mode()
     def _draw(self, lines: Sequence[Line], logits: Tensor) -> list[Drawn]:
-        return draw(logits, [line.choice for line in lines], [len(line.tokens) for line in lines])
+        return draw(logits, [line.choice for line in lines], [line.pos for line in lines])
 
 
 def _seq(line: Line) -> int:

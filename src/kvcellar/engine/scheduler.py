@@ -8,11 +8,11 @@ its end, and then the next one is the oldest: nobody starves.
 Always true:
   * `waiting` is in order of arrival, and so is `running`; a line is in at most one of them;
   * a running line has a sequence in memory, a waiting one has none;
-  * what a step is given fits the free cells of every group.
+  * what a step is given fits the token budget, and the free cells of every group.
 """
 
 from bisect import insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from kvcellar.contracts import Layout
@@ -26,6 +26,10 @@ class Cellar(Protocol):
         """Free cells of each group."""
         ...
 
+    def known(self, line: Line) -> int:
+        """How many of a waiting line's tokens are in memory already. Changes nothing."""
+        ...
+
     def admit(self, line: Line) -> int:
         """Give a line its sequence; answers how many of its tokens are in memory already."""
         ...
@@ -34,8 +38,11 @@ class Cellar(Protocol):
         """Forget the line's sequence."""
         ...
 
-    def reclaim(self) -> bool:
-        """Forget something that nobody is using now (an idle session's memory). False if there is no such thing."""
+    def reclaim(self, sparing: Line | None = None) -> bool:
+        """Forget something that nobody is using now (an idle session's memory), but not what `sparing` goes on from.
+
+        False if there is no such thing.
+        """
         ...
 
 
@@ -46,14 +53,41 @@ class Share(NamedTuple):
     tokens: int
 
 
+class _Step:
+    """A step that is being filled. `left` of its token budget is not given away yet."""
+
+    def __init__(self, budget: int) -> None:
+        self._shares: dict[int, Share] = {}  # by identity of the line
+        self.tokens, self.left = 0, budget
+
+    @property
+    def shares(self) -> list[Share]:
+        return list(self._shares.values())
+
+    def give(self, line: Line, tokens: int) -> None:
+        self._shares[id(line)] = Share(line, tokens)
+        self.tokens += tokens
+        self.left -= tokens
+
+    def take_back(self, line: Line) -> None:
+        share = self._shares.pop(id(line), None)
+        if share is not None:
+            self.tokens -= share.tokens
+            self.left += share.tokens
+
+    def given(self, line: Line) -> int:
+        share = self._shares.get(id(line))
+        return share.tokens if share is not None else 0
+
+
 class Scheduler:
     """Decides; does not run. `build` is called between steps."""
 
     def __init__(
-        self, cellar: Cellar, layouts: Mapping[str, Layout], *, context: int, max_sequences: int, step_tokens: int
+        self, cellar: Cellar, layouts: Mapping[str, Layout], *, max_sequences: int, step_tokens: int
     ) -> None:
         self._cellar, self._layouts = cellar, dict(layouts)
-        self._context, self._max_sequences, self._step_tokens = context, max_sequences, step_tokens
+        self._max_sequences, self._step_tokens = max_sequences, step_tokens
         self.waiting: list[Line] = []
         self.running: list[Line] = []
         self.preemptions = 0
@@ -75,55 +109,49 @@ class Scheduler:
 
     def build(self) -> tuple[list[Share], list[Line]]:
         """The next step, and lines that cannot go on although they are alone: they end with `length`."""
-        shares: list[Share] = []
+        step = _Step(self._step_tokens)
         stuck: list[Line] = []
-        for line in list(self.running):
-            if line.stage is Stage.WRITING and not self._give(line, 1, shares):
+        writers_first = sorted(self.running, key=lambda line: line.stage is Stage.READING)
+        for line in writers_first:
+            if step.left and not self._give(line, step):
                 stuck.append(line)
-        for line in list(self.running):
-            if line.stage is not Stage.READING:
-                continue
-            left = self._step_tokens - _total(shares)
-            if left > 0 and not self._give(line, min(line.unread, left), shares):
-                stuck.append(line)
-        while self._admit_next(shares):
+        while self._admit_next(step):
             pass
-        return shares, stuck
+        return step.shares, stuck
 
-    def _give(self, line: Line, count: int, shares: list[Share]) -> bool:
-        """Let `line` have up to `count` tokens. False if it is alone, and even so there is no cell for it."""
+    def _give(self, line: Line, step: _Step) -> bool:
+        """Let `line` read what it has, as far as that fits. False if it is alone, and even so there is no cell for it."""
         while line in self.running:
-            room = self._free() - _total(shares)
+            room = min(step.left, self._free() - step.tokens)
             if room >= 1:
-                shares.append(Share(line, min(count, room)))
+                step.give(line, min(line.unread, room))
                 return True
             if self._cellar.reclaim():
                 continue
-            victim = self.running[-1]
-            if victim is line and self.running[0] is line:
+            if len(self.running) == 1:
                 return False
-            if any(share.line is victim for share in shares):
-                return True  # everyone younger goes on in this step: this line takes its turn in the next
-            self._preempt(victim)
+            step.take_back(self.running[-1])
+            self.send_back(self.running[-1])
         return True
 
-    def _preempt(self, line: Line) -> None:
+    def send_back(self, line: Line) -> None:
+        """A running line gives its memory back, and waits to read its tokens again."""
         self.running.remove(line)
         self._cellar.release(line)
         line.become(Stage.WAITING)
         self.preemptions += 1
         self.add(line)
 
-    def _admit_next(self, shares: list[Share]) -> bool:
+    def _admit_next(self, step: _Step) -> bool:
         """Admit the oldest waiting line if there is room for what it will certainly need."""
-        if not self.waiting:
+        if not self.waiting or not step.left:
             return False
         line = self.waiting[0]
-        left = self._step_tokens - _total(shares)
-        taken = sum(map(_slots, self.running))
-        if left <= 0 or (self.running and taken + _slots(line) > self._max_sequences):
+        if self.running and sum(map(_slots, self.running)) + _slots(line) > self._max_sequences:
             return False
-        while not self._fits(line, shares) and not self._cellar.reclaim():
+        while not self._fits(line, step):
+            if self._cellar.reclaim(sparing=line):
+                continue
             if self.running:
                 return False
             break  # alone with all the memory there is: it goes as far as that carries it
@@ -131,27 +159,27 @@ class Scheduler:
         line.read = self._cellar.admit(line)
         line.become(Stage.READING)
         insort(self.running, line, key=lambda other: other.key)
-        return self._give(line, min(line.unread, left), shares)
+        return self._give(line, step)
 
-    def _fits(self, line: Line, shares: list[Share]) -> bool:
+    def _fits(self, line: Line, step: _Step) -> bool:
         """Are there cells, in every group, for all its tokens and one more beside what the running lines still read?
 
         A bounded layout is asked for what it holds between steps and one token: smaller steps are always possible.
         """
         free = self._cellar.free()
+        unknown = len(line.tokens) - self._cellar.known(line) + 1
         for name, layout in self._layouts.items():
-            ahead = _total(shares) + sum(self._still(other, layout, shares) for other in self.running)
-            if layout.most_cells(len(line.tokens) + 1, 1) + ahead > free[name]:
+            ahead = step.tokens + sum(self._still(other, layout, step) for other in self.running)
+            if min(unknown, layout.most_cells(len(line.tokens) + 1, 1)) + ahead > free[name]:
                 return False
         return True
 
-    def _still(self, line: Line, layout: Layout, shares: Sequence[Share]) -> int:
+    def _still(self, line: Line, layout: Layout, step: _Step) -> int:
         """Cells that a line which reads will still take in a group, after this step."""
-        if line.stage is not Stage.READING:
+        read = line.read + step.given(line)
+        if line.stage is not Stage.READING or read >= len(line.tokens):
             return 0
-        given = sum(share.tokens for share in shares if share.line is line)
-        read = line.read + given
-        return layout.most_cells(len(line.tokens), 0) - layout.most_cells(read, 0) if read < len(line.tokens) else 0
+        return layout.most_cells(len(line.tokens), 0) - layout.most_cells(read, 0)
 
     def _free(self) -> int:
         """Free cells of the group that has the fewest: every token of a step takes one in each."""
@@ -169,7 +197,3 @@ class Scheduler:
 def _slots(line: Line) -> int:
     """Sequences that a line is or will become: a prompt that is still read is forked into all its answers."""
     return line.request.params.n if len(line.request.lines) == 1 else 1
-
-
-def _total(shares: Sequence[Share]) -> int:
-    return sum(share.tokens for share in shares)

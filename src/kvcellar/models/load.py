@@ -5,7 +5,8 @@ is a stranger's: sizes are checked before anything is read or allocated, keys of
 change our attention are dropped, and what is missing or does not fit is refused with its reason.
 """
 
-import json
+import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,22 +15,30 @@ from typing import Any, Literal
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-from safetensors import SafetensorError, safe_open
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from kvcellar.errors import ModelNotFound, ModelRefused
+from kvcellar.errors import BadRequest, ModelNotFound, ModelRefused
 from kvcellar.models import embedded
+from kvcellar.models.checks import (
+    Weights,
+    check_depth,
+    check_shapes,
+    config_fields,
+    oversized_text,
+    read_object,
+    weights_of,
+)
+from kvcellar.models.quiet import quiet
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-_MOST_JSON = 64 << 20  # bytes of a config, an index or a template: far above any real one
-_BOUNDS = {  # what a config may say before we build anything from it
-    "num_hidden_layers": 1_000, "hidden_size": 1 << 17, "intermediate_size": 1 << 20, "vocab_size": 1 << 23,
-    "num_attention_heads": 4_096, "num_key_value_heads": 4_096, "head_dim": 8_192, "max_position_embeddings": 1 << 31,
-}  # fmt: skip
-_DROPPED = ("auto_map", "_attn_implementation", "_attn_implementation_internal", "_experts_implementation_internal")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # as safetensors calls them
+_STRANGE = (  # what transformers raises on configs, weights and tokenizers that do not fit
+    OSError, ValueError, RuntimeError, LookupError, TypeError, ImportError, AttributeError, ArithmeticError,
+    AssertionError, MemoryError, StrictDataclassError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +79,23 @@ def load(model: str | Path | PreTrainedModel | None, *, dtype: Dtype = "auto", d
             parameters=_count(model),
             without_text="a network came alone",
         )
+    place = _device(device)
     name, path = ("embedded", embedded.path()) if model in (None, "embedded") else find(model)
-    config = _config(path)
-    _check_weights(path)
-    network = _build(path, config, _dtype(dtype, config))
-    network.to(device=_device(device))  # pyright: ignore[reportCallIssue, reportArgumentType] - its stub is of a decorator
-    text = _text(path)
-    assets, why = (text, "") if isinstance(text, TextAssets) else (None, text)
-    return Loaded(name, path, network, _end_ids(network), _defaults(network), _count(network), assets, why)
+    with quiet():
+        config, stored = _described(path)
+        network = _build(path, config, _dtype(dtype, config, stored), stored)
+        network.to(device=place)  # pyright: ignore[reportCallIssue, reportArgumentType] - its stub is of a decorator
+        text = _text(path, config)
+    return Loaded(
+        name=name,
+        path=path,
+        model=network,
+        end_ids=_end_ids(network),
+        defaults=_defaults(network),
+        parameters=_count(network),
+        text=None if isinstance(text, str) else text,
+        without_text=text if isinstance(text, str) else "",
+    )
 
 
 def find(model: str | Path) -> tuple[str, Path]:
@@ -85,108 +103,73 @@ def find(model: str | Path) -> tuple[str, Path]:
     text = str(model)
     if not text or len(text) > 4096 or "\0" in text:
         raise ModelNotFound(f"{text[:80]!r} is neither a directory nor the name of a model")
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path.resolve().name, path.resolve()
-    if path.exists():
+    try:
+        path = Path(model).expanduser()
+        if path.is_dir():
+            return path.resolve().name, path.resolve()
+        is_file = path.exists()
+    except (OSError, RuntimeError) as error:  # a home that is nobody's, a name too long for this file system, ...
+        raise ModelNotFound(f"{text[:80]!r} cannot be looked at: {error}") from error
+    if is_file:
         raise ModelRefused(f"{path} is a file; a model is a directory with config.json and safetensors weights")
     if not _NAME.fullmatch(text):
         raise ModelNotFound(f"there is no directory {text!r}, and it is not a name like owner/model")
     try:
         return text, Path(snapshot_download(text, local_files_only=True))
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
         raise ModelNotFound(
             f"there is no directory {text!r}, and no model of that name in the local Hugging Face cache. "
             "Nothing is downloaded: fetch it first, or give a directory."
         ) from error
 
 
-def _json(path: Path) -> Any:
-    if path.stat().st_size > _MOST_JSON:
-        raise ModelRefused(f"{path.name} has {path.stat().st_size} bytes; {_MOST_JSON} are allowed")
+def _described(path: Path) -> tuple[Any, Weights]:
+    """The transformers config and what the weight files hold, both checked; nothing is built yet."""
+    fields = config_fields(path)
+    weights = weights_of(path)
+    check_depth(fields, weights)
+    if (path / "generation_config.json").is_file():
+        read_object(path / "generation_config.json")  # transformers passes over one that it cannot read
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ModelRefused(f"{path.name} is not JSON: {error}") from error
+        return AutoConfig.for_model(**fields), weights
+    except _STRANGE as error:
+        raise ModelRefused(f"config.json does not fit {fields['model_type']}: {error}") from error
 
 
-def _config(path: Path) -> Any:
-    """The transformers config, from a checked and cleaned copy of config.json."""
-    if not (path / "config.json").is_file():
-        raise ModelRefused(f"{path} has no config.json, so it is not a model directory")
-    raw = _json(path / "config.json")
-    if not isinstance(raw, dict):
-        raise ModelRefused("config.json is not an object")
-    model_type = raw.get("model_type")
-    if not isinstance(model_type, str) or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        own_code = " It brings its own code, which is never run." if "auto_map" in raw else ""
-        raise ModelRefused(f"the installed transformers has no causal language model of type {model_type!r}.{own_code}")
-    _check_numbers(raw)
-    raw = {key: value for key, value in raw.items() if key not in _DROPPED}
-    try:
-        return AutoConfig.for_model(**raw)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise ModelRefused(f"config.json does not fit {model_type}: {error}") from error
-
-
-def _check_numbers(raw: Mapping[str, Any]) -> None:
-    for key, most in _BOUNDS.items():
-        value = raw.get(key)
-        if value is None or isinstance(value, list | dict):
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
-            raise ModelRefused(f"config.json says {key} is {value!r}; a whole number from 1 to {most} is needed")
-    for value in raw.values():
-        if isinstance(value, dict):
-            _check_numbers(value)
-
-
-def _check_weights(path: Path) -> None:
-    """Every weight file is there, inside the directory, and a whole safetensors file."""
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        shards = _json(index)
-        names = set(shards["weight_map"].values()) if isinstance(shards, dict) and "weight_map" in shards else set()
-        if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
-            raise ModelRefused("model.safetensors.index.json does not list weight files of its own directory")
-    elif (path / "model.safetensors").is_file():
-        names = {"model.safetensors"}
-    else:
-        pickled = sorted(p.name for p in path.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
-        if pickled:
-            raise ModelRefused(
-                f"{path.name} has only pickled weights ({', '.join(pickled[:3])}), which can run code when they are "
-                "read. Convert them to safetensors."
-            )
-        raise ModelRefused(f"{path} has no model.safetensors")
-    for name in sorted(names):
-        if not (path / name).is_file():
-            raise ModelRefused(f"the weight file {name} is missing")
-        try:
-            with safe_open(path / name, framework="pt") as file:
-                file.keys()
-        except (SafetensorError, OSError) as error:
-            raise ModelRefused(f"{name} is not a whole safetensors file: {error}") from error
-
-
-def _dtype(dtype: Dtype, config: Any) -> torch.dtype:
-    if dtype == "auto":
-        stored = getattr(config, "dtype", None)
-        return stored if isinstance(stored, torch.dtype) else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
+def _dtype(dtype: Dtype, config: Any, weights: Weights) -> torch.dtype:
+    """The type that was asked for, else the config's, else that of the weights."""
+    if dtype != "auto":
+        return _DTYPES[dtype]
+    said = config.dtype or config.get_text_config(decoder=True).dtype or _STORED.get(weights.dtype or "", weights.dtype)
+    if said not in _DTYPES.values():
+        raise ModelRefused(f"its weights are {said}; name a dtype to have them as float32, bfloat16 or float16")
+    return said
 
 
 def _device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise BadRequest(f"there is no device {device!r}", "device") from error
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
         raise ModelRefused(
-            f"device {device!r} was asked for, and torch sees no CUDA device. Use device='cpu' or 'auto'."
+            f"device {device!r} was asked for, and torch sees {torch.cuda.device_count()} CUDA devices. "
+            "Use device='cpu' or 'auto'."
         )
-    return torch.device(device)
+    return place
 
 
-def _build(path: Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+def _build(path: Path, config: Any, dtype: torch.dtype, weights: Weights) -> PreTrainedModel:
+    try:
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except _STRANGE as error:
+        raise ModelRefused(f"transformers cannot build a {config.model_type} from config.json: {error}") from error
+    elements = _count(skeleton)
+    check_shapes({name: tuple(value.shape) for name, value in skeleton.state_dict().items()}, elements, weights)
+    _check_room(elements * dtype.itemsize)
     try:
         built: Any = AutoModelForCausalLM.from_pretrained(
             path,
@@ -197,13 +180,20 @@ def _build(path: Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
             use_safetensors=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError, AttributeError) as error:
+    except _STRANGE as error:
         raise ModelRefused(f"transformers cannot build {path.name}: {error}") from error
     model, report = built
     for what in ("missing_keys", "mismatched_keys"):
         if report.get(what):
             raise ModelRefused(f"the weights do not fit the config: {what} {sorted(map(str, report[what]))[:3]}")
     return model
+
+
+def _check_room(size: int) -> None:
+    if hasattr(os, "sysconf"):  # not on Windows
+        most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if size > most:
+            raise ModelRefused(f"its weights need {size} bytes; this machine has {most} bytes of memory in all")
 
 
 def _count(model: PreTrainedModel) -> int:
@@ -216,7 +206,10 @@ def _end_ids(model: PreTrainedModel) -> frozenset[int]:
     for source in (model.generation_config, model.config.get_text_config(decoder=True)):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:
-            return frozenset(ids if isinstance(ids, list) else [ids])
+            ids = ids if isinstance(ids, list) else [ids]
+            if not all(isinstance(one, int) for one in ids):
+                raise ModelRefused(f"eos_token_id is {ids}; whole numbers are needed")
+            return frozenset(one for one in ids if one >= 0)
     return frozenset()
 
 
@@ -226,17 +219,23 @@ def _defaults(model: PreTrainedModel) -> dict[str, Any]:
     if config is None or not config.do_sample:
         return {}
     names = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
-    return {name: value for name in names if (value := getattr(config, name, None)) is not None}
+    advised = {name: value for name in names if (value := getattr(config, name, None)) is not None}
+    for name, value in advised.items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise ModelRefused(f"generation_config.json says {name} is {value!r}; a number is needed")
+    return advised
 
 
-def _text(path: Path) -> TextAssets | str:
+def _text(path: Path, config: Any) -> TextAssets | str:
     """The tokenizer and its template, or why there is none."""
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         return "the directory has no tokenizer"
+    if (why := oversized_text(path)) is not None:
+        return why
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
-        return f"transformers cannot build its tokenizer: {error}"
+        tokenizer = AutoTokenizer.from_pretrained(path, config=config, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # noqa: BLE001 - the tokenizers library raises nothing more special than this
+        return f"transformers cannot build its tokenizer: {type(error).__name__}: {error}"
     if not tokenizer.is_fast:
         return f"its tokenizer {type(tokenizer).__name__} has no fast form"
     template = tokenizer.chat_template

@@ -8,7 +8,7 @@ too (learned embeddings, a temperature that grows with position) cannot be shift
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,12 @@ from kvcellar.cache.layouts import Chunked
 from kvcellar.cache.turn import turn
 from kvcellar.contracts import Rotation, Scoring
 from kvcellar.errors import KvcellarError
-from kvcellar.models.guest import Guest, context_of, embedding_rows
+from kvcellar.models.facts import context_of, embedding_rows
 from kvcellar.models.seam import opened
 from kvcellar.models.shape import Shape
+
+if TYPE_CHECKING:
+    from kvcellar.models.guest import Guest
 
 TOKENS = 12
 NEAR = 37  # no multiple of any head size or window: a wrong frequency shows
@@ -31,7 +34,7 @@ BOUND: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 3e-2,
 class PlaceDoor:
     """A forward of one fresh sequence whose first token is at `start`. Records what is stored; attends by reference."""
 
-    guest: Guest
+    guest: "Guest"
     positions: Tensor  # [T]
     stored: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # layer -> plane -> [T,heads,size]
 
@@ -58,7 +61,7 @@ class PlaceDoor:
         return q_length, 0
 
 
-def with_rotations(guest: Guest) -> Shape:
+def with_rotations(guest: "Guest") -> Shape:
     """The guest's shape, with the rotations of its planes, or with the reason why its positions cannot change."""
     try:
         found = _certify(guest)
@@ -74,7 +77,7 @@ def with_rotations(guest: Guest) -> Shape:
     return replace(guest.shape, groups=groups)
 
 
-def _certify(guest: Guest) -> dict[int, dict[str, Rotation]] | str:
+def _certify(guest: "Guest") -> dict[int, dict[str, Rotation]] | str:
     """The rotation of every plane that turns, by layer and plane; or why there is none."""
     if guest.mode != "flat":
         return "the model runs solo, with positions of its own"
@@ -83,14 +86,14 @@ def _certify(guest: Guest) -> dict[int, dict[str, Rotation]] | str:
     near = -(-NEAR // step) * step
     if far < near:
         return f"its context of {context_of(guest.model)} tokens is too short to try it"
-    home, home_logits = _at(guest, 0)
+    home, home_logits, _ = stored_at(guest, 0)
+    moved, near_logits, _ = stored_at(guest, near)
+    _, far_logits, _ = stored_at(guest, far)
     bound = BOUND[guest.dtype]
-    for place in (near, far):
-        _, logits = _at(guest, place)
+    for place, logits in ((near, near_logits), (far, far_logits)):
         gap = float((logits - home_logits).abs().max() / home_logits.abs().max().clamp(min=1.0))
         if gap > 3 * bound:
             return f"its logits change by {gap:.0e} when the same tokens stand {place} positions further on"
-    moved, _ = _at(guest, near)
     tables = list(_tables(guest.model))
     found: dict[int, dict[str, Rotation]] = {}
     for layer, planes in home.items():
@@ -104,22 +107,22 @@ def _certify(guest: Guest) -> dict[int, dict[str, Rotation]] | str:
     return found
 
 
-def _step(guest: Guest) -> int:
+def _step(guest: "Guest") -> int:
     """Places that are as good as the beginning: multiples of this (the chunk size, where there are chunks)."""
     sizes = [group.layout.size for group in guest.shape.groups if isinstance(group.layout, Chunked)]
     return max(sizes, default=1)
 
 
 @torch.inference_mode()
-def _at(guest: Guest, place: int) -> tuple[dict[int, dict[str, Tensor]], Tensor]:
-    """What is stored, and the logits [T,V], when the probe's tokens begin at `place`."""
+def stored_at(guest: "Guest", place: int) -> tuple[dict[int, dict[str, Tensor]], Tensor, Tensor]:
+    """When the probe's tokens begin at `place`: planes [T,heads,size] of every layer, logits [T,V], token ids [T]."""
     generator = torch.Generator().manual_seed(7)
     ids = torch.randint(0, embedding_rows(guest.model), (1, TOKENS), generator=generator).to(guest.device)
     positions = torch.arange(place, place + TOKENS, device=guest.device)
     door = PlaceDoor(guest, positions)
     with opened(door) as cache:
         out = guest.model(input_ids=ids, position_ids=positions[None], past_key_values=cache, use_cache=True)
-    return door.stored, out.logits[0].float()
+    return door.stored, out.logits[0].float(), ids[0]
 
 
 def _tables(model: nn.Module) -> Iterator[tuple[float, ...]]:
@@ -135,7 +138,7 @@ def _tables(model: nn.Module) -> Iterator[tuple[float, ...]]:
 
 def _rotation(
     before: Tensor, after: Tensor, by: int, tables: Sequence[tuple[float, ...]], bound: float
-) -> Rotation | None | str:
+) -> Rotation | str | None:
     """The rotation that turns `before` into `after`; None if they are the same; else what is wrong."""
     before, after = before.double(), after.double()
     scale = after.abs().max().clamp(min=1e-6)

@@ -20,6 +20,8 @@ from kvcellar.models.seam import Binding
 
 PROBE_TOKENS = 5
 
+SAME = 1e-3  # of the largest element: what the same row may differ by from one probe to the next
+
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # transformers' mask_function(batch, head, query, key)
 
 
@@ -45,8 +47,9 @@ class _Stored:
 
 @dataclass(slots=True)
 class _Read:
-    """One attention call."""
+    """One attention call: q [1,H,T,D], and what is known about it."""
 
+    q: Tensor
     binding: Binding
     layout: Layout
     query_heads: int
@@ -61,10 +64,11 @@ class ProbeDoor:
     """Records a forward of one fresh sequence. What it answers keeps the forward going; the output means nothing."""
 
     context: int
+    past: int | Tensor = 0  # what the model is told when it asks how many tokens came before
     stored: dict[int, _Stored] = field(default_factory=dict)
     reads: dict[nn.Module, _Read] = field(default_factory=dict)
-    _rules: list[tuple[Rule, int | None]] = field(default_factory=list)
-    _layouts: dict[int, Layout] = field(default_factory=dict)  # by index of their rule
+    _masks: list[tuple[Tensor, Rule, int | None]] = field(default_factory=list)
+    _layouts: dict[int, Layout] = field(default_factory=dict)  # by index of their mask
     _last: int | None = None
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -79,6 +83,7 @@ class ProbeDoor:
         if module in self.reads:
             raise ModelRefused(f"{type(module).__name__} attends twice in one forward")
         self.reads[module] = _Read(
+            q,
             self._binding(module, k, v),
             self._layout(module, mask),
             q.shape[1],
@@ -90,12 +95,12 @@ class ProbeDoor:
         return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
 
     def mask(self, rule: Rule, local_size: int | None, q_length: int, device: torch.device) -> Tensor:
-        self._rules.append((rule, local_size))
-        # The number tells `attend` which rule its mask came from, even if the model slices it on the way.
-        return torch.full((1, 1, q_length, q_length), len(self._rules) - 1, dtype=torch.int32, device=device)
+        made = torch.ones(1, 1, q_length, q_length, dtype=torch.bool, device=device)
+        self._masks.append((made, rule, local_size))
+        return made
 
-    def seen(self, layer: int) -> int:
-        return 0
+    def seen(self, layer: int) -> int | Tensor:
+        return self.past
 
     def mask_sizes(self, q_length: int, layer: int) -> tuple[int, int]:
         return q_length, 0
@@ -109,12 +114,35 @@ class ProbeDoor:
         return Binding(self._last, direct=False)
 
     def _layout(self, module: nn.Module, mask: Any) -> Layout:
-        if not isinstance(mask, Tensor) or mask.dtype != torch.int32:
-            raise ModelRefused(f"{type(module).__name__} attends with a mask that the model made by itself")
-        index = int(mask.flatten()[0])
+        """Of the rule whose mask this is: the very memory that `mask` answered, or a slice of it, and still all True."""
+        found = [i for i, (made, *_) in enumerate(self._masks) if isinstance(mask, Tensor) and _of_one(made, mask)]
+        if not found or not bool(mask.all()):
+            raise ModelRefused(f"{type(module).__name__} attends with a mask that the model made or changed by itself")
+        index = found[0]
         if index not in self._layouts:  # asked only for masks that are read: some models make one that no layer uses
-            self._layouts[index] = recognise(*self._rules[index], self.context, mask.device)
+            _, rule, local_size = self._masks[index]
+            self._layouts[index] = recognise(rule, local_size, self.context, mask.device)
         return self._layouts[index]
+
+
+def _of_one(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def differing(near: ProbeDoor, far: ProbeDoor, rows: int) -> str | None:
+    """Why the first `rows` rows, the same in two probes, did not store or ask the same in both; None if they did."""
+    for layer, stored in near.stored.items():
+        for what, a, b in (("keys", stored.k, far.stored[layer].k), ("values", stored.v, far.stored[layer].v)):
+            if not _same(a[:, :, :rows], b[:, :, :rows]):
+                return f"the {what} that layer {layer} stores for a token depend on how far other tokens are"
+    for module, read in near.reads.items():
+        if not _same(read.q[:, :, :rows], far.reads[module].q[:, :, :rows]):
+            return f"what {type(module).__name__} asks for a token depends on how far other tokens are"
+    return None
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).abs().max() <= SAME * a.abs().max().clamp(min=1))
 
 
 def recognise(rule: Rule, local_size: int | None, context: int, device: torch.device) -> Layout:

@@ -41,11 +41,14 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    shift: bool = False  # at the end of the context, forget the oldest part and go on, instead of ending with "length"
+    num_keep: int = 0  # with shift: tokens at the beginning that are never forgotten; -1: the whole prompt
 
     def __post_init__(self) -> None:
         self._whole("max_tokens", self.max_tokens, 1, 2**31 - 1, optional=True)
         self._whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
         self._whole("top_k", self.top_k, 0, 2**31 - 1)
+        self._whole("num_keep", self.num_keep, -1, 2**31 - 1)
         self._whole("n", self.n, 1, MAX_CHOICES)
         self._whole("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
         self._whole("seed", self.seed, -(2**63), 2**64 - 1, optional=True)
@@ -58,6 +61,8 @@ class SamplingParams:
         self._real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         self._stops()
         self._biases()
+        if self.shift and self.max_tokens is None:
+            raise BadRequest("with shift an answer can go on for ever: say max_tokens", "max_tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise BadRequest(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}", "min_tokens")
 

@@ -1,0 +1,70 @@
+"""theirs: transformers' own ways of going on from a prompt, as it ships them. What the bench compares ours with."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import ContinuousBatchingConfig, PreTrainedModel
+
+PAGE = 256  # tokens of a page of its continuous batching
+
+
+class _Listener:
+    """A streamer: hears of the prompt first, then of every new token."""
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        self._step = step
+        self._prompt_heard = False
+
+    def put(self, value: Tensor) -> None:
+        if self._prompt_heard:
+            self._step()
+        self._prompt_heard = True
+
+    def end(self) -> None:
+        pass
+
+
+def generate(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], new: int, step: Callable[[], None] | None = None, **how: Any
+) -> Tensor:
+    """`model.generate` with its dynamic cache: `new` greedy tokens behind each prompt, padded on the left to one length.
+
+    `step` is called when a token of every sequence has been drawn. Answers ids [B,longest+new].
+    """
+    longest = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+    mask = torch.zeros(len(prompts), longest, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0, **how}
+    if step is not None:
+        options["streamer"] = _Listener(step)
+    return model.generate(ids, attention_mask=mask, **options)  # pyright: ignore[reportCallIssue, reportReturnType]
+
+
+def generate_batch(model: PreTrainedModel, prompts: Sequence[Sequence[int]], new: int) -> list[float]:
+    """Its continuous batching: seconds of each step in which every sequence got a token.
+
+    It is given as many pages as the prompts need, because by itself it takes most of the machine's memory. Raises
+    `RuntimeError` if it does not run here.
+    """
+    pages = sum((len(prompt) + new) // PAGE + 2 for prompt in prompts)
+    outputs = model.generate_batch(  # pyright: ignore[reportCallIssue]
+        [list(prompt) for prompt in prompts],
+        continuous_batching_config=ContinuousBatchingConfig(page_size=PAGE, num_blocks=pages, max_batch_tokens=512),
+        max_new_tokens=new,
+        record_timestamps=True,
+        warmup=False,
+    ).values()
+    for output in outputs:
+        if output.error is not None:
+            raise RuntimeError(output.error)
+    if len(outputs) != len(prompts):
+        raise RuntimeError(f"{len(outputs)} of {len(prompts)} prompts were answered")
+    start, end = max(output.timestamps[0] for output in outputs), min(output.timestamps[-1] for output in outputs)
+    last = max(outputs, key=lambda output: output.timestamps[0]).timestamps
+    return [b - a for a, b in pairwise(last) if start <= a and b <= end]

@@ -1,0 +1,170 @@
+"""Context shift on real architectures: keys that were moved are the keys that would have been computed there."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcellar.attention.choose import backends
+from kvcellar.cache.memory import Memory
+from kvcellar.errors import NotSupported
+from kvcellar.models.guest import Guest, adopt
+from kvcellar.models.rope import TOKENS, stored_at
+from kvcellar.plan import Batch, Feed
+from kvcellar.spans import Span
+from tests.zoo import ARCHS
+
+GONE = Span(3, 3 + 16)  # a multiple of the zoo's windows and chunks, inside the filler
+FILLER = 24
+SHIFTED = (
+    "llama", "llama-rope-llama3", "llama-rope-yarn", "phi3-longrope", "phi", "qwen3", "gemma2", "gemma3", "gemma3n",
+    "gemma4-e2b", "gpt-oss", "cohere", "cohere2", "olmo3", "glm4", "ernie4.5", "smollm3", "stablelm", "gpt-neox",
+    "deepseek-v2", "deepseek-v3", "mimo-v2-flash", "laguna", "modernbert-decoder", "nanochat", "exaone4",
+)  # fmt: skip
+REFUSED = {
+    "gpt2": "logits change", "opt": "logits change", "llama4": "logits change", "bloom": "runs solo",
+    "hunyuan-dense": "logits change",
+}  # fmt: skip
+
+
+@dataclass
+class Placed:
+    """A sequence whose last TOKENS tokens hold the K/V of the probe's tokens at their places; the rest is filler."""
+
+    memory: Memory
+    ids: Tensor
+
+    def planes(self, layer: int) -> dict[str, Tensor]:
+        """What a layer holds of the last TOKENS - 1 positions, in order."""
+        memory = self.memory
+        end = memory.length(1)
+        plan = memory.begin(Batch((Feed(1, Span(end, end + 1)),)))
+        history = memory.get(layer)
+        keys, values = history.in_order()
+        memory.abandon()
+        assert plan.tokens == 1
+        return {"k": keys[:-1], "v": values[:-1]}
+
+
+def place(guest: Guest, filler: int) -> Placed:
+    stored, _, ids = stored_at(guest, filler)
+    memory = guest.memory({group.name: 256 for group in guest.shape.groups})
+    generator = torch.Generator().manual_seed(1)
+    memory.begin(Batch((Feed(1, Span(0, filler)),)))
+    for layer, planes in stored.items():
+        shapes = {name: (filler, *x.shape[1:]) for name, x in planes.items()}
+        memory.put(layer, *(torch.randn(shapes[name], generator=generator) for name in ("k", "v")))
+    memory.commit()
+    memory.begin(Batch((Feed(1, Span(filler, filler + TOKENS)),)))
+    for layer, planes in stored.items():
+        memory.put(layer, planes["k"], planes["v"])
+    memory.commit()
+    return Placed(memory, ids)
+
+
+def last(planes: dict[str, Tensor], count: int) -> dict[str, Tensor]:
+    return {name: x[-count:] for name, x in planes.items()}
+
+
+@pytest.fixture(params=SHIFTED)
+def guest(request: pytest.FixtureRequest) -> Guest:
+    return adopt(ARCHS[request.param].build(), backends())
+
+
+def room_to_shift(guest: Guest) -> bool:
+    return all(group.layout.can_shift(max(0, group.layout.keep(FILLER + TOKENS)), FILLER + TOKENS, GONE)
+               for group in guest.shape.groups)  # fmt: skip
+
+
+def test_shifted_keys_equal_keys_computed_at_the_new_positions(guest: Guest) -> None:
+    """And values stay as they were. 1e-4 of the largest element, in float32, in every layer that is held."""
+    moved = place(guest, FILLER)
+    fresh = place(guest, FILLER - len(GONE))
+    before = moved.memory.length(1)
+    kept = moved.memory.remove(1, GONE)
+    if not room_to_shift(guest):
+        # A window that would have to reach back over the gap says so, and nothing has changed.
+        assert kept < before - len(GONE)
+        assert moved.memory.length(1) == before
+        moved.memory.remove(1, Span(kept, before))
+        return
+    assert kept == before - len(GONE) == fresh.memory.length(1)
+    moved.memory.check()
+    for group in guest.shape.groups:
+        for layer in group.layers:
+            ours, theirs = moved.planes(layer), fresh.planes(layer)
+            count = min(len(ours["k"]), len(theirs["k"]), TOKENS - 1)
+            assert count
+            for name in ("k", "v"):
+                a, b = last(ours, count)[name], last(theirs, count)[name]
+                assert (a - b).abs().max() <= 1e-4 * b.abs().max().clamp(min=1.0), f"{name} of layer {layer}"
+
+
+def test_logits_after_a_shift_are_those_over_the_same_keys_and_values_at_the_new_positions(guest: Guest) -> None:
+    moved = place(guest, FILLER)
+    if not room_to_shift(guest):
+        pytest.skip("this window holds too little for the gap to close inside it")
+    before = moved.memory.length(1)
+    moved.memory.remove(1, GONE)
+    # A fresh memory is given the K/V that a shift promises: the filler around the gap, and the probe's at its new place.
+    fresh = guest.memory({group.name: 256 for group in guest.shape.groups})
+    stored, _, _ = stored_at(guest, FILLER - len(GONE))
+    generator = torch.Generator().manual_seed(1)
+    fresh.begin(Batch((Feed(1, Span(0, FILLER - len(GONE))),)))
+    for layer, planes in stored.items():
+        k, v = (torch.randn((FILLER, *planes[name].shape[1:]), generator=generator) for name in ("k", "v"))
+        turned = rotated(guest, layer, {"k": k, "v": v})
+        fresh.put(layer, turned["k"], turned["v"])
+    fresh.commit()
+    fresh.begin(Batch((Feed(1, Span(FILLER - len(GONE), FILLER - len(GONE) + TOKENS)),)))
+    for layer, planes in stored.items():
+        fresh.put(layer, planes["k"], planes["v"])
+    fresh.commit()
+    assert fresh.length(1) == moved.memory.length(1) == before - len(GONE)
+    got = [decode(guest, memory, fresh.length(1)) for memory in (moved.memory, fresh)]
+    assert (got[0] - got[1]).abs().max() <= 1e-4 * got[1].abs().max().clamp(min=1.0)
+
+
+def rotated(guest: Guest, layer: int, planes: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The filler without the gap: what lay behind it turned back, by the obvious formula in complex numbers."""
+    group = next(group for group in guest.shape.groups if layer in group.layers)
+    out: dict[str, Tensor] = {}
+    for name, x in planes.items():
+        behind = x[GONE.end :].double()
+        rotation = group.rotations.get(layer, {}).get(name)
+        if rotation is not None:
+            n, start = len(rotation.frequencies), rotation.start
+            inner = behind[..., start : start + 2 * n]
+            pairs = (
+                inner.unflatten(-1, (n, 2)) if rotation.interleaved else inner.unflatten(-1, (2, n)).transpose(-1, -2)
+            )
+            angle = -len(GONE) * torch.tensor(rotation.frequencies, dtype=torch.float64)
+            turned = torch.view_as_real(
+                torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones(n).double(), angle)
+            )
+            flat = turned.flatten(-2) if rotation.interleaved else turned.transpose(-1, -2).flatten(-2)
+            behind = torch.cat([behind[..., :start], flat, behind[..., start + 2 * n :]], dim=-1)
+        out[name] = torch.cat([x[: GONE.start], behind.float()])
+    return out
+
+
+def decode(guest: Guest, memory: Memory, pos: int) -> Tensor:
+    plan = memory.begin(Batch((Feed(1, Span(pos, pos + 1)),)))
+    logits = guest.forward(memory, plan, torch.tensor([5]), torch.tensor([0]))
+    memory.abandon()
+    return logits.float()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_shifted_exactly_is_refused_with_the_reason_before_anything_changes(name: str) -> None:
+    guest = adopt(ARCHS[name].build(), backends())
+    memory = guest.memory({group.name: 64 for group in guest.shape.groups})
+    plan = memory.begin(Batch((Feed(1, Span(0, 20)),)))
+    guest.forward(memory, plan, torch.arange(20), torch.tensor([19]))
+    memory.commit()
+    before = (memory.held(1), memory.free())
+    with pytest.raises(NotSupported, match=REFUSED[name]):
+        memory.remove(1, Span(2, 10))
+    assert (memory.held(1), memory.free()) == before
+    memory.check()

@@ -1,9 +1,12 @@
 """reference: attention in float64 over a dense mask. Slow and obvious; it judges the other backends."""
 
+from collections.abc import Mapping
+from typing import get_args
+
 import torch
 from torch import Tensor
 
-from kvcellar.contracts import Arrangement, Ask, History, Scoring
+from kvcellar.contracts import Arrangement, Ask, History, Kind, Scoring, unread
 from kvcellar.plan import GroupPlan
 
 
@@ -11,10 +14,12 @@ class Reference:
     """Serves everything there is; costs T x N for every head."""
 
     name = "reference"
-    arrangement: Arrangement = "token"
+    arrangement: Arrangement | Mapping[str, Arrangement] = "token"
+    padding = 1
+    kinds: frozenset[Kind] = frozenset(get_args(Kind))
 
     def refuse(self, ask: Ask) -> str | None:
-        return None
+        return unread(self, ask)
 
     def prepare(self, plan: GroupPlan, device: torch.device) -> None:
         return None

@@ -15,16 +15,16 @@ A memory has one owner and is not re-entrant: one step is open at a time, and se
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvcellar.cache.cells import Cells
+from kvcellar.cache.history import Columns, StoredHistory
 from kvcellar.cache.pool import Pool
 from kvcellar.cache.tables import Table
-from kvcellar.contracts import Arrangement, Backend, Layout, Plane, Rotation
+from kvcellar.contracts import Backend, Layout, Plane, Rotation
 from kvcellar.errors import BadRequest, CacheFull, NotSupported, UnknownSequence, WrongStage
 from kvcellar.plan import Batch, Feed, GroupPlan, Plan, Run, Segment
 from kvcellar.spans import Span
@@ -42,9 +42,11 @@ class Group:
     layers: tuple[int, ...]
     rotations: Mapping[int, Mapping[str, Rotation]] = field(default_factory=dict)  # by layer, plane; others do not turn
     no_shift: str | None = "nobody has said how its keys turn with position"  # None: positions may change
+    plain: bool = False  # its planes are [cells,heads,size] without padding, whatever the backend would like
 
     def bytes_per_cell(self, itemsize: int) -> int:
-        return len(self.layers) * itemsize * sum(plane.heads * plane.size for plane in self.planes)
+        """Of all layers, scales included; `itemsize` is that of the memory's own type."""
+        return len(self.layers) * sum(plane.bytes_per_cell(itemsize) for plane in self.planes)
 
 
 @dataclass(slots=True)
@@ -55,72 +57,6 @@ class _Held:
     cells: Cells
     pool: Pool
     backend: Backend
-
-
-class StoredHistory:
-    """What one layer remembers, as stored, and how to read it (see `contracts.History`)."""
-
-    def __init__(self, pool: Pool, layer: int, plan: GroupPlan, prepared: Any, columns: "Columns") -> None:
-        self._pool, self._layer, self._columns = pool, layer, columns
-        self.plan, self.prepared = plan, prepared
-
-    @property
-    def arrangement(self) -> Arrangement:
-        return self._pool.arrangement
-
-    def plane(self, name: str) -> Tensor:
-        return self._pool.plane(self._layer, name)
-
-    def dense(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(k [N,G,D], v [N,G,Dv], visible [T,N]): each cell that some row may see is there once, in order of cell."""
-        cells = self._columns.cells
-        k, v = (self._pool.read(self._layer, name, cells) for name in ("k", "v"))
-        return k, v, self._columns.visible
-
-    def in_order(self) -> tuple[Tensor, Tensor]:
-        """(k [n,G,D], v [n,G,Dv]) of the only sequence in the step, in order of position."""
-        (segment,) = self.plan.segments
-        cells = torch.cat([torch.arange(run.cell, run.end) for run in segment.runs]).to(self.plane("k").device)
-        return self._pool.read(self._layer, "k", cells), self._pool.read(self._layer, "v", cells)
-
-
-class Columns:
-    """The cells that a group's segments may see, as columns of a dense mask. Shared cells are there once.
-
-    Made when the first layer asks and kept for the others of the step: only slow roads need it.
-    """
-
-    def __init__(self, plan: GroupPlan, tokens: int, device: torch.device) -> None:
-        self._plan, self._tokens, self._device = plan, tokens, device
-
-    @cached_property
-    def _merged(self) -> list[tuple[int, int]]:
-        merged: list[tuple[int, int]] = []
-        for start, end in sorted((run.cell, run.end) for segment in self._plan.segments for run in segment.runs):
-            if merged and start <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-            else:
-                merged.append((start, end))
-        return merged
-
-    @cached_property
-    def cells(self) -> Tensor:
-        """[N], ascending."""
-        return torch.cat([torch.arange(start, end) for start, end in self._merged]).to(self._device)
-
-    @cached_property
-    def visible(self) -> Tensor:
-        """[T,N], True where the row may see the cell."""
-        cells = torch.cat([torch.arange(start, end) for start, end in self._merged])
-        out = torch.zeros(self._tokens, len(cells), dtype=torch.bool)
-        for segment in self._plan.segments:
-            own = torch.cat([torch.arange(run.cell, run.end) for run in segment.runs])
-            key = segment.first + torch.arange(len(own))
-            query = torch.arange(segment.pos.start, segment.pos.end)[:, None]
-            lowest = torch.tensor([self._plan.layout.lowest(pos) for pos in query.flatten().tolist()])[:, None]
-            rows = slice(segment.row, segment.row + len(query))
-            out[rows, torch.searchsorted(cells, own)] = (key >= lowest) & (key <= query)
-        return out.to(self._device)
 
 
 @dataclass(slots=True)
@@ -156,13 +92,14 @@ class Memory:
         self._group_of: dict[int, int] = {}
         for index, group in enumerate(groups):
             chosen = backend[group.name] if isinstance(backend, Mapping) else backend
-            pool = Pool(
+            pool = Pool.agreed(
                 group.planes,
                 group.layers,
+                chosen,
+                plain=group.plain,
                 cells=cells[group.name],
                 dtype=dtype,
                 device=self.device,
-                arrangement=chosen.arrangement,
             )
             if any(held.group.name == group.name for held in self._held):
                 raise BadRequest(f"two groups are called {group.name}")

@@ -1,8 +1,10 @@
 """pool: the K/V tensors of one group. The only file that writes them.
 
 Always true:
-  * every plane of every layer has `cells + 1` places, the first of them null, in the arrangement the backend asked for;
-  * planes are allocated once, zeroed; `bytes` is exactly what they take.
+  * every plane of every layer has `cells + 1` places, the first of them null, rounded up to what the backend asked for,
+    in the arrangement it asked for; a plain group has them as [places,heads,size], and none too many;
+  * planes are allocated once, zeroed, and zeros read back as zeros in every storage; `bytes` is exactly what they take;
+  * what is read is what is stored: new tokens are read back quantised, too.
 """
 
 from collections.abc import Mapping
@@ -10,12 +12,109 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from kvcellar.cache.quantise import dequantise, hadamard, quantise
 from kvcellar.cache.turn import turn
-from kvcellar.contracts import Arrangement, Plane, Rotation
+from kvcellar.contracts import Arrangement, Backend, Kind, Plane, Rotation, Storage
+from kvcellar.errors import BadRequest
+
+PLAIN: Mapping[Kind, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+# Bytes of fp8 are kept as uint8: torch copies float8 by index on no CPU.
+CODES: Mapping[Kind, torch.dtype] = {**PLAIN, "fp8": torch.uint8, "int8": torch.int8, "int4": torch.uint8}
+# Where cells, heads and size are in a tensor of each arrangement.
+AXES: Mapping[Arrangement, tuple[int, int, int]] = {"token": (0, 1, 2), "head": (1, 0, 2), "transposed": (2, 0, 1)}
+
+
+class StoredPlane:
+    """One plane of one layer, and how to read it (see `contracts.Stored`)."""
+
+    def __init__(
+        self, plane: Plane, storage: Storage, places: int, arrangement: Arrangement, device: torch.device
+    ) -> None:
+        self.plane, self.storage = plane, storage
+        self.arrangement: Arrangement = arrangement
+        kind, size = storage.kind, plane.size
+        width = (size + 1) // 2 if kind == "int4" else size
+        self._codes = self._zeros(places, width, CODES[kind], device)
+        self.scales: Tensor | None = None
+        if storage.quantised:
+            self.scales = self._zeros(places, storage.scales(size), torch.float16, device)
+        self._rotation = hadamard(size, device) if storage.hadamard else None
+
+    def _zeros(self, places: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        axes = AXES[self.arrangement]
+        shape = [0, 0, 0]
+        for axis, length in zip(axes, (places, self.plane.heads, width), strict=True):
+            shape[axis] = length
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    @property
+    def codes(self) -> Tensor:
+        return self._codes.view(torch.float8_e4m3fn) if self.storage.kind == "fp8" else self._codes
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors)
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        return [self._codes] if self.scales is None else [self._codes, self.scales]
+
+    def read(self, cells: Tensor | slice, dtype: torch.dtype, *, rotated: bool = False) -> Tensor:
+        """[heads,n,size] of `cells`: a view where they are a slice and stored in `dtype`."""
+        codes = self._by_head(self._codes, cells)
+        if self.scales is None:
+            return codes.to(dtype)
+        values = dequantise(codes, self._by_head(self.scales, cells), self.storage.kind, self.plane.size)
+        if self._rotation is not None and not rotated:
+            values = values @ self._rotation
+        return values.to(dtype)
+
+    def meet(self, q: Tensor) -> Tensor:
+        """Queries [T,H,size], rotated as the keys are that `read` answers if `rotated`."""
+        return q if self._rotation is None else (q.float() @ self._rotation).to(q.dtype)
+
+    def write(self, cells: Tensor | slice, values: Tensor) -> None:
+        """Store `values` [n,heads,size]."""
+        if self.scales is None:
+            self._put(self._codes, cells, values)
+            return
+        if self._rotation is not None:
+            values = values.float() @ self._rotation
+        codes, scales = quantise(values, self.storage.kind)
+        self._put(self._codes, cells, codes)
+        self._put(self.scales, cells, scales)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy what cells `source` hold, bit for bit, into cells `target`."""
+        for tensor in self._tensors:
+            rows = self._rows(tensor)
+            rows.index_copy_(0, target, rows.index_select(0, source))
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        """[C,heads,width], a view."""
+        return tensor.permute(AXES[self.arrangement])
+
+    def _put(self, tensor: Tensor, cells: Tensor | slice, values: Tensor) -> None:
+        if isinstance(cells, slice):
+            self._rows(tensor)[cells] = values
+        else:
+            self._rows(tensor).index_copy_(0, cells, values.to(tensor.dtype))
+
+    def _by_head(self, tensor: Tensor, cells: Tensor | slice) -> Tensor:
+        """[heads,n,width]: a view of a slice."""
+        axis = AXES[self.arrangement][0]
+        if isinstance(cells, slice):
+            return self._rows(tensor)[cells].transpose(0, 1)
+        axes = AXES[self.arrangement]
+        return tensor.index_select(axis, cells).permute(axes[1], axes[0], axes[2])
 
 
 class Pool:
-    """Planes [C,heads,size] (arranged by token) or [heads,C,size] (by head), for each layer of a group."""
+    """The planes of each layer of a group. `arrangement` is of all of them, or by the name of each."""
 
     def __init__(
         self,
@@ -25,46 +124,74 @@ class Pool:
         cells: int,
         dtype: torch.dtype,
         device: torch.device,
-        arrangement: Arrangement,
+        arrangement: Arrangement | Mapping[str, Arrangement],
+        padding: int = 1,
     ) -> None:
-        self.arrangement: Arrangement = arrangement
-        self._of: dict[int, dict[str, Tensor]] = {}
+        places = -(-(cells + 1) // padding) * padding
+        self._of: dict[int, dict[str, StoredPlane]] = {}
         for layer in layers:
             self._of[layer] = {}
             for plane in planes:
-                shape = (cells + 1, plane.heads) if arrangement == "token" else (plane.heads, cells + 1)
-                self._of[layer][plane.name] = torch.zeros(*shape, plane.size, dtype=dtype, device=device)
+                wanted = arrangement if isinstance(arrangement, str) else arrangement[plane.name]
+                kept = StoredPlane(plane, storage_of(plane, dtype), places, wanted, device)
+                self._of[layer][plane.name] = kept
+
+    @classmethod
+    def agreed(
+        cls,
+        planes: tuple[Plane, ...],
+        layers: tuple[int, ...],
+        backend: Backend,
+        *,
+        plain: bool,
+        cells: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "Pool":
+        """As `backend` would like it, or plain. Raises `BadRequest` if it cannot read what some plane is stored as."""
+        for plane in planes:
+            kind = storage_of(plane, dtype).kind
+            if kind not in backend.kinds:
+                readable = ", ".join(sorted(backend.kinds))
+                raise BadRequest(f"{backend.name} cannot read {plane.name} stored as {kind}, only {readable}")
+        arrangement: Arrangement | Mapping[str, Arrangement] = "token" if plain else backend.arrangement
+        padding = 1 if plain else backend.padding
+        return cls(planes, layers, cells=cells, dtype=dtype, device=device, arrangement=arrangement, padding=padding)
 
     @property
     def bytes(self) -> int:
-        """Bytes held, all layers and planes."""
-        return sum(tensor.nbytes for planes in self._of.values() for tensor in planes.values())
+        """Bytes held, all layers and planes, scales included."""
+        return sum(kept.bytes for planes in self._of.values() for kept in planes.values())
 
-    def plane(self, layer: int, name: str) -> Tensor:
+    def stored(self, layer: int, name: str) -> StoredPlane:
         return self._of[layer][name]
 
     def write(self, layer: int, cells: Tensor | slice, new: Mapping[str, Tensor]) -> None:
         """Store `new` planes [T,heads,size] into `cells` (T of them; a slice where they are one run)."""
         for name, values in new.items():
-            plane = self._of[layer][name]
-            if self.arrangement == "token":
-                if isinstance(cells, slice):
-                    plane[cells] = values
-                else:
-                    plane.index_copy_(0, cells, values.to(plane.dtype))
-            elif isinstance(cells, slice):
-                plane[:, cells] = values.transpose(0, 1)
-            else:
-                plane.index_copy_(1, cells, values.to(plane.dtype).transpose(0, 1))
+            self._of[layer][name].write(cells, values)
 
     def move(self, layer: int, source: Tensor, target: Tensor, turns: Mapping[str, Rotation], by: int) -> None:
-        """Copy what cells `source` hold into cells `target` (none of them a source), turned by `by` positions."""
-        for name in self._of[layer]:
-            values = self.read(layer, name, source)
+        """Copy what cells `source` hold into cells `target` (none of them a source), turned by `by` positions.
+
+        What does not turn is copied bit for bit. What turns is rounded to its storage once more.
+        """
+        for name, kept in self._of[layer].items():
             rotation = turns.get(name)
-            self.write(layer, target, {name: values if rotation is None else turn(values, rotation, by)})
+            if rotation is None:
+                kept.copy(source, target)
+            else:
+                values = kept.read(source, torch.float32).transpose(0, 1)
+                kept.write(target, turn(values, rotation, by))
 
     def read(self, layer: int, name: str, cells: Tensor) -> Tensor:
-        """A copy [n,heads,size] of what is stored in `cells`."""
-        plane = self._of[layer][name]
-        return plane[cells] if self.arrangement == "token" else plane[:, cells].transpose(0, 1)
+        """A copy [n,heads,size] of what is stored in `cells`: float32 where it is quantised."""
+        kept = self._of[layer][name]
+        return kept.read(cells, PLAIN.get(kept.storage.kind, torch.float32)).transpose(0, 1)
+
+
+def storage_of(plane: Plane, dtype: torch.dtype) -> Storage:
+    """As what `plane` is stored in a memory of `dtype`. Raises `BadRequest` for a type that K/V cannot have."""
+    if plane.storage is not None:
+        return plane.storage
+    return Storage(str(dtype).removeprefix("torch."))  # pyright: ignore[reportArgumentType]  # it checks the kind

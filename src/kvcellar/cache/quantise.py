@@ -1,0 +1,89 @@
+"""quantise: K/V in fewer bits. Vectors in, codes and scales out, and back.
+
+A scale belongs to `GROUP` neighbouring elements of one vector (all of them where it is shorter). It is the smallest
+float16 that is no less than the largest element divided by the largest code, so no element is ever clipped:
+
+    int8, int4   |x - x'| <= scale / 2
+    fp8 (e4m3)   |x - x'| <= max(|x| / 16, scale / 1024)
+
+and x' is x where x is a code times the scale; a group of zeros has scale 0. A group with an infinity, a NaN, or an
+element too large for any scale (65504 times the largest code) reads back as NaN, all of it: it is never answered as
+ordinary numbers.
+
+Rotating by a Hadamard matrix before quantising (QuaRot, arXiv 2404.00456, section 3) spreads an element that stands out
+over all the others of its block. The matrix is its own inverse, and products of two rotated vectors stay as they were.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvcellar.contracts import GROUP, Kind
+
+LARGEST: dict[Kind, float] = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
+SMALLEST_SCALE = 2.0**-24  # the least float16 above zero
+INT4_ZERO = 8  # is added to a code, so that it is not negative
+
+
+def quantise(x: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+    """x [...,size] -> codes [...,bytes] (uint8; int8 for int8) and scales [...,groups] (float16)."""
+    size = x.shape[-1]
+    groups = _grouped(x.float())  # [...,groups,GROUP]
+    scales = _rounded_up(groups.abs().amax(-1) / LARGEST[kind])
+    ratio = groups / scales.float().clamp(min=SMALLEST_SCALE)[..., None]
+    ratio = ratio.nan_to_num(0.0).flatten(-2)[..., :size]  # a scale that is not finite says all there is to say
+    if kind == "fp8":
+        return ratio.to(torch.float8_e4m3fn).view(torch.uint8), scales
+    codes = ratio.round_().to(torch.int8)
+    return (codes if kind == "int8" else _pack(codes)), scales
+
+
+def dequantise(codes: Tensor, scales: Tensor, kind: Kind, size: int) -> Tensor:
+    """The vectors [...,size] in float32, of codes and scales as `quantise` made them."""
+    if kind == "fp8":
+        values = codes.view(torch.float8_e4m3fn).float()
+    else:
+        values = (codes if kind == "int8" else _unpack(codes, size)).float()
+    if scales.shape[-1] == 1:
+        return values.mul_(scales.float())
+    return values.mul_(scales.float().repeat_interleave(GROUP, -1)[..., :size])
+
+
+def hadamard(size: int, device: torch.device) -> Tensor:
+    """[size,size], symmetric and orthogonal: normalised Hadamard blocks, the largest powers of two that fill `size`."""
+    blocks: list[Tensor] = []
+    left = size
+    while left:
+        block = torch.ones(1, 1)
+        while 2 * len(block) <= left:
+            block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
+        blocks.append(block * len(block) ** -0.5)
+        left -= len(block)
+    return torch.block_diag(*blocks).to(device)
+
+
+def _grouped(x: Tensor) -> Tensor:
+    """[...,groups,GROUP], the last group filled up with zeros; one group [...,1,size] if the vector is shorter."""
+    size = x.shape[-1]
+    if size <= GROUP:
+        return x.unsqueeze(-2)
+    return F.pad(x, (0, -size % GROUP)).unflatten(-1, (-1, GROUP))
+
+
+def _rounded_up(x: Tensor) -> Tensor:
+    """The smallest float16 that is no less than x >= 0; infinite if there is none."""
+    near = x.half()
+    return (near.view(torch.int16) + (near.float() < x)).to(torch.int16).view(torch.float16)
+
+
+def _pack(codes: Tensor) -> Tensor:
+    """Two a byte: the first half of the elements in the low bits, the second half (a zero added if odd) in the high."""
+    half = (codes.shape[-1] + 1) // 2
+    filled = F.pad(codes, (0, 2 * half - codes.shape[-1]))
+    shifted = (filled + INT4_ZERO).to(torch.uint8)
+    return shifted[..., :half] | shifted[..., half:] << 4
+
+
+def _unpack(packed: Tensor, size: int) -> Tensor:
+    both = torch.cat([packed & 15, packed >> 4], -1)[..., :size]
+    return both.to(torch.int8) - INT4_ZERO

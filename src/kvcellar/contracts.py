@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 
 # A plane is stored [cells, heads, size], [heads, cells, size] or [heads, size, cells].
 Arrangement = Literal["token", "head", "transposed"]
-Kind = Literal["float32", "bfloat16", "float16", "fp8", "int8", "int4"]
+Kind = Literal["float64", "float32", "bfloat16", "float16", "fp8", "int8", "int4"]
 GROUP = 128  # elements of a vector that share a scale; all of them where the vector is shorter
 SCALE_BYTES = 2  # a scale is a float16
-_BITS: Mapping[Kind, int] = {"float32": 32, "bfloat16": 16, "float16": 16, "fp8": 8, "int8": 8, "int4": 4}
+_BITS: Mapping[Kind, int] = {
+    "float64": 64, "float32": 32, "bfloat16": 16, "float16": 16, "fp8": 8, "int8": 8, "int4": 4,
+}  # fmt: skip
 
 
 class Layout(Protocol):

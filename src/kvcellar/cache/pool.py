@@ -18,6 +18,7 @@ from kvcellar.contracts import Arrangement, Backend, Kind, Plane, Rotation, Stor
 from kvcellar.errors import BadRequest
 
 PLAIN: Mapping[Kind, torch.dtype] = {
+    "float64": torch.float64,
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -181,8 +182,7 @@ class Pool:
             if rotation is None:
                 kept.copy(source, target)
             else:
-                values = kept.read(source, torch.float32).transpose(0, 1)
-                kept.write(target, turn(values, rotation, by))
+                kept.write(target, turn(self.read(layer, name, source), rotation, by))
 
     def read(self, layer: int, name: str, cells: Tensor) -> Tensor:
         """A copy [n,heads,size] of what is stored in `cells`: float32 where it is quantised."""

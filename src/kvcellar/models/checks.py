@@ -69,11 +69,16 @@ def read_json(path: Path) -> Any:
         size = path.stat().st_size
         if size > MOST_JSON:
             raise ModelRefused(f"{path.name} has {size} bytes; {MOST_JSON} are allowed")
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
     except OSError as error:
         raise ModelRefused(f"{path.name} cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:
         raise ModelRefused(f"{path.name} is not JSON: {error}") from error
+
+
+def _number(found: dict[str, Any]) -> Any:
+    """transformers writes a number that JSON has no word for as {"__float__": "Infinity"}."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 
 def read_object(path: Path) -> dict[str, Any]:

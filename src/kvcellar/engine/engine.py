@@ -4,6 +4,7 @@ with Engine() as engine:
     print(engine.generate("def main():", max_tokens=32).text)
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import count
@@ -128,9 +129,12 @@ class Engine:
 
     # -- text ---------------------------------------------------------------------------------------------------
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with what the tokenizer puts around one. Raises `BadRequest` without a tokenizer."""
-        return self._built.voice.encode(text)
+    def encode(self, text: str, *, special: bool | None = None) -> list[int]:
+        """Token ids of a text. Raises `BadRequest` without a tokenizer.
+
+        `special`: with what the tokenizer puts around a text (None: as the model wants it).
+        """
+        return self._built.voice.encode(text, special=special)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._built.voice.decode(ids)
@@ -177,8 +181,8 @@ class Engine:
         Keyword arguments are the fields of `SamplingParams`; those not given are the model's own defaults.
         """
         params = self.params(**sampling)
-        if isinstance(prompt, str) or not _is_batch(prompt):
-            return self._ask(self._ids(prompt), params).result()
+        if not _is_batch(prompt):
+            return self._wait(self._ids(prompt), params)
         every = [self._ids(one) for one in prompt]
         for ids in every:
             self._checked(ids, params)
@@ -191,7 +195,7 @@ class Engine:
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> Result:
         """The assistant's next message of a conversation."""
-        return self._ask(self.render(messages), self.params(**sampling)).result()
+        return self._wait(self.render(messages), self.params(**sampling))
 
     def session(self, *, chat: bool = True) -> "Session":
         """A conversation whose memory stays: each `send` reads only what is new.
@@ -207,11 +211,9 @@ class Engine:
         unknown = sorted(set(sampling) - _FIELDS)
         if unknown:
             raise BadRequest(f"there is no sampling parameter {unknown[0]!r}; there are {sorted(_FIELDS)}", unknown[0])
-        if isinstance(sampling.get("stop"), str):
-            sampling["stop"] = (sampling["stop"],)
         for name in ("stop", "stop_token_ids"):
-            if name in sampling:
-                sampling[name] = tuple(sampling[name] or ())
+            if sampling.get(name, ()) is None:
+                sampling[name] = ()
         return replace(self.model.default_sampling, **sampling)
 
     # -- looking ------------------------------------------------------------------------------------------------
@@ -230,40 +232,61 @@ class Engine:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _stream(self, ids: Sequence[int], params: SamplingParams, session: int | None = None) -> Iterator[Piece]:
+    def start(self, ids: Sequence[int], params: SamplingParams, session: int | None = None) -> tuple[Collector, Ticket]:
+        """Submit a request that the caller is going to wait for."""
+        self._loop.check_caller()
         collector = Collector(params.n)
-        ticket = self.submit(ids, params, deliver=collector.deliver, session=session)
+        return collector, self.submit(ids, params, deliver=collector.deliver, session=session)
+
+    def _stream(self, ids: Sequence[int], params: SamplingParams) -> Iterator[Piece]:
+        collector, ticket = self.start(ids, params)
         try:
             yield from collector.pieces()
         finally:
             ticket.cancel()
 
-    def _ask(self, ids: Sequence[int], params: SamplingParams, session: int | None = None) -> Collector:
-        collector = Collector(params.n)
-        self.submit(ids, params, deliver=collector.deliver, session=session)
-        return collector
+    def _wait(self, ids: Sequence[int], params: SamplingParams) -> Result:
+        collector, ticket = self.start(ids, params)
+        try:
+            return collector.result()
+        finally:
+            ticket.cancel()  # whoever was interrupted while waiting does not need the answer
 
     def _together(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Result]:
-        """All prompts as one batch, at most as many under way as may wait; an error of one cancels the others."""
+        """All prompts as one batch; an error of one cancels the others."""
         results: list[Result] = []
-        tickets: list[tuple[Collector, Ticket]] = []
-        remaining = iter(prompts)
+        under_way: deque[tuple[Collector, Ticket]] = deque()
         try:
-            for ids in remaining:
-                if len(tickets) - len(results) >= self._built.settings.max_waiting // 2 + 1:
-                    results.append(tickets[len(results)][0].result())
-                collector = Collector(params.n)
-                tickets.append((collector, self.submit(ids, params, deliver=collector.deliver)))
-            while len(results) < len(tickets):
-                results.append(tickets[len(results)][0].result())
-        except BaseException:
-            for _, ticket in tickets[len(results) :]:
+            for ids in prompts:
+                while not self._joins(under_way, ids, params):
+                    results.append(under_way[0][0].result())
+                    under_way.popleft()
+            while under_way:
+                results.append(under_way[0][0].result())
+                under_way.popleft()
+        finally:
+            for _, ticket in under_way:
                 ticket.cancel()
-            raise
         return results
 
+    def _joins(self, under_way: deque[tuple[Collector, Ticket]], ids: Sequence[int], params: SamplingParams) -> bool:
+        """Submit one more prompt of a batch. False if some of the batch should end first, to let others wait too."""
+        if len(under_way) > self._built.settings.max_waiting // 2:
+            return False
+        try:
+            under_way.append(self.start(ids, params))
+        except Overloaded:
+            if not under_way:
+                raise
+            return False
+        return True
+
     def _ids(self, prompt: Prompt) -> list[int]:
-        return self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self.encode(prompt)
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
+            raise BadRequest(f"a prompt is text or a list of token ids, not {type(prompt).__name__}", "prompt")
+        return list(prompt)
 
     def _checked(self, prompt_ids: Sequence[int], params: SamplingParams) -> tuple[int, ...]:
         """The prompt as a tuple, or why this model cannot be asked so."""
@@ -324,8 +347,14 @@ def _settings(given: Mapping[str, Any]) -> Settings:
     return Settings(**given)
 
 
-def _is_batch(prompt: Sequence[Any]) -> bool:
-    return len(prompt) > 0 and not isinstance(prompt[0], int)
+def _is_batch(prompt: Any) -> bool:
+    """Is this a list of prompts? One prompt is a text, or a list that begins with a token id."""
+    return (
+        isinstance(prompt, Sequence)
+        and not isinstance(prompt, str)
+        and len(prompt) > 0
+        and isinstance(prompt[0], Sequence)
+    )
 
 
 __all__ = ["Engine", "EngineStats", "GroupStats", "ModelCard", "Ticket"]

@@ -13,6 +13,7 @@ import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import TypeVar
@@ -22,8 +23,8 @@ import torch
 from kvcellar.engine.cellar import Cellar
 from kvcellar.engine.request import Line, Request, Stage
 from kvcellar.engine.runner import Runner
-from kvcellar.engine.scheduler import Scheduler, Share
-from kvcellar.errors import EngineClosed, EngineFailed
+from kvcellar.engine.scheduler import Scheduler
+from kvcellar.errors import EngineClosed, EngineFailed, WrongStage
 from kvcellar.events import FinishReason
 
 T = TypeVar("T")
@@ -77,15 +78,19 @@ class Loop:
             except Exception as error:  # noqa: BLE001 - handed to whoever asked
                 future.set_exception(error)
 
+        self.check_caller()
         self.post(call)
         return future.result()
 
+    def check_caller(self) -> None:
+        """Raise `WrongStage` on the engine's own thread: there, waiting for the engine would never end."""
+        if threading.current_thread() is self._thread:
+            raise WrongStage("an event's receiver runs on the engine's thread and must not wait for the engine")
+
     def close(self) -> None:
         """End the thread. Requests that are under way are told `EngineClosed`. May be called again."""
-        try:
+        with suppress(EngineClosed):
             self.post(self._stop)
-        except EngineClosed:
-            pass
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -99,10 +104,20 @@ class Loop:
 
     def cancel(self, request: Request) -> None:
         """End all its lines as they are. A request that is over does not notice."""
-        try:
+        with suppress(EngineClosed):
             self.post(lambda: self._cancel(request))
-        except EngineClosed:
-            pass
+
+    def end_session(self, session: int) -> None:
+        """Cancel what is under way for a session, and forget what it holds."""
+
+        def end() -> None:
+            for line in [*self.scheduler.running, *self.scheduler.waiting]:
+                if line.request.session == session:
+                    self._cancel(line.request)
+            self.cellar.forget_session(session)
+
+        with suppress(EngineClosed):
+            self.post(end)
 
     # -- on the engine's thread ---------------------------------------------------------------------------------
 
@@ -146,21 +161,11 @@ class Loop:
             self.ended(line, "length")
         if not shares:
             return
-        try:
-            self._runner.step(shares)
-            self.steps += 1
-        except Exception as error:
-            # One bad step must not end the engine: memory is as before it, and the requests in it are told.
-            log.exception("a step of %d requests failed", len(shares))
-            self._fail_all(shares, EngineFailed(f"the step failed with {type(error).__name__}: {error}"))
+        self._runner.step(shares)
+        self.steps += 1
         for share in shares:
             if share.line.request.deaf:
                 self._cancel(share.line.request)
-
-    def _fail_all(self, shares: list[Share], error: EngineFailed) -> None:
-        for share in shares:
-            if not share.line.request.over:
-                self.ended(share.line, error)
 
     def ended(self, line: Line, over: FinishReason | Exception) -> None:
         """A line is over. With an error its whole request is, for its answers belong together."""
@@ -207,17 +212,25 @@ class Loop:
         """Whatever happened: everybody is told, everything is given back, and later callers are refused."""
         with self._gate:
             self._open = False
-        try:
-            while True:
-                self._inbox.get_nowait()()
-        except Empty:
-            pass
+        self._run_what_is_left()
         for line in [*self.scheduler.running, *self.scheduler.waiting]:
             if not line.request.over:
                 line.request.fail(reason)
         self.scheduler.running.clear()
         self.scheduler.waiting.clear()
         self.cellar.clear()
+
+    def _run_what_is_left(self) -> None:
+        """Calls that came in before the gate was shut: somebody may wait for each of them."""
+        while True:
+            try:
+                call = self._inbox.get_nowait()
+            except Empty:
+                return
+            try:
+                call()
+            except Exception:
+                log.exception("a call that had come in could not be run while the engine ended")
 
 
 def fresh_seed() -> int:

@@ -61,7 +61,7 @@ class Request:
             return
         try:
             self.deliver(event)
-        except Exception:  # noqa: BLE001 - a listener that is gone (a closed event loop) must not hurt other requests
+        except BaseException:  # noqa: BLE001 - a listener that is gone (a closed event loop) must not hurt others
             self.deaf = True
 
     def fail(self, error: Exception) -> None:

@@ -1,5 +1,6 @@
 """runner: one step, from what the scheduler decided to what the requests are told. The story, on one screen."""
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -8,11 +9,14 @@ from torch import Tensor
 from kvcellar.cache.memory import Memory
 from kvcellar.engine.request import Line, Stage
 from kvcellar.engine.scheduler import Share
+from kvcellar.errors import EngineFailed
 from kvcellar.events import FinishReason
 from kvcellar.models.guest import Guest
 from kvcellar.plan import Batch, Feed
 from kvcellar.sample.draw import Drawn, draw
 from kvcellar.spans import Span
+
+log = logging.getLogger("kvcellar.engine")
 
 Split = Callable[[Line], list[Line]]  # a line that has read its prompt -> the lines that write its answers
 Ended = Callable[[Line, FinishReason | Exception], None]
@@ -26,25 +30,41 @@ class Runner:
         self._split, self._ended = split, ended
 
     def step(self, shares: Sequence[Share]) -> None:
-        """Read every share's tokens; draw for each line that has read all it has. All of it, or nothing."""
+        """Read every share's tokens, and draw for each line that has read all it has."""
         flat = self._guest.mode == "flat"
         for part in [shares] if flat else [[share] for share in shares]:  # solo: one sequence per forward
-            logits = self._read(part)
-            self._write([share.line for share in part if not share.line.unread], logits)
+            self._together(part)
 
-    def _read(self, shares: Sequence[Share]) -> Tensor:
-        """Logits [R,V] of the last token of every line that is read to its end; the tokens are in memory then."""
-        feeds = tuple(Feed(_seq(line), Span(line.read, line.read + count)) for line, count in shares)
-        plan = self._memory.begin(Batch(feeds))
+    def _together(self, shares: Sequence[Share]) -> None:
+        """One forward. If it fails, each line goes alone: what one of them cannot do must not hurt the others."""
+        shares = [
+            share for share in shares if share.line.stage is not Stage.DONE
+        ]  # with another of its request's lines
+        if not shares:
+            return
         try:
-            logits = self._guest.forward(self._memory, plan, *self._inputs(shares))
-        except BaseException:
-            self._memory.abandon()
-            raise
+            logits = self._forward(shares)
+        except Exception as error:
+            log.exception("a forward over %d sequences failed", len(shares))
+            if len(shares) == 1:
+                self._ended(shares[0].line, _failure("the forward", error))
+            for share in shares if len(shares) > 1 else []:
+                self._together([share])
+            return
         self._memory.commit()
         for line, count in shares:
             line.read += count
-        return logits
+        self._write([share.line for share in shares if not share.line.unread], logits)
+
+    def _forward(self, shares: Sequence[Share]) -> Tensor:
+        """Logits [R,V] of the last token of every line that is read to its end. The memory's step stays open."""
+        feeds = tuple(Feed(_seq(line), Span(line.read, line.read + count)) for line, count in shares)
+        plan = self._memory.begin(Batch(feeds))
+        try:
+            return self._guest.forward(self._memory, plan, *self._inputs(shares))
+        except BaseException:
+            self._memory.abandon()
+            raise
 
     def _inputs(self, shares: Sequence[Share]) -> tuple[Tensor, Tensor]:
         """Token ids [T] of the step, and the rows [R] whose logits are wanted."""
@@ -72,13 +92,26 @@ class Runner:
             logits = logits[torch.tensor([row for row, _ in drawing], device=logits.device)]
         writers = [line for _, line in drawing]
         for line, drawn in zip(writers, self._draw(writers, logits), strict=True):
+            if line.stage is not Stage.DONE:  # else another answer of its request failed just now
+                self._take(line, drawn)
+
+    def _take(self, line: Line, drawn: Drawn) -> None:
+        """Tell one line what it drew. What goes wrong there is its own affair."""
+        try:
             over = drawn.error or line.accept(drawn.token_id, drawn.logprob, self._context)
             if over is not None:
                 self._ended(line, over)
+        except Exception as error:
+            log.exception("a token could not be told")
+            self._ended(line, _failure("telling a token", error))
 
     @torch.inference_mode()
     def _draw(self, lines: Sequence[Line], logits: Tensor) -> list[Drawn]:
         return draw(logits, [line.choice for line in lines], [line.pos for line in lines])
+
+
+def _failure(what: str, error: Exception) -> EngineFailed:
+    return EngineFailed(f"{what} failed with {type(error).__name__}: {error}")
 
 
 def _seq(line: Line) -> int:

@@ -83,9 +83,7 @@ class _Step:
 class Scheduler:
     """Decides; does not run. `build` is called between steps."""
 
-    def __init__(
-        self, cellar: Cellar, layouts: Mapping[str, Layout], *, max_sequences: int, step_tokens: int
-    ) -> None:
+    def __init__(self, cellar: Cellar, layouts: Mapping[str, Layout], *, max_sequences: int, step_tokens: int) -> None:
         self._cellar, self._layouts = cellar, dict(layouts)
         self._max_sequences, self._step_tokens = max_sequences, step_tokens
         self.waiting: list[Line] = []
@@ -120,7 +118,7 @@ class Scheduler:
         return step.shares, stuck
 
     def _give(self, line: Line, step: _Step) -> bool:
-        """Let `line` read what it has, as far as that fits. False if it is alone, and even so there is no cell for it."""
+        """Let `line` read what it has, as far as that fits. False if it is alone and there is no cell even so."""
         while line in self.running:
             room = min(step.left, self._free() - step.tokens)
             if room >= 1:

@@ -7,6 +7,7 @@ Always true:
 
 import threading
 from collections.abc import Generator, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from kvcellar.engine.result import Collector, Result
@@ -31,20 +32,20 @@ class Session:
 
     def send(self, text: str | Sequence[int], **sampling: Any) -> Result:
         """Add a turn and wait for the answer. If it fails, the session is as it was before."""
-        turn = self._turn(text, sampling)
-        collector = next(turn)
-        assert isinstance(collector, Collector)
-        for _ in turn:
-            pass
-        return collector.collected()
+        with closing(self._turn(text, sampling)) as turn:
+            collector = next(turn)
+            assert isinstance(collector, Collector)
+            for _ in turn:
+                pass
+            return collector.collected()
 
     def stream(self, text: str | Sequence[int], **sampling: Any) -> Generator[Piece]:
         """The same, piece by piece. Leaving early cancels, and forgets the turn."""
-        turn = self._turn(text, sampling)
-        next(turn)
-        for piece in turn:
-            assert isinstance(piece, Piece)
-            yield piece
+        with closing(self._turn(text, sampling)) as turn:
+            next(turn)
+            for piece in turn:
+                assert isinstance(piece, Piece)
+                yield piece
 
     def __enter__(self) -> "Session":
         return self
@@ -71,12 +72,9 @@ class Session:
             del self.tokens[tokens:], self.messages[messages:]
 
     def close(self) -> None:
-        """Give back what the session holds in memory."""
-        with self._alone():
-            self._closed = True
-            number = self._number
-            if self._engine.healthy:
-                self._engine._loop.ask(lambda: self._engine._loop.cellar.forget_session(number))
+        """Give back what the session holds in memory. A turn that is under way is cancelled. May be called again."""
+        self._closed = True
+        self._engine._loop.end_session(self._number)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -87,8 +85,7 @@ class Session:
             if params.n != 1:
                 raise BadRequest(f"n is {params.n}; a turn of a session has one answer. Fork the session instead.", "n")
             prompt, messages = self._prompt(text)
-            collector = Collector(1)
-            ticket = self._engine.submit(prompt, params, deliver=collector.deliver, session=self._number)
+            collector, ticket = self._engine.start(prompt, params, session=self._number)
             try:
                 yield collector
                 yield from collector.pieces()
@@ -102,12 +99,16 @@ class Session:
 
     def _prompt(self, text: str | Sequence[int]) -> tuple[list[int], list[dict[str, Any]]]:
         """The tokens of the conversation with `text` added, and its messages if it is one by template."""
-        if not isinstance(text, str):
-            return [*self.tokens, *text], []
         if self._chat:
+            if not isinstance(text, str):
+                raise BadRequest(
+                    "the turns of a chat are texts; open a session with chat=False for token ids", "prompt"
+                )
             messages = [*self.messages, {"role": "user", "content": text}]
             return self._engine.render(messages), messages
-        ids = self._engine.encode(text)
+        if not isinstance(text, str):
+            return [*self.tokens, *text], []
+        ids = self._engine.encode(text, special=False if self.tokens else None)  # what opens a text opens it once
         return [*self.tokens, *ids], []
 
     def _alone(self) -> "_Alone":

@@ -32,8 +32,8 @@ class Voice:
     def has_chat(self) -> bool:
         return self._template is not None
 
-    def encode(self, text: str) -> list[int]:
-        return self._known().encode(text)
+    def encode(self, text: str, *, special: bool | None = None) -> list[int]:
+        return self._known().encode(text, special=special)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._known().decode(ids)

@@ -1,0 +1,78 @@
+"""The scheduler's laws, for requests that nobody wrote: who may be served, who must be, and that everybody is."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcellar.cache.layouts import Causal, Chunked, Sliding
+from tests.engine.world import Ask, World
+
+CONTEXT = 60
+LAYOUTS = st.sampled_from(
+    [
+        {"causal": Causal()},
+        {"sliding": Sliding(5)},
+        {"chunked": Chunked(4)},
+        {"causal": Causal(), "sliding": Sliding(3)},
+        {"sliding": Sliding(6, memory=9), "chunked": Chunked(7)},
+    ]
+)
+
+
+@st.composite
+def worlds(draw):
+    layouts = draw(LAYOUTS)
+    cells = {name: draw(st.integers(2, 70)) for name in layouts}
+    settings = {"max_sequences": draw(st.integers(1, 6)), "step_tokens": draw(st.sampled_from([1, 2, 3, 7, 16, 64]))}
+    world = World(layouts, cells, context=CONTEXT, **settings)
+    fits = min(
+        max(n for n in range(1, CONTEXT + 1) if layout.most_cells(n, 1) <= cells[name])
+        for name, layout in layouts.items()
+    )
+    asks = st.builds(
+        Ask,
+        at=st.integers(0, 40),
+        prompt=st.integers(1, min(fits, 30)),
+        max_tokens=st.integers(1, 30),
+        n=st.one_of(st.just(1), st.integers(1, settings["max_sequences"])),
+        cancel=st.one_of(st.none(), st.none(), st.integers(0, 80)),
+    )
+    sessions = st.builds(
+        Ask,
+        at=st.integers(0, 40),
+        prompt=st.integers(1, min(fits, 30)),
+        max_tokens=st.integers(1, 20),
+        cancel=st.one_of(st.none(), st.none(), st.integers(0, 80)),
+        session=st.integers(0, 3),
+    )
+    return world, draw(st.lists(st.one_of(asks, sessions), min_size=1, max_size=14))
+
+
+def least(world: World, ask: Ask) -> int:
+    """Tokens that an answer gets when it is alone: until its end, the context's, or memory's."""
+    most = CONTEXT + 1 - ask.prompt
+    for name, layout in world.layouts.items():
+        room = max(n for n in range(1, CONTEXT + 1) if layout.most_cells(n, 1) <= world.capacity[name])
+        most = min(most, room + 1 - ask.prompt)
+    return min(ask.max_tokens, most)
+
+
+@settings(max_examples=max(200, settings.default.max_examples))
+@given(worlds())
+def test_everybody_is_served_in_their_turn_and_gets_what_they_would_get_alone(made):
+    world, asks = made
+    world.play(asks)
+    for number, ask in enumerate(asks):
+        heard = world.heard[number]
+        assert heard.over
+        for choice, reason in heard.reasons.items():
+            if reason == "cancelled":
+                assert ask.cancel is not None
+                assert heard.tokens(choice) <= ask.max_tokens
+            else:
+                assert heard.tokens(choice) == least(world, ask), f"request {number}, choice {choice}"
+        if ask.cancel is None:
+            assert set(heard.reasons) == set(range(ask.n))
+    for session in range(4):
+        world.cellar.forget_session(session)
+    assert world.memory.free() == world.capacity
+    assert not world.memory.sequences

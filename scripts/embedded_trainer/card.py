@@ -1,5 +1,6 @@
 """The card: everything in it that is a number comes from the run's record."""
 
+import re
 import textwrap
 from typing import Any
 
@@ -8,7 +9,9 @@ LAYER_WORDS = {"S": "sliding window of {window}", "F": "full attention", "C": "s
 
 
 def paragraph(text: str) -> str:
-    return textwrap.fill(" ".join(text.split()), 116, break_on_hyphens=False, break_long_words=False)
+    """Filled lines; what stands in backticks stays on one."""
+    whole = re.sub(r"`[^`]*`", lambda quoted: quoted[0].replace(" ", "\0"), " ".join(text.split()))
+    return textwrap.fill(whole, 116, break_on_hyphens=False, break_long_words=False).replace("\0", " ")
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:

@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -56,8 +57,10 @@ def main(description: str | None) -> None:
         shape = Shape(arch=asked.arch, layers=asked.layers or DEFAULT_LAYERS[asked.arch])
     except ValueError as wrong:
         parser.error(str(wrong))
-    recipe = Recipe(steps=asked.steps, rate=asked.rate, seed=asked.seed)
     prepared = prepare(asked.stdlib, asked.work, shape.vocabulary, with_tests=not asked.without_tests)
+    recipe = Recipe(steps=asked.steps, rate=asked.rate, seed=asked.seed)
+    if not len(prepared.streams["tests"]):
+        recipe = replace(recipe, test_share=0.0)
     log.info("%s %s, %d parameters", shape.arch, shape.layers, count_parameters(shape))
     for name, stream in prepared.streams.items():
         log.info("%s: %d tokens of %d bytes", name, len(stream), prepared.held_bytes(name))

@@ -33,9 +33,9 @@ class Prepared:
     stamp: str
 
     def mixture(self, test_share: float) -> Mixture:
-        names = ["library", "tests"] if len(self.streams["tests"]) and test_share > 0 else ["library"]
-        shares = (1 - test_share, test_share) if len(names) == 2 else (1.0,)
-        return Mixture(tuple(self._pool(name) for name in names), shares)
+        """`test_share` of the windows from the tests, the rest from the library; there must be tests where it is not 0."""
+        shares = {"library": 1 - test_share, "tests": test_share} if test_share else {"library": 1.0}
+        return Mixture(tuple(self._pool(name) for name in shares), tuple(shares.values()))
 
     def _pool(self, name: str) -> Pool:
         return Pool(self.streams[name], column_zero(self.tokenizer, self.streams[name]))

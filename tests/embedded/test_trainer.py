@@ -182,6 +182,12 @@ def test_windows_begin_at_a_line_or_anywhere_and_follow_from_the_seed(prepared: 
     assert not any(text.startswith((" ", "\n")) for text in firsts)
 
 
+def test_without_the_library_s_tests_all_windows_come_from_the_library(library: Path, tmp_path: Path) -> None:
+    prepared = prepare(library, tmp_path, 300, with_tests=False)
+    assert not len(prepared.streams["tests"])
+    assert prepared.mixture(0.0).batch(4, 24, seed=1).shape == (4, 24)
+
+
 def test_column_zero_is_where_lines_without_indent_begin(prepared: Prepared) -> None:
     stream = torch.tensor([BOS, *prepared.tokenizer.encode("a\n b\n\nc\n", add_special_tokens=False).ids, EOS])
     texts = [prepared.tokenizer.decode([int(stream[at])]) for at in column_zero(prepared.tokenizer, stream)]

@@ -7,18 +7,25 @@ import click
 
 from kvcellar.cli.options import engine_options, given
 from kvcellar.engine.diagnosis import Diagnosis, diagnose
+from kvcellar.engine.kvquality import KvQuality
 from kvcellar.engine.settings import Settings
 
 
 @click.command("doctor", epilog="Example: kvcellar doctor ./my-model --cache-bytes 2G")
 @click.argument("model", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option(
+    "--kv-quality/--no-kv-quality",
+    default=None,
+    help="Measure what storing K/V in fewer bits would do. Default: for small models.",
+)
 @engine_options
-def command(model: str | None, as_json: bool, **options: Any) -> None:
-    """Load MODEL, test it, and say: what it is, its groups, bytes per token, how many tokens fit, and which attention
-    backend serves it and why the others refused. Ends with 1 if it is refused.
+def command(model: str | None, as_json: bool, kv_quality: bool | None, **options: Any) -> None:
+    """Load MODEL, test it, and say: what it is, its groups, bytes per token, how many tokens fit, which attention
+    backend serves it and why the others refused, and what storing its K/V in fewer bits would do to its answers. Ends
+    with 1 if it is refused.
     """
-    found = diagnose(model, Settings(**given(**options)))
+    found = diagnose(model, Settings(**given(**options)), kv_quality=kv_quality)
     click.echo(json.dumps(found.as_dict()) if as_json else _in_words(found))
 
 
@@ -41,4 +48,17 @@ def _in_words(found: Diagnosis) -> str:
     )
     lines.append(f"    ({found.because})")
     lines += [f"  {note}" for note in found.notes]
+    if found.kv_quality:
+        tokens = max(one.tokens for one in found.kv_quality)
+        lines.append(f"  K/V stored otherwise, over {tokens} tokens of its own (--kv-dtype):")
+        lines += [f"    {_quality(one)}" for one in found.kv_quality]
     return "\n".join(lines)
+
+
+def _quality(one: KvQuality) -> str:
+    if one.kl is None or one.agreement is None:
+        return f"{one.stored:16} refused: {one.refused}"
+    return (
+        f"{one.stored:16} {one.bytes_per_token:7} bytes a token, KL {one.kl:.1e} nats, "
+        f"same most likely token {one.agreement:.1%}"
+    )

@@ -34,6 +34,9 @@ def engine_options(function: F) -> F:
             click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16."),
             click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
             click.option("--cache-bytes", type=Size(), help="Memory for K/V, like 2G. Default: what is free."),
+            click.option(
+                "--kv-dtype", help="How K/V are stored: int8, or k=int8+hadamard,v=int4. Default: as computed."
+            ),
             click.option("--context", type=int, help="Tokens of one sequence. Default: what the model is made for."),
             click.option("--max-sequences", type=int, default=64, show_default=True, help="Answers written at once."),
             click.option("--step-tokens", type=int, default=512, show_default=True, help="New tokens in one step."),

@@ -9,6 +9,7 @@ import torch
 
 from kvcellar.attention.choose import named
 from kvcellar.cache.memory import Memory
+from kvcellar.contracts import StoredAs
 from kvcellar.engine.cellar import Cellar
 from kvcellar.engine.loop import Loop
 from kvcellar.engine.request import Line, Request
@@ -72,14 +73,14 @@ def build(model: "str | Path | PreTrainedModel | None", settings: Settings) -> B
     network = loaded.model
     packing = pack(network) if settings.pack and network.device.type == "cpu" else None
     guest = adopt(network, named(settings.attention))
+    if settings.kv_dtype is not None:
+        guest = guest.storing(StoredAs.parse(settings.kv_dtype), named(settings.attention))
     context = _context(settings, context_of(network))
     capacity = _capacity(guest, settings, context)
     memory = guest.memory(capacity.cells)
     cellar = Cellar(memory)
     layouts = {group.name: group.layout for group in memory.groups}
-    scheduler = Scheduler(
-        cellar, layouts, max_sequences=settings.max_sequences, step_tokens=settings.step_tokens
-    )
+    scheduler = Scheduler(cellar, layouts, max_sequences=settings.max_sequences, step_tokens=settings.step_tokens)
     loop = Loop(cellar, scheduler, context=context, threads=settings.threads)
 
     def twin(line: Line, choice: int) -> Line:
@@ -113,7 +114,10 @@ def _context(settings: Settings, most: int) -> int:
 
 def _demands(guest: Guest) -> list[Demand]:
     size = guest.dtype.itemsize
-    return [Demand(group.name, group.layout, group.bytes_per_cell(size)) for group in guest.shape.groups]
+    return [
+        Demand(group.name, group.layout, group.bytes_per_cell(size), guest.padding(group))
+        for group in guest.shape.groups
+    ]
 
 
 def _capacity(guest: Guest, settings: Settings, context: int) -> Capacity:

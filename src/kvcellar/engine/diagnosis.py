@@ -4,8 +4,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvcellar.attention.choose import named
 from kvcellar.engine.build import Built, build
+from kvcellar.engine.kvquality import KvQuality
+from kvcellar.engine.kvquality import kv_quality as measure
 from kvcellar.engine.settings import Settings
+
+SMALL = 30_000_000  # parameters of a model that is read a dozen times within seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +47,20 @@ class Diagnosis:
     cache_bytes: int
     because: str
     notes: tuple[str, ...]
+    kv_quality: tuple[KvQuality, ...] = ()  # what storing K/V in fewer bits would do
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def diagnose(model: Any, settings: Settings) -> Diagnosis:
-    """Load and test a model as an engine would. Raises what `build` raises, with its reasons."""
+def diagnose(model: Any, settings: Settings, *, kv_quality: bool | None = None) -> Diagnosis:
+    """Load and test a model as an engine would. Raises what `build` raises, with its reasons.
+
+    `kv_quality`: measure every way of storing K/V; None does so for small models, where it takes seconds.
+    """
     built = build(model, settings)
+    if kv_quality is None:
+        kv_quality = built.loaded.parameters <= SMALL
     guest, sizes = built.guest, built.guest.shape.bytes_per_cell(built.guest.dtype.itemsize)
     groups = tuple(
         GroupDiagnosis(
@@ -82,6 +93,7 @@ def diagnose(model: Any, settings: Settings) -> Diagnosis:
         cache_bytes=built.capacity.bytes,
         because=built.capacity.because,
         notes=tuple(_notes(built)),
+        kv_quality=tuple(measure(guest, named(settings.attention))) if kv_quality else (),
     )
 
 

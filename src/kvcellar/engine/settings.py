@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from kvcellar.contracts import Layout
+from kvcellar.contracts import Layout, StoredAs
 from kvcellar.errors import BadRequest, CapacityTooSmall
 
 SHARE_OF_FREE = {"cpu": 0.3, "cuda": 0.85}  # a CPU's memory is also everybody else's
@@ -25,6 +25,7 @@ class Settings:
     max_waiting: int = 512  # requests that wait for admission
     attention: str | None = None  # an attention backend by name; None: the first that can
     threads: int | None = None  # torch's CPU threads; None: leave them as they are
+    kv_dtype: str | None = None  # like int8 or k=int8+hadamard,v=int4 (`StoredAs.parse`); None: as the model computes
     pack: bool = True  # let oneDNN reorder the weights of linear layers once, on CPUs
 
     def __post_init__(self) -> None:
@@ -32,6 +33,8 @@ class Settings:
             raise BadRequest(f"dtype must be auto, float32, bfloat16 or float16, not {self.dtype!r}", "dtype")
         if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith("cuda:"):
             raise BadRequest(f"device must be auto, cpu, cuda or cuda:N, not {self.device!r}", "device")
+        if self.kv_dtype is not None:
+            StoredAs.parse(self.kv_dtype)
         for name, least in (("max_sequences", 1), ("step_tokens", 1), ("max_waiting", 1)):
             self._whole(name, getattr(self, name), least)
         for name in ("cache_bytes", "context", "threads"):
@@ -45,11 +48,16 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What one group costs: bytes of a cell in all its layers, and its layout."""
+    """What one group costs: bytes of a cell in all its layers, and its layout. Places are a multiple of `padding`."""
 
     name: str
     layout: Layout
     bytes_per_cell: int
+    padding: int = 1
+
+    def bytes(self, cells: int) -> int:
+        """Bytes of so many cells, with the null cell and the padding."""
+        return -(-(cells + 1) // self.padding) * self.padding * self.bytes_per_cell
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +84,7 @@ def resolve_capacity(
         return min(tokens, max_sequences * resting + step_tokens)
 
     def size(tokens: int) -> int:
-        return sum((cells(demand, tokens) + 1) * demand.bytes_per_cell for demand in demands)
+        return sum(demand.bytes(cells(demand, tokens)) for demand in demands)
 
     low, high = 0, max_sequences * context + step_tokens
     most = high

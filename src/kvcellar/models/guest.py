@@ -9,6 +9,7 @@ Always true:
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Literal
@@ -18,8 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvcellar.attention.choose import Chosen, choose
-from kvcellar.cache.memory import Memory
-from kvcellar.contracts import Backend
+from kvcellar.cache.memory import Group, Memory
+from kvcellar.contracts import Backend, StoredAs
 from kvcellar.errors import KvcellarError, ModelRefused
 from kvcellar.models.facts import context_of, embedding_rows
 from kvcellar.models.quiet import quiet
@@ -86,6 +87,17 @@ class Guest:
     def memory(self, cells: Mapping[str, int]) -> Memory:
         """A memory of this model's shape."""
         return Memory(self.shape.groups, cells=cells, dtype=self.dtype, device=self.device, backend=self.backends)
+
+    def padding(self, group: Group) -> int:
+        """What the number of places of a group's planes is a multiple of."""
+        return 1 if group.plain else self.backends[group.name].padding
+
+    def storing(self, stored: StoredAs, backends: Sequence[Backend]) -> "Guest":
+        """The same model, its K/V stored as `stored` from now on. Raises `NoBackend` if nobody can read that."""
+        twin = copy(self)
+        twin.shape = self.shape.storing(stored)
+        twin.chosen = _choose(twin.shape, backends)
+        return twin
 
     def seen(self, positions: Tensor) -> int | Tensor:
         """What the model is told when it asks how many tokens came before its rows at `positions` [T].
@@ -209,13 +221,18 @@ class _StoreProbe(ProbeDoor):
 
 def _solo(model: PreTrainedModel, backends: Sequence[Backend], why: str) -> Guest:
     _own_attention(model)
+    shape = stored_shape(model)
+    return Guest(model, shape, "solo", _choose(shape, backends), refused=why)
+
+
+def stored_shape(model: PreTrainedModel) -> Shape:
+    """What a model stores, told by a small forward with the attention that it has. Raises `ModelRefused`."""
     door = _StoreProbe(context_of(model))
     _probe(model, door, range(PROBE_TOKENS))
     stored = {layer: (s.k, s.v) for layer, s in door.stored.items()}
     if not stored:
         raise ModelRefused("its forward stores no keys and values through the cache, so there is nothing to remember")
-    shape = causal_shape(stored, dtype=str(model.dtype).removeprefix("torch."), device=model.device.type)
-    return Guest(model, shape, "solo", _choose(shape, backends), refused=why)
+    return causal_shape(stored, dtype=str(model.dtype).removeprefix("torch."), device=model.device.type)
 
 
 def _own_attention(model: PreTrainedModel) -> None:

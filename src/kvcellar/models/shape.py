@@ -6,7 +6,7 @@ model that we cannot describe so is refused, with the reason.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kvcellar.cache.layouts import Causal, Chunked, Sliding
 from kvcellar.cache.memory import Group
-from kvcellar.contracts import Ask, Layout, Plane, Scoring
+from kvcellar.contracts import Ask, Layout, Plane, Scoring, StoredAs
 from kvcellar.errors import ModelRefused
 from kvcellar.models.seam import Binding
 
@@ -32,6 +32,14 @@ class Shape:
     groups: tuple[Group, ...]
     asks: Mapping[str, Ask]  # by group name
     bindings: Mapping[nn.Module, Binding]
+
+    def storing(self, stored: StoredAs) -> "Shape":
+        """The same shape, its planes stored otherwise."""
+        groups = tuple(
+            replace(group, planes=tuple(replace(plane, storage=stored.of(plane.name)) for plane in group.planes))
+            for group in self.groups
+        )
+        return replace(self, groups=groups, asks={n: replace(ask, stored=stored) for n, ask in self.asks.items()})
 
     def bytes_per_cell(self, itemsize: int) -> dict[str, int]:
         return {group.name: group.bytes_per_cell(itemsize) for group in self.groups}

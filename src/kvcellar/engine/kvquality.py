@@ -1,0 +1,121 @@
+"""kvquality: what storing K/V in fewer bits would do to the answers of a model, measured on the model itself.
+
+The model writes a sample of its own, at temperature 1, with K/V as it computes them. Then it reads that sample again
+for every way of storing, through a memory that stores so, and its predictions are compared place by place: the same text is
+before each of them, so one early difference does not count for all that follow.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcellar.cache.memory import Memory
+from kvcellar.contracts import Backend, StoredAs
+from kvcellar.errors import BadRequest, NoBackend
+from kvcellar.models.facts import context_of, embedding_rows
+from kvcellar.models.guest import Guest
+from kvcellar.plan import Batch, Feed
+from kvcellar.spans import Span
+
+WAYS = (
+    *("fp8", "fp8+hadamard", "int8", "int8+hadamard", "int4", "int4+hadamard"),
+    *("k=fp8", "v=fp8", "k=int8", "v=int8", "k=int4", "k=int4+hadamard", "v=int4"),
+)
+TOKENS = 256  # of a sample
+CHUNK = 64  # rows compared at once: bounds the logits
+
+
+@dataclass(frozen=True, slots=True)
+class KvQuality:
+    """One way of storing. `refused` says why nobody can read it; it has no numbers then.
+
+    `kl` is the mean divergence in nats of its predictions from those with K/V as computed; `agreement` is the share of
+    places at which the most likely token is the same.
+    """
+
+    stored: str
+    bytes_per_token: int
+    tokens: int
+    kl: float | None
+    agreement: float | None
+    refused: str | None = None
+
+
+@dataclass(slots=True)
+class _Tried:
+    """One way, while the sample is read."""
+
+    way: str
+    guest: Guest
+    memory: Memory
+    kl: float = 0.0
+    same: int = 0
+
+
+def kv_quality(
+    guest: Guest, backends: Sequence[Backend], ways: Sequence[str] = WAYS, *, tokens: int = TOKENS, lines: int = 1
+) -> list[KvQuality]:
+    """Try `ways` on `lines` samples of `tokens` tokens each, or of the model's context if that is less."""
+    if tokens < 1 or lines < 1:
+        raise BadRequest(f"a sample needs at least one line of one token, not {lines} of {tokens}")
+    plain = guest.storing(StoredAs(), backends)
+    tokens = min(tokens, context_of(guest.model))
+    cells = {group.name: lines * tokens for group in guest.shape.groups}
+    texts = _written(plain, plain.memory(cells), lines, tokens)
+    tried: list[_Tried] = []
+    refused: dict[str, str] = {}
+    for way in ways:
+        try:
+            twin = guest.storing(StoredAs.parse(way), backends)
+        except NoBackend as error:
+            refused[way] = str(error)
+        else:
+            tried.append(_Tried(way, twin, twin.memory(cells)))
+    _compare(plain, plain.memory(cells), tried, texts)
+    by_way = {one.way: _result(one, lines * tokens) for one in tried}
+    return [by_way[way] if way in by_way else KvQuality(way, 0, 0, None, None, refused[way]) for way in ways]
+
+
+def _result(tried: _Tried, tokens: int) -> KvQuality:
+    size = sum(tried.guest.shape.bytes_per_cell(tried.guest.dtype.itemsize).values())
+    return KvQuality(tried.way, size, tokens, tried.kl / tokens, tried.same / tokens)
+
+
+def _written(guest: Guest, memory: Memory, lines: int, tokens: int) -> dict[int, list[int]]:
+    """What the model says by itself, from a random first token on."""
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randint(0, embedding_rows(guest.model), (lines,), generator=generator).tolist()
+    texts = {seq: [token] for seq, token in enumerate(first)}
+    for at in range(tokens - 1):
+        for seqs in [list(texts)] if guest.mode == "flat" else [[seq] for seq in texts]:
+            logits = _read(guest, memory, {seq: texts[seq][at:] for seq in seqs}, at)
+            drawn = torch.multinomial(logits.softmax(-1).cpu(), 1, generator=generator).flatten().tolist()
+            for seq, token in zip(seqs, drawn, strict=True):
+                texts[seq].append(token)
+    return texts
+
+
+def _compare(plain: Guest, judge: Memory, tried: Sequence[_Tried], texts: Mapping[int, list[int]]) -> None:
+    for seq, ids in texts.items():
+        for start in range(0, len(ids), CHUNK):
+            piece = {seq: ids[start : start + CHUNK]}
+            expected = _read(plain, judge, piece, start).log_softmax(-1)
+            for one in tried:
+                got = _read(one.guest, one.memory, piece, start).log_softmax(-1)
+                one.kl += float((expected.exp() * (expected - got)).nan_to_num(torch.inf).sum().clamp(min=0))
+                one.same += int((expected.argmax(-1) == got.argmax(-1)).sum())
+
+
+def _read(guest: Guest, memory: Memory, texts: Mapping[int, list[int]], start: int) -> Tensor:
+    """Read pieces that begin at `start`. Logits [T,V] of all their tokens, in float32."""
+    plan = memory.begin(Batch(tuple(Feed(seq, Span(start, start + len(ids))) for seq, ids in texts.items())))
+    ids = torch.tensor([token for piece in texts.values() for token in piece], device=guest.device)
+    try:
+        logits = guest.forward(memory, plan, ids, torch.arange(len(ids), device=guest.device))
+    except BaseException:
+        memory.abandon()
+        raise
+    memory.commit()
+    return logits.float()

@@ -33,7 +33,7 @@ class Prepared:
     stamp: str
 
     def mixture(self, test_share: float) -> Mixture:
-        """`test_share` of the windows from the tests, the rest from the library; there must be tests where it is not 0."""
+        """`test_share` of the windows from the tests, the rest from the library; without tests it must be 0."""
         shares = {"library": 1 - test_share, "tests": test_share} if test_share else {"library": 1.0}
         return Mixture(tuple(self._pool(name) for name in shares), tuple(shares.values()))
 

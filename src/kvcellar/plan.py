@@ -26,23 +26,51 @@ class Run(NamedTuple):
 
 
 class Feed(NamedTuple):
-    """New tokens of one sequence: the positions they will have. They are consecutive rows of the step."""
+    """New tokens of one sequence: the positions they will have. They are consecutive rows of the step.
+
+    Where `stores` is False the rows only ask: they read what the sequence remembers, get no cell, and leave the
+    sequence as it is. Their positions may be any at which something of it is seen.
+    """
 
     seq: int
     pos: Span
+    stores: bool = True
+
+
+Ahead = tuple[int, Span]  # a sequence, and positions of it whose queries see all of these positions
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Which sequences get new tokens in a step, in the order of the step's rows."""
+    """Which sequences get new tokens in a step, in the order of the step's rows.
+
+    The tokens of a `look_ahead` span see the later tokens of that span, too (a picture, a prefix read both ways). Only
+    the order is lifted: a window or a chunk still begins where it does. Such a span is read in one step, and is never
+    parted afterwards.
+    """
 
     feeds: tuple[Feed, ...]
+    look_ahead: tuple[Ahead, ...] = ()
 
     def __post_init__(self) -> None:
         if len({feed.seq for feed in self.feeds}) != len(self.feeds):
             raise BadRequest("a sequence may appear only once in a batch, with consecutive positions")
         if any(not len(feed.pos) for feed in self.feeds):
             raise BadRequest("every sequence of a batch needs at least one new token")
+        if self.look_ahead:
+            self._check_look_ahead()
+
+    def _check_look_ahead(self) -> None:
+        new = {feed.seq: feed.pos for feed in self.feeds if feed.stores}
+        before: dict[int, Span] = {}
+        for seq, span in sorted(self.look_ahead, key=lambda ahead: (ahead[0], ahead[1].start)):
+            pos = new.get(seq)
+            if not len(span) or pos is None or span.start < pos.start or span.end > pos.end:
+                fed = f"gives it {pos}" if pos else "gives it no new tokens"
+                raise BadRequest(f"{span} of sequence {seq} must be whole to look ahead; the step {fed}")
+            if seq in before and before[seq].end > span.start:
+                raise BadRequest(f"{before[seq]} and {span} of sequence {seq} overlap; they cannot both look ahead")
+            before[seq] = span
 
     @classmethod
     def of(cls, seqs: Sequence[int], positions: Sequence[int]) -> "Batch":
@@ -59,27 +87,47 @@ class Batch:
 
     @property
     def tokens(self) -> int:
+        """Rows of the step."""
         return sum(len(feed.pos) for feed in self.feeds)
+
+    @property
+    def stored(self) -> int:
+        """Rows that get a cell."""
+        return sum(len(feed.pos) for feed in self.feeds if feed.stores)
+
+    def ahead(self, seq: int) -> tuple[Span, ...]:
+        """The spans of `seq` that look ahead, in order."""
+        return tuple(sorted(span for of, span in self.look_ahead if of == seq)) if self.look_ahead else ()
 
 
 class Segment(NamedTuple):
     """One sequence's part of a step, in one group.
 
-    `runs` are the cells of positions `[first, pos.end)` in order of position: all that the lowest new token may see,
-    and the new tokens themselves. Row `row + i` of the step is position `pos.start + i`.
+    `runs` are the cells of positions `[first, end)` in order of position: all that the rows may see, the new tokens
+    themselves included. Row `row + i` of the step is position `pos.start + i`. `new` are the cells of the rows that are
+    stored, empty for rows that only ask.
     """
 
     seq: int
     row: int
     pos: Span
     first: int
+    end: int
     runs: tuple[Run, ...]
     new: tuple[Run, ...]
+    ahead: tuple[Span, ...] = ()  # in order; whoever is in one sees all of it
+
+    def last(self, pos: int) -> int:
+        """The highest position that the row at `pos` sees. It never falls as `pos` grows."""
+        for span in self.ahead:
+            if span.start <= pos < span.end:
+                return span.end - 1
+        return min(pos, self.end - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """One group's part of a plan. A new token at `q` sees its sequence's positions `[layout.lowest(q), q]`."""
+    """One group's part of a plan. A row at `q` sees its sequence's `[layout.lowest(q), segment.last(q)]`."""
 
     name: str
     layout: Layout
@@ -88,13 +136,21 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A step: `tokens` rows, and for every group where they go and what they see."""
+    """A step: `tokens` rows, and for every group where they go and what they see. `stored` of the rows get a cell."""
 
     tokens: int
     feeds: tuple[Feed, ...]
     groups: tuple[GroupPlan, ...]
+    stored: int
+    look_ahead: tuple[Ahead, ...] = ()
 
     @property
     def positions(self) -> list[int]:
         """Position of every row, [T]."""
         return [pos for feed in self.feeds for pos in range(feed.pos.start, feed.pos.end)]
+
+    @property
+    def storing(self) -> list[int]:
+        """The rows that get a cell, in order: what `put` is given."""
+        stores = [feed.stores for feed in self.feeds for _ in range(len(feed.pos))]
+        return [row for row, kept in enumerate(stores) if kept]

@@ -89,7 +89,7 @@ def _part(layout: Layout, segment: Segment, device: torch.device) -> Part:
         low = [layout.lowest(pos) for pos in range(a, b)]
         last = [segment.last(pos) for pos in range(a, b)]
         veils: list[Veil] = []
-        if last[0] != a or last[-1] != b - 1 or segment.ahead:
+        if segment.ahead or last[-1] < b - 1:
             keys = torch.arange(last[0] + 1, last[-1] + 1, device=device)
             hidden = keys > torch.tensor(last, device=device)[:, None]
             veils.append(Veil(slice(last[0] + 1 - low[0], last[-1] + 1 - low[0]), hidden))

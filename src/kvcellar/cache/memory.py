@@ -20,13 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcellar.cache.ahead import Ahead
 from kvcellar.cache.cells import Cells
 from kvcellar.cache.history import Columns, StoredHistory
+from kvcellar.cache.plans import check_query, group_plan, indices, worst_case, write_index
 from kvcellar.cache.pool import Pool
 from kvcellar.cache.tables import Table
 from kvcellar.contracts import Backend, Layout, Plane, Rotation
 from kvcellar.errors import BadRequest, CacheFull, NotSupported, UnknownSequence, WrongStage
-from kvcellar.plan import Batch, Feed, GroupPlan, Plan, Run, Segment
+from kvcellar.plan import Batch, GroupPlan, Plan, Run
 from kvcellar.spans import Span
 
 PIECE = 1024  # cells that are turned at once: bounds the scratch memory of a shift
@@ -61,20 +63,26 @@ class _Held:
 
 @dataclass(slots=True)
 class _Step:
-    """An open step. `taken[group][feed]` are the runs set aside for it; they are ours until commit hands them over."""
+    """An open step. `taken[group][feed]` are the runs set aside for it; they are ours until commit hands them over.
+
+    A reserved step has taken nothing and cannot be kept.
+    """
 
     plan: Plan
+    batch: Batch
     taken: list[list[list[Run]]]
     writes: list[Tensor | slice]
     prepared: list[Any]
     columns: list[Columns]
     opened: list[int]  # sequences that did not exist before
+    reserved: bool = False
 
 
 class Memory:
     """Many sequences' memory of one model. `groups` must cover every layer that stores K/V, each layer once.
 
     `cells` is how many cells each group gets, by its name. `backend` serves all groups, or is given by group name.
+    `limits` is how many tokens a sequence may have: one number for all, or by sequence (others have no limit).
     """
 
     def __init__(
@@ -85,6 +93,7 @@ class Memory:
         dtype: torch.dtype,
         device: torch.device | str,
         backend: Backend | Mapping[str, Backend],
+        limits: int | Mapping[int, int] | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.dtype = dtype
@@ -110,6 +119,8 @@ class Memory:
                 self._group_of[layer] = index
         self._tables: dict[int, list[Table]] = {}
         self._derived: dict[int, int] = {}  # by sequence: where the first middle removal was
+        self._ahead = Ahead()
+        self._limits = limits
         self._step: _Step | None = None
 
     # -- looking ------------------------------------------------------------------------------------------------
@@ -154,13 +165,13 @@ class Memory:
     def can_cut(self, seq: int, pos: int) -> int:
         """The largest `kept <= pos` at which all groups can go on once `[kept, end)` is forgotten. Changes nothing.
 
-        Raises `BadRequest` for a negative `pos`.
+        A span that looked ahead is kept whole, or not at all. Raises `BadRequest` for a negative `pos`.
         """
         if pos < 0:
             raise BadRequest(f"{pos} is not a position: sequence {seq} begins at 0")
         kept = min(pos, self.length(seq))
         while True:
-            agreed = kept
+            agreed = self._ahead.floor(seq, kept)
             for held, table in zip(self._held, self._tables.get(seq, ()), strict=False):
                 agreed = held.group.layout.can_cut(table.first, table.end, agreed)
             if agreed == kept:
@@ -169,20 +180,23 @@ class Memory:
 
     # -- a step -------------------------------------------------------------------------------------------------
 
-    def begin(self, batch: Batch) -> Plan:
+    def begin(self, batch: Batch, *, reserve: bool = False) -> Plan:
         """Set cells aside for the new tokens of `batch` and say what each may see.
 
         A sequence that is not there yet begins at position 0. Raises `CacheFull` if a group has too few free cells,
-        `BadRequest` if a sequence would not go on where it ends. Nothing has changed then, nor if the backend raises.
+        `BadRequest` if a sequence would not go on where it ends, or beyond its limit, or if a row that only asks would
+        not see all that it should. Nothing has changed then, nor if the backend raises.
+
+        With `reserve` the step is only tried, to learn what it costs: sequences (there or not) hold all that could be
+        seen from the positions they are given, scattered over all cells. It takes nothing and writes to the null cell;
+        end it with `abandon`. Raises `CapacityTooSmall` if such a sequence could never be held.
         """
         self._idle("begin")
-        for feed in batch.feeds:
-            if feed.pos.start != self.length(feed.seq):
-                raise BadRequest(f"sequence {feed.seq} goes on at {self.length(feed.seq)}, not at {feed.pos.start}")
-        need = batch.tokens
-        for held in self._held:
-            if held.cells.free < need:
-                raise CacheFull(held.group.name, need, held.cells.free)
+        if reserve:
+            groups = [worst_case(held.group.name, held.group.layout, batch, held.cells.capacity) for held in self._held]
+            self._step = self._lay_out(batch, groups, None, [])
+            return self._step.plan
+        self._admit(batch)
         opened = [feed.seq for feed in batch.feeds if feed.seq not in self._tables]
         taken: list[list[list[Run]]] = []
         try:
@@ -190,19 +204,20 @@ class Memory:
                 self._tables[seq] = [Table(held.cells) for held in self._held]
             for index in range(len(self._held)):
                 taken.append(self._take(index, batch))
-            self._step = self._lay_out(batch, taken, opened)
+            groups = [self._plan_group(index, batch, taken[index]) for index in range(len(self._held))]
+            self._step = self._lay_out(batch, groups, taken, opened)
         except BaseException:  # a mask too large for the device, say: what was set aside for this step is given back
             self._undo(taken, opened)
             raise
         return self._step.plan
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store the new tokens' k [T,G,D] and v [T,G,Dv] of one layer, rows as in the plan."""
+        """Store the new tokens' k [T,G,D] and v [T,G,Dv] of one layer: the rows of the plan that store, in order."""
         step, index = self._open("put"), self._index_of(layer)
         held = self._held[index]
         for plane, new in zip(held.group.planes, (k, v), strict=False):
-            if new.shape != (step.plan.tokens, plane.heads, plane.size):  # else a torch that can would broadcast it
-                wanted = [step.plan.tokens, plane.heads, plane.size]
+            if new.shape != (step.plan.stored, plane.heads, plane.size):  # else a torch that can would broadcast it
+                wanted = [step.plan.stored, plane.heads, plane.size]
                 raise BadRequest(f"layer {layer} was given {plane.name} {list(new.shape)}; this step stores {wanted}")
         held.pool.write(layer, step.writes[index], {"k": k, "v": v})
 
@@ -224,13 +239,21 @@ class Memory:
     def commit(self, accepted: Mapping[int, int] | None = None) -> None:
         """Keep the step: of each sequence its first `accepted[seq]` new tokens, all if it is not named.
 
-        What the next token of a sequence cannot need any more is forgotten now, and not before.
+        A span that looks ahead is accepted whole or not at all. What the next token of a sequence cannot need any more
+        is forgotten now, and not before.
         """
         step = self._open("commit")
-        counts = self._accepted(step.plan.feeds, accepted or {})
+        if step.reserved:
+            raise WrongStage("commit() of a reserved step: nothing of it was stored; abandon() it")
+        counts = self._accepted(step.batch, accepted or {})
         self._step = None
+        for feed, count in zip(step.batch.feeds, counts, strict=True):
+            end = feed.pos.start + count
+            self._ahead.add(feed.seq, [span for span in step.batch.ahead(feed.seq) if span.end <= end])
         for index, held in enumerate(self._held):
-            for feed, runs, count in zip(step.plan.feeds, step.taken[index], counts, strict=True):
+            for feed, runs, count in zip(step.batch.feeds, step.taken[index], counts, strict=True):
+                if not feed.stores:
+                    continue
                 table = self._tables[feed.seq][index]
                 kept, rest = _divide(held.cells, runs, count)
                 held.cells.drop(rest)
@@ -248,7 +271,8 @@ class Memory:
     def fork(self, src: int, dst: int, upto: int) -> int:
         """Make `dst` share the first `kept <= upto` tokens of `src`, and nothing else; answers `kept`.
 
-        `kept` is less than `upto` only where `src` no longer holds what going on at `upto` needs (see `can_cut`).
+        `kept` is less than `upto` only where `src` no longer holds what going on at `upto` needs, or where a span that
+        looked ahead would be parted (see `can_cut`).
         Whatever `dst` was before is forgotten. Copies integers, never K/V.
         """
         self._idle("fork")
@@ -260,6 +284,7 @@ class Memory:
         if dst in self._tables:
             self.drop(dst)
         self._tables[dst] = shared
+        self._ahead.fork(src, dst, kept)
         if (edited := self._derived.get(src)) is not None and edited < kept:
             self._derived[dst] = edited
         return kept
@@ -268,10 +293,10 @@ class Memory:
         """Forget `span`. What lies behind it moves down, its keys turned to their new positions (context shift).
 
         Answers how many tokens the sequence has now, which is `length - len(span)`. Any smaller answer means that
-        nothing has changed, because going on would need what is no longer held; that many tokens could be kept: remove
-        all from there on, and read what is missing again. Keys that move are written to spare cells first, so other
-        holders of the old ones notice nothing. A sequence that was edited in the middle is *derived*: its K/V still
-        encode what was removed (see `derived`).
+        nothing has changed, because going on would need what is no longer held, or a span that looked ahead would be
+        parted; that many tokens could be kept: remove all from there on, and read what is missing again. Keys that move
+        are written to spare cells first, so other holders of the old ones notice nothing. A sequence that was edited in
+        the middle is *derived*: its K/V still encode what was removed (see `derived`).
 
         Raises `NotSupported` if the keys of some group cannot be turned exactly, `CacheFull` if there are too few spare
         cells; nothing has changed then.
@@ -283,6 +308,8 @@ class Memory:
         if not len(span):
             return length
         kept = self.can_cut(seq, span.start)
+        if self._ahead.parted(seq, span):
+            return kept
         for held, table in zip(self._held, tables, strict=True):
             if held.group.no_shift is not None:
                 raise NotSupported(f"{held.group.name} layers cannot be shifted: {held.group.no_shift}", kept)
@@ -292,6 +319,7 @@ class Memory:
         for held, table, runs in zip(self._held, tables, behind, strict=True):
             table.close_over(span, runs)
             table.forget_below(held.group.layout.keep(table.end))
+        self._ahead.close_over(seq, span)
         self._derived[seq] = min(span.start, self._derived.get(seq, span.start))
         return length - len(span)
 
@@ -300,6 +328,7 @@ class Memory:
         if kept == start or kept == self.length(seq):
             for table in tables:
                 table.cut(kept)
+            self._ahead.cut(seq, kept)
             if kept <= self._derived.get(seq, kept + 1):
                 self._derived.pop(seq, None)
         return kept
@@ -331,7 +360,7 @@ class Memory:
 
     def _turn(self, held: _Held, source: Sequence[Run], target: Sequence[Run], by: int) -> None:
         """Write what the cells of `source` hold into those of `target`, `PIECE` cells at a time in every layer."""
-        old, new = _indices(source, self.device), _indices(target, self.device)
+        old, new = indices(source, self.device), indices(target, self.device)
         for layer in held.group.layers:
             for start in range(0, len(old), PIECE):
                 piece = slice(start, start + PIECE)
@@ -347,6 +376,7 @@ class Memory:
         for table in self._known(seq):
             table.cut(0)
         del self._tables[seq]
+        self._ahead.drop(seq)
         self._derived.pop(seq, None)
 
     def clear(self) -> None:
@@ -379,29 +409,70 @@ class Memory:
             raise BadRequest(f"layer {layer} is in no group of this memory")
         return index
 
+    def _admit(self, batch: Batch) -> None:
+        """Raise what `begin` raises of a batch that cannot be."""
+        for feed in batch.feeds:
+            if not feed.stores:
+                for held, table in zip(self._held, self._known(feed.seq), strict=True):
+                    check_query(held.group.name, held.group.layout, feed, table)
+                continue
+            if feed.pos.start != self.length(feed.seq):
+                raise BadRequest(f"sequence {feed.seq} goes on at {self.length(feed.seq)}, not at {feed.pos.start}")
+            limit = self._limits.get(feed.seq) if isinstance(self._limits, Mapping) else self._limits
+            if limit is not None and feed.pos.end > limit:
+                raise BadRequest(f"sequence {feed.seq} may have {limit} tokens; this step would bring {feed.pos.end}")
+        need = batch.stored
+        for held in self._held:
+            if held.cells.free < need:
+                raise CacheFull(held.group.name, need, held.cells.free)
+
     @staticmethod
-    def _accepted(feeds: Sequence[Feed], accepted: Mapping[int, int]) -> list[int]:
-        if strangers := accepted.keys() - {feed.seq for feed in feeds}:
-            raise BadRequest(f"sequences {sorted(strangers)} are not in this step; nothing of them can be accepted")
-        counts = [accepted.get(feed.seq, len(feed.pos)) for feed in feeds]
-        for feed, count in zip(feeds, counts, strict=True):
+    def _accepted(batch: Batch, accepted: Mapping[int, int]) -> list[int]:
+        """How many rows of each feed are kept."""
+        if strangers := accepted.keys() - {feed.seq for feed in batch.feeds if feed.stores}:
+            raise BadRequest(f"sequences {sorted(strangers)} store nothing in this step; nothing can be accepted")
+        counts = [accepted.get(feed.seq, len(feed.pos)) for feed in batch.feeds]
+        for feed, count in zip(batch.feeds, counts, strict=True):
             if not 0 <= count <= len(feed.pos):
                 raise BadRequest(f"{count} of {len(feed.pos)} new tokens of sequence {feed.seq} cannot be accepted")
+            for span in batch.ahead(feed.seq):
+                if span.start < feed.pos.start + count < span.end:
+                    raise BadRequest(
+                        f"{count} new tokens of sequence {feed.seq} end within {span}, which looks ahead: "
+                        f"accept all of it or nothing"
+                    )
         return counts
 
     def _take(self, index: int, batch: Batch) -> list[list[Run]]:
         cells = self._held[index].cells
-        return [cells.take(len(feed.pos), after=self._tables[feed.seq][index].last_cell) for feed in batch.feeds]
+        return [
+            cells.take(len(feed.pos), after=self._tables[feed.seq][index].last_cell) if feed.stores else []
+            for feed in batch.feeds
+        ]
 
-    def _lay_out(self, batch: Batch, taken: list[list[list[Run]]], opened: list[int]) -> _Step:
-        groups = tuple(self._plan_group(index, batch, runs) for index, runs in enumerate(taken))
+    def _plan_group(self, index: int, batch: Batch, taken: list[list[Run]]) -> GroupPlan:
+        group = self._held[index].group
+        tables = {feed.seq: self._tables[feed.seq][index] for feed in batch.feeds}
+        return group_plan(group.name, group.layout, batch, tables, taken)
+
+    def _lay_out(
+        self, batch: Batch, groups: Sequence[GroupPlan], taken: list[list[list[Run]]] | None, opened: list[int]
+    ) -> _Step:
+        """The step of these plans; a reserved one, whose rows are written to the null cell, if nothing was taken."""
+        if taken is None:
+            null = torch.zeros(batch.stored, dtype=torch.long, device=self.device)
+            writes: list[Tensor | slice] = [null for _ in groups]
+        else:
+            writes = [write_index(runs, self.device) for runs in taken]
         return _Step(
-            Plan(batch.tokens, batch.feeds, groups),
-            taken,
-            writes=[self._write_plan(runs) for runs in taken],
+            Plan(batch.tokens, batch.feeds, tuple(groups), batch.stored, batch.look_ahead),
+            batch,
+            taken if taken is not None else [[] for _ in groups],
+            writes,
             prepared=[h.backend.prepare(g, self.device) for h, g in zip(self._held, groups, strict=True)],
             columns=[Columns(group, batch.tokens, self.device) for group in groups],
             opened=opened,
+            reserved=taken is None,
         )
 
     def _undo(self, taken: list[list[list[Run]]], opened: list[int]) -> None:
@@ -412,26 +483,6 @@ class Memory:
         for seq in opened:
             self._tables.pop(seq, None)
 
-    def _plan_group(self, index: int, batch: Batch, taken: list[list[Run]]) -> GroupPlan:
-        group = self._held[index].group
-        segments: list[Segment] = []
-        row = 0
-        for feed, new in zip(batch.feeds, taken, strict=True):
-            table = self._tables[feed.seq][index]
-            first = max(table.first, group.layout.lowest(feed.pos.start))
-            runs = _joined(table.since(first), new)
-            segments.append(Segment(feed.seq, row, feed.pos, first, runs, tuple(new)))
-            row += len(feed.pos)
-        return GroupPlan(group.name, group.layout, tuple(segments))
-
-    def _write_plan(self, taken: list[list[Run]]) -> Tensor | slice:
-        """Where a step's rows are written: one slice if they are one run, else an index [T]."""
-        runs = [run for of_feed in taken for run in of_feed]
-        if len(runs) == 1:
-            return slice(runs[0].cell, runs[0].end)
-        cells = [cell for run in runs for cell in range(run.cell, run.end)]
-        return torch.tensor(cells, dtype=torch.long, device=self.device)
-
     def check(self) -> None:
         """Assert every invariant of the memory, its tables and its cells."""
         for index, held in enumerate(self._held):
@@ -441,6 +492,7 @@ class Memory:
                 runs += [run for of_feed in self._step.taken[index] for run in of_feed]
             held.cells.check_holders(runs)
         assert self._derived.keys() <= self._tables.keys()
+        self._ahead.check(self.length)
         for seq, tables in self._tables.items():
             assert len(tables) == len(self._held)
             for held, table in zip(self._held, tables, strict=True):
@@ -448,18 +500,6 @@ class Memory:
                 assert table.end == tables[0].end, f"sequence {seq} ends differently in {held.group.name}"
                 lowest = held.group.layout.lowest(table.end)
                 assert table.first <= lowest, f"sequence {seq} lacks [{lowest},{table.first}) in {held.group.name}"
-
-
-def _indices(runs: Sequence[Run], device: torch.device) -> Tensor:
-    """The cells of `runs`, in order."""
-    cells = [torch.arange(run.cell, run.end, device=device) for run in runs]
-    return torch.cat(cells) if cells else torch.zeros(0, dtype=torch.long, device=device)
-
-
-def _joined(held: tuple[Run, ...], new: list[Run]) -> tuple[Run, ...]:
-    if held and new and held[-1].end == new[0].cell:
-        return (*held[:-1], Run(held[-1].cell, held[-1].n + new[0].n), *new[1:])
-    return (*held, *new)
 
 
 def _divide(cells: Cells, runs: list[Run], count: int) -> tuple[list[Run], list[Run]]:

@@ -1,0 +1,126 @@
+"""plans: from tables and the cells that a step was given to what kernels read. Nothing here changes anything."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kvcellar.cache.tables import Table
+from kvcellar.contracts import Layout
+from kvcellar.errors import BadRequest, CapacityTooSmall
+from kvcellar.plan import Batch, Feed, GroupPlan, Run, Segment
+
+SCATTERED = 8  # runs of a history in the worst case: nothing is one slice, and nothing takes long to write down
+
+Taken = Sequence[Sequence[Run]]  # of each feed, the runs that were set aside for it; none for a feed that only asks
+
+
+def group_plan(name: str, layout: Layout, batch: Batch, tables: Mapping[int, Table], taken: Taken) -> GroupPlan:
+    """What the rows of `batch` see in one group, where `tables` are those of its sequences."""
+    segments: list[Segment] = []
+    row = 0
+    for feed, new in zip(batch.feeds, taken, strict=True):
+        table = tables[feed.seq]
+        first = max(table.first, layout.lowest(feed.pos.start))
+        end = feed.pos.end if feed.stores else min(feed.pos.end, table.end)
+        held = table.since(first)
+        runs = _joined(held, new) if feed.stores else _first(held, end - first)
+        segments.append(Segment(feed.seq, row, feed.pos, first, end, runs, tuple(new), batch.ahead(feed.seq)))
+        row += len(feed.pos)
+    return GroupPlan(name, layout, tuple(segments))
+
+
+def check_query(name: str, layout: Layout, feed: Feed, table: Table) -> None:
+    """Raise `BadRequest` unless every row of `feed`, which only asks, sees something, and all it should is held."""
+    lowest = layout.lowest(feed.pos.start)
+    if lowest < table.first:
+        raise BadRequest(
+            f"a query at {feed.pos.start} of sequence {feed.seq} looks back to {lowest}; its {name} layers hold "
+            f"[{table.first},{table.end})"
+        )
+    if layout.lowest(feed.pos.end - 1) >= table.end:
+        raise BadRequest(
+            f"a query at {feed.pos.end - 1} of sequence {feed.seq} sees nothing in its {name} layers, which end at "
+            f"{table.end}"
+        )
+
+
+def worst_case(name: str, layout: Layout, batch: Batch, capacity: int) -> GroupPlan:
+    """As `group_plan`, of sequences that hold all that their positions let them see, scattered over all the cells.
+
+    No table is asked. The sequences have as little in common as `capacity` cells allow. Raises `CapacityTooSmall`.
+    """
+    segments: list[Segment] = []
+    row = at = 0
+    for feed in batch.feeds:
+        first = layout.lowest(feed.pos.start)
+        need = feed.pos.end - first
+        if need > capacity:
+            raise CapacityTooSmall(
+                f"a sequence whose step ends at position {feed.pos.end} needs {need} cells in group {name}, which has "
+                f"{capacity}. Raise cache_bytes, or lower context or step_tokens."
+            )
+        runs = _scattered(at, need, capacity)
+        new = _last(runs, len(feed.pos)) if feed.stores else ()
+        segments.append(Segment(feed.seq, row, feed.pos, first, feed.pos.end, runs, new, batch.ahead(feed.seq)))
+        row += len(feed.pos)
+        at = (at + need) % capacity
+    return GroupPlan(name, layout, tuple(segments))
+
+
+def write_index(taken: Taken, device: torch.device) -> Tensor | slice:
+    """Where a step's rows are written: one slice if they are one run, else an index [T]."""
+    runs = [run for of_feed in taken for run in of_feed]
+    if len(runs) == 1:
+        return slice(runs[0].cell, runs[0].end)
+    cells = [cell for run in runs for cell in range(run.cell, run.end)]
+    return torch.tensor(cells, dtype=torch.long, device=device)
+
+
+def indices(runs: Iterable[Run], device: torch.device) -> Tensor:
+    """[n], the cells of `runs`, in order."""
+    cells = [torch.arange(run.cell, run.end, device=device) for run in runs]
+    return torch.cat(cells) if cells else torch.zeros(0, dtype=torch.long, device=device)
+
+
+def _joined(held: tuple[Run, ...], new: Sequence[Run]) -> tuple[Run, ...]:
+    if held and new and held[-1].end == new[0].cell:
+        return (*held[:-1], Run(held[-1].cell, held[-1].n + new[0].n), *new[1:])
+    return (*held, *new)
+
+
+def _first(runs: Iterable[Run], n: int) -> tuple[Run, ...]:
+    """The first `n` cells of `runs`."""
+    found: list[Run] = []
+    for run in runs:
+        if n <= 0:
+            break
+        found.append(Run(run.cell, min(run.n, n)))
+        n -= run.n
+    return tuple(found)
+
+
+def _last(runs: Sequence[Run], n: int) -> tuple[Run, ...]:
+    """The last `n` cells of `runs`."""
+    found: list[Run] = []
+    for run in reversed(runs):
+        if n <= 0:
+            break
+        got = min(run.n, n)
+        found.append(Run(run.end - got, got))
+        n -= got
+    return tuple(reversed(found))
+
+
+def _scattered(at: int, n: int, capacity: int) -> tuple[Run, ...]:
+    """`n` cells of the ring [1, capacity], from the one `at` places behind its first, in pieces that lie in reverse."""
+    size = -(-n // SCATTERED)
+    pieces: list[Run] = []
+    for start in range(0, n, size):
+        here = 1 + (at + start) % capacity
+        length = min(size, n - start)
+        until_end = min(length, capacity + 1 - here)
+        pieces.append(Run(here, until_end))
+        if until_end < length:
+            pieces.append(Run(1, length - until_end))
+    return tuple(reversed(pieces))

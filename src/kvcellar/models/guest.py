@@ -132,7 +132,9 @@ def adopt(model: PreTrainedModel, backends: Sequence[Backend]) -> Guest:
     if model.dtype not in TOLERANCE:
         raise ModelRefused(f"{name} cannot be served: its weights are {model.dtype}, not a float of 16, 32 or 64 bits")
     if context_of(model) < LEAST_CONTEXT:
-        raise ModelRefused(f"{name} cannot be served: its context of {context_of(model)} positions is too short to test")
+        raise ModelRefused(
+            f"{name} cannot be served: its context of {context_of(model)} positions is too short to test"
+        )
     model.eval().requires_grad_(False)
     register()
     refused: dict[str, str] = {}
@@ -275,7 +277,9 @@ def _trial(model: PreTrainedModel, seed: int) -> _Trial:
             for seq, text in texts.items()
         }
     if not all(bool(rows.isfinite().all()) for rows in logits.values()):
-        raise ModelRefused(f"its logits are not finite: the weights are damaged, or {model.dtype} is too narrow for them")
+        raise ModelRefused(
+            f"its logits are not finite: the weights are damaged, or {model.dtype} is too narrow for them"
+        )
     return _Trial(texts, logits)
 
 

@@ -1,0 +1,176 @@
+"""generation: our memory under transformers' own `model.generate()`. Its loop, its masks, its attention; our cells.
+
+    cache = GenerationCache.of(model, cells=4096)
+    model.generate(ids, past_key_values=cache, use_cache=True)
+
+Each row of the batch is a sequence; padding is a token like any other here, and the model's own masks hide it. Beams that
+share a past share its cells. The model is used as it is: its attention is not replaced.
+
+Always true between two forwards:
+  * `rows` names one sequence of memory for each row of the batch, all of the same length;
+  * no step is open: a forward's step is committed when its last layer has stored, or abandoned by the next one.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvcellar.attention.sdpa import Sdpa
+from kvcellar.cache.memory import Memory
+from kvcellar.errors import BadRequest, ModelRefused, NotSupported
+from kvcellar.models.guest import stored_shape
+from kvcellar.models.shape import Shape
+from kvcellar.plan import Batch, Feed
+from kvcellar.spans import Span
+
+
+class GenerationCache(Cache):
+    """A cache for `model.generate` (greedy, sampling, beam search, assisted) that keeps K/V in `memory`."""
+
+    def __init__(self, shape: Shape, memory: Memory) -> None:
+        super().__init__(layers=[])
+        self.memory = memory
+        self.rows: list[int] = []
+        self._layers = frozenset(layer for group in shape.groups for layer in group.layers)
+        self._stored: set[int] = set()  # layers that have stored in the open step
+        self._next = 1
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, *, cells: int) -> "GenerationCache":
+        """For `model`, with room for `cells` tokens of all rows and beams together. Raises `ModelRefused`."""
+        shape = stored_shape(model)
+        device = model.device
+        memory = Memory(
+            shape.groups,
+            cells={group.name: cells for group in shape.groups},
+            dtype=model.dtype,
+            device=device,
+            backend=Sdpa(),
+        )
+        return cls(shape, memory)
+
+    # -- what models and `generate` call -------------------------------------------------------------------------
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+        """Store k [B,G,L,D] and v [B,G,L,Dv]; answers all that every row holds, [B,G,N,D] and [B,G,N,Dv]."""
+        if layer_idx not in self._layers:
+            raise ModelRefused(f"layer {layer_idx} stored nothing when the model was probed, and does now")
+        if not self._stored:
+            self._begin(key_states.shape[0], key_states.shape[2])
+        elif layer_idx in self._stored:  # the forward before this one did not come to its end
+            self.memory.abandon()
+            self._begin(key_states.shape[0], key_states.shape[2])
+        self.memory.put(layer_idx, _rows(key_states), _rows(value_states))
+        held = self.memory.get(layer_idx).each_in_order()
+        self._stored.add(layer_idx)
+        if self._stored == self._layers:
+            self.memory.commit()
+            self._stored.clear()
+        keys, values = (torch.stack(planes).transpose(1, 2) for planes in zip(*held, strict=True))
+        return keys.to(key_states.dtype), values.to(value_states.dtype)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.memory.length(self.rows[0]) if self.rows else 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.get_seq_length()
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row `beam_idx[i]` was: forks, which copy no K/V."""
+        self._become([self.rows[row] for row in beam_idx.tolist()])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._become([seq for seq in self.rows for _ in range(repeats)])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens of every row."""
+        length = self.get_seq_length()
+        if not -length <= tokens_to_remove <= 0:
+            raise BadRequest(f"crop({tokens_to_remove}) of {length} tokens; it wants a negative number, or 0")
+        for seq in self.rows:
+            self.memory.remove(seq, Span(length + tokens_to_remove, length))
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.memory.clear()
+        self.rows.clear()
+        self._stored.clear()
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: what was stored is there until it is cropped."""
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return True
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.rows) or -1
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        return bool(self.rows)
+
+    @property
+    def is_croppable(self) -> bool:
+        return True
+
+    def _recurrent(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotSupported("this model keeps recurrent or convolution state, which this cache does not")
+
+    get_conv_state = update_conv_state = get_recurrent_state = update_recurrent_state = _recurrent
+    has_previous_state = update_indexer = _recurrent
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _begin(self, rows: int, tokens: int) -> None:
+        self._stored.clear()
+        if not self.rows:
+            self.rows = [self._fresh() for _ in range(rows)]
+        if rows != len(self.rows):
+            raise BadRequest(
+                f"the cache holds {len(self.rows)} rows and was given {rows}; reset() it for another batch"
+            )
+        past = self.get_seq_length()
+        self.memory.begin(Batch(tuple(Feed(seq, Span(past, past + tokens)) for seq in self.rows)))
+
+    def _become(self, sources: list[int]) -> None:
+        """Row i goes on as `sources[i]`. Every source is forked before any is dropped."""
+        length = self.get_seq_length()
+        fresh = [self._fresh() for _ in sources]
+        for seq, source in zip(fresh, sources, strict=True):
+            self.memory.fork(source, seq, length)
+        for seq in self.rows:
+            self.memory.drop(seq)
+        self.rows = fresh
+
+    def _fresh(self) -> int:
+        self._next += 1
+        return self._next
+
+    def check(self) -> None:
+        """Assert what is always true between two forwards."""
+        self.memory.check()
+        assert not self._stored, "a step is open"
+        assert sorted(self.memory.sequences) == sorted(self.rows), "rows and sequences differ"
+        assert len({self.memory.length(seq) for seq in self.rows}) <= 1, "rows of different lengths"
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[B,G,L,D] -> [B*L,G,D], row after row."""
+    return x.transpose(1, 2).flatten(0, 1)

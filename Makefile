@@ -19,14 +19,14 @@ TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 help:
 	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/  make \1 \2/p' Makefile | awk '{t = $$2; $$1 = $$2 = ""; printf "  make %-15s%s\n", t, $$0}'
 
-# Without a terminal, and with nothing piped in, there is nobody to talk to: the embedded model goes on from a sample.
+# Without a terminal there is nobody to talk to: the embedded model goes on from what is piped in, or from a sample.
 SAMPLE := def read_lines(path):
 run: $(VENV)/.run ## talk to the embedded model, or to MODEL
 ifneq ($(strip $(MODEL)$(ARGS)),)
 	@$(BIN)/kvcellar run $(MODEL) $(ARGS)
 else
 	@if [ -t 0 ]; then $(BIN)/kvcellar run; \
-	else text=$$(cat); $(BIN)/kvcellar run embedded "$${text:-$(SAMPLE)}"; fi
+	else text=$$(cat); $(BIN)/kvcellar run embedded --max-tokens 100 "$${text:-$(SAMPLE)}"; fi
 endif
 
 test: $(VENV)/.dev ## every test but the slow ones and, without an accelerator, those for one

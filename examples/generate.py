@@ -1,7 +1,7 @@
 """transformers' own `model.generate()` on kvcellar's cells. Run it: python examples/generate.py
 
-The embedded model goes on from a batch of two prompts by greedy search, by beam search, and again from where it was; the
-text is what transformers' own cache gives.
+The embedded model goes on from a batch of two prompts by greedy search, from where it was, and by beam search; the text
+is what transformers' own cache gives.
 """
 
 import torch

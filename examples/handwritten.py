@@ -1,7 +1,7 @@
-"""A hand-written attention model on kvcellar's memory: no engine, no transformers. Run it: python examples/handwritten.py
+"""A hand-written attention model on kvcellar's memory: no engine, no transformers. Run it as it is.
 
-It has two layers, one that sees everything and one that sees a window of 8 tokens, and random weights. Three sequences of
-different lengths travel in one batch; one of them is forked. At the end every logit is compared with the same model
+It has two layers, one that sees everything and one that sees a window of 8 tokens, and random weights. Three sequences
+of different lengths travel in one batch; one of them is forked. At the end every logit is compared with the same model
 without any memory.
 """
 
@@ -64,7 +64,7 @@ def main() -> float:
     """The largest difference between logits with shared, stepwise memory and those of one forward each."""
     model, memory = Model(), new_memory()
     base = [(7 * i) % VOCAB for i in range(20)]
-    texts = {1: base, 2: base[:12] + [3, 1, 4, 1, 5], 3: [2, 7, 1, 8]}
+    texts = {1: base, 2: [*base[:12], 3, 1, 4, 1, 5], 3: [2, 7, 1, 8]}
     got = {seq: [logits] for seq, logits in step(model, memory, texts, {1: 12, 3: 2}).items()}
     shared = memory.fork(1, 2, upto=12)  # the second text begins like the first: its cells are shared
     got[2] = [got[1][0][:shared]]

@@ -3,8 +3,8 @@
     cache = GenerationCache.of(model, cells=4096)
     model.generate(ids, past_key_values=cache, use_cache=True)
 
-Each row of the batch is a sequence; padding is a token like any other here, and the model's own masks hide it. Beams that
-share a past share its cells. The model is used as it is: its attention is not replaced.
+Each row of the batch is a sequence; padding is a token like any other here, and the model's own masks hide it. Beams
+that share a past share its cells. The model is used as it is: its attention is not replaced.
 
 Always true between two forwards:
   * `rows` names one sequence of memory for each row of the batch, all of the same length;

@@ -3,7 +3,8 @@
 Always true:
   * every plane of every layer has `cells + 1` places, the first of them null, rounded up to what the backend asked for,
     in the arrangement it asked for; a plain group has them as [places,heads,size], and none too many;
-  * planes are allocated once, zeroed, and zeros read back as zeros in every storage; `bytes` is exactly what they take;
+  * a layer may have more places than that only where a resize failed and could not be undone;
+  * planes are allocated zeroed, and zeros read back as zeros in every storage; `bytes` is exactly what they take;
   * what is read is what is stored: new tokens are read back quantised, too.
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvcellar.cache.quantise import dequantise, hadamard, quantise
+from kvcellar.cache.quantise import dequantise, hadamard, quantise, rotate
 from kvcellar.cache.turn import turn
 from kvcellar.contracts import Arrangement, Backend, Kind, Plane, Rotation, Storage
 from kvcellar.errors import BadRequest
@@ -83,11 +84,18 @@ class StoredPlane:
         if self.scales is None:
             self._put(self._codes, cells, values)
             return
-        if self._rotation is not None:
-            values = values.float() @ self._rotation
-        codes, scales = quantise(values, self.storage.kind)
+        codes, scales = quantise(rotate(values) if self.storage.hadamard else values, self.storage.kind)
         self._put(self._codes, cells, codes)
         self._put(self.scales, cells, scales)
+
+    def resized(self, places: int) -> "StoredPlane":
+        """A copy with so many places, bit for bit as far as it goes."""
+        twin = StoredPlane(self.plane, self.storage, places, self.arrangement, self._codes.device)
+        for old, new in zip(self._tensors, twin._tensors, strict=True):
+            kept, there = self._rows(old), self._rows(new)
+            both = min(len(kept), len(there))
+            there[:both] = kept[:both]
+        return twin
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy what cells `source` hold, bit for bit, into cells `target`."""
@@ -128,7 +136,9 @@ class Pool:
         arrangement: Arrangement | Mapping[str, Arrangement],
         padding: int = 1,
     ) -> None:
-        places = -(-(cells + 1) // padding) * padding
+        self._padding = padding
+        self._bytes_per_cell = sum(plane.bytes_per_cell(dtype.itemsize) for plane in planes)
+        places = self._places(cells)
         self._of: dict[int, dict[str, StoredPlane]] = {}
         for layer in layers:
             self._of[layer] = {}
@@ -158,6 +168,21 @@ class Pool:
         arrangement: Arrangement | Mapping[str, Arrangement] = "token" if plain else backend.arrangement
         padding = 1 if plain else backend.padding
         return cls(planes, layers, cells=cells, dtype=dtype, device=device, arrangement=arrangement, padding=padding)
+
+    def _places(self, cells: int) -> int:
+        return -(-(cells + 1) // self._padding) * self._padding
+
+    def layer_bytes(self, cells: int) -> int:
+        """Bytes that one layer takes with places for so many cells."""
+        return self._places(cells) * self._bytes_per_cell
+
+    def resize(self, layer: int, cells: int) -> None:
+        """Give one layer places for so many cells, and keep what is in them. All its planes, or, if it raises, none.
+
+        Old and new planes are there together for a moment.
+        """
+        places = self._places(cells)
+        self._of[layer] = {name: kept.resized(places) for name, kept in self._of[layer].items()}
 
     @property
     def bytes(self) -> int:

@@ -49,17 +49,27 @@ def dequantise(codes: Tensor, scales: Tensor, kind: Kind, size: int) -> Tensor:
     return values.mul_(scales.float().repeat_interleave(GROUP, -1)[..., :size])
 
 
-def hadamard(size: int, device: torch.device) -> Tensor:
-    """[size,size], symmetric and orthogonal: normalised Hadamard blocks, the largest powers of two that fill `size`."""
+def rotate(x: Tensor) -> Tensor:
+    """x [...,size] times `hadamard`, in float32, by sums and differences: no bit depends on what else is rotated."""
     blocks: list[Tensor] = []
-    left = size
-    while left:
-        block = torch.ones(1, 1)
-        while 2 * len(block) <= left:
-            block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
-        blocks.append(block * len(block) ** -0.5)
-        left -= len(block)
-    return torch.block_diag(*blocks).to(device)
+    for block in x.float().split(_blocks(x.shape[-1]), -1):
+        width, half = block.shape[-1], 1
+        while half < width:
+            left, right = block.unflatten(-1, (-1, 2, half)).unbind(-2)
+            block = torch.stack([left + right, left - right], -2).flatten(-3)
+            half *= 2
+        blocks.append(block * width**-0.5)
+    return torch.cat(blocks, -1)
+
+
+def hadamard(size: int, device: torch.device) -> Tensor:
+    """[size,size], symmetric and orthogonal: the matrix of `rotate`, which is faster where the last bit is free."""
+    return rotate(torch.eye(size, device=device))
+
+
+def _blocks(size: int) -> list[int]:
+    """The largest powers of two that fill `size`."""
+    return [1 << bit for bit in reversed(range(size.bit_length())) if size >> bit & 1]
 
 
 def _grouped(x: Tensor) -> Tensor:

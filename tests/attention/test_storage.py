@@ -1,6 +1,7 @@
 """Attention reads what is stored: every backend, on every storage and arrangement, in whatever chunks."""
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import get_args
 
 import pytest
@@ -60,7 +61,7 @@ def attended(kept: Memory, cuts: list[int], scoring: Scoring) -> Tensor:
     q, k, v = drawn(1, TOKENS, HEADS, SIZE), drawn(2, TOKENS, KV_HEADS, SIZE), drawn(3, TOKENS, KV_HEADS, VALUE_SIZE)
     out: list[Tensor] = []
     marks = [0, *cuts, TOKENS]
-    for a, b in zip(marks, marks[1:], strict=False):
+    for a, b in pairwise(marks):
         kept.begin(Batch((Feed(0, Span(a, b)), Feed(1, Span(a, b)))))
         kept.put(0, torch.cat([k[a:b], v.new_ones(b - a, KV_HEADS, SIZE)]), torch.cat([v[a:b], -v[a:b]]))
         out.append(kept.attend(0, torch.cat([q[a:b], q[a:b]]), scoring)[: b - a])

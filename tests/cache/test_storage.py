@@ -1,6 +1,6 @@
-"""Every way of storing K/V: what is read back, in how many bytes, in which arrangement, and after moving and turning."""
+"""Every way of storing K/V: what is read back, in how many bytes, in which arrangement, and after moving or turning."""
 
-from itertools import product
+from itertools import pairwise, product
 from typing import get_args
 
 import pytest
@@ -371,7 +371,7 @@ def test_chunks_and_forks_change_nothing_of_what_is_stored(text, cuts, upto):
     whole, parts = memory(StoredAs.parse(text)), memory(StoredAs.parse(text))
     feed(whole, 0, slice(0, 40))
     marks = [0, *sorted(cuts), 40]
-    for at, (a, b) in enumerate(zip(marks, marks[1:], strict=False)):
+    for at, (a, b) in enumerate(pairwise(marks)):
         feed(parts, 0, slice(a, b))
         if at % 2:
             feed(parts, 9 + at, slice(0, 1))  # others lie in between

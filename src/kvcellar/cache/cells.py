@@ -49,6 +49,45 @@ class Cells:
     def used(self) -> int:
         return self.capacity - self.free
 
+    @property
+    def highest(self) -> int:
+        """The highest cell that is held; 0 if none is."""
+        free = self.free_runs()
+        return free[-1].cell - 1 if free and free[-1].end == self.capacity + 1 else self.capacity
+
+    def free_runs(self) -> list[Run]:
+        """All that is free, in order. Costs the pieces that are free."""
+        return sorted(Run(piece.start, len(piece)) for shelf in self._bins.values() for piece in shelf.values())
+
+    def resize(self, capacity: int) -> None:
+        """Have so many cells from now on. The caller has seen that none above is held."""
+        assert capacity >= self.highest, f"cell {self.highest} is held; there cannot be only {capacity}"
+        free = self.free_runs()
+        last = self._at[free[-1].cell] if free and free[-1].end == self.capacity + 1 else None
+        start = last.start if last is not None else self.capacity + 1
+        if last is not None:
+            self._unshelve(last)
+        before = self._before(start)
+        self._at.pop(start, None)
+        grown = Piece(start, capacity + 1, 0) if capacity >= start else None
+        if grown is not None:
+            self._at[start] = grown
+            grown.prev = before
+            self._shelve(grown)
+        if before is not None:
+            before.next = grown
+        else:
+            self._head = grown
+        self.free += capacity - self.capacity
+        self.capacity = capacity
+
+    def _before(self, start: int) -> Piece | None:
+        """The piece that ends where `start` is, at the end of the chain."""
+        piece, before = self._head, None
+        while piece is not None and piece.start < start:
+            piece, before = piece.next, piece
+        return before
+
     # -- giving out ---------------------------------------------------------------------------------------------
 
     def take(self, n: int, after: int | None = None) -> list[Run]:
@@ -70,6 +109,15 @@ class Cells:
             runs.append(self._claim(widest, room, got))
             n -= got
         return runs
+
+    def claim(self, run: Run) -> None:
+        """Take just these cells, all of them free; yours until you `drop` them."""
+        piece = self._at.get(run.cell)
+        if piece is None:
+            free = (piece for shelf in self._bins.values() for piece in shelf.values())
+            piece = next(piece for piece in free if piece.start < run.cell < piece.end)
+        assert piece.holders == 0 and run.end <= piece.end, f"{run} is not free"
+        self._claim(piece, run.cell - piece.start, run.n)
 
     def _claim(self, piece: Piece, skip: int, n: int) -> Run:
         """Take `n` cells of a free piece, `skip` from its start; what is left on either side stays free."""

@@ -14,7 +14,7 @@ A memory has one owner and is not re-entrant: one step is open at a time, and se
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,43 +22,14 @@ from torch import Tensor
 
 from kvcellar.cache.ahead import Ahead
 from kvcellar.cache.cells import Cells
+from kvcellar.cache.group import Group, Held
 from kvcellar.cache.history import Columns, StoredHistory
-from kvcellar.cache.plans import check_query, group_plan, indices, worst_case, write_index
-from kvcellar.cache.pool import Pool
+from kvcellar.cache.plans import check_query, group_plan, worst_case, write_index
 from kvcellar.cache.tables import Table
-from kvcellar.contracts import Backend, Layout, Plane, Rotation
-from kvcellar.errors import BadRequest, CacheFull, NotSupported, UnknownSequence, WrongStage
+from kvcellar.contracts import Backend
+from kvcellar.errors import BadRequest, CacheFull, CapacityTooSmall, NotSupported, UnknownSequence, WrongStage
 from kvcellar.plan import Batch, GroupPlan, Plan, Run
 from kvcellar.spans import Span
-
-PIECE = 1024  # cells that are turned at once: bounds the scratch memory of a shift
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The layers of a model that share one layout and shape, and so one table of cells per sequence."""
-
-    name: str
-    layout: Layout
-    planes: tuple[Plane, ...]  # by convention the first two are named "k" and "v"
-    layers: tuple[int, ...]
-    rotations: Mapping[int, Mapping[str, Rotation]] = field(default_factory=dict)  # by layer, plane; others do not turn
-    no_shift: str | None = "nobody has said how its keys turn with position"  # None: positions may change
-    plain: bool = False  # its planes are [cells,heads,size] without padding, whatever the backend would like
-
-    def bytes_per_cell(self, itemsize: int) -> int:
-        """Of all layers, scales included; `itemsize` is that of the memory's own type."""
-        return len(self.layers) * sum(plane.bytes_per_cell(itemsize) for plane in self.planes)
-
-
-@dataclass(slots=True)
-class _Held:
-    """One group's storage."""
-
-    group: Group
-    cells: Cells
-    pool: Pool
-    backend: Backend
 
 
 @dataclass(slots=True)
@@ -83,6 +54,10 @@ class Memory:
 
     `cells` is how many cells each group gets, by its name. `backend` serves all groups, or is given by group name.
     `limits` is how many tokens a sequence may have: one number for all, or by sequence (others have no limit).
+
+    `max_bytes` is a cap on planes, scratch and staging together. Scratch is what a step takes besides (the engine
+    measures it and says so with `leave_room`); staging is what an edit takes for a moment. Raises `CapacityTooSmall` if
+    they do not fit.
     """
 
     def __init__(
@@ -94,25 +69,20 @@ class Memory:
         device: torch.device | str,
         backend: Backend | Mapping[str, Backend],
         limits: int | Mapping[int, int] | None = None,
+        max_bytes: int | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.dtype = dtype
-        self._held: list[_Held] = []
+        self.max_bytes, self.scratch = max_bytes, 0
+        chosen = {g.name: backend[g.name] if isinstance(backend, Mapping) else backend for g in groups}
+        planned = sum(g.bytes(cells[g.name], dtype.itemsize, chosen[g.name]) for g in groups)
+        self._check_room(planned, max((group.staging(cells[group.name]) for group in groups), default=0), "lower cells")
+        self._held: list[Held] = []
         self._group_of: dict[int, int] = {}
         for index, group in enumerate(groups):
-            chosen = backend[group.name] if isinstance(backend, Mapping) else backend
-            pool = Pool.agreed(
-                group.planes,
-                group.layers,
-                chosen,
-                plain=group.plain,
-                cells=cells[group.name],
-                dtype=dtype,
-                device=self.device,
-            )
             if any(held.group.name == group.name for held in self._held):
                 raise BadRequest(f"two groups are called {group.name}")
-            self._held.append(_Held(group, Cells(cells[group.name]), pool, chosen))
+            self._held.append(Held.new(group, chosen[group.name], cells[group.name], dtype, self.device))
             for layer in group.layers:
                 if layer in self._group_of:
                     raise BadRequest(f"layer {layer} is in two groups")
@@ -133,6 +103,11 @@ class Memory:
     def bytes(self) -> int:
         """Bytes of all planes of all groups."""
         return sum(held.pool.bytes for held in self._held)
+
+    @property
+    def staging(self) -> int:
+        """Bytes that a shift or a compaction takes for a moment, at most."""
+        return max((held.group.staging(held.cells.capacity) for held in self._held), default=0)
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -349,7 +324,7 @@ class Memory:
             for held, table, runs, need in zip(self._held, tables, sources, needs, strict=True):
                 if held.group.rotations:
                     taken.append(held.cells.take(need))
-                    self._turn(held, runs, taken[-1], -len(span))
+                    held.turn(runs, taken[-1], -len(span), self.device)
                 else:
                     taken.append(table.hold_since(max(span.end, table.first)))
         except BaseException:
@@ -358,13 +333,49 @@ class Memory:
             raise
         return taken
 
-    def _turn(self, held: _Held, source: Sequence[Run], target: Sequence[Run], by: int) -> None:
-        """Write what the cells of `source` hold into those of `target`, `PIECE` cells at a time in every layer."""
-        old, new = indices(source, self.device), indices(target, self.device)
-        for layer in held.group.layers:
-            for start in range(0, len(old), PIECE):
-                piece = slice(start, start + PIECE)
-                held.pool.move(layer, old[piece], new[piece], held.group.rotations.get(layer, {}), by)
+    # -- storage ------------------------------------------------------------------------------------------------
+
+    def leave_room(self, scratch: int) -> None:
+        """From now on `scratch` bytes belong to the steps. Raises `CapacityTooSmall` if they do not fit the cap."""
+        before, self.scratch = self.scratch, scratch
+        try:
+            self._check_room(self.bytes, self.staging, "lower cells or step_tokens")
+        except CapacityTooSmall:
+            self.scratch = before
+            raise
+
+    def compact(self, budget_cells: int) -> int:
+        """Move at most `budget_cells` cells together, towards the low ones; answers how many. Tables become fewer runs.
+
+        One piece of one group at a time, so that steps may run in between; nobody's tokens change. 0 means that there
+        is nothing to do, or no free cell to do it with. What is free then lies at the end, and `resize` can give it
+        back. Raises `BadRequest` for a budget below 1.
+        """
+        self._idle("compact")
+        if budget_cells < 1:
+            raise BadRequest(f"a piece of {budget_cells} cells moves nothing; give it one or more")
+        for index, held in enumerate(self._held):
+            if moved := held.compact({seq: of[index] for seq, of in self._tables.items()}, budget_cells, self.device):
+                return moved
+        return 0
+
+    def resize(self, group: str, cells: int) -> None:
+        """Let a group have `cells` cells, more or fewer. One layer at a time is copied, within the cap.
+
+        Raises `CapacityTooSmall` if the copy, or what is there afterwards, does not fit the cap, or if a cell that
+        would go is in use (`compact` first). Nothing has changed then, nor if an allocation fails.
+        """
+        self._idle("resize")
+        held = next((held for held in self._held if held.group.name == group), None)
+        if held is None or cells < 1:
+            names = ", ".join(held.group.name for held in self._held)
+            raise BadRequest(f"{group!r} cannot have {cells} cells; the groups are {names}, and one cell is the least")
+        if cells != held.cells.capacity:
+            grown = len(held.group.layers) * (held.pool.layer_bytes(cells) - held.pool.layer_bytes(held.cells.capacity))
+            others = max((h.group.staging(h.cells.capacity) for h in self._held if h is not held), default=0)
+            staging = max(others, held.group.staging(cells), held.peak(cells) - max(grown, 0))
+            self._check_room(self.bytes + max(grown, 0), staging, f"resize {group} to fewer cells than {cells}")
+            held.resize(cells)
 
     def derived(self, seq: int) -> int | None:
         """From which position on the K/V of `seq` encode text that was removed; None if they encode just its tokens."""
@@ -387,6 +398,14 @@ class Memory:
             self.drop(seq)
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _check_room(self, planes: int, staging: int, way_out: str) -> None:
+        need = planes + self.scratch + staging
+        if self.max_bytes is not None and need > self.max_bytes:
+            raise CapacityTooSmall(
+                f"{need} bytes would be needed: {planes} for planes, {self.scratch} for a step's scratch, {staging} "
+                f"for staging; {self.max_bytes} are allowed. Raise max_bytes (cache_bytes), or {way_out}."
+            )
 
     def _idle(self, what: str) -> None:
         if self._step is not None:
@@ -486,11 +505,10 @@ class Memory:
     def check(self) -> None:
         """Assert every invariant of the memory, its tables and its cells."""
         for index, held in enumerate(self._held):
-            held.cells.check()
             runs = [run for tables in self._tables.values() for run in tables[index].runs]
             if self._step is not None:
                 runs += [run for of_feed in self._step.taken[index] for run in of_feed]
-            held.cells.check_holders(runs)
+            held.check(runs)
         assert self._derived.keys() <= self._tables.keys()
         self._ahead.check(self.length)
         for seq, tables in self._tables.items():

@@ -5,13 +5,25 @@ Always true:
   * the table is one holder of each of its cells, for as long as it is open.
 """
 
-from bisect import bisect_right
-from collections.abc import Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from kvcellar.cache.cells import Cells
 from kvcellar.cache.layouts.moved import first_after
 from kvcellar.plan import Run
 from kvcellar.spans import Span
+
+
+class Move(NamedTuple):
+    """What is in the cells of `source` is now in those of `target`, of which there are as many."""
+
+    source: Run
+    target: Run
+
+
+def _source(move: Move) -> int:
+    return move.source.cell
 
 
 class Table:
@@ -97,6 +109,31 @@ class Table:
         if not self.runs:
             self.first = self.end = first
         self.append(behind)
+
+    def relocate(self, moves: Sequence[Move]) -> None:
+        """Hold the targets of `moves` instead of their sources, for which the caller has copied what is in them.
+
+        They are in order of source, and each source is wholly in one of this table's runs, or in none.
+        """
+        runs, self.runs, self._starts, self.end = self.runs, [], [], self.first
+        for run in runs:
+            left = run
+            for move in moves[bisect_left(moves, run.cell, key=_source) : bisect_left(moves, run.end, key=_source)]:
+                source, target = move.source, move.target
+                if source.cell > left.cell:
+                    before, left = self._cells.divide(left, source.cell - left.cell)
+                    self.append([before])
+                rest = None
+                if source.n < left.n:
+                    _, rest = self._cells.divide(left, source.n)
+                self._cells.hold([target])
+                self._cells.drop([source])
+                self.append([target])
+                if rest is None:
+                    break
+                left = rest
+            else:
+                self.append([left])
 
     def share(self, upto: int) -> "Table":
         """Another table over the same cells of [first, upto); every cell gets one more holder."""

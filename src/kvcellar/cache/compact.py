@@ -1,0 +1,196 @@
+"""compact: live cells move together, towards the low ones, a bounded piece at a time.
+
+A pass lays one table of a group behind the other, from cell 1 on and each in order of position, so that it becomes one
+run, or as few as its sharing allows. What lies in the way is moved to free cells first; so a pass moves no cell more
+than twice. Steps may run between the pieces: whatever they add or free is found by this pass or by the next.
+
+Always true:
+  * `at` is the frontier of the pass: what lies below it is settled, as far as this pass is concerned;
+  * the pass is laying out sequence `seq`, or is about to choose one;
+  * a piece either clears the way or lays out, so its targets were free and its sources stay whole until all is copied.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from kvcellar.cache.cells import Cells
+from kvcellar.cache.tables import Move, Table
+from kvcellar.plan import Run
+
+
+class Compaction:
+    """The pass over one group."""
+
+    def __init__(self) -> None:
+        self.at = 1
+        self.seq: int | None = None
+
+    def piece(self, cells: Cells, tables: Mapping[int, Table], budget: int) -> list[Move]:
+        """Moves of at most `budget` cells. None if all is compact, or if there is no free cell to do it with."""
+        if not cells.free:
+            return []
+        began = self.at > 1
+        moves = self._advance(cells, tables, budget)
+        if not moves:
+            self.at, self.seq = 1, None  # the pass is over, and the next may find what it left
+            if began:
+                moves = self._advance(cells, tables, budget)
+        return moves
+
+    def _advance(self, cells: Cells, tables: Mapping[int, Table], budget: int) -> list[Move]:
+        free = cells.free_runs()
+        while extents := self._unsettled(tables):
+            for number, run in enumerate(extents):
+                if run.cell != self.at:
+                    left = extents[number:]
+                    return self._lay_out(left, free, budget) or self._clear(left, free, min(budget, cells.free))
+                self.at = run.end
+            self.seq = None
+        return []
+
+    def _unsettled(self, tables: Mapping[int, Table]) -> list[Run]:
+        """What is not settled of the sequence that is being laid out, or of the next one; empty if the pass is over."""
+        table = tables.get(self.seq) if self.seq is not None else None
+        if table is not None and (extents := self._above(table)):
+            return extents
+        self.seq = None
+        found = {seq: extents for seq, table in tables.items() if (extents := self._above(table))}
+        if not found:
+            return []
+        # By position first: whoever begins earlier in a text that is shared is laid out before who begins later in it.
+        first = {seq: (self._position(tables[seq]), extents[0].cell) for seq, extents in found.items()}
+        lowest = min(first.values())
+        self.seq = _heaviest({seq: extents for seq, extents in found.items() if first[seq] == lowest})
+        return found[self.seq]
+
+    def _position(self, table: Table) -> int:
+        """Of the first cell above the frontier."""
+        pos = table.first
+        for run in table.runs:
+            if run.end > self.at:
+                return pos + max(0, self.at - run.cell)
+            pos += run.n
+        return pos
+
+    def _above(self, table: Table) -> list[Run]:
+        """The runs of a table above the frontier, in order of position."""
+        runs = [run for run in table.runs if run.end > self.at]
+        return [run if run.cell >= self.at else Run(self.at, run.end - self.at) for run in runs]
+
+    def _lay_out(self, extents: Sequence[Run], free: Sequence[Run], budget: int) -> list[Move]:
+        """As many of `extents` to where they belong as is free there."""
+        moves: list[Move] = []
+        here = self.at
+        for run in extents:
+            if run.cell != here:
+                n = min(run.n, _room(free, here), budget)
+                if n:
+                    moves.append(Move(Run(run.cell, n), Run(here, n)))
+                if n < run.n:
+                    break
+                budget -= n
+            here += run.n
+        return moves
+
+    def _clear(self, extents: Sequence[Run], free: Sequence[Run], budget: int) -> list[Move]:
+        """Away with what lies where `extents` belong and is none of them. `budget` is no more than all that is free."""
+        end = self.at + min(budget, sum(run.n for run in extents))
+        settled: list[Run] = []
+        here = self.at
+        for run in extents:
+            if run.cell == here:
+                settled.append(run)
+            here += run.n
+        window = Run(self.at, end - self.at)
+        sources = _without(window, sorted([*free, *settled]))
+        spare = [run for stretch in free for run in _without(stretch, [window])]
+        spare.sort(key=lambda run: (run.cell < self.at, -run.n))
+        return _paired(sources, spare)
+
+
+def _heaviest(sharing: Mapping[int, list[Run]]) -> int:
+    """Which of these sequences, whose extents begin with the same cell, to lay out in one.
+
+    Where they part, go with the most of them: each of the others will have one run more.
+    """
+    left = {seq: list(reversed(extents)) for seq, extents in sharing.items()}
+    while len(left) > 1:
+        n = min(extents[-1].n for extents in left.values())
+        branches: dict[int, list[int]] = {}  # by the cell that comes next
+        for seq, extents in left.items():
+            run = extents.pop()
+            if run.n > n:
+                extents.append(Run(run.cell + n, run.n - n))
+            if extents:
+                branches.setdefault(extents[-1].cell, []).append(seq)
+        if not branches:
+            break
+        most = min(branches, key=lambda cell: (-len(branches[cell]), cell))
+        left = {seq: left[seq] for seq in branches[most]}
+    return min(left)
+
+
+def relocate(
+    cells: Cells, tables: Iterable[Table], moves: Sequence[Move], copy: Callable[[Sequence[Move]], None]
+) -> None:
+    """Let every table hold the targets of `moves`, once `copy` has filled them. If that raises, nothing has changed."""
+    tables = list(tables)
+    moves = _cut(sorted(moves), {border for table in tables for run in table.runs for border in (run.cell, run.end)})
+    targets = [move.target for move in moves]
+    for target in targets:
+        cells.claim(target)
+    try:
+        copy(moves)
+    except BaseException:
+        cells.drop(targets)
+        raise
+    for table in tables:
+        table.relocate(moves)
+    cells.drop(targets)
+
+
+def _cut(moves: Sequence[Move], borders: Iterable[int]) -> list[Move]:
+    """The same moves, none of which has one of `borders` within its source."""
+    ordered = sorted(borders)
+    cut: list[Move] = []
+    for source, target in moves:
+        within = ordered[bisect_right(ordered, source.cell) : bisect_left(ordered, source.end)]
+        for a, b in zip([source.cell, *within], [*within, source.end], strict=True):
+            cut.append(Move(Run(a, b - a), Run(target.cell + a - source.cell, b - a)))
+    return cut
+
+
+def _room(free: Sequence[Run], cell: int) -> int:
+    """How many cells are free from `cell` on."""
+    at = bisect_right(free, cell, key=lambda run: run.cell) - 1
+    return max(0, free[at].end - cell) if at >= 0 else 0
+
+
+def _without(run: Run, others: Iterable[Run]) -> list[Run]:
+    """What is left of `run` without `others`, which are in order."""
+    left: list[Run] = []
+    at = run.cell
+    for other in others:
+        if other.cell > at:
+            left.append(Run(at, min(other.cell, run.end) - at))
+        at = max(at, other.end)
+        if at >= run.end:
+            break
+    if at < run.end:
+        left.append(Run(at, run.end - at))
+    return [part for part in left if part.n > 0]
+
+
+def _paired(sources: Sequence[Run], targets: Sequence[Run]) -> list[Move]:
+    """Moves of all of `sources` to the first of `targets`."""
+    moves: list[Move] = []
+    spare = list(reversed(targets))
+    for source in sources:
+        while source.n:
+            target = spare.pop()
+            n = min(source.n, target.n)
+            moves.append(Move(Run(source.cell, n), Run(target.cell, n)))
+            source = Run(source.cell + n, source.n - n)
+            if n < target.n:
+                spare.append(Run(target.cell + n, target.n - n))
+    return moves

@@ -1,0 +1,122 @@
+"""group: the layers of a model that share one table of cells, with their storage: cells, planes, and who reads them.
+
+Always true:
+  * every layer has places for all cells of the group;
+  * an operation that raises leaves cells and what is in them as they were.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from kvcellar.cache.cells import Cells
+from kvcellar.cache.compact import Compaction, relocate
+from kvcellar.cache.plans import indices
+from kvcellar.cache.pool import Pool
+from kvcellar.cache.tables import Move, Table
+from kvcellar.contracts import Backend, Layout, Plane, Rotation
+from kvcellar.errors import CapacityTooSmall
+from kvcellar.plan import Run
+
+PIECE = 1024  # cells that are copied or turned at once: bounds the staging memory of a shift or a compaction
+COPIES = 5  # of a piece of one plane, in float32, that turning it takes at most
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The layers of a model that share one layout and shape, and so one table of cells per sequence."""
+
+    name: str
+    layout: Layout
+    planes: tuple[Plane, ...]  # by convention the first two are named "k" and "v"
+    layers: tuple[int, ...]
+    rotations: Mapping[int, Mapping[str, Rotation]] = field(default_factory=dict)  # by layer, plane; others do not turn
+    no_shift: str | None = "nobody has said how its keys turn with position"  # None: positions may change
+    plain: bool = False  # its planes are [cells,heads,size] without padding, whatever the backend would like
+
+    def bytes_per_cell(self, itemsize: int) -> int:
+        """Of all layers, scales included; `itemsize` is that of the memory's own type."""
+        return len(self.layers) * sum(plane.bytes_per_cell(itemsize) for plane in self.planes)
+
+    def bytes(self, cells: int, itemsize: int, backend: Backend) -> int:
+        """Bytes of all planes for so many cells, the null cell and the padding that `backend` asks for included."""
+        padding = 1 if self.plain else backend.padding
+        return -(-(cells + 1) // padding) * padding * self.bytes_per_cell(itemsize)
+
+    def staging(self, cells: int) -> int:
+        """Bytes that a shift or a compaction takes at most beside the planes, in a group of `cells` cells."""
+        widest = max((plane.heads * plane.size for plane in self.planes), default=0)
+        return min(PIECE, cells) * widest * 4 * COPIES
+
+
+@dataclass(slots=True)
+class Held:
+    """One group's storage."""
+
+    group: Group
+    cells: Cells
+    pool: Pool
+    backend: Backend
+    compaction: Compaction = field(default_factory=Compaction)
+
+    @classmethod
+    def new(cls, group: Group, backend: Backend, cells: int, dtype: torch.dtype, device: torch.device) -> "Held":
+        pool = Pool.agreed(
+            group.planes, group.layers, backend, plain=group.plain, cells=cells, dtype=dtype, device=device
+        )
+        return cls(group, Cells(cells), pool, backend)
+
+    def turn(self, source: Sequence[Run], target: Sequence[Run], by: int, device: torch.device) -> None:
+        """Write what the cells of `source` hold into those of `target`, turned by `by` positions; 0: bit for bit."""
+        old, new = indices(source, device), indices(target, device)
+        for layer in self.group.layers:
+            turns = self.group.rotations.get(layer, {}) if by else {}
+            for start in range(0, len(old), PIECE):
+                piece = slice(start, start + PIECE)
+                self.pool.move(layer, old[piece], new[piece], turns, by)
+
+    def compact(self, tables: Mapping[int, Table], budget: int, device: torch.device) -> int:
+        """Move one piece of at most `budget` cells; answers how many were moved."""
+        moves = self.compaction.piece(self.cells, tables, budget)
+
+        def copy(moves: Sequence[Move]) -> None:
+            self.turn([move.source for move in moves], [move.target for move in moves], 0, device)
+
+        if moves:
+            relocate(self.cells, tables.values(), moves, copy)
+        return sum(move.source.n for move in moves)
+
+    def peak(self, cells: int) -> int:
+        """Bytes that are there beside those of now at the worst moment of `resize(cells)`."""
+        old, new = self.pool.layer_bytes(self.cells.capacity), self.pool.layer_bytes(cells)
+        return new + max(0, (len(self.group.layers) - 1) * (new - old))
+
+    def resize(self, cells: int) -> None:
+        """Have `cells` cells, layer by layer. Raises `CapacityTooSmall` if one above is held."""
+        old = self.cells.capacity
+        if cells < (highest := self.cells.highest):
+            raise CapacityTooSmall(
+                f"cell {highest} of group {self.group.name} is in use: it can shrink to {highest} cells now, and to "
+                f"{max(1, self.cells.used)} after compact(); {cells} were asked for"
+            )
+        if cells < old:
+            self.cells.resize(cells)
+        done: list[int] = []
+        try:
+            for layer in self.group.layers:
+                self.pool.resize(layer, cells)
+                done.append(layer)
+        except BaseException:
+            # Should this raise, too, some layers have more places than are counted, which harms nobody.
+            for layer in done:
+                self.pool.resize(layer, old)
+            self.cells.resize(old)
+            raise
+        self.cells.resize(cells)
+
+    def check(self, runs: Sequence[Run]) -> None:
+        """Assert what is always true, where `runs` are all that somebody holds."""
+        self.cells.check()
+        self.cells.check_holders(runs)
+        assert self.pool.bytes >= len(self.group.layers) * self.pool.layer_bytes(self.cells.capacity)

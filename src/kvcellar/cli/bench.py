@@ -10,5 +10,5 @@ from kvcellar.bench.run import NAMES, run
 @click.option("--only", type=click.Choice(NAMES), help="One workload.")
 @click.option("--threads", type=int, default=1, show_default=True, help="CPU threads of both sides.")
 def command(quick: bool, only: str | None, threads: int) -> None:
-    """Measure ours against transformers on the same weights, in one run, interleaved: a table, then one line of JSON."""
+    """Measure ours against transformers on the same weights, interleaved, in one run: a table, and one line of JSON."""
     run(quick=quick, only=only, threads=threads)

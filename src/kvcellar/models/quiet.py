@@ -1,4 +1,4 @@
-"""quiet: what transformers says while we work with a model stays unsaid. We report what matters as results and errors."""
+"""quiet: what transformers says while we work with a model stays unsaid. What matters, our results and errors say."""
 
 import logging
 import threading

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 TOKENS = 12
 NEAR = 37  # no multiple of any head size or window: a wrong frequency shows
-BOUND: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+BOUND: Mapping[torch.dtype, float] = {
+    torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3,
+}  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -122,7 +122,7 @@ class ProbeDoor:
         return Binding(self._last, direct=False)
 
     def _layout(self, module: nn.Module, mask: Any) -> Layout:
-        """Of the rule whose mask this is: the very memory that `mask` answered, or a slice of it, and still all True."""
+        """Of the rule whose mask this is: the very tensor that `mask` answered, or a slice of it, still all True."""
         found = [i for i, (made, *_) in enumerate(self._masks) if isinstance(mask, Tensor) and _of_one(made, mask)]
         if not found or not bool(mask.all()):
             raise ModelRefused(f"{type(module).__name__} attends with a mask that the model made or changed by itself")

@@ -1,0 +1,64 @@
+"""The context is what the model can do: right to its last position, and no longer than what is stored stays true."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from kvcellar.attention.choose import backends
+from kvcellar.errors import ModelRefused
+from kvcellar.models.facts import context_of
+from kvcellar.models.guest import adopt
+from tests.models.timeline import BOUND, animal, read, relative, small_memory
+from tests.zoo import ARCHS, ROPE_LONG, reference_logits
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+
+
+def dynamic() -> PreTrainedModel:
+    """Its frequencies are others as soon as a sequence is longer than 64 tokens."""
+    return ARCHS["llama"].build(rope_parameters=DYNAMIC, max_position_embeddings=64)
+
+
+def longrope() -> PreTrainedModel:
+    """Stretched to 256 positions by other frequencies than those it was made with, which were good for 64."""
+    return ARCHS["phi3"].build(rope_parameters=ROPE_LONG | {"factor": 4.0}, original_max_position_embeddings=64)
+
+
+def gap(model: PreTrainedModel, judge: PreTrainedModel, length: int) -> float:
+    """The largest difference of a sequence of `length` tokens that is read in pieces, the last token alone."""
+    tokens = torch.randint(3, 101, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+    guest = adopt(model, backends())
+    memory = small_memory(guest, length, sequences=2)
+    cuts = [*range(0, length - 1, 50), length - 1, length]
+    seen = torch.cat([read(guest, memory, (1, tokens[a:b]))[0] for a, b in pairwise(cuts)])
+    return relative(seen, reference_logits(judge, tokens))
+
+
+@pytest.mark.parametrize("make", [dynamic, longrope])
+def test_it_ends_where_the_frequencies_would_change(make) -> None:
+    assert context_of(make()) == 64
+    assert gap(make(), make(), 64) <= BOUND
+    assert gap(make(), make(), 65) > 10 * BOUND  # so it is right to end there
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-rope-yarn", "gpt2", "opt", "biogpt", "gemma3", "llama4", "xglm"])
+def test_the_last_position_is_right(name: str) -> None:
+    arch = ARCHS[name]
+    context = min(256, context_of(animal(name)[1]))
+    assert gap(arch.build(), arch.build(), context) <= BOUND
+
+
+def test_of_layers_with_frequencies_of_their_own_the_shortest_counts() -> None:
+    ropes = {
+        "full_attention": DYNAMIC | {"original_max_position_embeddings": 32},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    assert context_of(ARCHS["gemma3"].build(rope_parameters=ropes)) == 32
+
+
+def test_one_that_is_too_short_to_test_is_refused() -> None:
+    with pytest.raises(ModelRefused, match="context of 7 positions is too short"):
+        adopt(ARCHS["llama"].build(max_position_embeddings=7), backends())
+    assert adopt(ARCHS["llama"].build(max_position_embeddings=8), backends()).mode == "flat"

@@ -1,0 +1,106 @@
+"""Whatever happens to sequences, each row's logits are those of a plain forward over that sequence's tokens alone."""
+
+import pytest
+import torch
+
+from kvcellar.attention.choose import named
+from kvcellar.models.guest import adopt
+from kvcellar.plan import Batch, Feed
+from kvcellar.spans import Span
+from tests.models.served import FLAT, SERVED, SOLO
+from tests.models.timeline import BOUND, CHUNK, MOST, Timeline, animal, play, read, relative, seed_of, small_memory
+from tests.zoo import ARCHS, WINDOW, reference_logits
+
+CLOSE = 1e-5  # what the same rows may differ by in another company, in float32
+OTHERS = ("llama", "gemma3n", "gpt-oss", "llama4", "deepseek-v3", "cohere2", "opt")  # for what need not be seen on all
+
+# In half precision, which of two nearly equal experts a router takes may differ from run to run.
+NO_EXPERTS = ("llama", "gemma3n", "gemma4-e2b", "vaultgemma", "granite-swa", "cohere2", "minicpm3", "opt", "bloom")
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_timeline_gives_the_logits_of_plain_forwards(name: str) -> None:
+    assert play(name) <= BOUND
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SERVED)
+def test_many_timelines_give_the_logits_of_plain_forwards(name: str) -> None:
+    assert max(play(name, times) for times in range(1, 9)) <= BOUND
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_timeline_by_the_reference_backend(name: str) -> None:
+    guest = adopt(ARCHS[name].build(), named("reference"))
+    timeline = Timeline(guest, animal(name)[1], seed_of(name, 100))
+    timeline.play()
+    assert timeline.judged() <= BOUND
+
+
+def test_timelines_are_long_and_full_of_everything() -> None:
+    """The timelines above are worth something: they reach far, share, cut and refill."""
+    timeline = Timeline(*animal("gemma3"), seed_of("gemma3"))
+    timeline.play()
+    lengths = [len(text) for text in timeline.seen]
+    rows = sum(len(seen) for seen in timeline.seen.values())
+    assert max(lengths) > 3 * WINDOW
+    assert len(timeline.seen) > 30
+    assert rows > sum(lengths) / 10
+    cells = {group.name: group.layout.most_cells(MOST, CHUNK) for group in timeline.memory.groups}
+    assert all(3 * cells[name] == free for name, free in timeline.memory.free().items())
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_the_rest_of_the_step_changes_nothing(name: str) -> None:
+    guest, _ = animal(name)
+    draw = torch.Generator().manual_seed(1)
+    first, second, other = (torch.randint(3, 101, (n,), generator=draw).tolist() for n in (11, 1, 15))
+    alone = small_memory(guest, 64)
+    apart = [read(guest, alone, (1, text))[0] for text in (first, second)]
+    company = small_memory(guest, 64)
+    read(guest, company, (7, other[:9]))
+    beside = [
+        read(guest, company, (3, other[:5]), (1, first), (7, [other[9]]))[1],
+        read(guest, company, (7, other[10:]), (1, second))[1],
+    ]
+    assert all(relative(a, b) <= CLOSE for a, b in zip(apart, beside, strict=True))
+
+
+@pytest.mark.parametrize("name", [*OTHERS, "mistral", "gemma4-e2b", "bloom", "doge"])
+def test_reading_token_by_token_from_the_first(name: str) -> None:
+    guest, judge = animal(name)
+    tokens = torch.randint(3, 101, (MOST,), generator=torch.Generator().manual_seed(2)).tolist()
+    memory = small_memory(guest, MOST, sequences=1)
+    seen = torch.cat([read(guest, memory, (1, [token]))[0] for token in tokens])
+    assert relative(seen, reference_logits(judge, tokens)) <= BOUND
+
+
+@pytest.mark.parametrize("name", [*OTHERS, *SOLO])
+def test_only_the_rows_that_are_wanted_are_answered_in_their_order(name: str) -> None:
+    guest, _ = animal(name)
+    tokens = torch.randint(3, 101, (9,), generator=torch.Generator().manual_seed(3)).tolist()
+    memory = small_memory(guest, 64)
+    (everything,) = read(guest, memory, (1, tokens))
+    for wanted in ([], [8], [5, 0, 7]):
+        memory.clear()
+        rows = torch.tensor(wanted, dtype=torch.long)
+        plan = memory.begin(Batch((Feed(1, Span(0, 9)),)))
+        some = guest.forward(memory, plan, torch.tensor(tokens), rows)
+        memory.commit()
+        assert some.shape == (len(wanted), 101)
+        assert torch.allclose(some, everything[rows], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", NO_EXPERTS)
+def test_half_precision_is_no_further_from_the_truth_than_the_models_own(name: str, dtype: torch.dtype) -> None:
+    truth, own = ARCHS[name].build(), ARCHS[name].build().to(dtype)
+    guest = adopt(ARCHS[name].build().to(dtype), named("sdpa"))
+    assert guest.memory({group.name: 1 for group in guest.shape.groups}).dtype == dtype
+    tokens = torch.randint(3, 101, (MOST,), generator=torch.Generator().manual_seed(4)).tolist()
+    memory = guest.memory({group.name: 3 * MOST for group in guest.shape.groups})
+    ours = torch.cat([read(guest, memory, (1, tokens[a:b]), (2, [3, 4]))[0] for a, b in ((0, 25), (25, 26), (26, 40))])
+    wanted = reference_logits(truth, tokens)
+    theirs = reference_logits(own, tokens)
+    middle = [(logits - wanted).square().mean(-1).sqrt().median() for logits in (ours, theirs)]
+    assert middle[0] <= 2 * middle[1]

@@ -1,0 +1,132 @@
+"""The judge is not blind: whoever forgets one thing that makes attention right is found out by the same timelines."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from kvcellar.attention.choose import backends
+from kvcellar.cache.layouts import Causal
+from kvcellar.errors import ModelRefused
+from kvcellar.models import seam
+from kvcellar.models.guest import Guest, adopt
+from kvcellar.models.seam import FlatDoor
+from tests.models.timeline import BOUND, Timeline, seed_of
+from tests.zoo import ARCHS
+
+FAR = 10 * BOUND
+
+
+def judged(guest: Guest, name: str) -> float:
+    timeline = Timeline(guest, ARCHS[name].build(), seed_of(name))
+    timeline.play()
+    try:
+        return timeline.judged()
+    except AssertionError:  # other text
+        return float("inf")
+
+
+def without_windows(guest: Guest) -> None:
+    groups = tuple(replace(group, layout=Causal()) for group in guest.shape.groups)
+    guest.shape = replace(guest.shape, groups=groups)
+
+
+def without_offsets(guest: Guest) -> None:
+    guest._offsets = False
+
+
+@pytest.mark.parametrize(
+    ("name", "forget"),
+    [
+        ("mistral", without_windows),
+        ("gemma3", without_windows),
+        ("llama4", without_windows),
+        ("llama4", without_offsets),
+    ],
+)
+def test_who_forgets_a_part_of_the_shape_is_found_out(name: str, forget: Callable[[Guest], None]) -> None:
+    guest = adopt(ARCHS[name].build(), backends())
+    forget(guest)
+    assert judged(guest, name) > FAR
+
+
+def rows_as_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Guest.forward
+
+    def forward(self: Guest, memory: Any, plan: Any, ids: Tensor, want: Tensor) -> Tensor:
+        return honest(self, memory, _Counted(plan), ids, want)
+
+    monkeypatch.setattr(Guest, "forward", forward)
+
+
+class _Counted:
+    """A plan that takes the number of a row for its position."""
+
+    def __init__(self, plan: Any) -> None:
+        self.plan, self.positions = plan, list(range(plan.tokens))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plan, name)
+
+
+def changed_scoring(**changes: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    def mutate(monkeypatch: pytest.MonkeyPatch) -> None:
+        honest = seam.scoring_of
+        monkeypatch.setattr(seam, "scoring_of", lambda q, extras: replace(honest(q, extras), **changes))
+
+    return mutate
+
+
+def stored_in_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token's keys and values go where those of the next row belong: at a border, to another sequence."""
+    honest = FlatDoor.update
+    monkeypatch.setattr(FlatDoor, "update", lambda self, k, v, layer: honest(self, k.roll(1, 2), v.roll(1, 2), layer))
+
+
+def stored_as_of_another_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = FlatDoor.attend
+
+    def attend(self: FlatDoor, module: Any, *rest: Any) -> Tensor:
+        binding = self._bindings[module]
+        swapped = {module: replace(binding, layer=binding.layer ^ 1)}
+        return honest(FlatDoor(self._memory, self._seen, swapped), module, *rest)
+
+    monkeypatch.setattr(FlatDoor, "attend", attend)
+
+
+MUTATIONS = [
+    ("llama", rows_as_positions),
+    ("gpt2", rows_as_positions),
+    ("gemma2", changed_scoring(softcap=None)),
+    ("gpt-oss", changed_scoring(sinks=None)),
+    ("granite", changed_scoring(scale=0.25)),
+    ("llama", stored_in_other_rows),
+    ("deepseek-v3", stored_in_other_rows),
+    ("llama", stored_as_of_another_layer),
+]
+
+
+@pytest.mark.parametrize(("name", "mutate"), MUTATIONS)
+def test_who_forgets_a_part_of_attention_is_found_out(
+    name: str, mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guest = adopt(ARCHS[name].build(), backends())
+    mutate(monkeypatch)
+    assert judged(guest, name) > FAR
+
+
+@pytest.mark.parametrize(("name", "mutate"), MUTATIONS)
+def test_the_self_test_finds_it_out_too_and_does_not_serve_flat(
+    name: str, mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch)
+    try:
+        guest = adopt(ARCHS[name].build(), backends())
+    except ModelRefused as refusal:  # the mutation reaches the solo way as well
+        why = str(refusal)
+    else:
+        assert guest.mode == "solo"
+        why = str(guest.refused)
+    assert "its logits differ" in why

@@ -1,0 +1,306 @@
+"""A stranger's model that does what we do not know is run another way that is right, or refused with a sentence."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.llama import modeling_llama
+
+from kvcellar.attention.choose import backends
+from kvcellar.errors import ModelRefused
+from kvcellar.models.guest import adopt
+from kvcellar.models.seam import ATTENTION, scoring_of
+from tests.models.timeline import BOUND, Timeline
+from tests.zoo import ARCHS, reference_logits
+
+Wrap = Callable[..., Any]
+
+
+def llama() -> PreTrainedModel:
+    return ARCHS["llama"].build()
+
+
+def around(module: nn.Module, wrap: Callable[..., Any]) -> None:
+    """Have `wrap(forward, ...)` run where the module's forward did."""
+    module.forward = functools.partial(wrap, module.forward)
+
+
+def attentions(model: PreTrainedModel) -> list[nn.Module]:
+    return [module for name, module in model.named_modules() if name.endswith("self_attn")]
+
+
+def served_right(build: Callable[[], PreTrainedModel]) -> str:
+    """Adopt it, see that it is right over a timeline, and answer why it is not run flat."""
+    guest = adopt(build(), backends())
+    timeline = Timeline(guest, build(), seed=0)
+    timeline.play()
+    assert timeline.judged() <= BOUND
+    assert guest.mode == "solo"
+    return str(guest.refused)
+
+
+def refusal(model: PreTrainedModel) -> str:
+    with pytest.raises(ModelRefused) as refused:
+        adopt(model, backends())
+    assert model.config._attn_implementation == "eager", "a refused model is given back with attention that works"
+    return str(refused.value)
+
+
+# -- what its attention is called with --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("extra", [torch.ones(4), 0.5, "deep", [1], True], ids=repr)
+def test_an_unknown_keyword_of_attention_is_not_swallowed(extra: object) -> None:
+    def build() -> PreTrainedModel:
+        model = llama()
+        around(attentions(model)[2], lambda forward, *args, **kw: forward(*args, temperature=extra, **kw))
+        return model
+
+    assert "called with ['temperature'], which we do not know how to honour" in served_right(build)
+
+
+def test_keywords_that_say_nothing_are_let_pass() -> None:
+    q = torch.zeros(1, 2, 3, 16)
+    said = scoring_of(q, {"position_bias": None, "cu_seq_lens_q": False, "dropout": 0.0, "sliding_window": 8})
+    assert (said.scale, said.softcap, said.sinks) == (0.25, None, None)
+    with pytest.raises(ModelRefused, match=r"\['block_indices', 'position_bias'\]"):
+        scoring_of(q, {"position_bias": q, "block_indices": q, "scaling": 1.0})
+
+
+# -- masks ------------------------------------------------------------------------------------------------------------
+
+
+def masked(build: Callable[[], PreTrainedModel], monkeypatch: pytest.MonkeyPatch, **how: Any) -> None:
+    """Llamas make their causal masks with these further rules."""
+    honest = modeling_llama.create_causal_mask
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda *args, **kw: honest(*args, **kw, **how))
+
+
+def every_second(batch: Any, head: Any, q: Any, k: Any) -> Any:
+    return (q - k) % 2 == 0
+
+
+def four_and_a_window(batch: Any, head: Any, q: Any, k: Any) -> Any:
+    return (k < 4) | (k > q - 8)
+
+
+def a_window_from_afar(batch: Any, head: Any, q: Any, k: Any) -> Any:
+    return (q < 200) | (k > q - 100)
+
+
+@pytest.mark.parametrize(
+    ("rule", "reason"),
+    [
+        (every_second, "instead of a stretch up to itself"),
+        (four_and_a_window, "instead of a stretch up to itself"),
+        (a_window_from_afar, "neither causal, nor sliding, nor chunked"),
+    ],
+)
+def test_a_mask_of_another_shape_is_left_to_the_model(rule: Wrap, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    masked(llama, monkeypatch, and_mask_function=rule)
+    assert reason in served_right(llama)
+
+
+def test_a_mask_that_sees_the_future_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    masked(llama, monkeypatch, or_mask_function=lambda batch, head, q, k: k <= q + 1)
+    said = refusal(llama())
+    assert "lets position 0 see [0, 1]" in said
+    assert "solo: its logits differ" in said
+
+
+def with_mask(change: Callable[[Any], Any]) -> Callable[[], PreTrainedModel]:
+    def build() -> PreTrainedModel:
+        model = llama()
+
+        def forward(honest: Wrap, hidden_states: Tensor, *args: Any, attention_mask: Any = None, **kw: Any) -> Any:
+            return honest(hidden_states, *args, attention_mask=change(attention_mask), **kw)
+
+        around(attentions(model)[1], forward)
+        return model
+
+    return build
+
+
+def without_its_diagonal(mask: Any) -> Any:
+    """The last row does not see the key before its own; float masks are added, so this hides one place."""
+    hidden = torch.zeros(mask.shape, dtype=torch.bool)
+    if mask.shape[-1] > 1:
+        hidden[..., -1, -2] = True
+    return mask.masked_fill(hidden, False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min)
+
+
+def changed_in_place(mask: Any) -> Any:
+    return mask.copy_(without_its_diagonal(mask))
+
+
+@pytest.mark.parametrize("change", [lambda mask: mask.clone(), lambda mask: mask.repeat(1, 1, 1, 1)])
+def test_a_mask_that_the_model_makes_anew_is_left_to_the_model(change: Wrap) -> None:
+    assert "a mask that the model made or changed by itself" in served_right(with_mask(change))
+
+
+@pytest.mark.parametrize("change", [without_its_diagonal, changed_in_place, lambda mask: None])
+def test_a_mask_that_no_single_sequence_explains_is_refused(change: Wrap) -> None:
+    said = refusal(with_mask(change)())
+    assert "a mask that the model made or changed by itself" in said
+    assert "solo: its logits differ" in said
+
+
+def test_a_slice_of_the_mask_is_the_mask() -> None:
+    model = with_mask(lambda mask: mask[:, :, :, : mask.shape[-1]])()
+    assert adopt(model, backends()).mode == "flat"
+
+
+# -- positions --------------------------------------------------------------------------------------------------------
+
+
+def test_frequencies_that_depend_on_the_longest_sequence_are_refused() -> None:
+    def stretched(honest: Wrap, x: Tensor, position_ids: Tensor) -> Any:
+        return honest(x, position_ids / (1 + position_ids.max() / 64))
+
+    model = llama()
+    around(model.model.rotary_emb, stretched)
+    said = refusal(model)
+    assert "depend on how far other tokens are" in said
+    assert "solo: its logits differ" in said
+
+
+def told(temperature: Callable[[Any, int], Tensor]) -> Callable[[], PreTrainedModel]:
+    """A model whose layers weigh what they read by a temperature [T] of what the cache says came before."""
+
+    def build() -> PreTrainedModel:
+        model = llama()
+
+        def forward(honest: Wrap, hidden_states: Tensor, *args: Any, past_key_values: Any = None, **kw: Any) -> Any:
+            past = past_key_values.get_seq_length() if past_key_values is not None else 0
+            out, weights = honest(hidden_states, *args, past_key_values=past_key_values, **kw)
+            return out * temperature(past, hidden_states.shape[1])[None, :, None], weights
+
+        around(attentions(model)[0], forward)
+        return model
+
+    return build
+
+
+def by_range(past: Any, rows: int) -> Tensor:
+    """Only after 100 positions: a short test alone would not see it."""
+    return 1 + torch.div(torch.arange(past, past + rows), 100, rounding_mode="floor").float()
+
+
+def by_sum(past: Any, rows: int) -> Tensor:
+    return 1 + torch.div(torch.arange(rows) + past, 10, rounding_mode="floor").float()
+
+
+def test_a_count_of_tokens_before_is_the_sequences_own() -> None:
+    build = told(by_sum)
+    guest = adopt(build(), backends())
+    timeline = Timeline(guest, build(), seed=0)
+    timeline.play()
+    assert guest.mode == "flat"
+    assert timeline.judged() <= BOUND
+
+
+# -- storing ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_that_stores_twice_is_refused() -> None:
+    model = llama()
+    attentions(model)[3].layer_idx = 2
+    assert "layer 2 stores keys and values twice" in refusal(model)
+
+
+def test_a_layer_that_attends_twice_runs_solo_if_it_stores_once() -> None:
+    assert ARCHS["diffllama"].build().config.model_type == "diffllama"
+    assert "attends twice" in served_right(ARCHS["diffllama"].build)
+
+
+def test_a_layer_that_stores_what_nobody_reads_runs_solo() -> None:
+    def build() -> PreTrainedModel:
+        model = llama()
+
+        def forward(honest: Wrap, hidden_states: Tensor, *args: Any, past_key_values: Any = None, **kw: Any) -> Any:
+            if past_key_values is not None:
+                k = hidden_states[:, None, :, :16]
+                past_key_values.update(k, k, 9)
+            return honest(hidden_states, *args, past_key_values=past_key_values, **kw)
+
+        around(attentions(model)[0], forward)
+        return model
+
+    assert "layers [9] store keys that no attention call was seen to read" in served_right(build)
+
+
+def test_keys_that_are_used_beyond_attention_run_solo() -> None:
+    """A layer that adds the mean of all its keys so far: right only where it is handed one sequence's, in order."""
+
+    def build() -> PreTrainedModel:
+        model = llama()
+
+        def forward(honest: Wrap, hidden_states: Tensor, *args: Any, past_key_values: Any = None, **kw: Any) -> Any:
+            out, weights = honest(hidden_states, *args, past_key_values=past_key_values, **kw)
+            k = hidden_states[:, None]
+            if past_key_values is not None:
+                k, _ = past_key_values.update(k, k, 9)
+            rows, keys = hidden_states.shape[1], k.shape[2]
+            means = k[0, 0].cumsum(0) / torch.arange(1, keys + 1)[:, None]
+            return out + means[None, keys - rows :], weights
+
+        around(attentions(model)[0], forward)
+        return model
+
+    served_right(build)
+
+
+def test_a_model_that_heeds_not_which_rows_are_wanted_is_refused() -> None:
+    model = llama()
+    honest = model.forward
+
+    def forward(input_ids: Any, position_ids: Any = None, logits_to_keep: Any = 0, **kw: Any) -> Any:
+        return honest(input_ids=input_ids, position_ids=position_ids, **kw)
+
+    model.forward = forward
+    assert "its logits differ" in refusal(model)
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_not_numbers_are_refused(value: float) -> None:
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 4] = value
+    assert "its logits are not finite: the weights are damaged" in refusal(model)
+
+
+def test_float16_that_overflows_is_refused() -> None:
+    model = llama().to(torch.float16)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.mul_(60000)
+    assert "torch.float16 is too narrow" in refusal(model)
+
+
+def test_float64_is_served() -> None:
+    guest = adopt(llama().double(), backends())
+    assert guest.mode == "flat"
+    assert guest.verdict is not None
+    assert guest.verdict.difference < 1e-6  # both are compared as float32
+
+
+def test_a_refused_model_still_runs() -> None:
+    model = ARCHS["lfm2"].build()
+    refusal(model)
+    tokens = list(range(3, 20))
+    assert torch.equal(reference_logits(model, tokens), reference_logits(ARCHS["lfm2"].build(), tokens))
+
+
+def test_an_adopted_model_uses_our_attention_and_is_not_trained() -> None:
+    model = llama().train()
+    guest = adopt(model, backends())
+    assert guest.model is model
+    assert model.config._attn_implementation == ATTENTION
+    assert not model.training
+    assert not any(weight.requires_grad for weight in model.parameters())

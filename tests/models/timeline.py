@@ -1,0 +1,209 @@
+"""A timeline: a random but seeded life of several sequences on one model, every row of it judged by a plain forward.
+
+Sequences are fed in chunks and token by token, several in one step; steps are kept, kept in part, or abandoned before
+or after their forward; sequences are forked at any point, cut back and continued with other tokens, and dropped. Cells
+are scarce, so that they are used again and again, and hold NaN until something is stored in them.
+"""
+
+import random
+import zlib
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvcellar.attention.choose import backends
+from kvcellar.cache.memory import Memory
+from kvcellar.errors import CacheFull
+from kvcellar.models.facts import context_of
+from kvcellar.models.guest import Guest, adopt
+from kvcellar.plan import Batch, Feed
+from kvcellar.spans import Span
+from tests.zoo import ARCHS, WINDOW, reference_logits
+
+BOUND = 1e-4  # of the largest logit, in float32
+MOST = 5 * WINDOW  # tokens of one sequence
+CHUNK = 3 * WINDOW + 2  # tokens of the longest feed: more than three windows
+SEQUENCES = range(5)
+
+Row = tuple[int, Tensor]  # a position, and the logits [V] that were seen there
+
+
+@cache
+def animal(name: str) -> tuple[Guest, PreTrainedModel]:
+    """A guest, and the same network untouched for the judge. Shared between tests: nobody changes them."""
+    return adopt(ARCHS[name].build(), backends()), ARCHS[name].build()
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference, as a part of the largest logit (of 1, if that is smaller)."""
+    return float((ours - theirs).abs().max()) / max(1.0, float(theirs.abs().max()))
+
+
+def small_memory(guest: Guest, tokens: int, sequences: int = 3) -> Memory:
+    """Room for so many sequences of so many tokens; NaN in every cell."""
+    cells = {g.name: sequences * g.layout.most_cells(tokens, CHUNK) for g in guest.shape.groups}
+    memory = guest.memory(cells)
+    memory.begin(Batch((Feed(0, Span(0, 1)),)))
+    for group in memory.groups:
+        for layer in group.layers:
+            for plane in group.planes:
+                memory.get(layer).plane(plane.name).fill_(torch.nan)
+    memory.abandon()
+    return memory
+
+
+def run(guest: Guest, memory: Memory, texts: Sequence[tuple[int, Sequence[int]]]) -> list[Tensor]:
+    """Feed each sequence more tokens, in one step, which stays open -> logits [L,V] of each."""
+    feeds = tuple(Feed(seq, Span(memory.length(seq), memory.length(seq) + len(ids))) for seq, ids in texts)
+    plan = memory.begin(Batch(feeds))
+    ids = torch.tensor([token for _, ids in texts for token in ids])
+    logits = guest.forward(memory, plan, ids, torch.arange(len(ids)))
+    return list(logits.float().split([len(ids) for _, ids in texts]))
+
+
+def read(guest: Guest, memory: Memory, *texts: tuple[int, Sequence[int]]) -> list[Tensor]:
+    """The same, and keep it; in as many steps as the guest needs."""
+    seen: list[Tensor] = []
+    for part in [texts] if guest.mode == "flat" else [[text] for text in texts]:
+        seen += run(guest, memory, part)
+        memory.commit()
+    return seen
+
+
+class Timeline:
+    """Plays on `guest` and remembers what it saw; `judged` compares all of it with `judge`."""
+
+    def __init__(self, guest: Guest, judge: PreTrainedModel, seed: int) -> None:
+        self.guest, self.judge = guest, judge
+        self.draw = random.Random(seed)
+        self.most = min(MOST, context_of(judge))
+        self.memory = small_memory(guest, self.most)
+        self.texts: dict[int, list[int]] = {}
+        self.next: dict[int, int] = {}  # the greedy token of a sequence whose last logits we know
+        self.seen: dict[tuple[int, ...], list[Row]] = {}  # by all tokens up to the last of the feed
+
+    def play(self) -> None:
+        acts = [*["keep"] * 9, *["part"] * 4, "abandon", "give up", *["fork"] * 5, *["rewind"] * 5, "drop", "drop"]
+        self.draw.shuffle(acts)
+        self.step("keep", long=True)
+        for act in acts:
+            {"fork": self.fork, "rewind": self.rewind, "drop": self.drop}.get(act, lambda act=act: self.step(act))()
+            self.memory.check()
+            assert {seq: self.memory.length(seq) for seq in self.memory.sequences} == {
+                seq: len(text) for seq, text in self.texts.items()
+            }
+        self.step("keep", long=True)
+        self.step("keep", decode=True)
+        self.memory.clear()
+        assert self.memory.free() == self.memory.capacity()
+
+    def judged(self) -> float:
+        """The largest difference of any row, relative to the largest logit. Asserts that greedy text is the same."""
+        worst, judge, longest = 0.0, torch.empty(0), ()
+        for text in sorted(self.seen, reverse=True):  # so that a text comes right after those that go on from it
+            if longest[: len(text)] != text:
+                judge, longest = reference_logits(self.judge, list(text)), text
+            bound = BOUND * max(1.0, float(judge.abs().max()))
+            for pos, logits in self.seen[text]:
+                worst = max(worst, relative(logits, judge[pos]))
+                first, second = judge[pos].topk(2).values.tolist()
+                assert first - second <= 2 * bound or logits.argmax() == judge[pos].argmax(), f"other text at {pos}"
+        return worst
+
+    # -- acts -------------------------------------------------------------------------------------------------------
+
+    def step(self, outcome: str, *, long: bool = False, decode: bool = False) -> None:
+        fed = self.feeds(long=long, decode=decode)
+        for part in [fed] if self.guest.mode == "flat" else [[one] for one in fed]:
+            while part:
+                try:
+                    self.forward(part, outcome)
+                    break
+                except CacheFull:  # and nothing has changed
+                    self.memory.check()
+                    self.drop() if self.texts else part.pop()
+
+    def forward(self, fed: list[tuple[int, list[int]]], outcome: str) -> None:
+        if outcome == "abandon":
+            self.memory.begin(Batch(tuple(Feed(seq, self.after(seq, len(ids))) for seq, ids in fed)))
+            self.memory.abandon()
+            return
+        seen = run(self.guest, self.memory, fed)
+        kept = {seq: self.draw.randint(0, len(ids)) for seq, ids in fed} if outcome == "part" else None
+        if outcome == "give up":
+            self.memory.abandon()
+        else:
+            self.memory.commit(kept)
+        for (seq, ids), logits in zip(fed, seen, strict=True):
+            text = self.texts.get(seq, [])
+            rows = [(len(text) + row, logits[row]) for row in range(len(ids))]
+            self.seen.setdefault((*text, *ids), []).extend(rows)
+            if outcome != "give up":
+                count = len(ids) if kept is None else kept[seq]
+                self.texts[seq] = [*text, *ids[:count]]
+                self.next[seq] = int(logits[count - 1].argmax()) if count else self.token()
+
+    def fork(self) -> None:
+        if not self.texts:
+            return
+        src = self.draw.choice(list(self.texts))
+        dst = self.draw.choice([seq for seq in SEQUENCES if seq != src])
+        upto = self.draw.randint(0, len(self.texts[src]))
+        could = self.memory.can_cut(src, upto)
+        kept = self.memory.fork(src, dst, upto)
+        assert kept == could <= upto
+        self.texts[dst], self.next[dst] = self.texts[src][:kept], self.token()
+
+    def rewind(self) -> None:
+        """To any point; if that is too far back to go on from, to the point that the memory offers instead."""
+        if not self.texts:
+            return
+        seq = self.draw.choice(list(self.texts))
+        length = len(self.texts[seq])
+        start = self.draw.randint(0, length)
+        kept = self.memory.remove(seq, Span(start, length))
+        if kept < start:
+            assert self.memory.length(seq) == length
+            assert self.memory.remove(seq, Span(kept, length)) == kept
+        self.texts[seq], self.next[seq] = self.texts[seq][:kept], self.token()
+
+    def drop(self) -> None:
+        if self.texts:
+            seq = max(self.texts, key=lambda seq: (len(self.texts[seq]), seq))
+            self.memory.drop(seq)
+            del self.texts[seq]
+
+    # -- draws ------------------------------------------------------------------------------------------------------
+
+    def token(self) -> int:
+        return self.draw.randrange(3, 101)
+
+    def after(self, seq: int, tokens: int) -> Span:
+        return Span(self.memory.length(seq), self.memory.length(seq) + tokens)
+
+    def feeds(self, *, long: bool, decode: bool) -> list[tuple[int, list[int]]]:
+        """Sequences in any order, each with its greedy token and perhaps a draft, or with a piece of a prompt."""
+        who = self.draw.sample(SEQUENCES, self.draw.randint(2, len(SEQUENCES)))
+        fed: list[tuple[int, list[int]]] = []
+        for index, seq in enumerate(who):
+            room = self.most - len(self.texts.get(seq, ()))
+            count = CHUNK if long and index == 0 else self.draw.choice([1, 1, 1, 3, 7, 12])
+            count = min(room, 1 if decode else count)
+            if count > 0:
+                first = [self.next[seq]] if seq in self.next and seq in self.texts else []
+                fed.append((seq, [*first, *(self.token() for _ in range(count - len(first)))]))
+        return fed
+
+
+def seed_of(name: str, times: int = 0) -> int:
+    return zlib.crc32(f"{name}/{times}".encode())
+
+
+def play(name: str, times: int = 0) -> float:
+    """A whole timeline of one animal; the largest difference."""
+    timeline = Timeline(*animal(name), seed_of(name, times))
+    timeline.play()
+    return timeline.judged()

@@ -45,16 +45,21 @@ class Runner:
         try:
             logits = self._forward(shares)
         except Exception as error:
-            log.exception("a forward over %d sequences failed", len(shares))
-            if len(shares) == 1:
-                self._ended(shares[0].line, _failure("the forward", error))
-            for share in shares if len(shares) > 1 else []:
-                self._together([share])
+            self._apart(shares, error)
             return
         self._memory.commit()
         for line, count in shares:
             line.read += count
         self._write([share.line for share in shares if not share.line.unread], logits)
+
+    def _apart(self, shares: Sequence[Share], error: Exception) -> None:
+        if len(shares) == 1:
+            log.error("a forward failed", exc_info=error)
+            self._ended(shares[0].line, _failure("the forward", error))
+            return
+        log.warning("a forward over %d sequences failed with %s: %s", len(shares), type(error).__name__, error)
+        for share in shares:
+            self._together([share])
 
     def _forward(self, shares: Sequence[Share]) -> Tensor:
         """Logits [R,V] of the last token of every line that is read to its end. The memory's step stays open."""

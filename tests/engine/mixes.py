@@ -1,0 +1,177 @@
+"""Mixes of requests that arrive while others are running, and what each of them came to.
+
+Moments are counted in tokens of a request that is there from the beginning (the clock), so that a mix meets the engine in
+the same state every time.
+"""
+
+import random
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvcellar import Engine
+from kvcellar.events import Done, Event, Failed, Finished, Piece, TokenLogprob
+from kvcellar.sample.params import SamplingParams
+from tests.zoo import ARCHS, reference_logits
+
+PATIENCE = 120.0  # seconds; only a test that fails waits so long
+FIRST, LAST = 3, 100  # tokens of the zoo that are not special
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request to come, when the clock has told so many tokens."""
+
+    at: int
+    prompt: tuple[int, ...]
+    sampling: dict[str, Any]
+
+
+class Ear:
+    """Listens to one request. Asserts the order of what it is told; waits for the end."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.wrong: list[str] = []
+        self._over = threading.Event()
+
+    def __call__(self, event: Event) -> None:
+        if self._over.is_set():
+            self.wrong.append(f"{event} came after the end")
+        if isinstance(event, Piece | Finished) and event.choice in self.reasons:
+            self.wrong.append(f"{event} came after its choice had finished")
+        self.events.append(event)
+        if isinstance(event, Done | Failed):
+            self._over.set()
+
+    @property
+    def reasons(self) -> dict[int, str]:
+        return {event.choice: event.reason for event in self.events if isinstance(event, Finished)}
+
+    @property
+    def over(self) -> bool:
+        return self._over.is_set()
+
+    def wait(self) -> "Ear":
+        assert self._over.wait(PATIENCE), "the request does not come to an end"
+        assert not self.wrong, self.wrong
+        return self
+
+    @property
+    def error(self) -> Exception | None:
+        last = self.events[-1]
+        return last.error if isinstance(last, Failed) else None
+
+    @property
+    def done(self) -> Done:
+        last = self.events[-1]
+        assert isinstance(last, Done), last
+        return last
+
+    def pieces(self, choice: int = 0) -> list[Piece]:
+        return [event for event in self.events if isinstance(event, Piece) and event.choice == choice]
+
+    def ids(self, choice: int = 0) -> tuple[int, ...]:
+        return tuple(token for piece in self.pieces(choice) for token in piece.token_ids)
+
+    def text(self, choice: int = 0) -> str:
+        return "".join(piece.text for piece in self.pieces(choice))
+
+    def logprobs(self, choice: int = 0) -> list[TokenLogprob]:
+        return [entry for piece in self.pieces(choice) for entry in piece.logprobs or ()]
+
+    def answers(self) -> list[tuple[tuple[int, ...], str]]:
+        """Of each choice: its tokens, and why it ended."""
+        return [(self.ids(choice), self.reasons[choice]) for choice in sorted(self.reasons)]
+
+
+@dataclass
+class Clock:
+    """A request that submits others while it runs."""
+
+    engine: Engine
+    asks: Sequence[Ask]
+    ears: list[Ear] = field(default_factory=list)
+
+    def run(self) -> list[Ear]:
+        """Everybody's ear, when all is over."""
+        self.ears = [Ear() for _ in self.asks]
+        own = Ear()
+        told = 0
+
+        def tick(event: Event) -> None:
+            nonlocal told
+            own(event)
+            told += 1
+            for ask, ear in zip(self.asks, self.ears, strict=True):
+                if ask.at == told:
+                    self.engine.submit(ask.prompt, SamplingParams(**ask.sampling), deliver=ear)
+
+        most = max(ask.at for ask in self.asks)
+        self.engine.submit([FIRST], SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True), deliver=tick)
+        own.wait()
+        for ear in self.ears:
+            ear.wait()
+        return self.ears
+
+
+def tokens(draw: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(draw.randrange(FIRST, LAST) for _ in range(count))
+
+
+def mix(which: object, *, longest: int = 40, count: int = 10, **sampling: Any) -> list[Ask]:
+    """Requests of all lengths at all moments; `sampling` is the same for all but length, `n` and seed."""
+    draw = random.Random(str(which))
+    return [
+        Ask(
+            at=draw.randint(1, 15),
+            prompt=tokens(draw, draw.choice([1, 2, 7, 8, 9, longest // 2, longest])),
+            sampling={
+                "max_tokens": draw.choice([1, 2, 9, 18, 18]),
+                "n": draw.choice([1, 1, 1, 2]),
+                "ignore_eos": draw.random() < 0.5,
+                "temperature": 0.0,
+                **sampling,
+            },
+        )
+        for _ in range(count)
+    ]
+
+
+def small_engine(name: str, **settings: Any) -> Engine:
+    return Engine(ARCHS[name].build(), **{"threads": 1, "cache_bytes": 4_000_000, **settings})
+
+
+def bytes_for(name: str, tokens: int, **settings: Any) -> int:
+    """Bytes in which exactly so many tokens of this model fit at once, windows and chunks taken into account."""
+    with small_engine(name, **settings) as engine:
+        groups = engine.stats().groups
+    return sum((min(tokens, group.cells) + 1) * (group.bytes // (group.cells + 1)) for group in groups)
+
+
+@cache
+def judge(name: str) -> PreTrainedModel:
+    return ARCHS[name].build()
+
+
+def assert_greedy(name: str, prompt: Sequence[int], answer: Sequence[int], *, ended: bool) -> None:
+    """`answer` is what taking the most likely token each time gives in plain forwards, and each was clearly the one.
+
+    `ended`: the model's end-of-text came next.
+    """
+    told = [*answer, ARCHS[name].config().eos_token_id] if ended else list(answer)
+    logits = reference_logits(judge(name), [*prompt, *told][:-1])[len(prompt) - 1 :]  # [L,V], L tokens were drawn
+    best = logits.topk(2).values
+    gaps = (best[:, 0] - best[:, 1]) / logits.abs().amax(-1).clamp(min=1)
+    sure = gaps > 2e-4
+    assert bool(sure.all()), f"choose other seeds: a gap of {float(gaps.min()):.1e} cannot be judged"
+    assert told == logits.argmax(-1).tolist()
+
+
+def same_numbers(a: torch.Tensor, b: torch.Tensor, bound: float = 1e-4) -> bool:
+    return float((a - b).abs().max()) <= bound * max(1.0, float(b.abs().max()))

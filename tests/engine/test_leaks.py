@@ -1,0 +1,204 @@
+"""Whatever becomes of a request, it is told its end once, and everything it held is free again."""
+
+import gc
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable
+from types import FunctionType, ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from kvcellar import Engine, EngineFailed
+from kvcellar.engine.engine import Ticket
+from kvcellar.engine.request import Line, Request
+from kvcellar.errors import NoToken
+from kvcellar.events import Event, Piece
+from kvcellar.sample.params import SamplingParams
+from tests.engine.mixes import Ear, tokens
+from tests.zoo import ARCHS, layers
+
+CELLS = 60
+
+
+def tiny_engine(**settings: Any) -> Engine:
+    """Two layers, one of them with a window, and memory for hardly more than one request."""
+    model = ARCHS["ministral"].build(num_hidden_layers=2, layer_types=layers("SF"))
+    bytes_per_cell = 2 * 2 * 16 * 4  # k and v, heads, their size, float32; one layer in each group
+    given = {"cache_bytes": 2 * (CELLS + 1) * bytes_per_cell, "max_sequences": 8, "step_tokens": 16, "threads": 1}
+    return Engine(model, **given | settings)
+
+
+def checked_between_steps(engine: Engine) -> None:
+    """From now on the engine asserts its invariants after every turn."""
+    turn = engine._loop._turn
+
+    def turn_and_check() -> None:
+        turn()
+        engine._check()
+
+    engine._loop._turn = turn_and_check  # type: ignore[method-assign]
+
+
+class Listener(Ear):
+    """An ear that does something with what it hears: cancels at a moment, or breaks."""
+
+    def __init__(self, cancel_at: int | None, break_at: int | None) -> None:
+        super().__init__()
+        self.ticket: Ticket | None = None
+        self.cancelled = False
+        self._cancel_at, self._break_at = cancel_at, break_at
+        self.broken = False
+
+    def __call__(self, event: Event) -> None:
+        assert not self.broken, "told something after it broke"
+        super().__call__(event)
+        if len(self.events) == self._break_at:
+            self.broken = True
+            raise ConnectionError("nobody listens any more")
+        if len(self.events) == self._cancel_at:
+            self.cancel()
+
+    def cancel(self) -> None:
+        assert self.ticket is not None
+        self.cancelled = True
+        self.ticket.cancel()
+
+
+def faulty(forward: Callable[..., torch.Tensor], draw: random.Random, raises: float, nans: float):
+    """A forward that sometimes raises, and sometimes answers with rows that are no numbers."""
+
+    def wrapped(*args: Any) -> torch.Tensor:
+        if draw.random() < raises:
+            raise RuntimeError("the device has had enough")
+        logits = forward(*args)
+        if len(logits) and draw.random() < nans:
+            logits = logits.clone()
+            logits[draw.randrange(len(logits))] = torch.nan
+        return logits
+
+    return wrapped
+
+
+def live(engine: Engine, draw: random.Random, count: int) -> list[Listener]:
+    """Submit requests of all kinds, in bursts; a third of them is cancelled, at any moment of their life."""
+    ears = []
+    for _ in range(count):
+        kind = draw.choice(["cancelled", "cancelled", "broken", *["left alone"] * 3])
+        moment = draw.randint(1, 12)
+        ear = Listener(moment if kind == "cancelled" else None, moment if kind == "broken" else None)
+        params = SamplingParams(
+            max_tokens=draw.randint(1, 10),
+            n=draw.choice([1, 1, 1, 2, 3]),
+            temperature=draw.choice([0.0, 1.0]),
+            seed=draw.randrange(1000),
+            ignore_eos=draw.random() < 0.3,
+        )
+        when = draw.choice(["before it is taken in", "later", "later", "later"])
+        # The ticket is there before the first event: the engine's thread is busy with this call until then.
+        prompt = tokens(draw, draw.choice([1, 2, 5, 17, 33]))
+        submit(engine, prompt, params, ear)
+        if kind == "cancelled" and when != "later":
+            ear.cancel()
+        ears.append(ear)
+        if draw.random() < 0.02:
+            ear.wait() if not ear._break_at else engine.stats()
+    return ears
+
+
+def submit(engine: Engine, prompt: tuple[int, ...], params: SamplingParams, ear: Listener) -> None:
+    engine._loop.ask(lambda: setattr(ear, "ticket", engine.submit(prompt, params, deliver=ear)))
+
+
+@pytest.fixture(autouse=True)
+def no_log(monkeypatch):
+    """Log records hold on to tracebacks, and those to requests."""
+    monkeypatch.setattr(logging.getLogger("kvcellar.engine"), "disabled", True)
+
+
+@pytest.mark.parametrize("count", [1000, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_after_requests_of_all_fates_all_cells_are_free(count):
+    draw = random.Random(count)
+    with tiny_engine(max_waiting=10**6) as engine:
+        checked_between_steps(engine)
+        guest = engine._built.guest
+        guest.forward = faulty(guest.forward, draw, raises=0.01, nans=0.01)
+        ears = live(engine, draw, count)
+        for ear in ears:
+            if ear._break_at is None:
+                ear.wait()
+        while (stats := engine.stats()).running or stats.waiting:  # those that broke are told no end
+            pass
+        for ear in ears[:: max(1, count // 50)]:
+            if ear.cancelled:
+                ear.cancel()
+        engine.check()
+        stats = engine.stats()
+        assert (stats.sequences, stats.cells_used) == (0, 0)
+        assert stats.preemptions > 0
+        assert_bytes_are_those_held(engine)
+        assert engine.healthy
+
+    ends = Counter("broken" if ear.broken else kind_of_end(ear) for ear in ears)
+    assert set(ends) == {"stop", "length", "cancelled", "EngineFailed", "NoToken", "broken"}
+    assert ends["cancelled"] > count / 10
+    for ear in ears:
+        ear.ticket = None
+    gc.collect()
+    assert not [thing for thing in gc.get_objects() if type(thing) in (Line, Request)]
+
+
+def kind_of_end(ear: Ear) -> str:
+    if ear.error is not None:
+        assert isinstance(ear.error, EngineFailed | NoToken)
+        return type(ear.error).__name__
+    reasons = set(ear.reasons.values())
+    assert len(ear.reasons) >= 1
+    return "cancelled" if "cancelled" in reasons else min(reasons)
+
+
+def assert_bytes_are_those_held(engine: Engine) -> None:
+    stats = engine.stats()
+    assert stats.cache_bytes == sum(group.bytes for group in stats.groups) <= engine._built.settings.cache_bytes
+    assert stats.cache_bytes == tensor_bytes(engine._built.memory)
+
+
+def tensor_bytes(thing: object) -> int:
+    """Bytes of every tensor that can be reached from `thing`, each storage once."""
+    seen: dict[int, object] = {}
+    storages: dict[int, int] = {}
+    waiting = [thing]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen or isinstance(one, type | ModuleType | FunctionType | torch.nn.Module):
+            continue
+        seen[id(one)] = one
+        if isinstance(one, torch.Tensor):
+            storages[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+        else:
+            waiting += gc.get_referents(one)
+    return sum(storages.values())
+
+
+def test_one_that_breaks_hears_nothing_more_and_takes_nobody_along():
+    with tiny_engine() as engine:
+        ears = [Listener(None, break_at) for break_at in (1, None, 3, None)]
+        for ear in ears:
+            submit(engine, (5, 6, 7), SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True), ear)
+        whole = [ears[1].wait().ids(), ears[3].wait().ids()]
+        assert whole[0] == whole[1] == engine.generate([5, 6, 7], max_tokens=8, ignore_eos=True).token_ids
+        assert [len(ears[0].events), len(ears[2].events)] == [1, 3]
+        assert engine.stats().cells_used == 0
+
+
+def test_a_broken_listener_gives_its_cells_back_at_once():
+    with tiny_engine() as engine:
+        ear = Listener(None, 2)
+        submit(engine, (5, 6, 7), SamplingParams(max_tokens=40, n=2, ignore_eos=True, temperature=0.0), ear)
+        seen = engine.generate([9, 8], max_tokens=6, ignore_eos=True)
+        assert len(seen.token_ids) == 6
+        stats = engine.stats()
+        assert (stats.running, stats.cells_used) == (0, 0)
+        assert len([event for event in ear.events if isinstance(event, Piece)]) == 2

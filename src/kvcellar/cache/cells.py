@@ -90,11 +90,13 @@ class Cells:
 
     # -- giving out ---------------------------------------------------------------------------------------------
 
-    def take(self, n: int, after: int | None = None) -> list[Run]:
+    def take(self, n: int, after: int | None = None, before: int | None = None) -> list[Run]:
         """`n` free cells, yours until you `drop` them. The caller has seen that `n <= free`.
 
-        They follow cell `after` if the ones behind it are free, so that a sequence that grows stays in one run. A new
-        run is put in the middle of the widest free stretch, which leaves it and its neighbour room to grow.
+        They follow cell `after` if the ones behind it are free, so that a sequence that grows stays in one run. Else
+        they end where cell `before` is, if a caller names one that it will give back soon: so a window that slides goes
+        round in its own cells, in two runs. A new run is put in the middle of the widest free stretch, which leaves it
+        and its neighbour room to grow.
         """
         assert n <= self.free, f"{n} cells were asked for, {self.free} are free"
         runs: list[Run] = []
@@ -102,6 +104,10 @@ class Cells:
         if n and behind is not None and behind.holders == 0:
             runs.append(self._claim(behind, 0, min(n, len(behind))))
             n -= runs[0].n
+        elif n and before is not None and (piece := self._free_before(before)) is not None:
+            got = min(n, len(piece))
+            runs.append(self._claim(piece, len(piece) - got, got))
+            n -= got
         while n:
             widest = self._widest()
             got = min(n, len(widest))
@@ -109,6 +115,11 @@ class Cells:
             runs.append(self._claim(widest, room, got))
             n -= got
         return runs
+
+    def _free_before(self, cell: int) -> Piece | None:
+        """The free piece that ends where a held run begins at `cell`."""
+        piece = self._at[cell].prev
+        return piece if piece is not None and piece.holders == 0 else None
 
     def claim(self, run: Run) -> None:
         """Take just these cells, all of them free; yours until you `drop` them."""
@@ -166,6 +177,18 @@ class Cells:
         left, right = self._part(run, n)
         self._at[right.cell].begins += 1
         return left, right
+
+    def divide_all(self, runs: Iterable[Run], n: int) -> tuple[list[Run], list[Run]]:
+        """The first `n` cells of held runs and the others, as held runs."""
+        kept: list[Run] = []
+        rest: list[Run] = []
+        for run in runs:
+            here, n = min(run.n, n), max(0, n - run.n)
+            if 0 < here < run.n:
+                run, tail = self.divide(run, here)
+                rest.append(tail)
+            (kept if here else rest).append(run)
+        return kept, rest
 
     def shorten(self, run: Run, n: int) -> Run:
         """Keep the first `n` cells of a held run and give back the others; 0 < n < run.n."""

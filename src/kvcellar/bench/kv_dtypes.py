@@ -1,0 +1,44 @@
+"""kv_dtypes: how often a model still says the same when its K/V are stored in fewer bits.
+
+`python -m kvcellar.bench.kv_dtypes` prints it for the embedded model, or for another one.
+
+At every place of a text that the model wrote by itself, its most likely token and its whole prediction are compared
+with those that it makes with K/V as it computes them.
+"""
+
+import argparse
+import json
+from dataclasses import asdict
+
+from kvcellar.attention.choose import named
+from kvcellar.engine.build import build
+from kvcellar.engine.kvquality import WAYS, KvQuality, kv_quality
+from kvcellar.engine.settings import Settings
+
+TOKENS = 2000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m kvcellar.bench.kv_dtypes", description=__doc__)
+    parser.add_argument("model", nargs="?", help="a directory or a name (the embedded model)")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"of the text ({TOKENS})")
+    parser.add_argument("--dtype", default="auto", help="that the model computes in (as stored)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (1)")
+    given = parser.parse_args()
+    built = build(given.model, Settings(dtype=given.dtype, threads=given.threads))
+    found = kv_quality(built.guest, named(None), ("auto", *WAYS), tokens=given.tokens)
+    print(f"{built.loaded.name}, {str(built.guest.dtype).removeprefix('torch.')}, {given.tokens} tokens of its own")
+    print(f"{'kv_dtype':16} {'bytes a token':>13} {'same token':>10} {'KL, nats':>9}")
+    for one in found:
+        print(_line(one))
+    print(json.dumps({"model": built.loaded.name, "results": [asdict(one) for one in found]}))
+
+
+def _line(one: KvQuality) -> str:
+    if one.kl is None or one.agreement is None:
+        return f"{one.stored:16} refused: {one.refused}"
+    return f"{one.stored:16} {one.bytes_per_token:13} {one.agreement:10.2%} {one.kl:9.1e}"
+
+
+if __name__ == "__main__":
+    main()

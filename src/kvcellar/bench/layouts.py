@@ -1,0 +1,126 @@
+"""layouts: what it saves that the pool stores K/V the way attention reads them.
+
+The same backend attends twice: over planes arranged as it asks for, and over plain ones, [cells,heads,size], which it
+first has to permute and make contiguous in every layer of every step. Everything else is the same.
+"""
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcellar.attention.sdpa import Sdpa
+from kvcellar.bench.network import Size
+from kvcellar.cache.layouts import Causal
+from kvcellar.cache.memory import Group, Memory
+from kvcellar.contracts import Arrangement, History, Plane, Scoring, Storage, Stored
+from kvcellar.plan import Batch, Feed, GroupPlan
+from kvcellar.spans import Span
+
+
+class Rearranging(Sdpa):
+    """Does not say what it wants, and makes what it gets contiguous by head."""
+
+    name = "rearranging"
+
+    def attend(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
+        return super().attend(q, _Rearranged(history), scoring)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rearranged:
+    """A history whose planes are copied when they are read."""
+
+    history: History
+
+    @property
+    def plan(self) -> GroupPlan:
+        return self.history.plan
+
+    @property
+    def prepared(self) -> Any:
+        return self.history.prepared
+
+    def stored(self, name: str) -> "_RearrangedPlane":
+        return _RearrangedPlane(self.history.stored(name))
+
+    def dense(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.history.dense()
+
+
+@dataclass(frozen=True, slots=True)
+class _RearrangedPlane:
+    kept: Stored
+
+    @property
+    def plane(self) -> Plane:
+        return self.kept.plane
+
+    @property
+    def storage(self) -> Storage:
+        return self.kept.storage
+
+    @property
+    def arrangement(self) -> Arrangement:
+        return self.kept.arrangement
+
+    @property
+    def codes(self) -> Tensor:
+        return self.kept.codes
+
+    @property
+    def scales(self) -> Tensor | None:
+        return self.kept.scales
+
+    def read(self, cells: Tensor | slice, dtype: torch.dtype, *, rotated: bool = False) -> Tensor:
+        return self.kept.read(cells, dtype, rotated=rotated).contiguous()
+
+    def meet(self, q: Tensor) -> Tensor:
+        return self.kept.meet(q)
+
+
+class Side:
+    """A memory of sequences of unequal length, and what each layer of a decoding step stores and asks."""
+
+    def __init__(self, size: Size, lengths: list[int], backend: Sdpa, dtype: torch.dtype, *, plain: bool) -> None:
+        planes = (Plane("k", size.kv_heads, size.head_size), Plane("v", size.kv_heads, size.head_size))
+        group = Group("causal", Causal(), planes, tuple(range(size.layers)), plain=plain)
+        cells = {"causal": sum(lengths) + len(lengths)}
+        self._memory = Memory([group], cells=cells, dtype=dtype, device="cpu", backend=backend)
+        self._layers, self._scoring = group.layers, Scoring(size.head_size**-0.5)
+        self._new = torch.randn(len(lengths), size.kv_heads, size.head_size).to(dtype)  # [T,G,D]
+        self._q = torch.randn(len(lengths), size.query_heads, size.head_size).to(dtype)  # [T,H,D]
+        for seq, length in enumerate(lengths):
+            self._memory.begin(Batch((Feed(seq, Span(0, length)),)))
+            for layer in self._layers:
+                drawn = torch.randn(length, size.kv_heads, size.head_size).to(dtype)
+                self._memory.put(layer, drawn, drawn)
+            self._memory.commit()
+        self._step = Batch(tuple(Feed(seq, Span(length, length + 1)) for seq, length in enumerate(lengths)))
+
+    def step(self) -> float:
+        """Seconds that all layers of a step take to store and to attend."""
+        self._memory.begin(self._step)
+        start = time.perf_counter()
+        for layer in self._layers:
+            self._memory.put(layer, self._new, self._new)
+            self._memory.attend(layer, self._q, self._scoring)
+        taken = time.perf_counter() - start
+        self._memory.abandon()
+        return taken
+
+
+@torch.inference_mode()
+def layouts(size: Size, lengths: list[int], dtype: torch.dtype, steps: int) -> tuple[float, float]:
+    """Median milliseconds of a decoding step's attention: agreed, and rearranged in each step. Measured in turn."""
+    sides = Side(size, lengths, Sdpa(), dtype, plain=False), Side(size, lengths, Rearranging(), dtype, plain=True)
+    taken: tuple[list[float], list[float]] = ([], [])
+    for turn in range(steps + 1):
+        for side, seconds in zip(sides, taken, strict=True):
+            one = side.step()
+            if turn:  # the first warms up
+                seconds.append(one)
+    return 1000 * statistics.median(taken[0]), 1000 * statistics.median(taken[1])

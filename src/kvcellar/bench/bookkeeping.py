@@ -1,0 +1,55 @@
+"""bookkeeping: what `begin` and `commit` of a decoding step take, with few and with very many cells in use.
+
+On the meta device: cells, tables and plans are real, keys and values are not.
+"""
+
+import statistics
+import time
+
+import torch
+
+from kvcellar.attention.choose import backends
+from kvcellar.bench.network import Size
+from kvcellar.cache.layouts import Causal
+from kvcellar.cache.memory import Group, Memory
+from kvcellar.contracts import Plane
+from kvcellar.plan import Batch, Feed
+from kvcellar.spans import Span
+
+SEQUENCES = 32
+
+
+def bookkeeping(size: Size, in_use: list[int], *, steps: int = 64, rounds: int = 7) -> dict[int, float]:
+    """Median milliseconds of a step of 32 sequences, by how many cells they have in use. Measured in turn."""
+    memories = {cells: _filled(size, cells, spare=SEQUENCES * steps * (rounds + 1)) for cells in in_use}
+    taken: dict[int, list[float]] = {cells: [] for cells in in_use}
+    for turn in range(rounds + 1):
+        for cells, memory in memories.items():
+            seconds = [_step(memory) for _ in range(steps)]
+            if turn:  # the first round warms up
+                taken[cells] += seconds
+    return {cells: 1000 * statistics.median(seconds) for cells, seconds in taken.items()}
+
+
+def _filled(size: Size, in_use: int, spare: int) -> Memory:
+    """A memory in which 32 sequences hold `in_use` cells in all, read in chunks that alternate as prompts do."""
+    planes = (Plane("k", size.kv_heads, size.head_size), Plane("v", size.kv_heads, size.head_size))
+    group = Group("causal", Causal(), planes, tuple(range(size.layers)))
+    capacity = {"causal": 2 * in_use + spare}
+    memory = Memory([group], cells=capacity, dtype=torch.bfloat16, device="meta", backend=backends()[0])
+    each = in_use // SEQUENCES
+    chunk = max(1, each // 4)
+    for start in range(0, each, chunk):
+        for seq in range(SEQUENCES):
+            memory.begin(Batch((Feed(seq, Span(start, min(start + chunk, each))),)))
+            memory.commit()
+    return memory
+
+
+def _step(memory: Memory) -> float:
+    """Seconds of one token for each sequence, all but the forward."""
+    batch = Batch(tuple(Feed(seq, Span(memory.length(seq), memory.length(seq) + 1)) for seq in range(SEQUENCES)))
+    start = time.perf_counter()
+    memory.begin(batch)
+    memory.commit()
+    return time.perf_counter() - start

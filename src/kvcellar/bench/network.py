@@ -1,0 +1,75 @@
+"""network: a random network of Llama's shape, written as a model directory, so that both sides load the same weights."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What a network of this kind is made of; the output weights are the embedding's, as in most small models."""
+
+    hidden: int
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_size: int
+    intermediate: int
+    vocabulary: int
+    context: int
+
+    def config(self) -> dict[str, object]:
+        return {
+            "model_type": "llama",
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.query_heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_size,
+            "intermediate_size": self.intermediate,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": self.context,
+            "tie_word_embeddings": True,
+            "dtype": "bfloat16",
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+
+
+SMALL = Size(896, 12, 14, 2, 64, 2304, 32_000, 8192)  # 125 million parameters
+TINY = Size(64, 2, 4, 2, 16, 128, 512, 1024)  # to see that the bench works
+
+
+def write(size: Size, directory: Path) -> int:
+    """Make the directory of a network, bf16, the same each time. Answers its number of parameters."""
+    weights = dict(_weights(size))
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(size.config()))
+    return sum(weight.numel() for weight in weights.values())
+
+
+def _weights(size: Size) -> Iterator[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    queries, keys = size.query_heads * size.head_size, size.kv_heads * size.head_size
+
+    def drawn(rows: int, columns: int) -> Tensor:
+        return (torch.randn(rows, columns, generator=generator) * columns**-0.5).to(torch.bfloat16)
+
+    yield "model.embed_tokens.weight", drawn(size.vocabulary, size.hidden)
+    yield "model.norm.weight", torch.ones(size.hidden, dtype=torch.bfloat16)
+    for layer in range(size.layers):
+        at = f"model.layers.{layer}."
+        yield at + "self_attn.q_proj.weight", drawn(queries, size.hidden)
+        yield at + "self_attn.k_proj.weight", drawn(keys, size.hidden)
+        yield at + "self_attn.v_proj.weight", drawn(keys, size.hidden)
+        yield at + "self_attn.o_proj.weight", drawn(size.hidden, queries)
+        yield at + "mlp.gate_proj.weight", drawn(size.intermediate, size.hidden)
+        yield at + "mlp.up_proj.weight", drawn(size.intermediate, size.hidden)
+        yield at + "mlp.down_proj.weight", drawn(size.hidden, size.intermediate)
+        yield at + "input_layernorm.weight", torch.ones(size.hidden, dtype=torch.bfloat16)
+        yield at + "post_attention_layernorm.weight", torch.ones(size.hidden, dtype=torch.bfloat16)

@@ -1,0 +1,100 @@
+"""Layouts are rules: what they promise of each other, and what they say against one line that says the same."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcellar.cache.layouts import Causal, Chunked, Sliding
+from kvcellar.errors import BadRequest
+from tests.laws.dumb import Dumb, Kind, Line, causal, chunked, sliding
+
+KINDS = st.one_of(
+    st.just(causal()),
+    st.builds(chunked, st.integers(1, 12)),
+    st.builds(lambda window, more: sliding(window, window + more), st.integers(1, 12), st.integers(0, 6)),
+)
+POS = st.integers(0, 60)
+law = settings(derandomize=True, deadline=None, max_examples=300)
+
+
+@law
+@given(KINDS, POS)
+def test_a_query_sees_from_lowest_up_to_itself(kind: Kind, pos: int) -> None:
+    seen = [k for k in range(80) if kind.sees(pos, k)]
+    assert seen == list(range(kind.layout.lowest(pos), pos + 1))
+
+
+@law
+@given(KINDS, POS)
+def test_lowest_never_falls_and_keep_stays_below_it(kind: Kind, pos: int) -> None:
+    layout = kind.layout
+    assert 0 <= layout.lowest(pos) <= layout.lowest(pos + 1) <= pos + 1
+    assert 0 <= layout.keep(pos) <= layout.keep(pos + 1)
+    assert layout.keep(pos) <= layout.lowest(pos)
+    assert list(range(layout.keep(pos), pos)) == [k for k in range(pos) if kind.stays(pos, k)]
+
+
+@law
+@given(KINDS, POS, st.integers(0, 60), st.integers(0, 70))
+def test_resuming_and_cutting_are_exact(kind: Kind, first: int, count: int, pos: int) -> None:
+    """Against trying: may the token at `kept` see all it needs, where exactly [first, end) is held?"""
+    end = first + count
+    dumb = Dumb([kind], {0: Line(list(range(end)), [{k: k for k in range(first, end)}])})
+    assert kind.layout.can_cut(first, end, pos) == dumb.can_cut(0, pos)
+    assert kind.layout.can_resume(first, end, pos) == (dumb.can_cut(0, pos) == pos)
+
+
+@law
+@given(KINDS, st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=20), st.integers(1, 9))
+def test_most_cells_is_never_passed(kind: Kind, steps: list[tuple[int, int]], most: int) -> None:
+    """In steps of up to `most` tokens, each accepted as far as it goes, and a step back by one now and then."""
+    first = end = peak = 0
+    for count, accepted in steps:
+        count = min(count, most)
+        peak = max(peak, end + count - first)
+        end += min(accepted, count)
+        first = max(first, kind.layout.keep(end))
+        if accepted == 0 and end and kind.layout.can_resume(first, end, end - 1):
+            end -= 1
+            first = min(first, end)
+    context = end + sum(count for count, _ in steps)
+    assert peak <= kind.layout.most_cells(context, most)
+
+
+@law
+@given(KINDS, st.integers(1, 60), st.integers(1, 9))
+def test_most_cells_is_no_more_than_the_context(kind: Kind, context: int, step: int) -> None:
+    assert kind.layout.most_cells(context, step) <= context
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Sliding(0), "at least one position, not 0"),
+        (lambda: Sliding(-3), "at least one position, not -3"),
+        (lambda: Sliding(4, 3), "window of 4 needs a memory of at least that, not 3"),
+        (lambda: Chunked(0), "at least one position, not 0"),
+    ],
+)
+def test_impossible_layouts_are_refused(make, says) -> None:
+    with pytest.raises(BadRequest, match=says):
+        make()
+
+
+def test_layouts_say_what_they_are() -> None:
+    layouts = [Causal(), Sliding(4), Sliding(4, 4), Sliding(4, 9), Chunked(8)]
+    assert [str(each) for each in layouts] == [
+        "causal",
+        "sliding 4",
+        "sliding 4",
+        "sliding 4, memory 9",
+        "chunked 8",
+    ]
+    assert Sliding(4) == Sliding(4, 4)
+
+
+def test_a_step_back_by_one_is_always_possible() -> None:
+    """A stop token is read and then not part of the next prompt."""
+    for layout in (Causal(), Sliding(1), Sliding(4), Sliding(4, 7), Chunked(4)):
+        for end in range(1, 40):
+            assert layout.can_resume(layout.keep(end), end, end - 1), f"{layout} at {end}"

@@ -1,0 +1,75 @@
+"""Looking into a memory from outside: all it consists of, so that nothing changes unseen; and a backend that can fail."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcellar.attention.reference import Reference
+from kvcellar.attention.sdpa import Sdpa
+from kvcellar.cache.cells import Cells
+from kvcellar.cache.memory import Memory
+from kvcellar.contracts import Arrangement
+from kvcellar.plan import GroupPlan, Run
+
+
+class Brittle(Sdpa):
+    """Raises from `prepare` while `broken`, after `whole` calls that work."""
+
+    def __init__(self) -> None:
+        self.broken, self.whole = False, 0
+
+    def prepare(self, plan: GroupPlan, device: torch.device) -> Any:
+        if self.broken and self.whole == 0:
+            raise MemoryError("no room for a mask")
+        self.whole -= self.broken
+        return super().prepare(plan, device)
+
+
+class ByHead(Reference):
+    """Wants planes arranged by head."""
+
+    arrangement: Arrangement = "head"
+
+
+def pieces(cells: Cells) -> list[tuple[int, int, int]]:
+    """(start, end, holders) of every piece, in order."""
+    found: list[tuple[int, int, int]] = []
+    piece = cells._head
+    while piece is not None:
+        found.append((piece.start, piece.end, piece.holders))
+        piece = piece.next
+    return found
+
+
+def stored(memory: Memory, layer: int, plane: str, runs: Iterable[Run]) -> Tensor:
+    """[n,heads,size] of the cells of `runs`, in their order."""
+    pool = memory._held[memory._group_of[layer]].pool
+    cells = [cell for run in runs for cell in range(run.cell, run.end)]
+    return pool.read(layer, plane, torch.tensor(cells, dtype=torch.long))
+
+
+def everything(memory: Memory) -> list[Any]:
+    """All that a memory knows: tables, pieces, the stage it is in, and the bytes of every cell that a table holds."""
+    known: list[Any] = [id(memory._step), memory.sequences, memory.free(), memory.bytes]
+    for index, held in enumerate(memory._held):
+        known.append(pieces(held.cells))
+        tables = {seq: tables[index] for seq, tables in memory._tables.items()}
+        known.append([(seq, t.first, t.end, tuple(t.runs), tuple(t._starts)) for seq, t in tables.items()])
+        runs = [run for table in tables.values() for run in table.runs]
+        for layer in held.group.layers:
+            for plane in held.group.planes:
+                content = stored(memory, layer, plane.name, runs)
+                known.append(content.contiguous().view(torch.uint8).numpy().tobytes())
+    return known
+
+
+@contextmanager
+def nothing_changes(memory: Memory) -> Iterator[None]:
+    """Whatever happens in the block, the memory is the same behind it."""
+    before = everything(memory)
+    yield
+    memory.check()
+    assert everything(memory) == before

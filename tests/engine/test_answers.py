@@ -8,7 +8,11 @@ FLAT = ["llama", "gemma3", "gemma3n", "llama4", "gpt-oss", "deepseek-v3", "gpt2"
 SOLO = ["bloom"]
 TIGHT = 59  # tokens that fit at once: the longest request of a mix, alone
 
-SEEDS = {"gemma3n": 1, "deepseek-v3": 1, "gpt2": 1}  # others than 0 where a tie came up, or memory was not scarce enough
+SEEDS = {
+    "gemma3n": 1,
+    "deepseek-v3": 1,
+    "gpt2": 1,
+}  # others than 0 where a tie came up, or memory was not scarce enough
 
 WAYS = {
     "token by token": {"step_tokens": 1, "max_sequences": 3},

@@ -17,7 +17,7 @@ from kvcellar.engine.runner import Runner
 from kvcellar.engine.scheduler import Scheduler
 from kvcellar.engine.settings import SHARE_OF_FREE, Capacity, Demand, Settings, free_cpu_bytes, resolve_capacity
 from kvcellar.engine.voice import Voice
-from kvcellar.errors import BadRequest, PromptTooLong
+from kvcellar.errors import BadRequest, CapacityTooSmall, PromptTooLong
 from kvcellar.models.facts import context_of, embedding_rows
 from kvcellar.models.guest import Guest, adopt
 from kvcellar.models.load import Loaded, load
@@ -71,13 +71,15 @@ def build(model: "str | Path | PreTrainedModel | None", settings: Settings) -> B
         torch.set_num_threads(settings.threads)
     loaded = load(model, dtype=settings.dtype, device=settings.device)
     network = loaded.model
+    if loaded.path is None:
+        _check_as_it_is(network, settings)
     packing = pack(network) if settings.pack and network.device.type == "cpu" else None
     guest = adopt(network, named(settings.attention))
     if settings.kv_dtype is not None:
         guest = guest.storing(StoredAs.parse(settings.kv_dtype), named(settings.attention))
     context = _context(settings, context_of(network))
     capacity = _capacity(guest, settings, context)
-    memory = guest.memory(capacity.cells)
+    memory = _memory(guest, capacity)
     cellar = Cellar(memory)
     layouts = {group.name: group.layout for group in memory.groups}
     scheduler = Scheduler(cellar, layouts, max_sequences=settings.max_sequences, step_tokens=settings.step_tokens)
@@ -102,6 +104,25 @@ def build(model: "str | Path | PreTrainedModel | None", settings: Settings) -> B
         explained=_explain(capacity, _demands(guest)),
     )
     return built
+
+
+def _check_as_it_is(network: "PreTrainedModel", settings: Settings) -> None:
+    """A network that was built elsewhere stays in the type and the place that it has."""
+    dtype, device = str(network.dtype).removeprefix("torch."), str(network.device)
+    if settings.dtype not in ("auto", dtype):
+        raise BadRequest(f"dtype is {settings.dtype}, but the network that was given is in {dtype}", "dtype")
+    if settings.device not in ("auto", device, network.device.type):
+        raise BadRequest(f"device is {settings.device}, but the network that was given is on {device}", "device")
+
+
+def _memory(guest: Guest, capacity: Capacity) -> Memory:
+    try:
+        return guest.memory(capacity.cells)
+    except (RuntimeError, MemoryError) as error:  # torch's allocators raise either
+        raise CapacityTooSmall(
+            f"{capacity.bytes} bytes for {capacity.tokens} tokens ({capacity.because}) cannot be had on "
+            f"{guest.device}: {str(error).splitlines()[0]}. Lower cache_bytes."
+        ) from error
 
 
 def _context(settings: Settings, most: int) -> int:

@@ -44,7 +44,7 @@ class Runner:
             return
         try:
             logits = self._forward(shares)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - logged, and told to whomever it concerns
             self._apart(shares, error)
             return
         self._memory.commit()

@@ -1,7 +1,8 @@
 """settings: what an engine is asked for, and what that came to on this machine, with the reason of each number."""
 
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -9,6 +10,7 @@ from typing import Literal
 from kvcellar.contracts import Layout, StoredAs
 from kvcellar.errors import BadRequest, CapacityTooSmall
 
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 SHARE_OF_FREE = {"cpu": 0.3, "cuda": 0.85}  # a CPU's memory is also everybody else's
 
 
@@ -31,8 +33,13 @@ class Settings:
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise BadRequest(f"dtype must be auto, float32, bfloat16 or float16, not {self.dtype!r}", "dtype")
-        if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith("cuda:"):
+        if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
             raise BadRequest(f"device must be auto, cpu, cuda or cuda:N, not {self.device!r}", "device")
+        for name in ("attention", "kv_dtype"):
+            if not isinstance(value := getattr(self, name), str | None):
+                raise BadRequest(f"{name} must be a name, not {value!r}", name)
+        if not isinstance(self.pack, bool):
+            raise BadRequest(f"pack must be True or False, not {self.pack!r}", "pack")
         if self.kv_dtype is not None:
             StoredAs.parse(self.kv_dtype)
         for name, least in (("max_sequences", 1), ("step_tokens", 1), ("max_waiting", 1)):
@@ -100,10 +107,53 @@ def resolve_capacity(
     return Capacity({d.name: cells(d, low) for d in demands}, size(low), low, why)
 
 
-def free_cpu_bytes() -> int:
-    """Memory that this process could still take: of the machine, or of its control group if that is less."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and (most := limit.read_text().strip()).isdigit():
-        free = min(free, int(most) - int(used.read_text()))
-    return max(0, free)
+def free_cpu_bytes(root: Path = Path("/")) -> int:
+    """Memory that this process could still take: of the machine, or of a control group above it if that is less.
+
+    `root` is where the kernel's `proc` and `sys` are.
+    """
+    return max(0, min([_free_of_machine(root), *_free_of_groups(root)]))
+
+
+def _free_of_machine(root: Path) -> int:
+    """What the kernel says is available: files that it keeps in memory only because there is room count as free."""
+    meminfo = root / "proc/meminfo"
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # a system that does not say: assume half
+
+
+def _free_of_groups(root: Path) -> Iterator[int]:
+    """What each control group with a limit that this process is in, the nearest first, has left."""
+    membership = root / "proc/self/cgroup"
+    if not membership.is_file():
+        return
+    for line in membership.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2
+            top, limit, used, files = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):  # version 1
+            top, files = root / "sys/fs/cgroup/memory", "total_inactive_file"
+            limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder == top.parent:
+                break
+            most = _text(folder / limit)
+            if most.isdigit():
+                yield int(most) - int(_text(folder / used) or 0) + _stat(folder / "memory.stat", files)
+
+
+def _stat(file: Path, name: str) -> int:
+    for line in _text(file).splitlines():
+        if line.split()[:1] == [name]:
+            return int(line.split()[1])
+    return 0
+
+
+def _text(file: Path) -> str:
+    return file.read_text().strip() if file.is_file() else ""

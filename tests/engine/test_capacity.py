@@ -1,0 +1,175 @@
+"""From bytes to cells: what fits is taken, no more, and every group is full at the same number of tokens."""
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from kvcellar import BadRequest, CapacityTooSmall
+from kvcellar.cache.layouts import Causal, Chunked, Sliding
+from kvcellar.engine.settings import Demand, Settings, free_cpu_bytes, resolve_capacity
+
+LAYOUTS = st.one_of(
+    st.just(Causal()),
+    st.builds(Sliding, st.integers(1, 200)),
+    st.builds(Chunked, st.integers(1, 200)),
+)
+SIZES = st.fixed_dictionaries(
+    {"context": st.integers(1, 5000), "max_sequences": st.integers(1, 64), "step_tokens": st.integers(1, 600)}
+)
+DEMANDS = st.lists(
+    st.tuples(LAYOUTS, st.integers(1, 5000), st.sampled_from([1, 1, 8, 128])), min_size=1, max_size=4
+).map(lambda made: [Demand(f"group {i}", *demand) for i, demand in enumerate(made)])
+
+
+def resolved(demands, budget, sizes):
+    try:
+        return resolve_capacity(demands, budget=budget, because="cache_bytes", **sizes)
+    except CapacityTooSmall:
+        return None
+
+
+def needed(demand, tokens, sizes):
+    """Cells of a group with so many tokens in use, none of whose sequences is longer than the context."""
+    most = sizes["max_sequences"] * demand.layout.most_cells(sizes["context"], 0) + sizes["step_tokens"]
+    return min(tokens, most)
+
+
+@given(DEMANDS, st.integers(1, 10**8), SIZES)
+def test_groups_are_full_together_and_one_token_more_would_not_fit(demands, budget, sizes):
+    got = resolved(demands, budget, sizes)
+    assume(got is not None)
+    assert got.bytes == sum(demand.bytes(got.cells[demand.name]) for demand in demands) <= budget
+    for demand in demands:
+        assert got.cells[demand.name] == needed(demand, got.tokens, sizes)
+    all_there_is = sizes["max_sequences"] * sizes["context"] + sizes["step_tokens"]
+    if got.tokens < all_there_is:
+        assert got.because == "cache_bytes"
+        assert sum(demand.bytes(needed(demand, got.tokens + 1, sizes)) for demand in demands) > budget
+    else:
+        assert str(sizes["max_sequences"]) in got.because
+        assert got.tokens == all_there_is
+
+
+@given(DEMANDS, st.integers(1, 10**7), st.integers(0, 10**6), SIZES)
+def test_more_bytes_never_give_fewer_cells(demands, budget, more, sizes):
+    small, large = resolved(demands, budget, sizes), resolved(demands, budget + more, sizes)
+    if small is None:
+        return
+    assert large is not None
+    assert large.tokens >= small.tokens
+    assert all(large.cells[name] >= cells for name, cells in small.cells.items())
+
+
+@given(DEMANDS, SIZES)
+def test_the_least_that_works_is_named_and_a_byte_less_is_refused(demands, sizes):
+    with pytest.raises(CapacityTooSmall, match=r"^1 bytes \(the lot\) hold 0 tokens.*Raise cache_bytes") as caught:
+        resolve_capacity(demands, budget=1, because="the lot", **sizes)
+    least = int(str(caught.value).split("which is ")[1].split()[0])
+    assert resolved(demands, least, sizes).tokens >= 2
+    assert resolved(demands, least - 1, sizes) is None
+
+
+@given(DEMANDS, st.integers(1, 10**8), SIZES)
+def test_whatever_a_prompt_may_be_fits_alone(demands, budget, sizes):
+    """A single sequence can always use all that is there, up to its context."""
+    got = resolved(demands, budget, sizes)
+    assume(got is not None)
+    for demand in demands:
+        tokens = min(got.tokens, sizes["context"])
+        assert demand.layout.most_cells(tokens, 1) <= got.cells[demand.name]
+
+
+# -- what is free -----------------------------------------------------------------------------------------------------
+
+
+def machine(root, *, available=8_000_000, membership="", groups=()):
+    """A kernel's files, as far as they matter; `available` in KiB."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(
+        f"MemTotal: 16000000 kB\nMemFree: 100 kB\nMemAvailable: {available} kB\nBuffers: 5 kB\n"
+    )
+    if membership:
+        (root / "proc/self/cgroup").write_text(membership)
+    for path, text in dict(groups).items():
+        file = root / "sys/fs/cgroup" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return root
+
+
+def test_what_the_kernel_calls_available_is_free(tmp_path):
+    assert free_cpu_bytes(machine(tmp_path, available=3_000)) == 3_000 * 1024
+
+
+def test_a_limit_on_the_container_counts(tmp_path):
+    files = {
+        "memory.max": "5000\n",
+        "memory.current": "2000\n",
+        "memory.stat": "anon 900\ninactive_file 700\nfile 1100\n",
+    }
+    assert free_cpu_bytes(machine(tmp_path, membership="0::/\n", groups=files)) == 5000 - 2000 + 700
+
+
+def test_the_tightest_of_the_groups_above_counts(tmp_path):
+    files = {
+        "a/b/memory.max": "max\n",
+        "a/b/memory.current": "10\n",
+        "a/memory.max": "9000\n",
+        "a/memory.current": "1000\n",
+        "memory.max": "50000\n",
+        "memory.current": "1500\n",
+    }
+    assert free_cpu_bytes(machine(tmp_path, membership="0::/a/b\n", groups=files)) == 8000
+
+
+def test_a_group_outside_of_what_is_mounted_is_passed_over(tmp_path):
+    files = {"memory.max": "5000\n", "memory.current": "2000\n"}
+    assert free_cpu_bytes(machine(tmp_path, membership="0::/not/here\n", groups=files)) == 3000
+
+
+def test_groups_of_the_first_version_count(tmp_path):
+    files = {
+        "memory/box/memory.limit_in_bytes": "7000\n",
+        "memory/box/memory.usage_in_bytes": "6000\n",
+        "memory/box/memory.stat": "cache 3000\ntotal_inactive_file 2500\n",
+        "memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "memory/memory.usage_in_bytes": "1\n",
+        "cpu/box/memory.limit_in_bytes": "1\n",
+    }
+    membership = "9:name=systemd:/\n5:cpu,cpuacct:/box\n4:memory:/box\n0::/\n"
+    assert free_cpu_bytes(machine(tmp_path, membership=membership, groups=files)) == 7000 - 6000 + 2500
+
+
+def test_a_group_that_is_over_its_limit_leaves_nothing(tmp_path):
+    files = {"memory.max": "5000\n", "memory.current": "9000\n"}
+    assert free_cpu_bytes(machine(tmp_path, membership="0::/\n", groups=files)) == 0
+
+
+def test_this_machine_has_some():
+    assert free_cpu_bytes() > 0
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[
+            (name, value)
+            for name in ("max_sequences", "step_tokens", "max_waiting")
+            for value in (0, -1, 1.5, True, None)
+        ],
+        *[(name, value) for name in ("cache_bytes", "context", "threads") for value in (0, -1, 2.0, "5", False, 2**63)],
+        *[("device", value) for value in (None, "gpu", "cuda:", "cuda:x", "cpu:1", "mps", 0)],
+        *[("dtype", value) for value in (None, "int8", "float64", 32)],
+        ("attention", 5),
+        ("kv_dtype", 8),
+        ("kv_dtype", "int7"),
+        ("pack", "yes"),
+    ],
+)
+def test_a_setting_out_of_its_bounds_is_refused_by_name(name, value):
+    with pytest.raises(BadRequest, match=name if value != "int7" else "int7") as caught:
+        Settings(**{name: value})
+    assert caught.value.param == name

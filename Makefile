@@ -33,7 +33,7 @@ test: $(VENV)/.dev ## every test but the slow ones and, without an accelerator, 
 	$(BIN)/python -m pytest $(ARGS)
 
 test-long: $(VENV)/.dev ## the slow tests too, with many more examples
-	$(BIN)/python -m pytest --long $(ARGS)
+	$(BIN)/python -m pytest --long -o faulthandler_timeout=3600 $(ARGS)
 
 lint: $(VENV)/.dev ## style, format, types and the direction of imports
 	$(BIN)/ruff check .

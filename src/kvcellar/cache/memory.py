@@ -464,10 +464,11 @@ class Memory:
 
     def _take(self, index: int, batch: Batch) -> list[list[Run]]:
         cells = self._held[index].cells
-        return [
-            cells.take(len(feed.pos), after=self._tables[feed.seq][index].last_cell) if feed.stores else []
-            for feed in batch.feeds
-        ]
+        taken: list[list[Run]] = []
+        for feed in batch.feeds:
+            table = self._tables[feed.seq][index]
+            taken.append(cells.take(len(feed.pos), table.last_cell, table.first_cell) if feed.stores else [])
+        return taken
 
     def _plan_group(self, index: int, batch: Batch, taken: list[list[Run]]) -> GroupPlan:
         group = self._held[index].group

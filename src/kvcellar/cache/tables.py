@@ -42,6 +42,11 @@ class Table:
         """The cell of the last position; a new token is best written right behind it."""
         return self.runs[-1].end - 1 if self.runs else None
 
+    @property
+    def first_cell(self) -> int | None:
+        """The cell of the first position, if positions before it were forgotten; it will be, too, as others come."""
+        return self.runs[0].cell if self.runs and self.first else None
+
     def since(self, pos: int) -> tuple[Run, ...]:
         """The cells of [pos, end), where first <= pos <= end."""
         if pos <= self.first:

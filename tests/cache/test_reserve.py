@@ -1,0 +1,90 @@
+"""A reserved step: the worst there can be, tried without touching anything."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcellar.attention.reference import Reference
+from kvcellar.attention.sdpa import Sdpa
+from kvcellar.contracts import Scoring
+from kvcellar.errors import CapacityTooSmall, WrongStage
+from kvcellar.plan import Batch, Feed
+from kvcellar.spans import Span
+from tests.cache.told import Told
+from tests.laws.watch import Brittle, nothing_changes
+
+law = settings(derandomize=True, deadline=None, max_examples=30)
+
+
+@law
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(1, 4)), min_size=1, max_size=5),
+    st.integers(0, 30),
+    st.sampled_from([Sdpa, Reference]),
+)
+def test_it_reads_all_that_positions_let_it_see_and_changes_nothing(feeds, there: int, backend) -> None:
+    told = Told(backend(), 64)
+    if there:
+        told.step({0: there, 7: 2})
+    batch = Batch(tuple(Feed(seq, Span(at, at + n)) for seq, (at, n) in enumerate(feeds)))
+    with nothing_changes(told.memory):
+        plan = told.memory.begin(batch, reserve=True)
+        assert plan.feeds == batch.feeds
+        for index, group in enumerate(told.groups):
+            cells: set[int] = set()
+            for feed, segment in zip(batch.feeds, plan.groups[index].segments, strict=True):
+                lowest = group.layout.lowest(feed.pos.start)
+                mine = [cell for run in segment.runs for cell in range(run.cell, run.end)]
+                assert (segment.first, len(mine), len(set(mine))) == (lowest, feed.pos.end - lowest, len(mine))
+                assert all(1 <= cell <= 64 for cell in mine)
+                assert len(mine) == 1 or len(segment.runs) > 1, "it is not scattered"
+                assert sum(run.n for run in segment.new) == len(feed.pos)
+                cells |= set(mine)
+            needs = sum(feed.pos.end - group.layout.lowest(feed.pos.start) for feed in batch.feeds)
+            assert len(cells) == min(64, needs), "sequences have more in common than they must"
+        told.put([12345] * plan.tokens)
+        for layer in range(2 * len(told.groups)):
+            q = torch.ones(plan.tokens, 4, 4)
+            assert told.memory.attend(layer, q, Scoring(1.0)).shape == (plan.tokens, 4, 8)
+            assert told.memory.get(layer).dense()[2].shape[0] == plan.tokens
+        told.memory.check()
+        told.memory.abandon()
+    told.check()
+
+
+def test_it_cannot_be_kept_nor_another_step_begun_beside_it() -> None:
+    told = Told(Sdpa())
+    told.step({0: 3})
+    batch = Batch((Feed(0, Span(9, 10)),))
+    with nothing_changes(told.memory):
+        told.memory.begin(batch, reserve=True)
+        with pytest.raises(WrongStage, match="reserved"):
+            told.memory.commit()
+        with pytest.raises(WrongStage):
+            told.begin({0: 1})
+        told.memory.abandon()
+    told.step({0: 1})
+    told.check()
+
+
+def test_a_full_memory_can_be_reserved_and_a_position_that_no_memory_holds_cannot() -> None:
+    told = Told(Sdpa(), 16, names=["full", "window"])
+    told.step({0: 16})
+    with nothing_changes(told.memory):
+        told.memory.begin(Batch((Feed(0, Span(12, 16)), Feed(1, Span(15, 16)))), reserve=True)
+        told.memory.abandon()
+        with pytest.raises(CapacityTooSmall, match=r"17 cells in group full, which has 16.*context or step_tokens"):
+            told.memory.begin(Batch((Feed(1, Span(16, 17)),)), reserve=True)
+
+
+def test_a_backend_that_breaks_leaves_no_step_open() -> None:
+    backend = Brittle()
+    told = Told(backend)
+    told.step({0: 5})
+    backend.broken, backend.whole = True, 1
+    with nothing_changes(told.memory), pytest.raises(MemoryError):
+        told.memory.begin(Batch((Feed(0, Span(20, 24)),)), reserve=True)
+    backend.broken = False
+    told.step({0: 1})
+    told.check()

@@ -1,0 +1,147 @@
+"""Growing and shrinking: all of it or nothing, layer by layer, and never a byte above the cap."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcellar.attention.sdpa import Sdpa
+from kvcellar.cache.memory import Memory
+from kvcellar.errors import BadRequest, CapacityTooSmall, WrongStage
+from tests.cache.told import Told
+from tests.laws.watch import nothing_changes
+
+law = settings(derandomize=True, deadline=None, max_examples=40)
+
+
+@contextmanager
+def allocations(memory: Memory, fails: set[int]) -> Iterator[list[int]]:
+    """Every plane that is made, as the bytes of planes that are there then; those numbered in `fails` are not made."""
+    seen: list[int] = []
+    really = torch.zeros
+    made: list[torch.Tensor] = []
+
+    def zeros(*args: object, **named: object) -> torch.Tensor:
+        if len(seen) in fails:
+            seen.append(0)
+            raise MemoryError("no room for a plane")
+        made.append(really(*args, **named))  # pyright: ignore[reportArgumentType, reportCallIssue]
+        held = {
+            id(t) for h in memory._held for of in h.pool._of.values() for kept in of.values() for t in kept._tensors
+        }
+        new = sum(tensor.nbytes for tensor in made if id(tensor) not in held)
+        made[:] = [tensor for tensor in made[-2:] if id(tensor) not in held]
+        seen.append(memory.bytes + new)
+        return made[-1]
+
+    with mock.patch.object(torch, "zeros", zeros):
+        yield seen
+
+
+@law
+@given(
+    st.lists(st.tuples(st.sampled_from(["full", "window"]), st.integers(1, 90)), min_size=1, max_size=6),
+    st.lists(st.dictionaries(st.integers(0, 3), st.integers(1, 5), min_size=1), max_size=5),
+)
+def test_what_is_held_stays_and_what_is_in_use_cannot_go(sizes, steps) -> None:
+    told = Told(Sdpa(), 40, names=["full", "window"])
+    for step, (group, cells) in zip([*steps, {}, {}, {}, {}, {}, {}], sizes, strict=False):
+        if step and sum(step.values()) <= min(told.memory.free().values()):
+            told.step(step)
+        held = next(held for held in told.memory._held if held.group.name == group)
+        if cells < held.cells.highest:
+            with nothing_changes(told.memory), pytest.raises(CapacityTooSmall, match=f"to {held.cells.highest} cells"):
+                told.memory.resize(group, cells)
+            while told.memory.compact(16):
+                pass
+        if cells >= held.cells.highest:
+            used = held.cells.used
+            told.memory.resize(group, cells)
+            assert told.memory.capacity()[group] == cells
+            assert told.memory.free()[group] == cells - used
+            assert held.pool.bytes == 2 * (cells + 1) * 2 * (4 + 8) * 4
+        told.check()
+    if (room := min(told.memory.free().values())) > 0:
+        told.step({5: room})
+        told.check()
+
+
+@pytest.mark.parametrize("cells", [12, 100])
+@pytest.mark.parametrize("fails", range(4))
+def test_when_a_plane_cannot_be_made_everything_is_as_before(cells: int, fails: int) -> None:
+    told = Told(Sdpa(), 40, names=["full", "window"])
+    told.step({0: 9})
+    with nothing_changes(told.memory), allocations(told.memory, {fails}), pytest.raises(MemoryError):
+        told.memory.resize("full", cells)
+    assert told.memory.capacity() == {"full": 40, "window": 40}
+    told.step({0: 2})
+    told.memory.resize("full", cells)
+    told.check()
+
+
+@pytest.mark.parametrize("cells", [12, 100])
+@pytest.mark.parametrize("fails", range(4))
+def test_when_even_putting_back_fails_the_memory_is_sound(cells: int, fails: int) -> None:
+    told = Told(Sdpa(), 40, names=["full", "window"])
+    told.step({0: 9})
+    with allocations(told.memory, set(range(fails, 99))), pytest.raises(MemoryError):
+        told.memory.resize("full", cells)
+    told.check()
+    told.step({0: min(told.memory.free().values())})
+    told.check()
+    told.memory.resize("full", 60)
+    told.check()
+
+
+@law
+@given(st.integers(10, 60), st.integers(1, 120), st.integers(0, 40_000), st.integers(0, 500))
+def test_the_cap_is_never_exceeded_and_what_would_is_refused(before, after, room, scratch) -> None:
+    probe = Told(Sdpa(), before, names=["full", "window"])
+    cap = probe.memory.bytes + probe.memory.staging + scratch + room
+    told = Told(Sdpa(), before, names=["full", "window"], max_bytes=cap)
+    told.memory.leave_room(scratch)
+    told.step({0: 5})
+    said = ""
+    with allocations(told.memory, set()) as seen:
+        try:
+            told.memory.resize("full", max(5, after))
+        except CapacityTooSmall as refused:
+            said = str(refused)
+    assert all(there + scratch <= cap for there in seen)
+    if said:
+        assert not seen
+        assert f"{cap} are allowed" in said
+        with allocations(probe.memory, set()) as needed:
+            probe.memory.resize("full", max(5, after))
+        worst = max([*needed, probe.memory.bytes + probe.memory.staging])
+        assert worst + scratch > cap, "it was refused, and would have fitted"
+    assert told.memory.bytes + told.memory.scratch + told.memory.staging <= cap
+    told.check()
+
+
+def test_a_cap_that_the_planes_do_not_fit_is_refused_before_they_are_made() -> None:
+    fits = Told(Sdpa(), 30, names=["full"]).memory
+    need = fits.bytes + fits.staging
+    Told(Sdpa(), 30, names=["full"], max_bytes=need)
+    with mock.patch.object(torch, "zeros", side_effect=AssertionError):
+        with pytest.raises(CapacityTooSmall, match=f"{need} bytes would be needed: {fits.bytes} for planes"):
+            Told(Sdpa(), 30, names=["full"], max_bytes=need - 1)
+    told = Told(Sdpa(), 30, names=["full"], max_bytes=need + 7)
+    with nothing_changes(told.memory), pytest.raises(CapacityTooSmall, match="step_tokens"):
+        told.memory.leave_room(8)
+    told.memory.leave_room(7)
+
+
+def test_it_waits_for_a_step_to_end_and_knows_its_groups() -> None:
+    told = Told(Sdpa(), names=["full"])
+    told.begin({0: 3})
+    with nothing_changes(told.memory), pytest.raises(WrongStage):
+        told.memory.resize("full", 90)
+    told.memory.abandon()
+    for group, cells in (("other", 9), ("full", 0)):
+        with nothing_changes(told.memory), pytest.raises(BadRequest, match="the groups are full"):
+            told.memory.resize(group, cells)

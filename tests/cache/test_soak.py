@@ -1,0 +1,126 @@
+"""A memory of a million cells, 95 % full, with 64 sequences that come and go for many steps.
+
+Nothing is stored (meta device): what is watched is the bookkeeping. There is never a `CacheFull` while free cells
+suffice, the bytes stay as they are, and a step costs the same at the end as at the beginning: in calls, not in seconds.
+"""
+
+import sys
+from collections.abc import Callable
+from random import Random
+
+import pytest
+import torch
+
+from kvcellar.attention.reference import Reference
+from kvcellar.cache.layouts import Causal, Sliding
+from kvcellar.cache.memory import Group, Memory
+from kvcellar.contracts import Plane
+from kvcellar.plan import Batch, Feed
+from kvcellar.spans import Span
+
+CELLS, LINES, WRITERS, CHUNK, FULL, STEPS = 1_000_000, 64, 8, 1024, 0.95, 10_000
+PLANES = (Plane("k", 1, 4), Plane("v", 1, 4))
+
+
+class Crowd:
+    """64 sequences that read a prompt and then write, some of them in every step, in turns.
+
+    Who has written enough leaves, and another one comes.
+    """
+
+    def __init__(self) -> None:
+        self.random = Random(7)
+        groups = [Group("full", Causal(), PLANES, (0,)), Group("window", Sliding(256, 512), PLANES, (1,))]
+        cells = {"full": CELLS, "window": LINES * 512 + CHUNK + LINES}
+        cap = sum(group.bytes(cells[group.name], 2, Reference()) for group in groups) + groups[0].staging(CELLS)
+        self.memory = Memory(
+            groups, cells=cells, dtype=torch.float16, device="meta", backend=Reference(), max_bytes=cap
+        )
+        self.prompt: dict[int, int] = {}  # by sequence
+        self.answer: dict[int, int] = {}
+        self.next = self.turn = 0
+        self.lowest = CELLS
+        while len(self.prompt) < LINES:
+            self._arrive(int(FULL * CELLS) * (len(self.prompt) + 1) // LINES)
+        while self._unread():
+            self.step()
+        self.lowest = CELLS
+
+    def step(self) -> None:
+        memory = self.memory
+        for seq in [seq for seq in self.prompt if memory.length(seq) >= self.prompt[seq] + self.answer[seq]]:
+            memory.drop(seq)
+            del self.prompt[seq], self.answer[seq]
+            self._arrive(int(FULL * CELLS))
+        feeds: list[Feed] = []
+        budget, self.turn = CHUNK, self.turn + 1
+        for place, (seq, prompt) in enumerate(self.prompt.items()):
+            at = memory.length(seq)
+            n = min(prompt - at, budget) if at < prompt else (place + self.turn) % (LINES // WRITERS) == 0
+            budget -= n if at < prompt else 0
+            if n:
+                feeds.append(Feed(seq, Span(at, at + n)))
+        need = sum(len(feed.pos) for feed in feeds)
+        assert min(memory.free().values()) >= need, "the test asks for more than there is"
+        memory.begin(Batch(tuple(feeds)))
+        memory.commit({feeds[-1].seq: 0} if self.random.random() < 0.01 else None)
+        assert memory.bytes + memory.scratch + memory.staging <= (memory.max_bytes or 0)
+        self.lowest = min(self.lowest, memory.free()["full"])
+
+    def _unread(self) -> int:
+        return sum(max(0, prompt - self.memory.length(seq)) for seq, prompt in self.prompt.items())
+
+    def _arrive(self, full: int) -> None:
+        """A new sequence, now and then with the beginning of another; as long as it takes to use `full` cells."""
+        seq, self.next = self.next, self.next + 1
+        known = 0
+        if self.random.random() < 0.3 and self.memory.sequences:
+            known = self.memory.fork(self.random.choice(self.memory.sequences), seq, 1 << 60)
+        used = CELLS - self.memory.free()["full"] + self._unread()
+        self.answer[seq] = 20 + self.random.randrange(400)
+        self.prompt[seq] = known + max(1, full - used)
+
+
+def calls(work: Callable[[], None]) -> int:
+    """Python and C functions called in it."""
+    count = 0
+
+    def seen(frame: object, event: str, arg: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(seen)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def play(steps: int) -> None:
+    crowd = Crowd()
+    costs: list[int] = []
+    for number in range(steps):
+        if number % 50:
+            crowd.step()
+        else:
+            costs.append(calls(crowd.step))
+        if number % (steps // 4) == 0:
+            crowd.memory.check()
+    crowd.memory.check()
+    assert crowd.next > LINES + steps // 100, "sequences came and went"
+    assert crowd.lowest < 0.06 * CELLS, f"the memory was {1 - crowd.lowest / CELLS:.0%} full at most"
+    early, late = sorted(costs[: len(costs) // 4]), sorted(costs[-len(costs) // 4 :])
+    assert late[len(late) // 2] < 1.25 * early[len(early) // 2], "a step costs more as time goes on"
+    crowd.memory.clear()
+    crowd.memory.check()
+    assert crowd.memory.free() == crowd.memory.capacity()
+
+
+def test_a_full_memory_serves_a_crowd_at_the_same_cost() -> None:
+    play(STEPS)
+
+
+@pytest.mark.slow
+def test_a_full_memory_serves_a_crowd_for_long_at_the_same_cost() -> None:
+    play(10 * STEPS)

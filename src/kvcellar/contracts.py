@@ -270,11 +270,15 @@ class Backend(Protocol):
         ...
 
     def attend(self, q: Any, history: History, scoring: Scoring) -> Any:
-        """q [T,H,D] -> [T,H,Dv]; row t sees `[layout.lowest(pos_t), pos_t]` of its own sequence, and nothing else."""
+        """q [T,H,D] -> [T,H,Dv]; row t sees `[layout.lowest(pos_t), segment.last(pos_t)]` of its own segment, and nothing
+        else. The rows of a segment without cells (a sequence that was given no input) answer zeros."""
         ...
 
     def attend_dense(self, q: Any, k: Any, v: Any, visible: Any, scoring: Scoring) -> Any:
-        """q [T,H,D], k [N,G,D], v [N,G,Dv], visible [T,N] -> [T,H,Dv]: for keys computed from what is stored (MLA)."""
+        """q [T,H,D], k [N,G,D], v [N,G,Dv], visible [T,N] -> [T,H,Dv]: for keys computed from what is stored (MLA).
+
+        A row that sees nothing answers zeros.
+        """
         ...
 
 

@@ -105,7 +105,8 @@ class Segment(NamedTuple):
 
     `runs` are the cells of positions `[first, end)` in order of position: all that the rows may see, the new tokens
     themselves included. Row `row + i` of the step is position `pos.start + i`. `new` are the cells of the rows that are
-    stored, empty for rows that only ask.
+    stored, empty for rows that only ask. In a group with the layout `Input`, `[0,end)` is the sequence's input, and the
+    rows ask from behind it.
     """
 
     seq: int

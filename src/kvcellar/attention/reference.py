@@ -43,5 +43,5 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scor
     if scoring.sinks is not None:
         sink = scoring.sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)
         scores = torch.cat([scores, sink], dim=-1)
-    weights = scores.softmax(-1)[..., : k.shape[0]]
+    weights = scores.softmax(-1)[..., : k.shape[0]].masked_fill(~visible, 0)  # a row that sees nothing is all NaN
     return torch.einsum("htn,nhe->the", weights, v).to(q.dtype)

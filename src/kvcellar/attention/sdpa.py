@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
     rows: slice
     cells: slice | Tensor  # a slice if they are one run
-    blocks: tuple[Block, ...]
+    blocks: tuple[Block, ...]  # none if there is nothing to see
 
 
 class Sdpa:
@@ -67,6 +67,9 @@ class Sdpa:
         wide = torch.float32 if keys.storage.quantised else q.dtype
         part: Part
         for part in history.prepared:
+            if not part.blocks:
+                out[part.rows] = 0
+                continue
             k, v = keys.read(part.cells, wide, rotated=True), values.read(part.cells, q.dtype)  # [G,n,D], [G,n,Dv]
             _attend(q[part.rows], k, v, part.blocks, scoring, out[part.rows])
         return out
@@ -77,22 +80,23 @@ class Sdpa:
         blocks = [Block(a, min(a + BLOCK, q.shape[0]), every, (Veil(every, ~visible[a : a + BLOCK]),)) for a in rows]
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])  # [T,H,Dv]
         _attend(q, k.transpose(0, 1), v.transpose(0, 1), blocks, scoring, out)
-        return out
+        return out.masked_fill_(~visible.any(-1)[:, None, None], 0)
 
 
 def _part(layout: Layout, segment: Segment, device: torch.device) -> Part:
     start, end = segment.pos.start, segment.pos.end
     triangles: dict[int, Tensor] = {}
     blocks: list[Block] = []
-    for a in range(start, end, BLOCK):
+    for a in range(start, end, BLOCK) if segment.runs else ():
         b = min(a + BLOCK, end)
         low = [layout.lowest(pos) for pos in range(a, b)]
         last = [segment.last(pos) for pos in range(a, b)]
         veils: list[Veil] = []
         if segment.ahead or last[-1] < b - 1:
-            keys = torch.arange(last[0] + 1, last[-1] + 1, device=device)
-            hidden = keys > torch.tensor(last, device=device)[:, None]
-            veils.append(Veil(slice(last[0] + 1 - low[0], last[-1] + 1 - low[0]), hidden))
+            if last[-1] > last[0]:
+                keys = torch.arange(last[0] + 1, last[-1] + 1, device=device)
+                hidden = keys > torch.tensor(last, device=device)[:, None]
+                veils.append(Veil(slice(last[0] + 1 - low[0], last[-1] + 1 - low[0]), hidden))
         elif b - a > 1:
             ahead = triangles.get(b - a)
             if ahead is None:
@@ -108,6 +112,8 @@ def _part(layout: Layout, segment: Segment, device: torch.device) -> Part:
 
 def _cells(segment: Segment, device: torch.device) -> slice | Tensor:
     """All that the segment sees."""
+    if not segment.runs:
+        return slice(0, 0)
     if len(segment.runs) == 1:
         return slice(segment.runs[0].cell, segment.runs[0].end)
     return torch.cat([torch.arange(run.cell, run.end, device=device) for run in segment.runs])

@@ -12,11 +12,12 @@ import torch
 
 from kvcellar.cache.cells import Cells
 from kvcellar.cache.compact import Compaction, relocate
+from kvcellar.cache.layouts.encoder import Input
 from kvcellar.cache.plans import indices
 from kvcellar.cache.pool import Pool
-from kvcellar.cache.tables import Move, Table
+from kvcellar.cache.tables import InputTable, Move, Table
 from kvcellar.contracts import Backend, Layout, Plane, Rotation
-from kvcellar.errors import CapacityTooSmall
+from kvcellar.errors import BadRequest, CapacityTooSmall
 from kvcellar.plan import Run
 
 PIECE = 1024  # cells that are copied or turned at once: bounds the staging memory of a shift or a compaction
@@ -34,6 +35,17 @@ class Group:
     rotations: Mapping[int, Mapping[str, Rotation]] = field(default_factory=dict)  # by layer, plane; others do not turn
     no_shift: str | None = "nobody has said how its keys turn with position"  # None: positions may change
     plain: bool = False  # its planes are [cells,heads,size] without padding, whatever the backend would like
+
+    def __post_init__(self) -> None:
+        if self.of_input:
+            if self.rotations:
+                raise BadRequest(f"keys of {self.name} layers never turn: an input stays where it is")
+            object.__setattr__(self, "no_shift", None)  # a shift of the text passes it by
+
+    @property
+    def of_input(self) -> bool:
+        """Its cells are those of an encoder's input, not of tokens."""
+        return isinstance(self.layout, Input)
 
     def bytes_per_cell(self, itemsize: int) -> int:
         """Of all layers, scales included; `itemsize` is that of the memory's own type."""
@@ -66,6 +78,10 @@ class Held:
             group.planes, group.layers, backend, plain=group.plain, cells=cells, dtype=dtype, device=device
         )
         return cls(group, Cells(cells), pool, backend)
+
+    def table(self) -> Table:
+        """An empty one, for a new sequence."""
+        return InputTable(self.cells) if self.group.of_input else Table(self.cells)
 
     def turn(self, source: Sequence[Run], target: Sequence[Run], by: int, device: torch.device) -> None:
         """Write what the cells of `source` hold into those of `target`, turned by `by` positions; 0: bit for bit."""

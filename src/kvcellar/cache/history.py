@@ -6,9 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcellar.cache.plans import indices
 from kvcellar.cache.pool import Pool, StoredPlane
 from kvcellar.contracts import Arrangement
-from kvcellar.plan import GroupPlan
+from kvcellar.plan import GroupPlan, Run
+
+HOST = torch.device("cpu")
 
 
 class StoredHistory:
@@ -46,7 +49,7 @@ class StoredHistory:
         device = self.stored("k").codes.device
         held: list[tuple[Tensor, Tensor]] = []
         for segment in self.plan.segments:
-            cells = torch.cat([torch.arange(run.cell, run.end) for run in segment.runs]).to(device)
+            cells = indices(segment.runs, device)
             held.append((self._pool.read(self._layer, "k", cells), self._pool.read(self._layer, "v", cells)))
         return held
 
@@ -71,17 +74,21 @@ class Columns:
         return merged
 
     @cached_property
+    def _of_all(self) -> Tensor:
+        return indices((Run(start, end - start) for start, end in self._merged), HOST)
+
+    @cached_property
     def cells(self) -> Tensor:
         """[N], ascending."""
-        return torch.cat([torch.arange(start, end) for start, end in self._merged]).to(self._device)
+        return self._of_all.to(self._device)
 
     @cached_property
     def visible(self) -> Tensor:
         """[T,N], True where the row may see the cell."""
-        cells = torch.cat([torch.arange(start, end) for start, end in self._merged])
+        cells = self._of_all
         out = torch.zeros(self._tokens, len(cells), dtype=torch.bool)
         for segment in self._plan.segments:
-            own = torch.cat([torch.arange(run.cell, run.end) for run in segment.runs])
+            own = indices(segment.runs, HOST)
             key = segment.first + torch.arange(len(own))
             positions = range(segment.pos.start, segment.pos.end)
             lowest = torch.tensor([self._plan.layout.lowest(pos) for pos in positions])[:, None]

@@ -7,7 +7,8 @@
 
 Always true:
   * every cell is held exactly as often as tables hold it, plus once if the open step set it aside;
-  * all tables of a sequence end at the same position; each begins no later than its layout needs to go on from there;
+  * all tables of a sequence's tokens end at the same position; each begins no later than its layout needs to go on
+    from there; all tables of its input have all of the input, or none of it;
   * an operation that raises has changed nothing; `abandon` leaves the memory as it was before `begin`.
 
 A memory has one owner and is not re-entrant: one step is open at a time, and sequences are not edited while it is.
@@ -21,10 +22,10 @@ import torch
 from torch import Tensor
 
 from kvcellar.cache.ahead import Ahead
-from kvcellar.cache.cells import Cells
 from kvcellar.cache.group import Group, Held
 from kvcellar.cache.history import Columns, StoredHistory
-from kvcellar.cache.plans import check_query, group_plan, worst_case, write_index
+from kvcellar.cache.inputs import Digests, Planes, check_planes, write
+from kvcellar.cache.plans import check_query, group_plan, indices, worst_case, write_index
 from kvcellar.cache.tables import Table
 from kvcellar.contracts import Backend
 from kvcellar.errors import BadRequest, CacheFull, CapacityTooSmall, NotSupported, UnknownSequence, WrongStage
@@ -79,7 +80,8 @@ class Memory:
         self._check_room(planned, max((group.staging(cells[group.name]) for group in groups), default=0), "lower cells")
         self._held: list[Held] = []
         self._group_of: dict[int, int] = {}
-        for index, group in enumerate(groups):
+        # Tables of tokens come first, so that the first one of a sequence says how long it is.
+        for index, group in enumerate(sorted(groups, key=lambda group: group.of_input)):
             if any(held.group.name == group.name for held in self._held):
                 raise BadRequest(f"two groups are called {group.name}")
             self._held.append(Held.new(group, chosen[group.name], cells[group.name], dtype, self.device))
@@ -87,6 +89,10 @@ class Memory:
                 if layer in self._group_of:
                     raise BadRequest(f"layer {layer} is in two groups")
                 self._group_of[layer] = index
+        self._inputs = [index for index, held in enumerate(self._held) if held.group.of_input]
+        if self._inputs and self._inputs[0] == 0:
+            raise BadRequest("a memory remembers tokens; it needs a group whose layout is not Input")
+        self._digests = Digests()
         self._tables: dict[int, list[Table]] = {}
         self._derived: dict[int, int] = {}  # by sequence: where the first middle removal was
         self._ahead = Ahead()
@@ -130,7 +136,7 @@ class Memory:
         return tables[0].end if tables else 0
 
     def held(self, seq: int) -> dict[str, Span]:
-        """The positions that `seq` still holds in each group."""
+        """The positions that `seq` still holds in each group; of its input, in groups of that."""
         return {h.group.name: Span(t.first, t.end) for h, t in zip(self._held, self._known(seq), strict=True)}
 
     def can_resume(self, seq: int, pos: int) -> bool:
@@ -176,7 +182,7 @@ class Memory:
         taken: list[list[list[Run]]] = []
         try:
             for seq in opened:
-                self._tables[seq] = [Table(held.cells) for held in self._held]
+                self._tables[seq] = [held.table() for held in self._held]
             for index in range(len(self._held)):
                 taken.append(self._take(index, batch))
             groups = [self._plan_group(index, batch, taken[index]) for index in range(len(self._held))]
@@ -190,6 +196,8 @@ class Memory:
         """Store the new tokens' k [T,G,D] and v [T,G,Dv] of one layer: the rows of the plan that store, in order."""
         step, index = self._open("put"), self._index_of(layer)
         held = self._held[index]
+        if held.group.of_input:
+            raise BadRequest(f"layer {layer} remembers an input, which write_input() writes before the step")
         for plane, new in zip(held.group.planes, (k, v), strict=False):
             if new.shape != (step.plan.stored, plane.heads, plane.size):  # else a torch that can would broadcast it
                 wanted = [step.plan.stored, plane.heads, plane.size]
@@ -230,7 +238,7 @@ class Memory:
                 if not feed.stores:
                     continue
                 table = self._tables[feed.seq][index]
-                kept, rest = _divide(held.cells, runs, count)
+                kept, rest = held.cells.divide_all(runs, count)
                 held.cells.drop(rest)
                 table.append(kept)
                 table.forget_below(held.group.layout.keep(table.end))
@@ -244,7 +252,7 @@ class Memory:
     # -- sequences ----------------------------------------------------------------------------------------------
 
     def fork(self, src: int, dst: int, upto: int) -> int:
-        """Make `dst` share the first `kept <= upto` tokens of `src`, and nothing else; answers `kept`.
+        """Make `dst` share the first `kept <= upto` tokens of `src`, its input, and nothing else; answers `kept`.
 
         `kept` is less than `upto` only where `src` no longer holds what going on at `upto` needs, or where a span that
         looked ahead would be parted (see `can_cut`).
@@ -260,6 +268,7 @@ class Memory:
             self.drop(dst)
         self._tables[dst] = shared
         self._ahead.fork(src, dst, kept)
+        self._digests.fork(src, dst)
         if (edited := self._derived.get(src)) is not None and edited < kept:
             self._derived[dst] = edited
         return kept
@@ -333,6 +342,62 @@ class Memory:
             raise
         return taken
 
+    # -- inputs -------------------------------------------------------------------------------------------------
+
+    def input_length(self, seq: int) -> int:
+        """How many positions the input of `seq` has; 0 if it was given none, or is not there."""
+        tables = self._tables.get(seq)
+        return tables[self._inputs[0]].end if tables and self._inputs else 0
+
+    def write_input(self, seq: int, n: int, planes: Planes, *, digest: str | None = None) -> bool:
+        """Give `seq`, which may be new, what an encoder made of its input: for each layer k [n,G,D] and v [n,G,Dv].
+
+        It is read by every row of the sequence in every step from now on, and goes with the sequence: forks share it,
+        and whatever is removed of the text leaves it. Where a sequence with the same `digest` is in memory its cells
+        are shared and nothing is written; answers whether something was. Raises `BadRequest` if the sequence has an
+        input or the planes are not those of all such layers, `CacheFull` if a group has too few free cells; nothing has
+        changed then.
+        """
+        self._idle("write_input")
+        check_planes([self._held[index].group for index in self._inputs], n, planes)
+        if self.share_input(seq, digest, n):
+            return False
+        self._give_input(seq, digest, write([self._held[i] for i in self._inputs], n, planes, self.device))
+        return True
+
+    def share_input(self, seq: int, digest: str | None, n: int | None = None) -> bool:
+        """Give `seq`, which may be new, the input of this digest, if a sequence in memory has it; answers whether.
+
+        So the encoder need not even run. Raises `BadRequest` if `seq` has an input, or if that one is not `n` long.
+        """
+        self._idle("share_input")
+        if length := self.input_length(seq):
+            raise BadRequest(f"sequence {seq} has an input of {length} positions, and can have no other")
+        source = self._digests.holder(digest) if digest is not None else None
+        if source is None:
+            return False
+        if n not in (None, length := self.input_length(source)):
+            raise BadRequest(f"the input of digest {digest!r} has {length} positions, not {n}")
+        self._give_input(seq, digest, [self._tables[source][index].share(0) for index in self._inputs])
+        return True
+
+    def read_input(self, layer: int, seqs: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """(k [B,n,G,D], v [B,n,G,Dv]) of sequences whose inputs are all n long, in a step or between two."""
+        held, index = self._held[self._index_of(layer)], self._index_of(layer)
+        lengths = {self.input_length(seq) for seq in seqs}
+        if len(lengths) != 1 or not held.group.of_input:
+            raise BadRequest(f"the inputs of sequences {list(seqs)} are {sorted(lengths)} long in layer {layer}")
+        cells = indices([run for seq in seqs for run in self._known(seq)[index].runs], self.device)
+        k, v = (held.pool.read(layer, name, cells).unflatten(0, (len(seqs), -1)) for name in ("k", "v"))
+        return k, v
+
+    def _give_input(self, seq: int, digest: str | None, inputs: Sequence[Table]) -> None:
+        tables = self._tables.setdefault(seq, [held.table() for held in self._held])
+        for index, table in zip(self._inputs, inputs, strict=True):
+            tables[index] = table
+        if digest is not None:
+            self._digests.add(seq, digest)
+
     # -- storage ------------------------------------------------------------------------------------------------
 
     def leave_room(self, scratch: int) -> None:
@@ -385,8 +450,9 @@ class Memory:
         """Forget a whole sequence. Never fails for one that is there."""
         self._idle("drop")
         for table in self._known(seq):
-            table.cut(0)
+            table.close()
         del self._tables[seq]
+        self._digests.drop(seq)
         self._ahead.drop(seq)
         self._derived.pop(seq, None)
 
@@ -442,7 +508,7 @@ class Memory:
                 raise BadRequest(f"sequence {feed.seq} may have {limit} tokens; this step would bring {feed.pos.end}")
         need = batch.stored
         for held in self._held:
-            if held.cells.free < need:
+            if held.cells.free < need and not held.group.of_input:
                 raise CacheFull(held.group.name, need, held.cells.free)
 
     @staticmethod
@@ -463,11 +529,13 @@ class Memory:
         return counts
 
     def _take(self, index: int, batch: Batch) -> list[list[Run]]:
-        cells = self._held[index].cells
+        held = self._held[index]
+        if held.group.of_input:
+            return [[] for _ in batch.feeds]
         taken: list[list[Run]] = []
         for feed in batch.feeds:
             table = self._tables[feed.seq][index]
-            taken.append(cells.take(len(feed.pos), table.last_cell, table.first_cell) if feed.stores else [])
+            taken.append(held.cells.take(len(feed.pos), table.last_cell, table.first_cell) if feed.stores else [])
         return taken
 
     def _plan_group(self, index: int, batch: Batch, taken: list[list[Run]]) -> GroupPlan:
@@ -512,23 +580,12 @@ class Memory:
             held.check(runs)
         assert self._derived.keys() <= self._tables.keys()
         self._ahead.check(self.length)
+        self._digests.check({seq: [tables[index] for index in self._inputs] for seq, tables in self._tables.items()})
         for seq, tables in self._tables.items():
             assert len(tables) == len(self._held)
             for held, table in zip(self._held, tables, strict=True):
                 table.check()
-                assert table.end == tables[0].end, f"sequence {seq} ends differently in {held.group.name}"
+                end = tables[self._inputs[0] if held.group.of_input else 0].end
+                assert table.end == end, f"sequence {seq} ends differently in {held.group.name}"
                 lowest = held.group.layout.lowest(table.end)
                 assert table.first <= lowest, f"sequence {seq} lacks [{lowest},{table.first}) in {held.group.name}"
-
-
-def _divide(cells: Cells, runs: list[Run], count: int) -> tuple[list[Run], list[Run]]:
-    """The first `count` cells of `runs`, and the rest."""
-    kept: list[Run] = []
-    rest: list[Run] = []
-    for run in runs:
-        here, count = min(run.n, count), max(0, count - run.n)
-        if 0 < here < run.n:
-            run, tail = cells.divide(run, here)
-            rest.append(tail)
-        (kept if here else rest).append(run)
-    return kept, rest

@@ -5,10 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from kvcellar.cache.layouts.encoder import Input
 from kvcellar.cache.tables import Table
 from kvcellar.contracts import Layout
 from kvcellar.errors import BadRequest, CapacityTooSmall
 from kvcellar.plan import Batch, Feed, GroupPlan, Run, Segment
+from kvcellar.spans import Span
 
 SCATTERED = 8  # runs of a history in the worst case: nothing is one slice, and nothing takes long to write down
 
@@ -17,6 +19,8 @@ Taken = Sequence[Sequence[Run]]  # of each feed, the runs that were set aside fo
 
 def group_plan(name: str, layout: Layout, batch: Batch, tables: Mapping[int, Table], taken: Taken) -> GroupPlan:
     """What the rows of `batch` see in one group, where `tables` are those of its sequences."""
+    if isinstance(layout, Input):
+        return _input_plan(name, layout, batch, [(tables[f.seq].end, tuple(tables[f.seq].runs)) for f in batch.feeds])
     segments: list[Segment] = []
     row = 0
     for feed, new in zip(batch.feeds, taken, strict=True):
@@ -30,8 +34,23 @@ def group_plan(name: str, layout: Layout, batch: Batch, tables: Mapping[int, Tab
     return GroupPlan(name, layout, tuple(segments))
 
 
+def _input_plan(name: str, layout: Input, batch: Batch, inputs: Sequence[tuple[int, tuple[Run, ...]]]) -> GroupPlan:
+    """Every row of a sequence sees all of its input, of which `inputs` has the length and the cells, by feed.
+
+    So the rows stand behind it (see `Input`). Where there is none, they see nothing.
+    """
+    segments: list[Segment] = []
+    row = 0
+    for feed, (n, runs) in zip(batch.feeds, inputs, strict=True):
+        segments.append(Segment(feed.seq, row, Span(n, n + len(feed.pos)), 0, n, runs, ()))
+        row += len(feed.pos)
+    return GroupPlan(name, layout, tuple(segments))
+
+
 def check_query(name: str, layout: Layout, feed: Feed, table: Table) -> None:
     """Raise `BadRequest` unless every row of `feed`, which only asks, sees something, and all it should is held."""
+    if isinstance(layout, Input):
+        return
     lowest = layout.lowest(feed.pos.start)
     if lowest < table.first:
         raise BadRequest(
@@ -52,6 +71,13 @@ def worst_case(name: str, layout: Layout, batch: Batch, capacity: int) -> GroupP
     """
     segments: list[Segment] = []
     row = at = 0
+    if isinstance(layout, Input):
+        if layout.most > capacity:
+            raise CapacityTooSmall(
+                f"an input has up to {layout.most} positions; group {name} has {capacity} cells. Raise cache_bytes."
+            )
+        inputs = [_scattered(layout.most * i % capacity, layout.most, capacity) for i in range(len(batch.feeds))]
+        return _input_plan(name, layout, batch, [(layout.most, runs) for runs in inputs])
     for feed in batch.feeds:
         first = layout.lowest(feed.pos.start)
         need = feed.pos.end - first

@@ -7,7 +7,7 @@ Always true:
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from kvcellar.cache.cells import Cells
 from kvcellar.cache.layouts.moved import first_after
@@ -140,9 +140,13 @@ class Table:
             else:
                 self.append([left])
 
-    def share(self, upto: int) -> "Table":
+    def close(self) -> None:
+        """Give back all cells: the sequence is no more."""
+        self.cut(0)
+
+    def share(self, upto: int) -> Self:
         """Another table over the same cells of [first, upto); every cell gets one more holder."""
-        twin = Table(self._cells, min(self.first, upto))
+        twin = type(self)(self._cells, min(self.first, upto))
         for start, run in zip(self._starts, self.runs, strict=True):
             if start >= upto:
                 break
@@ -162,3 +166,26 @@ class Table:
             assert i == 0 or self.runs[i - 1].end != run.cell, f"runs {i - 1} and {i} could be one"
             at += run.n
         assert at == self.end, f"the runs end at {at}, the table at {self.end}"
+
+
+class InputTable(Table):
+    """The cells of a sequence's input, by place in the input. Whatever is done to the text leaves it whole."""
+
+    __slots__ = ()
+
+    def since(self, pos: int) -> tuple[Run, ...]:
+        """Nothing of an input lies behind a position of the text."""
+        return ()
+
+    def cut(self, pos: int) -> None:
+        """The text is cut; the input stays."""
+
+    def close_over(self, gone: Span, behind: Iterable[Run]) -> None:
+        """The text is shifted; the input stays."""
+
+    def close(self) -> None:
+        super().cut(0)
+
+    def share(self, upto: int) -> Self:
+        """All of it, however much of the text is shared."""
+        return super().share(self.end)

@@ -2,6 +2,7 @@
 
 from kvcellar.cache.layouts.causal import Causal
 from kvcellar.cache.layouts.chunked import Chunked
+from kvcellar.cache.layouts.encoder import Input
 from kvcellar.cache.layouts.sliding import Sliding
 
-__all__ = ["Causal", "Chunked", "Sliding"]
+__all__ = ["Causal", "Chunked", "Input", "Sliding"]

@@ -1,0 +1,391 @@
+"""What an encoder made of an input: written once, seen whole by all rows of its sequences, shared and freed so."""
+
+import re
+from collections.abc import Mapping
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvcellar.attention.reference import Reference, attend_dense
+from kvcellar.attention.sdpa import Sdpa
+from kvcellar.cache.layouts import Causal, Input, Sliding
+from kvcellar.cache.memory import Group, Memory
+from kvcellar.cache.pool import Pool
+from kvcellar.contracts import Backend, Plane, Rotation, Scoring, StoredAs
+from kvcellar.errors import BadRequest, CacheFull, CapacityTooSmall, UnknownSequence, WrongStage
+from kvcellar.plan import Batch, Feed
+from kvcellar.spans import Span
+from tests.laws import identity
+from tests.laws.watch import Brittle, nothing_changes
+
+SIZES = {0: (2, 16, 16), 1: (2, 16, 16), 2: (2, 16, 16), 10: (2, 16, 16), 11: (2, 16, 16), 12: (1, 32, 64)}
+TEXT, INPUT = (0, 1, 2), (10, 11, 12)
+FIRST = 1000  # the words of inputs begin here, those of texts at 0
+PLAIN = Scoring(scale=0.25)
+
+
+def groups(most: int = 20) -> list[Group]:
+    """Two kinds of layers for text, two for inputs; those come first, and the memory does not mind."""
+
+    def planes(layer: int) -> tuple[Plane, ...]:
+        heads, k, v = SIZES[layer]
+        return Plane("k", heads, k), Plane("v", heads, v)
+
+    return [
+        Group("cross", Input(most), planes(10), (10, 11)),
+        Group("full", Causal(), planes(0), (0, 1), no_shift=None),
+        Group("wide", Input(most), planes(12), (12,)),
+        Group("window", Sliding(3), planes(2), (2,), no_shift=None),
+    ]
+
+
+def memory(*, cells: int = 60, inputs: int = 40, backend: Backend | None = None, **more: int) -> Memory:
+    counts = {"full": cells, "window": cells, "cross": inputs, "wide": inputs}
+    return Memory(groups(**more), cells=counts, dtype=torch.float32, device="cpu", backend=backend or Sdpa())
+
+
+def words(layer: int, tokens: range) -> tuple[Tensor, Tensor]:
+    heads, k, v = SIZES[layer]
+    return (
+        identity.vectors(list(tokens), layer, 0, heads, k),
+        identity.vectors(list(tokens), layer, 1, heads, v),
+    )
+
+
+def of(name: int, n: int) -> dict[int, tuple[Tensor, Tensor]]:
+    """The planes of input `name`: its words are FIRST + 100 * name and following."""
+    return {layer: words(layer, _tokens(name, n)) for layer in INPUT}
+
+
+def _tokens(name: int, n: int) -> range:
+    return range(FIRST + 100 * name, FIRST + 100 * name + n)
+
+
+def step(mem: Memory, feeds: Mapping[int, int], *, commit: bool = True) -> None:
+    """So many new tokens for each sequence, whose word is 100 * sequence + position; left open unless `commit`."""
+    starts = {seq: mem.length(seq) for seq in feeds}
+    mem.begin(Batch(tuple(Feed(seq, Span(starts[seq], starts[seq] + n)) for seq, n in feeds.items())))
+    for layer in TEXT:
+        parts = [words(layer, range(100 * s + starts[s], 100 * s + starts[s] + n)) for s, n in feeds.items()]
+        mem.put(layer, *(torch.cat(planes) for planes in zip(*parts, strict=True)))
+    if commit:
+        mem.commit()
+
+
+def seen(mem: Memory, layer: int) -> list[set[int]]:
+    """The words that each row of the open step sees in a layer: keys and values spell the same."""
+    k, v, visible = mem.get(layer).dense()
+    keys, values = (identity.spelled(x, layer, plane) for plane, x in enumerate((k, v)))
+    assert keys == values
+    assert len(set(keys)) == len(keys), "a cell is there twice"
+    return [{keys[column][0] for column in row.nonzero().flatten().tolist()} for row in visible]
+
+
+# -- what is seen -----------------------------------------------------------------------------------------------------
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(
+    inputs=st.lists(st.integers(0, 20), min_size=1, max_size=4),
+    turns=st.lists(st.dictionaries(st.integers(0, 3), st.integers(1, 4), min_size=1), min_size=1, max_size=4),
+)
+def test_every_row_sees_all_of_its_own_input_and_nothing_of_others(inputs, turns):
+    mem = memory(cells=200, inputs=100)
+    for seq, n in enumerate(inputs):
+        if n:
+            assert mem.write_input(seq, n, of(seq, n))
+    lengths = dict(enumerate(inputs))
+    for feeds in turns:
+        step(mem, feeds, commit=False)
+        expected = [set(_tokens(seq, lengths.get(seq, 0))) for seq, rows in feeds.items() for _ in range(rows)]
+        for layer in INPUT:
+            assert seen(mem, layer) == expected
+        mem.check()
+        mem.commit()
+    assert {seq: mem.input_length(seq) for seq in lengths} == lengths
+    mem.check()
+
+
+@pytest.mark.parametrize("backend", [Sdpa(), Reference()], ids=lambda backend: backend.name)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_attention_to_an_input_is_that_of_the_dense_view(backend, sinks):
+    mem = memory(backend=backend)
+    draw = torch.Generator().manual_seed(3)
+    for seq, n in ((0, 7), (1, 1), (3, 20)):
+        shapes = {layer: SIZES[layer] for layer in INPUT}
+        planes = {
+            layer: (torch.randn(n, g, k, generator=draw), torch.randn(n, g, v, generator=draw))
+            for layer, (g, k, v) in shapes.items()
+        }
+        mem.write_input(seq, n, planes)
+    step(mem, {0: 3, 1: 5, 2: 2, 3: 1}, commit=False)
+    for layer in INPUT:
+        q = torch.randn(11, 4, SIZES[layer][1], generator=draw)
+        scoring = Scoring(0.3, sinks=torch.randn(4, generator=draw) if sinks else None)
+        k, v, visible = mem.get(layer).dense()
+        expected = attend_dense(q.double(), k, v, visible, scoring).float()
+        for got in (mem.attend(layer, q, scoring), mem.attend_dense(layer, q, k, v, scoring)):
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+        assert expected[:8].abs().min() > 0
+        assert not expected[8:10].any(), "sequence 2 has no input: its rows answer zeros"
+
+
+def test_where_nobody_has_an_input_everybody_answers_zeros():
+    mem = memory()
+    step(mem, {0: 2, 1: 1}, commit=False)
+    for layer in INPUT:
+        _, k, v = SIZES[layer]
+        assert [len(x) for x in mem.get(layer).dense()] == [0, 0, 3]
+        assert torch.equal(mem.attend(layer, torch.randn(3, 4, k), PLAIN), torch.zeros(3, 4, v))
+
+
+def test_a_row_that_only_asks_sees_the_input_too():
+    mem = memory()
+    mem.write_input(0, 6, of(0, 6))
+    step(mem, {0: 4})
+    mem.begin(Batch((Feed(0, Span(3, 5), stores=False),)))
+    assert seen(mem, 10) == [set(_tokens(0, 6))] * 2
+    assert seen(mem, 0) == [{0, 1, 2, 3}] * 2
+    mem.abandon()
+
+
+def test_an_input_is_read_between_steps_too():
+    mem = memory()
+    mem.write_input(4, 6, of(4, 6))
+    mem.write_input(5, 6, of(5, 6))
+    mem.write_input(6, 2, of(6, 2))
+    for layer in INPUT:
+        k, v = mem.read_input(layer, [5, 4, 5])
+        for plane, stored in enumerate((k, v)):
+            spelt = [[word for word, _ in identity.spelled(row, layer, plane)] for row in stored]
+            assert spelt == [list(_tokens(seq, 6)) for seq in (5, 4, 5)]
+    with pytest.raises(BadRequest, match=re.escape("[2, 6]")):
+        mem.read_input(10, [4, 6])
+    with pytest.raises(BadRequest, match="layer 0"):
+        mem.read_input(0, [4])
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4+hadamard", "fp8"])
+def test_an_input_can_be_stored_in_fewer_bits(kind):
+    stored = StoredAs.parse(f"k={kind},v={kind.partition('+')[0]}")
+    planes = Plane("k", 2, 16, stored.k), Plane("v", 2, 16, stored.v)
+    text = Group("full", Causal(), (Plane("k", 2, 16), Plane("v", 2, 16)), (0,))
+    mem = Memory([text, Group("cross", Input(9), planes, (10,))], cells={"full": 9, "cross": 9}, dtype=torch.float32,
+                 device="cpu", backend=Sdpa())  # fmt: skip
+    k, v = torch.randn(2, 7, 2, 16, generator=torch.Generator().manual_seed(1))
+    mem.write_input(0, 7, {10: (k, v)})
+    mem.begin(Batch((Feed(0, Span(0, 1)),)))
+    q = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(2))
+    stored_k, stored_v, visible = mem.get(10).dense()
+    assert visible.all()
+    torch.testing.assert_close(mem.attend(10, q, PLAIN), attend_dense(q, stored_k, stored_v, visible, PLAIN))
+    assert (stored_k - k).norm() < 0.2 * k.norm()
+
+
+# -- whose it is ------------------------------------------------------------------------------------------------------
+
+
+def test_an_input_is_shared_by_forks_stays_through_edits_and_is_free_when_the_last_one_goes():
+    mem = memory()
+    free = mem.free()
+    mem.write_input(0, 8, of(0, 8))
+    assert mem.free() == free | {"cross": 32, "wide": 32}
+    step(mem, {0: 9})
+    assert mem.fork(0, 1, upto=9) == 9
+    assert mem.fork(0, 2, upto=0) == 0
+    assert mem.free()["cross"] == 32, "nothing was copied"
+    assert mem.remove(0, Span(8, 9)) == 8
+    assert mem.remove(1, Span(0, 9)) == 0
+    assert [mem.input_length(seq) for seq in (0, 1, 2, 3)] == [8, 8, 8, 0]
+    assert mem.held(1)["cross"] == Span(0, 8)
+    mem.drop(0)
+    mem.check()
+    step(mem, {1: 1, 2: 2}, commit=False)
+    assert seen(mem, 12) == [set(_tokens(0, 8))] * 3
+    mem.abandon()
+    mem.write_input(7, 3, of(7, 3))
+    assert mem.fork(2, 7, upto=0) == 0
+    assert mem.input_length(7) == 8, "what it was before is forgotten, its input too"
+    mem.drop(1)
+    mem.drop(2)
+    assert mem.free()["wide"] == 32
+    mem.drop(7)
+    assert mem.free() == free
+
+
+def test_a_shift_of_the_text_passes_the_input_by():
+    mem = Memory(
+        [g for g in groups() if g.name != "window"],
+        cells={"full": 60, "cross": 40, "wide": 40}, dtype=torch.float32, device="cpu", backend=Sdpa(),
+    )  # fmt: skip
+    mem.write_input(0, 5, of(0, 5))
+    mem.begin(Batch((Feed(0, Span(0, 12)),)))
+    for layer in (0, 1):
+        mem.put(layer, *words(layer, range(12)))
+    mem.commit()
+    mem.fork(0, 1, upto=12)
+    assert mem.remove(0, Span(2, 7)) == 7
+    mem.check()
+    for seq in (0, 1):
+        mem.begin(Batch((Feed(seq, Span(mem.length(seq), mem.length(seq) + 1)),)))
+        assert seen(mem, 11) == [set(_tokens(0, 5))]
+        mem.abandon()
+    assert mem.can_cut(0, 4) == 4
+    assert mem.free()["cross"] == 35
+
+
+def test_who_has_the_same_digest_shares_the_cells_and_nothing_is_written_again():
+    mem = memory()
+    assert not mem.share_input(0, "cat")
+    assert not mem.has(0)
+    assert mem.write_input(0, 8, of(0, 8), digest="cat")
+    with mock.patch.object(Pool, "write", side_effect=AssertionError("written again")):
+        assert not mem.write_input(1, 8, of(1, 8), digest="cat")
+        assert mem.share_input(2, "cat")
+    assert mem.write_input(3, 8, of(3, 8), digest="dog")
+    assert mem.free()["cross"] == 40 - 16
+    step(mem, {0: 1, 1: 2, 2: 1, 3: 1}, commit=False)
+    assert seen(mem, 11) == [set(_tokens(0, 8))] * 4 + [set(_tokens(3, 8))]
+    mem.commit()
+    mem.fork(1, 4, upto=2)
+    for seq in (0, 1, 2):
+        mem.drop(seq)
+        mem.check()
+    assert mem.share_input(5, "cat"), "a fork has the digest of what it was forked from"
+    mem.drop(4)
+    mem.drop(5)
+    assert not mem.share_input(6, "cat"), "nobody has it any more"
+    assert mem.write_input(6, 2, of(6, 2), digest="cat")
+    mem.clear()
+    assert mem.free() == mem.capacity()
+    assert not mem.share_input(1, "dog")
+
+
+def test_inputs_move_together_and_the_group_can_shrink_and_grow():
+    mem = memory()
+    for seq, n in enumerate((7, 9, 5, 6)):
+        mem.write_input(seq, n, of(seq, n), digest=str(seq))
+    mem.fork(1, 5, upto=0)
+    mem.drop(0)
+    mem.drop(2)
+    while mem.compact(3):
+        mem.check()
+    mem.resize("cross", 15)
+    mem.resize("wide", 15)
+    assert mem.free() | {"full": 0, "window": 0} == {"full": 0, "window": 0, "cross": 0, "wide": 0}
+    mem.resize("cross", 30)
+    mem.check()
+    step(mem, {1: 1, 3: 2, 5: 1}, commit=False)
+    for layer in INPUT:
+        assert seen(mem, layer) == [set(_tokens(1, 9)), *[set(_tokens(3, 6))] * 2, set(_tokens(1, 9))]
+
+
+# -- what cannot be ---------------------------------------------------------------------------------------------------
+
+
+def test_an_input_that_cannot_be_is_refused_and_nothing_has_changed():
+    mem = memory(inputs=10)
+    mem.write_input(0, 8, of(0, 8), digest="cat")
+    short = {layer: planes for layer, planes in of(1, 2).items() if layer != 11}
+    more = of(1, 2) | {0: words(0, range(2))}
+    with nothing_changes(mem):
+        with pytest.raises(BadRequest, match="has an input of 8"):
+            mem.write_input(0, 2, of(1, 2))
+        with pytest.raises(BadRequest, match="has an input of 8"):
+            mem.share_input(0, "cat")
+        with pytest.raises(BadRequest, match="8 positions, not 2"):
+            mem.write_input(1, 2, of(1, 2), digest="cat")
+        with pytest.raises(CacheFull) as full:
+            mem.write_input(1, 3, of(1, 3), digest="dog")
+        assert (full.value.group, full.value.need, full.value.free) == ("cross", 3, 2)
+        for planes in (short, more, {}):
+            with pytest.raises(BadRequest, match="for the layers"):
+                mem.write_input(1, 2, planes)
+        with pytest.raises(BadRequest, match="wants"):
+            mem.write_input(1, 1, of(1, 2))
+        for n in (0, 21):
+            with pytest.raises(BadRequest, match="from 1 to 20"):
+                mem.write_input(1, n, of(1, n))
+        with pytest.raises(UnknownSequence):
+            mem.fork(1, 2, upto=0)
+    step(mem, {0: 1}, commit=False)
+    for call in (lambda: mem.write_input(1, 1, of(1, 1)), lambda: mem.share_input(1, "cat")):
+        with pytest.raises(WrongStage):
+            call()
+    with pytest.raises(BadRequest, match="write_input"):
+        mem.put(10, *words(10, range(1)))
+    mem.abandon()
+    assert mem.write_input(1, 2, of(1, 2)), "as much as is free"
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_failure_half_way_through_an_input_leaves_everything_as_it_was(opened):
+    mem = memory()
+    mem.write_input(0, 4, of(0, 4))
+    if not opened:
+        step(mem, {1: 3})
+    write = Pool.write
+    for whole in range(len(INPUT)):
+        calls = iter(range(len(INPUT)))
+
+        def failing(pool: Pool, *args: object, whole: int = whole, calls: object = calls) -> None:
+            if next(calls) == whole:  # type: ignore[call-overload]
+                raise MemoryError("no room for the input")
+            write(pool, *args)  # type: ignore[arg-type]
+
+        with nothing_changes(mem), mock.patch.object(Pool, "write", failing), pytest.raises(MemoryError):
+            mem.write_input(1, 5, of(1, 5), digest="cat")
+    assert not mem.share_input(2, "cat")
+    assert mem.write_input(1, 5, of(1, 5), digest="cat")
+    mem.check()
+
+
+def test_a_failing_or_abandoned_step_leaves_the_input():
+    backend = Brittle()
+    mem = memory(backend=backend)
+    mem.write_input(0, 4, of(0, 4))
+    backend.broken, backend.whole = True, 3
+    with nothing_changes(mem), pytest.raises(MemoryError):
+        step(mem, {0: 2, 1: 1})
+    backend.broken = False
+    step(mem, {0: 2, 1: 1}, commit=False)
+    mem.abandon()
+    assert (mem.input_length(0), mem.sequences) == (4, (0,))
+    mem.check()
+
+
+def test_a_full_input_does_not_stop_the_text():
+    mem = memory(inputs=4)
+    mem.write_input(0, 4, of(0, 4))
+    step(mem, {0: 9})
+    step(mem, {0: 1}, commit=False)
+    assert seen(mem, 10) == [set(_tokens(0, 4))]
+
+
+def test_the_worst_case_has_the_longest_inputs():
+    mem = memory(inputs=20)
+    with nothing_changes(mem):
+        mem.begin(Batch((Feed(0, Span(10, 12)), Feed(1, Span(3, 4)))), reserve=True)
+        assert mem.get(10).dense()[2].sum(1).tolist() == [20, 20, 20]
+        assert mem.attend(12, torch.zeros(3, 4, 32), PLAIN).shape == (3, 4, 64)
+        mem.abandon()
+    with pytest.raises(CapacityTooSmall, match="20 positions"):
+        memory(inputs=19).begin(Batch((Feed(0, Span(0, 1)),)), reserve=True)
+
+
+def test_a_memory_of_inputs_alone_and_keys_that_turn_are_refused():
+    cross = groups()[0]
+    with pytest.raises(BadRequest, match="tokens"):
+        Memory([cross], cells={"cross": 9}, dtype=torch.float32, device="cpu", backend=Sdpa())
+    with pytest.raises(BadRequest, match="never turn"):
+        Group("cross", Input(4), cross.planes, (10,), rotations={10: {"k": Rotation((1.0,) * 8)}})
+    with pytest.raises(BadRequest, match="at most 0"):
+        Input(0)
+    text = Memory([groups()[1]], cells={"full": 9}, dtype=torch.float32, device="cpu", backend=Sdpa())
+    with pytest.raises(BadRequest, match="no layers for an input"):
+        text.write_input(0, 2, {})
+    assert text.input_length(0) == 0

@@ -1,7 +1,7 @@
 """Mixes of requests that arrive while others are running, and what each of them came to.
 
-Moments are counted in tokens of a request that is there from the beginning (the clock), so that a mix meets the engine in
-the same state every time.
+Moments are counted in tokens of a request that is there from the beginning (the clock), so that a mix meets the engine
+in the same state every time.
 """
 
 import random

@@ -141,7 +141,7 @@ def _dtype(dtype: Dtype, config: Any, weights: Weights) -> torch.dtype:
     if dtype != "auto":
         return _DTYPES[dtype]
     said = config.dtype or config.get_text_config(decoder=True).dtype or _STORED.get(weights.dtype or "", weights.dtype)
-    if said not in _DTYPES.values():
+    if not isinstance(said, torch.dtype) or said not in _DTYPES.values():
         raise ModelRefused(f"its weights are {said}; name a dtype to have them as float32, bfloat16 or float16")
     return said
 

@@ -3,7 +3,7 @@
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ def quiet() -> Iterator[None]:
         ours = record.thread == here and record.name.partition(".")[0] == "transformers"
         return not ours or record.levelno >= logging.ERROR
 
-    def bar(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def bar(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if threading.get_ident() == here:
             return transformers_logging.EmptyTqdm(*args, **kwargs)
         return before(factory, args, kwargs) if before is not None else factory(*args, **kwargs)

@@ -1,0 +1,567 @@
+"""Whatever lies in a directory, loading it gives a network or a sentence, builds nothing from lies and runs no code."""
+
+import json
+import os
+import pickle
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoModelForCausalLM
+
+from kvcellar.attention.choose import backends
+from kvcellar.errors import BadRequest, ModelNotFound, ModelRefused
+from kvcellar.models import load as loading
+from kvcellar.models.checks import MOST_JSON, MOST_TEXT
+from kvcellar.models.guest import adopt
+from kvcellar.models.load import find, load
+from kvcellar.models.quiet import quiet
+from tests.zoo import ARCHS, auto_config, reference_logits
+
+TOKENS = list(range(3, 40))
+OTHER_CODE = (  # keys of a config that name it
+    "_attn_implementation_internal", "_attn_implementation", "attn_implementation", "_experts_implementation_internal",
+    "experts_implementation",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A good directory, with a tokenizer."""
+    path = tmp_path_factory.mktemp("models") / "llama"
+    with quiet():
+        ARCHS["llama"].build().save_pretrained(path)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(101)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()
+    words.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return path
+
+
+@pytest.fixture
+def place(llama: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be spoilt."""
+    return Path(shutil.copytree(llama, tmp_path / "model"))
+
+
+@pytest.fixture
+def unbuilt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever happens in this test, no weight is read and no network is built from it."""
+
+    def never(*args: Any, **kw: Any) -> Any:
+        pytest.fail("a network was built")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", never)
+
+
+def refused(path: Path, **how: Any) -> str:
+    with pytest.raises(ModelRefused) as refusal:
+        load(path, **how)
+    return str(refusal.value)
+
+
+def configured(path: Path, **fields: Any) -> Path:
+    """With these fields in its config; None takes one away."""
+    file = path / "config.json"
+    raw = json.loads(file.read_text()) | fields
+    file.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+    return path
+
+
+def sparse(file: Path, size: int) -> None:
+    with file.open("wb") as out:
+        out.truncate(size)
+
+
+def reweighted(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+# -- what is good -----------------------------------------------------------------------------------------------------
+
+
+def test_a_good_directory_gives_its_network_its_end_and_its_tokenizer(place: Path) -> None:
+    (place / "generation_config.json").write_text(
+        json.dumps({"do_sample": True, "temperature": 0.5, "top_p": 0.9, "eos_token_id": [7, 9, -1]})
+    )
+    loaded = load(place)
+    assert torch.equal(reference_logits(loaded.model, TOKENS), reference_logits(ARCHS["llama"].build(), TOKENS))
+    assert loaded.name == "model"
+    assert loaded.end_ids == {7, 9}
+    assert loaded.defaults["temperature"] == 0.5
+    assert loaded.text is not None
+    assert loaded.text.tokenizer.encode("w5 w6").ids == [5, 6]
+    assert loaded.parameters == sum(weight.numel() for weight in ARCHS["llama"].build().parameters())
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "gemma3n", "deepseek-v3", "gpt2", "llama4", "dbrx", "mamba2"])
+def test_networks_whose_weights_are_renamed_or_joined_as_they_load(name: str, tmp_path: Path) -> None:
+    model = ARCHS[name].build()
+    with quiet():
+        model.save_pretrained(tmp_path)
+    assert torch.equal(reference_logits(load(tmp_path).model, TOKENS), reference_logits(model, TOKENS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARCHS)
+def test_every_architecture_loads_as_transformers_loads_it(name: str, tmp_path: Path) -> None:
+    with quiet():
+        ARCHS[name].build().save_pretrained(tmp_path)
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    ours = load(tmp_path).model.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_shards_load(place: Path, tmp_path: Path) -> None:
+    with quiet():
+        ARCHS["llama"].build().save_pretrained(tmp_path / "shards", max_shard_size="100KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    assert torch.equal(
+        reference_logits(load(tmp_path / "shards").model, TOKENS), reference_logits(load(place).model, TOKENS)
+    )
+
+
+def test_weights_may_be_links_into_a_store_of_blobs(place: Path, tmp_path: Path) -> None:
+    (place / "model.safetensors").rename(tmp_path / "blob")
+    (place / "model.safetensors").symlink_to(tmp_path / "blob")
+    assert load(place).parameters > 0
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_the_type_is_what_was_asked_for_else_the_configs_else_the_weights(place: Path, key: str) -> None:
+    configured(place, dtype=None)
+    assert load(place).model.dtype == torch.float32
+    reweighted(place, lambda tensors: tensors.update({k: v.bfloat16() for k, v in tensors.items()}))
+    assert load(place).model.dtype == torch.bfloat16
+    assert load(configured(place, **{key: "float16"})).model.dtype == torch.float16
+    assert load(place, dtype="float32").model.dtype == torch.float32
+
+
+def test_a_network_is_taken_as_it_is() -> None:
+    model = ARCHS["llama"].build()
+    loaded = load(model)
+    assert loaded.model is model
+    assert loaded.text is None
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+NAMES = [
+    "", ".x", "nobody", "nobody/nothing", "a/b/../../c", "../../no/such/place", "/no/such/place", "C:\\x", "-rf",
+    "no..body/no--thing", "a..b/c", "owner/name.git", "owner/" + "x" * 97, "x" * 300, "x" * 10_000, "é/ü", "🦙",
+    "a b/c",
+    "~nobody-of-that-name/x", "nul\0byte", "line\nbreak", "owner/name/", "owner//name", "\ud800", "huggingface.co/a/b",
+    "https://huggingface.co/a/b", "owner/name@main", "datasets/a", "models--a--b", "a/..", "%2e%2e/x",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name[:20]))
+def test_a_name_of_nothing_is_not_found(name: str, unbuilt: None) -> None:
+    with pytest.raises(ModelNotFound) as missing:
+        load(name)
+    assert len(str(missing.value)) < 6000
+
+
+def test_a_name_in_the_local_cache_is_found_and_nothing_is_fetched(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "models--owner--tiny" / "snapshots" / ("0" * 40)
+    snapshot.parent.mkdir(parents=True)
+    shutil.copytree(llama, snapshot)
+    refs = tmp_path / "models--owner--tiny" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0" * 40)
+    honest = loading.snapshot_download
+    monkeypatch.setattr(loading, "snapshot_download", lambda name, **how: honest(name, cache_dir=tmp_path, **how))
+    assert find("owner/tiny") == ("owner/tiny", snapshot)
+    with pytest.raises(ModelNotFound, match="Nothing is downloaded"):
+        find("owner/other")
+
+
+def test_a_file_is_not_a_model(place: Path, unbuilt: None) -> None:
+    assert "is a file; a model is a directory" in refused(place / "model.safetensors")
+
+
+def test_links_that_go_in_circles_lead_nowhere(place: Path, unbuilt: None) -> None:
+    (place / "loop").symlink_to(place / "loop")
+    with pytest.raises(ModelNotFound):
+        load(place / "loop")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_what_only_has_the_name_of_a_file_is_none(place: Path, name: str, unbuilt: None) -> None:
+    (place / name).unlink()
+    (place / name).symlink_to(place / name)
+    assert f"has no {name}" in refused(place)
+    (place / name).unlink()
+    (place / name).mkdir()
+    assert f"has no {name}" in refused(place)
+
+
+# -- config.json ------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_config_it_is_no_model(tmp_path: Path, unbuilt: None) -> None:
+    assert "has no config.json" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"", "is not JSON"),
+        (b"   ", "is not JSON"),
+        (b"{", "is not JSON"),
+        (b'{"model_type": "llama"} trailing', "is not JSON"),
+        (b"\xff\xfe\x00", "is not JSON"),
+        (b"\xef\xbb\xbf{}", "is not JSON"),
+        (b"[]", "holds a list, not an object"),
+        (b"null", "holds a NoneType, not an object"),
+        (b'"llama"', "holds a str, not an object"),
+        (b"1" * 5000, "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b'{"a":' * 400 + b"1" + b"}" * 400, "of type None"),
+        (b'{"model_type": "llama", "a":' + b'{"a":' * 400 + b"1" + b"}" * 401, "nested deeper"),
+        (b"{}", "no causal language model of type None"),
+        (b'{"model_type": 5}', "of type 5"),
+        (b'{"model_type": ["llama"]}', "of type ['llama']"),
+        (b'{"model_type": "no-such"}', "of type 'no-such'"),
+        (b'{"model_type": "vit"}', "of type 'vit'"),
+        (b'{"model_type": "../llama"}', "of type '../llama'"),
+    ],
+    ids=range(19),
+)
+def test_a_config_that_is_none_is_refused(place: Path, text: bytes, reason: str, unbuilt: None) -> None:
+    (place / "config.json").write_bytes(text)
+    assert reason in refused(place)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; a whole number from 1 to 10000"),
+        ({"num_hidden_layers": 5000}, "the weight files hold 39 tensors in all"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
+        ({"num_hidden_layers": "4"}, "num_hidden_layers is '4'"),
+        ({"num_hidden_layers": 4.0}, "num_hidden_layers is 4.0"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True"),
+        ({"num_hidden_layers": [4]}, "does not fit llama"),
+        ({"num_attention_heads": -4}, "num_attention_heads is -4"),
+        ({"num_attention_heads": 10**9}, "num_attention_heads is 1000000000"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({"num_key_value_heads": 3}, "do"),
+        ({"head_dim": 2**40}, "head_dim is 1099511627776"),
+        ({"vocab_size": 2**40}, "vocab_size is 1099511627776"),
+        ({"vocab_size": 102}, "is [101, 64] in the weights and [102, 64] by the config"),
+        ({"vocab_size": 2**30}, "is [101, 64] in the weights and [1073741824, 64] by the config"),
+        ({"hidden_size": 128}, "by the config"),
+        ({"hidden_size": 2**19}, "by the config"),
+        ({"num_hidden_layers": 5}, "it describes"),
+        ({"rope_theta": 10**30}, "which is no size of anything"),
+        ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers is 1000000000"),
+        ({"parts": [{"n_layer": 10**9}]}, "n_layer is 1000000000"),
+        ({"num_local_experts": 10**9}, "num_local_experts is 1000000000; at most 10000 are built"),
+        ({"hidden_act": "no-such"}, "cannot build a llama"),
+        ({"hidden_act": 5}, "does not fit llama"),
+        ({"rope_parameters": {"rope_type": "no-such", "rope_theta": 1.0}}, "a"),
+        ({"rms_norm_eps": "small"}, "does not fit llama"),
+        ({"dtype": "load"}, "its weights are"),
+        ({"dtype": "int8"}, "its weights are torch.int8; name a dtype"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "its weights are quantised (mxfp4)"),
+        ({"text_config": {"quantization_config": {"quant_method": "gptq"}}}, "its weights are quantised (gptq)"),
+    ],
+    ids=lambda value: json.dumps(value)[:50] if isinstance(value, dict) else "",
+)
+def test_a_config_that_lies_is_refused_before_anything_is_built(
+    place: Path, fields: dict[str, Any], reason: str, unbuilt: None
+) -> None:
+    assert reason in refused(configured(place, **fields))
+
+
+def test_another_familys_name_for_its_layers_is_bounded_too(tmp_path: Path, unbuilt: None) -> None:
+    with quiet():
+        ARCHS["gpt2"].build().save_pretrained(tmp_path)
+    assert "n_layer is 1000000000" in refused(configured(tmp_path, n_layer=10**9))
+
+
+def test_a_config_of_a_gigabyte_is_not_read(place: Path, unbuilt: None) -> None:
+    sparse(place / "config.json", 1 << 30)
+    assert f"config.json has {1 << 30} bytes; {MOST_JSON} are allowed" in refused(place)
+
+
+def test_code_beside_the_weights_is_never_run(place: Path) -> None:
+    code = f"open({str(place / 'ran')!r}, 'w')"
+    for name in ("modeling_own", "configuration_own", "tokenization_own", "custom_generate/generate"):
+        (place / name).with_suffix(".py").parent.mkdir(exist_ok=True)
+        (place / name).with_suffix(".py").write_text(code)
+    own = {"AutoConfig": "configuration_own.C", "AutoModelForCausalLM": "modeling_own.M"}
+    tokenizer = {"auto_map": {"AutoTokenizer": ["tokenization_own.T", None]}, "tokenizer_class": "T"}
+    (place / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    loaded = load(configured(place, auto_map=own))
+    assert type(loaded.model).__module__.startswith("transformers.")
+    assert "which is never run" in refused(configured(place, model_type="own"))
+    assert not (place / "ran").exists()
+
+
+@pytest.mark.parametrize("key", OTHER_CODE)
+def test_a_config_cannot_choose_whose_attention_runs(place: Path, key: str) -> None:
+    loaded = load(configured(place, **{key: "somebody/kernel"}))
+    assert loaded.model.config._attn_implementation in ("sdpa", "eager")
+    assert "somebody" not in str(vars(loaded.model.config))
+
+
+@pytest.mark.parametrize("key", OTHER_CODE)
+def test_nor_can_a_config_inside_it(key: str, tmp_path: Path) -> None:
+    with quiet():
+        AutoModelForCausalLM.from_config(auto_config("gemma3")).save_pretrained(tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    loaded = load(configured(tmp_path, text_config=text | {key: "somebody/kernel"}))
+    assert loaded.model.config.text_config._attn_implementation in ("sdpa", "eager")
+    assert "somebody" not in str(vars(loaded.model.config.text_config))
+
+
+def test_a_config_cannot_name_another_weight_file(place: Path) -> None:
+    with (place / "adapter_model.bin").open("wb") as out:
+        pickle.dump(_Bomb(str(place / "ran")), out)
+    loaded = load(configured(place, transformers_weights="adapter_model.bin"))
+    assert torch.equal(reference_logits(loaded.model, TOKENS), reference_logits(ARCHS["llama"].build(), TOKENS))
+    assert not (place / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "fields", [{"return_dict": False}, {"torchscript": True}, {"output_attentions": True}], ids=str
+)
+def test_a_config_cannot_change_the_form_of_the_answer(place: Path, fields: dict[str, Any]) -> None:
+    assert adopt(load(configured(place, **fields)).model, backends()).mode == "flat"
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+class _Bomb:
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (self.path, "w")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "last.ckpt"])
+def test_pickled_weights_alone_are_refused_unread(place: Path, name: str, unbuilt: None) -> None:
+    (place / "model.safetensors").unlink()
+    with (place / name).open("wb") as out:
+        pickle.dump(_Bomb(str(place / "ran")), out)
+    said = refused(place)
+    assert name in said
+    assert "can run code when they are read. Convert them to safetensors." in said
+    assert not (place / "ran").exists()
+
+
+def test_without_weights_it_is_no_model(place: Path, unbuilt: None) -> None:
+    (place / "model.safetensors").unlink()
+    assert "has no model.safetensors" in refused(place)
+
+
+def header(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Rewrite the header of the weight file; its data stay."""
+    raw = (path / "model.safetensors").read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    fields = json.loads(raw[8 : 8 + length])
+    change(fields)
+    text = json.dumps(fields).encode()
+    (path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+
+
+def spoil(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def spoiler(path: Path) -> None:
+        file = path / "model.safetensors"
+        file.write_bytes(change(file.read_bytes()))
+
+    return spoiler
+
+
+def first(fields: dict[str, Any]) -> dict[str, Any]:
+    return fields["model.norm.weight"]
+
+
+SPOILT: dict[str, Callable[[Path], None]] = {
+    "empty": spoil(lambda raw: b""),
+    "seven bytes": spoil(lambda raw: raw[:7]),
+    "garbage": spoil(lambda raw: bytes(range(256)) * 8),
+    "text": spoil(lambda raw: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
+    "zeros": spoil(lambda raw: bytes(len(raw))),
+    "half": spoil(lambda raw: raw[: len(raw) // 2]),
+    "last byte missing": spoil(lambda raw: raw[:-1]),
+    "a byte more": spoil(lambda raw: raw + b"x"),
+    "header longer than the file": spoil(lambda raw: struct.pack("<Q", len(raw)) + raw[8:]),
+    "header of 2^63": spoil(lambda raw: struct.pack("<Q", 1 << 63) + raw[8:]),
+    "header too short": spoil(lambda raw: struct.pack("<Q", 9) + raw[8:]),
+    "header not JSON": spoil(lambda raw: raw[:8] + b"x" + raw[9:]),
+    "overlapping": lambda path: header(path, lambda fields: first(fields).update(data_offsets=[0, 256])),
+    "out of range": lambda path: header(path, lambda fields: first(fields).update(data_offsets=[1 << 60, 1 << 61])),
+    "backwards": lambda path: header(path, lambda fields: first(fields).update(data_offsets=[256, 0])),
+    "product overflows": lambda path: header(path, lambda fields: first(fields).update(shape=[1 << 62, 1 << 62])),
+    "negative shape": lambda path: header(path, lambda fields: first(fields).update(shape=[-64])),
+    "wrong type for its size": lambda path: header(path, lambda fields: first(fields).update(dtype="F64")),
+    "unknown type": lambda path: header(path, lambda fields: first(fields).update(dtype="Q4")),
+    "tensor left out": lambda path: header(path, lambda fields: fields.pop("model.norm.weight")),
+}
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_a_file_that_is_not_whole_is_refused(place: Path, how: str, unbuilt: None) -> None:
+    SPOILT[how](place)
+    assert "model.safetensors is not a whole safetensors file" in refused(place)
+
+
+def test_a_whole_file_without_tensors_is_refused(place: Path, unbuilt: None) -> None:
+    save_file({}, place / "model.safetensors")
+    assert "the weight files hold 0 tensors" in refused(place)
+
+
+def test_a_missing_tensor_is_named(place: Path) -> None:
+    reweighted(place, lambda tensors: tensors.pop("model.norm.weight"))
+    assert "parameters; the files hold" in refused(place)
+    reweighted(place, lambda tensors: tensors.update(spare=torch.zeros(64)))  # so that the sum alone does not tell
+    assert "missing_keys ['model.norm.weight']" in refused(place)
+
+
+def test_a_tensor_of_another_shape_is_named(place: Path, unbuilt: None) -> None:
+    reweighted(place, lambda tensors: tensors.update({"model.norm.weight": torch.ones(65)}))
+    assert "model.norm.weight is [65] in the weights and [64] by the config" in refused(place)
+
+
+def test_tensors_that_nobody_needs_are_passed_over(place: Path) -> None:
+    assert load(reweighted(place, lambda tensors: tensors.update(extra=torch.ones(3)))).parameters > 0
+
+
+@pytest.mark.parametrize(
+    ("index", "reason"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "holds a list"),
+        ("{}", "does not list"),
+        ('{"weight_map": []}', "does not list"),
+        ('{"weight_map": {}}', "does not list"),
+        ('{"weight_map": {"a": ["x"]}}', "does not list"),
+        ('{"weight_map": {"a": null}}', "does not list"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "does not list"),
+        ('{"weight_map": {"a": "/etc/passwd"}}', "does not list"),
+        ('{"weight_map": {"a": "..\\\\model.safetensors"}}', "does not list"),
+        ('{"weight_map": {"a": ".."}}', "does not list"),
+        ('{"weight_map": {"a": ""}}', "does not list"),
+        ('{"weight_map": {"a": "pytorch_model.bin"}}', "does not list"),
+        ('{"weight_map": {"a": "nul\\u0000.safetensors"}}', "is missing"),
+        ('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}', "model-00001-of-00002.safetensors is missing"),
+    ],
+    ids=range(15),
+)
+def test_an_index_that_points_elsewhere_is_refused(place: Path, index: str, reason: str, unbuilt: None) -> None:
+    (place / "model.safetensors").rename(place.parent / "model.safetensors")
+    (place / "model.safetensors.index.json").write_text(index)
+    assert reason in refused(place)
+
+
+def test_the_file_that_is_checked_is_the_file_that_is_read(place: Path) -> None:
+    """With both a single file and an index, transformers reads the file; so that is the one to look at."""
+    (place / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../elsewhere.safetensors"}}')
+    assert load(place).parameters > 0
+    SPOILT["half"](place)
+    assert "model.safetensors is not a whole" in refused(place)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path, unbuilt: None) -> None:
+    with quiet():
+        ARCHS["llama"].build().save_pretrained(tmp_path, max_shard_size="100KB")
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    shards[1].unlink()
+    assert f"the weight file {shards[1].name} is missing" in refused(tmp_path)
+
+
+def test_weights_that_are_not_numbers_are_refused_when_the_model_is_tried(place: Path) -> None:
+    reweighted(place, lambda tensors: tensors["model.norm.weight"].fill_(torch.nan))
+    with pytest.raises(ModelRefused, match="its logits are not finite: the weights are damaged"):
+        adopt(load(place).model, backends())
+
+
+def test_weights_larger_than_the_machine_are_refused(place: Path, monkeypatch: Any, unbuilt: None) -> None:
+    monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 3}[name])
+    assert "this machine has 12288 bytes of memory in all" in refused(place)
+
+
+# -- text -------------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_tokenizer_it_serves_ids(place: Path) -> None:
+    for file in place.glob("tokenizer*"):
+        file.unlink()
+    loaded = load(place)
+    assert (loaded.text, loaded.without_text) == (None, "the directory has no tokenizer")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"model": {"type": "BPE"}}', "\0\0\0", '{"model": 5}'], ids=range(7)
+)
+def test_with_a_broken_tokenizer_it_serves_ids_and_says_why(place: Path, text: str) -> None:
+    (place / "tokenizer.json").write_text(text)
+    loaded = load(place)
+    assert loaded.text is None
+    assert "transformers cannot build its tokenizer" in loaded.without_text
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "chat_template.jinja", "vocab.json", "tokenizer.model", "merges.txt"]
+)
+def test_a_tokenizer_of_a_gigabyte_is_not_read(place: Path, name: str) -> None:
+    sparse(place / name, 1 << 30)
+    loaded = load(place)
+    assert loaded.text is None
+    assert loaded.without_text == f"{name} has {1 << 30} bytes; {MOST_TEXT} are allowed"
+
+
+# -- generation_config.json -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null"])
+def test_a_broken_generation_config_is_not_passed_over(place: Path, text: str, unbuilt: None) -> None:
+    (place / "generation_config.json").write_text(text)
+    assert "generation_config.json" in refused(place)
+
+
+def test_a_generation_config_of_a_gigabyte_is_not_read(place: Path, unbuilt: None) -> None:
+    sparse(place / "generation_config.json", 1 << 30)
+    assert "generation_config.json has" in refused(place)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": "hot"}, {"temperature": [1]}, {"top_p": True}, {"temperature": {"__float__": "NaN"}},
+        {"eos_token_id": "end"}, {"eos_token_id": [[2]]}, {"eos_token_id": 2.5}, {"eos_token_id": {"a": 1}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_advice_that_makes_no_sense_is_refused(place: Path, fields: dict[str, Any]) -> None:
+    (place / "generation_config.json").write_text(json.dumps({"do_sample": True, **fields}))
+    refused(place)
+
+
+# -- where ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_device_that_is_not_there_is_refused_before_anything_is_built(place: Path, unbuilt: None) -> None:
+    assert f"torch sees {torch.cuda.device_count()} CUDA devices" in refused(place, device="cuda:99")
+    with pytest.raises(BadRequest, match="there is no device 'banana'"):
+        load(place, device="banana")

@@ -1,0 +1,114 @@
+"""Loading and trying a model says nothing; what others say meanwhile, and afterwards, is heard."""
+
+import logging
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.utils import logging as transformers_logging
+
+from kvcellar.attention.choose import backends
+from kvcellar.models.guest import adopt
+from kvcellar.models.load import load
+from kvcellar.models.quiet import quiet
+from tests.zoo import ARCHS
+
+LIBRARY = logging.getLogger("transformers")
+STRANGER = logging.getLogger("transformers.models.llama")
+PROGRAM = """
+import sys
+from kvcellar.attention.choose import backends
+from kvcellar.errors import ModelRefused
+from kvcellar.models.guest import adopt
+from kvcellar.models.load import load
+for path in sys.argv[1:]:
+    try:
+        adopt(load(path).model, backends())
+    except ModelRefused:
+        pass
+"""
+
+
+class _Ear(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.append(record.getMessage())
+
+
+@pytest.fixture
+def ear() -> Any:
+    ear = _Ear()
+    LIBRARY.addHandler(ear)
+    yield ear
+    LIBRARY.removeHandler(ear)
+
+
+@pytest.mark.slow
+def test_a_program_that_loads_and_tries_models_prints_nothing(tmp_path: Path) -> None:
+    with quiet():
+        for name in ("dbrx", "granite", "mamba"):  # the first warns when its attention is set, the last of slow kernels
+            ARCHS[name].build().save_pretrained(tmp_path / name)
+    paths = [str(tmp_path / name) for name in ("dbrx", "granite", "mamba")]
+    ran = subprocess.run([sys.executable, "-c", PROGRAM, *paths], capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+
+
+def test_loading_and_trying_a_model_says_nothing(ear: _Ear, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with quiet():
+        ARCHS["dbrx"].build().save_pretrained(tmp_path)
+    adopt(load(tmp_path).model, backends())
+    assert ear.heard == []
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_transformers_says_is_not_said_but_errors_are(ear: _Ear) -> None:
+    with quiet():
+        STRANGER.warning("once")
+        STRANGER.error("broken")
+        warnings.warn("soon gone", FutureWarning, stacklevel=1)
+    STRANGER.warning("after")
+    assert ear.heard == ["broken", "after"]
+
+
+def test_what_other_threads_say_is_said(ear: _Ear) -> None:
+    with quiet():
+        other = threading.Thread(target=STRANGER.warning, args=("from afar",))
+        other.start()
+        other.join()
+    assert ear.heard == ["from afar"]
+
+
+def test_bars_are_not_shown_here_and_are_elsewhere_as_before() -> None:
+    made: list[str] = []
+
+    def users(factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        made.append(kwargs["desc"])
+        return transformers_logging.EmptyTqdm(*args)
+
+    before = transformers_logging.set_tqdm_hook(users)
+    try:
+        with quiet():
+            assert list(transformers_logging.tqdm([1, 2], desc="here")) == [1, 2]
+            other = threading.Thread(target=transformers_logging.tqdm, args=([1],), kwargs={"desc": "elsewhere"})
+            other.start()
+            other.join()
+        transformers_logging.tqdm([1], desc="after")
+        assert made == ["elsewhere", "after"]
+    finally:
+        assert transformers_logging.set_tqdm_hook(before) is users
+
+
+def test_all_is_as_before_also_after_a_failure() -> None:
+    level, filters = LIBRARY.level, [list(handler.filters) for handler in LIBRARY.handlers]
+    with pytest.raises(ZeroDivisionError), quiet():
+        raise ZeroDivisionError
+    assert LIBRARY.level == level
+    assert [list(handler.filters) for handler in LIBRARY.handlers] == filters
+    assert transformers_logging.set_tqdm_hook(None) is None

@@ -67,6 +67,16 @@ def test_what_is_a_code_times_a_scale_comes_back_exactly(kind, exponent, size, s
     assert torch.equal(back(x, kind), x)
 
 
+def test_every_byte_of_fp8_is_read_as_torch_reads_it():
+    every = torch.arange(256, dtype=torch.uint8)[None]
+    expected = every.view(torch.float8_e4m3fn).float()
+    finite = expected.isfinite()
+    assert finite.sum() == 254
+    read = dequantise(every, torch.ones(1, 2, dtype=torch.float16), "fp8", 256)
+    assert torch.equal(read[finite], expected[finite])
+    assert torch.equal(read.signbit()[finite], expected.signbit()[finite])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_read_back_is_stored_as_it_is(kind):
     """Where scales are normal float16 numbers: copying through floats loses nothing more."""

@@ -172,10 +172,9 @@ class Ask:
     softcap: bool = False
     sinks: bool = False
     stored: StoredAs = StoredAs()  # how its K and V are stored
-    plain: bool = False  # its planes stay [cells, heads, size], whatever the backend would like
 
     def __str__(self) -> str:
-        extras = "".join(f", {name}" for name in ("softcap", "sinks", "plain") if getattr(self, name))
+        extras = "".join(f", {name}" for name in ("softcap", "sinks") if getattr(self, name))
         extras += f", stored as {self.stored}" if self.stored != StoredAs() else ""
         return (
             f"{self.query_heads} query heads on {self.kv_heads} KV heads of {self.key_size}/{self.value_size}, "
@@ -253,7 +252,8 @@ class History(Protocol):
 class Backend(Protocol):
     """Attention of new tokens over stored cells. Declares what it wants, so that nothing is rearranged per step.
 
-    A group may be plain instead: `Stored.arrangement` says what it got, and who cannot read that refuses the `Ask`.
+    A group may be plain instead, [cells, heads, size] without padding: every backend reads that too, and
+    `Stored.arrangement` says what it got.
     """
 
     name: str

@@ -107,7 +107,7 @@ class Session:
             messages = [*self.messages, {"role": "user", "content": text}]
             return self._engine.render(messages), messages
         if not isinstance(text, str):
-            return [*self.tokens, *text], []
+            return [*self.tokens, *self._engine._ids(text)], []
         ids = self._engine.encode(text, special=False if self.tokens else None)  # what opens a text opens it once
         return [*self.tokens, *ids], []
 

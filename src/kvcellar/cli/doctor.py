@@ -1,14 +1,16 @@
 """doctor: what a model is, how it would be served, and why not otherwise."""
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvcellar.cli.options import engine_options, given
-from kvcellar.engine.diagnosis import Diagnosis, diagnose
-from kvcellar.engine.kvquality import KvQuality
 from kvcellar.engine.settings import Settings
+
+if TYPE_CHECKING:  # torch is imported when there is something to do, so that --help answers at once
+    from kvcellar.engine.diagnosis import Diagnosis
+    from kvcellar.engine.kvquality import KvQuality
 
 
 @click.command("doctor", epilog="Example: kvcellar doctor ./my-model --cache-bytes 2G")
@@ -25,15 +27,17 @@ def command(model: str | None, as_json: bool, kv_quality: bool | None, **options
     backend serves it and why the others refused, and what storing its K/V in fewer bits would do to its answers. Ends
     with 1 if it is refused.
     """
+    from kvcellar.engine.diagnosis import diagnose
+
     found = diagnose(model, Settings(**given(**options)), kv_quality=kv_quality)
     click.echo(json.dumps(found.as_dict()) if as_json else _in_words(found))
 
 
-def _in_words(found: Diagnosis) -> str:
+def _in_words(found: "Diagnosis") -> str:
     lines = [
         f"{found.name}: {found.architecture}, {found.parameters:,} parameters, {found.dtype} on {found.device}",
         f"  context {found.context} tokens, vocabulary {found.vocab_size}, {found.layers} layers that store K/V",
-        f"  served {found.mode}: logits within {found.difference:.1e} of its own forward's ({found.bound:.0e} is allowed)",
+        f"  served {found.mode}: logits within {found.difference:.1e} of its own forward's ({found.bound:.0e} allowed)",
     ]
     if found.why_not_flat:
         lines.append(f"  not flat, because {found.why_not_flat}")
@@ -55,7 +59,7 @@ def _in_words(found: Diagnosis) -> str:
     return "\n".join(lines)
 
 
-def _quality(one: KvQuality) -> str:
+def _quality(one: "KvQuality") -> str:
     if one.kl is None or one.agreement is None:
         return f"{one.stored:16} refused: {one.refused}"
     return (

@@ -52,7 +52,7 @@ def sampling_options(function: F) -> F:
     """How tokens are chosen. What is not given is the model's own default."""
     for option in reversed(
         [
-            click.option("--max-tokens", type=int, help="At most this many tokens of answer."),
+            click.option("--max-tokens", type=int, default=512, show_default=True, help="Most tokens of an answer."),
             click.option("--temperature", type=float, help="0 always takes the most likely token."),
             click.option("--top-k", type=int),
             click.option("--top-p", type=float),

@@ -12,9 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, overload
 
-from kvcellar.engine.build import Built, build
-from kvcellar.engine.loop import fresh_seed
-from kvcellar.engine.request import Request
+from kvcellar.engine.request import Request, fresh_seed
 from kvcellar.engine.result import Collector, Result
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import BadRequest, Overloaded, PromptTooLong
@@ -24,6 +22,7 @@ from kvcellar.sample.params import SamplingParams, check_ids
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from kvcellar.engine.build import Built
     from kvcellar.engine.session import Session
 
 Prompt = str | Sequence[int]
@@ -92,6 +91,8 @@ class Engine:
     """
 
     def __init__(self, model: "str | Path | PreTrainedModel | None" = None, **settings: Any) -> None:
+        from kvcellar.engine.build import build  # with torch and transformers: not before there is a model to load
+
         self._built: Built = build(model, _settings(settings))
         self._sessions = count(1)
         guest, loaded = self._built.guest, self._built.loaded

@@ -9,7 +9,6 @@ Always true between steps:
 """
 
 import logging
-import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -231,8 +230,3 @@ class Loop:
                 call()
             except Exception:
                 log.exception("a call that had come in could not be run while the engine ended")
-
-
-def fresh_seed() -> int:
-    """A seed for a request that named none."""
-    return random.SystemRandom().getrandbits(63)

@@ -9,6 +9,7 @@ Always true:
   * after `Done` or `Failed` nothing more is delivered.
 """
 
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -163,3 +164,8 @@ class Line:
         self.request.tell(Finished(self.choice.choice, "stop" if self.output.met else reason, self.output.met))
         if all(line.stage is Stage.DONE for line in self.request.lines):
             self.request.conclude()
+
+
+def fresh_seed() -> int:
+    """A seed for a request that named none."""
+    return random.SystemRandom().getrandbits(63)

@@ -13,6 +13,7 @@ from kvcellar.contracts import StoredAs
 from kvcellar.engine.cellar import Cellar
 from kvcellar.engine.loop import Loop
 from kvcellar.engine.request import Line, Request
+from kvcellar.engine.reserve import check_room, prove, scratch
 from kvcellar.engine.runner import Runner
 from kvcellar.engine.scheduler import Scheduler
 from kvcellar.engine.settings import SHARE_OF_FREE, Capacity, Demand, Settings, free_cpu_bytes, resolve_capacity
@@ -80,6 +81,8 @@ def build(model: "str | Path | PreTrainedModel | None", settings: Settings) -> B
     context = _context(settings, context_of(network))
     capacity = _capacity(guest, settings, context)
     memory = _memory(guest, capacity)
+    if guest.device.type == "cuda":
+        prove(guest, memory, context=context, max_sequences=settings.max_sequences, step_tokens=settings.step_tokens)
     cellar = Cellar(memory)
     layouts = {group.name: group.layout for group in memory.groups}
     scheduler = Scheduler(cellar, layouts, max_sequences=settings.max_sequences, step_tokens=settings.step_tokens)
@@ -142,13 +145,15 @@ def _demands(guest: Guest) -> list[Demand]:
 
 
 def _capacity(guest: Guest, settings: Settings, context: int) -> Capacity:
+    kind = guest.device.type
+    free = torch.cuda.mem_get_info(guest.device)[0] if kind == "cuda" else free_cpu_bytes()
+    needed = scratch(guest, context=context, max_sequences=settings.max_sequences, step_tokens=settings.step_tokens)
     if settings.cache_bytes is not None:
         budget, because = settings.cache_bytes, "cache_bytes"
     else:
-        kind = guest.device.type
-        free = torch.cuda.mem_get_info(guest.device)[0] if kind == "cuda" else free_cpu_bytes()
-        budget, because = int(free * SHARE_OF_FREE[kind]), f"{SHARE_OF_FREE[kind]:.0%} of the memory that is free"
-    return resolve_capacity(
+        budget = int(max(0, free - needed) * SHARE_OF_FREE[kind])
+        because = f"{SHARE_OF_FREE[kind]:.0%} of the memory that is free beside {needed} bytes for a step"
+    capacity = resolve_capacity(
         _demands(guest),
         budget=budget,
         because=because,
@@ -156,6 +161,8 @@ def _capacity(guest: Guest, settings: Settings, context: int) -> Capacity:
         max_sequences=settings.max_sequences,
         step_tokens=settings.step_tokens,
     )
+    check_room(capacity, needed, free)
+    return capacity
 
 
 def _vocabulary(network: "PreTrainedModel") -> int:

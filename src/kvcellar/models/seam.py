@@ -191,6 +191,8 @@ class SoloDoor:
     def __init__(self, memory: Memory, plan: Plan) -> None:
         if len(plan.feeds) != 1:
             raise ModelRefused(f"a model that runs solo was given {len(plan.feeds)} sequences in one forward")
+        if plan.look_ahead:
+            raise ModelRefused("a model that runs solo masks by itself, so none of its tokens can look ahead")
         self._memory, self._past = memory, plan.feeds[0].pos.start
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:

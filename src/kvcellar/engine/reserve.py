@@ -1,0 +1,191 @@
+"""reserve: what a step takes beside the planes, learned by trying it before anybody asks.
+
+Two kinds of step are tried on a small memory of the model, reserved, so that nothing is remembered: one that reads a
+long prompt, and one that writes a token for every sequence. Running them at full size would take seconds on a CPU, so
+small ones of a few sizes are run, and their bytes are continued to the full size along straight lines, in rows and in
+tokens remembered. Where attention works block by block, or in windows, the truth is less than that.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+from weakref import finalize
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvcellar.cache.memory import Memory
+from kvcellar.engine.settings import Capacity
+from kvcellar.errors import CapacityTooSmall
+from kvcellar.models.guest import Guest
+from kvcellar.plan import Batch, Feed
+from kvcellar.spans import Span
+
+ROWS = (136, 160)  # of a prompt: both more than a block of rows that a backend scores at once
+WRITERS = (2, 6)
+REMEMBERED = (16, 48)
+
+
+def scratch(guest: Guest, *, context: int, max_sequences: int, step_tokens: int) -> int:
+    """Bytes that a step of this model takes at most beside weights and planes."""
+    memory = guest.memory({group.name: ROWS[-1] + REMEMBERED[-1] for group in guest.shape.groups})
+
+    def read(rows: int, remembered: int) -> int:
+        return _tried(guest, memory, _prompt(rows, min(remembered + rows, context)))
+
+    def write(writers: int, remembered: int) -> int:
+        return _tried(guest, memory, _writers(writers, min(remembered + 1, context)))
+
+    rows = min(step_tokens, context)
+    prompt = continued(read, (rows, context), (ROWS, REMEMBERED))  # as if no row were among what is remembered
+    writers = min(max_sequences, step_tokens) if guest.mode == "flat" else 1
+    return max(prompt, continued(write, (writers, context - 1), (WRITERS, REMEMBERED)))
+
+
+def prove(guest: Guest, memory: Memory, *, context: int, max_sequences: int, step_tokens: int) -> None:
+    """Run both kinds of step at full size on the memory that will serve. Raises `CapacityTooSmall` if one does not fit.
+
+    For devices that have a memory of their own, and the speed to try.
+    """
+    cells = memory.capacity()
+
+    def held(end: int) -> bool:
+        return all(g.layout.most_cells(end, min(step_tokens, end)) <= cells[g.name] for g in memory.groups)
+
+    end = bisect_left(range(1, context + 1), True, key=lambda end: not held(end))  # the longest that all groups hold
+    rows = min(step_tokens, end)
+    writers = min(max_sequences, step_tokens) if guest.mode == "flat" else 1
+    for feeds in (_prompt(rows, end), _writers(writers, end)) if end else ():
+        try:
+            _tried(guest, memory, feeds)
+        except torch.OutOfMemoryError as error:
+            raise CapacityTooSmall(
+                f"a step of {sum(len(feed.pos) for feed in feeds)} tokens at position {end} does not fit beside "
+                f"{memory.bytes} bytes of memory. Lower cache_bytes; lower step_tokens, max_sequences or context to "
+                f"make a step smaller."
+            ) from error
+
+
+def _prompt(rows: int, end: int) -> list[Feed]:
+    return [Feed(0, Span(end - rows, end))]
+
+
+def _writers(writers: int, end: int) -> list[Feed]:
+    return [Feed(seq, Span(end - 1, end)) for seq in range(writers)]
+
+
+def _tried(guest: Guest, memory: Memory, feeds: Sequence[Feed]) -> int:
+    """Bytes of one reserved step, of which nothing stays."""
+    batch = Batch(tuple(feeds))
+    with peak(guest.device) as meter:
+        plan = memory.begin(batch, reserve=True)
+        try:
+            ids = torch.zeros(batch.tokens, dtype=torch.long, device=guest.device)
+            guest.forward(memory, plan, ids, torch.arange(len(feeds), device=guest.device))
+        finally:
+            memory.abandon()
+    return meter.bytes
+
+
+def continued(
+    measure: Callable[[int, int], int], full: tuple[int, int], small: tuple[tuple[int, int], tuple[int, int]]
+) -> int:
+    """`measure` at `full`, by straight lines in each number through its values at the `small` ones.
+
+    A number that is not larger than the small ones is measured as it is.
+    """
+    (xs, us), (ys, vs) = (_points(end, ends) for end, ends in zip(full, small, strict=True))
+    total = sum(u * v * measure(x, y) for x, u in zip(xs, us, strict=True) for y, v in zip(ys, vs, strict=True))
+    return max(0, round(total))
+
+
+def _points(full: int, small: tuple[int, int]) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Where to measure, and the weight of each value in that at `full`."""
+    a, b = small
+    if full <= b:
+        return (full,), (1.0,)
+    slope = (full - a) / (b - a)
+    return (a, b), (1 - slope, slope)
+
+
+def check_room(capacity: Capacity, needed: int, free: int) -> None:
+    """Raise `CapacityTooSmall` unless the planes and the `needed` bytes of a step go into what is free."""
+    if capacity.bytes + needed > free:
+        raise CapacityTooSmall(
+            f"{capacity.bytes} bytes of memory ({capacity.because}) and {needed} bytes for a step are more than the "
+            f"{free} that are free. Lower cache_bytes; lower step_tokens, max_sequences or context to make a step "
+            f"smaller."
+        )
+
+
+# -- meters ------------------------------------------------------------------------------------------------------------
+
+
+class Meter:
+    """`bytes` is the most that was there at once, beside what was there before."""
+
+    bytes: int = 0
+
+
+def peak(device: torch.device) -> AbstractContextManager[Meter]:
+    """Within the block, measure what tensors take on `device`."""
+    return _Cuda(device) if device.type == "cuda" else _Counted()
+
+
+class _Cuda(Meter):
+    """What the CUDA allocator says."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __enter__(self) -> "_Cuda":
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._before = torch.cuda.memory_allocated(self._device)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.synchronize(self._device)
+        self.bytes = torch.cuda.max_memory_allocated(self._device) - self._before
+
+
+class _Counted(TorchDispatchMode, Meter):
+    """Every operation's results, from when they are made to when they are gone. What an operation takes inside is not
+    seen; on a CPU that is small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in _tensors((args, kwargs)):  # what is there already is not ours, nor what is written in place
+            self._see(tensor, ours=False)
+        out = func(*args, **(kwargs or {}))
+        for tensor in _tensors(out):
+            self._see(tensor, ours=True)
+        return out
+
+    def _see(self, tensor: Tensor, *, ours: bool) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._known:
+            nbytes = storage.nbytes() if ours else 0
+            self._known.add(storage._cdata)
+            self._now += nbytes
+            self.bytes = max(self.bytes, self._now)
+            finalize(storage, self._gone, storage._cdata, nbytes)
+
+    def _gone(self, storage: int, nbytes: int) -> None:
+        self._known.discard(storage)
+        self._now -= nbytes
+
+
+def _tensors(found: Any) -> list[Tensor]:
+    """All tensors in nested arguments, but for packed weights, whose storage nobody may look at."""
+    if isinstance(found, Tensor):
+        return [] if found.is_mkldnn else [found]
+    if isinstance(found, dict):
+        found = list(found.values())
+    return [tensor for part in found for tensor in _tensors(part)] if isinstance(found, list | tuple) else []

@@ -80,7 +80,9 @@ def test_what_a_step_takes_is_not_turned_into_cells() -> None:
 def test_a_memory_that_leaves_no_room_for_a_step_is_refused_with_the_numbers_to_change() -> None:
     with (
         mock.patch.object(building, "free_cpu_bytes", return_value=200_000),
-        pytest.raises(CapacityTooSmall, match=r"more than the 200000 .* cache_bytes; lower step_tokens, max_sequences"),
+        pytest.raises(
+            CapacityTooSmall, match=r"200000 are free. Lower cache_bytes; or lower step_tokens, max_sequences"
+        ),
     ):
         Engine(network(), cache_bytes=190_000, context=64)
 

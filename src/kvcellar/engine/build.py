@@ -161,7 +161,7 @@ def _capacity(guest: Guest, settings: Settings, context: int) -> Capacity:
         max_sequences=settings.max_sequences,
         step_tokens=settings.step_tokens,
     )
-    check_room(capacity, needed, free)
+    check_room(capacity, guest.device, needed, free)
     return capacity
 
 

@@ -110,13 +110,13 @@ def _points(full: int, small: tuple[int, int]) -> tuple[tuple[int, ...], tuple[f
     return (a, b), (1 - slope, slope)
 
 
-def check_room(capacity: Capacity, needed: int, free: int) -> None:
+def check_room(capacity: Capacity, device: torch.device, needed: int, free: int) -> None:
     """Raise `CapacityTooSmall` unless the planes and the `needed` bytes of a step go into what is free."""
     if capacity.bytes + needed > free:
         raise CapacityTooSmall(
-            f"{capacity.bytes} bytes of memory ({capacity.because}) and {needed} bytes for a step are more than the "
-            f"{free} that are free. Lower cache_bytes; lower step_tokens, max_sequences or context to make a step "
-            f"smaller."
+            f"{capacity.bytes} bytes for {capacity.tokens} tokens ({capacity.because}) cannot be had on {device}: a step "
+            f"takes {needed} more, and {free} are free. Lower cache_bytes; or lower step_tokens, max_sequences or "
+            f"context, which makes a step smaller."
         )
 
 

@@ -159,14 +159,14 @@ def test_an_input_is_read_between_steps_too():
     mem.write_input(5, 6, of(5, 6))
     mem.write_input(6, 2, of(6, 2))
     for layer in INPUT:
-        k, v = mem.read_input(layer, [5, 4, 5])
-        for plane, stored in enumerate((k, v)):
+        for plane, name in enumerate("kv"):
+            stored = mem.read_input(layer, name, [5, 4, 5])
             spelt = [[word for word, _ in identity.spelled(row, layer, plane)] for row in stored]
             assert spelt == [list(_tokens(seq, 6)) for seq in (5, 4, 5)]
     with pytest.raises(BadRequest, match=re.escape("[2, 6]")):
-        mem.read_input(10, [4, 6])
+        mem.read_input(10, "k", [4, 6])
     with pytest.raises(BadRequest, match="layer 0"):
-        mem.read_input(0, [4])
+        mem.read_input(0, "k", [4])
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4+hadamard", "fp8"])

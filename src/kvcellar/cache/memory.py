@@ -381,15 +381,14 @@ class Memory:
         self._give_input(seq, digest, [self._tables[source][index].share(0) for index in self._inputs])
         return True
 
-    def read_input(self, layer: int, seqs: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """(k [B,n,G,D], v [B,n,G,Dv]) of sequences whose inputs are all n long, in a step or between two."""
+    def read_input(self, layer: int, plane: str, seqs: Sequence[int]) -> Tensor:
+        """A plane [B,n,heads,size] of the inputs of sequences, all of which are n long, in a step or between two."""
         held, index = self._held[self._index_of(layer)], self._index_of(layer)
         lengths = {self.input_length(seq) for seq in seqs}
         if len(lengths) != 1 or not held.group.of_input:
             raise BadRequest(f"the inputs of sequences {list(seqs)} are {sorted(lengths)} long in layer {layer}")
         cells = indices([run for seq in seqs for run in self._known(seq)[index].runs], self.device)
-        k, v = (held.pool.read(layer, name, cells).unflatten(0, (len(seqs), -1)) for name in ("k", "v"))
-        return k, v
+        return held.pool.read(layer, plane, cells).unflatten(0, (len(seqs), -1))
 
     def _give_input(self, seq: int, digest: str | None, inputs: Sequence[Table]) -> None:
         tables = self._tables.setdefault(seq, [held.table() for held in self._held])

@@ -19,10 +19,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvcellar.attention.sdpa import Sdpa
-from kvcellar.cache.memory import Memory
+from kvcellar.cache.memory import Group, Memory
 from kvcellar.errors import BadRequest, ModelRefused, NotSupported
 from kvcellar.models.guest import stored_shape
-from kvcellar.models.shape import Shape
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
 
@@ -30,11 +29,11 @@ from kvcellar.spans import Span
 class GenerationCache(Cache):
     """A cache for `model.generate` (greedy, sampling, beam search, assisted) that keeps K/V in `memory`."""
 
-    def __init__(self, shape: Shape, memory: Memory) -> None:
+    def __init__(self, groups: tuple[Group, ...], memory: Memory) -> None:
         super().__init__(layers=[])
         self.memory = memory
         self.rows: list[int] = []
-        self._layers = frozenset(layer for group in shape.groups for layer in group.layers)
+        self._layers = frozenset(layer for group in groups for layer in group.layers)
         self._stored: set[int] = set()  # layers that have stored in the open step
         self._next = 1
 
@@ -50,7 +49,7 @@ class GenerationCache(Cache):
             device=device,
             backend=Sdpa(),
         )
-        return cls(shape, memory)
+        return cls(shape.groups, memory)
 
     # -- what models and `generate` call -------------------------------------------------------------------------
 
@@ -71,6 +70,11 @@ class GenerationCache(Cache):
             self._stored.clear()
         keys, values = (torch.stack(planes).transpose(1, 2) for planes in zip(*held, strict=True))
         return keys.to(key_states.dtype), values.to(value_states.dtype)
+
+    @property
+    def in_step(self) -> bool:
+        """Is a forward under way that has not stored all?"""
+        return bool(self._stored)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.memory.length(self.rows[0]) if self.rows else 0
@@ -141,7 +145,7 @@ class GenerationCache(Cache):
     def _begin(self, rows: int, tokens: int) -> None:
         self._stored.clear()
         if not self.rows:
-            self.rows = [self._fresh() for _ in range(rows)]
+            self.rows = [self.fresh() for _ in range(rows)]
         if rows != len(self.rows):
             raise BadRequest(
                 f"the cache holds {len(self.rows)} rows and was given {rows}; reset() it for another batch"
@@ -152,14 +156,15 @@ class GenerationCache(Cache):
     def _become(self, sources: list[int]) -> None:
         """Row i goes on as `sources[i]`. Every source is forked before any is dropped."""
         length = self.get_seq_length()
-        fresh = [self._fresh() for _ in sources]
+        fresh = [self.fresh() for _ in sources]
         for seq, source in zip(fresh, sources, strict=True):
             self.memory.fork(source, seq, length)
         for seq in self.rows:
             self.memory.drop(seq)
         self.rows = fresh
 
-    def _fresh(self) -> int:
+    def fresh(self) -> int:
+        """The number of a sequence that nobody has."""
         self._next += 1
         return self._next
 

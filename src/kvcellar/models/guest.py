@@ -214,8 +214,13 @@ def _choose(shape: Shape, backends: Sequence[Backend]) -> dict[str, Chosen]:
     return {name: choose(ask, backends) for name, ask in shape.asks.items()}
 
 
-class _StoreProbe(ProbeDoor):
+class StoreProbe(ProbeDoor):
     """For a model with its own attention: only what it stores is watched."""
+
+    @property
+    def held(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """By layer, k [1,G,T,D] and v [1,G,T,Dv]."""
+        return {layer: (stored.k, stored.v) for layer, stored in self.stored.items()}
 
     def mask(self, rule: Any, local_size: int | None, q_length: int, device: torch.device) -> Tensor:
         raise ModelRefused("a model that runs solo must use its own masks")
@@ -229,12 +234,11 @@ def _solo(model: PreTrainedModel, backends: Sequence[Backend], why: str) -> Gues
 
 def stored_shape(model: PreTrainedModel) -> Shape:
     """What a model stores, told by a small forward with the attention that it has. Raises `ModelRefused`."""
-    door = _StoreProbe(context_of(model))
+    door = StoreProbe(context_of(model))
     _probe(model, door, range(PROBE_TOKENS))
-    stored = {layer: (s.k, s.v) for layer, s in door.stored.items()}
-    if not stored:
+    if not door.held:
         raise ModelRefused("its forward stores no keys and values through the cache, so there is nothing to remember")
-    return causal_shape(stored, dtype=str(model.dtype).removeprefix("torch."), device=model.device.type)
+    return causal_shape(door.held, dtype=str(model.dtype).removeprefix("torch."), device=model.device.type)
 
 
 def _own_attention(model: PreTrainedModel) -> None:

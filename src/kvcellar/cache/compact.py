@@ -1,7 +1,7 @@
 """compact: live cells move together, towards the low ones, a bounded piece at a time.
 
 A pass lays one table of a group behind the other, from cell 1 on and each in order of position, so that it becomes one
-run, or as few as its sharing allows. What lies in the way is moved to free cells first; so a pass moves no cell more
+run, or a few where it is shared. What lies in the way is moved to free cells first; so a pass moves no cell more
 than twice. Steps may run between the pieces: whatever they add or free is found by this pass or by the next.
 
 Always true:
@@ -76,6 +76,10 @@ class Compaction:
         """The runs of a table above the frontier, in order of position."""
         runs = [run for run in table.runs if run.end > self.at]
         return [run if run.cell >= self.at else Run(self.at, run.end - self.at) for run in runs]
+
+    def check(self) -> None:
+        """Assert what can be seen of that between two pieces: the frontier never falls below the first cell."""
+        assert self.at >= 1, f"the frontier is at {self.at}"
 
     def _lay_out(self, extents: Sequence[Run], free: Sequence[Run], budget: int) -> list[Move]:
         """As many of `extents` to where they belong as is free there."""

@@ -135,4 +135,5 @@ class Held:
         """Assert what is always true, where `runs` are all that somebody holds."""
         self.cells.check()
         self.cells.check_holders(runs)
+        self.compaction.check()
         assert self.pool.bytes >= len(self.group.layers) * self.pool.layer_bytes(self.cells.capacity)

@@ -114,8 +114,8 @@ def check_room(capacity: Capacity, device: torch.device, needed: int, free: int)
     """Raise `CapacityTooSmall` unless the planes and the `needed` bytes of a step go into what is free."""
     if capacity.bytes + needed > free:
         raise CapacityTooSmall(
-            f"{capacity.bytes} bytes for {capacity.tokens} tokens ({capacity.because}) cannot be had on {device}: a step "
-            f"takes {needed} more, and {free} are free. Lower cache_bytes; or lower step_tokens, max_sequences or "
+            f"{capacity.bytes} bytes for {capacity.tokens} tokens ({capacity.because}) cannot be had on {device}: a "
+            f"step takes {needed} more, and {free} are free. Lower cache_bytes; or lower step_tokens, max_sequences or "
             f"context, which makes a step smaller."
         )
 

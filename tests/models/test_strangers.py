@@ -11,9 +11,11 @@ from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 from kvcellar.attention.choose import backends
+from kvcellar.cache.layouts import Causal, Sliding
 from kvcellar.errors import ModelRefused
 from kvcellar.models.guest import adopt
 from kvcellar.models.seam import ATTENTION, scoring_of
+from kvcellar.models.shape import recognise
 from tests.models.timeline import BOUND, Timeline
 from tests.zoo import ARCHS, reference_logits
 
@@ -74,7 +76,7 @@ def test_keywords_that_say_nothing_are_let_pass() -> None:
 # -- masks ------------------------------------------------------------------------------------------------------------
 
 
-def masked(build: Callable[[], PreTrainedModel], monkeypatch: pytest.MonkeyPatch, **how: Any) -> None:
+def masked(monkeypatch: pytest.MonkeyPatch, **how: Any) -> None:
     """Llamas make their causal masks with these further rules."""
     honest = modeling_llama.create_causal_mask
     monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda *args, **kw: honest(*args, **kw, **how))
@@ -93,22 +95,37 @@ def a_window_from_afar(batch: Any, head: Any, q: Any, k: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("rule", "reason"),
+    ("rule", "sees"),
     [
-        (every_second, "instead of a stretch up to itself"),
-        (four_and_a_window, "instead of a stretch up to itself"),
-        (a_window_from_afar, "neither causal, nor sliding, nor chunked"),
+        (every_second, "position 1 sees [1]"),
+        (four_and_a_window, "position 12 sees [0, 1, 2, 3, 5, 6, 7, 8]"),
+        (a_window_from_afar, "position 255 sees [156, 157"),
     ],
 )
-def test_a_mask_of_another_shape_is_left_to_the_model(rule: Wrap, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    masked(llama, monkeypatch, and_mask_function=rule)
-    assert reason in served_right(llama)
+def test_a_mask_of_another_shape_is_left_to_the_model(rule: Wrap, sees: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    masked(monkeypatch, and_mask_function=rule)
+    said = served_right(llama)
+    assert "neither causal, nor sliding, nor chunked" in said
+    assert sees in said
+
+
+def test_a_context_of_millions_is_recognised_without_a_mask_of_millions() -> None:
+    def window(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        assert k.numel() < 2000
+        return (k <= q) & (k > q - 100_000)
+
+    assert recognise(window, 100_000, 1 << 24, torch.device("cpu")) == Sliding(100_000)
+    with pytest.raises(ModelRefused, match="neither causal"):
+        recognise(window, 100_001, 1 << 24, torch.device("cpu"))
+    with pytest.raises(ModelRefused, match="neither causal"):
+        recognise(window, None, 1 << 24, torch.device("cpu"))
+    assert recognise(window, 100_000, 100_000, torch.device("cpu")) == Causal()
 
 
 def test_a_mask_that_sees_the_future_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    masked(llama, monkeypatch, or_mask_function=lambda batch, head, q, k: k <= q + 1)
+    masked(monkeypatch, or_mask_function=lambda batch, head, q, k: k <= q + 1)
     said = refusal(llama())
-    assert "lets position 0 see [0, 1]" in said
+    assert "position 0 sees [0, 1]" in said
     assert "solo: its logits differ" in said
 
 

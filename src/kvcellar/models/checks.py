@@ -28,7 +28,8 @@ _SIZES = {  # numbers that must be there as whole numbers, if they are there, an
     **dict.fromkeys(_DEPTHS, 10_000),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "n_heads"), 10_000),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "head_dim", "intermediate_size", "ffn_dim"), 1 << 20),
-    **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions"), 1 << 31),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"), 1 << 24),
+    "vocab_size": 1 << 31,
 }
 _COUNT = re.compile(r"(n|num)_\w*(layer|head|expert|block)s?|\w+_(layers|heads|experts)")
 _MOST_COUNTED = 10_000  # of layers, heads, experts, blocks

@@ -169,7 +169,7 @@ def _build(path: Path, config: Any, dtype: torch.dtype, weights: Weights) -> Pre
         raise ModelRefused(f"transformers cannot build a {config.model_type} from config.json: {error}") from error
     elements = _count(skeleton)
     check_shapes({name: tuple(value.shape) for name, value in skeleton.state_dict().items()}, elements, weights)
-    _check_room(elements * dtype.itemsize)
+    _check_room(elements * dtype.itemsize + sum(buffer.nbytes for buffer in skeleton.buffers()))
     try:
         built: Any = AutoModelForCausalLM.from_pretrained(
             path,
@@ -190,10 +190,9 @@ def _build(path: Path, config: Any, dtype: torch.dtype, weights: Weights) -> Pre
 
 
 def _check_room(size: int) -> None:
-    if hasattr(os, "sysconf"):  # not on Windows
-        most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if size > most:
-            raise ModelRefused(f"its weights need {size} bytes; this machine has {most} bytes of memory in all")
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if size > most:
+        raise ModelRefused(f"its weights and tables need {size} bytes; this machine has {most} bytes of memory in all")
 
 
 def _count(model: PreTrainedModel) -> int:

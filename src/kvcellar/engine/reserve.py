@@ -7,7 +7,7 @@ tokens remembered. Where attention works block by block, or in windows, the trut
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from weakref import finalize
@@ -24,7 +24,7 @@ from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
 
 ROWS = (136, 160)  # of a prompt: both more than a block of rows that a backend scores at once
-WRITERS = (2, 6)
+WRITERS = (1, 3)
 REMEMBERED = (16, 48)
 
 
@@ -161,10 +161,12 @@ class _Counted(TorchDispatchMode, Meter):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in _tensors((args, kwargs)):  # what is there already is not ours, nor what is written in place
+        for tensor in _tensors(
+            (args, tuple(kwargs.values()) if kwargs else ())
+        ):  # what is there already is not ours, nor what is written in place
             self._see(tensor, ours=False)
         out = func(*args, **(kwargs or {}))
-        for tensor in _tensors(out):
+        for tensor in _tensors((out,)):
             self._see(tensor, ours=True)
         return out
 
@@ -182,10 +184,11 @@ class _Counted(TorchDispatchMode, Meter):
         self._now -= nbytes
 
 
-def _tensors(found: Any) -> list[Tensor]:
+def _tensors(found: Any) -> Iterator[Tensor]:
     """All tensors in nested arguments, but for packed weights, whose storage nobody may look at."""
-    if isinstance(found, Tensor):
-        return [] if found.is_mkldnn else [found]
-    if isinstance(found, dict):
-        found = list(found.values())
-    return [tensor for part in found for tensor in _tensors(part)] if isinstance(found, list | tuple) else []
+    for part in found:
+        if isinstance(part, Tensor):
+            if not part.is_mkldnn:
+                yield part
+        elif isinstance(part, list | tuple):
+            yield from _tensors(part)

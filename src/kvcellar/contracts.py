@@ -270,8 +270,10 @@ class Backend(Protocol):
         ...
 
     def attend(self, q: Any, history: History, scoring: Scoring) -> Any:
-        """q [T,H,D] -> [T,H,Dv]; row t sees `[layout.lowest(pos_t), segment.last(pos_t)]` of its own segment, and nothing
-        else. The rows of a segment without cells (a sequence that was given no input) answer zeros."""
+        """q [T,H,D] -> [T,H,Dv]; row t sees `[layout.lowest(pos_t), segment.last(pos_t)]` of its own segment, no more.
+
+        The rows of a segment without cells (a sequence that was given no input) answer zeros.
+        """
         ...
 
     def attend_dense(self, q: Any, k: Any, v: Any, visible: Any, scoring: Scoring) -> Any:

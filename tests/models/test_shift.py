@@ -107,7 +107,7 @@ def test_logits_after_a_shift_are_those_over_the_same_keys_and_values_at_the_new
         pytest.skip("this window holds too little for the gap to close inside it")
     before = moved.memory.length(1)
     moved.memory.remove(1, GONE)
-    # A fresh memory is given the K/V that a shift promises: the filler around the gap, and the probe's at its new place.
+    # A fresh memory is given the K/V that a shift promises: the filler around the gap, the probe's at its new place.
     fresh = guest.memory({group.name: 256 for group in guest.shape.groups})
     stored, _, _ = stored_at(guest, FILLER - len(GONE))
     generator = torch.Generator().manual_seed(1)

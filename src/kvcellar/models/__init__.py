@@ -1,1 +1,1 @@
-"""models: someone else's network: load it, learn its shape, run it on our memory. Only here transformers is imported."""
+"""models: someone else's network. Load it, learn its shape, run it on our memory. No other room knows transformers."""

@@ -1,6 +1,6 @@
 """The dumb model that judges the memory: lists of tokens, and of each kind of layer the rule in one line.
 
-Every token that is ever written has a number of its own. In every group it is one `Cell`, which lines share as they are:
+Every token that is ever written has a number of its own. In every group it is one `Cell`, which lines share as it is:
 the cells in use are the distinct ones that somebody holds.
 """
 
@@ -31,7 +31,9 @@ def sliding(window: int, memory: int) -> Kind:
 
 
 def chunked(size: int) -> Kind:
-    return Kind(Chunked(size), lambda q, k: k <= q and k // size == q // size, lambda end, k: k // size >= (end - 1) // size)
+    return Kind(
+        Chunked(size), lambda q, k: k <= q and k // size == q // size, lambda end, k: k // size >= (end - 1) // size
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +180,9 @@ class Dumb:
         line = self.lines[seq]
         after = len(line.tokens) - (end - start)
         for m, held in zip(self.members, line.held, strict=True):
-            if isinstance(m.kind.layout, Chunked) and (start % m.kind.layout.size or (end - start) % m.kind.layout.size):
+            if isinstance(m.kind.layout, Chunked) and (
+                start % m.kind.layout.size or (end - start) % m.kind.layout.size
+            ):
                 return False
             moved = {pos if pos < start else pos - (end - start) for pos in held if not start <= pos < end}
             if any(k not in moved for k in range(after) if m.kind.sees(after, k)):

@@ -17,7 +17,7 @@ MARK = 0b1010  # the four bits on top; turned, they are 0101, and neither zeros 
 def vectors(
     tokens: Sequence[int], layer: int, plane: int, heads: int, size: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """[T,heads,size]. Lane i is a bit of the token's word, turned by 7 more bits every 32 lanes: no two heads are alike."""
+    """[T,heads,size]. Lane i is a bit of the token's word, 7 bits further on every 32 lanes: no two heads are alike."""
     if heads * size < LANES:
         raise ValueError(f"{heads} heads of {size} have less than {LANES} lanes")
     words = torch.tensor([_word(token, layer, plane) for token in tokens], dtype=torch.long)

@@ -1,5 +1,7 @@
 """A batch: which sequences get new tokens. Written as feeds, or token by token."""
 
+from itertools import groupby, pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +11,12 @@ from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
 
 FEEDS = st.lists(
-    st.builds(lambda seq, start, n: Feed(seq, Span(start, start + n)), st.integers(0, 9), st.integers(0, 99), st.integers(1, 5)),
+    st.builds(
+        lambda seq, start, n: Feed(seq, Span(start, start + n)),
+        st.integers(0, 9),
+        st.integers(0, 99),
+        st.integers(1, 5),
+    ),
     unique_by=lambda feed: feed.seq,
     min_size=1,
     max_size=6,
@@ -28,17 +35,13 @@ def test_token_by_token_says_the_same_as_feed_by_feed(feeds: list[Feed]) -> None
 
 
 @law
-@given(FEEDS, st.randoms())
-def test_tokens_in_another_order_are_refused(feeds: list[Feed], random) -> None:
-    rows = [(feed.seq, pos) for feed in feeds for pos in range(feed.pos.start, feed.pos.end)]
-    mixed = random.sample(rows, len(rows))
-    by_feed = sorted(range(len(mixed)), key=lambda i: [seq for seq, _ in mixed].index(mixed[i][0]))
-    in_order = [mixed[i] for i in by_feed] == mixed and all(
-        b[1] == a[1] + 1 for a, b in zip(mixed, mixed[1:], strict=False) if a[0] == b[0]
-    )
-    seqs, positions = zip(*mixed, strict=True)
-    if in_order:
-        assert Batch.of(seqs, positions).tokens == len(rows)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4)), min_size=1, max_size=6))
+def test_rows_are_a_batch_if_each_sequence_is_one_stretch_of_positions(rows: list[tuple[int, int]]) -> None:
+    seqs, positions = [seq for seq, _ in rows], [pos for _, pos in rows]
+    stretches = [list(group) for _, group in groupby(rows, key=lambda row: row[0])]
+    once = len({stretch[0][0] for stretch in stretches}) == len(stretches)
+    if once and all(b[1] == a[1] + 1 for stretch in stretches for a, b in pairwise(stretch)):
+        assert [len(feed.pos) for feed in Batch.of(seqs, positions).feeds] == [len(stretch) for stretch in stretches]
     else:
         with pytest.raises(BadRequest):
             Batch.of(seqs, positions)

@@ -1,12 +1,17 @@
 """Layouts are rules: what they promise of each other, and what they say against one line that says the same."""
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcellar.attention.reference import Reference
 from kvcellar.cache.layouts import Causal, Chunked, Sliding
+from kvcellar.cache.memory import Memory
 from kvcellar.errors import BadRequest
-from tests.laws.dumb import Dumb, Kind, Line, causal, chunked, sliding
+from kvcellar.plan import Batch, Feed
+from kvcellar.spans import Span
+from tests.laws.dumb import Cell, Dumb, Kind, Line, causal, chunked, member, sliding
 
 KINDS = st.one_of(
     st.just(causal()),
@@ -14,7 +19,7 @@ KINDS = st.one_of(
     st.builds(lambda window, more: sliding(window, window + more), st.integers(1, 12), st.integers(0, 6)),
 )
 POS = st.integers(0, 60)
-law = settings(derandomize=True, deadline=None, max_examples=300)
+law = settings(derandomize=True, deadline=None, max_examples=200)
 
 
 @law
@@ -34,14 +39,21 @@ def test_lowest_never_falls_and_keep_stays_below_it(kind: Kind, pos: int) -> Non
     assert list(range(layout.keep(pos), pos)) == [k for k in range(pos) if kind.stays(pos, k)]
 
 
+SPANS = st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted)
+
+
 @law
-@given(KINDS, POS, st.integers(0, 60), st.integers(0, 70))
-def test_resuming_and_cutting_are_exact(kind: Kind, first: int, count: int, pos: int) -> None:
+@given(KINDS, POS, st.integers(0, 40), st.integers(0, 110), SPANS)
+def test_resuming_cutting_and_shifting_are_exact(kind: Kind, first: int, count: int, pos: int, gone: list[int]) -> None:
     """Against trying: may the token at `kept` see all it needs, where exactly [first, end) is held?"""
     end = first + count
-    dumb = Dumb([kind], {0: Line(list(range(end)), [{k: k for k in range(first, end)}])})
+    dumb = Dumb([member("only", kind, [0], (1, 1), 16, 16)])
+    dumb.lines[0] = Line(list(range(end)), [{k: Cell(k) for k in range(first, end)}])
     assert kind.layout.can_cut(first, end, pos) == dumb.can_cut(0, pos)
     assert kind.layout.can_resume(first, end, pos) == (dumb.can_cut(0, pos) == pos)
+    span = Span(*gone)
+    if span.end < end and len(span) and dumb.can_cut(0, end) == end:
+        assert kind.layout.can_shift(first, end, span) == dumb.can_shift(0, span.start, span.end)
 
 
 @law
@@ -98,3 +110,28 @@ def test_a_step_back_by_one_is_always_possible() -> None:
     for layout in (Causal(), Sliding(1), Sliding(4), Sliding(4, 7), Chunked(4)):
         for end in range(1, 40):
             assert layout.can_resume(layout.keep(end), end, end - 1), f"{layout} at {end}"
+
+
+@law
+@given(st.lists(KINDS, min_size=2, max_size=3), st.lists(st.integers(1, 12), min_size=1, max_size=5))
+def test_groups_agree_where_one_can_go_on(kinds: list[Kind], steps: list[int]) -> None:
+    """Each group alone may allow more: what one gives up, another may need."""
+    members = [member(f"group {i}", kind, [i], (1, 1), 16, 16) for i, kind in enumerate(kinds)]
+    memory = Memory(
+        [m.group for m in members],
+        cells=dict.fromkeys((m.group.name for m in members), 60),
+        dtype=torch.float32,
+        device="meta",
+        backend=Reference(),
+    )
+    dumb = Dumb(members)
+    for number in steps:
+        memory.begin(Batch((Feed(0, Span(memory.length(0), memory.length(0) + number)),)))
+        memory.commit()
+        dumb.begin({0: number})
+        dumb.commit({})
+    expected = [dumb.can_cut(0, pos) for pos in range(dumb.length(0) + 2)]
+    assert [memory.can_cut(0, pos) for pos in range(dumb.length(0) + 2)] == expected
+    assert [memory.can_resume(0, pos) for pos in range(dumb.length(0) + 2)] == [
+        kept == pos for pos, kept in enumerate(expected)
+    ]

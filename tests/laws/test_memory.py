@@ -1,7 +1,8 @@
 """The memory against a dumb model: random timelines on every layout, with every cell saying whose it is.
 
-After each operation `check()` holds, and what the memory says of itself is what the dumb model knows. In each step every
-row sees exactly the tokens that its layout's rule names, in every layer, whichever way one reads. What raises changes nothing.
+After each operation `check()` holds, and what the memory says of itself is what the dumb model knows. In each step
+every row sees exactly the tokens that its layout's rule names, in every layer, whichever way one reads. What raises
+changes nothing.
 """
 
 from collections.abc import Mapping
@@ -18,14 +19,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvcellar.attention.reference import attend_dense
 from kvcellar.cache.memory import Memory
-from kvcellar.cache.pool import Pool
-from kvcellar.contracts import Scoring
+from kvcellar.cache.pool import AXES, Pool
+from kvcellar.contracts import Arrangement, Scoring
 from kvcellar.errors import BadRequest, CacheFull, NotSupported, UnknownSequence, WrongStage
 from kvcellar.plan import Batch, Feed, GroupPlan, Plan, Run
 from kvcellar.spans import Span
 from tests.laws import identity
 from tests.laws.dumb import Dumb, Member, causal, chunked, member, shifting, sliding
-from tests.laws.watch import Brittle, ByHead, nothing_changes, stored
+from tests.laws.watch import Brittle, nothing_changes, stored
 
 SEQS = st.integers(0, 4)
 NUMBERS = st.integers(0, 999)  # taken modulo whatever there is to choose from
@@ -45,11 +46,12 @@ class Timeline(RuleBasedStateMachine):
     @initialize(
         cells=st.lists(st.integers(12, 70), min_size=4, max_size=4),
         dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-        backend=st.sampled_from([Brittle, Brittle, ByHead]),
+        arrangement=st.sampled_from(sorted(AXES)),
+        padding=st.sampled_from([1, 8]),
     )
-    def start(self, cells: list[int], dtype: torch.dtype, backend: type) -> None:
+    def start(self, cells: list[int], dtype: torch.dtype, arrangement: Arrangement, padding: int) -> None:
         names = [m.group.name for m in self.members]
-        self.backend = backend()
+        self.backend = Brittle(arrangement, padding)
         self.memory = Memory(
             [m.group for m in self.members],
             cells=dict(zip(names, cells, strict=False)),
@@ -171,8 +173,9 @@ class Timeline(RuleBasedStateMachine):
         history = self.memory.get(layer)
         found = []
         for number, name in enumerate(("k", "v")):
-            plane = history.plane(name) if history.arrangement == "token" else history.plane(name).transpose(0, 1)
-            found.append(identity.spelled(torch.cat([plane[run.cell : run.end] for run in runs]), layer, number))
+            plane = history.stored(name)
+            by_cell = plane.codes.permute(AXES[plane.arrangement])
+            found.append(identity.spelled(torch.cat([by_cell[run.cell : run.end] for run in runs]), layer, number))
         assert found[1] == [(token, 0) for token, _ in found[0]]
         return found[0]
 
@@ -326,9 +329,7 @@ class Timeline(RuleBasedStateMachine):
                 call()
 
     @rule(feeds=FEEDS, end=ENDS, layer=NUMBERS, number=st.sampled_from([-1, 100]))
-    def misuse_in_a_step(
-        self, feeds: Mapping[int, int], end: str | Mapping[int, int], layer: int, number: int
-    ) -> None:
+    def misuse_in_a_step(self, feeds: Mapping[int, int], end: str | Mapping[int, int], layer: int, number: int) -> None:
         if not self._begin(feeds):
             return
         memory, layer = self.memory, self._layers()[layer % len(self._layers())]
@@ -361,11 +362,10 @@ class Timeline(RuleBasedStateMachine):
         batch = self._batch(feeds)
         if min(self.memory.free().values()) < batch.tokens:
             return
-        if isinstance(self.backend, Brittle):
-            self.backend.broken, self.backend.whole = True, whole % len(self.members)
-            with pytest.raises(MemoryError), nothing_changes(self.memory):
-                self.memory.begin(batch)
-            self.backend.broken = False
+        self.backend.broken, self.backend.whole = True, whole % len(self.members)
+        with pytest.raises(MemoryError), nothing_changes(self.memory):
+            self.memory.begin(batch)
+        self.backend.broken = False
         with nothing_changes(self.memory), mock.patch.object(torch, "tensor", side_effect=MemoryError):
             with suppress(MemoryError):  # some steps need none
                 self.memory.begin(batch)

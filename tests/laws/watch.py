@@ -1,4 +1,4 @@
-"""Looking into a memory from outside: all it consists of, so that nothing changes unseen; and a backend that can fail."""
+"""Looking into a memory: all it consists of, so that nothing changes unseen; and a backend that can fail."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcellar.attention.reference import Reference
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.cells import Cells
 from kvcellar.cache.memory import Memory
@@ -18,7 +17,8 @@ from kvcellar.plan import GroupPlan, Run
 class Brittle(Sdpa):
     """Raises from `prepare` while `broken`, after `whole` calls that work."""
 
-    def __init__(self) -> None:
+    def __init__(self, arrangement: Arrangement = "token", padding: int = 1) -> None:
+        self.arrangement, self.padding = arrangement, padding
         self.broken, self.whole = False, 0
 
     def prepare(self, plan: GroupPlan, device: torch.device) -> Any:
@@ -26,12 +26,6 @@ class Brittle(Sdpa):
             raise MemoryError("no room for a mask")
         self.whole -= self.broken
         return super().prepare(plan, device)
-
-
-class ByHead(Reference):
-    """Wants planes arranged by head."""
-
-    arrangement: Arrangement = "head"
 
 
 def pieces(cells: Cells) -> list[tuple[int, int, int]]:

@@ -1,0 +1,72 @@
+"""Run the zoo on whatever transformers is installed: `python -m scripts.canary [NAME ...]`.
+
+Each architecture is adopted and plays the timeline that its test plays. The table says how it is served, and how with
+the transformers that we pin. Exits with 1 if one that is served with that no longer is, or is served wrongly.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import transformers
+
+from kvcellar.attention.choose import backends
+from kvcellar.errors import ModelRefused
+from kvcellar.models.guest import STRANGE, adopt
+from kvcellar.models.quiet import quiet
+from tests.models.served import expected
+from tests.models.timeline import BOUND, Timeline, seed_of
+from tests.zoo import ARCHS
+
+WIDTH = max(map(len, ARCHS))
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """How an architecture is served, and what there is to say about it."""
+
+    how: Literal["flat", "solo", "refused", "wrong"]
+    said: str
+
+
+def look(name: str) -> Found:
+    try:
+        with quiet():
+            model, judge = ARCHS[name].build(), ARCHS[name].build()
+    except STRANGE as error:
+        return Found("refused", f"it cannot be built: {type(error).__name__}: {error}")
+    try:
+        guest = adopt(model, backends())
+    except ModelRefused as refusal:
+        return Found("refused", str(refusal))
+    timeline = Timeline(guest, judge, seed_of(name))
+    try:
+        timeline.play()
+        worst = timeline.judged()
+    except (AssertionError, *STRANGE) as error:
+        return Found("wrong", f"{type(error).__name__}: {error}")
+    if worst > BOUND:
+        return Found("wrong", f"its logits differ by {worst:.1e}")
+    return Found(guest.mode, guest.refused or f"its logits differ by {worst:.1e} at most")
+
+
+def main(names: Sequence[str]) -> int:
+    torch.set_num_threads(1)
+    print(f"transformers {transformers.__version__}, torch {torch.__version__}")
+    lost: list[str] = []
+    for name in names or ARCHS:
+        found, before = look(name), expected(name)
+        broken = found.how == "wrong" or (found.how == "refused" and before != "refused")
+        if broken:
+            lost.append(name)
+        mark = "LOST " if broken else "     " if found.how == before else "other"
+        said = " ".join(found.said.split())[:160]
+        print(f"{mark} {name:{WIDTH}} {before:7} -> {found.how:7} {said}", flush=True)
+    print(f"{len(lost)} lost{': ' if lost else ''}{', '.join(lost)}")
+    return 1 if lost else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

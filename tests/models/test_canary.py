@@ -1,0 +1,56 @@
+"""The canary says what is served, and cries when something no longer is."""
+
+import pytest
+from transformers import PreTrainedModel
+
+from kvcellar.errors import ModelRefused
+from kvcellar.models.guest import Guest
+from kvcellar.models.guest import adopt as honest
+from scripts import canary
+
+
+def test_it_is_content_with_the_transformers_that_we_pin(capsys: pytest.CaptureFixture[str]) -> None:
+    assert canary.main(["llama", "bloom", "lfm2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("transformers 5.")
+    assert [line.split()[:4] for line in lines[1:4]] == [
+        ["llama", "flat", "->", "flat"],
+        ["bloom", "solo", "->", "solo"],
+        ["lfm2", "refused", "->", "refused"],
+    ]
+    assert lines[4] == "0 lost"
+
+
+def test_it_cries_when_one_is_refused_that_was_served(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def adopt(model: PreTrainedModel, *rest: object) -> Guest:
+        if model.config.model_type == "llama":
+            raise ModelRefused("its cache has another face now")
+        return honest(model, *rest)
+
+    monkeypatch.setattr(canary, "adopt", adopt)
+    assert canary.main(["llama", "qwen3"]) == 1
+    out = capsys.readouterr().out
+    assert "LOST  llama" in out
+    assert "its cache has another face now" in out
+    assert out.endswith("1 lost: llama\n")
+
+
+def test_it_cries_when_one_is_served_wrongly(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(canary.Timeline, "judged", lambda self: 0.5)
+    assert canary.main(["llama"]) == 1
+    assert "wrong   its logits differ by 5.0e-01" in capsys.readouterr().out
+
+
+def test_it_cries_when_one_can_no_longer_be_built(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(self: object) -> PreTrainedModel:
+        raise AttributeError("no such config field")
+
+    monkeypatch.setattr("tests.zoo.Arch.build", build)
+    assert canary.main(["llama"]) == 1
+    assert "it cannot be built: AttributeError: no such config field" in capsys.readouterr().out

@@ -233,6 +233,31 @@ def test_a_forward_that_failed_half_way_leaves_nothing_behind() -> None:
     ours.check()
 
 
+def test_the_picture_of_a_failed_forward_is_not_that_of_the_next_one() -> None:
+    model = built("mllama")
+    text = {name: pictures(1, (0,))[name][:, 1:] for name in ("input_ids", "attention_mask")}
+    ours = crossing(model, cells=100, input_cells=60)
+    layer = model.model.language_model.layers[3]
+    with mock.patch.object(layer, "forward", side_effect=ArithmeticError("late")), pytest.raises(ArithmeticError):
+        generate(model, pictures(1, (0,)), past_key_values=ours)
+    assert torch.equal(generate(model, text, past_key_values=ours), generate(model, text))
+    ours.check()
+    assert ours.memory.input_length(ours.rows[0]) == 0
+
+
+def test_rows_that_change_places_take_their_inputs_along() -> None:
+    model = built("bart")
+    ours = crossing(model, cells=100, input_cells=30)
+    generate(model, sentences(), past_key_values=ours)
+    before = [ours.cross_attention_cache.layers[at].keys.clone() for at in (0, 1)]
+    assert not torch.equal(before[1][0], before[1][1])
+    ours.reorder_cache(torch.tensor([1, 0]))
+    assert torch.equal(ours.cross_attention_cache.layers[1].keys, before[1].flip(0))
+    ours.batch_repeat_interleave(2)
+    assert torch.equal(ours.cross_attention_cache.layers[0].keys, before[0].flip(0).repeat_interleave(2, 0))
+    ours.check()
+
+
 def test_an_input_that_does_not_fit_says_so_and_no_row_has_a_part_of_it() -> None:
     model = built("t5")
     ours = crossing(model, cells=100, input_cells=11)

@@ -74,8 +74,6 @@ class DecoderCache(GenerationCache):
             raise NotSupported(
                 "the rows have an input, and can have no other: reset() the cache", self.get_seq_length()
             )
-        if layer in self._pending:  # the forward before this one did not come to its end
-            self._pending.clear()
         self._pending[layer] = (k, v)
         self._settle()
         return k, v
@@ -91,6 +89,10 @@ class DecoderCache(GenerationCache):
         super().reset()
         self._pending.clear()
         self._read = None
+
+    def _begin(self, rows: int, tokens: int) -> None:
+        self._pending.clear()  # the forward that computed it did not come to its end
+        super()._begin(rows, tokens)
 
     def _settle(self) -> None:
         """Write what is pending, once all layers are there and the forward's step is closed: for all rows, or for none.
@@ -229,6 +231,8 @@ def crossing(model: PreTrainedModel, *, cells: int, input_cells: int) -> Crossin
     own, crossed = _with_encoder(model) if has_encoder else _interleaved(model)
     if not own or not crossed:
         raise ModelRefused(f"{type(model).__name__} keeps no keys and values of an encoder's output in its cache")
+    if not has_encoder and min(crossed) < min(own):
+        raise ModelRefused(f"{type(model).__name__} looks at an encoder's output before it has stored a token")
     dtype, device = str(model.dtype).removeprefix("torch."), model.device
     text = causal_shape(own, dtype=dtype, device=device.type).groups
     behind = 1 + max(own.keys() | crossed.keys())

@@ -1,23 +1,24 @@
 """sdpa: portable attention in plain torch, sequence by sequence, on the cells where they are.
 
-On a CPU it is two matrix products around a softmax, for a block of rows at a time: scores in float32, weights in the type
-of the values. That is faster there than torch's scaled_dot_product_attention wherever that has no kernel of the CPU's own
+On a CPU it is two matrix products around a softmax, for a block of rows at a time: scores in float32, weights in the
+type of the values. That is as exact there as torch's scaled_dot_product_attention, and up to three times as fast
 (`docs/log.md`). Elsewhere it is scaled_dot_product_attention, except with softcap or sinks, which that does not know.
 
 The query heads that share a KV head are folded into rows that read it once.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcellar.contracts import Arrangement, Ask, History, Kind, Layout, Scoring, unread
+from kvcellar.contracts import Arrangement, Ask, History, Kind, Layout, Scoring, Stored, unread
 from kvcellar.plan import GroupPlan, Segment
 
 BLOCK = 128  # rows scored at once: bounds the scores, and skips the keys that no row of a block sees
+LONG_RUN = 32  # cells of a run, on average, from which on runs are copied one by one instead of cell by cell
 
 
 class Veil(NamedTuple):
@@ -28,7 +29,7 @@ class Veil(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Rows [start,end) of a part, and the stretch of its keys that they see."""
+    """Rows [start,end) of a part, and the stretch of its keys that they see, but for what veils hide."""
 
     start: int
     end: int
@@ -36,11 +37,15 @@ class Block(NamedTuple):
     veils: tuple[Veil, ...]
 
 
-class Part(NamedTuple):
-    """One sequence: its rows of the step, and the cells of its keys in order of position."""
+Cells = slice | tuple[slice, ...] | Tensor  # one run, a few long ones, or many short ones as an index [n]
 
-    rows: slice
-    cells: slice | Tensor  # a slice if they are one run
+
+class Part(NamedTuple):
+    """One sequence: rows [start,end) of the step, and the cells of its keys in order of position."""
+
+    start: int
+    end: int
+    cells: Cells
     blocks: tuple[Block, ...]  # none if there is nothing to see
 
 
@@ -63,23 +68,23 @@ class Sdpa:
     def attend(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
         keys, values = history.stored("k"), history.stored("v")
         out = q.new_empty(q.shape[0], q.shape[1], values.plane.size)  # [T,H,Dv]
-        q = keys.meet(q)
-        wide = torch.float32 if keys.storage.quantised else q.dtype
+        rows = _Rows(keys.meet(q), keys.plane.heads, scoring)
         part: Part
         for part in history.prepared:
             if not part.blocks:
-                out[part.rows] = 0
+                out[part.start : part.end] = 0
                 continue
-            k, v = keys.read(part.cells, wide, rotated=True), values.read(part.cells, q.dtype)  # [G,n,D], [G,n,Dv]
-            _attend(q[part.rows], k, v, part.blocks, scoring, out[part.rows])
+            k, v = _read(keys, part.cells, rows.key_dtype), _read(values, part.cells, rows.value_dtype)
+            rows.attend(part.start, part.blocks, k, v, out)
         return out
 
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:
         every = slice(0, k.shape[0])
-        rows = range(0, q.shape[0], BLOCK)
-        blocks = [Block(a, min(a + BLOCK, q.shape[0]), every, (Veil(every, ~visible[a : a + BLOCK]),)) for a in rows]
+        starts = range(0, q.shape[0], BLOCK)
+        blocks = [Block(a, min(a + BLOCK, q.shape[0]), every, (Veil(every, ~visible[a : a + BLOCK]),)) for a in starts]
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])  # [T,H,Dv]
-        _attend(q, k.transpose(0, 1), v.transpose(0, 1), blocks, scoring, out)
+        rows = _Rows(q, k.shape[1], scoring)
+        rows.attend(0, blocks, k.transpose(0, 1).to(rows.key_dtype), v.transpose(0, 1).to(rows.value_dtype), out)
         return out.masked_fill_(~visible.any(-1)[:, None, None], 0)
 
 
@@ -107,64 +112,92 @@ def _part(layout: Layout, segment: Segment, device: torch.device) -> Part:
             veils.append(Veil(slice(0, low[-1] - low[0]), keys < torch.tensor(low, device=device)[:, None]))
         seen = slice(low[0] - segment.first, last[-1] + 1 - segment.first)
         blocks.append(Block(a - start, b - start, seen, tuple(veils)))
-    return Part(slice(segment.row, segment.row + end - start), _cells(segment, device), tuple(blocks))
+    return Part(segment.row, segment.row + end - start, _cells(segment, device), tuple(blocks))
 
 
-def _cells(segment: Segment, device: torch.device) -> slice | Tensor:
+def _cells(segment: Segment, device: torch.device) -> Cells:
     """All that the segment sees."""
-    if not segment.runs:
-        return slice(0, 0)
-    if len(segment.runs) == 1:
-        return slice(segment.runs[0].cell, segment.runs[0].end)
-    return torch.cat([torch.arange(run.cell, run.end, device=device) for run in segment.runs])
+    runs = tuple(slice(run.cell, run.end) for run in segment.runs)
+    if len(runs) == 1:
+        return runs[0]
+    if segment.end - segment.first >= LONG_RUN * len(runs):  # for no runs, too: nothing is read then
+        return runs
+    return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Block, ...] | list[Block], scoring: Scoring, out: Tensor
-) -> None:
-    """Rows q [L,H,D] over k [G,N,D] and v [G,N,Dv], block by block, into out [L,H,Dv]."""
-    if q.device.type != "cpu" and scoring.softcap is None and scoring.sinks is None:
+def _read(stored: Stored, cells: Cells, dtype: torch.dtype) -> Tensor:
+    """[heads,n,size] in `dtype`, of keys as they were rotated: a view where it is one run, stored so."""
+    if not isinstance(cells, tuple):
+        return stored.read(cells, dtype, rotated=True)
+    n = sum(run.stop - run.start for run in cells)
+    out = torch.empty(stored.plane.heads, n, stored.plane.size, dtype=dtype, device=stored.codes.device)
+    plain = dtype if stored.storage.quantised else stored.codes.dtype  # a view, converted as it is copied
+    at = 0
+    for run in cells:
+        end = at + run.stop - run.start
+        out[:, at:end] = stored.read(run, plain, rotated=True)
+        at = end
+    return out
+
+
+class _Rows:
+    """The queries of a step, as the products want them: q [T,H,D] of which H/G heads share a KV head."""
+
+    def __init__(self, q: Tensor, groups: int, scoring: Scoring) -> None:
+        self._scoring, self._groups = scoring, groups
+        self._fused = q.device.type != "cpu" and scoring.softcap is None and scoring.sinks is None
+        wide = torch.promote_types(q.dtype, torch.float32)
+        # Products of float16 are a hundred times as slow as those of float32 on CPUs that do not know it.
+        self.key_dtype = q.dtype if self._fused else wide
+        self.value_dtype = wide if q.dtype is torch.float16 and not self._fused else q.dtype
+        if not self._fused:
+            q = q.to(wide) * scoring.scale
+        self._q = q.view(q.shape[0], groups, -1, q.shape[-1])  # [T,G,H/G,D]
+
+    def attend(self, start: int, blocks: Sequence[Block], k: Tensor, v: Tensor, out: Tensor) -> None:
+        """The rows of a part that begins at `start`, over its k [G,N,D] and v [G,N,Dv], into out [T,H,Dv]."""
         for block in blocks:
-            out[block.start : block.end] = _fused(q[block.start : block.end], k, v, block, scoring.scale)
-        return
-    q, k = q.float() * scoring.scale, k.float()
-    for block in blocks:
-        out[block.start : block.end] = _by_products(q[block.start : block.end], k, v, block, scoring)
+            a, b = start + block.start, start + block.end
+            if self._fused:
+                out[a:b] = self._in_one_call(a, b, k, v, block)
+            elif b - a == 1 and not block.veils:
+                out[a] = self._one_row(a, k, v).view(out.shape[1:])
+            else:
+                out[a:b] = self._by_products(a, b, k[:, block.keys], v[:, block.keys], block.veils)
 
+    def _one_row(self, row: int, k: Tensor, v: Tensor) -> Tensor:
+        """[G,H/G,Dv], of a row that sees everything."""
+        scores = torch.bmm(self._q[row], k.transpose(1, 2))  # [G,H/G,n]
+        return torch.bmm(self._weights(scores, 1).to(v.dtype), v)
 
-def _by_products(q: Tensor, k: Tensor, v: Tensor, block: Block, scoring: Scoring) -> Tensor:
-    """q [L,H,D], scaled, and k [G,N,D] in float32, v [G,N,Dv] -> [L,H,Dv]. Scores and softmax are float32."""
-    length, heads, size = q.shape
-    groups = k.shape[0]
-    rows = q.view(length, groups, -1, size).permute(1, 2, 0, 3).reshape(groups, -1, size)  # [G,H/G*L,D]
-    scores = torch.bmm(rows, k[:, block.keys].transpose(1, 2))  # [G,H/G*L,n]
-    if scoring.softcap is not None:
-        scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
-    by_head = scores.view(heads, length, -1)
-    for veil in block.veils:
-        by_head[..., veil.keys].masked_fill_(veil.hidden, -torch.inf)
-    if scoring.sinks is None:
-        torch.softmax(scores, -1, out=scores)
-    else:
-        sink = scoring.sinks.float()[:, None, None].expand(-1, length, 1)
-        scores = torch.cat([by_head, sink], -1).softmax(-1)[..., :-1].reshape(scores.shape)
-    seen = torch.bmm(scores.to(v.dtype), v[:, block.keys])  # [G,H/G*L,Dv]
-    return seen.view(heads, length, -1).transpose(0, 1)
+    def _by_products(self, a: int, b: int, k: Tensor, v: Tensor, veils: Sequence[Veil]) -> Tensor:
+        """[b-a,H,Dv], of rows a to b over k [G,n,D] and v [G,n,Dv]."""
+        rows = self._q[a:b].permute(1, 2, 0, 3).reshape(self._groups, -1, k.shape[-1])  # [G,H/G*L,D]
+        scores = torch.bmm(rows, k.transpose(1, 2))  # [G,H/G*L,n]
+        weights = self._weights(scores, b - a, veils)
+        seen = torch.bmm(weights.to(v.dtype), v)  # [G,H/G*L,Dv]
+        return seen.view(-1, b - a, v.shape[-1]).transpose(0, 1)
 
+    def _weights(self, scores: Tensor, length: int, veils: Sequence[Veil] = ()) -> Tensor:
+        """Scores [G,H/G*L,n] of L rows, made into weights; overwrites them."""
+        softcap, sinks = self._scoring.softcap, self._scoring.sinks
+        if softcap is not None:
+            scores.div_(softcap).tanh_().mul_(softcap)
+        for veil in veils:
+            scores.view(-1, length, scores.shape[-1])[..., veil.keys].masked_fill_(veil.hidden, -torch.inf)
+        if sinks is None:
+            return torch.softmax(scores, -1, out=scores)
+        sink = sinks.to(scores.dtype).view(self._groups, -1, 1).expand(-1, -1, length).reshape(*scores.shape[:2], 1)
+        return torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Tensor:
-    """The same in one call. A single row folds its query heads into rows; more rows get a view that repeats the keys."""
-    length, heads, size = q.shape
-    groups = k.shape[0]
-    k, v = k[:, block.keys].to(q.dtype), v[:, block.keys].to(q.dtype)
-    if length == 1:
-        rows = q.view(1, groups, -1, size)
-        return F.scaled_dot_product_attention(rows, k[None], v[None], scale=scale).reshape(1, heads, v.shape[-1])
-    visible = torch.ones(length, k.shape[1], dtype=torch.bool, device=q.device)
-    for veil in block.veils:
-        visible[:, veil.keys] &= ~veil.hidden
-    share = heads // groups
-    rows = q.view(length, groups, share, size).permute(1, 2, 0, 3)  # [G,H/G,L,D]
-    keys, values = (x[:, None].expand(-1, share, -1, -1) for x in (k, v))
-    seen = F.scaled_dot_product_attention(rows, keys, values, attn_mask=visible, scale=scale)
-    return seen.permute(2, 0, 1, 3).reshape(length, heads, v.shape[-1])
+    def _in_one_call(self, a: int, b: int, k: Tensor, v: Tensor, block: Block) -> Tensor:
+        """[b-a,H,Dv]. One row has its query heads as the rows of the call; for more a view repeats the keys."""
+        q, k, v, scale = self._q[a:b], k[:, block.keys], v[:, block.keys], self._scoring.scale
+        if b - a == 1:
+            return F.scaled_dot_product_attention(q, k[None], v[None], scale=scale).reshape(1, -1, v.shape[-1])
+        visible = torch.ones(b - a, k.shape[1], dtype=torch.bool, device=q.device)
+        for veil in block.veils:
+            visible[:, veil.keys] &= ~veil.hidden
+        keys, values = (x[:, None].expand(-1, q.shape[2], -1, -1) for x in (k, v))
+        seen = F.scaled_dot_product_attention(q.permute(1, 2, 0, 3), keys, values, attn_mask=visible, scale=scale)
+        return seen.permute(2, 0, 1, 3).reshape(b - a, -1, v.shape[-1])  # of [G,H/G,L,Dv]

@@ -160,7 +160,7 @@ class _Rows:
             a, b = start + block.start, start + block.end
             if self._fused:
                 out[a:b] = self._in_one_call(a, b, k, v, block)
-            elif b - a == 1 and not block.veils:
+            elif b - a == 1 and len(blocks) == 1 and not block.veils:  # a row behind other blocks may see less
                 out[a] = self._one_row(a, k, v).view(out.shape[1:])
             else:
                 out[a:b] = self._by_products(a, b, k[:, block.keys], v[:, block.keys], block.veils)

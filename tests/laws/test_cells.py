@@ -33,7 +33,7 @@ class Lives(RuleBasedStateMachine):
     def _grow(self, which: int, count: int) -> None:
         count = min(count, self.cells.free)
         table, before = self.tables[which], set().union(*(known.values() for known in self.known))
-        runs = self.cells.take(count, after=table.last_cell)
+        runs = self.cells.take(count, after=table.last_cell, before=table.first_cell)
         new = spelled(runs)
         assert len(set(new)) == count
         assert before.isdisjoint(new)
@@ -153,7 +153,7 @@ def test_a_long_life_behind_a_window_leaves_no_more_pieces_than_runs() -> None:
     lines = [Table(cells) for _ in range(4)]
     for step in range(10_000):
         for line in lines:
-            line.append(cells.take(1, after=line.last_cell))
+            line.append(cells.take(1, line.last_cell, line.first_cell))
             line.forget_below(line.end - 64)
         if step % 100 == 0:
             held = sum(holders > 0 for _, _, holders in pieces(cells))

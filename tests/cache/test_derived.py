@@ -1,0 +1,66 @@
+"""Which part of a sequence still encodes what was removed from it: all that was read behind the removal, no more."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcellar.attention.reference import Reference
+from kvcellar.cache.group import Group
+from kvcellar.cache.layouts import Causal
+from kvcellar.cache.memory import Memory
+from kvcellar.contracts import Plane
+from kvcellar.plan import Batch, Feed
+from kvcellar.spans import Span
+
+WHAT = st.sampled_from(["read", "read", "middle", "middle", "end", "fork"])
+OPERATIONS = st.lists(st.tuples(WHAT, st.integers(0, 2), st.integers(0, 30), st.integers(1, 6)), max_size=12)
+
+
+def first_marked(marks: list[bool]) -> int | None:
+    return marks.index(True) if True in marks else None
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(OPERATIONS)
+def test_what_was_read_behind_a_removal_is_derived(operations: list[tuple[str, int, int, int]]) -> None:
+    """The dumb way: each token is marked if it was read with something before it that is gone, or marked itself."""
+    planes = (Plane("k", 1, 8), Plane("v", 1, 8))
+    memory = Memory(
+        [Group("full", Causal(), planes, (0,), no_shift=None)],
+        cells={"full": 400},
+        dtype=torch.float32,
+        device="meta",
+        backend=Reference(),
+    )
+    marks: dict[int, list[bool]] = {}
+    for what, seq, at, n in operations:
+        here = marks.get(seq, [])
+        at = at % (len(here) + 1)
+        if what == "read":
+            memory.begin(Batch((Feed(seq, Span(len(here), len(here) + n)),)))
+            memory.commit()
+            marks[seq] = here + [True in here] * n
+        elif what == "middle" and at + n < len(here):
+            memory.remove(seq, Span(at, at + n))
+            marks[seq] = here[:at] + [True] * (len(here) - at - n)
+        elif what == "end" and seq in marks:
+            memory.remove(seq, Span(at, len(here)))
+            marks[seq] = here[:at]
+        elif what == "fork" and seq in marks:
+            memory.fork(seq, seq + 1, at)
+            marks[seq + 1] = here[:at]
+        memory.check()
+        for each in marks:
+            assert memory.derived(each) == first_marked(marks[each])
+
+
+def test_who_is_not_there_is_not_derived() -> None:
+    group = Group("full", Causal(), (Plane("k", 1, 8), Plane("v", 1, 8)), (0,), no_shift=None)
+    memory = Memory([group], cells={"full": 20}, dtype=torch.float32, device="meta", backend=Reference())
+    assert memory.derived(0) is None
+    memory.begin(Batch((Feed(0, Span(0, 9)),)))
+    memory.commit()
+    memory.remove(0, Span(2, 4))
+    assert memory.derived(0) == 2
+    memory.drop(0)
+    assert memory.derived(0) is None

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from kvcellar.attention.choose import backends
@@ -117,13 +118,17 @@ def test_who_forgets_a_part_of_attention_is_found_out(
     assert judged(guest, name) > FAR
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("name", "mutate"), MUTATIONS)
 def test_the_self_test_finds_it_out_too_and_does_not_serve_flat(
-    name: str, mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    mutate: Callable[[pytest.MonkeyPatch], None],
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mutate(monkeypatch)
     try:
-        guest = adopt(ARCHS[name].build(), backends())
+        guest = adopt(ARCHS[name].build().to(dtype), backends())
     except ModelRefused as refusal:  # the mutation reaches the solo way as well
         why = str(refusal)
     else:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,13 +11,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
-from kvcellar.attention.choose import backends
+from kvcellar.attention.choose import backends, named
 from kvcellar.cache.layouts import Causal, Sliding
 from kvcellar.errors import ModelRefused
 from kvcellar.models.guest import adopt
 from kvcellar.models.seam import ATTENTION, scoring_of
 from kvcellar.models.shape import recognise
-from tests.models.timeline import BOUND, Timeline
+from tests.models.timeline import BOUND, Timeline, animal, read, relative, run, small_memory
 from tests.zoo import ARCHS, reference_logits
 
 Wrap = Callable[..., Any]
@@ -321,3 +322,58 @@ def test_an_adopted_model_uses_our_attention_and_is_not_trained() -> None:
     assert model.config._attn_implementation == ATTENTION
     assert not model.training
     assert not any(weight.requires_grad for weight in model.parameters())
+
+
+# -- more than one ----------------------------------------------------------------------------------------------------
+
+
+def test_a_model_can_be_adopted_again() -> None:
+    model = llama()
+    guests = [adopt(model, named(name)) for name in ("sdpa", "reference", None)]
+    for guest in guests:
+        timeline = Timeline(guest, llama(), seed=1)
+        timeline.play()
+        assert timeline.judged() <= BOUND
+
+
+def test_models_in_several_threads_do_not_meet() -> None:
+    names = ("llama", "gemma3", "gpt-oss", "bloom")
+    timelines = [Timeline(adopt(ARCHS[name].build(), backends()), ARCHS[name].build(), seed=2) for name in names]
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(Timeline.play, timelines))
+    assert all(timeline.judged() <= BOUND for timeline in timelines)
+
+
+def test_two_memories_of_one_model_do_not_meet() -> None:
+    guest, judge = animal("gemma3")
+    texts = {
+        seed: torch.randint(3, 101, (30,), generator=torch.Generator().manual_seed(seed)).tolist() for seed in (1, 2)
+    }
+    memories = {seed: small_memory(guest, 40) for seed in texts}
+    seen: dict[int, list[Tensor]] = {seed: [] for seed in texts}
+    for a, b in ((0, 12), (12, 13), (13, 30)):
+        for seed, text in texts.items():
+            seen[seed] += read(guest, memories[seed], (1, text[a:b]))
+    assert all(relative(torch.cat(seen[seed]), reference_logits(judge, text)) <= BOUND for seed, text in texts.items())
+
+
+def test_a_forward_that_breaks_off_leaves_nothing_behind() -> None:
+    model = llama()
+    guest = adopt(model, backends())
+    memory = small_memory(guest, 40)
+    tokens = list(range(3, 33))
+    seen = read(guest, memory, (1, tokens[:20]))
+    layer = attentions(model)[2]
+    honest, layer.forward = layer.forward, raises
+    with pytest.raises(MemoryError):
+        run(guest, memory, [(1, tokens[20:25]), (2, tokens)])
+    layer.forward = honest
+    memory.abandon()
+    memory.check()
+    assert memory.sequences == (1,)
+    seen += read(guest, memory, (2, tokens[::-1]), (1, tokens[20:]))[1:]
+    assert relative(torch.cat(seen), reference_logits(llama(), tokens)) <= BOUND
+
+
+def raises(*args: Any, **kw: Any) -> Any:
+    raise MemoryError("no room for scores")

@@ -1,0 +1,141 @@
+"""A packed linear layer answers what the plain one does, and the plain weight is gone."""
+
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvcellar.attention.choose import backends
+from kvcellar.models.guest import adopt
+from kvcellar.models.packed import PackedLinear, pack
+
+BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+DTYPES = sorted(BOUND, key=str)
+packable = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+pytestmark = packable
+
+
+def supported(dtype: torch.dtype) -> bool:
+    return dtype is torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def stack(dtype: torch.dtype, *layers: nn.Module) -> nn.Sequential:
+    return nn.Sequential(*layers).to(dtype).requires_grad_(False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize(("inner", "outer"), [(64, 96), (17, 33), (5, 1), (130, 7)])
+def test_packed_answers_what_plain_does(inner: int, outer: int, bias: bool, dtype: torch.dtype):
+    if not supported(dtype):
+        pytest.skip(f"oneDNN has no {dtype} here")
+    model = stack(dtype, nn.Linear(inner, outer, bias=bias))
+    inputs = [
+        torch.randn(*shape, inner, dtype=dtype) for shape in [(1,), (3,), (300,), (2, 3), (0,), (1, 0), (1, 2, 3)]
+    ]
+    inputs.append(torch.randn(5, 2 * inner, dtype=dtype)[:, ::2])  # rows that are not contiguous
+    expected = [model(x) for x in inputs]
+    assert pack(model).layers == 1
+    for x, plain in zip(inputs, expected, strict=True):
+        got = model(x)
+        assert (got.shape, got.dtype) == (plain.shape, plain.dtype)
+        torch.testing.assert_close(
+            got, plain, rtol=0, atol=BOUND[dtype] * float(plain.abs().amax() if plain.numel() else 1)
+        )
+
+
+def test_plain_weights_are_freed_one_by_one():
+    model = stack(torch.float32, *(nn.Linear(32, 32) for _ in range(3)))
+    weights = [weakref.ref(layer.weight) for layer in model]
+    alive: list[int] = []
+    real = torch.ops.mkldnn._reorder_linear_weight
+
+    def watched(weight: Tensor, rows: int) -> Tensor:
+        alive.append(sum(ref() is not None for ref in weights))
+        return real(weight, rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", watched)
+        packing = pack(model)
+    assert alive == [3, 2, 1], "each plain weight goes before the next layer is packed"
+    assert [ref() for ref in weights] == [None, None, None]
+    assert (packing.layers, packing.bytes, packing.kept) == (3, 3 * 32 * 32 * 4, {})
+    assert list(model.parameters()) == []
+
+
+def test_weight_can_still_be_looked_at():
+    model = stack(torch.float32, nn.Linear(17, 33))
+    weight = model[0].weight.clone()
+    pack(model)
+    assert torch.equal(model[0].weight, weight)
+
+
+def test_tied_embedding_keeps_its_weight():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(50, 16)
+            self.head = nn.Linear(16, 50, bias=False)
+            self.head.weight = self.embed.weight
+
+    model = Tied().requires_grad_(False)
+    table = model.embed.weight.clone()
+    ids = torch.tensor([3, 49, 0])
+    expected = model.head(model.embed(ids))
+    assert pack(model).layers == 1
+    assert torch.equal(model.embed.weight, table)
+    torch.testing.assert_close(model.head(model.embed(ids)), expected)
+
+
+def test_what_is_not_packed_says_why():
+    model = nn.ModuleDict(
+        {
+            "narrow": nn.Linear(4, 4).half(),
+            "heard": nn.Linear(4, 4),
+            "elsewhere": nn.Linear(4, 4, device="meta"),
+            "own": type("Own", (nn.Linear,), {})(4, 4),
+            "plain": nn.Linear(4, 4),
+        }
+    )
+    model["heard"].register_forward_hook(lambda *_: None)
+    packing = pack(model)
+    assert packing.layers == 1
+    assert isinstance(model["plain"], PackedLinear)
+    assert {name: type(layer) is nn.Linear for name, layer in model.items() if name in packing.kept} == dict.fromkeys(
+        ("narrow", "heard", "elsewhere"), True
+    )
+    assert all(packing.kept.values())
+
+
+def test_layer_that_answers_wrongly_stays_plain(monkeypatch: pytest.MonkeyPatch):
+    real = torch.ops.mkldnn._reorder_linear_weight
+    for wrong in (lambda w, n: real(-w, n), lambda w, n: real(w * torch.nan, n)):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", wrong)
+            model = stack(torch.float32, nn.Linear(8, 8))
+            assert "differs" in pack(model).kept["0"]
+            assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_packed_network_is_adopted_and_says_the_same(tied: bool, dtype: torch.dtype):
+    if not supported(dtype):
+        pytest.skip(f"oneDNN has no {dtype} here")
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied, attention_bias=True, dtype=dtype,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
+    ids = torch.arange(11)[None]
+    expected = model(ids).logits.float()
+    assert pack(model).layers == 2 * 7 + 1
+    guest = adopt(model, backends())
+    assert guest.mode == "flat"
+    assert guest.verdict is not None
+    assert guest.verdict.passed
+    model.set_attn_implementation("eager")
+    got = model(ids).logits.float()
+    torch.testing.assert_close(got, expected, rtol=0, atol=BOUND[dtype] * max(1.0, float(expected.abs().max())))

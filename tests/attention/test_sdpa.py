@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcellar.attention import sdpa
 from kvcellar.attention.reference import Reference, attend_dense
 from kvcellar.attention.sdpa import BLOCK, Sdpa
 from kvcellar.cache.group import Group
@@ -227,26 +226,23 @@ def test_queries_need_not_be_contiguous(layout) -> None:
     torch.testing.assert_close(got, texts.memory.attend(7, q, Scoring(0.5)), atol=0, rtol=0)
 
 
-class InOneCall(sdpa._Rows):
-    """As on a device that has a kernel of its own."""
-
-    def __init__(self, q: Tensor, groups: int, scoring: Scoring) -> None:
-        super().__init__(q, groups, scoring)
-        self._fused, self.key_dtype, self.value_dtype = True, q.dtype, q.dtype
-        self._q = q.view(q.shape[0], groups, -1, q.shape[-1])
-
-
 @pytest.mark.parametrize("layout", [*LAYOUTS, Sliding(BLOCK // 2)], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_one_call_on_a_device_says_what_products_say(monkeypatch, shape, layout) -> None:
+@pytest.mark.parametrize("new", [BLOCK + 1, BLOCK + 5])
+def test_one_call_says_what_products_say(new, shape, layout) -> None:
     """What runs where torch has kernels of the device's own, run here."""
-    texts = Texts(layout, shape, 600)
+    texts = Texts(layout, shape, 600, backend=Sdpa(fused=True))
     texts.step({0: 4, 1: 2}, Scoring(0.6))
-    q = texts.begin({0: BLOCK + 5, 1: 1})
-    expected = texts.memory.attend(7, q, Scoring(0.6))
+    texts.step({0: new, 1: 1}, Scoring(0.6))
 
-    monkeypatch.setattr(sdpa, "_Rows", InOneCall)
-    torch.testing.assert_close(texts.memory.attend(7, q, Scoring(0.6)), expected, atol=1e-5, rtol=1e-5)
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_row_alone_in_its_block_sees_no_other_sequence_through_computed_keys(fused) -> None:
+    texts = Texts(Causal(), (4, 2, 8, 8), 400, backend=Sdpa(fused=fused))
+    q = texts.begin({0: BLOCK, 1: 1})
+    k, v, visible = texts.memory.get(7).dense()
+    expected = attend_dense(q.double(), k.double(), v.double(), visible, Scoring(0.5)).float()
+    torch.testing.assert_close(texts.memory.attend_dense(7, q, k, v, Scoring(0.5)), expected, atol=2e-5, rtol=1e-5)
 
 
 def test_attending_changes_nothing_of_what_is_stored() -> None:

@@ -57,10 +57,17 @@ class Sdpa:
     padding = 1
     kinds: frozenset[Kind] = frozenset(get_args(Kind))
 
+    def __init__(self, *, fused: bool | None = None) -> None:
+        """`fused`: use torch's scaled_dot_product_attention. None: off the CPU."""
+        self._fused = fused
+
     def refuse(self, ask: Ask) -> str | None:
         if ask.query_heads % ask.kv_heads:
             return f"{ask.query_heads} query heads cannot share {ask.kv_heads} KV heads evenly"
         return unread(self, ask)
+
+    def _fuses(self, q: Tensor) -> bool:
+        return q.device.type != "cpu" if self._fused is None else self._fused
 
     def prepare(self, plan: GroupPlan, device: torch.device) -> list[Part]:
         return [_part(plan.layout, segment, device) for segment in plan.segments]
@@ -68,7 +75,7 @@ class Sdpa:
     def attend(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
         keys, values = history.stored("k"), history.stored("v")
         out = q.new_empty(q.shape[0], q.shape[1], values.plane.size)  # [T,H,Dv]
-        rows = _Rows(keys.meet(q), keys.plane.heads, scoring)
+        rows = _Rows(keys.meet(q), keys.plane.heads, scoring, fused=self._fuses(q))
         part: Part
         for part in history.prepared:
             if not part.blocks:
@@ -83,7 +90,7 @@ class Sdpa:
         starts = range(0, q.shape[0], BLOCK)
         blocks = [Block(a, min(a + BLOCK, q.shape[0]), every, (Veil(every, ~visible[a : a + BLOCK]),)) for a in starts]
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])  # [T,H,Dv]
-        rows = _Rows(q, k.shape[1], scoring)
+        rows = _Rows(q, k.shape[1], scoring, fused=self._fuses(q))
         rows.attend(0, blocks, k.transpose(0, 1).to(rows.key_dtype), v.transpose(0, 1).to(rows.value_dtype), out)
         return out.masked_fill_(~visible.any(-1)[:, None, None], 0)
 
@@ -143,9 +150,9 @@ def _read(stored: Stored, cells: Cells, dtype: torch.dtype) -> Tensor:
 class _Rows:
     """The queries of a step, as the products want them: q [T,H,D] of which H/G heads share a KV head."""
 
-    def __init__(self, q: Tensor, groups: int, scoring: Scoring) -> None:
+    def __init__(self, q: Tensor, groups: int, scoring: Scoring, *, fused: bool) -> None:
         self._scoring, self._groups = scoring, groups
-        self._fused = q.device.type != "cpu" and scoring.softcap is None and scoring.sinks is None
+        self._fused = fused and scoring.softcap is None and scoring.sinks is None
         wide = torch.promote_types(q.dtype, torch.float32)
         # Products of float16 are a hundred times as slow as those of float32 on CPUs that do not know it.
         self.key_dtype = q.dtype if self._fused else wide
@@ -193,7 +200,7 @@ class _Rows:
     def _in_one_call(self, a: int, b: int, k: Tensor, v: Tensor, block: Block) -> Tensor:
         """[b-a,H,Dv]. One row has its query heads as the rows of the call; for more a view repeats the keys."""
         q, k, v, scale = self._q[a:b], k[:, block.keys], v[:, block.keys], self._scoring.scale
-        if b - a == 1:
+        if b - a == 1 and not block.veils:
             return F.scaled_dot_product_attention(q, k[None], v[None], scale=scale).reshape(1, -1, v.shape[-1])
         visible = torch.ones(b - a, k.shape[1], dtype=torch.bool, device=q.device)
         for veil in block.veils:

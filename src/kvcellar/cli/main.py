@@ -56,11 +56,8 @@ def main() -> None:
         code = error.exit_code
     except (click.Abort, KeyboardInterrupt):
         code = 130
-    except BrokenPipeError:
-        sys.stderr.close()  # whoever read our output has gone; there is nobody to tell
-        code = 0
-    except KvcellarError as error:
-        click.echo(f"kvcellar: {error}", err=True)
+    except (KvcellarError, OSError) as error:
+        click.echo(f"kvcellar: {' '.join(str(error).split())}", err=True)
         code = 1
     sys.exit(code if isinstance(code, int) else 0)
 

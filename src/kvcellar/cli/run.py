@@ -13,7 +13,7 @@ from kvcellar.cli.options import engine_options, given, sampling_options
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.result import Result
 from kvcellar.engine.session import Session
-from kvcellar.errors import BadRequest, KvcellarError
+from kvcellar.errors import BadRequest, EngineFailed, KvcellarError
 from kvcellar.events import Timings, Usage
 from kvcellar.sample.params import SamplingParams
 
@@ -46,8 +46,8 @@ def command(model: str | None, prompt: str | None, as_json: bool, raw: bool, **o
     interactive = prompt is None and sys.stdin.isatty() and sys.stdout.isatty()
     if prompt is None and not interactive:
         prompt = _piped()
-        if not prompt:
-            raise click.UsageError("there is no prompt: give one as an argument, pipe one in, or use a terminal")
+    if prompt == "":
+        raise click.UsageError("there is no prompt: give one as an argument, pipe one in, or use a terminal")
     with Engine(model, **given(**options)) as engine:
         if prompt is not None:
             _once(engine, prompt, sampling, as_json=as_json, raw=raw)
@@ -104,7 +104,6 @@ class _Conversation:
     def hold(self) -> None:
         """Until the user leaves."""
         from prompt_toolkit import PromptSession
-        from prompt_toolkit.history import FileHistory
 
         card = self._engine.model
         kind = "continues what you write" if self._raw or not card.has_chat else "answers"
@@ -113,17 +112,18 @@ class _Conversation:
             click.echo(
                 "It is a demo model trained on Python's standard library, not an assistant. Try: def read_file(path):"
             )
-        asking: PromptSession[str] = PromptSession(history=FileHistory(str(_history_file())))
-        while True:
+        asking: PromptSession[str] = PromptSession(history=_history())
+        while self._engine.healthy:
             try:
                 line = self._message(asking)
+                if line.strip() in ("/bye", "/exit"):
+                    return
+                self._react(line)
             except KeyboardInterrupt:
                 continue
             except EOFError:
                 return
-            if line.strip() in ("/bye", "/exit"):
-                return
-            self._react(line)
+        raise EngineFailed("the engine has ended, and with it the conversation")
 
     def _message(self, asking: Any) -> str:
         line: str = asking.prompt(">>> ")
@@ -165,7 +165,7 @@ class _Conversation:
         elif verb == "show":
             self._show()
         elif verb == "rewind":
-            self._session.rewind(int(words[0]) if words and words[0].isdigit() else 1)
+            self._session.rewind(_value(words[0]) if words else 1)
         elif verb == "clear":
             self._session.close()
             self._session = self._engine.session(chat=not self._raw)
@@ -188,10 +188,17 @@ def _value(text: str) -> Any:
         return text
 
 
-def _history_file() -> Path:
-    """Where lines are remembered between conversations; readable by the user alone."""
+def _history() -> Any:
+    """What was typed, kept for the next conversation where that is possible; readable by the user alone."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     path = state / "kvcellar" / "history"
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path.touch(mode=0o600)
-    return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.touch(mode=0o600)
+        path.chmod(0o600)
+    except OSError as error:
+        click.echo(f"What you type is not remembered for the next time: {error}", err=True)
+        return InMemoryHistory()
+    return FileHistory(str(path))

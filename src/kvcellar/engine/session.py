@@ -65,7 +65,7 @@ class Session:
     def rewind(self, turns: int = 1) -> None:
         """Forget the last `turns` turns. What they left in memory is cut when the next turn is sent."""
         with self._alone():
-            if not isinstance(turns, int) or not 0 <= turns <= len(self._turns):
+            if not isinstance(turns, int) or isinstance(turns, bool) or not 0 <= turns <= len(self._turns):
                 raise BadRequest(f"{turns!r} turns cannot be forgotten; there are {len(self._turns)}", "turns")
             del self._turns[len(self._turns) - turns :]
             tokens, messages = self._turns[-1] if self._turns else (0, 0)

@@ -1,0 +1,142 @@
+"""`kvcellar run` at a terminal: a conversation, with what each answer cost, commands, and Ctrl-C."""
+
+import logging
+import re
+import stat
+
+import pytest
+
+from kvcellar.engine.scheduler import Scheduler
+from tests.cli.command import Terminal, kvcellar
+
+COST = r"\[(\d+) tokens, ([\d.]+) tokens/s, first after (\d+) ms; (\d+) of (\d+) prompt tokens came from memory\]"
+WORDS = ("run", "--temperature", "0", "--max-tokens", "12", "--threads", "1", "--cache-bytes", "32M")
+
+
+def cost(terminal):
+    """Wait for the end of an answer: (tokens, tokens per second, ms to the first, remembered, prompt tokens)."""
+    found = re.search(COST, terminal.until(COST))
+    terminal.until(">>>")
+    return tuple(map(float, found.groups()))
+
+
+def said(terminal, line, pattern):
+    """Type a line, and read up to what must be answered."""
+    terminal.type(line)
+    text = terminal.until(pattern)
+    terminal.until(">>>")
+    return text
+
+
+def test_a_conversation(tmp_path):
+    with Terminal(tmp_path, WORDS) as terminal:
+        terminal.until(">>>")
+        answers_tell_what_they_cost(terminal)
+        commands_are_told_where_they_are_wrong(terminal)
+        what_is_forgotten_is_read_again(terminal)
+        ctrl_c_ends_an_answer_and_not_the_conversation(terminal)
+        terminal.press("\x04")
+        assert terminal.end() == 0
+    history = tmp_path / "state/kvcellar/history"
+    assert "+def main():" in history.read_text()
+    assert stat.S_IMODE(history.stat().st_mode) == 0o600
+    assert stat.S_IMODE(history.parent.stat().st_mode) == 0o700
+
+
+def answers_tell_what_they_cost(terminal):
+    terminal.type("def main():")
+    tokens, speed, first, remembered, prompt = cost(terminal)
+    assert (tokens, remembered) == (12, 0)
+    assert prompt > 0
+    assert speed > 0
+    assert first > 0
+
+    terminal.type("import os")
+    _, _, _, remembered, longer = cost(terminal)
+    assert longer > prompt
+    assert prompt <= remembered < longer
+
+
+def commands_are_told_where_they_are_wrong(terminal):
+    said(terminal, "/set max_tokens 3", r"/set max_tokens 3")
+    terminal.type("import re")
+    assert cost(terminal)[0] == 3
+    for wrong, why in {
+        "/set top_p 2": "top_p must be",
+        "/set top_p NaN": "top_p must be",
+        "/set stop 5": "stop must be",
+        "/set stop_token_ids 5": "stop_token_ids must be",
+        "/set frobnicate 1": "no sampling parameter 'frobnicate'",
+        "/rewind 17": "17 turns cannot be forgotten; there are 3",
+        "/rewind x": "'x' turns cannot be forgotten",
+        "/rewind ²": "'²' turns cannot be forgotten",
+        "/frobnicate": "a sampling parameter, like",
+        "/help": "a sampling parameter, like",
+        "/set": "a sampling parameter, like",
+        "/": "a sampling parameter, like",
+    }.items():
+        said(terminal, wrong, re.escape(why))
+
+    shown = said(terminal, "/show", r"SamplingParams\(.*\)")
+    assert "cells in use" in shown
+    assert "max_tokens=3" in shown
+
+
+def what_is_forgotten_is_read_again(terminal):
+    said(terminal, "/rewind 2", "/rewind 2")
+    terminal.type("import os")
+    *_, remembered, prompt = cost(terminal)
+    assert 0 < remembered < prompt
+    said(terminal, "/clear", "/clear")
+    terminal.type("def main():")
+    *_, remembered, shorter = cost(terminal)
+    assert remembered == 0 < shorter < prompt
+
+    terminal.type('"""def f():')
+    terminal.until(r"\.\.\.")
+    terminal.type('    return 1"""')
+    cost(terminal)
+
+
+def ctrl_c_ends_an_answer_and_not_the_conversation(terminal):
+    said(terminal, "/set max_tokens 4000", "max_tokens 4000")
+    said(terminal, "/set ignore_eos true", "ignore_eos true")
+    terminal.type("class A:")
+    terminal.until(r"class A:\s*\S+")
+    terminal.press("\x03")
+    terminal.until("interrupted; this turn is forgotten")
+    terminal.until(">>>")
+    said(terminal, "/set max_tokens 3", "max_tokens 3")
+    terminal.type("import os")
+    tokens, _, _, remembered, prompt = cost(terminal)
+    assert tokens == 3
+    assert 0 < remembered < prompt
+    terminal.press("\x03")  # at the prompt it only empties the line
+    said(terminal, "/rewind 17", "17 turns cannot be forgotten; there are 3")
+
+
+def test_a_home_that_cannot_be_written_to_costs_the_history_alone(tmp_path, monkeypatch):
+    (tmp_path / "state").write_text("this is no directory")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    ran = kvcellar(*WORDS, typed="import os\r/bye\r")
+    assert ran.code == 0
+    assert "not remembered for the next time" in ran.err
+    assert re.search(COST, ran.out)
+
+
+@pytest.mark.parametrize("last", ["/bye\r", "/exit\r", "\x04"])
+def test_it_ends_when_the_user_wants_to(tmp_path, monkeypatch, last):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    ran = kvcellar(*WORDS, "--raw", typed="   \x15\r" + last)
+    assert (ran.code, ran.err) == (0, "")
+    assert "continues what you write" in ran.out
+
+
+def test_a_conversation_ends_with_its_engine(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(logging.getLogger("kvcellar.engine"), "disabled", True)
+    monkeypatch.setattr(Scheduler, "build", lambda self: 1 // 0)
+    ran = kvcellar(*WORDS, typed="import os\r/show\r")
+    assert ran.code == 1
+    assert "ZeroDivisionError" in ran.err
+    assert "the engine has ended" in ran.err.splitlines()[-1]

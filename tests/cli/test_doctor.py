@@ -1,0 +1,98 @@
+"""`kvcellar doctor`: what a model is, in words and as JSON, or why it is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from kvcellar import Engine
+from tests.cli.command import kvcellar
+from tests.zoo import ARCHS
+
+SMALL = ("--cache-bytes", "1M", "--threads", "1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    def make(name):
+        path = tmp_path_factory.mktemp(name)
+        ARCHS[name].build().save_pretrained(path)
+        return str(path)
+
+    return make
+
+
+def test_it_says_in_words_what_a_model_is(folder):
+    path = folder("gemma3")
+    ran = kvcellar("doctor", path, "--no-kv-quality", *SMALL)
+    assert (ran.code, ran.err) == (0, "")
+    with Engine(path, cache_bytes=10**6, threads=1) as engine:
+        stats, capacity = engine.stats(), engine.capacity()
+    for group in stats.groups:
+        assert f"group {group.name}: {group.layers} layers" in ran.out
+        assert f"{group.cells} cells, attention by {group.backend}" in ran.out
+    assert f"tokens fit in {stats.cache_bytes} bytes" in ran.out
+    assert capacity.split(" tokens")[0] in ran.out
+    for told in (
+        "Gemma3ForCausalLM",
+        "float32 on cpu",
+        "context 256",
+        "served flat",
+        "no text",
+        "bytes a token in all",
+    ):
+        assert told in ran.out
+
+
+def test_json_has_the_same_in_numbers(folder):
+    path = folder("gpt-oss")
+    ran = kvcellar("doctor", path, "--json", "--no-kv-quality", *SMALL)
+    assert ran.code == 0
+    (line,) = ran.out.splitlines()
+    said = json.loads(line)
+    with Engine(path, cache_bytes=10**6, threads=1) as engine:
+        stats = engine.stats()
+    assert said["architecture"] == "GptOssForCausalLM"
+    assert (said["mode"], said["context"], said["vocab_size"]) == ("flat", 256, 101)
+    assert said["difference"] <= said["bound"]
+    assert said["cache_bytes"] == stats.cache_bytes <= 10**6
+    assert [(g["name"], g["layers"], g["cells"]) for g in said["groups"]] == [
+        (group.name, group.layers, group.cells) for group in stats.groups
+    ]
+    assert said["bytes_per_token"] == sum(group["bytes_per_cell"] for group in said["groups"])
+
+
+def test_it_says_why_a_model_is_not_served_flat(folder):
+    ran = kvcellar("doctor", folder("bloom"), "--no-kv-quality", *SMALL)
+    assert ran.code == 0
+    assert "served solo" in ran.out
+    assert "not flat, because" in ran.out
+
+
+def test_an_attention_backend_can_be_named(folder):
+    said = json.loads(
+        kvcellar("doctor", folder("llama"), "--json", "--no-kv-quality", "--attention", "reference", *SMALL).out
+    )
+    assert [group["backend"] for group in said["groups"]] == ["reference"]
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_a_model_that_cannot_be_served_is_refused_in_one_line_with_every_reason(folder, form):
+    ran = kvcellar("doctor", folder("rwkv"), *form, *SMALL)
+    assert (ran.code, ran.out) == (1, "")
+    (line,) = ran.err.splitlines()
+    assert line.startswith("kvcellar: ")
+    assert "Traceback" not in line
+
+
+def test_weights_that_do_not_fit_are_refused(folder):
+    path = folder("llama")
+    file = Path(path) / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    ran = kvcellar("doctor", path, *SMALL)
+    assert ran.code == 1
+    assert "the weights do not fit the config" in ran.err
+    assert len(ran.err.splitlines()) == 1

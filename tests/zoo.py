@@ -133,6 +133,8 @@ ROPE_LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 ROPE_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+ROPE_LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+ROPE_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}  # plain, up to the model's context
 ROPE_LONG = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -144,6 +146,8 @@ _ATTENTION = (
     _arch("llama", "llama", "full"),
     _arch("llama-rope-llama3", "llama", "full rope-scaled", rope_parameters=ROPE_LLAMA3),
     _arch("llama-rope-yarn", "llama", "full rope-scaled", rope_parameters=ROPE_YARN),
+    _arch("llama-rope-linear", "llama", "full rope-scaled", rope_parameters=ROPE_LINEAR),
+    _arch("llama-rope-dynamic", "llama", "full", rope_parameters=ROPE_DYNAMIC),
     _arch("phi3", "phi3", "full", sliding_window=None),
     _arch("phi3-longrope", "phi3", "full rope-scaled", sliding_window=None,
           rope_parameters=ROPE_LONG | {"factor": 2.0}, original_max_position_embeddings=128),
@@ -172,6 +176,8 @@ _ATTENTION = (
           rope_parameters=ROPE_YARN | {"truncate": False}),
     _arch("llama4", "llama4_text", "full chunked moe some-nope temperature", layer_types=layers("CCCF"),
           num_experts_per_tok=1, interleave_moe_layer_step=2, floor_scale=8, attn_scale=0.5),
+    _arch("llama4-untempered", "llama4_text", "full chunked moe some-nope", layer_types=layers("CCCF"),
+          num_experts_per_tok=1, interleave_moe_layer_step=2, attn_temperature_tuning=False),
     _arch("cohere", "cohere", "full", use_qk_norm=True, logit_scale=1.0),
     _arch("cohere2", "cohere2", "full sliding some-nope", layer_types=layers("SSSF"), logit_scale=1.0),
     _arch("olmo", "olmo", "full", clip_qkv=3.0),

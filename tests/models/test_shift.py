@@ -18,7 +18,8 @@ from tests.zoo import ARCHS
 GONE = Span(3, 3 + 16)  # a multiple of the zoo's windows and chunks, inside the filler
 FILLER = 24
 SHIFTED = (
-    "llama", "llama-rope-llama3", "llama-rope-yarn", "phi3-longrope", "phi", "qwen3", "gemma2", "gemma3", "gemma3n",
+    "llama", "llama-rope-llama3", "llama-rope-yarn", "llama-rope-linear", "llama-rope-dynamic", "llama4-untempered",
+    "phi3-longrope", "phi", "qwen3", "gemma2", "gemma3", "gemma3n",
     "gemma4-e2b", "gpt-oss", "cohere", "cohere2", "olmo3", "glm4", "ernie4.5", "smollm3", "stablelm", "gpt-neox",
     "deepseek-v2", "deepseek-v3", "mimo-v2-flash", "laguna", "modernbert-decoder", "nanochat", "exaone4",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""network: a random network of Llama's shape, written as a model directory, so that both sides load the same weights."""
+"""network: a random network of Llama's shape, as a model directory, so that both sides load the same weights."""
 
 import json
 from collections.abc import Iterator

@@ -12,13 +12,14 @@ import torch
 from kvcellar import __version__
 from kvcellar.bench.workloads import Row
 
-HEAD = f"{'':13} {'ours':>10} {'theirs':>10} {'ratio':>7} {'target':>7}"
+HEAD = f"{'':13} {'ours':>10} {'theirs':>10} {'ratio':>7} {'by CPU':>7} {'target':>7}"
 MOST_GROWTH, MOST_SHARE = 1.3, 0.05  # of bookkeeping, from 10^4 to 10^6 cells, and of a decoding step
 
 
 def line(row: Row) -> str:
     """A row of the table."""
-    numbers = f"{row.name:13} {row.ours:7.1f} ms {row.theirs:7.1f} ms {row.ratio:6.2f}x {row.target:6.1f}x"
+    cpu = "" if row.cpu_ratio is None else f"{row.cpu_ratio:.2f}x"
+    numbers = f"{row.name:13} {row.ours:7.1f} ms {row.theirs:7.1f} ms {row.ratio:6.2f}x {cpu:>7} {row.target:6.1f}x"
     also = "".join(f"; {name.removesuffix('_ms')}: {_in_words(value)}" for name, value in row.also.items())
     return f"{numbers}  {row.what}{also}"
 
@@ -28,12 +29,18 @@ def _in_words(value: float | str) -> str:
 
 
 def bookkeeping_lines(rows: Sequence[Row], milliseconds: Mapping[int, float]) -> list[str]:
-    lines = [f"begin+commit  {took:7.3f} ms  {cells:,} cells in use by 32 sequences" for cells, took in milliseconds.items()]
+    lines = [
+        f"begin+commit  {took:7.3f} ms  {cells:,} cells in use by 32 sequences" for cells, took in milliseconds.items()
+    ]
     found = growth(rows, milliseconds)
     if "ratio_1e6_to_1e4" in found:
-        lines.append(f"{'':14}{found['ratio_1e6_to_1e4']:6.2f}x  from 10,000 to 1,000,000 cells; below {MOST_GROWTH} wanted")
+        lines.append(
+            f"{'':14}{found['ratio_1e6_to_1e4']:6.2f}x  from 10,000 to 1,000,000 cells; below {MOST_GROWTH} wanted"
+        )
     if "share_of_step" in found:
-        lines.append(f"{'':14}{found['share_of_step']:6.1%}   of ragged-32's step, at most; below {MOST_SHARE:.0%} wanted")
+        lines.append(
+            f"{'':14}{found['share_of_step']:6.1%}   of ragged-32's step, at most; below {MOST_SHARE:.0%} wanted"
+        )
     return lines
 
 
@@ -46,6 +53,7 @@ def as_json(rows: Sequence[Row], milliseconds: Mapping[int, float], about: Mappi
             "theirs_ms": round(row.theirs, 3),
             "ratio": round(row.ratio, 3),
             "target": row.target,
+            **({} if row.cpu_ratio is None else {"cpu_ratio": round(row.cpu_ratio, 3)}),
             **{name: value if isinstance(value, str) else round(value, 3) for name, value in row.also.items()},
         }
         for row in rows

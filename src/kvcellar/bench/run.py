@@ -9,7 +9,7 @@ import torch
 
 from kvcellar.bench import report
 from kvcellar.bench.bookkeeping import bookkeeping
-from kvcellar.bench.network import SMALL, TINY, Size, write
+from kvcellar.bench.network import SMALL, TINY, write
 from kvcellar.bench.workloads import Rivals, Row, Scale, workloads
 from kvcellar.engine.engine import Engine
 from kvcellar.errors import BadRequest
@@ -41,7 +41,9 @@ def run(*, quick: bool = False, only: str | None = None, threads: int = 1) -> No
                     if only in (None, workload.name):
                         rows.append(workload.run(rivals, scale))
                         print(report.line(rows[-1]), flush=True)
-    kept = bookkeeping(size, [10**n for n in ((3, 4) if quick else (3, 4, 5, 6))]) if only in (None, BOOKKEEPING) else {}
+    kept = (
+        bookkeeping(size, [10**n for n in ((3, 4) if quick else (3, 4, 5, 6))]) if only in (None, BOOKKEEPING) else {}
+    )
     for line in report.bookkeeping_lines(rows, kept):
         print(line, flush=True)
     about = report.about(parameters=parameters, threads=threads, quick=quick)

@@ -11,14 +11,15 @@ PATIENCE = 1800.0  # seconds that a side waits for the other before it gives up
 
 
 class Side:
-    """One of the two. `seconds` are its steps, without the time it waited."""
+    """One of the two. `seconds` and `cpu` are what each of its steps took, without the time it waited."""
 
     def __init__(self, burst: int) -> None:
         self.seconds: list[float] = []
+        self.cpu: list[float] = []  # of the whole process, in which nobody else has anything to do meanwhile
         self.other: Side | None = None
         self._burst, self._left = burst, burst
         self._go, self._ready = threading.Semaphore(0), threading.Event()
-        self._since: float | None = None
+        self._since: tuple[float, float] | None = None
         self._over = False
 
     def step(self) -> None:
@@ -29,19 +30,21 @@ class Side:
             self._ready.set()
             self._wait()
             return
-        self.seconds.append(time.perf_counter() - self._since)
+        now = _clocks()
+        self.seconds.append(now[0] - self._since[0])
+        self.cpu.append(now[1] - self._since[1])
         self._left -= 1
         if self._left == 0:
             assert self.other is not None
             self.other._go.release()
             self._wait()
         else:
-            self._since = time.perf_counter()
+            self._since = _clocks()
 
     def _wait(self) -> None:
         if not self._go.acquire(timeout=PATIENCE):
             raise TimeoutError("the other side never came back")
-        self._left, self._since = self._burst, time.perf_counter()
+        self._left, self._since = self._burst, _clocks()
 
     def ready(self) -> None:
         """Wait until the side has read its prompts."""
@@ -59,6 +62,10 @@ class Side:
         self._go.release()
         if self.other is not None:
             self.other._go.release()
+
+
+def _clocks() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
 
 
 def sides(burst: int) -> tuple[Side, Side]:

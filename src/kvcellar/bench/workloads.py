@@ -1,8 +1,8 @@
 """workloads: what both sides are asked to do, and how long they take for it.
 
-Ours is a whole `Engine`, theirs is `generate` of the same network with its dynamic cache; both take the most likely token,
-on the same number of threads. Decoding is measured in turns of a few steps, everything else in turns of whole runs; what is
-reported is the median.
+Ours is a whole `Engine`, theirs is `generate` of the same network with its dynamic cache; both take the most likely
+token, on the same number of threads. Decoding is measured in turns of a few steps, everything else in turns of whole
+runs; what is reported is the median. The ratio of CPU time stands beside it: it says more where other work is done.
 """
 
 import random
@@ -28,7 +28,7 @@ Prompts = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Rivals:
-    """The same weights three times: our engine, and two networks, as continuous batching changes the one it is given."""
+    """The same weights three times: our engine, and two networks, as continuous batching changes the one it gets."""
 
     ours: Engine
     theirs: Any  # a transformers network
@@ -44,6 +44,7 @@ class Row:
     ours: float
     theirs: float
     target: float
+    cpu_ratio: float | None = None  # theirs over ours in CPU time
     also: dict[str, float | str] = field(default_factory=dict)
 
     @property
@@ -89,31 +90,32 @@ def workloads() -> Iterator[Workload]:
     yield Workload("layouts", _layouts)
 
 
-# -- decoding -----------------------------------------------------------------------------------------------------------
+# -- decoding ---------------------------------------------------------------------------------------------------------
 
 
 def _single(name: str, rivals: Rivals, scale: Scale, length: int, target: float) -> Row:
     prompt = scale.prompt(length)
-    ours, others = _decode(rivals, scale, [prompt])
-    return Row(name, f"a step of 1 sequence at {len(prompt)} tokens", ours, others, target)
+    return Row(name, f"a step of 1 sequence at {len(prompt)} tokens", *_decode(rivals, scale, [prompt]).row(target))
 
 
 def _ragged(name: str, rivals: Rivals, scale: Scale, count: int, shortest: int, longest: int) -> Row:
     """Theirs pads all prompts to the longest, which is the only way it has to decode them together."""
     prompts = scale.ragged(count, shortest, longest)
-    ours, others = _decode(rivals, scale, prompts)
+    measured = _decode(rivals, scale, prompts)
     what = f"a step of {count} sequences of {len(prompts[0])} to {len(prompts[-1])} tokens"
     also: dict[str, float | str] = {}
+    # Its first sequences write while it still reads the last: only then do all of them write together.
+    reading = sum(map(len, prompts)) // theirs.STEP_TOKENS + count
     try:
-        seconds = theirs.generate_batch(rivals.batching, prompts, 2 * scale.burst + 1)
+        seconds = theirs.generate_batch(rivals.batching, prompts, reading + 3 * scale.burst)
         also["generate_batch_ms"] = _milliseconds(seconds)
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, NotImplementedError) as error:
         also["generate_batch_ms"] = f"does not run: {error}"
-    return Row(name, what, ours, others, 3.0, also)
+    return Row(name, what, *measured.row(3.0), also)
 
 
-def _decode(rivals: Rivals, scale: Scale, prompts: Prompts) -> tuple[float, float]:
-    """Milliseconds of a decoding step of all prompts together: ours, theirs."""
+def _decode(rivals: Rivals, scale: Scale, prompts: Prompts) -> "_Measured":
+    """Decoding steps of all prompts together."""
     steps = scale.burst * (scale.bursts + 1)
     our_side, their_side = sides(scale.burst)
     # A step ends with the piece of the request that came last: the first one it gets says that all prompts are read.
@@ -138,7 +140,7 @@ def _decode(rivals: Rivals, scale: Scale, prompts: Prompts) -> tuple[float, floa
     for listener in listeners:
         listener.check()
     warm = scale.burst  # the first turn of each
-    return _milliseconds(our_side.seconds[warm:]), _milliseconds(their_side.seconds[warm:])
+    return _Measured(our_side.seconds[warm:], their_side.seconds[warm:], our_side.cpu[warm:], their_side.cpu[warm:])
 
 
 class _Listener:
@@ -161,24 +163,24 @@ class _Listener:
             raise self._error
 
 
-# -- whole runs ---------------------------------------------------------------------------------------------------------
+# -- whole runs -------------------------------------------------------------------------------------------------------
 
 
 def _prefill(rivals: Rivals, scale: Scale) -> Row:
     prompt = scale.prompt(2048)
-    ours, others = _in_turn(
+    measured = _in_turn(
         scale.repeats,
         lambda: rivals.ours.generate(prompt, temperature=0.0, max_tokens=1, ignore_eos=True),
         lambda: theirs.generate(rivals.theirs, [prompt], 1),
     )
-    return Row("prefill-2048", f"{len(prompt)} tokens to the first new one", ours, others, 1.1)
+    return Row("prefill-2048", f"{len(prompt)} tokens to the first new one", *measured.row(1.1))
 
 
 def _shared(rivals: Rivals, scale: Scale) -> Row:
     """16 answers to one prompt, against one answer to each of 16 prompts. `theirs` is ours without sharing."""
     prompt, new, count = scale.prompt(1500), 16, 16
     prompts = [scale.prompt(1500, seed) for seed in range(count)]
-    shared, apart = _in_turn(
+    measured = _in_turn(
         max(1, scale.repeats // 2),
         lambda: rivals.ours.generate(prompt, temperature=0.0, max_tokens=new, n=count, ignore_eos=True),
         lambda: rivals.ours.generate(prompts, temperature=0.0, max_tokens=new, ignore_eos=True),
@@ -187,7 +189,7 @@ def _shared(rivals: Rivals, scale: Scale) -> Row:
     theirs.generate(rivals.theirs, [prompt] * count, new)
     also: dict[str, float | str] = {"generate_ms": _milliseconds([time.perf_counter() - start])}
     what = f"{count} answers of {new} tokens to one prompt of {len(prompt)}, against {count} such prompts, both ours"
-    return Row("shared-1500", what, shared, apart, 6.0, also)
+    return Row("shared-1500", what, *measured.row(6.0), also)
 
 
 def _layouts(rivals: Rivals, scale: Scale) -> Row:
@@ -198,19 +200,38 @@ def _layouts(rivals: Rivals, scale: Scale) -> Row:
     wide = layouts(size, lengths, torch.float32, 4 * scale.repeats)
     what = f"attention of 8 sequences of {lengths[0]} to {lengths[-1]} tokens, against the same rearranged, both ours"
     also: dict[str, float | str] = {"float32": f"{wide[1] / wide[0]:.2f}x"}
-    return Row("layouts", what, agreed, rearranged, 1.2, also)
+    return Row("layouts", what, agreed, rearranged, 1.2, also=also)
 
 
-def _in_turn(repeats: int, ours: Callable[[], object], others: Callable[[], object]) -> tuple[float, float]:
-    """Median milliseconds of each, run in turn, after one run of each that does not count."""
-    taken: tuple[list[float], list[float]] = ([], [])
+def _in_turn(repeats: int, ours: Callable[[], object], others: Callable[[], object]) -> "_Measured":
+    """Each run in turn, after one run of each that does not count."""
+    measured = _Measured([], [], [], [])
     for turn in range(repeats + 1):
-        for run, seconds in zip((ours, others), taken, strict=True):
-            start = time.perf_counter()
+        for run, seconds, cpu in (
+            (ours, measured.ours, measured.our_cpu),
+            (others, measured.theirs, measured.their_cpu),
+        ):
+            start = time.perf_counter(), time.process_time()
             run()
             if turn:
-                seconds.append(time.perf_counter() - start)
-    return _milliseconds(taken[0]), _milliseconds(taken[1])
+                seconds.append(time.perf_counter() - start[0])
+                cpu.append(time.process_time() - start[1])
+    return measured
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Seconds of every step or run."""
+
+    ours: list[float]
+    theirs: list[float]
+    our_cpu: list[float]
+    their_cpu: list[float]
+
+    def row(self, target: float) -> tuple[float, float, float, float]:
+        """The numbers of a `Row`."""
+        cpu_ratio = statistics.median(self.their_cpu) / statistics.median(self.our_cpu)
+        return _milliseconds(self.ours), _milliseconds(self.theirs), target, cpu_ratio
 
 
 def _milliseconds(seconds: Sequence[float]) -> float:

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import ContinuousBatchingConfig, PreTrainedModel
 
 PAGE = 256  # tokens of a page of its continuous batching
+STEP_TOKENS = 512  # most tokens of one of its steps
 
 
 class _Listener:
@@ -28,9 +29,9 @@ class _Listener:
 
 
 def generate(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], new: int, step: Callable[[], None] | None = None, **how: Any
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], new: int, step: Callable[[], None] | None = None
 ) -> Tensor:
-    """`model.generate` with its dynamic cache: `new` greedy tokens behind each prompt, padded on the left to one length.
+    """`model.generate` with its dynamic cache: `new` greedy tokens behind each prompt, padded on the left.
 
     `step` is called when a token of every sequence has been drawn. Answers ids [B,longest+new].
     """
@@ -40,7 +41,7 @@ def generate(
     for row, prompt in enumerate(prompts):
         ids[row, longest - len(prompt) :] = torch.tensor(prompt)
         mask[row, longest - len(prompt) :] = 1
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0, **how}
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0}
     if step is not None:
         options["streamer"] = _Listener(step)
     return model.generate(ids, attention_mask=mask, **options)  # pyright: ignore[reportCallIssue, reportReturnType]
@@ -55,7 +56,9 @@ def generate_batch(model: PreTrainedModel, prompts: Sequence[Sequence[int]], new
     pages = sum((len(prompt) + new) // PAGE + 2 for prompt in prompts)
     outputs = model.generate_batch(  # pyright: ignore[reportCallIssue]
         [list(prompt) for prompt in prompts],
-        continuous_batching_config=ContinuousBatchingConfig(page_size=PAGE, num_blocks=pages, max_batch_tokens=512),
+        continuous_batching_config=ContinuousBatchingConfig(
+            page_size=PAGE, num_blocks=pages, max_batch_tokens=STEP_TOKENS
+        ),
         max_new_tokens=new,
         record_timestamps=True,
         warmup=False,
@@ -65,6 +68,7 @@ def generate_batch(model: PreTrainedModel, prompts: Sequence[Sequence[int]], new
             raise RuntimeError(output.error)
     if len(outputs) != len(prompts):
         raise RuntimeError(f"{len(outputs)} of {len(prompts)} prompts were answered")
+    # From the moment that the last sequence has begun until the first one is done, every step serves all of them.
     start, end = max(output.timestamps[0] for output in outputs), min(output.timestamps[-1] for output in outputs)
     last = max(outputs, key=lambda output: output.timestamps[0]).timestamps
     return [b - a for a, b in pairwise(last) if start <= a and b <= end]

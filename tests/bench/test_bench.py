@@ -1,0 +1,87 @@
+"""The bench runs from end to end, small, and its last line is what its users read. No time is looked at."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from kvcellar.bench.network import TINY, write
+from kvcellar.bench.run import BOOKKEEPING, NAMES, run
+from kvcellar.errors import BadRequest
+from kvcellar.models import theirs
+from kvcellar.models.load import load
+
+ABOUT = {
+    "kvcellar",
+    "torch",
+    "transformers",
+    "cpu",
+    "threads",
+    "dtype",
+    "parameters",
+    "quick",
+    "results",
+    "bookkeeping",
+}
+pytestmark = pytest.mark.filterwarnings("default")  # theirs warns as it likes
+
+
+def measured(capsys: pytest.CaptureFixture[str], **how: Any) -> tuple[list[str], dict[str, Any]]:
+    """The lines of the table, and what the last line says."""
+    run(quick=True, **how)
+    *table, last = capsys.readouterr().out.splitlines()
+    return table, json.loads(last)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != BOOKKEEPING])
+def test_workload_has_a_line_and_its_numbers(name: str, capsys: pytest.CaptureFixture[str]):
+    table, last = measured(capsys, only=name)
+    assert set(last) == ABOUT
+    assert last["quick"] is True
+    assert list(last["results"]) == [name]
+    row = last["results"][name]
+    assert {"what", "ours_ms", "theirs_ms", "ratio", "target"} <= set(row)
+    assert row["ours_ms"] > 0
+    assert row["theirs_ms"] > 0
+    assert math.isclose(row["ratio"], row["theirs_ms"] / row["ours_ms"], rel_tol=0.05)
+    assert [line.split()[0] for line in table[2:]] == [name]
+    assert f"{row['ours_ms']:.1f} ms" in table[2]
+    if name.startswith("ragged"):
+        assert row["generate_batch_ms"] > 0
+
+
+def test_bookkeeping_needs_no_network(capsys: pytest.CaptureFixture[str]):
+    table, last = measured(capsys, only=BOOKKEEPING)
+    assert last["results"] == {}
+    assert list(last["bookkeeping"]["step_ms"]) == ["1000", "10000"]
+    assert len(table) == 2
+
+
+def test_unknown_workload_is_refused_by_name():
+    with pytest.raises(BadRequest, match="ragged-8"):
+        run(quick=True, only="ragged")
+
+
+def test_both_sides_say_the_same_on_the_same_weights(tmp_path):
+    """What is compared is the same work: greedy tokens of ours and of theirs, padded and not, agree."""
+    from kvcellar import Engine
+
+    write(TINY, tmp_path)
+    prompts = [[5, 6, 7, 8, 9], [11, 12]]
+    network = load(tmp_path, dtype="float32", device="cpu").model.eval()
+    with Engine(tmp_path, dtype="float32", device="cpu", cache_bytes=1 << 20) as engine:
+        ours = [engine.generate(prompt, temperature=0.0, max_tokens=6, ignore_eos=True) for prompt in prompts]
+    steps: list[int] = []
+    answered = theirs.generate(network, prompts, 6, lambda: steps.append(1))
+    assert [list(result.token_ids) for result in ours] == answered[:, -6:].tolist()
+    assert len(steps) == 6
+
+
+def test_network_is_the_same_each_time(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    counts = [write(TINY, tmp_path / name) for name in ("one", "two")]
+    assert counts[0] == counts[1] == sum(p.numel() for p in load(tmp_path / "one", device="cpu").model.parameters())
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two")]
+    assert weights[0] == weights[1]

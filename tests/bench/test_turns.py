@@ -1,0 +1,74 @@
+"""Two sides take turns: bursts alternate, waiting is not counted, and nobody waits for a side that is over."""
+
+import threading
+
+import pytest
+
+from kvcellar.bench import turns
+from kvcellar.bench.turns import Side, sides
+
+
+def play(side: Side, steps: int, name: str, heard: list[str]) -> None:
+    side.step()  # the prompts have been read
+    for _ in range(steps):
+        heard.append(name)
+        side.step()
+    side.end()
+
+
+def started(*calls: tuple[Side, int, str, list[str]]) -> list[threading.Thread]:
+    threads = [threading.Thread(target=play, args=call, daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def test_bursts_alternate_from_the_first_that_may_go():
+    heard: list[str] = []
+    one, two = sides(2)
+    threads = started((one, 6, "a", heard), (two, 6, "b", heard))
+    one.ready()
+    two.ready()
+    one.go()
+    for thread in threads:
+        thread.join(10)
+    assert "".join(heard) == "aabbaabbaabb"
+    assert len(one.seconds) == len(one.cpu) == len(two.seconds) == len(two.cpu) == 6
+
+
+def test_time_spent_waiting_is_nobodys(monkeypatch: pytest.MonkeyPatch):
+    now = [0.0]
+    monkeypatch.setattr(turns, "_clocks", lambda: (now[0], 2 * now[0]))
+    one, two = sides(2)
+
+    def work(side: Side, takes: float) -> None:
+        side.step()
+        for _ in range(4):
+            now[0] += takes
+            side.step()
+        side.end()
+
+    threads = [threading.Thread(target=work, args=args, daemon=True) for args in ((one, 1.0), (two, 100.0))]
+    for thread in threads:
+        thread.start()
+    one.ready()
+    two.ready()
+    one.go()
+    for thread in threads:
+        thread.join(10)
+    assert (one.seconds, two.seconds) == ([1.0] * 4, [100.0] * 4)
+    assert (one.cpu, two.cpu) == ([2.0] * 4, [200.0] * 4)
+
+
+def test_side_that_is_over_keeps_nobody_waiting():
+    heard: list[str] = []
+    one, two = sides(1)
+    threads = started((one, 5, "a", heard), (two, 1, "b", heard))
+    one.ready()
+    two.ready()
+    one.go()
+    threads[1].join(10)
+    one.end()
+    threads[0].join(10)
+    assert not threads[0].is_alive()
+    assert heard.count("a") == 5

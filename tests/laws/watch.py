@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ class Brittle(Sdpa):
     """Raises from `prepare` while `broken`, after `whole` calls that work."""
 
     def __init__(self, arrangement: Arrangement = "token", padding: int = 1) -> None:
+        super().__init__()
         self.arrangement, self.padding = arrangement, padding
         self.broken, self.whole = False, 0
 
@@ -46,8 +48,13 @@ def stored(memory: Memory, layer: int, plane: str, runs: Iterable[Run]) -> Tenso
 
 
 def everything(memory: Memory) -> list[Any]:
-    """All that a memory knows: tables, pieces, the stage it is in, and the bytes of every cell that a table holds."""
-    known: list[Any] = [id(memory._step), memory.sequences, memory.free(), memory.bytes]
+    """All that a memory knows: tables, pieces, the stage it is in, and the bytes of every cell that a table holds.
+
+    And what it knows of sequences beside their tables: where they were edited, looked ahead, and what their inputs are.
+    """
+    known: list[Any] = [id(memory._step), memory.sequences, memory.free(), memory.capacity(), memory.bytes]
+    known += [memory.scratch, dict(memory._derived), deepcopy(memory._ahead._of)]
+    known += [dict(memory._digests._of), deepcopy(memory._digests._who)]
     for index, held in enumerate(memory._held):
         known.append(pieces(held.cells))
         tables = {seq: tables[index] for seq, tables in memory._tables.items()}

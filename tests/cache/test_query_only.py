@@ -85,6 +85,17 @@ def test_a_sequence_that_is_not_there_cannot_be_asked() -> None:
         told.memory.begin(Batch((Feed(3, Span(0, 1), stores=False),)))
 
 
+def test_a_fork_brings_no_more_than_the_limit() -> None:
+    told = Told(Sdpa(), names=["full"], limits={2: 4})
+    told.step({1: 10, 2: 1})
+    with nothing_changes(told.memory), pytest.raises(BadRequest, match=r"sequence 2 may have 4 tokens; .* fork .* 10"):
+        told.memory.fork(1, 2, 10)
+    with nothing_changes(told.memory), pytest.raises(BadRequest, match="fork would bring 5"):
+        told.memory.fork(1, 2, 5)
+    assert told.memory.fork(1, 2, 4) == 4
+    assert told.memory.fork(1, 3, 10) == 10
+
+
 def test_a_sequence_has_its_limit_and_asking_does_not_count() -> None:
     told = Told(Sdpa(), names=["full"], limits={0: 5})
     told.step({0: 5, 1: 9})

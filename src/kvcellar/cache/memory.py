@@ -255,14 +255,15 @@ class Memory:
         """Make `dst` share the first `kept <= upto` tokens of `src`, its input, and nothing else; answers `kept`.
 
         `kept` is less than `upto` only where `src` no longer holds what going on at `upto` needs, or where a span that
-        looked ahead would be parted (see `can_cut`).
-        Whatever `dst` was before is forgotten. Copies integers, never K/V.
+        looked ahead would be parted (see `can_cut`). Whatever `dst` was before is forgotten. Copies integers, never K/V.
+        Raises `BadRequest` if `kept` is beyond the limit of `dst`; nothing has changed then.
         """
         self._idle("fork")
         tables = self._known(src)
         if src == dst:
             raise BadRequest(f"sequence {src} cannot be forked onto itself")
         kept = self.can_cut(src, upto)
+        self._check_limit(dst, kept, "fork")
         shared = [table.share(kept) for table in tables]
         if dst in self._tables:
             self.drop(dst)
@@ -502,13 +503,16 @@ class Memory:
                 continue
             if feed.pos.start != self.length(feed.seq):
                 raise BadRequest(f"sequence {feed.seq} goes on at {self.length(feed.seq)}, not at {feed.pos.start}")
-            limit = self._limits.get(feed.seq) if isinstance(self._limits, Mapping) else self._limits
-            if limit is not None and feed.pos.end > limit:
-                raise BadRequest(f"sequence {feed.seq} may have {limit} tokens; this step would bring {feed.pos.end}")
+            self._check_limit(feed.seq, feed.pos.end, "step")
         need = batch.stored
         for held in self._held:
             if held.cells.free < need and not held.group.of_input:
                 raise CacheFull(held.group.name, need, held.cells.free)
+
+    def _check_limit(self, seq: int, length: int, what: str) -> None:
+        limit = self._limits.get(seq) if isinstance(self._limits, Mapping) else self._limits
+        if limit is not None and length > limit:
+            raise BadRequest(f"sequence {seq} may have {limit} tokens; this {what} would bring {length}")
 
     @staticmethod
     def _accepted(batch: Batch, accepted: Mapping[int, int]) -> list[int]:

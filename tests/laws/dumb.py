@@ -176,18 +176,24 @@ class Dumb:
         return kept
 
     def can_shift(self, seq: int, start: int, end: int) -> bool:
-        """May [start, end) go? Chunks must stay whole, and what the next token will see must be held."""
+        """May [start, end) go? What the next token will see must be held, and chunks hold who was in them with whom."""
         line = self.lines[seq]
         after = len(line.tokens) - (end - start)
         for m, held in zip(self.members, line.held, strict=True):
-            if isinstance(m.kind.layout, Chunked) and (
-                start % m.kind.layout.size or (end - start) % m.kind.layout.size
-            ):
+            if isinstance(m.kind.layout, Chunked) and self.sees_others(m.kind, len(line.tokens), start, end):
                 return False
             moved = {pos if pos < start else pos - (end - start) for pos in held if not start <= pos < end}
             if any(k not in moved for k in range(after) if m.kind.sees(after, k)):
                 return False
         return True
+
+    @staticmethod
+    def sees_others(kind: Kind, length: int, start: int, end: int) -> bool:
+        """By trying every pair: does one that moves down see somebody there that it did not see, or lose one?"""
+        moved = {pos: pos if pos < start else pos - (end - start) for pos in range(length) if not start <= pos < end}
+        return any(
+            kind.sees(q, k) != kind.sees(moved[q], moved[k]) for q in range(end, length) for k in moved if k <= q
+        )
 
     def spare(self, group: int, seq: int, end: int) -> int:
         """Cells that a shift needs beside those it will give back."""

@@ -56,6 +56,21 @@ def test_resuming_cutting_and_shifting_are_exact(kind: Kind, first: int, count: 
         assert kind.layout.can_shift(first, end, span) == dumb.can_shift(0, span.start, span.end)
 
 
+@pytest.mark.parametrize(
+    ("gone", "end", "may"),
+    [
+        (Span(4, 8), 10, True),  # a whole chunk
+        (Span(9, 10), 11, True),  # within the last one
+        (Span(9, 10), 12, True),  # which is full
+        (Span(9, 10), 13, False),  # 12 would come down from the next
+        (Span(4, 9), 11, True),  # the last one begins where another did
+        (Span(5, 9), 11, False),  # and may not meet the one before
+    ],
+)
+def test_tokens_of_two_chunks_never_meet(gone: Span, end: int, may: bool) -> None:
+    assert Chunked(4).can_shift(0, end, gone) == may
+
+
 @law
 @given(KINDS, st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=20), st.integers(1, 9))
 def test_most_cells_is_never_passed(kind: Kind, steps: list[tuple[int, int]], most: int) -> None:

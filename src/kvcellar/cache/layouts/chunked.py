@@ -36,10 +36,17 @@ class Chunked:
         return pos if self.can_resume(first, end, pos) else self.lowest(pos)
 
     def can_shift(self, first: int, end: int, gone: Span) -> bool:
-        """Only whole chunks may go: else tokens of two chunks would come to lie in one and see each other."""
-        whole = gone.start % self.size == 0 and len(gone) % self.size == 0
+        """Who is in a chunk with whom must stay as it was, among all that is left: else some would see others anew.
+
+        So it does if whole chunks go; and if what lies behind is of one chunk, and moves down within it, or down to
+        where another begins.
+        """
+        begins = gone.start % self.size == 0
+        one_behind = self.lowest(gone.end) == self.lowest(end - 1)
+        within = one_behind and self.lowest(gone.start) == self.lowest(gone.end)
+        exact = within or begins and (one_behind or len(gone) % self.size == 0)
         after = end - len(gone)
-        return whole and (first_after(first, gone) <= self.lowest(after) or self.lowest(after) == after)
+        return exact and (first_after(first, gone) <= self.lowest(after) or self.lowest(after) == after)
 
     def most_cells(self, context: int, step: int) -> int:
         return min(context, self.size + step)

@@ -24,6 +24,7 @@ from kvcellar.models.checks import MOST_JSON, MOST_TEXT
 from kvcellar.models.guest import adopt
 from kvcellar.models.load import find, load
 from kvcellar.models.quiet import quiet
+from kvcellar.sample.params import SamplingParams
 from tests.zoo import ARCHS, auto_config, reference_logits
 
 TOKENS = list(range(3, 40))
@@ -557,6 +558,52 @@ def test_a_generation_config_of_a_gigabyte_is_not_read(place: Path, unbuilt: Non
 def test_advice_that_makes_no_sense_is_refused(place: Path, fields: dict[str, Any]) -> None:
     (place / "generation_config.json").write_text(json.dumps({"do_sample": True, **fields}))
     refused(place)
+
+
+@pytest.mark.parametrize(
+    ("fields", "defaults"),
+    [
+        ({"do_sample": True, "top_k": -1}, {"top_k": 0}),
+        ({"do_sample": True, "top_k": 50.0, "temperature": 0.5}, {"top_k": 50, "temperature": 0.5}),
+        ({"do_sample": True, "typical_p": 0.0, "min_p": 0}, {"typical_p": 1.0, "min_p": 0}),
+        ({"do_sample": True, "top_p": 0, "top_k": 9}, {"temperature": 0.0}),
+        ({"do_sample": False, "repetition_penalty": 1.3}, {"temperature": 0.0, "repetition_penalty": 1.3}),
+        ({"do_sample": False, "temperature": 0.7, "top_k": -1}, {"temperature": 0.0}),
+        ({}, {"temperature": 0.0}),
+    ],
+    ids=str,
+)
+def test_advice_is_followed_as_transformers_follows_it(
+    place: Path, fields: dict[str, Any], defaults: dict[str, Any]
+) -> None:
+    (place / "generation_config.json").write_text(json.dumps(fields))
+    found = load(place).defaults
+    assert found == defaults
+    assert all(type(found[name]) is type(value) for name, value in defaults.items())
+    SamplingParams(**found)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"do_sample": True, "top_k": -2}, "top_k"),
+        ({"do_sample": True, "top_k": 1.5}, "top_k"),
+        ({"do_sample": True, "temperature": 10**400}, "temperature"),
+        ({"do_sample": True, "top_p": 1.5}, "top_p"),
+        ({"do_sample": True, "top_p": -1}, "top_p"),
+        ({"do_sample": True, "temperature": -0.1}, "temperature"),
+        ({"do_sample": False, "repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": "much"}, "repetition_penalty"),
+    ],
+    ids=str,
+)
+def test_advice_that_nobody_could_follow_is_refused_before_anything_is_built(
+    place: Path, fields: dict[str, Any], name: str, unbuilt: None
+) -> None:
+    (place / "generation_config.json").write_text(json.dumps(fields))
+    reason = refused(place)
+    assert "generation_config.json" in reason
+    assert name in reason
 
 
 # -- where ------------------------------------------------------------------------------------------------------------

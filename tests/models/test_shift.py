@@ -15,8 +15,8 @@ from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
 from tests.zoo import ARCHS
 
-GONE = Span(3, 3 + 16)  # a multiple of the zoo's windows and chunks, inside the filler
-FILLER = 24
+GONE = Span(8, 8 + 16)  # whole windows and whole chunks of the zoo's, inside the filler
+FILLER = 32
 SHIFTED = (
     "llama", "llama-rope-llama3", "llama-rope-yarn", "llama-rope-linear", "llama-rope-dynamic", "llama4-untempered",
     "phi3-longrope", "phi", "qwen3", "gemma2", "gemma3", "gemma3n",

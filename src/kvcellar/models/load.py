@@ -5,7 +5,6 @@ is a stranger's: sizes are checked before anything is read or allocated, keys of
 change our attention are dropped, and what is missing or does not fit is refused with its reason.
 """
 
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -30,11 +29,13 @@ from kvcellar.models.checks import (
     weights_of,
 )
 from kvcellar.models.quiet import quiet
+from kvcellar.sample.params import SamplingParams
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # as safetensors calls them
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 _STRANGE = (  # what transformers raises on configs, weights and tokenizers that do not fit
     OSError, ValueError, RuntimeError, LookupError, TypeError, ImportError, AttributeError, ArithmeticError,
     AssertionError, MemoryError, StrictDataclassError,
@@ -129,7 +130,7 @@ def _described(path: Path) -> tuple[Any, Weights]:
     weights = weights_of(path)
     check_depth(fields, weights)
     if (path / "generation_config.json").is_file():
-        read_object(path / "generation_config.json")  # transformers passes over one that it cannot read
+        _advised(read_object(path / "generation_config.json"))  # transformers passes over one that it cannot read
     try:
         return AutoConfig.for_model(**fields), weights
     except _STRANGE as error:
@@ -213,16 +214,39 @@ def _end_ids(model: PreTrainedModel) -> frozenset[int]:
 
 
 def _defaults(model: PreTrainedModel) -> dict[str, Any]:
-    """Sampling that the model's authors advise, under our names. Without `do_sample` that is greedy in transformers."""
     config: GenerationConfig | None = model.generation_config
-    if config is None or not config.do_sample:
-        return {}
-    names = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
-    advised = {name: value for name in names if (value := getattr(config, name, None)) is not None}
-    for name, value in advised.items():
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-            raise ModelRefused(f"generation_config.json says {name} is {value!r}; a number is needed")
+    return {} if config is None else _advised(vars(config))
+
+
+def _advised(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling that a generation config advises, under our names: its draws are those that transformers makes.
+
+    Without `do_sample`, or with a `top_p` that leaves only the most likely token, that is greedy, where of all the rest
+    only the repetition penalty counts. A `top_k` of -1 and a `typical_p` of 0 say that there is none.
+    """
+    greedy = not fields.get("do_sample") or _number("top_p", fields.get("top_p")) == 0
+    names = ("repetition_penalty",) if greedy else _SAMPLING
+    advised = {name: value for name in names if (value := _number(name, fields.get(name))) is not None}
+    if greedy:
+        advised["temperature"] = 0.0
+    if advised.get("top_k") == -1:
+        advised["top_k"] = 0
+    if advised.get("typical_p") == 0:
+        advised["typical_p"] = 1.0
+    try:
+        SamplingParams(**advised)
+    except BadRequest as error:
+        raise ModelRefused(f"generation_config.json cannot be followed: {error}") from error
     return advised
+
+
+def _number(name: str, value: Any) -> int | float | None:
+    """A whole `top_k` as int: programs write 50.0, too."""
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1 << 31:
+        raise ModelRefused(f"generation_config.json says {name} is {value!r}; a number of common size is needed")
+    return int(value) if name == "top_k" and value == int(value) else value
 
 
 def _text(path: Path, config: Any) -> TextAssets | str:

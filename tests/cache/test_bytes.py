@@ -15,6 +15,7 @@ GROUPS = [
     Group("full", Causal(), (Plane("k", 2, 24), Plane("v", 2, 40)), (0, 3, 5)),
     Group("window", Sliding(8), (Plane("k", 1, 64), Plane("v", 1, 16)), (1, 2)),
 ]
+TURNED = Storage("int4", hadamard=True)
 CELLS = {"full": 33, "window": 17}
 
 
@@ -47,12 +48,23 @@ def test_bytes_are_those_of_the_storages(dtype: torch.dtype, arrangement: Arrang
     assert memory.bytes == sum(group.bytes_per_cell(dtype.itemsize) * places[group.name] for group in GROUPS)
 
 
-def test_a_memory_takes_nothing_beside_what_it_says() -> None:
+ROTATED = [
+    Group("full", Causal(), (Plane("k", 2, 24, TURNED), Plane("v", 2, 24, TURNED)), (0, 3, 5)),
+    Group("window", Sliding(8), (Plane("k", 1, 64, TURNED), Plane("v", 1, 16)), (1, 2)),
+]
+
+
+@pytest.mark.parametrize("groups", [GROUPS, ROTATED], ids=["as computed", "rotated"])
+def test_a_memory_takes_nothing_beside_what_it_says(groups: list[Group]) -> None:
     before = storages()
-    memory = Memory(GROUPS, cells=CELLS, dtype=torch.float32, device="cpu", backend=Sdpa())
+    memory = Memory(groups, cells=CELLS, dtype=torch.float32, device="cpu", backend=Sdpa())
     after = storages()
     new = {where: size for where, size in after.items() if where not in before}
     assert sum(new.values()) == memory.bytes
+    assert memory.bytes == sum(group.bytes(CELLS[group.name], 4, Sdpa()) for group in groups)
+    memory.resize("full", 50)
+    after = storages()
+    assert sum(size for where, size in after.items() if where not in before) == memory.bytes
 
 
 def test_scales_are_counted() -> None:

@@ -32,7 +32,7 @@ class Crowd:
         self.random = Random(7)
         groups = [Group("full", Causal(), PLANES, (0,)), Group("window", Sliding(256, 512), PLANES, (1,))]
         cells = {"full": CELLS, "window": LINES * 512 + CHUNK + LINES}
-        cap = sum(group.bytes(cells[group.name], 2, Reference()) for group in groups) + groups[0].staging(CELLS)
+        cap = sum(group.bytes(cells[group.name], 2, Reference()) for group in groups) + groups[0].staging(CELLS, 2)
         self.memory = Memory(
             groups, cells=cells, dtype=torch.float16, device="meta", backend=Reference(), max_bytes=cap
         )

@@ -260,8 +260,9 @@ def test_bytes_are_the_formula(storage):
         for name in ("k", "v")
         for t in (kept.stored(layer, name).codes, kept.stored(layer, name).scales)
     ]
-    assert kept.bytes == sum(t.nbytes for t in tensors if t is not None)
-    assert kept.bytes == 24 * 2 * sum(p.bytes_per_cell(999) for p in plane)  # the memory's own type plays no part
+    rotation = 80 * 80 * 4 * storage.hadamard
+    assert kept.bytes == sum(t.nbytes for t in tensors if t is not None) + rotation
+    assert kept.bytes == 24 * 2 * sum(p.bytes_per_cell(999) for p in plane) + rotation  # the memory's own type plays no part
 
 
 @pytest.mark.parametrize(
@@ -357,10 +358,12 @@ def looked_at(kept: Memory, seq: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("text", ["auto", "bfloat16", "fp8", "int8+hadamard", "k=int4+hadamard,v=int4"])
 @pytest.mark.parametrize("plain", [False, True])
-def test_bytes_of_a_memory_are_places_times_bytes_per_cell(text, plain):
+def test_bytes_of_a_memory_are_places_times_bytes_per_cell_and_one_rotation(text, plain):
     kept = memory(StoredAs.parse(text), plain=plain)
     places = 91 if plain else 96
-    assert kept.bytes == places * kept.groups[0].bytes_per_cell(4)
+    rotation = 24 * 24 * 4 * ("hadamard" in text)
+    assert kept.bytes == places * kept.groups[0].bytes_per_cell(4) + rotation
+    assert kept.bytes == kept.groups[0].bytes(90, 4, Wishes())
 
 
 def test_a_plain_group_is_token_major_without_padding_whatever_the_backend_wants():

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.cells import Cells
@@ -65,6 +68,34 @@ def everything(memory: Memory) -> list[Any]:
                 content = stored(memory, layer, plane.name, runs)
                 known.append(content.contiguous().view(torch.uint8).numpy().tobytes())
     return known
+
+
+class Allocations(TorchDispatchMode):
+    """The tensors that are made while it is entered. `most` is how many bytes were there at once, of all that are new.
+
+    What an operation takes within itself and gives back before it answers is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._there: dict[int, tuple[StorageWeakRef, int]] = {}  # by storage; 0 bytes if it was there before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in tree_leaves((args, kwargs)):
+            self._see(tensor, new=False)
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            self._see(tensor, new=True)
+        self._there = {key: (ref, size) for key, (ref, size) in self._there.items() if not ref.expired()}
+        self.most = max(self.most, sum(size for _, size in self._there.values()))
+        return made
+
+    def _see(self, tensor: Any, *, new: bool) -> None:
+        if isinstance(tensor, Tensor):
+            storage = tensor.untyped_storage()
+            ref = StorageWeakRef(storage)
+            self._there.setdefault(ref.cdata, (ref, storage.nbytes() if new else 0))
 
 
 @contextmanager

@@ -13,15 +13,18 @@ import torch
 from kvcellar.cache.cells import Cells
 from kvcellar.cache.compact import Compaction, relocate
 from kvcellar.cache.layouts.encoder import Input
-from kvcellar.cache.plans import indices
-from kvcellar.cache.pool import Pool
+from kvcellar.cache.plans import indices, pieces
+from kvcellar.cache.pool import Pool, rotated_sizes
 from kvcellar.cache.tables import InputTable, Move, Table
-from kvcellar.contracts import Backend, Layout, Plane, Rotation
+from kvcellar.contracts import GROUP, Backend, Layout, Plane, Rotation
 from kvcellar.errors import BadRequest, CapacityTooSmall
 from kvcellar.plan import Run
 
 PIECE = 1024  # cells that are copied or turned at once: bounds the staging memory of a shift or a compaction
-COPIES = 5  # of a piece of one plane, in float32, that turning it takes at most
+COPIES = 5  # of a piece of one plane, in the type it is turned in, that turning it takes at most
+QUANTISED = 8  # the same, if it is read from codes, rotated and quantised again
+INDEX = 24  # bytes a cell: where it is and where it goes, and one of them in parts before they are put together
+ANGLES = 12  # bytes an element of a vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +55,26 @@ class Group:
         return len(self.layers) * sum(plane.bytes_per_cell(itemsize) for plane in self.planes)
 
     def bytes(self, cells: int, itemsize: int, backend: Backend) -> int:
-        """Bytes of all planes for so many cells, the null cell and the padding that `backend` asks for included."""
+        """Bytes of all planes for so many cells: the null cell, padding that `backend` asks for, rotations included."""
         padding = 1 if self.plain else backend.padding
-        return -(-(cells + 1) // padding) * padding * self.bytes_per_cell(itemsize)
+        rotations = sum(size * size * torch.float32.itemsize for size in rotated_sizes(self.planes))
+        return -(-(cells + 1) // padding) * padding * self.bytes_per_cell(itemsize) + rotations
 
-    def staging(self, cells: int) -> int:
+    def staging(self, cells: int, itemsize: int) -> int:
         """Bytes that a shift or a compaction takes at most beside the planes, in a group of `cells` cells."""
-        widest = max((plane.heads * plane.size for plane in self.planes), default=0)
-        return min(PIECE, cells) * widest * 4 * COPIES
+        widest = max((_turning(plane, itemsize) for plane in self.planes), default=0)
+        angles = max((plane.size for plane in self.planes), default=0) * ANGLES
+        return min(PIECE, cells) * (widest + INDEX) + angles
+
+
+def _turning(plane: Plane, itemsize: int) -> int:
+    """Bytes that turning one cell of a plane takes at most; `itemsize` is that of the memory's own type."""
+    storage = plane.storage
+    if storage is not None and storage.quantised:
+        full = plane.size if plane.size <= GROUP else -(-plane.size // GROUP) * GROUP
+        return plane.heads * full * torch.float32.itemsize * QUANTISED
+    own = itemsize if storage is None else storage.bytes(1)
+    return plane.heads * plane.size * max(torch.float32.itemsize, own) * COPIES
 
 
 @dataclass(slots=True)
@@ -85,12 +100,11 @@ class Held:
 
     def turn(self, source: Sequence[Run], target: Sequence[Run], by: int, device: torch.device) -> None:
         """Write what the cells of `source` hold into those of `target`, turned by `by` positions; 0: bit for bit."""
-        old, new = indices(source, device), indices(target, device)
-        for layer in self.group.layers:
-            turns = self.group.rotations.get(layer, {}) if by else {}
-            for start in range(0, len(old), PIECE):
-                piece = slice(start, start + PIECE)
-                self.pool.move(layer, old[piece], new[piece], turns, by)
+        for some, places in zip(pieces(source, PIECE), pieces(target, PIECE), strict=True):
+            old, new = indices(some, device), indices(places, device)
+            for layer in self.group.layers:
+                turns = self.group.rotations.get(layer, {}) if by else {}
+                self.pool.move(layer, old, new, turns, by)
 
     def compact(self, tables: Mapping[int, Table], budget: int, device: torch.device) -> int:
         """Move one piece of at most `budget` cells; answers how many were moved."""

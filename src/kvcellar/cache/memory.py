@@ -77,7 +77,7 @@ class Memory:
         self.max_bytes, self.scratch = max_bytes, 0
         chosen = {g.name: backend[g.name] if isinstance(backend, Mapping) else backend for g in groups}
         planned = sum(g.bytes(cells[g.name], dtype.itemsize, chosen[g.name]) for g in groups)
-        self._check_room(planned, max((group.staging(cells[group.name]) for group in groups), default=0), "lower cells")
+        self._check_room(planned, max((group.staging(cells[group.name], dtype.itemsize) for group in groups), default=0), "lower cells")
         self._held: list[Held] = []
         self._group_of: dict[int, int] = {}
         # Tables of tokens come first, so that the first one of a sequence says how long it is.
@@ -107,13 +107,13 @@ class Memory:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all planes of all groups."""
+        """Bytes of all planes of all groups, and of the matrices that rotate what is quantised."""
         return sum(held.pool.bytes for held in self._held)
 
     @property
     def staging(self) -> int:
         """Bytes that a shift or a compaction takes for a moment, at most."""
-        return max((held.group.staging(held.cells.capacity) for held in self._held), default=0)
+        return max((self._staging(held) for held in self._held), default=0)
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -437,8 +437,8 @@ class Memory:
             raise BadRequest(f"{group!r} cannot have {cells} cells; the groups are {names}, and one cell is the least")
         if cells != held.cells.capacity:
             grown = len(held.group.layers) * (held.pool.layer_bytes(cells) - held.pool.layer_bytes(held.cells.capacity))
-            others = max((h.group.staging(h.cells.capacity) for h in self._held if h is not held), default=0)
-            staging = max(others, held.group.staging(cells), held.peak(cells) - max(grown, 0))
+            others = max((self._staging(h) for h in self._held if h is not held), default=0)
+            staging = max(others, held.group.staging(cells, self.dtype.itemsize), held.peak(cells) - max(grown, 0))
             self._check_room(self.bytes + max(grown, 0), staging, f"resize {group} to fewer cells than {cells}")
             held.resize(cells)
 
@@ -464,6 +464,9 @@ class Memory:
             self.drop(seq)
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _staging(self, held: Held) -> int:
+        return held.group.staging(held.cells.capacity, self.dtype.itemsize)
 
     def _check_room(self, planes: int, staging: int, way_out: str) -> None:
         need = planes + self.scratch + staging

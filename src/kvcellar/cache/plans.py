@@ -1,6 +1,6 @@
 """plans: from tables and the cells that a step was given to what kernels read. Nothing here changes anything."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -107,6 +107,22 @@ def indices(runs: Iterable[Run], device: torch.device) -> Tensor:
     """[n], the cells of `runs`, in order."""
     cells = [torch.arange(run.cell, run.end, device=device) for run in runs]
     return torch.cat(cells) if cells else torch.zeros(0, dtype=torch.long, device=device)
+
+
+def pieces(runs: Iterable[Run], size: int) -> Iterator[list[Run]]:
+    """`runs` in order, in pieces of `size` cells; the last may be smaller."""
+    piece: list[Run] = []
+    room = size
+    for run in runs:
+        while run.n:
+            here = min(run.n, room)
+            piece.append(Run(run.cell, here))
+            run, room = Run(run.cell + here, run.n - here), room - here
+            if not room:
+                yield piece
+                piece, room = [], size
+    if piece:
+        yield piece
 
 
 def _joined(held: tuple[Run, ...], new: Sequence[Run]) -> tuple[Run, ...]:

@@ -4,11 +4,12 @@ Always true:
   * every plane of every layer has `cells + 1` places, the first of them null, rounded up to what the backend asked for,
     in the arrangement it asked for; a plain group has them as [places,heads,size], and none too many;
   * a layer may have more places than that only where a resize failed and could not be undone;
-  * planes are allocated zeroed, and zeros read back as zeros in every storage; `bytes` is exactly what they take;
+  * planes are allocated zeroed, and zeros read back as zeros in every storage;
+  * all planes whose vectors have the same size share one rotation; `bytes` is exactly what planes and rotations take;
   * what is read is what is stored: new tokens are read back quantised, too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -34,8 +35,15 @@ class StoredPlane:
     """One plane of one layer, and how to read it (see `contracts.Stored`)."""
 
     def __init__(
-        self, plane: Plane, storage: Storage, places: int, arrangement: Arrangement, device: torch.device
+        self,
+        plane: Plane,
+        storage: Storage,
+        places: int,
+        arrangement: Arrangement,
+        device: torch.device,
+        rotation: Tensor | None,
     ) -> None:
+        """`rotation` [size,size] is `hadamard`'s, which the pool owns, if `storage` asks for one."""
         self.plane, self.storage = plane, storage
         self.arrangement: Arrangement = arrangement
         kind, size = storage.kind, plane.size
@@ -44,7 +52,7 @@ class StoredPlane:
         self.scales: Tensor | None = None
         if storage.quantised:
             self.scales = self._zeros(places, storage.scales(size), torch.float16, device)
-        self._rotation = hadamard(size, device) if storage.hadamard else None
+        self._rotation = rotation
 
     def _zeros(self, places: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         axes = AXES[self.arrangement]
@@ -90,7 +98,7 @@ class StoredPlane:
 
     def resized(self, places: int) -> "StoredPlane":
         """A copy with so many places, bit for bit as far as it goes."""
-        twin = StoredPlane(self.plane, self.storage, places, self.arrangement, self._codes.device)
+        twin = StoredPlane(self.plane, self.storage, places, self.arrangement, self._codes.device, self._rotation)
         for old, new in zip(self._tensors, twin._tensors, strict=True):
             kept, there = self._rows(old), self._rows(new)
             both = min(len(kept), len(there))
@@ -139,13 +147,15 @@ class Pool:
         self._padding = padding
         self._bytes_per_cell = sum(plane.bytes_per_cell(dtype.itemsize) for plane in planes)
         places = self._places(cells)
+        self._rotations = {size: hadamard(size, device) for size in rotated_sizes(planes)}
         self._of: dict[int, dict[str, StoredPlane]] = {}
         for layer in layers:
             self._of[layer] = {}
             for plane in planes:
                 wanted = arrangement if isinstance(arrangement, str) else arrangement[plane.name]
-                kept = StoredPlane(plane, storage_of(plane, dtype), places, wanted, device)
-                self._of[layer][plane.name] = kept
+                storage = storage_of(plane, dtype)
+                rotation = self._rotations[plane.size] if storage.hadamard else None
+                self._of[layer][plane.name] = StoredPlane(plane, storage, places, wanted, device, rotation)
 
     @classmethod
     def agreed(
@@ -186,8 +196,9 @@ class Pool:
 
     @property
     def bytes(self) -> int:
-        """Bytes held, all layers and planes, scales included."""
-        return sum(kept.bytes for planes in self._of.values() for kept in planes.values())
+        """Bytes held, all layers and planes, scales and rotations included."""
+        planes = sum(kept.bytes for planes in self._of.values() for kept in planes.values())
+        return planes + sum(rotation.nbytes for rotation in self._rotations.values())
 
     def stored(self, layer: int, name: str) -> StoredPlane:
         return self._of[layer][name]
@@ -213,6 +224,11 @@ class Pool:
         """A copy [n,heads,size] of what is stored in `cells`: float32 where it is quantised."""
         kept = self._of[layer][name]
         return kept.read(cells, PLAIN.get(kept.storage.kind, torch.float32)).transpose(0, 1)
+
+
+def rotated_sizes(planes: Iterable[Plane]) -> set[int]:
+    """The sizes of vectors that are rotated before they are quantised: each needs a float32 matrix [size,size]."""
+    return {plane.size for plane in planes if plane.storage is not None and plane.storage.hadamard}
 
 
 def storage_of(plane: Plane, dtype: torch.dtype) -> Storage:

@@ -1,0 +1,59 @@
+"""What a shift and a compaction take for a moment: never more than the memory says, however much is moved."""
+
+import pytest
+import torch
+
+from kvcellar.attention.sdpa import Sdpa
+from kvcellar.cache.group import PIECE, Group
+from kvcellar.cache.layouts import Causal
+from kvcellar.cache.memory import Memory
+from kvcellar.contracts import Plane, Rotation, StoredAs
+from kvcellar.plan import Batch, Feed
+from kvcellar.spans import Span
+from tests.laws.watch import Allocations
+
+WAYS = ("auto", "float64", "bfloat16", "fp8", "int8", "int4", "int8+hadamard", "k=int4+hadamard,v=float16")
+
+
+def memory(text: str, dtype: torch.dtype, size: int, cells: int) -> Memory:
+    stored = StoredAs.parse(text)
+    planes = (Plane("k", 2, size, stored.k), Plane("v", 2, size // 2, stored.v))
+    rotation = Rotation(tuple(0.5**i for i in range(size // 2)))
+    group = Group("full", Causal(), planes, (0, 1), {layer: {"k": rotation} for layer in (0, 1)}, no_shift=None)
+    return Memory([group], cells={"full": cells}, dtype=dtype, device="cpu", backend=Sdpa())
+
+
+def read(kept: Memory, seq: int, count: int) -> None:
+    kept.begin(Batch((Feed(seq, Span(kept.length(seq), kept.length(seq) + count)),)))
+    kept.commit()
+
+
+@pytest.mark.parametrize("text", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize("size", [4, 80, 192])
+@pytest.mark.parametrize("cells", [8, 3 * PIECE])
+def test_no_edit_takes_more_than_is_said(text: str, dtype: torch.dtype, size: int, cells: int) -> None:
+    kept = memory(text, dtype, size, cells)
+    part = cells // 4
+    for seq in (0, 1, 0):
+        read(kept, seq, part)
+    with Allocations() as shift:
+        kept.remove(0, Span(part - 1, part))
+    kept.drop(1)
+    with Allocations() as compaction:
+        while kept.compact(cells):
+            pass
+    kept.check()
+    assert 0 < shift.most <= kept.staging
+    assert 0 < compaction.most <= kept.staging
+
+
+def test_how_much_is_moved_does_not_matter() -> None:
+    taken: list[int] = []
+    for pieces in (1, 3):
+        kept = memory("auto", torch.float16, 4, 8 * PIECE)
+        read(kept, 0, pieces * PIECE + 1)
+        with Allocations() as shift:
+            kept.remove(0, Span(0, 1))
+        taken.append(shift.most)
+    assert taken[0] == taken[1]

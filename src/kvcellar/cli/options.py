@@ -60,6 +60,8 @@ def sampling_options(function: F) -> F:
             click.option("--repetition-penalty", type=float),
             click.option("--seed", type=int, help="The same seed gives the same answer."),
             click.option("--stop", multiple=True, help="End the answer where this text would come. May be repeated."),
+            click.option("--shift", is_flag=True, default=None, help="At the end of the context, forget and go on."),
+            click.option("--num-keep", type=int, help="With --shift: first tokens that stay; -1: the prompt."),
             click.option("--ignore-eos", is_flag=True, default=None, help="Go on past the end of the text."),
         ]
     ):

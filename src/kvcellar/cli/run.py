@@ -40,7 +40,10 @@ def command(model: str | None, prompt: str | None, as_json: bool, raw: bool, **o
     With PROMPT, or text from a pipe, it answers that and ends; the prompt is continued as it is unless the model has a
     chat template. To give the embedded model a prompt, call it by its name: `kvcellar run embedded 'import os'`.
     """
-    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos")
+    names = (
+        "max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos",
+        "shift", "num_keep",
+    )  # fmt: skip
     sampling = given(**{name: options.pop(name) for name in names})
     SamplingParams(**{**sampling, "stop": tuple(sampling.get("stop", ()))})  # refuse before a model is loaded
     interactive = prompt is None and sys.stdin.isatty() and sys.stdout.isatty()

@@ -5,6 +5,7 @@ Always true:
   * a resting session's memory may be reclaimed at any time: its tokens are remembered, so it costs reading them again.
 """
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from kvcellar.spans import Span
 
 if TYPE_CHECKING:
     from kvcellar.cache.memory import Memory
+
+log = logging.getLogger("kvcellar.engine")
 
 
 @dataclass(slots=True)
@@ -34,6 +37,7 @@ class Cellar:
         self.memory = memory
         self._numbers = count(1)
         self._resting: dict[int, Rest] = {}  # by session, the least recently used first
+        self._sessions: set[int] = set()  # those that are open
 
     def free(self) -> Mapping[str, int]:
         return self.memory.free()
@@ -88,15 +92,27 @@ class Cellar:
         assert line.seq is not None
         span = line.excess(context)
         assert span is not None, "a line without anything to forget should have ended"
-        try:
-            left = self.memory.remove(line.seq, span)
-        except (NotSupported, CacheFull):
-            left = 0
+        left = self._shifted(line, span)
         moved = left == line.read - len(span)
         if moved:
             line.read = left
         line.forget(span)
         return moved
+
+    def _shifted(self, line: Line, span: Span) -> int:
+        """What `Memory.remove` answers; 0 where it cannot. Sessions that rest make room for the keys that move."""
+        assert line.seq is not None
+        while True:
+            try:
+                return self.memory.remove(line.seq, span)
+            except CacheFull:
+                if not self.reclaim(sparing=line):
+                    return 0
+            except NotSupported:
+                return 0
+            except (RuntimeError, MemoryError) as error:  # the device has no scratch for it; memory is as it was
+                log.warning("a shift of %s failed with %s: %s", span, type(error).__name__, error)
+                return 0
 
     def fork(self, line: Line, twin: Line) -> None:
         """`twin` goes on where `line` is, on the same cells."""
@@ -113,8 +129,19 @@ class Cellar:
 
     # -- sessions -----------------------------------------------------------------------------------------------
 
+    def open_session(self, session: int) -> None:
+        self._sessions.add(session)
+
+    def close_session(self, session: int) -> None:
+        """Nothing rests with it from now on, whoever may still come to an end in its name."""
+        self._sessions.discard(session)
+        self.forget_session(session)
+
     def rest(self, session: int, line: Line) -> None:
         """The line is over: what it holds stays with the session, in place of what the session left before."""
+        if session not in self._sessions:
+            self.release(line)
+            return
         self.forget_session(session)
         if line.seq is not None and self.memory.has(line.seq):  # a line whose first step failed holds nothing
             self._resting[session] = Rest(line.seq, line.tokens[: line.read])
@@ -145,6 +172,7 @@ class Cellar:
         """Forget everything there is."""
         self.memory.clear()
         self._resting.clear()
+        self._sessions.clear()
 
     def check(self, running: Sequence[Line]) -> None:
         """Assert what is always true, given the lines that run."""
@@ -155,6 +183,7 @@ class Cellar:
         for line in running:
             assert line.seq is not None
             assert self.memory.length(line.seq) == line.read
+        assert self._resting.keys() <= self._sessions, "a session that is closed holds something"
         for rest in self._resting.values():
             assert self.memory.has(rest.seq)
             assert self.memory.length(rest.seq) == len(rest.tokens)

@@ -4,6 +4,8 @@ with Engine() as engine:
     print(engine.generate("def main():", max_tokens=32).text)
 """
 
+import operator
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 _FIELDS = frozenset(field.name for field in fields(SamplingParams))
+_OPTIONAL = frozenset(("max_tokens", "seed", "logprobs"))  # of these None says something; elsewhere it says nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,8 @@ class Engine:
         )
         self._loop = self._built.loop
         self._loop.start(self._built.runner)
+        # A thread inside torch must not outlive the interpreter: whoever forgets `close` has it done for him.
+        self._closing = weakref.finalize(self, self._loop.close)
 
     def __enter__(self) -> Self:
         return self
@@ -122,6 +127,7 @@ class Engine:
 
     def close(self) -> None:
         """End the engine. Requests under way are told `EngineClosed`. May be called again."""
+        self._closing()
         self._loop.close()
 
     @property
@@ -138,11 +144,12 @@ class Engine:
         return self._built.voice.encode(text, special=special)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._built.voice.decode(ids)
+        """The text of token ids. Raises `BadRequest` for what is no id of this model."""
+        return self._built.voice.decode([self._token(token, "ids") for token in ids])
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token adds to a text; they may be a part of a character."""
-        return self._built.voice.token_bytes(token)
+        return self._built.voice.token_bytes(self._token(token, "ids"))
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation, ready for the model's answer. Raises `BadRequest`, `TemplateFailed`."""
@@ -212,10 +219,8 @@ class Engine:
         unknown = sorted(set(sampling) - _FIELDS)
         if unknown:
             raise BadRequest(f"there is no sampling parameter {unknown[0]!r}; there are {sorted(_FIELDS)}", unknown[0])
-        for name in ("stop", "stop_token_ids"):
-            if sampling.get(name, ()) is None:
-                sampling[name] = ()
-        return replace(self.model.default_sampling, **sampling)
+        given = {name: value for name, value in sampling.items() if value is not None or name in _OPTIONAL}
+        return replace(self.model.default_sampling, **given)
 
     # -- looking ------------------------------------------------------------------------------------------------
 
@@ -284,20 +289,32 @@ class Engine:
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
+            if not prompt:
+                raise BadRequest("the prompt is empty; at least one character is needed", "prompt")
             return self.encode(prompt)
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
             raise BadRequest(f"a prompt is text or a list of token ids, not {type(prompt).__name__}", "prompt")
         return list(prompt)
 
+    def _token(self, token: Any, param: str = "prompt") -> int:
+        """A token id as a plain int; anything that Python can use as an index may be one, numpy's integers too."""
+        try:
+            number = -1 if isinstance(token, bool) else operator.index(token)
+        except TypeError:
+            number = -1
+        if not 0 <= number < self.model.vocab_size:
+            most = self.model.vocab_size - 1
+            raise BadRequest(f"{token!r} is not a token id of this model; they are 0 to {most}", param)
+        return number
+
     def _checked(self, prompt_ids: Sequence[int], params: SamplingParams) -> tuple[int, ...]:
         """The prompt as a tuple, or why this model cannot be asked so."""
-        prompt = tuple(prompt_ids)
-        if not prompt:
+        if not len(prompt_ids):
             raise BadRequest("the prompt is empty; at least one token is needed", "prompt")
+        if len(prompt_ids) > self.model.context:
+            raise PromptTooLong(len(prompt_ids), self.model.context, "the model's context")
+        prompt = tuple(self._token(token) for token in prompt_ids)
         vocab = self.model.vocab_size
-        for token in prompt:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
-                raise BadRequest(f"{token!r} is not a token id of this model; they are 0 to {vocab - 1}", "prompt")
         check_ids(params, vocab)
         if params.n > self._built.settings.max_sequences:
             raise BadRequest(
@@ -305,8 +322,6 @@ class Engine:
             )
         if params.stop and not self.model.has_text:
             raise BadRequest("stop strings need a tokenizer, and this model has none; use stop_token_ids", "stop")
-        if len(prompt) > self.model.context:
-            raise PromptTooLong(len(prompt), self.model.context, "the model's context")
         self._built.check_fits(len(prompt))
         return prompt
 

@@ -1,8 +1,8 @@
 """kvquality: what storing K/V in fewer bits would do to the answers of a model, measured on the model itself.
 
 The model writes a sample of its own, at temperature 1, with K/V as it computes them. Then it reads that sample again
-for every way of storing, through a memory that stores so, and its predictions are compared place by place: the same text
-is before each of them, so one early difference does not count for all that follow.
+for every way of storing, through a memory that stores so, and its predictions are compared place by place: the same
+text is before each of them, so one early difference does not count for all that follow.
 """
 
 from collections.abc import Mapping, Sequence

@@ -106,6 +106,10 @@ class Loop:
         with suppress(EngineClosed):
             self.post(lambda: self._cancel(request))
 
+    def open_session(self, session: int) -> None:
+        """From now on what its requests leave in memory stays with it."""
+        self.post(lambda: self.cellar.open_session(session))
+
     def end_session(self, session: int) -> None:
         """Cancel what is under way for a session, and forget what it holds."""
 
@@ -113,7 +117,7 @@ class Loop:
             for line in [*self.scheduler.running, *self.scheduler.waiting]:
                 if line.request.session == session:
                     self._cancel(line.request)
-            self.cellar.forget_session(session)
+            self.cellar.close_session(session)
 
         with suppress(EngineClosed):
             self.post(end)

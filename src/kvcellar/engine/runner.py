@@ -93,15 +93,27 @@ class Runner:
                 drawing += [(row, twin) for twin in self._split(line)]
             else:
                 drawing.append((row, line))
-        if len(drawing) > len(lines):
-            logits = logits[torch.tensor([row for row, _ in drawing], device=logits.device)]
         writers = [line for _, line in drawing]
-        for line, drawn in zip(writers, self._draw(writers, logits), strict=True):
+        for line, drawn in zip(writers, self._drawn(writers, [row for row, _ in drawing], logits), strict=True):
             if line.stage is not Stage.DONE:  # else another answer of its request failed just now
                 self._take(line, drawn)
 
-    def _take(self, line: Line, drawn: Drawn) -> None:
+    def _drawn(self, lines: Sequence[Line], rows: Sequence[int], logits: Tensor) -> list[Drawn | EngineFailed]:
+        """What each line draws from its row of the logits. If that fails for all together, each draws alone."""
+        try:
+            return list(self._draw(lines, logits[torch.tensor(rows, device=logits.device)]))
+        except Exception as error:
+            if len(lines) == 1:
+                log.exception("a draw failed")
+                return [_failure("the draw", error)]
+            log.warning("a draw over %d rows failed with %s: %s", len(lines), type(error).__name__, error)
+        return [self._drawn([line], [row], logits)[0] for line, row in zip(lines, rows, strict=True)]
+
+    def _take(self, line: Line, drawn: Drawn | EngineFailed) -> None:
         """Tell one line what it drew. What goes wrong there is its own affair."""
+        if isinstance(drawn, EngineFailed):
+            self._ended(line, drawn)
+            return
         try:
             over = drawn.error or line.accept(drawn.token_id, drawn.logprob, self._context)
             if over is not None:

@@ -25,6 +25,7 @@ class Session:
         self._engine, self._number, self._chat = engine, number, chat
         self._busy = threading.Lock()
         self._closed = False
+        engine._loop.open_session(number)
         self.tokens: list[int] = []
         self.messages: list[dict[str, Any]] = []  # of a chat
         self.last: Result | None = None  # of the last turn that came to its end
@@ -92,10 +93,16 @@ class Session:
             finally:
                 ticket.cancel()
             answer = collector.collected()
-            self.tokens = [*prompt, *answer.token_ids]
+            self.tokens = [*prompt, *self._told(answer)]
             self.messages = [*messages, {"role": "assistant", "content": answer.text}] if messages else []
             self.last = answer
             self._turns.append((len(self.tokens), len(self.messages)))
+
+    def _told(self, answer: Result) -> Sequence[int]:
+        """The tokens of an answer as it was told. Those that made up a stop string go beyond its text."""
+        if answer.choices[0].stop_string is None:
+            return answer.token_ids
+        return self._engine.encode(answer.text, special=False) if answer.text else []
 
     def _prompt(self, text: str | Sequence[int]) -> tuple[list[int], list[dict[str, Any]]]:
         """The tokens of the conversation with `text` added, and its messages if it is one by template."""
@@ -114,18 +121,18 @@ class Session:
     def _alone(self) -> "_Alone":
         if self._closed:
             raise BadRequest("the session is closed")
-        return _Alone(self._busy)
+        return _Alone(self)
 
 
 class _Alone:
     """Holds a session's lock, or says that it is busy."""
 
-    def __init__(self, lock: threading.Lock) -> None:
-        self._lock = lock
+    def __init__(self, session: Session) -> None:
+        self._session = session
 
     def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
+        if not self._session._busy.acquire(blocking=False):
             raise BadRequest("the session is busy with another request; wait for it, or fork the session")
 
     def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        self._session._busy.release()

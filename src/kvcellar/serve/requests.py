@@ -8,7 +8,7 @@ Every field is one of these, and none is ignored in silence:
 * unknown: refused by name, as OpenAI does.
 
 Beside OpenAI's fields there are `top_k`, `min_p`, `typical_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`,
-`stop_token_ids` and `return_token_ids`, with the names that vLLM gave them. What a request leaves out comes from the
+`stop_token_ids` and `return_token_ids`, with the names that vLLM gave them, and `shift` and `num_keep` with Ollama's. What a request leaves out comes from the
 model's generation config. `model` may be left out; if it is there it must be the one that is served.
 """
 
@@ -91,6 +91,8 @@ class CommonBody(Strict):
     stop: Annotated[list[str] | None, BeforeValidator(_as_list)] = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    shift: bool | None = None
+    num_keep: int | None = None
 
 
 class CompletionBody(CommonBody):
@@ -188,7 +190,7 @@ def _checked(kind: type[AnyBody], engine: ServedEngine, raw: bytes) -> AnyBody:
 
 _PLAIN = {  # fields that a request and SamplingParams know under one name
     *("min_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "seed", "n", "ignore_eos"),
+    *("frequency_penalty", "seed", "n", "ignore_eos", "shift", "num_keep"),
 }
 
 
@@ -210,9 +212,9 @@ def _token(key: str) -> int:
 
 
 def _prompts(engine: ServedEngine, prompt: object) -> list[list[int]]:
-    if isinstance(prompt, str):
+    if isinstance(prompt, str) and prompt:
         return [engine.encode(prompt)]
-    if isinstance(prompt, list) and prompt:
+    if isinstance(prompt, list) and prompt and "" not in prompt:
         if _are_ids(prompt):
             return [prompt]
         if len(prompt) > MAX_PROMPTS:

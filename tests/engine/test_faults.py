@@ -1,0 +1,151 @@
+"""What goes wrong beside a forward: it concerns whom it concerns, and the engine goes on."""
+
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from kvcellar import BadRequest, Engine, EngineFailed
+from kvcellar.cache.pool import Pool
+from kvcellar.engine import runner
+from tests.zoo import ARCHS
+
+HOW = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture
+def engine():
+    with Engine(ARCHS["llama"].build(), cache_bytes=400_000, step_tokens=16) as made:
+        yield made
+        made.check()
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    with Engine(cache_bytes=4_000_000) as made:
+        yield made
+
+
+def test_a_draw_that_fails_for_all_together_is_done_one_by_one(engine, monkeypatch) -> None:
+    expected = [result.token_ids for result in engine.generate([[1, 2], [3, 4], [5, 6]], **HOW)]
+    real = runner.draw
+
+    def narrow(logits, choices, positions):
+        if len(choices) > 1:
+            raise torch.OutOfMemoryError("no room for so many rows")
+        return real(logits, choices, positions)
+
+    monkeypatch.setattr(runner, "draw", narrow)
+    assert [result.token_ids for result in engine.generate([[1, 2], [3, 4], [5, 6]], **HOW)] == expected
+
+
+def test_a_draw_that_fails_ends_its_request_and_no_other(engine, monkeypatch) -> None:
+    real = runner.draw
+
+    def refuse_sevens(logits, choices, positions):
+        if any(choice.seed == 7 for choice in choices):
+            raise RuntimeError("seven")
+        return real(logits, choices, positions)
+
+    expected = engine.generate([3, 4], **HOW).token_ids
+    monkeypatch.setattr(runner, "draw", refuse_sevens)
+    with pytest.raises(EngineFailed, match="the draw failed"):
+        engine.generate([1, 2], seed=7, **HOW)
+    assert engine.generate([3, 4], **HOW).token_ids == expected
+    assert engine.stats().cells_used == 0
+
+
+def test_a_shift_without_scratch_memory_reads_again_instead(monkeypatch) -> None:
+    how = {"max_tokens": 60, "temperature": 0, "shift": True, "num_keep": 4, "ignore_eos": True}
+    with Engine(ARCHS["llama"].build(), context=24, cache_bytes=400_000) as engine:
+        monkeypatch.setattr(Pool, "move", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("none left")))
+        result = engine.generate([1, 2, 3, 4, 5, 6], **how)
+        assert (len(result.token_ids), result.finish_reason) == (60, "length")
+        engine.check()
+        assert engine.stats().cells_used == 0
+
+
+def test_sessions_that_rest_make_room_for_a_shift() -> None:
+    """The keys that move need spare cells; a session that nobody uses has them."""
+    how = {"temperature": 0, "ignore_eos": True}
+    per_cell = 4 * 2 * 2 * 16 * 4
+    with Engine(ARCHS["llama"].build(), context=24, cache_bytes=40 * per_cell, step_tokens=8) as engine:
+        idle = engine.session(chat=False)
+        idle.send([7] * 12, max_tokens=4, **how)
+        result = engine.generate([1, 2, 3, 4, 5, 6], max_tokens=40, shift=True, num_keep=2, **how)
+        assert len(result.token_ids) == 40
+        engine.check()
+
+
+def test_a_raw_session_goes_on_from_the_text_that_was_told(embedded) -> None:
+    how = {"temperature": 0, "max_tokens": 12}
+    prompt = "def f(x):\n"
+    plain = embedded.generate(prompt, **how).text
+    stop = plain[6:8]
+    with embedded.session(chat=False) as session:
+        told = session.send(prompt, stop=[stop], **how).text
+        assert told == plain[: plain.index(stop)]
+        assert embedded.decode(session.tokens) == prompt + told
+        assert session.send("\n\n", **how).text == embedded.generate(prompt + told + "\n\n", **how).text
+
+
+def test_a_session_closed_while_its_turn_is_prepared_keeps_nothing(embedded, monkeypatch) -> None:
+    before = embedded.stats().cells_used
+    session = embedded.session(chat=False)
+    tokenising, closed = threading.Event(), threading.Event()
+    real = embedded.encode
+
+    def slow(text, **how):
+        tokenising.set()
+        closed.wait(5)
+        return real(text, **how)
+
+    monkeypatch.setattr(embedded, "encode", slow)
+    turn = threading.Thread(target=lambda: session.send("import os", max_tokens=3))
+    turn.start()
+    tokenising.wait(5)
+    session.close()
+    closed.set()
+    turn.join()
+    embedded.check()
+    assert embedded.stats().cells_used == before
+
+
+def test_a_program_that_forgets_to_close_its_engine_ends_as_it_should() -> None:
+    program = """
+from kvcellar import Engine, SamplingParams
+engine = Engine(cache_bytes=4_000_000)
+started = __import__("threading").Event()
+engine.submit(engine.encode("import"), SamplingParams(max_tokens=600, ignore_eos=True), deliver=lambda _: started.set())
+started.wait(20)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+def test_an_empty_text_is_no_prompt(embedded) -> None:
+    for empty in ("", [""], []):
+        with pytest.raises(BadRequest, match="empty"):
+            embedded.generate(empty, max_tokens=1)
+
+
+def test_integers_of_other_libraries_are_token_ids_too(engine) -> None:
+    assert (
+        engine.generate(np.array([1, 2]).tolist(), **HOW).token_ids
+        == engine.generate([np.int64(1), np.int32(2)], **HOW).token_ids
+    )
+
+
+def test_none_is_what_the_model_does_by_itself(engine) -> None:
+    assert engine.params(temperature=None, top_p=None, logit_bias=None, stop=None) == engine.params()
+
+
+def test_what_is_no_id_has_no_text(embedded) -> None:
+    for bad in (-1, 2048, 10**9, True, 1.5):
+        with pytest.raises(BadRequest, match="not a token id"):
+            embedded.decode([bad])
+        with pytest.raises(BadRequest, match="not a token id"):
+            embedded.token_bytes(bad)

@@ -8,8 +8,9 @@ Every field is one of these, and none is ignored in silence:
 * unknown: refused by name, as OpenAI does.
 
 Beside OpenAI's fields there are `top_k`, `min_p`, `typical_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`,
-`stop_token_ids` and `return_token_ids`, with the names that vLLM gave them, and `shift` and `num_keep` with Ollama's. What a request leaves out comes from the
-model's generation config. `model` may be left out; if it is there it must be the one that is served.
+`stop_token_ids` and `return_token_ids`, with the names that vLLM gave them, and `shift` and `num_keep` with Ollama's.
+What a request leaves out comes from the model's generation config. `model` may be left out; if it is there it must be
+the one that is served.
 """
 
 from dataclasses import dataclass, replace

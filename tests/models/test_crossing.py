@@ -258,15 +258,45 @@ def test_rows_that_change_places_take_their_inputs_along() -> None:
     ours.check()
 
 
-def test_an_input_that_does_not_fit_says_so_and_no_row_has_a_part_of_it() -> None:
-    model = built("t5")
-    ours = crossing(model, cells=100, input_cells=11)
+@pytest.mark.parametrize("name", KINDS)
+def test_after_an_input_that_does_not_fit_the_next_answer_is_that_of_a_fresh_cache(name: str) -> None:
+    model = built(name)
+    one, two = KINDS[name].one(0), KINDS[name].two()
+    probe = crossing(model, cells=200, input_cells=60)
+    fresh = generate(model, one, past_key_values=probe)
+    ours = crossing(model, cells=200, input_cells=probe.memory.input_length(probe.rows[0]))
     with pytest.raises(CacheFull):
-        generate(model, sentences(), past_key_values=ours)
+        generate(model, two, past_key_values=ours)
     ours.check()
-    assert [ours.memory.input_length(seq) for seq in ours.rows] == [0, 0]
-    ours.reset()
+    assert ours.rows == []
+    assert ours.memory.free() == ours.memory.capacity()
+    assert torch.equal(generate(model, one, past_key_values=ours), fresh)
+
+
+def test_a_picture_that_does_not_fit_takes_only_the_tokens_that_came_with_it() -> None:
+    model = built("mllama")
+    first, last = torch.tensor([[5, 6, 7]]), torch.tensor([[21, 22]])
+    ours, fresh = (crossing(model, cells=100, input_cells=1) for _ in range(2))
+    with torch.no_grad():
+        model(input_ids=first, past_key_values=ours)
+        model(input_ids=first, past_key_values=fresh)
+        both = pictures(1, (0,)) | {"attention_mask": torch.ones(1, 8, dtype=torch.long)}
+        with pytest.raises(BadRequest, match="an input of 10 positions"):
+            model(**both, past_key_values=ours)
+        ours.check()
+        assert ours.memory.length(ours.rows[0]) == 3
+        logits = [model(input_ids=last, past_key_values=each).logits for each in (ours, fresh)]
+    assert torch.equal(*logits)
+
+
+def test_a_forward_that_failed_between_its_last_two_stores_leaves_nothing_behind() -> None:
+    model = built("bart")
+    ours = crossing(model, cells=100, input_cells=30)
+    late = model.model.decoder.layers[1].encoder_attn
+    with mock.patch.object(late, "forward", side_effect=ArithmeticError("late")), pytest.raises(ArithmeticError):
+        generate(model, sentence(1), past_key_values=ours)
     assert torch.equal(generate(model, sentence(0), past_key_values=ours), generate(model, sentence(0)))
+    ours.check()
 
 
 def test_rows_can_have_no_second_input_nor_another_number_of_rows() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvcellar.errors import BadRequest, ModelRefused
+from kvcellar.errors import BadRequest, CacheFull, ModelRefused
 from kvcellar.models.generation import GenerationCache
 from tests.zoo import ARCHS
 
@@ -98,6 +98,30 @@ def test_a_forward_that_failed_half_way_leaves_nothing_behind() -> None:
     k = torch.randn(1, planes[0].heads, 4, planes[0].size)
     cache.update(k, k, layer)  # and the other layers never come
     assert torch.equal(generate(model, PROMPT, past_key_values=cache), generate(model, PROMPT))
+    cache.check()
+
+
+def test_a_prompt_without_room_leaves_no_rows() -> None:
+    model = ARCHS["llama"].build()
+    cache = GenerationCache.of(model, cells=32)
+    with pytest.raises(CacheFull):
+        generate(model, PROMPT.repeat(2, 3), past_key_values=cache)
+    assert cache.rows == []
+    cache.check()
+    short = {"max_new_tokens": 5}
+    assert torch.equal(generate(model, PROMPT, past_key_values=cache, **short), generate(model, PROMPT, **short))
+
+
+def test_after_a_first_forward_that_failed_another_batch_size_may_come() -> None:
+    model = ARCHS["llama"].build()
+    cache = GenerationCache.of(model, cells=256)
+    first, plane = min(cache._layers), cache.memory.groups[0].planes[0]
+    k = torch.randn(1, plane.heads, 4, plane.size)
+    cache.update(k, k, first)  # and the other layers never come
+    with pytest.raises(BadRequest):
+        cache.update(k[:, :1], k, first)
+    both = PROMPT.repeat(2, 1)
+    assert torch.equal(generate(model, both, past_key_values=cache), generate(model, both))
     cache.check()
 
 

@@ -36,6 +36,7 @@ from kvcellar.models.generation import GenerationCache
 from kvcellar.models.guest import StoreProbe
 from kvcellar.models.seam import GuestCache
 from kvcellar.models.shape import PROBE_TOKENS, causal_shape
+from kvcellar.spans import Span
 
 Stored = Mapping[int, tuple[Tensor, Tensor]]  # by layer: k [B,G,n,D] and v [B,G,n,Dv]
 
@@ -53,6 +54,7 @@ class DecoderCache(GenerationCache):
         self._pending: dict[int, tuple[Tensor, Tensor]] = {}  # what this forward has computed and nobody has written
         self._read: tuple[tuple[Any, ...], Tensor] | None = None  # the last answer: models ask for it twice
         self._inputs = 0
+        self._past = 0  # how long the rows were before the last forward
 
     @property
     def written(self) -> bool:
@@ -75,6 +77,8 @@ class DecoderCache(GenerationCache):
                 "the rows have an input, and can have no other: reset() the cache", self.get_seq_length()
             )
         self._pending[layer] = (k, v)
+        if self._stored == self._layers:
+            self._end()
         self._settle()
         return k, v
 
@@ -93,15 +97,35 @@ class DecoderCache(GenerationCache):
     def _begin(self, rows: int, tokens: int) -> None:
         self._pending.clear()  # the forward that computed it did not come to its end
         super()._begin(rows, tokens)
+        self._past = self.get_seq_length()
+
+    def _end(self) -> None:
+        """Keep the step, but not before the input is whole, if this forward brings one."""
+        if self._pending.keys() in (set(), self.crossed.keys()):
+            super()._end()
 
     def _settle(self) -> None:
         """Write what is pending, once all layers are there and the forward's step is closed: for all rows, or for none.
 
-        Each input is written for a sequence of its own first, so that a failure leaves the rows as they were.
+        If that fails the tokens of this forward, which have been stored, are forgotten.
         """
         if self._pending.keys() != self.crossed.keys() or self.in_step:
             return
         pending, self._pending, self._read = self._pending, {}, None
+        try:
+            self._write(pending)
+        except BaseException:
+            self._cut_back()
+            raise
+
+    def _cut_back(self) -> None:
+        """The rows as they were before the last forward; none if it was their first, or they cannot go on there."""
+        ends = [self.memory.remove(seq, Span(self._past, self.memory.length(seq))) for seq in self.rows]
+        if not self._past or set(ends) != {self._past}:
+            self.reset()
+
+    def _write(self, pending: Stored) -> None:
+        """Each input is written for a sequence of its own first, so that no row has one if another finds no room."""
         names = self._names(pending)
         sources: dict[str, int] = {}
         try:

@@ -57,17 +57,15 @@ class GenerationCache(Cache):
         """Store k [B,G,L,D] and v [B,G,L,Dv]; answers all that every row holds, [B,G,N,D] and [B,G,N,Dv]."""
         if layer_idx not in self._layers:
             raise ModelRefused(f"layer {layer_idx} stored nothing when the model was probed, and does now")
+        if layer_idx in self._stored:  # the forward before this one did not come to its end
+            self._abandon()
         if not self._stored:
             self._begin(key_states.shape[0], key_states.shape[2])
-        elif layer_idx in self._stored:  # the forward before this one did not come to its end
-            self.memory.abandon()
-            self._begin(key_states.shape[0], key_states.shape[2])
+        self._stored.add(layer_idx)  # before it has: a layer whose tensors are refused is where the next forward begins
         self.memory.put(layer_idx, _rows(key_states), _rows(value_states))
         held = self.memory.get(layer_idx).each_in_order()
-        self._stored.add(layer_idx)
         if self._stored == self._layers:
-            self.memory.commit()
-            self._stored.clear()
+            self._end()
         keys, values = (torch.stack(planes).transpose(1, 2) for planes in zip(*held, strict=True))
         return keys.to(key_states.dtype), values.to(value_states.dtype)
 
@@ -143,15 +141,25 @@ class GenerationCache(Cache):
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _begin(self, rows: int, tokens: int) -> None:
-        self._stored.clear()
-        if not self.rows:
-            self.rows = [self.fresh() for _ in range(rows)]
-        if rows != len(self.rows):
+        if self.rows and rows != len(self.rows):
             raise BadRequest(
                 f"the cache holds {len(self.rows)} rows and was given {rows}; reset() it for another batch"
             )
         past = self.get_seq_length()
-        self.memory.begin(Batch(tuple(Feed(seq, Span(past, past + tokens)) for seq in self.rows)))
+        seqs = self.rows or [self.fresh() for _ in range(rows)]
+        self.memory.begin(Batch(tuple(Feed(seq, Span(past, past + tokens)) for seq in seqs)))
+        self.rows = seqs
+
+    def _end(self) -> None:
+        """All layers have stored: keep the step."""
+        self.memory.commit()
+        self._stored.clear()
+
+    def _abandon(self) -> None:
+        """Forget the open step, and the rows if it was their first."""
+        self.memory.abandon()
+        self._stored.clear()
+        self.rows = [seq for seq in self.rows if self.memory.has(seq)]
 
     def _become(self, sources: list[int]) -> None:
         """Row i goes on as `sources[i]`. Every source is forked before any is dropped."""

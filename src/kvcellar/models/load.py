@@ -226,7 +226,7 @@ def _advised(fields: Mapping[str, Any]) -> dict[str, Any]:
     """
     greedy = not fields.get("do_sample") or _number("top_p", fields.get("top_p")) == 0
     names = ("repetition_penalty",) if greedy else _SAMPLING
-    advised = {name: value for name in names if (value := _number(name, fields.get(name))) is not None}
+    advised: dict[str, Any] = {name: n for name in names if (n := _number(name, fields.get(name))) is not None}
     if greedy:
         advised["temperature"] = 0.0
     if advised.get("top_k") == -1:

@@ -1,5 +1,7 @@
 """A memory of a million cells, 95 % full, with 64 sequences that come and go for many steps.
 
+Now and then a piece is compacted, and the middle of a sequence removed.
+
 Nothing is stored (meta device): what is watched is the bookkeeping. There is never a `CacheFull` while free cells
 suffice, the bytes stay as they are, and a step costs the same at the end as at the beginning: in calls, not in seconds.
 """
@@ -14,9 +16,10 @@ import torch
 from kvcellar.attention.reference import Reference
 from kvcellar.cache.layouts import Causal, Sliding
 from kvcellar.cache.memory import Group, Memory
-from kvcellar.contracts import Plane
+from kvcellar.contracts import Plane, Rotation
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
+from tests.laws.watch import Allocations
 
 CELLS, LINES, WRITERS, CHUNK, FULL, STEPS = 1_000_000, 64, 8, 1024, 0.95, 10_000
 PLANES = (Plane("k", 1, 4), Plane("v", 1, 4))
@@ -30,7 +33,10 @@ class Crowd:
 
     def __init__(self) -> None:
         self.random = Random(7)
-        groups = [Group("full", Causal(), PLANES, (0,)), Group("window", Sliding(256, 512), PLANES, (1,))]
+        groups = [
+            Group("full", Causal(), PLANES, (0,), {0: {"k": Rotation((1.0, 0.1))}}, no_shift=None),
+            Group("window", Sliding(256, 512), PLANES, (1,), no_shift=None),
+        ]
         cells = {"full": CELLS, "window": LINES * 512 + CHUNK + LINES}
         cap = sum(group.bytes(cells[group.name], 2, Reference()) for group in groups) + groups[0].staging(CELLS, 2)
         self.memory = Memory(
@@ -40,6 +46,7 @@ class Crowd:
         self.answer: dict[int, int] = {}
         self.next = self.turn = 0
         self.lowest = CELLS
+        self.moved = 0
         while len(self.prompt) < LINES:
             self._arrive(int(FULL * CELLS) * (len(self.prompt) + 1) // LINES)
         while self._unread():
@@ -66,6 +73,16 @@ class Crowd:
         memory.commit({feeds[-1].seq: 0} if self.random.random() < 0.01 else None)
         assert memory.bytes + memory.scratch + memory.staging <= (memory.max_bytes or 0)
         self.lowest = min(self.lowest, memory.free()["full"])
+
+    def tidy(self) -> None:
+        """A piece of compaction, and something from the middle of a sequence is forgotten: both within the bound."""
+        memory = self.memory
+        with Allocations() as edits:
+            self.moved += memory.compact(4 * CHUNK)
+            seq = self.random.choice([seq for seq in memory.sequences if memory.length(seq) > 512])
+            length = memory.length(seq)
+            assert memory.remove(seq, Span(length - 200, length - 190)) == length - 10
+        assert 0 < memory.bytes + memory.scratch + edits.most <= (memory.max_bytes or 0)
 
     def _unread(self) -> int:
         return sum(max(0, prompt - self.memory.length(seq)) for seq, prompt in self.prompt.items())
@@ -105,10 +122,13 @@ def play(steps: int) -> None:
             crowd.step()
         else:
             costs.append(calls(crowd.step))
+        if number % 100 == 99:
+            crowd.tidy()
         if number % (steps // 4) == 0:
             crowd.memory.check()
     crowd.memory.check()
     assert crowd.next > LINES + steps // 100, "sequences came and went"
+    assert crowd.moved > CELLS // 100, "compaction had something to do"
     assert crowd.lowest < 0.06 * CELLS, f"the memory was {1 - crowd.lowest / CELLS:.0%} full at most"
     early, late = sorted(costs[: len(costs) // 4]), sorted(costs[-len(costs) // 4 :])
     assert late[len(late) // 2] < 1.25 * early[len(early) // 2], "a step costs more as time goes on"

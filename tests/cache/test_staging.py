@@ -31,7 +31,7 @@ def read(kept: Memory, seq: int, count: int) -> None:
 @pytest.mark.parametrize("text", WAYS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 @pytest.mark.parametrize("size", [4, 80, 192])
-@pytest.mark.parametrize("cells", [8, 3 * PIECE])
+@pytest.mark.parametrize("cells", [8, 6 * PIECE])
 def test_no_edit_takes_more_than_is_said(text: str, dtype: torch.dtype, size: int, cells: int) -> None:
     kept = memory(text, dtype, size, cells)
     part = cells // 4

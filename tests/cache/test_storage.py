@@ -262,7 +262,8 @@ def test_bytes_are_the_formula(storage):
     ]
     rotation = 80 * 80 * 4 * storage.hadamard
     assert kept.bytes == sum(t.nbytes for t in tensors if t is not None) + rotation
-    assert kept.bytes == 24 * 2 * sum(p.bytes_per_cell(999) for p in plane) + rotation  # the memory's own type plays no part
+    of_planes = 24 * 2 * sum(p.bytes_per_cell(999) for p in plane)  # the memory's own type plays no part
+    assert kept.bytes == of_planes + rotation
 
 
 @pytest.mark.parametrize(

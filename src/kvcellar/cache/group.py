@@ -85,6 +85,7 @@ class Held:
     cells: Cells
     pool: Pool
     backend: Backend
+    itemsize: int  # of the memory's own type
     compaction: Compaction = field(default_factory=Compaction)
 
     @classmethod
@@ -92,7 +93,12 @@ class Held:
         pool = Pool.agreed(
             group.planes, group.layers, backend, plain=group.plain, cells=cells, dtype=dtype, device=device
         )
-        return cls(group, Cells(cells), pool, backend)
+        return cls(group, Cells(cells), pool, backend, dtype.itemsize)
+
+    @property
+    def staging(self) -> int:
+        """Bytes that an edit takes for a moment, at most."""
+        return self.group.staging(self.cells.capacity, self.itemsize)
 
     def table(self) -> Table:
         """An empty one, for a new sequence."""

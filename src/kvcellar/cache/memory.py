@@ -77,7 +77,8 @@ class Memory:
         self.max_bytes, self.scratch = max_bytes, 0
         chosen = {g.name: backend[g.name] if isinstance(backend, Mapping) else backend for g in groups}
         planned = sum(g.bytes(cells[g.name], dtype.itemsize, chosen[g.name]) for g in groups)
-        self._check_room(planned, max((group.staging(cells[group.name], dtype.itemsize) for group in groups), default=0), "lower cells")
+        staging = max((g.staging(cells[g.name], dtype.itemsize) for g in groups), default=0)
+        self._check_room(planned, staging, "lower cells")
         self._held: list[Held] = []
         self._group_of: dict[int, int] = {}
         # Tables of tokens come first, so that the first one of a sequence says how long it is.
@@ -113,7 +114,7 @@ class Memory:
     @property
     def staging(self) -> int:
         """Bytes that a shift or a compaction takes for a moment, at most."""
-        return max((self._staging(held) for held in self._held), default=0)
+        return max((held.staging for held in self._held), default=0)
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -255,7 +256,7 @@ class Memory:
         """Make `dst` share the first `kept <= upto` tokens of `src`, its input, and nothing else; answers `kept`.
 
         `kept` is less than `upto` only where `src` no longer holds what going on at `upto` needs, or where a span that
-        looked ahead would be parted (see `can_cut`). Whatever `dst` was before is forgotten. Copies integers, never K/V.
+        looked ahead would be parted (see `can_cut`). Whatever `dst` was before is forgotten. Copies integers, no K/V.
         Raises `BadRequest` if `kept` is beyond the limit of `dst`; nothing has changed then.
         """
         self._idle("fork")
@@ -428,7 +429,9 @@ class Memory:
         """Let a group have `cells` cells, more or fewer. One layer at a time is copied, within the cap.
 
         Raises `CapacityTooSmall` if the copy, or what is there afterwards, does not fit the cap, or if a cell that
-        would go is in use (`compact` first). Nothing has changed then, nor if an allocation fails.
+        would go is in use (`compact` first). Nothing has changed then, nor if an allocation fails: what was done is put
+        back. Should that fail, too, all tokens are still held; a group that was to grow has the cells it had, one that
+        was to shrink has `cells`, and layers that could not be put back, or were not reached, have room for more.
         """
         self._idle("resize")
         held = next((held for held in self._held if held.group.name == group), None)
@@ -437,8 +440,8 @@ class Memory:
             raise BadRequest(f"{group!r} cannot have {cells} cells; the groups are {names}, and one cell is the least")
         if cells != held.cells.capacity:
             grown = len(held.group.layers) * (held.pool.layer_bytes(cells) - held.pool.layer_bytes(held.cells.capacity))
-            others = max((self._staging(h) for h in self._held if h is not held), default=0)
-            staging = max(others, held.group.staging(cells, self.dtype.itemsize), held.peak(cells) - max(grown, 0))
+            others = max((h.staging for h in self._held if h is not held), default=0)
+            staging = max(others, held.group.staging(cells, held.itemsize), held.peak(cells) - max(grown, 0))
             self._check_room(self.bytes + max(grown, 0), staging, f"resize {group} to fewer cells than {cells}")
             held.resize(cells)
 
@@ -464,9 +467,6 @@ class Memory:
             self.drop(seq)
 
     # -- inside -------------------------------------------------------------------------------------------------
-
-    def _staging(self, held: Held) -> int:
-        return held.group.staging(held.cells.capacity, self.dtype.itemsize)
 
     def _check_room(self, planes: int, staging: int, way_out: str) -> None:
         need = planes + self.scratch + staging

@@ -44,7 +44,7 @@ class Chunked:
         begins = gone.start % self.size == 0
         one_behind = self.lowest(gone.end) == self.lowest(end - 1)
         within = one_behind and self.lowest(gone.start) == self.lowest(gone.end)
-        exact = within or begins and (one_behind or len(gone) % self.size == 0)
+        exact = within or (begins and (one_behind or len(gone) % self.size == 0))
         after = end - len(gone)
         return exact and (first_after(first, gone) <= self.lowest(after) or self.lowest(after) == after)
 

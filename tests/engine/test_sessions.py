@@ -332,11 +332,12 @@ def test_a_session_outlives_its_engine_only_to_be_closed():
 
 
 def test_requests_that_claim_a_session_at_once_leave_nothing_behind(engine):
-    """`submit` takes any number for a session; the last of them to end is what rests."""
+    """The last of them to end is what rests."""
+    number = engine.session()._number
     ears = [Ear() for _ in range(4)]
     for index, ear in enumerate(ears):
         params = SamplingParams(max_tokens=3 + index, temperature=0.0, n=1 + index % 2, ignore_eos=True)
-        engine.submit([5, 6, index + 7], params, deliver=ear, session=77)
+        engine.submit([5, 6, index + 7], params, deliver=ear, session=number)
     for ear in ears:
         ear.wait()
     engine.check()

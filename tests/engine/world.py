@@ -143,7 +143,9 @@ class World:
         self.context, self.max_sequences, self.step_tokens = context, max_sequences, step_tokens
         self.memory = TableMemory(layouts, cells)
         self.cellar = Cellar(self.memory)  # type: ignore[arg-type]
-        self.scheduler = Scheduler(self.cellar, layouts, max_sequences=max_sequences, step_tokens=step_tokens)
+        self.scheduler = Scheduler(
+            self.cellar, layouts, context=context, max_sequences=max_sequences, step_tokens=step_tokens
+        )
         self.heard: dict[int, Heard] = {}
         self.requests: dict[int, Request] = {}
         self.turns = 0

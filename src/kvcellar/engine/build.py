@@ -85,7 +85,9 @@ def build(model: "str | Path | PreTrainedModel | None", settings: Settings) -> B
         prove(guest, memory, context=context, max_sequences=settings.max_sequences, step_tokens=settings.step_tokens)
     cellar = Cellar(memory)
     layouts = {group.name: group.layout for group in memory.groups}
-    scheduler = Scheduler(cellar, layouts, max_sequences=settings.max_sequences, step_tokens=settings.step_tokens)
+    scheduler = Scheduler(
+        cellar, layouts, context=context, max_sequences=settings.max_sequences, step_tokens=settings.step_tokens
+    )
     loop = Loop(cellar, scheduler, context=context, threads=settings.threads)
 
     def twin(line: Line, choice: int) -> Line:

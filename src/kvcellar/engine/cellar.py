@@ -13,7 +13,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from kvcellar.engine.request import Line
-from kvcellar.errors import CacheFull, NotSupported
+from kvcellar.errors import NotSupported
 from kvcellar.spans import Span
 
 if TYPE_CHECKING:
@@ -83,36 +83,21 @@ class Cellar:
         known = min(most, common_prefix(tokens, line.tokens))
         return self.memory.can_cut(seq, known if edited is None else min(known, edited))
 
-    def make_room(self, line: Line, context: int) -> bool:
-        """The line has come to the end of the context: forget its oldest part behind what it keeps (context shift).
-
-        What lies behind moves down. False where memory cannot do that exactly: the tokens are forgotten all the same,
-        and the line has to read what is left of them again.
+    def shift(self, line: Line, span: Span) -> bool:
+        """Forget `span` of the line; what lies behind moves down (context shift). False where that cannot be done
+        exactly. Raises `CacheFull` if there are too few spare cells for the keys that move; nothing has changed then.
         """
         assert line.seq is not None
-        span = line.excess(context)
-        assert span is not None, "a line without anything to forget should have ended"
-        left = self._shifted(line, span)
-        moved = left == line.read - len(span)
+        try:
+            moved = self.memory.remove(line.seq, span) == line.read - len(span)
+        except NotSupported:
+            return False
+        except (RuntimeError, MemoryError) as error:  # the device has no scratch for it; memory is as it was
+            log.warning("a shift of %s failed with %s: %s", span, type(error).__name__, error)
+            return False
         if moved:
-            line.read = left
-        line.forget(span)
+            line.shift(span)
         return moved
-
-    def _shifted(self, line: Line, span: Span) -> int:
-        """What `Memory.remove` answers; 0 where it cannot. Sessions that rest make room for the keys that move."""
-        assert line.seq is not None
-        while True:
-            try:
-                return self.memory.remove(line.seq, span)
-            except CacheFull:
-                if not self.reclaim(sparing=line):
-                    return 0
-            except NotSupported:
-                return 0
-            except (RuntimeError, MemoryError) as error:  # the device has no scratch for it; memory is as it was
-                log.warning("a shift of %s failed with %s: %s", span, type(error).__name__, error)
-                return 0
 
     def fork(self, line: Line, twin: Line) -> None:
         """`twin` goes on where `line` is, on the same cells."""

@@ -23,7 +23,7 @@ from kvcellar.engine.cellar import Cellar
 from kvcellar.engine.request import Line, Request, Stage
 from kvcellar.engine.runner import Runner
 from kvcellar.engine.scheduler import Scheduler
-from kvcellar.errors import EngineClosed, EngineFailed, WrongStage
+from kvcellar.errors import CacheFull, EngineClosed, EngineFailed, WrongStage
 from kvcellar.events import FinishReason
 
 T = TypeVar("T")
@@ -150,15 +150,29 @@ class Loop:
         except Empty:
             return
 
-    def _make_room(self) -> None:
-        """Lines whose next token would stand behind the end of the context forget their oldest part."""
-        for line in list(self.scheduler.running):
-            if line.stage is Stage.WRITING and line.past(self._context):
-                if not self.cellar.make_room(line, self._context):
-                    self.scheduler.send_back(line)
+    def _make_room(self, line: Line) -> None:
+        """A line that has filled the context forgets its oldest part behind what it keeps, to go on.
+
+        Whether memory can move what lies behind is the line's own affair: others make room for the keys that move. Else
+        the text would depend on who else is there.
+        """
+        span = line.excess(self._context)
+        assert span is not None, "a line without anything to forget should have ended"
+        moved = False
+        while line in self.scheduler.running and not moved:
+            try:
+                moved = self.cellar.shift(line, span)
+            except CacheFull:
+                if self.cellar.reclaim() or self.scheduler.send_back_youngest(line):
+                    continue
+            if not moved:
+                line.forget(span)
+                self.scheduler.send_back(line)
 
     def _turn(self) -> None:
-        self._make_room()
+        for line in list(self.scheduler.running):
+            if line.full(self._context):
+                self._make_room(line)
         shares, stuck = self.scheduler.build()
         for line in stuck:
             self.ended(line, "length")

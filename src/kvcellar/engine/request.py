@@ -100,6 +100,9 @@ class Line:
     seq: int | None = None
     read: int = 0  # tokens in memory
     forgotten: int = 0  # tokens that were shifted out: `tokens` does not have them any more
+    shifted: list[tuple[int, list[int]]] = field(
+        default_factory=list[tuple[int, list[int]]]
+    )  # in memory: where, and which
 
     @property
     def key(self) -> tuple[int, int]:
@@ -125,8 +128,30 @@ class Line:
         count = (context - keep) // 2
         return Span(keep, keep + count) if count > 0 else None
 
+    def full(self, context: int) -> bool:
+        """Does memory hold as much of it as there may be, and there is more to read?"""
+        return self.read >= context and self.unread > 0
+
+    def shift(self, span: Span) -> None:
+        """`span` was removed from memory, and what lies behind it moved down. K/V still encode what was removed, so it
+        is remembered: to have them again, all of it has to be read and shifted again."""
+        self.shifted.append((span.start, self.tokens[span.start : span.end]))
+        self.read -= len(span)
+        self._leave_out(span)
+
     def forget(self, span: Span) -> None:
-        """Leave `span` out of the tokens; memory is somebody else's."""
+        """Leave `span` out of the tokens, as if it had never been there: what is left has to be read anew."""
+        self.shifted.clear()
+        self._leave_out(span)
+
+    def recall(self) -> None:
+        """Undo the shifts: memory has been given back, and will be made again from the beginning."""
+        while self.shifted:
+            start, tokens = self.shifted.pop()
+            self.tokens[start:start] = tokens
+            self.forgotten -= len(tokens)
+
+    def _leave_out(self, span: Span) -> None:
         del self.tokens[span.start : span.end]
         self.forgotten += len(span)
 

@@ -83,9 +83,11 @@ class _Step:
 class Scheduler:
     """Decides; does not run. `build` is called between steps."""
 
-    def __init__(self, cellar: Cellar, layouts: Mapping[str, Layout], *, max_sequences: int, step_tokens: int) -> None:
+    def __init__(
+        self, cellar: Cellar, layouts: Mapping[str, Layout], *, context: int, max_sequences: int, step_tokens: int
+    ) -> None:
         self._cellar, self._layouts = cellar, dict(layouts)
-        self._max_sequences, self._step_tokens = max_sequences, step_tokens
+        self._context, self._max_sequences, self._step_tokens = context, max_sequences, step_tokens
         self.waiting: list[Line] = []
         self.running: list[Line] = []
         self.preemptions = 0
@@ -122,22 +124,30 @@ class Scheduler:
         while line in self.running:
             room = min(step.left, self._free() - step.tokens)
             if room >= 1:
-                step.give(line, min(line.unread, room))
+                step.give(line, min(line.unread, room, self._context - line.read))
                 return True
             if self._cellar.reclaim():
                 continue
-            if len(self.running) == 1:
+            youngest = self.running[-1]
+            if not self.send_back_youngest(line):
                 return False
-            step.take_back(self.running[-1])
-            self.send_back(self.running[-1])
+            step.take_back(youngest)
+        return True
+
+    def send_back_youngest(self, line: Line) -> bool:
+        """Send back whoever came last, perhaps `line` itself. False if `line` is alone."""
+        if self.running == [line]:
+            return False
+        self.send_back(self.running[-1])
+        self.preemptions += 1
         return True
 
     def send_back(self, line: Line) -> None:
         """A running line gives its memory back, and waits to read its tokens again."""
         self.running.remove(line)
         self._cellar.release(line)
+        line.recall()
         line.become(Stage.WAITING)
-        self.preemptions += 1
         self.add(line)
 
     def _admit_next(self, step: _Step) -> bool:
@@ -162,22 +172,26 @@ class Scheduler:
     def _fits(self, line: Line, step: _Step) -> bool:
         """Are there cells, in every group, for all its tokens and one more beside what the running lines still read?
 
-        A bounded layout is asked for what it holds between steps and one token: smaller steps are always possible.
+        A bounded layout is asked for what it holds between steps and one token: smaller steps are always possible. A
+        text that is longer than the context will be shifted on the way, which takes cells for the keys that move.
         """
         free = self._cellar.free()
-        unknown = len(line.tokens) - self._cellar.known(line) + 1
+        tokens = min(len(line.tokens) + 1, self._context)
+        unknown = tokens - self._cellar.known(line)
+        span = line.excess(self._context) if len(line.tokens) > self._context else None
+        moving = self._context - span.end if span is not None else 0
         for name, layout in self._layouts.items():
             ahead = step.tokens + sum(self._still(other, layout, step) for other in self.running)
-            if min(unknown, layout.most_cells(len(line.tokens) + 1, 1)) + ahead > free[name]:
+            if min(unknown, layout.most_cells(tokens, 1)) + moving + ahead > free[name]:
                 return False
         return True
 
     def _still(self, line: Line, layout: Layout, step: _Step) -> int:
         """Cells that a line which reads will still take in a group, after this step."""
-        read = line.read + step.given(line)
-        if line.stage is not Stage.READING or read >= len(line.tokens):
+        read, tokens = line.read + step.given(line), min(len(line.tokens), self._context)
+        if line.stage is not Stage.READING or read >= tokens:
             return 0
-        return layout.most_cells(len(line.tokens), 0) - layout.most_cells(read, 0)
+        return layout.most_cells(tokens, 0) - layout.most_cells(read, 0)
 
     def _free(self) -> int:
         """Free cells of the group that has the fewest: every token of a step takes one in each."""

@@ -1,0 +1,100 @@
+"""Answers that outlive the context: they go on, and what they say depends on nobody else, whatever memory had to do."""
+
+import pytest
+
+from kvcellar import BadRequest
+from kvcellar.sample.params import SamplingParams
+from tests.engine.mixes import Clock, Ear, bytes_for, mix, small_engine
+
+CONTEXT = 48
+LONG = {"max_tokens": 80, "ignore_eos": True, "temperature": 0.0, "shift": True, "num_keep": 2}
+IN_PLACE = ["llama", "deepseek-v3", "gemma2"]
+READ_AGAIN = ["gpt2", "bloom"]
+ENOUGH = 75  # tokens that fit: a full context, and the half of it that moves; two lines together have too little
+
+
+@pytest.mark.parametrize("name", [*IN_PLACE, *READ_AGAIN])
+def test_the_text_is_the_same_whoever_is_there_and_however_scarce_memory_is(name):
+    prompts = [[5, 6, 7, 8], [9] * 30, [3]]
+    with small_engine(name, context=CONTEXT) as roomy:
+        alone = [roomy.generate(prompt, **LONG).token_ids for prompt in prompts]
+        assert roomy.stats().preemptions == 0
+        together = roomy.generate(prompts, **LONG)
+        roomy.check()
+    assert [result.token_ids for result in together] == alone
+    for settings in ({"step_tokens": 5}, {"step_tokens": 64, "max_sequences": 4}):
+        with small_engine(
+            name, context=CONTEXT, cache_bytes=bytes_for(name, ENOUGH, context=CONTEXT), **settings
+        ) as engine:
+            results = engine.generate(prompts, n=2, **LONG)
+            stats = engine.stats()
+            assert stats.preemptions > 0
+            assert stats.cells_used == 0
+        for result, ids in zip(results, alone, strict=True):
+            assert [(c.token_ids, c.finish_reason) for c in result.choices] == [(ids, "length")] * 2
+
+
+def test_samples_that_outlive_the_context_depend_on_their_seed_alone():
+    asks = mix("shift", count=6, longest=30, shift=True, max_tokens=90, ignore_eos=True, temperature=1.0, seed=3)
+    answers = []
+    for tokens in (4000, ENOUGH):
+        with small_engine(
+            "llama", context=CONTEXT, cache_bytes=bytes_for("llama", tokens, context=CONTEXT), max_sequences=5
+        ) as engine:
+            answers.append([ear.answers() for ear in Clock(engine, asks).run()])
+            assert (engine.stats().preemptions > 0) == (tokens == ENOUGH)
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_until_the_context_is_full_a_shift_changes_nothing(name):
+    with small_engine(name, context=CONTEXT) as engine:
+        short = engine.generate([5, 6, 7], ignore_eos=True, temperature=0.0)
+        long = engine.generate([5, 6, 7], **LONG)
+    assert short.finish_reason == "length"
+    assert long.token_ids[: len(short.token_ids)] == short.token_ids
+    assert len(long.token_ids) == 80
+
+
+@pytest.mark.parametrize("keep", [CONTEXT, CONTEXT - 1, 10**6])
+def test_where_nothing_may_be_forgotten_an_answer_ends(keep):
+    with small_engine("llama", context=CONTEXT) as engine:
+        result = engine.generate([5, 6, 7], **{**LONG, "num_keep": keep})
+        assert (len(result.token_ids), result.finish_reason) == (CONTEXT - 2, "length")
+        whole_prompt = engine.generate([5] * CONTEXT, **{**LONG, "num_keep": -1})
+        assert (len(whole_prompt.token_ids), whole_prompt.finish_reason) == (1, "length")
+
+
+def test_an_answer_without_end_must_say_how_long():
+    with pytest.raises(BadRequest, match="max_tokens"):
+        SamplingParams(shift=True)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_session_goes_on_from_what_a_shift_left(name):
+    with small_engine(name, context=CONTEXT) as engine:
+        session = engine.session()
+        session.send([5, 6, 7], **LONG)
+        assert len(session.tokens) == 83
+        engine.check()
+        session.rewind()
+        again = session.send([5, 6, 8], max_tokens=3, temperature=0.0)
+        assert again.token_ids == engine.generate([5, 6, 8], max_tokens=3, temperature=0.0).token_ids
+        session.close()
+        assert engine.stats().cells_used == 0
+
+
+@pytest.mark.parametrize("moment", [46, 47, 60])
+def test_a_cancel_beyond_the_context_gives_everything_back(moment):
+    with small_engine("llama", context=CONTEXT) as engine:
+        ear, ticket = Ear(), []
+
+        def listen(event):
+            ear(event)
+            if len(ear.events) == moment:
+                ticket[0].cancel()
+
+        engine._loop.ask(lambda: ticket.append(engine.submit([5, 6], SamplingParams(**LONG), deliver=listen)))
+        assert ear.wait().reasons == {0: "cancelled"}
+        engine.check()
+        assert engine.stats().cells_used == 0

@@ -54,13 +54,34 @@ def test_what_was_read_behind_a_removal_is_derived(operations: list[tuple[str, i
             assert memory.derived(each) == first_marked(marks[each])
 
 
-def test_who_is_not_there_is_not_derived() -> None:
+def edited_at_two() -> Memory:
+    """Sequence 0 has 7 tokens; what stands at 2 and behind was read with something before it that is gone."""
     group = Group("full", Causal(), (Plane("k", 1, 8), Plane("v", 1, 8)), (0,), no_shift=None)
-    memory = Memory([group], cells={"full": 20}, dtype=torch.float32, device="meta", backend=Reference())
+    memory = Memory([group], cells={"full": 40}, dtype=torch.float32, device="meta", backend=Reference())
+    memory.begin(Batch((Feed(0, Span(0, 9)),)))
+    memory.commit()
+    assert memory.derived(0) is None
+    memory.remove(0, Span(2, 4))
+    assert memory.derived(0) == 2
+    return memory
+
+
+def test_what_stands_before_a_removal_is_nobody_elses() -> None:
+    memory = edited_at_two()
+    memory.fork(0, 1, 3)
+    memory.fork(0, 2, 2)
+    assert (memory.derived(1), memory.derived(2)) == (2, None)
+    memory.remove(1, Span(2, 3))
+    assert memory.derived(1) is None
+    memory.fork(0, 1, 7)
+    memory.remove(1, Span(3, 7))
+    assert memory.derived(1) == 2
+
+
+def test_who_is_gone_is_not_derived() -> None:
+    memory = edited_at_two()
+    memory.drop(0)
     assert memory.derived(0) is None
     memory.begin(Batch((Feed(0, Span(0, 9)),)))
     memory.commit()
-    memory.remove(0, Span(2, 4))
-    assert memory.derived(0) == 2
-    memory.drop(0)
     assert memory.derived(0) is None

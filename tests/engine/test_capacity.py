@@ -17,7 +17,9 @@ SIZES = st.fixed_dictionaries(
     {"context": st.integers(1, 5000), "max_sequences": st.integers(1, 64), "step_tokens": st.integers(1, 600)}
 )
 DEMANDS = st.lists(
-    st.tuples(LAYOUTS, st.integers(1, 5000), st.sampled_from([1, 1, 8, 128])), min_size=1, max_size=4
+    st.tuples(LAYOUTS, st.integers(1, 5000), st.sampled_from([1, 1, 8, 128]), st.sampled_from([0, 0, 4096])),
+    min_size=1,
+    max_size=4,
 ).map(lambda made: [Demand(f"group {i}", *demand) for i, demand in enumerate(made)])
 
 

@@ -17,7 +17,7 @@ from kvcellar.engine.request import Line, Request
 from kvcellar.errors import NoToken
 from kvcellar.events import Event, Piece
 from kvcellar.sample.params import SamplingParams
-from tests.engine.mixes import Ear, tokens
+from tests.engine.mixes import Ear, small_engine, tokens
 from tests.zoo import ARCHS, layers
 
 CELLS = 60
@@ -163,6 +163,15 @@ def assert_bytes_are_those_held(engine: Engine) -> None:
     stats = engine.stats()
     assert stats.cache_bytes == sum(group.bytes for group in stats.groups) <= engine._built.settings.cache_bytes
     assert stats.cache_bytes == tensor_bytes(engine._built.memory)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8", "k=fp8+hadamard,v=int4"])
+@pytest.mark.parametrize("name", ["gemma3", "deepseek-v3", "bloom"])
+def test_the_bytes_that_are_reported_are_those_that_are_held(name, kv_dtype):
+    with small_engine(name, kv_dtype=kv_dtype, cache_bytes=200_000) as engine:
+        assert_bytes_are_those_held(engine)
+        engine.generate([[5, 6], [7] * 20], max_tokens=5)
+        assert_bytes_are_those_held(engine)
 
 
 def tensor_bytes(thing: object) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcellar.attention.choose import named
+from kvcellar.cache.group import Group
 from kvcellar.cache.memory import Memory
 from kvcellar.contracts import StoredAs
 from kvcellar.engine.cellar import Cellar
@@ -139,11 +140,14 @@ def _context(settings: Settings, most: int) -> int:
 
 
 def _demands(guest: Guest) -> list[Demand]:
-    size = guest.dtype.itemsize
-    return [
-        Demand(group.name, group.layout, group.bytes_per_cell(size), guest.padding(group))
-        for group in guest.shape.groups
-    ]
+    return [_demand(guest, group) for group in guest.shape.groups]
+
+
+def _demand(guest: Guest, group: Group) -> Demand:
+    size, padding = guest.dtype.itemsize, guest.padding(group)
+    per_cell = group.bytes_per_cell(size)
+    fixed = group.bytes(padding - 1, size, guest.backends[group.name]) - padding * per_cell
+    return Demand(group.name, group.layout, per_cell, padding, fixed)
 
 
 def _capacity(guest: Guest, settings: Settings, context: int) -> Capacity:

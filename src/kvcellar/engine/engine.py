@@ -326,17 +326,16 @@ class Engine:
         return prompt
 
     def _stats(self) -> EngineStats:
-        memory, scheduler = self._built.memory, self._loop.scheduler
+        memory, scheduler, guest = self._built.memory, self._loop.scheduler, self._built.guest
         free, capacity = memory.free(), memory.capacity()
-        item = self._built.guest.dtype.itemsize
         groups = tuple(
             GroupStats(
                 group.name,
                 len(group.layers),
                 capacity[group.name],
                 capacity[group.name] - free[group.name],
-                (capacity[group.name] + 1) * group.bytes_per_cell(item),
-                self._built.guest.chosen[group.name].backend.name,
+                group.bytes(capacity[group.name], guest.dtype.itemsize, guest.backends[group.name]),
+                guest.backends[group.name].name,
             )
             for group in memory.groups
         )

@@ -55,16 +55,18 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What one group costs: bytes of a cell in all its layers, and its layout. Places are a multiple of `padding`."""
+    """What one group costs: bytes of a cell in all its layers, and its layout. Places are a multiple of `padding`, and
+    `fixed` bytes are there however many they are."""
 
     name: str
     layout: Layout
     bytes_per_cell: int
     padding: int = 1
+    fixed: int = 0
 
     def bytes(self, cells: int) -> int:
-        """Bytes of so many cells, with the null cell and the padding."""
-        return -(-(cells + 1) // self.padding) * self.padding * self.bytes_per_cell
+        """Bytes of so many cells, with the null cell, the padding and what is fixed."""
+        return -(-(cells + 1) // self.padding) * self.padding * self.bytes_per_cell + self.fixed
 
 
 @dataclass(frozen=True, slots=True)

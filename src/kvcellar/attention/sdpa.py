@@ -8,15 +8,45 @@ The query heads that share a KV head are folded into rows that read it once.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcellar.attention.parts import BLOCK, Block, Bundle, Cells, Part, Veil, parts
-from kvcellar.contracts import Arrangement, Ask, History, Kind, Scoring, Stored, unread
-from kvcellar.plan import GroupPlan
+from kvcellar.contracts import Arrangement, Ask, History, Kind, Layout, Scoring, Stored, unread
+from kvcellar.plan import GroupPlan, Segment
+
+BLOCK = 128  # rows scored at once: bounds the scores, and skips the keys that no row of a block sees
+LONG_RUN = 32  # cells of a run, on average, from which on runs are copied one by one instead of cell by cell
+
+
+class Veil(NamedTuple):
+    """A stretch of a block's keys that some of its rows must not see."""
+
+    keys: slice
+    hidden: Tensor  # [L,m], True where the row must not see the key
+
+
+class Block(NamedTuple):
+    """Rows [start,end) of a part, and the stretch of its keys that they see, but for what veils hide."""
+
+    start: int
+    end: int
+    keys: slice
+    veils: tuple[Veil, ...]
+
+
+Cells = slice | tuple[slice, ...] | Tensor  # one run, a few long ones, or many short ones as an index [n]
+
+
+class Part(NamedTuple):
+    """One sequence: rows [start,end) of the step, and the cells of its keys in order of position."""
+
+    start: int
+    end: int
+    cells: Cells
+    blocks: tuple[Block, ...]  # none if there is nothing to see
 
 
 class Sdpa:
@@ -36,29 +66,23 @@ class Sdpa:
             return f"{ask.query_heads} query heads cannot share {ask.kv_heads} KV heads evenly"
         return unread(self, ask)
 
-    def _fuses(self, device: torch.device) -> bool:
-        return device.type != "cpu" if self._fused is None else self._fused
+    def _fuses(self, q: Tensor) -> bool:
+        return q.device.type != "cpu" if self._fused is None else self._fused
 
-    def prepare(self, plan: GroupPlan, device: torch.device) -> list[Part | Bundle]:
-        return parts(plan, device, bundles=not self._fuses(device))
+    def prepare(self, plan: GroupPlan, device: torch.device) -> list[Part]:
+        return [_part(plan.layout, segment, device) for segment in plan.segments]
 
     def attend(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
         keys, values = history.stored("k"), history.stored("v")
         out = q.new_empty(q.shape[0], q.shape[1], values.plane.size)  # [T,H,Dv]
-        rows = _Rows(keys.meet(q), keys.plane.heads, scoring, fused=self._fuses(q.device))
-        part: Part | Bundle
+        rows = _Rows(keys.meet(q), keys.plane.heads, scoring, fused=self._fuses(q))
+        part: Part
         for part in history.prepared:
-            if isinstance(part, Part) and not part.blocks:
+            if not part.blocks:
                 out[part.start : part.end] = 0
                 continue
             k, v = _read(keys, part.cells, rows.key_dtype), _read(values, part.cells, rows.value_dtype)
-            if isinstance(part, Part):
-                rows.attend(part.start, part.blocks, k, v, out)
-            elif part.shared is None:
-                out.index_copy_(0, part.rows, rows.bundle(part, k, v))
-            else:
-                first = _read(keys, part.shared, rows.key_dtype), _read(values, part.shared, rows.value_dtype)
-                out.index_copy_(0, part.rows, rows.bundle(part, k, v, first))
+            rows.attend(part.start, part.blocks, k, v, out)
         return out
 
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:
@@ -66,9 +90,46 @@ class Sdpa:
         starts = range(0, q.shape[0], BLOCK)
         blocks = [Block(a, min(a + BLOCK, q.shape[0]), every, (Veil(every, ~visible[a : a + BLOCK]),)) for a in starts]
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])  # [T,H,Dv]
-        rows = _Rows(q, k.shape[1], scoring, fused=self._fuses(q.device))
+        rows = _Rows(q, k.shape[1], scoring, fused=self._fuses(q))
         rows.attend(0, blocks, k.transpose(0, 1).to(rows.key_dtype), v.transpose(0, 1).to(rows.value_dtype), out)
         return out.masked_fill_(~visible.any(-1)[:, None, None], 0)
+
+
+def _part(layout: Layout, segment: Segment, device: torch.device) -> Part:
+    start, end = segment.pos.start, segment.pos.end
+    triangles: dict[int, Tensor] = {}
+    blocks: list[Block] = []
+    for a in range(start, end, BLOCK) if segment.runs else ():
+        b = min(a + BLOCK, end)
+        low = [layout.lowest(pos) for pos in range(a, b)]
+        last = [segment.last(pos) for pos in range(a, b)]
+        veils: list[Veil] = []
+        if segment.ahead or last[-1] < b - 1:
+            if last[-1] > last[0]:
+                keys = torch.arange(last[0] + 1, last[-1] + 1, device=device)
+                hidden = keys > torch.tensor(last, device=device)[:, None]
+                veils.append(Veil(slice(last[0] + 1 - low[0], last[-1] + 1 - low[0]), hidden))
+        elif b - a > 1:
+            ahead = triangles.get(b - a)
+            if ahead is None:
+                ahead = triangles[b - a] = torch.ones(b - a, b - a, dtype=torch.bool, device=device).triu(1)
+            veils.append(Veil(slice(a - low[0], b - low[0]), ahead))
+        if low[-1] > low[0]:
+            keys = torch.arange(low[0], low[-1], device=device)
+            veils.append(Veil(slice(0, low[-1] - low[0]), keys < torch.tensor(low, device=device)[:, None]))
+        seen = slice(low[0] - segment.first, last[-1] + 1 - segment.first)
+        blocks.append(Block(a - start, b - start, seen, tuple(veils)))
+    return Part(segment.row, segment.row + end - start, _cells(segment, device), tuple(blocks))
+
+
+def _cells(segment: Segment, device: torch.device) -> Cells:
+    """All that the segment sees."""
+    runs = tuple(slice(run.cell, run.end) for run in segment.runs)
+    if len(runs) == 1:
+        return runs[0]
+    if segment.end - segment.first >= LONG_RUN * len(runs):  # for no runs, too: nothing is read then
+        return runs
+    return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])
 
 
 def _read(stored: Stored, cells: Cells, dtype: torch.dtype) -> Tensor:
@@ -90,7 +151,7 @@ class _Rows:
     """The queries of a step, as the products want them: q [T,H,D] of which H/G heads share a KV head."""
 
     def __init__(self, q: Tensor, groups: int, scoring: Scoring, *, fused: bool) -> None:
-        self._scoring, self._groups, self._dtype = scoring, groups, q.dtype
+        self._scoring, self._groups = scoring, groups
         self._fused = fused and scoring.softcap is None and scoring.sinks is None
         wide = torch.promote_types(q.dtype, torch.float32)
         # Products of float16 are a hundred times as slow as those of float32 on CPUs that do not know it.
@@ -114,45 +175,27 @@ class _Rows:
     def _one_row(self, row: int, k: Tensor, v: Tensor) -> Tensor:
         """[G,H/G,Dv], of a row that sees everything."""
         scores = torch.bmm(self._q[row], k.transpose(1, 2))  # [G,H/G,n]
-        return torch.bmm(self._weights(scores[:, :, None])[:, :, 0].to(v.dtype), v)
+        return torch.bmm(self._weights(scores, 1).to(v.dtype), v)
 
     def _by_products(self, a: int, b: int, k: Tensor, v: Tensor, veils: Sequence[Veil]) -> Tensor:
         """[b-a,H,Dv], of rows a to b over k [G,n,D] and v [G,n,Dv]."""
-        groups, length = self._groups, b - a
-        rows = self._q[a:b].permute(1, 2, 0, 3).reshape(groups, -1, k.shape[-1])  # [G,H/G*L,D]
-        scores = torch.bmm(rows, k.transpose(1, 2)).view(groups, -1, length, k.shape[1])  # [G,H/G,L,n]
-        weights = self._weights(scores, veils).to(v.dtype).reshape(groups, -1, k.shape[1])
-        seen = torch.bmm(weights, v)  # [G,H/G*L,Dv]
-        return seen.view(-1, length, v.shape[-1]).transpose(0, 1)
+        rows = self._q[a:b].permute(1, 2, 0, 3).reshape(self._groups, -1, k.shape[-1])  # [G,H/G*L,D]
+        scores = torch.bmm(rows, k.transpose(1, 2))  # [G,H/G*L,n]
+        weights = self._weights(scores, b - a, veils)
+        seen = torch.bmm(weights.to(v.dtype), v)  # [G,H/G*L,Dv]
+        return seen.view(-1, b - a, v.shape[-1]).transpose(0, 1)
 
-    def bundle(self, bundle: Bundle, k: Tensor, v: Tensor, shared: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """[B,H,Dv]: a row of each of B sequences, over what all share and its own of k [G,B*n,D] and v [G,B*n,Dv]."""
-        q = self._q.index_select(0, bundle.rows).transpose(0, 1).contiguous()  # [G,B,H/G,D]
-        groups, count, heads, size = q.shape
-        k, v = (x.reshape(groups * count, x.shape[1] // count, x.shape[-1]) for x in (k, v))
-        scores = torch.bmm(q.view(groups * count, heads, size), k.transpose(1, 2)).view(groups, count, heads, -1)
-        before = 0 if shared is None else shared[0].shape[1]
-        if shared is not None:
-            first = torch.bmm(q.view(groups, count * heads, size), shared[0].transpose(1, 2))
-            scores = torch.cat([first.view(groups, count, heads, before), scores], -1)
-        weights = self._weights(scores, (bundle.veil,), sharing=2).to(v.dtype)  # [G,B,H/G,before+n]
-        seen = torch.bmm(weights[..., before:].reshape(groups * count, heads, -1), v)
-        if shared is not None:
-            first = torch.bmm(weights[..., :before].reshape(groups, count * heads, before), shared[1])
-            seen = first.view(seen.shape).add_(seen)
-        return seen.view(groups, count, heads, -1).transpose(0, 1).reshape(count, groups * heads, -1).to(self._dtype)
-
-    def _weights(self, scores: Tensor, veils: Sequence[Veil] = (), *, sharing: int = 1) -> Tensor:
-        """Scores [G,·,·,n] made into weights; overwrites them. `sharing`: which axis is of heads with one KV head."""
+    def _weights(self, scores: Tensor, length: int, veils: Sequence[Veil] = ()) -> Tensor:
+        """Scores [G,H/G*L,n] of L rows, made into weights; overwrites them."""
         softcap, sinks = self._scoring.softcap, self._scoring.sinks
         if softcap is not None:
             scores.div_(softcap).tanh_().mul_(softcap)
         for veil in veils:
-            scores[..., veil.keys].masked_fill_(veil.hidden, -torch.inf)
+            scores.view(-1, length, scores.shape[-1])[..., veil.keys].masked_fill_(veil.hidden, -torch.inf)
         if sinks is None:
             return torch.softmax(scores, -1, out=scores)
-        sink = sinks.to(scores.dtype).view(self._groups, -1, 1).unsqueeze(3 - sharing)  # [G,·,·,1]
-        return torch.cat([scores, sink.expand(*scores.shape[:3], 1)], -1).softmax(-1)[..., :-1]
+        sink = sinks.to(scores.dtype).view(self._groups, -1, 1).expand(-1, -1, length).reshape(*scores.shape[:2], 1)
+        return torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
 
     def _in_one_call(self, a: int, b: int, k: Tensor, v: Tensor, block: Block) -> Tensor:
         """[b-a,H,Dv]. One row has its query heads as the rows of the call; for more a view repeats the keys."""

@@ -1,21 +1,32 @@
 """transformers' own `model.generate()` on kvcellar's cells. Run it: python examples/generate.py
 
-The embedded model goes on from a batch of two prompts by greedy search, from where it was, and by beam search; the text
-is what transformers' own cache gives.
+A small network of sliding and full layers goes on from a batch of two prompts by greedy search, from where it was, and
+by beam search; the text is what transformers' own cache gives. Its weights are random, so the text means nothing: put
+a checkpoint of attention layers in its place.
 """
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, PreTrainedModel
 
 from kvcellar.models import embedded
 from kvcellar.models.generation import GenerationCache
 
 
+def network(vocabulary: int) -> PreTrainedModel:
+    """Four layers, every other of which sees 16 tokens."""
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=vocabulary, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, sliding_window=16, layer_types=["sliding_attention", "full_attention"] * 2,
+        max_position_embeddings=512, eos_token_id=None,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
 def main() -> list[str]:
     """The greedy texts of both prompts."""
-    path = embedded.path()
-    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(embedded.path(), local_files_only=True, padding_side="left")
+    model = network(len(tokenizer))
     batch = tokenizer(["import os\nimport", "def main():\n"], return_tensors="pt", padding=True)
     how = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     cache = GenerationCache.of(model, cells=512)

@@ -1,7 +1,7 @@
 """Trains the embedded demo model on the standard library of this interpreter, and exports it.
 
     python scripts/train_embedded.py                    the recipe of the shipped model, into its folder
-    python scripts/train_embedded.py --arch lfm3        another architecture
+    python scripts/train_embedded.py --arch gemma3      another architecture
     python scripts/train_embedded.py --export-only      export the last checkpoint, finished or not
 
 A run that was stopped goes on from its last checkpoint when it is started with the same options, and one that is done

@@ -29,7 +29,7 @@ def positive(text: str) -> int:
 
 def options(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", choices=sorted(DEFAULT_LAYERS), default="gemma3")
+    parser.add_argument("--arch", choices=sorted(DEFAULT_LAYERS), default="lfm3")
     parser.add_argument("--layers", help="a letter per layer: S sliding, F full, C short convolution")
     parser.add_argument("--steps", type=positive, default=STEPS, help="of 4096 tokens each (default %(default)s)")
     parser.add_argument("--minutes", type=float, help="stop here, unfinished, if the steps take longer")

@@ -3,6 +3,7 @@
 Tensors are `Any` here: the thinking half must import without torch.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
@@ -144,6 +145,31 @@ class Plane:
     def bytes_per_cell(self, itemsize: int) -> int:
         """Bytes of one cell in one layer, scales included; `itemsize` is that of the memory's own type."""
         return self.heads * (self.storage.bytes(self.size) if self.storage is not None else itemsize * self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlane:
+    """One named tensor that a recurrent layer remembers of every sequence: a convolution's last inputs, or sums."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Kind
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * _BITS[self.kind] // 8
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrent:
+    """The recurrent layers of a model, and what each remembers. A sequence has one row of all of it together."""
+
+    layers: Mapping[int, tuple[StatePlane, ...]]
+
+    @property
+    def bytes(self) -> int:
+        """Of a row."""
+        return sum(plane.bytes for planes in self.layers.values() for plane in planes)
 
 
 @dataclass(frozen=True, slots=True)

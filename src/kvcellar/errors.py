@@ -54,9 +54,9 @@ class CapacityTooSmall(KvcellarError):
 class CacheFull(KvcellarError):
     """Not enough free cells in one group for this step. The step may be retried when others have left."""
 
-    def __init__(self, group: str, need: int, free: int) -> None:
+    def __init__(self, group: str, need: int, free: int, *, unit: str = "cells") -> None:
         super().__init__(
-            f"need {need} cells in group {group}; {free} are free. "
+            f"need {need} {unit} in group {group}; {free} are free. "
             f"Wait for a running request, shorten the prompt, or raise cache_bytes."
         )
         self.group, self.need, self.free = group, need, free

@@ -30,11 +30,16 @@ class Feed(NamedTuple):
 
     Where `stores` is False the rows only ask: they read what the sequence remembers, get no cell, and leave the
     sequence as it is. Their positions may be any at which something of it is seen.
+
+    Recurrent layers must be told more: `capture` keeps their state at `pos.end`, to go back to, if all of the tokens
+    are kept; of a `revertible` feed a part of the tokens may be kept.
     """
 
     seq: int
     pos: Span
     stores: bool = True
+    capture: bool = False
+    revertible: bool = False
 
 
 Ahead = tuple[int, Span]  # a sequence, and positions of it whose queries see all of these positions
@@ -135,15 +140,33 @@ class GroupPlan:
     segments: tuple[Segment, ...]
 
 
+class StateSegment(NamedTuple):
+    """One sequence's part of a step in the recurrent layers.
+
+    Rows `[row, row + length)` of the step go on from the state in row `read` and leave theirs in row `write`; row 0 is
+    null: there is no state yet, or it is not to be kept.
+    """
+
+    seq: int
+    row: int
+    length: int
+    read: int
+    write: int
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A step: `tokens` rows, and for every group where they go and what they see. `stored` of the rows get a cell."""
+    """A step: `tokens` rows, and for every group where they go and what they see. `stored` of the rows get a cell.
+
+    `states` has a segment for each feed, in a model with recurrent layers.
+    """
 
     tokens: int
     feeds: tuple[Feed, ...]
     groups: tuple[GroupPlan, ...]
     stored: int
     look_ahead: tuple[Ahead, ...] = ()
+    states: tuple[StateSegment, ...] = ()
 
     @property
     def positions(self) -> list[int]:

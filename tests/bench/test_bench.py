@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from kvcellar.bench.network import TINY, write
-from kvcellar.bench.run import BOOKKEEPING, NAMES, run
+from kvcellar.attention.choose import backends
+from kvcellar.bench.network import RECURRENT, TINY, write
+from kvcellar.bench.profile import PARTS
+from kvcellar.bench.run import BOOKKEEPING, NAMES, REVERTIBLE, TURNS, run, run_profile
 from kvcellar.errors import BadRequest
 from kvcellar.models import theirs
 from kvcellar.models.load import load
@@ -23,6 +25,8 @@ ABOUT = {
     "quick",
     "results",
     "bookkeeping",
+    "turns",
+    "revertible",
 }
 pytestmark = pytest.mark.filterwarnings("default")  # theirs warns as it likes
 
@@ -34,7 +38,7 @@ def measured(capsys: pytest.CaptureFixture[str], **how: Any) -> tuple[list[str],
     return table, json.loads(last)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != BOOKKEEPING])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in (BOOKKEEPING, TURNS, REVERTIBLE)])
 def test_workload_has_a_line_and_its_numbers(name: str, capsys: pytest.CaptureFixture[str]):
     table, last = measured(capsys, only=name)
     assert set(last) == ABOUT
@@ -56,6 +60,38 @@ def test_bookkeeping_needs_no_network(capsys: pytest.CaptureFixture[str]):
     assert last["results"] == {}
     assert list(last["bookkeeping"]["step_ms"]) == ["1000", "10000"]
     assert len(table) == 2
+
+
+def test_turns_are_counted_for_every_number_of_captures(capsys: pytest.CaptureFixture[str]):
+    table, last = measured(capsys, only=TURNS)
+    assert last["results"] == {}
+    assert list(last["turns"]) == ["32"]
+    found = last["turns"]["32"]
+    assert found["by_token"] <= found["ideal"] <= found["ours"]
+    assert [line.split()[:2] for line in table] == [["turns", str(found["ours"])]]
+
+
+def test_revertible_steps_are_measured_for_every_kind_of_recurrence(capsys: pytest.CaptureFixture[str]):
+    table, last = measured(capsys, only=REVERTIBLE)
+    assert last["results"] == {}
+    assert list(last["revertible"]) == list(RECURRENT)
+    assert all(list(by_width) == ["8", "1"] for by_width in last["revertible"].values())
+    costs = [cost for by_width in last["revertible"].values() for cost in by_width.values()]
+    assert all(took > 0 for cost in costs for took in cost.values())
+    assert [line.split()[1] for line in table] == [f"{cost['all_kept']:.2f}x" for cost in costs]
+
+
+def test_profile_parts_a_step_without_remainder(capsys: pytest.CaptureFixture[str]):
+    run_profile("ragged-8", quick=True)
+    *table, last = capsys.readouterr().out.splitlines()
+    found = json.loads(last)
+    assert set(found) == (ABOUT - {"results", "bookkeeping", "turns", "revertible"}) | {"profile", "attention", "ms"}
+    assert found["profile"] == "ragged-8"
+    assert found["attention"] in {backend.name for backend in backends()}
+    assert list(found["ms"]) == list(PARTS) == [line[:20].strip() for line in table]
+    assert all(took > 0 for took in found["ms"].values())
+    with pytest.raises(BadRequest, match="ragged-32; not 'prefill-2048'"):
+        run_profile("prefill-2048")
 
 
 def test_unknown_workload_is_refused_by_name():

@@ -1,16 +1,13 @@
 """Compaction: nothing is lost or doubled, shared cells stay shared, and it ends with few runs and no holes."""
 
-from unittest import mock
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.attention.sdpa import Sdpa
-from kvcellar.cache.pool import Pool
 from kvcellar.errors import BadRequest, WrongStage
 from tests.cache.told import Told
-from tests.laws.watch import everything, nothing_changes
+from tests.laws.watch import nothing_changes
 
 law = settings(derandomize=True, deadline=None, max_examples=40)
 SEQS = st.integers(0, 4)
@@ -87,29 +84,6 @@ def test_the_run_of_three_behind_a_gap_of_one_keeps_its_order() -> None:
     del told.tokens[1]
     compacted(told, 64)
     assert (told.runs(0), told.memory._held[0].cells.highest) == (2, 4)
-
-
-@law
-@given(st.lists(MOVES, max_size=20), st.integers(0, 5))
-def test_when_copying_fails_nothing_has_changed(moves, whole: int) -> None:
-    told = Told(Sdpa(), 48, names=["full", "window"])
-    play(told, moves)
-    really, left = Pool.move, [whole]
-
-    def move(*args: object) -> None:
-        left[0] -= 1
-        if left[0] < 0:
-            raise MemoryError("no room for a copy")
-        really(*args)  # pyright: ignore[reportArgumentType]
-
-    with mock.patch.object(Pool, "move", move):
-        before = everything(told.memory)
-        try:
-            told.memory.compact(4)
-        except MemoryError:
-            assert everything(told.memory) == before
-    told.check()
-    compacted(told, 7)
 
 
 def test_what_was_moved_is_read_where_it_is_and_shared_cells_are_moved_once() -> None:

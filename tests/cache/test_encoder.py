@@ -20,7 +20,7 @@ from kvcellar.errors import BadRequest, CacheFull, CapacityTooSmall, UnknownSequ
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
 from tests.laws import identity
-from tests.laws.watch import Brittle, nothing_changes
+from tests.laws.watch import nothing_changes
 
 SIZES = {0: (2, 16, 16), 1: (2, 16, 16), 2: (2, 16, 16), 10: (2, 16, 16), 11: (2, 16, 16), 12: (1, 32, 64)}
 TEXT, INPUT = (0, 1, 2), (10, 11, 12)
@@ -82,7 +82,7 @@ def seen(mem: Memory, layer: int) -> list[set[int]]:
     keys, values = (identity.spelled(x, layer, plane) for plane, x in enumerate((k, v)))
     assert keys == values
     assert len(set(keys)) == len(keys), "a cell is there twice"
-    return [{keys[column][0] for column in row.nonzero().flatten().tolist()} for row in visible]
+    return [{keys[column] for column in row.nonzero().flatten().tolist()} for row in visible]
 
 
 # -- what is seen -----------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def test_an_input_is_read_between_steps_too():
     for layer in INPUT:
         for plane, name in enumerate("kv"):
             stored = mem.read_input(layer, name, [5, 4, 5])
-            spelt = [[word for word, _ in identity.spelled(row, layer, plane)] for row in stored]
+            spelt = [identity.spelled(row, layer, plane) for row in stored]
             assert spelt == [list(_tokens(seq, 6)) for seq in (5, 4, 5)]
     with pytest.raises(BadRequest, match=re.escape("[2, 6]")):
         mem.read_input(10, "k", [4, 6])
@@ -284,123 +284,6 @@ def test_inputs_move_together_and_the_group_can_shrink_and_grow():
         assert seen(mem, layer) == [set(_tokens(1, 9)), *[set(_tokens(3, 6))] * 2, set(_tokens(1, 9))]
 
 
-# -- any mixture of it ------------------------------------------------------------------------------------------------
-
-SEQS = st.integers(0, 4)
-ANY = st.one_of(
-    st.tuples(st.just("write"), SEQS, st.integers(1, 8)),
-    st.tuples(st.just("write"), SEQS, st.integers(1, 8)),
-    st.tuples(st.just("share"), SEQS, SEQS),
-    st.tuples(st.just("fork"), SEQS, SEQS),
-    st.tuples(st.just("drop"), SEQS, st.just(0)),
-    st.tuples(st.just("cut"), SEQS, st.integers(0, 6)),
-    st.tuples(st.just("close up"), SEQS, st.integers(0, 2)),
-    st.tuples(st.just("compact"), st.just(0), st.integers(1, 9)),
-    st.tuples(st.just("commit"), SEQS, st.integers(1, 4)),
-    st.tuples(st.just("abandon"), SEQS, st.integers(1, 4)),
-)
-
-
-class Ledger:
-    """What a memory without a window should know of inputs and lengths: two dictionaries."""
-
-    def __init__(self) -> None:
-        text = [group for group in groups() if group.name != "window"]
-        counts = {"full": 80, "cross": 16, "wide": 16}
-        self.memory = Memory(text, cells=counts, dtype=torch.float32, device="cpu", backend=Sdpa())
-        self.lengths: dict[int, int] = {}
-        self.inputs: dict[int, range] = {}
-        self.given = 0
-
-    def play(self, what: str, seq: int, number: int) -> None:
-        {
-            "write": self.write, "share": self.share, "fork": self.fork, "drop": self.drop, "cut": self.cut,
-            "close up": self.close_up, "compact": lambda seq, number: self.memory.compact(number),
-            "commit": lambda seq, number: self.step(seq, number, keep=True),
-            "abandon": lambda seq, number: self.step(seq, number, keep=False),
-        }[what](seq, number)  # fmt: skip
-
-    @property
-    def used(self) -> int:
-        return sum(map(len, set(self.inputs.values())))
-
-    def write(self, seq: int, n: int) -> None:
-        tokens = range(FIRST + 10 * self.given, FIRST + 10 * self.given + n)
-        planes = {layer: words(layer, tokens) for layer in INPUT}
-        if seq in self.inputs or n > 16 - self.used:
-            with nothing_changes(self.memory), pytest.raises((BadRequest, CacheFull)):
-                self.memory.write_input(seq, n, planes, digest=str(tokens))
-            return
-        assert self.memory.write_input(seq, n, planes, digest=str(tokens))
-        self.lengths.setdefault(seq, 0)
-        self.inputs[seq] = tokens
-        self.given += 1
-
-    def share(self, seq: int, other: int) -> None:
-        if seq not in self.inputs and other in self.inputs:
-            assert self.memory.share_input(seq, str(self.inputs[other]))
-            self.lengths.setdefault(seq, 0)
-            self.inputs[seq] = self.inputs[other]
-
-    def fork(self, src: int, dst: int) -> None:
-        if src in self.lengths and src != dst:
-            self.drop(dst, 0)
-            assert self.memory.fork(src, dst, self.lengths[src] // 2) == self.lengths[src] // 2
-            self.lengths[dst] = self.lengths[src] // 2
-            if src in self.inputs:
-                self.inputs[dst] = self.inputs[src]
-
-    def drop(self, seq: int, _: int) -> None:
-        if self.lengths.pop(seq, None) is not None:
-            self.memory.drop(seq)
-            self.inputs.pop(seq, None)
-
-    def cut(self, seq: int, pos: int) -> None:
-        if seq in self.lengths:
-            self.lengths[seq] = self.memory.remove(seq, Span(min(pos, self.lengths[seq]), self.lengths[seq]))
-            assert self.lengths[seq] <= pos
-
-    def close_up(self, seq: int, pos: int) -> None:
-        if self.lengths.get(seq, 0) > pos + 1:
-            self.lengths[seq] = self.memory.remove(seq, Span(pos, pos + 1))
-
-    def step(self, seq: int, rows: int, *, keep: bool) -> None:
-        feeds = {at: rows for at in {seq, *self.lengths} if self.lengths.get(at, 0) + rows <= 8}
-        if not feeds:
-            return
-        self.memory.begin(
-            Batch(tuple(Feed(s, Span(self.memory.length(s), self.memory.length(s) + rows)) for s in feeds))
-        )
-        for layer in INPUT:
-            assert seen(self.memory, layer) == [set(self.inputs.get(s, ())) for s in feeds for _ in range(rows)]
-        self.memory.check()
-        if keep:
-            self.memory.commit()
-            self.lengths |= {s: self.lengths.get(s, 0) + rows for s in feeds}
-        else:
-            self.memory.abandon()
-
-    def look(self) -> None:
-        self.memory.check()
-        assert {seq: self.memory.length(seq) for seq in self.memory.sequences} == self.lengths
-        assert {seq: n for seq in self.lengths if (n := self.memory.input_length(seq))} == {
-            seq: len(tokens) for seq, tokens in self.inputs.items()
-        }
-        assert self.memory.free()["cross"] == self.memory.free()["wide"] == 16 - self.used
-
-
-@settings(derandomize=True, deadline=None, max_examples=60)
-@given(st.lists(ANY, min_size=5, max_size=25))
-def test_any_mixture_of_operations_leaves_everybody_the_input_that_is_theirs(operations):
-    ledger = Ledger()
-    for operation in operations:
-        ledger.play(*operation)
-        ledger.look()
-    ledger.step(0, 1, keep=False)
-    ledger.memory.clear()
-    assert ledger.memory.free() == ledger.memory.capacity()
-
-
 # -- what cannot be ---------------------------------------------------------------------------------------------------
 
 
@@ -425,7 +308,7 @@ def test_an_input_that_cannot_be_is_refused_and_nothing_has_changed():
         with pytest.raises(BadRequest, match="wants"):
             mem.write_input(1, 1, of(1, 2))
         for n in (0, 21):
-            with pytest.raises(BadRequest, match="from 1 to 20"):
+            with pytest.raises(BadRequest, match="take 1 to 20"):
                 mem.write_input(1, n, of(1, n))
         with pytest.raises(UnknownSequence):
             mem.fork(1, 2, upto=0)
@@ -437,42 +320,6 @@ def test_an_input_that_cannot_be_is_refused_and_nothing_has_changed():
         mem.put(10, *words(10, range(1)))
     mem.abandon()
     assert mem.write_input(1, 2, of(1, 2)), "as much as is free"
-
-
-@pytest.mark.parametrize("opened", [True, False])
-def test_a_failure_half_way_through_an_input_leaves_everything_as_it_was(opened):
-    mem = memory()
-    mem.write_input(0, 4, of(0, 4))
-    if not opened:
-        step(mem, {1: 3})
-    write = Pool.write
-    for whole in range(len(INPUT)):
-        calls = iter(range(len(INPUT)))
-
-        def failing(pool: Pool, *args: object, whole: int = whole, calls: object = calls) -> None:
-            if next(calls) == whole:  # type: ignore[call-overload]
-                raise MemoryError("no room for the input")
-            write(pool, *args)  # type: ignore[arg-type]
-
-        with nothing_changes(mem), mock.patch.object(Pool, "write", failing), pytest.raises(MemoryError):
-            mem.write_input(1, 5, of(1, 5), digest="cat")
-    assert not mem.share_input(2, "cat")
-    assert mem.write_input(1, 5, of(1, 5), digest="cat")
-    mem.check()
-
-
-def test_a_failing_or_abandoned_step_leaves_the_input():
-    backend = Brittle()
-    mem = memory(backend=backend)
-    mem.write_input(0, 4, of(0, 4))
-    backend.broken, backend.whole = True, 3
-    with nothing_changes(mem), pytest.raises(MemoryError):
-        step(mem, {0: 2, 1: 1})
-    backend.broken = False
-    step(mem, {0: 2, 1: 1}, commit=False)
-    mem.abandon()
-    assert (mem.input_length(0), mem.sequences) == (4, (0,))
-    mem.check()
 
 
 def test_a_full_input_does_not_stop_the_text():

@@ -1,19 +1,17 @@
-"""Spans whose queries see all of the span: what is visible, pair by pair, and that nobody parts them afterwards."""
+"""Spans whose queries see all of the span: nobody parts them afterwards."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcellar.attention.reference import Reference
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.errors import BadRequest
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
-from tests.cache.told import Told, sees
+from tests.cache.told import Told
 from tests.laws.watch import nothing_changes
 
 law = settings(derandomize=True, deadline=None, max_examples=25)
-BACKENDS = st.sampled_from([Sdpa, Reference])
 # Of each sequence and step: how many tokens, and where among them spans begin and end.
 STEPS = st.lists(
     st.dictionaries(
@@ -28,30 +26,6 @@ def spans(start: int, n: int, borders: set[int]) -> list[Span]:
     """Non-overlapping, within [start, start + n)."""
     ordered = sorted(border for border in borders if border <= n)
     return [Span(start + a, start + b) for a, b in zip(ordered[::2], ordered[1::2], strict=False)]
-
-
-@law
-@given(STEPS, BACKENDS)
-def test_every_row_sees_what_the_rule_says_pair_by_pair(steps, backend) -> None:
-    told = Told(backend(), 128)
-    for step in steps:
-        ahead = {seq: spans(told.memory.length(seq), n, borders) for seq, (n, borders) in step.items()}
-        feeds = {seq: n for seq, (n, _) in step.items()}
-        plan, new = told.begin(feeds, [(seq, span) for seq, found in ahead.items() for span in found])
-        assert plan.look_ahead == tuple((seq, span) for seq, found in ahead.items() for span in found)
-        now = {seq: told.tokens.get(seq, []) + tokens for seq, tokens in new.items()}
-        for group in told.groups:
-            wanted = [
-                {now[seq][k] for k in range(len(now[seq])) if sees(group.layout, q, k, ahead[seq])}
-                for seq, tokens in new.items()
-                for q in range(len(now[seq]) - len(tokens), len(now[seq]))
-            ]
-            for layer in group.layers:
-                assert told.visible(layer) == wanted, str(group.layout)
-                told.attends(layer)
-        told.memory.commit()
-        told.tokens |= now
-        told.check()
 
 
 @law
@@ -73,7 +47,7 @@ def test_no_span_is_ever_parted(steps, a, b) -> None:
             assert told.memory.can_resume(seq, pos) == (wanted == pos)
         told.tokens[99] = told.tokens[seq][: told.memory.fork(seq, 99, a)]
         assert len(told.tokens[99]) == told.memory.can_cut(seq, a)
-        assert told.memory._ahead.of(99) == tuple(span for span in found if span.end <= len(told.tokens[99]))
+        assert told.memory._sequences.ahead.of(99) == tuple(span for span in found if span.end <= len(told.tokens[99]))
         told.check()
         gone = Span(min(a, b), max(a, b))
         if gone.end < length and len(gone):
@@ -87,7 +61,7 @@ def test_no_span_is_ever_parted(steps, a, b) -> None:
                 del told.tokens[seq][gone.start : gone.end]
                 moved = [span for span in found if span.end <= gone.start]
                 moved += [Span(s.start - len(gone), s.end - len(gone)) for s in found if s.start >= gone.end]
-                assert told.memory._ahead.of(seq) == tuple(moved)
+                assert told.memory._sequences.ahead.of(seq) == tuple(moved)
             told.check()
 
 
@@ -100,10 +74,10 @@ def test_a_span_that_is_accepted_in_part_is_refused_and_the_step_stays_open() ->
     told.memory.commit({0: 5})
     told.tokens = {0: new[0][:5], 1: new[1]}
     told.check()
-    assert told.memory._ahead.of(0) == (Span(2, 5),)
+    assert told.memory._sequences.ahead.of(0) == (Span(2, 5),)
     _, new = told.begin({0: 4}, [(0, Span(6, 9))])
     told.memory.commit({0: 1})
-    assert told.memory._ahead.of(0) == (Span(2, 5),)
+    assert told.memory._sequences.ahead.of(0) == (Span(2, 5),)
 
 
 @pytest.mark.parametrize(

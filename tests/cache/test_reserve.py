@@ -12,7 +12,7 @@ from kvcellar.errors import CapacityTooSmall, WrongStage
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
 from tests.cache.told import Told
-from tests.laws.watch import Brittle, nothing_changes
+from tests.laws.watch import nothing_changes
 
 law = settings(derandomize=True, deadline=None, max_examples=30)
 
@@ -76,15 +76,3 @@ def test_a_full_memory_can_be_reserved_and_a_position_that_no_memory_holds_canno
         told.memory.abandon()
         with pytest.raises(CapacityTooSmall, match=r"17 cells in group full, which has 16.*context or step_tokens"):
             told.memory.begin(Batch((Feed(1, Span(16, 17)),)), reserve=True)
-
-
-def test_a_backend_that_breaks_leaves_no_step_open() -> None:
-    backend = Brittle()
-    told = Told(backend)
-    told.step({0: 5})
-    backend.broken, backend.whole = True, 1
-    with nothing_changes(told.memory), pytest.raises(MemoryError):
-        told.memory.begin(Batch((Feed(0, Span(20, 24)),)), reserve=True)
-    backend.broken = False
-    told.step({0: 1})
-    told.check()

@@ -16,15 +16,6 @@ PLANES = (Plane("k", 2, 4), Plane("v", 2, 8))
 LAYOUTS: dict[str, Layout] = {"full": Causal(), "window": Sliding(5), "memory": Sliding(3, 7), "chunk": Chunked(4)}
 
 
-def sees(layout: Layout, q: int, k: int, ahead: Sequence[Span] = ()) -> bool:
-    """May the query at q look at k? The rule, written out: W-1 previous keys; its chunk or later; order, or a span."""
-    if isinstance(layout, Sliding) and k <= q - layout.window:
-        return False
-    if isinstance(layout, Chunked) and k < q - q % layout.size:
-        return False
-    return k <= q or any(span.start <= q < span.end and k < span.end for span in ahead)
-
-
 class Told:
     """Each group has two layers. `tokens[seq]` are the numbers of all tokens of a sequence."""
 
@@ -91,7 +82,7 @@ class Told:
         for seq, tokens in self.tokens.items():
             assert self.memory.length(seq) == len(tokens)
             for index, group in enumerate(self.groups):
-                table = self.memory._tables[seq][index]
+                table = self.memory._sequences.tables[seq][index]
                 cells = torch.tensor([c for run in table.runs for c in range(run.cell, run.end)], dtype=torch.long)
                 for layer in group.layers:
                     for plane, sign in (("k", 1), ("v", -1)):
@@ -100,4 +91,4 @@ class Told:
                         assert torch.equal(stored, sign * wanted[:, None, None].expand(stored.shape))
 
     def runs(self, index: int) -> int:
-        return sum(len(tables[index].runs) for tables in self.memory._tables.values())
+        return sum(len(tables[index].runs) for tables in self.memory._sequences.tables.values())

@@ -7,6 +7,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from kvcellar import Engine
+from kvcellar.attention import choose
+from kvcellar.attention.reference import Reference
+from kvcellar.engine import diagnosis
 from tests.cli.command import kvcellar
 from tests.zoo import ARCHS
 
@@ -77,6 +80,32 @@ def test_an_attention_backend_can_be_named(folder):
     assert [group["backend"] for group in said["groups"]] == ["reference"]
 
 
+@pytest.mark.parametrize("asked", [(), ("--attention", "reference"), ("--kv-dtype", "int8")])
+def test_every_backend_there_is_has_a_verdict_on_every_group(folder, monkeypatch, asked):
+    class Picky(Reference):
+        name = "picky"
+
+        def refuse(self, ask):
+            return f"{ask.kv_heads} KV heads are too few"
+
+    every = (*choose.backends(), Picky())  # behind the one that is chosen
+    monkeypatch.setattr(choose, "backends", lambda: every)
+    monkeypatch.setattr(diagnosis, "backends", lambda: every)
+    path = folder("gemma3")
+    said = json.loads(kvcellar("doctor", path, "--json", "--no-kv-quality", *asked, *SMALL).out)
+    told = kvcellar("doctor", path, "--no-kv-quality", *asked, *SMALL).out
+    assert len(said["groups"]) == 2
+    for group in said["groups"]:
+        assert list(group["verdicts"]) == [backend.name for backend in every]
+        assert (group["verdicts"]["sdpa"], group["verdicts"]["reference"]) == (None, None)
+        assert "KV heads are too few" in group["verdicts"]["picky"]
+        first = next(name for name, refused in group["verdicts"].items() if refused is None)
+        assert group["backend"] == ("reference" if "--attention" in asked else first)
+    able = sum(verdict is None for verdict in said["groups"][0]["verdicts"].values())
+    counts = {"    picky refused: ": 2, "was chosen": 2, "could serve it, too": 2 * (able - 1)}
+    assert {words: told.count(words) for words in counts} == counts
+
+
 @pytest.mark.parametrize("form", [(), ("--json",)])
 def test_a_model_that_cannot_be_served_is_refused_in_one_line_with_every_reason(folder, form):
     ran = kvcellar("doctor", folder("rwkv"), *form, *SMALL)
@@ -96,3 +125,35 @@ def test_weights_that_do_not_fit_are_refused(folder):
     assert ran.code == 1
     assert "the weights do not fit the config" in ran.err
     assert len(ran.err.splitlines()) == 1
+
+
+def test_a_model_with_recurrent_layers_shifts_by_reading_again(monkeypatch):
+    asked = []
+    monkeypatch.setattr(diagnosis, "backends", lambda: asked.append(1) or choose.backends())
+    given = diagnosis.Settings(cache_bytes=10**6, threads=1)
+    found = diagnosis.diagnose(ARCHS["lfm3"].build(), given, kv_quality=False)
+    assert len(found.groups) == 2
+    assert len(asked) == 1, "each list of backends looks for a compiler again"
+    (shift,) = (note for note in found.notes if note.startswith("context shift"))
+    assert "by reading again" in shift
+    assert "recurrent layers" in shift
+
+
+def test_it_says_what_recurrent_layers_take_and_that_it_does_not_grow(folder):
+    small = ("--cache-bytes", "1M", "--context", "64", "--step-tokens", "32", "--max-sequences", "64")
+    path = folder("mamba2")
+    said = json.loads(kvcellar("doctor", path, "--json", *small).out)
+    rows = said["recurrent"]
+    assert rows["bytes"] == (rows["rows"] + 1) * rows["bytes_per_row"] == said["cache_bytes"]
+    assert 0 < said["sequences"] < 64
+    told = kvcellar("doctor", path, *small).out
+    assert f"{rows['bytes_per_row']} bytes a sequence however long it is" in told
+    assert f"{said['sequences']} sequences of any length fit" in told
+    assert f"{said['sequences']} answers at once, not 64" in told
+    assert "bytes a token" not in told
+
+
+def test_a_model_that_runs_solo_attends_by_itself(folder):
+    told = kvcellar("doctor", folder("bloom"), "--no-kv-quality", *SMALL).out
+    assert "attention by the model itself" in told
+    assert "was chosen" not in told

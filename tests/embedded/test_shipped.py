@@ -90,7 +90,7 @@ def test_card_and_record_agree_with_the_loaded_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, shape: Shape
 ) -> None:
     parameters = read_json("manifest.json")["run"]["parameters"]
-    card = (embedded.path() / "CARD.md").read_text()
+    card = " ".join((embedded.path() / "CARD.md").read_text().split())
     assert parameters == count_parameters(shape) == model.num_parameters()
     assert len(tokenizer) == shape.vocabulary == model.config.vocab_size
     assert f"{parameters} parameters" in card

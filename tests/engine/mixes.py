@@ -6,6 +6,7 @@ in the same state every time.
 
 import random
 import threading
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,6 +16,10 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcellar import Engine
+from kvcellar.engine.build import _demand
+from kvcellar.engine.reserve import scratch
+from kvcellar.engine.settings import resolve_capacity
+from kvcellar.errors import CapacityTooSmall
 from kvcellar.events import Done, Event, Failed, Finished, Piece, TokenLogprob
 from kvcellar.sample.params import SamplingParams
 from tests.zoo import ARCHS, reference_logits
@@ -144,14 +149,37 @@ def mix(which: object, *, longest: int = 40, count: int = 10, **sampling: Any) -
 
 
 def small_engine(name: str, **settings: Any) -> Engine:
-    return Engine(ARCHS[name].build(), **{"threads": 1, "cache_bytes": 4_000_000, **settings})
+    return Engine(ARCHS[name].build(), **{"threads": 1, "cache_bytes": 40_000_000, **settings})
 
 
-def bytes_for(name: str, tokens: int, **settings: Any) -> int:
-    """Bytes in which exactly so many tokens of this model fit at once, windows and chunks taken into account."""
-    with small_engine(name, **settings) as engine:
-        groups = engine.stats().groups
-    return sum((min(tokens, group.cells) + 1) * (group.bytes // (group.cells + 1)) for group in groups)
+def bytes_for(model: str | PreTrainedModel, tokens: int, **settings: Any) -> int:
+    """Bytes in which exactly so many tokens of this model fit at once, windows and chunks taken into account.
+
+    `settings` are those of the engine that will be given the bytes: they decide what a step takes.
+    """
+    network = ARCHS[model].build() if isinstance(model, str) else model
+    with Engine(network, **{"threads": 1, "cache_bytes": 2**29, **settings}) as engine:
+        built, given = engine._built, engine._built.settings
+        limits = {"context": built.context, "step_tokens": given.step_tokens}
+        step = scratch(built.guest, **limits)
+        recurrent = built.guest.shape.recurrent
+
+        def enough(budget: int) -> bool:
+            try:
+                found = resolve_capacity(
+                    [_demand(built.guest, group) for group in built.memory.groups],
+                    budget=budget,
+                    because="",
+                    scratch=step,
+                    max_sequences=given.max_sequences,
+                    bytes_per_row=recurrent.bytes if recurrent is not None else 0,
+                    **limits,
+                )
+            except CapacityTooSmall:
+                return False
+            return found.tokens >= tokens
+
+        return bisect_left(range(2**40), True, key=enough)
 
 
 @cache

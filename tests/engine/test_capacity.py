@@ -1,7 +1,7 @@
 """From bytes to cells: what fits is taken, no more, and every group is full at the same number of tokens."""
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from kvcellar import BadRequest, CapacityTooSmall
@@ -16,16 +16,37 @@ LAYOUTS = st.one_of(
 SIZES = st.fixed_dictionaries(
     {"context": st.integers(1, 5000), "max_sequences": st.integers(1, 64), "step_tokens": st.integers(1, 600)}
 )
+
+
+def made(name, layout, per_cell, padding, fixed, staged):
+    """A group whose places are a multiple of `padding`, and of which an edit takes a piece."""
+
+    def size(cells):
+        return -(-(cells + 1) // padding) * padding * per_cell + fixed
+
+    return Demand(name, layout, size, lambda cells: staged * min(cells, 100))
+
+
 DEMANDS = st.lists(
-    st.tuples(LAYOUTS, st.integers(1, 5000), st.sampled_from([1, 1, 8, 128]), st.sampled_from([0, 0, 4096])),
+    st.tuples(
+        LAYOUTS,
+        st.integers(1, 5000),
+        st.sampled_from([1, 1, 8, 128]),
+        st.sampled_from([0, 0, 4096]),
+        st.integers(0, 50),
+    ),
     min_size=1,
     max_size=4,
-).map(lambda made: [Demand(f"group {i}", *demand) for i, demand in enumerate(made)])
+).map(lambda groups: [made(f"group {i}", *group) for i, group in enumerate(groups)])
+
+
+def step(longest, tokens, sequences):
+    return 7 + 3 * longest + tokens // 2 + 11 * sequences
 
 
 def resolved(demands, budget, sizes):
     try:
-        return resolve_capacity(demands, budget=budget, because="cache_bytes", **sizes)
+        return resolve_capacity(demands, budget=budget, because="cache_bytes", scratch=step, **sizes)
     except CapacityTooSmall:
         return None
 
@@ -36,17 +57,28 @@ def needed(demand, tokens, sizes):
     return min(tokens, most)
 
 
+def total(demands, tokens, sizes):
+    """Bytes of planes, of a step on the longest sequence that all groups can hold, and of an edit."""
+    cells = {demand.name: needed(demand, tokens, sizes) for demand in demands}
+    fits = (
+        n for n in range(sizes["context"], 0, -1) if all(d.layout.most_cells(n, 1) <= cells[d.name] for d in demands)
+    )
+    edit = max(demand.staging(cells[demand.name]) for demand in demands)
+    return sum(d.bytes(cells[d.name]) for d in demands) + edit + step(next(fits, 1), tokens, sizes["max_sequences"])
+
+
 @given(DEMANDS, st.integers(1, 10**8), SIZES)
 def test_groups_are_full_together_and_one_token_more_would_not_fit(demands, budget, sizes):
     got = resolved(demands, budget, sizes)
     assume(got is not None)
-    assert got.bytes == sum(demand.bytes(got.cells[demand.name]) for demand in demands) <= budget
+    assert got.bytes == sum(demand.bytes(got.cells[demand.name]) for demand in demands)
+    assert got.total == total(demands, got.tokens, sizes) <= budget == got.budget
     for demand in demands:
         assert got.cells[demand.name] == needed(demand, got.tokens, sizes)
     all_there_is = sizes["max_sequences"] * sizes["context"] + sizes["step_tokens"]
     if got.tokens < all_there_is:
         assert got.because == "cache_bytes"
-        assert sum(demand.bytes(needed(demand, got.tokens + 1, sizes)) for demand in demands) > budget
+        assert total(demands, got.tokens + 1, sizes) > budget
     else:
         assert str(sizes["max_sequences"]) in got.because
         assert got.tokens == all_there_is
@@ -65,7 +97,7 @@ def test_more_bytes_never_give_fewer_cells(demands, budget, more, sizes):
 @given(DEMANDS, SIZES)
 def test_the_least_that_works_is_named_and_a_byte_less_is_refused(demands, sizes):
     with pytest.raises(CapacityTooSmall, match=r"^1 bytes \(the lot\) hold 0 tokens.*Raise cache_bytes") as caught:
-        resolve_capacity(demands, budget=1, because="the lot", **sizes)
+        resolve_capacity(demands, budget=1, because="the lot", scratch=step, **sizes)
     least = int(str(caught.value).split("which is ")[1].split()[0])
     assert resolved(demands, least, sizes).tokens >= 2
     assert resolved(demands, least - 1, sizes) is None
@@ -79,6 +111,23 @@ def test_whatever_a_prompt_may_be_fits_alone(demands, budget, sizes):
     for demand in demands:
         tokens = min(got.tokens, sizes["context"])
         assert demand.layout.most_cells(tokens, 1) <= got.cells[demand.name]
+
+
+@given(st.integers(1, 300), st.integers(1, 10**5), SIZES)
+@example(10, 10_000, {"context": 100, "max_sequences": 4, "step_tokens": 20_000})  # for shorter texts it would do
+def test_without_cells_the_largest_step_that_is_allowed_is_set_aside_or_the_model_refused(row, budget, sizes):
+    """Recurrent state does not grow with the text, so nothing but the settings keeps a step small."""
+    try:
+        got = resolve_capacity([], budget=budget, because="the lot", scratch=step, bytes_per_row=row, **sizes)
+    except CapacityTooSmall:
+        most = min(sizes["max_sequences"], (budget // 2 // row - 1) // 4)
+        tokens = most * sizes["context"] + sizes["step_tokens"]
+        assert most < 1 or (4 * most + 1) * row + step(sizes["context"], tokens, most) > budget
+        return
+    most = got.states.sequences
+    assert got.scratch == step(sizes["context"], most * sizes["context"] + sizes["step_tokens"], most)
+    assert got.total == got.states.bytes + got.scratch <= budget
+    assert f"{most} sequences of any length" in str(got)
 
 
 # -- what is free -----------------------------------------------------------------------------------------------------

@@ -1,8 +1,10 @@
 """Things go wrong for one request, for one step, for the whole engine; nobody waits for ever, nobody else is hurt."""
 
 import logging
+import os
 import threading
 import time
+import warnings
 
 import pytest
 import torch
@@ -243,6 +245,24 @@ def test_a_receiver_may_submit_and_cancel_but_not_wait():
         assert len(refused) == 6
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_process_is_told_that_it_has_no_engine():
+    with small_engine("llama") as engine:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # forking beside threads is what is tested
+            child = os.fork()
+        if child == 0:
+            told = 1
+            try:
+                engine.generate([5])
+            except EngineClosed as error:
+                told = 0 if "forked" in str(error) and not engine.healthy else 2
+            finally:
+                os._exit(told)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert len(engine.generate([5], max_tokens=3, ignore_eos=True).token_ids) == 3
+
+
 def test_if_the_thread_fails_everybody_is_told_and_later_callers_are_refused(monkeypatch):
     with small_engine("llama") as engine:
         ears = [Ear() for _ in range(3)]
@@ -386,3 +406,25 @@ def test_a_cancelled_request_of_many_answers_ends_each_of_them_once():
 def test_params_of_a_batch_are_checked_before_anything_is_asked():
     with small_engine("llama") as engine, pytest.raises(BadRequest):
         engine.generate([[5], [6]], temperature=-1.0)
+
+
+@pytest.mark.parametrize("name", ["llama", "lfm3"])
+def test_a_step_that_cannot_be_kept_is_given_up_and_the_engine_goes_on(name, monkeypatch):
+    """A recurrent layer that a model passed over has left no state, say."""
+    with small_engine(name) as engine:
+        whole = engine.generate([5, 6, 7], max_tokens=6, ignore_eos=True, temperature=0.0).token_ids
+        memory, faults = engine._built.memory, [WrongStage("a layer has put nothing")]
+        commit = memory.commit
+
+        def failing(*accepted):
+            if faults:
+                raise faults.pop()
+            commit(*accepted)
+
+        monkeypatch.setattr(memory, "commit", failing)
+        with pytest.raises(EngineFailed, match="a layer has put nothing"):
+            engine.generate([5, 6, 7], max_tokens=6, temperature=0.0)
+        engine.check()
+        assert engine.healthy
+        assert engine.generate([5, 6, 7], max_tokens=6, ignore_eos=True, temperature=0.0).token_ids == whole
+        assert engine.stats().cells_used == 0

@@ -11,6 +11,7 @@ import torch
 from kvcellar import BadRequest, Engine, EngineFailed
 from kvcellar.cache.pool import Pool
 from kvcellar.engine import runner
+from tests.engine.mixes import bytes_for
 from tests.zoo import ARCHS
 
 HOW = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
@@ -71,8 +72,8 @@ def test_a_shift_without_scratch_memory_reads_again_instead(monkeypatch) -> None
 def test_sessions_that_rest_make_room_for_a_shift() -> None:
     """The keys that move need spare cells; a session that nobody uses has them."""
     how = {"temperature": 0, "ignore_eos": True}
-    per_cell = 4 * 2 * 2 * 16 * 4
-    with Engine(ARCHS["llama"].build(), context=24, cache_bytes=40 * per_cell, step_tokens=8) as engine:
+    settings = {"context": 24, "step_tokens": 8}
+    with Engine(ARCHS["llama"].build(), cache_bytes=bytes_for("llama", 39, **settings), **settings) as engine:
         idle = engine.session(chat=False)
         idle.send([7] * 12, max_tokens=4, **how)
         result = engine.generate([1, 2, 3, 4, 5, 6], max_tokens=40, shift=True, num_keep=2, **how)

@@ -8,17 +8,16 @@ from click.testing import CliRunner
 from kvcellar import Engine
 from kvcellar.attention.choose import backends
 from kvcellar.attention.sdpa import Sdpa
-from kvcellar.cache.layouts import Causal
 from kvcellar.cli.main import cli
 from kvcellar.contracts import Kind
 from kvcellar.engine.build import build
 from kvcellar.engine.kvquality import WAYS, KvQuality, kv_quality
-from kvcellar.engine.settings import Demand, Settings, resolve_capacity
+from kvcellar.engine.settings import Settings
 from kvcellar.errors import BadRequest
 from kvcellar.models.guest import Guest, adopt
 from tests.zoo import ARCHS
 
-CACHE = 200_000
+CACHE = 2_000_000
 
 
 @pytest.fixture(scope="module")
@@ -34,32 +33,24 @@ def test_what_cannot_be_stored_is_refused_at_the_door():
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8", "k=fp8+hadamard,v=int4"])
 def test_bytes_that_were_resolved_are_the_bytes_that_are_held(kv_dtype):
-    built = build(ARCHS["gemma3"].build(), Settings(kv_dtype=kv_dtype, cache_bytes=CACHE, device="cpu"))
+    built = build(ARCHS["gemma3"].build(), Settings(kv_dtype=kv_dtype, cache_bytes=CACHE, device="cpu", step_tokens=32))
     assert built.capacity.bytes == built.memory.bytes <= CACHE
 
 
 def test_fewer_bits_hold_more_tokens():
     """float32 heads of 16 elements: 64 bytes become 16 and a scale of 2."""
-    fits = {
-        kv_dtype: build(
-            ARCHS["llama"].build(), Settings(kv_dtype=kv_dtype, cache_bytes=CACHE, device="cpu", max_sequences=999)
-        ).capacity.tokens
-        for kv_dtype in (None, "bfloat16", "int8", "int4")
-    }
-    plain = fits[None]
+    rates, last = {}, 0
+    for kv_dtype in (None, "bfloat16", "int8", "int4"):
+        settings = Settings(kv_dtype=kv_dtype, cache_bytes=CACHE, device="cpu", step_tokens=32)
+        capacity = build(ARCHS["llama"].build(), settings).capacity
+        assert capacity.tokens > last
+        rates[kv_dtype], last = capacity.tokens / capacity.bytes, capacity.tokens
+    plain = rates[None]
     planes = build(ARCHS["llama"].build(), Settings(cache_bytes=CACHE, device="cpu")).guest.shape.groups[0].planes
     (size,) = {plane.size for plane in planes}
-    assert fits["bfloat16"] == pytest.approx(2 * plain, rel=0.01)
-    assert fits["int8"] == pytest.approx(4 * size / (size + 2) * plain, rel=0.01)
-    assert fits["int4"] == pytest.approx(4 * size / (size / 2 + 2) * plain, rel=0.01)
-
-
-def test_padding_counts():
-    demand = Demand("g", Causal(), 100, padding=64)
-    found = resolve_capacity(
-        [demand], budget=13_000, because="so", context=1000, max_sequences=1, step_tokens=1
-    )  # fmt: skip
-    assert (found.tokens, found.bytes) == (127, 12_800)
+    assert rates["bfloat16"] == pytest.approx(2 * plain, rel=0.01)
+    assert rates["int8"] == pytest.approx(4 * size / (size + 2) * plain, rel=0.01)
+    assert rates["int4"] == pytest.approx(4 * size / (size / 2 + 2) * plain, rel=0.01)
 
 
 def test_an_engine_answers_from_quantised_memory_alone_and_in_company():

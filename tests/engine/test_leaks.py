@@ -3,6 +3,7 @@
 import gc
 import logging
 import random
+import re
 from collections import Counter
 from collections.abc import Callable
 from types import FunctionType, ModuleType
@@ -14,10 +15,10 @@ import torch
 from kvcellar import Engine, EngineFailed
 from kvcellar.engine.engine import Ticket
 from kvcellar.engine.request import Line, Request
-from kvcellar.errors import NoToken
+from kvcellar.errors import BadRequest, NoToken
 from kvcellar.events import Event, Piece
 from kvcellar.sample.params import SamplingParams
-from tests.engine.mixes import Ear, small_engine, tokens
+from tests.engine.mixes import Ear, bytes_for, small_engine, tokens
 from tests.zoo import ARCHS, layers
 
 CELLS = 60
@@ -26,9 +27,8 @@ CELLS = 60
 def tiny_engine(**settings: Any) -> Engine:
     """Two layers, one of them with a window, and memory for hardly more than one request."""
     model = ARCHS["ministral"].build(num_hidden_layers=2, layer_types=layers("SF"))
-    bytes_per_cell = 2 * 2 * 16 * 4  # k and v, heads, their size, float32; one layer in each group
-    given = {"cache_bytes": 2 * (CELLS + 1) * bytes_per_cell, "max_sequences": 8, "step_tokens": 16, "threads": 1}
-    return Engine(model, **given | settings)
+    given = {"max_sequences": 8, "step_tokens": 16, "threads": 1} | settings
+    return Engine(model, **{"cache_bytes": bytes_for(model, CELLS, **given)} | given)
 
 
 def checked_between_steps(engine: Engine) -> None:
@@ -161,17 +161,44 @@ def kind_of_end(ear: Ear) -> str:
 
 def assert_bytes_are_those_held(engine: Engine) -> None:
     stats = engine.stats()
-    assert stats.cache_bytes == sum(group.bytes for group in stats.groups) <= engine._built.settings.cache_bytes
+    assert stats.cache_bytes == sum(group.bytes for group in stats.groups) + stats.state_bytes
     assert stats.cache_bytes == tensor_bytes(engine._built.memory)
+    assert stats.limit_bytes == engine._built.settings.cache_bytes == engine._built.memory.max_bytes
+    assert stats.cache_bytes + stats.scratch_bytes + stats.staging_bytes <= stats.limit_bytes
+    assert (stats.scratch_bytes, stats.staging_bytes) == (engine._built.memory.scratch, engine._built.memory.staging)
+    said = re.fullmatch(
+        r"\d+ (?:tokens|sequences of any length) in (\d+) bytes \((.*)\); "
+        r"with (\d+) for a step and (\d+) for edits that is (\d+) of (\d+) \(.*\)",
+        engine.capacity(),
+    )
+    assert said is not None
+    planes, scratch, staging, total, limit = (int(said[group]) for group in (1, 3, 4, 5, 6))
+    assert planes == stats.cache_bytes == sum(map(int, re.findall(r"(?:cells|rows) in (\d+) bytes", said[2])))
+    assert (scratch, staging, limit) == (stats.scratch_bytes, stats.staging_bytes, stats.limit_bytes)
+    assert planes + scratch + staging == total
 
 
-@pytest.mark.parametrize("kv_dtype", [None, "int8", "k=fp8+hadamard,v=int4"])
-@pytest.mark.parametrize("name", ["gemma3", "deepseek-v3", "bloom"])
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [
+        *(
+            (name, kind)
+            for name in ("gemma3", "deepseek-v3", "bloom", "lfm3")
+            for kind in (None, "int8", "k=fp8,v=int4")
+        ),
+        ("mamba2", None),
+    ],
+)
 def test_the_bytes_that_are_reported_are_those_that_are_held(name, kv_dtype):
-    with small_engine(name, kv_dtype=kv_dtype, cache_bytes=200_000) as engine:
+    with small_engine(name, kv_dtype=kv_dtype, cache_bytes=4_000_000, step_tokens=32) as engine:
         assert_bytes_are_those_held(engine)
         engine.generate([[5, 6], [7] * 20], max_tokens=5)
         assert_bytes_are_those_held(engine)
+
+
+def test_what_stores_no_keys_and_values_cannot_store_them_otherwise():
+    with pytest.raises(BadRequest, match="no attention layers"):
+        small_engine("mamba2", kv_dtype="int8")
 
 
 def tensor_bytes(thing: object) -> int:

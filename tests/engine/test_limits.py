@@ -298,3 +298,19 @@ def test_the_model_is_described(engine):
     assert (card.architecture, card.context, card.vocab_size) == ("LlamaForCausalLM", CONTEXT, 101)
     assert card.vocab_size == ARCHS["llama"].config().vocab_size
     assert "cells" in engine.capacity()
+
+
+@pytest.mark.parametrize("name", ["mamba2", "lfm3"])
+def test_no_more_answers_are_asked_for_than_there_are_rows_of_state(name):
+    """Though `max_sequences` would allow them; and as many as there are rows for do come."""
+    with small_engine(name, cache_bytes=1_000_000, context=32, max_sequences=64, step_tokens=8) as engine:
+        most = engine._built.capacity.states.sequences
+        assert 1 < most < 64
+        for n in (most + 1, 64):
+            with pytest.raises(BadRequest, match=f"n is {n}; at most {most} answers .* raise cache_bytes") as caught:
+                engine.generate([5, 6, 7], n=n, max_tokens=2)
+            assert caught.value.param == "n"
+        for _ in range(2):
+            result = engine.generate([5, 6, 7], n=most, max_tokens=9, ignore_eos=True, temperature=0.0)
+            assert [len(choice.token_ids) for choice in result.choices] == [9] * most
+        engine.check()

@@ -12,10 +12,15 @@ from kvcellar.attention.choose import named
 from kvcellar.engine import build as building
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.reserve import ROWS, continued, peak, prove, scratch
-from kvcellar.errors import CapacityTooSmall
+from kvcellar.errors import BadRequest, CapacityTooSmall
 from kvcellar.models.guest import Guest, adopt
 from kvcellar.plan import Batch, Feed
+from kvcellar.sample.choice import Choice
+from kvcellar.sample.draw import draw
+from kvcellar.sample.params import SamplingParams
 from kvcellar.spans import Span
+from tests.engine.mixes import bytes_for, small_engine
+from tests.laws.watch import Allocations
 from tests.zoo import ARCHS
 
 CPU = torch.device("cpu")
@@ -40,6 +45,11 @@ def test_bytes_that_grow_along_straight_lines_are_continued_exactly(a, b, c, d, 
     assert continued(measure, (x, y), (ROWS, (16, 48))) == a + b * x + c * y + d * x * y
 
 
+def choice() -> Choice:
+    params = SamplingParams(top_p=0.5, repetition_penalty=1.5, logprobs=20)
+    return Choice(params, seed=1, choice=0, prompt_ids=range(20), vocab_size=101, end_ids=frozenset())
+
+
 def test_the_meter_counts_what_is_there_at_once_and_nothing_that_was_there_before() -> None:
     before = torch.zeros(1000)
     with peak(CPU) as meter:
@@ -52,17 +62,42 @@ def test_the_meter_counts_what_is_there_at_once_and_nothing_that_was_there_befor
     assert meter.bytes == 8000
 
 
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "mamba2", "zaya"])
+def test_a_reserved_step_that_could_be_kept_in_part_is_measured_with_all_that_it_holds(name: str) -> None:
+    model = adopt(ARCHS[name].build(), named("sdpa"))
+    memory = model.memory({group.name: 64 for group in model.shape.groups}, rows=3)
+
+    def tried(*, revertible: bool, reserve: bool) -> tuple[int, int]:
+        """Its peak, and the bytes that are given back when it ends."""
+        batch = Batch(tuple(Feed(seq, Span(0, n), revertible=revertible) for seq, n in enumerate((9, 9, 4))))
+        with peak(CPU) as meter, Allocations() as made:
+            plan = memory.begin(batch, reserve=reserve)
+            model.forward(memory, plan, torch.zeros(batch.tokens, dtype=torch.long), torch.arange(3))
+            before = made.now
+            memory.abandon()
+            return meter.bytes, before - made.now
+
+    plain, held_by_plain = tried(revertible=False, reserve=True)
+    reserved, held = tried(revertible=True, reserve=True)
+    real, held_by_real = tried(revertible=True, reserve=False)
+    assert held >= held_by_real > held_by_plain
+    assert reserved >= max(plain, real, held)
+    memory.check()
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "reference"])
 def test_a_step_of_full_size_takes_no_more_than_was_said(attention: str) -> None:
     model = guest(attention=attention)
-    said = scratch(model, context=480, max_sequences=9, step_tokens=200)
+    said = scratch(model, context=480, step_tokens=200)(480, 9 * 480, 9)
     memory = model.memory({group.name: 9 * 480 for group in model.shape.groups})
     truth = []
     for feeds in ([Feed(0, Span(280, 480))], [Feed(seq, Span(479, 480)) for seq in range(9)]):
         batch = Batch(tuple(feeds))
         with peak(CPU) as meter:
             plan = memory.begin(batch, reserve=True)
-            model.forward(memory, plan, torch.zeros(batch.tokens, dtype=torch.long), torch.arange(len(feeds)))
+            ids = torch.zeros(batch.tokens, dtype=torch.long)
+            logits = model.forward(memory, plan, ids, torch.arange(len(feeds)))
+            draw(logits, [choice()] * len(feeds), [0] * len(feeds))
             memory.abandon()
         truth.append(meter.bytes)
     assert max(truth) <= said <= 2 * max(truth)
@@ -73,8 +108,58 @@ def test_a_step_of_full_size_takes_no_more_than_was_said(attention: str) -> None
 def test_what_a_step_takes_is_not_turned_into_cells() -> None:
     with mock.patch.object(building, "free_cpu_bytes", return_value=3_000_000), Engine(network(), context=64) as engine:
         said = engine.capacity()
-        assert "beside" in said, said
-        assert engine.stats().cache_bytes < 0.3 * 3_000_000
+        assert "30% of the memory that is free" in said, said
+        stats = engine.stats()
+        assert stats.scratch_bytes > 0
+        assert stats.cache_bytes + stats.scratch_bytes + stats.staging_bytes <= 0.3 * 3_000_000
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "bloom", "gpt-oss", "lfm3", "mamba2"])
+@pytest.mark.parametrize("settings", [{"step_tokens": 9, "context": 64}, {"step_tokens": 200, "context": 48}])
+def test_planes_steps_and_edits_together_stay_within_the_bytes_that_were_granted(name, settings) -> None:
+    """While prompts are read beside answers, samples are drawn with everything there is, and texts are shifted."""
+    how = {"max_tokens": 60, "ignore_eos": True, "shift": True, "top_p": 0.9, "typical_p": 0.9, "logprobs": 20}
+    prompts = [[5 + i] * (3 + 5 * i) for i in range(8)]
+    budget = bytes_for(name, 300, **settings)
+    with small_engine(name, cache_bytes=budget, **settings) as engine:
+        taken = metered(engine)
+        engine.generate(prompts, temperature=1.0, repetition_penalty=1.2, n=2, **how)
+        stats = engine.stats()
+    assert stats.limit_bytes == budget
+    assert stats.cache_bytes + stats.scratch_bytes + stats.staging_bytes <= budget
+    assert 0 < max(taken) <= stats.scratch_bytes + stats.staging_bytes
+
+
+def test_a_step_of_a_model_without_cells_stays_within_the_least_bytes_that_work() -> None:
+    """No free cells make its steps smaller when bytes are few."""
+    settings = {"step_tokens": 200, "context": 200, "max_sequences": 4}
+    budget = bytes_for("mamba2", 1, **settings)
+    with small_engine("mamba2", cache_bytes=budget, **settings) as engine:
+        taken, stats = metered(engine), engine.stats()
+        how = {"max_tokens": 3, "ignore_eos": True, "temperature": 1.0, "top_p": 0.9, "logprobs": 20}
+        engine.generate([[5 + i] * 190 for i in range(6)], **how)
+    assert stats.cache_bytes + stats.scratch_bytes <= budget
+    assert 0 < max(taken) <= stats.scratch_bytes
+
+
+def metered(engine: Engine) -> list[int]:
+    """From now on, the bytes that each turn takes at most beside what is there before it."""
+    taken, turn = [], engine._loop._turn
+
+    def watched() -> None:
+        with peak(CPU) as meter:
+            turn()
+        taken.append(meter.bytes)
+
+    engine._loop._turn = watched  # type: ignore[method-assign]
+    return taken
+
+
+def test_a_sequence_of_the_engines_memory_ends_with_the_context() -> None:
+    with small_engine("llama", context=40) as engine:
+        memory = engine._built.memory
+        with pytest.raises(BadRequest, match="may have 40 tokens"):
+            engine._loop.ask(lambda: memory.begin(Batch((Feed(1, Span(0, 41)),))))
 
 
 def test_a_memory_that_leaves_no_room_for_a_step_is_refused_with_the_numbers_to_change() -> None:
@@ -84,7 +169,7 @@ def test_a_memory_that_leaves_no_room_for_a_step_is_refused_with_the_numbers_to_
             CapacityTooSmall, match=r"200000 are free. Lower cache_bytes; or lower step_tokens, max_sequences"
         ),
     ):
-        Engine(network(), cache_bytes=190_000, context=64)
+        Engine(network(), cache_bytes=3_000_000, context=64)
 
 
 def test_a_device_that_cannot_run_the_worst_step_is_refused_at_the_door() -> None:

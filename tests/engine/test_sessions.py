@@ -13,7 +13,7 @@ from tests.engine.mixes import Ear, assert_greedy, bytes_for, small_engine, toke
 from tests.engine.spoken import Spoken
 
 ASK = {"max_tokens": 6, "temperature": 0.0}
-ARCHITECTURES = ["llama", "gemma3", "llama4", "bloom", "deepseek-v3"]
+ARCHITECTURES = ["llama", "gemma3", "llama4", "bloom", "deepseek-v3", "lfm3", "qwen3.5"]
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +115,7 @@ def test_whatever_becomes_of_a_session_it_answers_as_a_fresh_engine_would(name, 
     scarce = {"cache_bytes": bytes_for(name, 110)} if memory == "scarce" else {}
     with small_engine(name, **scarce) as engine, small_engine(name) as cold:
         tree = Tree(engine, cold, (name, memory))
-        tree.play(40)
+        tree.play(30)
         assert tree.cached > 0
         stats = engine.stats()
         assert (stats.sequences, stats.cells_used) == (0, 0)

@@ -8,12 +8,11 @@ from tests.engine.mixes import Clock, Ear, bytes_for, mix, small_engine
 
 CONTEXT = 48
 LONG = {"max_tokens": 80, "ignore_eos": True, "temperature": 0.0, "shift": True, "num_keep": 2}
-IN_PLACE = ["llama", "deepseek-v3", "gemma2"]
-READ_AGAIN = ["gpt2", "bloom"]
+MORE = ["deepseek-v3", "gemma2", "gemma3", "llama4", "bloom"]  # in place, in place, and three that read again
 ENOUGH = 75  # tokens that fit: a full context, and the half of it that moves; two lines together have too little
 
 
-@pytest.mark.parametrize("name", [*IN_PLACE, *READ_AGAIN])
+@pytest.mark.parametrize("name", ["llama", "gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_the_text_is_the_same_whoever_is_there_and_however_scarce_memory_is(name):
     prompts = [[5, 6, 7, 8], [9] * 30, [3]]
     with small_engine(name, context=CONTEXT) as roomy:
@@ -23,9 +22,8 @@ def test_the_text_is_the_same_whoever_is_there_and_however_scarce_memory_is(name
         roomy.check()
     assert [result.token_ids for result in together] == alone
     for settings in ({"step_tokens": 5}, {"step_tokens": 64, "max_sequences": 4}):
-        with small_engine(
-            name, context=CONTEXT, cache_bytes=bytes_for(name, ENOUGH, context=CONTEXT), **settings
-        ) as engine:
+        budget = bytes_for(name, ENOUGH, context=CONTEXT, **settings)
+        with small_engine(name, context=CONTEXT, cache_bytes=budget, **settings) as engine:
             results = engine.generate(prompts, n=2, **LONG)
             stats = engine.stats()
             assert stats.preemptions > 0
@@ -38,9 +36,8 @@ def test_samples_that_outlive_the_context_depend_on_their_seed_alone():
     asks = mix("shift", count=6, longest=30, shift=True, max_tokens=90, ignore_eos=True, temperature=1.0, seed=3)
     answers = []
     for tokens in (4000, ENOUGH):
-        with small_engine(
-            "llama", context=CONTEXT, cache_bytes=bytes_for("llama", tokens, context=CONTEXT), max_sequences=5
-        ) as engine:
+        settings = {"context": CONTEXT, "max_sequences": 5}
+        with small_engine("llama", cache_bytes=bytes_for("llama", tokens, **settings), **settings) as engine:
             answers.append([ear.answers() for ear in Clock(engine, asks).run()])
             assert (engine.stats().preemptions > 0) == (tokens == ENOUGH)
     assert answers[0] == answers[1]
@@ -63,6 +60,31 @@ def test_where_nothing_may_be_forgotten_an_answer_ends(keep):
         assert (len(result.token_ids), result.finish_reason) == (CONTEXT - 2, "length")
         whole_prompt = engine.generate([5] * CONTEXT, **{**LONG, "num_keep": -1})
         assert (len(whole_prompt.token_ids), whole_prompt.finish_reason) == (1, "length")
+
+
+def reads(engine):
+    """From now on, the positions that each step reads of its one sequence."""
+    spans, forward = [], engine._built.guest.forward
+
+    def watched(memory, plan, *rest):
+        spans.extend((feed.pos.start, feed.pos.end) for feed in plan.feeds)
+        return forward(memory, plan, *rest)
+
+    engine._built.guest.forward = watched
+    return spans
+
+
+@pytest.mark.parametrize(("name", "kept"), [("gpt2", 20), ("bloom", 20), ("llama4", 16)])
+def test_what_stands_before_the_gap_is_not_read_again(name, kept):
+    """Where a chunk is over, it is gone on from where one began."""
+    with small_engine(name, context=CONTEXT) as engine:
+        spans = reads(engine)
+        result = engine.generate([5, 6, 7, 8], **{**LONG, "num_keep": 20, "max_tokens": 60})
+        engine.check()
+    tail = CONTEXT + 1 - 14  # half of what was behind the head is gone
+    again = [span for span in spans[1:] if span[1] - span[0] > 1]
+    assert again == [(kept, tail), (kept, tail)]
+    assert len(result.token_ids) == 60
 
 
 def test_an_answer_without_end_must_say_how_long():

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.sample.params import SamplingParams
+from kvcellar.text.stops import _Table
 from tests.engine.mixes import Ear, judge, small_engine
 from tests.engine.spoken import Spoken
 from tests.zoo import reference_logits
@@ -279,3 +280,12 @@ def test_samples_are_what_each_would_be_without_the_others(name):
         again = other.generate([5, 6, 7], n=4, **asked)
     assert [c.token_ids for c in many.choices] == [c.token_ids for c in again.choices]
     assert [c.token_ids for c in many.choices][:2] == [c.token_ids for c in fewer.choices]
+
+
+def test_the_tables_of_stop_strings_are_made_once_for_all_answers_of_a_request(spoken, monkeypatch):
+    made = []
+    real = _Table.__init__
+    monkeypatch.setattr(_Table, "__init__", lambda self, text: (made.append(text), real(self, text))[1])
+    result = spoken.say([*[spoken.first], *spoken.wordwise("ab")], n=6, stop=["ab", "zz"], max_tokens=4)
+    assert len(result.choices) == 6
+    assert sorted(made) == ["ab", "zz"]

@@ -47,7 +47,9 @@ def one_threads_work(engine, index):
 
 @pytest.mark.parametrize("memory", ["roomy", "scarce"])
 def test_threads_get_what_they_would_get_alone(wanted, memory):
-    scarce = {"cache_bytes": bytes_for("llama", 60), "max_sequences": 5, "step_tokens": 9} if memory == "scarce" else {}
+    scarce = {"max_sequences": 5, "step_tokens": 9} if memory == "scarce" else {}
+    if scarce:
+        scarce["cache_bytes"] = bytes_for("llama", 60, **scarce)
     with small_engine("llama", **scarce) as engine:
         together = threading.Barrier(THREADS)
 

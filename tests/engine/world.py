@@ -18,6 +18,7 @@ from kvcellar.sample.choice import Choice
 from kvcellar.sample.params import SamplingParams
 from kvcellar.spans import Span
 from kvcellar.text.output import Output
+from kvcellar.text.stops import Stops
 
 VOCABULARY = 1000
 
@@ -65,6 +66,9 @@ class TableMemory:
         return kept
 
     def derived(self, seq: int) -> int | None:
+        return None
+
+    def capacity_rows(self) -> int | None:
         return None
 
     def fork(self, src: int, dst: int, upto: int) -> int:
@@ -181,7 +185,7 @@ class World:
 
     def _line(self, request: Request, tokens: list[int], choice: int) -> Line:
         state = Choice(request.params, seed=0, choice=choice, prompt_ids=(), vocab_size=VOCABULARY, end_ids=frozenset())
-        return Line(request, state, Output(None, ()), tokens)
+        return Line(request, state, Output(None, Stops(())), tokens)
 
     def cancel(self, request: Request) -> None:
         for line in list(request.lines):

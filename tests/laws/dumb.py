@@ -1,51 +1,69 @@
 """The dumb model that judges the memory: lists of tokens, and of each kind of layer the rule in one line.
 
 Every token that is ever written has a number of its own. In every group it is one `Cell`, which lines share as it is:
-the cells in use are the distinct ones that somebody holds.
+the cells in use are the distinct ones that somebody holds. So it is with the positions of an input.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import pi
 
-from kvcellar.cache.layouts import Causal, Chunked, Sliding
+from kvcellar.cache.layouts import Causal, Chunked, Input, Sliding
 from kvcellar.cache.memory import Group
-from kvcellar.contracts import Layout, Plane, Rotation
+from kvcellar.contracts import Layout, Plane, StoredAs
+from kvcellar.plan import Batch, Feed
+from kvcellar.spans import Span
+from tests.laws import identity
+from tests.laws.identity import Spelt
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of layer. `sees(q, k)`: may the query at q look at k? `stays(end, k)`: is k kept when `end` comes next?"""
+    """A kind of layer. `near(q, k)`: is k not too far back for a query at q? `stays(end, k)`: is k kept at `end`?"""
 
     layout: Layout
-    sees: Callable[[int, int], bool]
+    near: Callable[[int, int], bool]
     stays: Callable[[int, int], bool]
+
+    def sees(self, q: int, k: int, ahead: Sequence[Span] = ()) -> bool:
+        """May the query at q look at k? Behind itself only within a span that looks ahead."""
+        return self.near(q, k) and (k <= q or any(span.start <= q < span.end and k < span.end for span in ahead))
+
+    @property
+    def of_input(self) -> bool:
+        return isinstance(self.layout, Input)
 
 
 def causal() -> Kind:
-    return Kind(Causal(), lambda q, k: k <= q, lambda end, k: True)
+    return Kind(Causal(), lambda q, k: True, lambda end, k: True)
 
 
 def sliding(window: int, memory: int) -> Kind:
-    return Kind(Sliding(window, memory), lambda q, k: q - window < k <= q, lambda end, k: end - k <= memory)
+    return Kind(Sliding(window, memory), lambda q, k: q - window < k, lambda end, k: end - k <= memory)
 
 
 def chunked(size: int) -> Kind:
-    return Kind(
-        Chunked(size), lambda q, k: k <= q and k // size == q // size, lambda end, k: k // size >= (end - 1) // size
-    )
+    return Kind(Chunked(size), lambda q, k: k // size >= q // size, lambda end, k: k // size >= (end - 1) // size)
+
+
+def encoder(most: int) -> Kind:
+    return Kind(Input(most), lambda q, k: True, lambda end, k: True)
 
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """What is stored of a token. Its key was turned by `turned` half circles, when what stood before it was removed."""
+    """What is stored of a token. Its key was turned by so many positions when what stood before it was removed."""
 
     token: int
     turned: int = 0
+    times: int = 0
 
     @property
-    def spells(self) -> tuple[int, int]:
-        return self.token, self.turned % 2
+    def key(self) -> Spelt:
+        return Spelt(self.token, self.turned % 4, self.times)
+
+    @property
+    def value(self) -> Spelt:
+        return Spelt(self.token)
 
 
 @dataclass(frozen=True)
@@ -68,19 +86,26 @@ def member(name: str, kind: Kind, layers: Sequence[int], heads: tuple[int, int],
 
 
 def shifting(m: Member, *, turns: bool) -> Member:
-    """The same, where the middle may be removed. Keys that turn do so by half a circle a position: they change sign."""
-    pairs = m.group.planes[0].size // 2
-    rotations = {layer: {"k": Rotation((pi,) * pairs)} for layer in m.group.layers} if turns else {}
+    """The same, where the middle may be removed."""
+    rotations = {layer: {"k": identity.rotation(m.group.planes[0].size)} for layer in m.group.layers} if turns else {}
     return replace(m, group=replace(m.group, no_shift=None, rotations=rotations))
+
+
+def kept_as(m: Member, stored: StoredAs) -> Member:
+    """The same, with its K/V stored so."""
+    planes = tuple(replace(plane, storage=stored.of(plane.name)) for plane in m.group.planes)
+    return replace(m, group=replace(m.group, planes=planes))
 
 
 @dataclass
 class Line:
-    """One sequence: its tokens, and for each group the cells it still holds by position."""
+    """One sequence: its tokens, and for each group the cells it still holds by position; of its input, by place."""
 
     tokens: list[int]
     held: list[dict[int, Cell]]
     derived: int | None = None  # where the first removal from its middle was
+    ahead: list[Span] = field(default_factory=list)
+    digest: str | None = None
 
 
 @dataclass
@@ -90,7 +115,8 @@ class Dumb:
     members: Sequence[Member]
     lines: dict[int, Line] = field(default_factory=dict)
     written: int = 0
-    pending: dict[int, list[int]] | None = None  # new tokens of the open step, by sequence
+    batch: Batch | None = None  # of the open step
+    pending: dict[int, list[int]] = field(default_factory=dict)  # its new tokens, by sequence
     opened: list[int] = field(default_factory=list)
 
     @property
@@ -100,69 +126,97 @@ class Dumb:
     def length(self, seq: int) -> int:
         return len(self.lines[seq].tokens) if seq in self.lines else 0
 
+    def input_of(self, seq: int) -> list[Cell]:
+        """The same in all groups of inputs."""
+        index = next((index for index, kind in enumerate(self.kinds) if kind.of_input), None)
+        return list(self.lines[seq].held[index].values()) if index is not None and seq in self.lines else []
+
     def used(self, group: int) -> int:
         held = {cell for line in self.lines.values() for cell in line.held[group].values()}
-        return len(held) + sum(map(len, (self.pending or {}).values()))
+        return len(held) + (0 if self.kinds[group].of_input else sum(map(len, self.pending.values())))
+
+    def new_tokens(self, n: int) -> list[int]:
+        self.written += n
+        return list(range(self.written - n, self.written))
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
-    def begin(self, feeds: Mapping[int, int]) -> None:
-        """`feeds[seq]` new tokens for each sequence."""
-        self.opened = [seq for seq in feeds if seq not in self.lines]
+    def refuses(self, feed: Feed) -> bool:
+        """Of rows that only ask: is something they should see not there, or is there nothing that the last one sees?"""
+        length, held = self.length(feed.seq), self.lines[feed.seq].held
+        for kind, of in zip(self.kinds, held, strict=True):
+            if kind.of_input:
+                continue
+            wanted = [k for k in range(length) if kind.sees(feed.pos.start, k)]
+            if any(k not in of for k in wanted) or not any(kind.sees(feed.pos.end - 1, k) for k in range(length)):
+                return True
+        return False
+
+    def begin(self, batch: Batch) -> None:
+        self.batch = batch
+        self.opened = [feed.seq for feed in batch.feeds if feed.seq not in self.lines]
         for seq in self.opened:
             self.lines[seq] = Line([], [{} for _ in self.kinds])
-        self.pending = {}
-        for seq, count in feeds.items():
-            self.pending[seq] = list(range(self.written, self.written + count))
-            self.written += count
+        self.pending = {feed.seq: self.new_tokens(len(feed.pos)) for feed in batch.feeds if feed.stores}
 
     def now(self, group: int, seq: int) -> dict[int, Cell]:
         """What a sequence holds in the open step, its new tokens included, by position."""
-        new = (self.pending or {}).get(seq, [])
+        new = [] if self.kinds[group].of_input else self.pending.get(seq, [])
         return self.lines[seq].held[group] | {pos: Cell(t) for pos, t in enumerate(new, self.length(seq))}
 
-    def rows(self, group: int) -> list[set[tuple[int, int]]]:
-        """What each row of the open step sees."""
-        return [
-            {now[k].spells for k in range(q + 1) if self.kinds[group].sees(q, k)}
-            for seq, new in (self.pending or {}).items()
-            for now in [self.now(group, seq)]
-            for q in range(self.length(seq), self.length(seq) + len(new))
-        ]
+    def seen(self, group: int, feed: Feed) -> list[list[Cell]]:
+        """What each row of a feed sees, in order."""
+        kind, now = self.kinds[group], self.now(group, feed.seq)
+        if kind.of_input:
+            return [list(now.values()) for _ in range(len(feed.pos))]
+        ahead = self.batch.ahead(feed.seq) if self.batch else ()
+        end = self.length(feed.seq) + len(self.pending.get(feed.seq, []))
+        rows = range(feed.pos.start, feed.pos.end)
+        return [[now[k] for k in range(end) if kind.sees(q, k, ahead)] for q in rows]
 
     def commit(self, accepted: Mapping[int, int]) -> None:
-        for seq, new in (self.pending or {}).items():
+        for seq, new in self.pending.items():
             line = self.lines[seq]
             kept = new[: accepted.get(seq, len(new))]
             start = len(line.tokens)
             line.tokens += kept
+            line.ahead += [
+                span for span in (self.batch.ahead(seq) if self.batch else ()) if span.end <= self.length(seq)
+            ]
             for kind, held in zip(self.kinds, line.held, strict=True):
-                held.update((pos, Cell(token)) for pos, token in enumerate(kept, start))
+                if not kind.of_input:
+                    held.update((pos, Cell(token)) for pos, token in enumerate(kept, start))
                 for pos in [pos for pos in held if not kind.stays(len(line.tokens), pos)]:
                     del held[pos]
-        self.pending = None
+        self.batch, self.pending = None, {}
 
     def abandon(self) -> None:
         for seq in self.opened:
             del self.lines[seq]
-        self.pending = None
+        self.batch, self.pending = None, {}
 
     # -- sequences ------------------------------------------------------------------------------------------------
 
     def can_cut(self, seq: int, pos: int) -> int:
-        """By trying: what the token at `kept` would see before it must still be held."""
+        """By trying: what the token at `kept` would see before it must still be held, and no span is parted."""
         if seq not in self.lines:
             return 0
-        held = self.lines[seq].held
+        line = self.lines[seq]
+        of_text = [(kind, h) for kind, h in zip(self.kinds, line.held, strict=True) if not kind.of_input]
         return max(
             kept
             for kept in range(min(pos, self.length(seq)) + 1)
-            if all(k in h for kind, h in zip(self.kinds, held, strict=True) for k in range(kept) if kind.sees(kept, k))
+            if all(k in h for kind, h in of_text for k in range(kept) if kind.sees(kept, k))
+            and not any(span.start < kept < span.end for span in line.ahead)
         )
 
     def cut(self, line: Line, kept: int) -> Line:
         derived = line.derived if line.derived is not None and line.derived < kept else None
-        return Line(line.tokens[:kept], [{pos: c for pos, c in h.items() if pos < kept} for h in line.held], derived)
+        held = [
+            dict(h) if kind.of_input else {pos: c for pos, c in h.items() if pos < kept}
+            for kind, h in zip(self.kinds, line.held, strict=True)
+        ]
+        return Line(line.tokens[:kept], held, derived, [s for s in line.ahead if s.end <= kept], line.digest)
 
     def fork(self, src: int, dst: int, upto: int) -> int:
         kept = self.can_cut(src, upto)
@@ -175,11 +229,17 @@ class Dumb:
             self.lines[seq] = self.cut(self.lines[seq], kept)
         return kept
 
+    def parts(self, seq: int, gone: Span) -> bool:
+        """Would a part of a span that looked ahead stay, if this goes?"""
+        return any(span.start < pos < span.end for span in self.lines[seq].ahead for pos in (gone.start, gone.end))
+
     def can_shift(self, seq: int, start: int, end: int) -> bool:
         """May [start, end) go? What the next token will see must be held, and chunks hold who was in them with whom."""
         line = self.lines[seq]
         after = len(line.tokens) - (end - start)
         for m, held in zip(self.members, line.held, strict=True):
+            if m.kind.of_input:
+                continue
             if isinstance(m.kind.layout, Chunked) and self.sees_others(m.kind, len(line.tokens), start, end):
                 return False
             moved = {pos if pos < start else pos - (end - start) for pos in held if not start <= pos < end}
@@ -203,9 +263,33 @@ class Dumb:
         line, by = self.lines[seq], end - start
         del line.tokens[start:end]
         line.derived = start if line.derived is None else min(start, line.derived)
+        line.ahead = [s for s in line.ahead if s.end <= start] + [
+            Span(s.start - by, s.end - by) for s in line.ahead if s.start >= end
+        ]
         for index, m in enumerate(self.members):
+            if m.kind.of_input:
+                continue
             before = {pos: cell for pos, cell in line.held[index].items() if pos < start}
             behind = {pos - by: cell for pos, cell in line.held[index].items() if pos >= end}
             if m.turns:
-                behind = {pos: Cell(cell.token, cell.turned + by) for pos, cell in behind.items()}
+                behind = {p: Cell(cell.token, cell.turned - by, cell.times + 1) for p, cell in behind.items()}
             line.held[index] = {p: c for p, c in (before | behind).items() if m.kind.stays(len(line.tokens), p)}
+
+    # -- inputs ---------------------------------------------------------------------------------------------------
+
+    def holder(self, digest: str | None) -> int | None:
+        """A sequence that has the input of this digest."""
+        return next((seq for seq, line in self.lines.items() if digest is not None and line.digest == digest), None)
+
+    def give_input(self, seq: int, digest: str | None, n: int) -> list[int]:
+        """The tokens that it is written as: new ones, unless somebody has it."""
+        source = self.holder(digest)
+        shared = [cell.token for cell in self.input_of(source)] if source is not None else []
+        tokens = shared or self.new_tokens(n)
+        line = self.lines.setdefault(seq, Line([], [{} for _ in self.kinds]))
+        line.digest = digest
+        for index, kind in enumerate(self.kinds):
+            if kind.of_input:
+                held = self.lines[source].held[index] if source is not None else dict(enumerate(map(Cell, tokens)))
+                line.held[index] = dict(held)
+        return tokens

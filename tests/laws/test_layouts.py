@@ -141,9 +141,10 @@ def test_groups_agree_where_one_can_go_on(kinds: list[Kind], steps: list[int]) -
     )
     dumb = Dumb(members)
     for number in steps:
-        memory.begin(Batch((Feed(0, Span(memory.length(0), memory.length(0) + number)),)))
+        batch = Batch((Feed(0, Span(memory.length(0), memory.length(0) + number)),))
+        memory.begin(batch)
         memory.commit()
-        dumb.begin({0: number})
+        dumb.begin(batch)
         dumb.commit({})
     expected = [dumb.can_cut(0, pos) for pos in range(dumb.length(0) + 2)]
     assert [memory.can_cut(0, pos) for pos in range(dumb.length(0) + 2)] == expected

@@ -1,4 +1,4 @@
-"""Looking into a memory: all it consists of, so that nothing changes unseen; and a backend that can fail."""
+"""Looking into a memory: all it consists of, so that nothing changes unseen; and a backend with wishes."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,22 +15,15 @@ from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.cells import Cells
 from kvcellar.cache.memory import Memory
 from kvcellar.contracts import Arrangement
-from kvcellar.plan import GroupPlan, Run
+from kvcellar.plan import Run
 
 
-class Brittle(Sdpa):
-    """Raises from `prepare` while `broken`, after `whole` calls that work."""
+class Wishes(Sdpa):
+    """Asks for an arrangement of all planes, and for padding."""
 
     def __init__(self, arrangement: Arrangement = "token", padding: int = 1) -> None:
         super().__init__()
         self.arrangement, self.padding = arrangement, padding
-        self.broken, self.whole = False, 0
-
-    def prepare(self, plan: GroupPlan, device: torch.device) -> Any:
-        if self.broken and self.whole == 0:
-            raise MemoryError("no room for a mask")
-        self.whole -= self.broken
-        return super().prepare(plan, device)
 
 
 def pieces(cells: Cells) -> list[tuple[int, int, int]]:
@@ -56,11 +49,11 @@ def everything(memory: Memory) -> list[Any]:
     And what it knows of sequences beside their tables: where they were edited, looked ahead, and what their inputs are.
     """
     known: list[Any] = [id(memory._step), memory.sequences, memory.free(), memory.capacity(), memory.bytes]
-    known += [memory.scratch, dict(memory._derived), deepcopy(memory._ahead._of)]
-    known += [dict(memory._digests._of), deepcopy(memory._digests._who)]
+    known += [memory.scratch, dict(memory._sequences.derived._of), deepcopy(memory._sequences.ahead._of)]
+    known += [dict(memory._sequences.digests._of), deepcopy(memory._sequences.digests._who)]
     for index, held in enumerate(memory._held):
         known.append(pieces(held.cells))
-        tables = {seq: tables[index] for seq, tables in memory._tables.items()}
+        tables = {seq: tables[index] for seq, tables in memory._sequences.tables.items()}
         known.append([(seq, t.first, t.end, tuple(t.runs), tuple(t._starts)) for seq, t in tables.items()])
         runs = [run for table in tables.values() for run in table.runs]
         for layer in held.group.layers:
@@ -88,8 +81,13 @@ class Allocations(TorchDispatchMode):
         for tensor in tree_leaves(made):
             self._see(tensor, new=True)
         self._there = {key: (ref, size) for key, (ref, size) in self._there.items() if not ref.expired()}
-        self.most = max(self.most, sum(size for _, size in self._there.values()))
+        self.most = max(self.most, self.now)
         return made
+
+    @property
+    def now(self) -> int:
+        """Bytes that are there now, of all that are new."""
+        return sum(size for ref, size in self._there.values() if not ref.expired())
 
     def _see(self, tensor: Any, *, new: bool) -> None:
         if isinstance(tensor, Tensor):

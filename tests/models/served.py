@@ -8,9 +8,7 @@ from typing import Literal
 from tests.zoo import ARCHS
 
 OWN_ATTENTION = "does not go through transformers' attention interface"
-STATE = "it keeps recurrent or convolution state beside keys and values, which is not served yet"
-STATEFUL = "it keeps recurrent state, which is not served yet"
-INDEXER = "it selects keys with an indexer of its own, which is not served yet"
+INDEXER = "it selects keys with an indexer of its own"
 
 SOLO = {  # one sequence per forward, and why not flat
     "diffllama": "attends twice in one forward",
@@ -19,22 +17,16 @@ SOLO = {  # one sequence per forward, and why not flat
         ("falcon", "falcon-alibi", "gptj", "codegen", "gpt-neo", "gpt-neox-japanese", "xglm", "bloom", "mpt"),
         OWN_ATTENTION,
     ),
+    **dict.fromkeys(("inkling", "inkling2"), "position_bias"),
+    **dict.fromkeys(("deepseek-v3.2", "glm-moe-dsa", "hy-v4"), INDEXER),
 }
 REFUSED = {  # and why
-    **dict.fromkeys(("deepseek-v3.2", "glm-moe-dsa", "hy-v4"), INDEXER),
-    **dict.fromkeys(
-        ("lfm2", "lfm2-moe", "lfm3", "qwen3-next", "qwen3.5", "qwen3.5-moe", "olmo-hybrid", "kimi-linear",
-         "bailing-hybrid", "falcon-h1", "jamba", "bamba", "granitemoehybrid", "nemotron-h", "zamba", "zamba2", "zaya",
-         "inkling", "inkling2"),
-        STATE,
-    ),
-    **dict.fromkeys(
-        ("mamba", "falcon-mamba", "mamba2", "rwkv", "xlstm", "recurrent-gemma", "deepseek-v4"),
-        STATEFUL,
-    ),
+    **dict.fromkeys(("rwkv", "openai-gpt"), "stores nothing through the cache"),
+    "xlstm": "no attribute 'rnn_state'",  # a cache of its own
+    "recurrent-gemma": "its logits differ",  # its state lies in the modules
+    "deepseek-v4": "its code raised IndexError",  # its cache layers are of its own making
     "minimax-m3": "its code raised IndexError",  # its cache layers are of its own making
     "minimax-01": "MiniMax uses cache of its own",
-    "openai-gpt": "stores no keys and values through the cache",
 }  # fmt: skip
 SERVED = tuple(name for name in ARCHS if name not in REFUSED)
 FLAT = tuple(name for name in SERVED if name not in SOLO)

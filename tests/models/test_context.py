@@ -1,5 +1,6 @@
 """The context is what the model can do: right to its last position, and no longer than what is stored stays true."""
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -7,8 +8,11 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcellar.attention.choose import backends
-from kvcellar.errors import ModelRefused
-from kvcellar.models.facts import context_of
+from kvcellar.engine.build import build
+from kvcellar.engine.diagnosis import diagnose
+from kvcellar.engine.settings import Settings
+from kvcellar.errors import BadRequest, ModelRefused
+from kvcellar.models.facts import context_of, context_reason
 from kvcellar.models.guest import adopt
 from tests.models.timeline import BOUND, animal, read, relative, small_memory
 from tests.zoo import ARCHS, ROPE_LONG, reference_logits
@@ -41,6 +45,24 @@ def test_it_ends_where_the_frequencies_would_change(make) -> None:
     assert context_of(make()) == 64
     assert gap(make(), make(), 64) <= BOUND
     assert gap(make(), make(), 65) > 10 * BOUND  # so it is right to end there
+
+
+@pytest.mark.parametrize(("make", "kind"), [(dynamic, "dynamic"), (longrope, "longrope")])
+def test_whoever_wants_more_is_told_why_it_ends_there(make: Callable[[], PreTrainedModel], kind: str) -> None:
+    why = f"its {kind} rope has other frequencies in sequences of more than 64 tokens"
+    with pytest.raises(BadRequest, match=f"context is 65; this model is served up to 64 tokens: {why}") as caught:
+        build(make(), Settings(context=65))
+    assert caught.value.param == "context"
+    notes = diagnose(make(), Settings(cache_bytes=2**20), kv_quality=False).notes
+    assert [note for note in notes if note.startswith(f"context: {why}, and the keys stored before")]
+
+
+def test_no_reason_is_told_where_the_model_is_made_for_no_more() -> None:
+    for name in ("llama", "llama-rope-yarn", "opt"):
+        assert context_reason(ARCHS[name].build()) is None
+    beyond = ROPE_LONG | {"factor": 4.0, "original_max_position_embeddings": 512}
+    model = ARCHS["phi3"].build(rope_parameters=beyond, original_max_position_embeddings=512)
+    assert (context_of(model), context_reason(model)) == (256, None)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-rope-yarn", "gpt2", "opt", "biogpt", "gemma3", "llama4", "xglm"])

@@ -221,6 +221,18 @@ def test_the_input_is_written_once_and_beams_share_its_cells(name: str) -> None:
     assert {free[at] for at in inputs} <= {200 - n, 200 - 2 * n}, "all beams share the inputs of the two prompts"
 
 
+@pytest.mark.parametrize("name", ["bart", "mllama"])
+def test_equal_inputs_of_a_batch_share_cells_wherever_their_rows_stand(name: str) -> None:
+    model, two = built(name), KINDS[name].two()
+    inputs = {key: torch.cat([x, x, x[:1]]) for key, x in two.items()}  # rows 0, 1, 0, 1, 0
+    ours = crossing(model, cells=300, input_cells=60)
+    assert torch.equal(generate(model, inputs, past_key_values=ours), generate(model, inputs))
+    free, n = ours.memory.free(), ours.memory.input_length(ours.rows[0])
+    assert len(ours.rows) == 5
+    assert {free[group.name] for group in ours.memory.groups if group.of_input} == {60 - 2 * n}
+    ours.check()
+
+
 def test_a_forward_that_failed_half_way_leaves_nothing_behind() -> None:
     model = built("bart")
     ours = crossing(model, cells=100, input_cells=30)

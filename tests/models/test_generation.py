@@ -125,11 +125,17 @@ def test_after_a_first_forward_that_failed_another_batch_size_may_come() -> None
     cache.check()
 
 
-def test_another_batch_size_and_a_recurrent_model_are_refused_with_the_reason() -> None:
+def test_another_batch_size_is_refused_with_the_reason() -> None:
     model = ARCHS["llama"].build()
     cache = GenerationCache.of(model, cells=128)
     generate(model, PROMPT, past_key_values=cache)
     with pytest.raises(BadRequest, match="rows"):
         model(input_ids=PROMPT.expand(2, -1), past_key_values=cache)
-    with pytest.raises(ModelRefused):
-        GenerationCache.of(ARCHS["mamba"].build(), cells=128)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"), [("mamba", "0, 1, 2, 3"), ("lfm3", "0, 3"), ("qwen3.5", "0, 1, 2"), ("falcon-h1", "0, 1, 2, 3")]
+)
+def test_a_model_with_recurrent_layers_is_refused_before_it_is_given_a_cache(name: str, layers: str) -> None:
+    with pytest.raises(ModelRefused, match=rf"convolution state in layers \[{layers}\]"):
+        GenerationCache.of(ARCHS[name].build(), cells=128)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvcellar.attention.choose import named
@@ -13,9 +12,8 @@ from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
 from tests.models.served import FLAT, SERVED, SOLO
 from tests.models.timeline import BOUND, CHUNK, MOST, Timeline, animal, play, read, relative, seed_of, small_memory
-from tests.zoo import ARCHS, WINDOW, auto_config, reference_logits
-from tests.zoo_test_support.lively import enliven
-from tests.zoo_test_support.sweep import NO_MODEL
+from tests.zoo import ARCHS, WINDOW, reference_logits
+from tests.zoo_test_support.sweep import NO_MODEL, of_type
 
 CLOSE = 1e-5  # what the same rows may differ by in another company, in float32
 OTHERS = ("llama", "gemma3n", "gpt-oss", "llama4", "deepseek-v3", "cohere2", "opt")  # for what need not be seen on all
@@ -38,21 +36,11 @@ def test_many_timelines_give_the_logits_of_plain_forwards(name: str) -> None:
     assert max(play(name, times) for times in range(1, 9)) <= BOUND
 
 
-def unnamed(model_type: str) -> PreTrainedModel:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(
-            auto_config(model_type), attn_implementation="eager", dtype=torch.float32
-        )
-    enliven(model, 0)
-    return model.eval()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", OTHER_TYPES)
 def test_every_other_causal_type_is_refused_or_gives_the_logits_of_plain_forwards(model_type: str) -> None:
     with quiet():
-        model, judge = unnamed(model_type), unnamed(model_type)
+        model, judge = of_type(model_type), of_type(model_type)
     try:
         guest = adopt(model, named("sdpa"))
     except ModelRefused as refusal:

@@ -90,9 +90,12 @@ def stored_as_of_another_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = FlatDoor.attend
 
     def attend(self: FlatDoor, module: Any, *rest: Any) -> Tensor:
-        binding = self._bindings[module]
-        swapped = {module: replace(binding, layer=binding.layer ^ 1)}
-        return honest(FlatDoor(self._memory, self._seen, swapped), module, *rest)
+        rightly = self._bindings
+        self._bindings = {module: replace(rightly[module], layer=rightly[module].layer ^ 1)}
+        try:
+            return honest(self, module, *rest)
+        finally:
+            self._bindings = rightly
 
     monkeypatch.setattr(FlatDoor, "attend", attend)
 

@@ -309,10 +309,10 @@ def test_float64_is_served() -> None:
 
 
 def test_a_refused_model_still_runs() -> None:
-    model = ARCHS["lfm2"].build()
+    model = ARCHS["recurrent-gemma"].build()
     refusal(model)
     tokens = list(range(3, 20))
-    assert torch.equal(reference_logits(model, tokens), reference_logits(ARCHS["lfm2"].build(), tokens))
+    assert torch.equal(reference_logits(model, tokens), reference_logits(ARCHS["recurrent-gemma"].build(), tokens))
 
 
 def test_an_adopted_model_uses_our_attention_and_is_not_trained() -> None:

@@ -7,7 +7,7 @@ are scarce, so that they are used again and again, and hold NaN until something 
 
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from kvcellar.attention.choose import backends
 from kvcellar.cache.memory import Memory
 from kvcellar.errors import CacheFull
-from kvcellar.models.facts import context_of
+from kvcellar.models.facts import context_of, padding_token
 from kvcellar.models.guest import Guest, adopt
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
@@ -27,6 +27,7 @@ BOUND = 1e-4  # of the largest logit, in float32
 MOST = 5 * WINDOW  # tokens of one sequence
 CHUNK = 3 * WINDOW + 2  # tokens of the longest feed: more than three windows
 SEQUENCES = range(5)
+CAPTURES = 4  # states that are kept to go back to
 
 Row = tuple[int, Tensor]  # a position, and the logits [V] that were seen there
 
@@ -45,7 +46,10 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 def small_memory(guest: Guest, tokens: int, sequences: int = 3) -> Memory:
     """Room for so many sequences of so many tokens; NaN in every cell."""
     cells = {g.name: sequences * g.layout.most_cells(tokens, CHUNK) for g in guest.shape.groups}
-    memory = guest.memory(cells)
+    memory = guest.memory(cells, rows=len(SEQUENCES) + sequences + CAPTURES, captures=CAPTURES)
+    for planes in memory._states._planes.values():
+        for plane in planes.values():
+            plane[1:] = torch.nan
     memory.begin(Batch((Feed(0, Span(0, 1)),)))
     for group in memory.groups:
         for layer in group.layers:
@@ -55,9 +59,24 @@ def small_memory(guest: Guest, tokens: int, sequences: int = 3) -> Memory:
     return memory
 
 
-def run(guest: Guest, memory: Memory, texts: Sequence[tuple[int, Sequence[int]]]) -> list[Tensor]:
+def run(
+    guest: Guest,
+    memory: Memory,
+    texts: Sequence[tuple[int, Sequence[int]]],
+    *,
+    revertible: bool = False,
+    capture: Callable[[], bool] = lambda: False,
+) -> list[Tensor]:
     """Feed each sequence more tokens, in one step, which stays open -> logits [L,V] of each."""
-    feeds = tuple(Feed(seq, Span(memory.length(seq), memory.length(seq) + len(ids))) for seq, ids in texts)
+    feeds = tuple(
+        Feed(
+            seq,
+            Span(memory.length(seq), memory.length(seq) + len(ids)),
+            capture=capture(),
+            revertible=revertible,
+        )
+        for seq, ids in texts
+    )
     plan = memory.begin(Batch(feeds))
     ids = torch.tensor([token for _, ids in texts for token in ids])
     logits = guest.forward(memory, plan, ids, torch.arange(len(ids)))
@@ -99,6 +118,7 @@ class Timeline:
         self.step("keep", decode=True)
         self.memory.clear()
         assert self.memory.free() == self.memory.capacity()
+        assert self.memory.free_rows() in (None, self.memory.capacity_rows())
 
     def judged(self) -> float:
         """The largest difference of any row, relative to the largest logit. Asserts that greedy text is the same."""
@@ -131,7 +151,13 @@ class Timeline:
             self.memory.begin(Batch(tuple(Feed(seq, self.after(seq, len(ids))) for seq, ids in fed)))
             self.memory.abandon()
             return
-        seen = run(self.guest, self.memory, fed)
+        seen = run(
+            self.guest,
+            self.memory,
+            fed,
+            revertible=outcome == "part",
+            capture=lambda: self.draw.random() < 0.4,
+        )
         kept = {seq: self.draw.randint(0, len(ids)) for seq, ids in fed} if outcome == "part" else None
         if outcome == "give up":
             self.memory.abandon()
@@ -144,7 +170,8 @@ class Timeline:
             if outcome != "give up":
                 count = len(ids) if kept is None else kept[seq]
                 self.texts[seq] = [*text, *ids[:count]]
-                self.next[seq] = int(logits[count - 1].argmax()) if count else self.token()
+                greedy = int(logits[count - 1].argmax()) if count else self.token()
+                self.next[seq] = self.token() if greedy == padding_token(self.judge) else greedy
 
     def fork(self) -> None:
         if not self.texts:

@@ -177,3 +177,34 @@ def test_a_closed_engine_is_not_healthy(engine):
             assert httpx.get(f"{server.url}/health").status_code == 503
             answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"})
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+
+
+@pytest.mark.parametrize(
+    "prompt", [" ", "\n" * 50, "\t \r\n", "\x00", "\u2028", "<|bos|>", "<|bos|><|eos|><|pad|>", "<|none|>"]
+)
+def test_prompts_of_next_to_nothing_are_answered(client, engine, prompt):
+    answer = client.completions.create(model="embedded", prompt=prompt, max_tokens=3)
+    assert answer.usage.prompt_tokens == len(engine.encode(prompt))
+    assert answer.choices[0].finish_reason in ("length", "stop")
+
+
+@pytest.mark.parametrize("over", [0, 1, 100])
+def test_a_prompt_at_the_border_of_the_context(client, engine, over):
+    prompt = [5] * (engine.model.context + over)
+    if over:
+        with pytest.raises(openai.BadRequestError, match=f"{len(prompt)} tokens"):
+            client.completions.create(model="embedded", prompt=prompt, max_tokens=1)
+    else:
+        answer = client.completions.create(model="embedded", prompt=prompt, max_tokens=9)
+        assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 1)
+
+
+def test_control_tokens_that_a_user_writes_are_text(client, engine):
+    """They give no more tokens of control than an empty message has."""
+    spoken = [{"role": "user", "content": "a <|bos|> b <|eos|> c"}]
+    answer = client.chat.completions.create(model="embedded", messages=spoken, max_tokens=1)
+    control = {engine.encode(name, special=False)[0] for name in ("<|bos|>", "<|eos|>")}
+    ids = engine.render(spoken)
+    assert answer.usage.prompt_tokens == len(ids)
+    empty = engine.render([{"role": "user", "content": "a"}])
+    assert [i for i in ids if i in control] == [i for i in empty if i in control]

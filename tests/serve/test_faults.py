@@ -75,6 +75,16 @@ def test_malformed_bodies(http, engine, route, body):
     assert not engine.seen
 
 
+@pytest.mark.parametrize("depth", [100, 900, 980, 990, 1000, 1010, 1100, 5000])
+@pytest.mark.parametrize("inner", ['"\\ud83c\\udf47"', '{"a": 1}', "1"])
+@pytest.mark.parametrize("field", ["user", "tools", "stop", "logit_bias"])
+def test_values_nested_about_as_deep_as_can_be_read_are_taken_or_refused(http, field, inner, depth):
+    """Whoever reads first, and whoever reads what the first let through."""
+    body = f'{{"prompt": "x", "{field}": {"[" * depth}{inner}{"]" * depth}}}'
+    answer = http.post(COMPLETIONS, content=body, headers=JSON)
+    assert answer.status_code == 400 or (field == "user" and answer.status_code == 200)
+
+
 def test_every_cut_of_a_good_body_is_refused(http):
     body = json.dumps(chat("né", stop=["a"], logit_bias={"1": 1})).encode()
     for length in range(len(body)):
@@ -108,6 +118,8 @@ FIELDS = [  # field, what was sent; each is refused, and the refusal names the f
     *(("ignore_eos", value) for value in (1, "true")),
     *(("stream", value) for value in (1, "true", "yes", [])),
     *(("return_token_ids", value) for value in (1, "true")),
+    *(("shift", value) for value in (1, "true", [])),
+    *(("num_keep", value) for value in (-2, 2**31, 2**63, 1.5, "1", True)),
     *(("model", value) for value in (5, ["a"], {})),
     ("logit_bias", {"-1": 1}),
     ("logit_bias", {"999": 1}),
@@ -171,6 +183,22 @@ NULLABLE = (
 def test_null_is_absence(http, name):
     for route, body in ((COMPLETIONS, completion()), (CHAT, chat())):
         assert http.post(route, json=body | {name: None}).status_code == 200
+
+
+def test_a_chat_that_may_outlive_the_context_must_say_how_long(http, engine):
+    error = error_of(http.post(CHAT, json=chat(shift=True)))
+    assert error["param"] == "max_tokens"
+    for keep in (-1, 0, 10**6):
+        assert http.post(CHAT, json=chat(shift=True, max_tokens=5, num_keep=keep)).status_code == 200
+    assert [(params.shift, params.num_keep) for _, params in engine.seen] == [(True, -1), (True, 0), (True, 10**6)]
+
+
+def test_requests_that_call_themselves_the_same_are_two(http, engine):
+    named = {"x-request-id": "same\tname", "idempotency-key": "same", "x-session-id": "same"}
+    answers = [http.post(COMPLETIONS, json=completion(text), headers=named) for text in ("one", "two")]
+    assert [answer.json()["choices"][0]["text"] for answer in answers] == ["one", "two"]
+    assert len({answer.headers["x-request-id"] for answer in answers} | {"same\tname"}) == 3
+    assert len(engine.seen) == 2
 
 
 @pytest.mark.parametrize("value", [-1, 21, 10**6, 1.5, True, "1"])

@@ -51,7 +51,7 @@ def fly(play, *, prompts=1, limit=100, engine=None):
 
     async def trip():
         with Flight(engine, limit) as flight:
-            flight.launch([[1]] * prompts, SamplingParams())
+            await flight.launch([[1]] * prompts, SamplingParams())
             await play(flight, engine)
 
     asyncio.run(trip())
@@ -190,18 +190,20 @@ def test_a_taker_who_is_only_slow_gets_everything_in_parts():
 def test_takers_of_long_queues_let_each_other_have_their_turn():
     turns = []
 
-    async def take(name, engine):
+    async def take(name, engine, together):
         with Flight(engine, 8) as flight:
-            flight.launch([[1]], SamplingParams())
+            await flight.launch([[1]], SamplingParams())
             for number in range(1000):
                 engine.deliver[-1](piece(number))
             engine.deliver[-1](DONE)
+            await together.wait()
             while not flight.over:
                 await flight.next_batch()
                 turns.append(name)
 
     async def both():
-        await asyncio.gather(take("a", Engine()), take("b", Engine()))
+        together = asyncio.Barrier(2)
+        await asyncio.gather(take("a", Engine(), together), take("b", Engine(), together))
 
     asyncio.run(both())
     assert sorted(turns[:4]) == ["a", "a", "b", "b"]
@@ -213,3 +215,59 @@ def test_a_word_after_the_end_is_not_heard_and_not_an_error():
 
     engine = fly(play)
     engine.deliver[0](piece(1))  # the loop has been closed by now
+
+
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_a_run_that_is_just_being_submitted_when_everybody_leaves_is_cancelled_too(prompts):
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Slow(Engine):
+        def submit(self, *args, **kwargs):
+            entered.set()
+            assert go_on.wait(10)
+            return super().submit(*args, **kwargs)
+
+    engine = Slow()
+
+    async def trip():
+        async def fly_alone():
+            with Flight(engine, 100) as flight:
+                await flight.launch([[1]] * prompts, SamplingParams())
+
+        task = asyncio.create_task(fly_alone())
+        await asyncio.to_thread(entered.wait, 10)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        go_on.set()
+
+    asyncio.run(trip())  # waits for its threads when it ends
+    assert engine.cancels() == [1]  # and the others were never submitted
+
+
+def test_a_failure_while_others_are_being_submitted_cancels_all_of_them():
+    failure = EngineFailed("broken")
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Slow(Engine):
+        def submit(self, *args, **kwargs):
+            if self.tickets:
+                entered.set()
+                assert go_on.wait(10)
+            return super().submit(*args, **kwargs)
+
+    engine = Slow()
+
+    async def trip():
+        with Flight(engine, 100) as flight:
+            launching = asyncio.create_task(flight.launch([[1]] * 4, SamplingParams()))
+            await asyncio.to_thread(entered.wait, 10)
+            engine.deliver[0](Failed(failure))
+            await settle()
+            go_on.set()
+            await launching
+            with pytest.raises(EngineFailed):
+                await flight.next_batch()
+
+    asyncio.run(trip())
+    assert engine.cancels() == [0, 1]

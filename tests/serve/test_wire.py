@@ -10,7 +10,18 @@ import pytest
 
 from kvcellar.serve import Server, ServeSettings
 from tests.serve.fake_engine import FakeEngine
-from tests.serve.wire import COMPLETIONS, Wire, completion, connected, read_answer, read_to_end, read_until, request
+from tests.serve.wire import (
+    CHAT,
+    COMPLETIONS,
+    Wire,
+    chat,
+    completion,
+    connected,
+    read_answer,
+    read_to_end,
+    read_until,
+    request,
+)
 
 HASTE = 0.15  # seconds that the impatient server gives to anything
 
@@ -353,3 +364,49 @@ def test_more_connections_than_are_taken_are_told_so(impatient):
     with connected(impatient) as wire:
         wire.sendall(request("/health"))
         assert read_answer(wire)[0] == 200
+
+
+@pytest.mark.parametrize("slow", ["encode", "render", "submit"])
+def test_a_request_that_takes_long_to_prepare_holds_nobody_up(server, http, engine, monkeypatch, slow):
+    """Whatever it is that takes long: while it does, others are answered."""
+    entered, go_on = threading.Event(), threading.Event()
+    real = getattr(engine, slow)
+
+    def held(given, *args, **kwargs):
+        if not entered.is_set():
+            entered.set()
+            assert go_on.wait(10), "nobody else was answered meanwhile"
+        return real(given, *args, **kwargs)
+
+    monkeypatch.setattr(engine, slow, held)
+    route, body = (CHAT, chat("hi")) if slow == "render" else (COMPLETIONS, completion("hi"))
+    with connected(server) as wire:
+        wire.sendall(request(route, body))
+        assert entered.wait(10)
+        assert http.get("/health").status_code == 200
+        assert http.post(COMPLETIONS, json=completion("others")).json()["choices"][0]["text"] == "others"
+        assert not go_on.is_set()
+        go_on.set()
+        assert read_answer(wire)[0] == 200
+
+
+def test_leaving_while_a_request_is_being_prepared_leaves_nothing(server, engine, monkeypatch):
+    entered, go_on = threading.Event(), threading.Event()
+    submit = engine.submit
+
+    def held(*args, **kwargs):
+        entered.set()
+        assert go_on.wait(10)
+        return submit(*args, **kwargs)
+
+    with monkeypatch.context() as patch, engine.acting(door=threading.Event()):
+        patch.setattr(engine, "submit", held)
+        wire = Wire(server.port)
+        wire.sendall(request(COMPLETIONS, completion("hi")))
+        assert entered.wait(10)
+        wire.leave(rudely=True)
+        with connected(server) as other:
+            other.sendall(request("/health"))
+            assert read_answer(other)[0] == 200
+        go_on.set()
+        assert engine.cancelled(1)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.errors import WrongStage
-from kvcellar.text.stops import StopFinder
+from kvcellar.text.stops import StopFinder, Stops
 
 
 def dumb(text: str, stops: list[str]) -> tuple[str, str | None]:
@@ -21,7 +21,7 @@ def dumb(text: str, stops: list[str]) -> tuple[str, str | None]:
 
 
 def stream(parts: list[str], stops: list[str]) -> tuple[str, str | None]:
-    finder, out = StopFinder(stops), ""
+    finder, out = StopFinder(Stops(stops)), ""
     for part in parts:
         emitted, met = finder.push(part)
         finder.check()
@@ -41,7 +41,7 @@ def test_what_comes_out_is_the_text_cut_at_the_first_stop(parts: list[str], stop
 
 @given(st.lists(few, max_size=12), st.lists(st.text("ab😀é", min_size=1, max_size=5), min_size=1, max_size=5))
 def test_no_more_is_held_back_than_could_become_a_stop(parts: list[str], stops: list[str]) -> None:
-    finder, pushed, out = StopFinder(stops), "", ""
+    finder, pushed, out = StopFinder(Stops(stops)), "", ""
     for part in parts:
         emitted, met = finder.push(part)
         pushed, out = pushed + part, out + emitted
@@ -58,15 +58,15 @@ def test_the_stop_complete_first_wins_and_of_those_the_longest() -> None:
 
 
 def test_without_stops_nothing_is_held_back() -> None:
-    assert StopFinder(()).push("abc") == ("abc", None)
+    assert StopFinder(Stops(())).push("abc") == ("abc", None)
 
 
 def test_nothing_may_follow_the_end() -> None:
-    finder = StopFinder(["b"])
+    finder = StopFinder(Stops(["b"]))
     assert finder.push("abc") == ("a", "b")
     with pytest.raises(WrongStage):
         finder.push("d")
-    finder = StopFinder(["b"])
+    finder = StopFinder(Stops(["b"]))
     assert finder.flush() == ""
     with pytest.raises(WrongStage):
         finder.push("d")
@@ -84,7 +84,7 @@ class Counting(str):
 
 def test_near_matches_do_not_make_it_slow() -> None:
     stop = Counting("a" * 2000 + "b")
-    finder = StopFinder([stop])
+    finder = StopFinder(Stops([stop]))
     built = Counting.looks
     text = ("a" * 1999 + "c") * 5 + "a" * 10_000
     emitted = "".join(finder.push(text[at : at + 7])[0] for at in range(0, len(text), 7))
@@ -97,3 +97,19 @@ def test_many_stops_over_a_long_text() -> None:
     text = "".join(rng.choices("ab", k=3000))
     stops = ["".join(rng.choices("ab", k=12)) + "c" for _ in range(64)]
     assert stream([text], stops) == (text, None)
+
+
+def test_texts_that_share_stop_strings_do_not_notice_each_other():
+    draw = random.Random(5)
+    for _ in range(300):
+        stops = ["".join(draw.choices("ab", k=draw.randint(1, 4))) for _ in range(3)]
+        texts = ["".join(draw.choices("abc", k=12)) for _ in range(3)]
+        shared = Stops(stops)
+        finders, found = [StopFinder(shared) for _ in texts], [["", None] for _ in texts]
+        for at in range(12):
+            for text, finder, one in zip(texts, finders, found, strict=True):
+                if one[1] is None:
+                    told, one[1] = finder.push(text[at])
+                    one[0] += told
+        for text, finder, (told, met) in zip(texts, finders, found, strict=True):
+            assert (told + ("" if met else finder.flush()), met) == dumb(text, stops)

@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.zoo_test_support.lively import enliven
 from tests.zoo_test_support.tiny import tiny
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -72,6 +74,17 @@ def auto_config(model_type: str) -> PreTrainedConfig:
     if model_type in NO_MODEL:
         raise ValueError(f"{model_type} has no tiny model: {NO_MODEL[model_type]}")
     return tiny(model_type, **OWN.get(model_type, {}))
+
+
+def of_type(model_type: str) -> PreTrainedModel:
+    """A fresh lively model of this type, the same every time, on the CPU in float32."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(
+            auto_config(model_type), attn_implementation="eager", dtype=torch.float32
+        )
+    enliven(model, 0)
+    return model.eval()
 
 
 def sweep() -> dict[str, PreTrainedConfig | str]:

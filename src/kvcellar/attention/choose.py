@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kvcellar.attention.cpu import Cpu
 from kvcellar.attention.reference import Reference
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.contracts import Ask, Backend
@@ -19,7 +20,7 @@ class Chosen:
 
 def backends() -> tuple[Backend, ...]:
     """Every backend, the fastest first. `reference` comes last: it serves what nobody else does."""
-    return (Sdpa(), Reference())
+    return (Cpu(), Sdpa(), Reference())
 
 
 def named(name: str | None) -> tuple[Backend, ...]:

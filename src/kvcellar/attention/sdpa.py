@@ -1,8 +1,8 @@
 """sdpa: portable attention in plain torch, sequence by sequence, on the cells where they are.
 
 On a CPU it is two matrix products around a softmax, for a block of rows at a time: scores in float32, weights in the
-type of the values. That is as exact there as torch's scaled_dot_product_attention, and up to three times as fast
-(`docs/log.md`). Elsewhere it is scaled_dot_product_attention, except with softcap or sinks, which that does not know.
+type of the values. That is as exact there as torch's scaled_dot_product_attention. Elsewhere it is
+scaled_dot_product_attention, except with softcap or sinks, which that does not know.
 
 The query heads that share a KV head are folded into rows that read it once.
 """
@@ -70,20 +70,23 @@ class Sdpa:
         return q.device.type != "cpu" if self._fused is None else self._fused
 
     def prepare(self, plan: GroupPlan, device: torch.device) -> list[Part]:
-        return [_part(plan.layout, segment, device) for segment in plan.segments]
+        return [part(plan.layout, segment, device) for segment in plan.segments]
 
     def attend(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
-        keys, values = history.stored("k"), history.stored("v")
-        out = q.new_empty(q.shape[0], q.shape[1], values.plane.size)  # [T,H,Dv]
-        rows = _Rows(keys.meet(q), keys.plane.heads, scoring, fused=self._fuses(q))
-        part: Part
-        for part in history.prepared:
-            if not part.blocks:
-                out[part.start : part.end] = 0
-                continue
-            k, v = _read(keys, part.cells, rows.key_dtype), _read(values, part.cells, rows.value_dtype)
-            rows.attend(part.start, part.blocks, k, v, out)
+        out = q.new_empty(q.shape[0], q.shape[1], history.stored("v").plane.size)  # [T,H,Dv]
+        self.attend_parts(q, history, scoring, history.prepared, out)
         return out
+
+    def attend_parts(self, q: Tensor, history: History, scoring: Scoring, parts: Sequence[Part], out: Tensor) -> None:
+        """Some sequences of a step, into their rows of out [T,H,Dv]."""
+        keys, values = history.stored("k"), history.stored("v")
+        rows = _Rows(keys.meet(q), keys.plane.heads, scoring, fused=self._fuses(q))
+        for one in parts:
+            if not one.blocks:
+                out[one.start : one.end] = 0
+                continue
+            k, v = _read(keys, one.cells, rows.key_dtype), _read(values, one.cells, rows.value_dtype)
+            rows.attend(one.start, one.blocks, k, v, out)
 
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:
         every = slice(0, k.shape[0])
@@ -95,7 +98,8 @@ class Sdpa:
         return out.masked_fill_(~visible.any(-1)[:, None, None], 0)
 
 
-def _part(layout: Layout, segment: Segment, device: torch.device) -> Part:
+def part(layout: Layout, segment: Segment, device: torch.device) -> Part:
+    """A segment, cut into blocks, with what each row must not see of its block's keys."""
     start, end = segment.pos.start, segment.pos.end
     triangles: dict[int, Tensor] = {}
     blocks: list[Block] = []

@@ -45,6 +45,54 @@ SMALL = Size(896, 12, 14, 2, 64, 2304, 32_000, 8192)  # 125 million parameters
 TINY = Size(64, 2, 4, 2, 16, 128, 512, 1024)  # to see that the bench works
 
 
+RECURRENT = ("lfm2", "qwen3_5_text", "bamba")  # short convolutions; gated delta rules; Mamba's second kind
+
+
+def hybrid(kind: str, *, hidden: int, layers: int, head: int) -> dict[str, object]:
+    """The config of a network with recurrent layers of one kind, and attention in every fourth layer."""
+    attention = [layer for layer in range(layers) if layer % 4 == 3]
+    inner = hidden // head  # heads of the recurrent layers
+    own: dict[str, dict[str, object]] = {
+        "lfm2": {
+            "layer_types": ["full_attention" if layer in attention else "conv" for layer in range(layers)],
+            "block_ff_dim": 3 * hidden,
+            "block_auto_adjust_ff_dim": False,
+        },
+        "qwen3_5_text": {
+            "layer_types": ["full_attention" if layer in attention else "linear_attention" for layer in range(layers)],
+            "linear_num_key_heads": inner // 2,
+            "linear_num_value_heads": inner,
+            "linear_key_head_dim": head,
+            "linear_value_head_dim": head,
+        },
+        "bamba": {
+            "attn_layer_indices": attention,
+            "attn_rotary_emb": head // 2,
+            "mamba_n_heads": 2 * inner,
+            "mamba_d_head": head,
+            "mamba_d_state": head,
+            "mamba_expand": 2,
+            "mamba_n_groups": 1,
+        },
+    }
+    return {
+        "model_type": kind,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": inner,
+        "num_key_value_heads": inner // 2,
+        "head_dim": head,
+        "intermediate_size": 3 * hidden,
+        "vocab_size": 512,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        **own[kind],
+    }
+
+
 def write(size: Size, directory: Path) -> int:
     """Make the directory of a network, bf16, the same each time. Answers its number of parameters."""
     weights = dict(_weights(size))

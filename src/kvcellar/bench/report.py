@@ -10,10 +10,14 @@ from typing import Any
 import torch
 
 from kvcellar import __version__
+from kvcellar.bench.conversation import Reads
+from kvcellar.bench.revertible import NEW, Cost
 from kvcellar.bench.workloads import Row
 
 HEAD = f"{'':13} {'ours':>10} {'theirs':>10} {'ratio':>7} {'by CPU':>7} {'target':>7}"
 MOST_GROWTH, MOST_SHARE = 1.3, 0.05  # of bookkeeping, from 10^4 to 10^6 cells, and of a decoding step
+MOST_REVERTIBLE = 1.05  # of a step that is not
+MOST_MORE = 0.02  # of a conversation, read again
 
 
 def line(row: Row) -> str:
@@ -44,7 +48,31 @@ def bookkeeping_lines(rows: Sequence[Row], milliseconds: Mapping[int, float]) ->
     return lines
 
 
-def as_json(rows: Sequence[Row], milliseconds: Mapping[int, float], about: Mapping[str, Any]) -> str:
+def turns_lines(reads: Mapping[int, Reads]) -> list[str]:
+    return [
+        f"turns         {found.ours:7} tokens of prompts read with {captures} captures: "
+        f"{found.ours / found.ideal - 1:.1%} above who knows the future, below {MOST_MORE:.0%} wanted; "
+        f"{found.ours / found.by_token - 1:.1%} above who goes back to any token"
+        for captures, found in reads.items()
+    ]
+
+
+def revertible_lines(costs: Mapping[str, Mapping[int, Cost]]) -> list[str]:
+    return [
+        f"revertible    {cost.all_kept:6.2f}x  all kept, {cost.part_kept:.2f}x a part kept, of {width} x {NEW} tokens "
+        f"of {kind}; {MOST_REVERTIBLE}x wanted"
+        for kind, by_width in costs.items()
+        for width, cost in by_width.items()
+    ]
+
+
+def as_json(
+    rows: Sequence[Row],
+    milliseconds: Mapping[int, float],
+    reads: Mapping[int, Reads],
+    costs: Mapping[str, Mapping[int, Cost]],
+    about: Mapping[str, Any],
+) -> str:
     """One line. Times are milliseconds; `ratio` is theirs over ours."""
     results = {
         row.name: {
@@ -59,7 +87,13 @@ def as_json(rows: Sequence[Row], milliseconds: Mapping[int, float], about: Mappi
         for row in rows
     }
     kept = {str(cells): round(took, 4) for cells, took in milliseconds.items()}
-    return json.dumps({**about, "results": results, "bookkeeping": {"step_ms": kept, **growth(rows, milliseconds)}})
+    bookkeeping = {"step_ms": kept, **growth(rows, milliseconds)}
+    turns = {str(captures): found._asdict() for captures, found in reads.items()}
+    reverted = {
+        kind: {str(width): cost._asdict() for width, cost in by_width.items()} for kind, by_width in costs.items()
+    }
+    found = {"results": results, "bookkeeping": bookkeeping, "turns": turns, "revertible": reverted}
+    return json.dumps({**about, **found})
 
 
 def growth(rows: Sequence[Row], milliseconds: Mapping[int, float]) -> dict[str, float]:

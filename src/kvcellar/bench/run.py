@@ -1,5 +1,6 @@
 """run: the whole bench, from a random network to the report."""
 
+import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,15 +10,19 @@ import torch
 
 from kvcellar.bench import report
 from kvcellar.bench.bookkeeping import bookkeeping
-from kvcellar.bench.network import SMALL, TINY, write
-from kvcellar.bench.workloads import Rivals, Row, Scale, workloads
+from kvcellar.bench.conversation import QUICK, Script, conversation
+from kvcellar.bench.network import SMALL, TINY, Size, write
+from kvcellar.bench.profile import profile
+from kvcellar.bench.revertible import revertible
+from kvcellar.bench.workloads import DECODED, Rivals, Row, Scale, workloads
 from kvcellar.engine.engine import Engine
 from kvcellar.errors import BadRequest
 from kvcellar.models.load import load
 
 CACHE_BYTES = 1 << 30
 BOOKKEEPING = "bookkeeping"
-NAMES = (*(workload.name for workload in workloads()), BOOKKEEPING)
+TURNS, REVERTIBLE = "turns", "revertible"
+NAMES = (*(workload.name for workload in workloads()), BOOKKEEPING, TURNS, REVERTIBLE)
 
 
 def run(*, quick: bool = False, only: str | None = None, threads: int = 1) -> None:
@@ -28,10 +33,10 @@ def run(*, quick: bool = False, only: str | None = None, threads: int = 1) -> No
     if only not in (None, *NAMES):
         raise BadRequest(f"there is no workload {only!r}; there are {', '.join(NAMES)}", "only")
     torch.set_num_threads(threads)
-    size, scale = (TINY, Scale(shorter=64, bursts=2, burst=2, repeats=1)) if quick else (SMALL, Scale())
+    size, scale = _extent(quick)
     rows: list[Row] = []
     parameters = 0
-    if only != BOOKKEEPING:
+    if only not in (BOOKKEEPING, TURNS, REVERTIBLE):
         with tempfile.TemporaryDirectory() as directory:
             parameters = write(size, Path(directory))
             print(f"{parameters / 1e6:.0f} million parameters, bfloat16, {threads} thread(s)", flush=True)
@@ -46,8 +51,34 @@ def run(*, quick: bool = False, only: str | None = None, threads: int = 1) -> No
     )
     for line in report.bookkeeping_lines(rows, kept):
         print(line, flush=True)
+    found = conversation(QUICK if quick else Script(), small=quick) if only in (None, TURNS) else {}
+    for line in report.turns_lines(found):
+        print(line, flush=True)
+    costs = revertible(small=quick) if only in (None, REVERTIBLE) else {}
+    for line in report.revertible_lines(costs):
+        print(line, flush=True)
     about = report.about(parameters=parameters, threads=threads, quick=quick)
-    print(report.as_json(rows, kept, about), flush=True)
+    print(report.as_json(rows, kept, found, costs, about), flush=True)
+
+
+def run_profile(name: str, *, quick: bool = False, threads: int = 1) -> None:
+    """Print where the time of one of our decoding steps goes, and the same as one line of JSON."""
+    if name not in DECODED:
+        raise BadRequest(f"only decoding has a profile: {', '.join(DECODED)}; not {name!r}", "profile")
+    torch.set_num_threads(threads)
+    size, scale = _extent(quick)
+    with tempfile.TemporaryDirectory() as directory:
+        parameters = write(size, Path(directory))
+        attention, parts = profile(Path(directory), DECODED[name](scale), steps=scale.bursts * scale.burst)
+    for part, took in parts.items():
+        print(f"{part:20} {took:8.2f} ms {took / sum(parts.values()):6.1%}")
+    about = report.about(parameters=parameters, threads=threads, quick=quick)
+    print(json.dumps({**about, "profile": name, "attention": attention, "ms": parts}), flush=True)
+
+
+def _extent(quick: bool) -> tuple[Size, Scale]:
+    """How large the network is, and how much it is asked."""
+    return (TINY, Scale(shorter=64, bursts=2, burst=2, repeats=1)) if quick else (SMALL, Scale())
 
 
 @contextmanager

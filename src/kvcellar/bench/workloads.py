@@ -8,7 +8,7 @@ runs; what is reported is the median. The ratio of CPU time stands beside it: it
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,11 +80,19 @@ class Scale:
         return [self.prompt(length, seed) for seed, length in enumerate(lengths)]
 
 
+DECODED: Mapping[str, Callable[[Scale], Prompts]] = {
+    "decode-512": lambda scale: [scale.prompt(512)],
+    "decode-4096": lambda scale: [scale.prompt(4096)],
+    "ragged-8": lambda scale: scale.ragged(8, 128, 4096),
+    "ragged-32": lambda scale: scale.ragged(32, 64, 1024),
+}  # what is decoded behind
+
+
 def workloads() -> Iterator[Workload]:
-    yield Workload("decode-512", lambda rivals, scale: _single("decode-512", rivals, scale, 512, target=1.5))
-    yield Workload("decode-4096", lambda rivals, scale: _single("decode-4096", rivals, scale, 4096, target=2.0))
-    yield Workload("ragged-8", lambda rivals, scale: _ragged("ragged-8", rivals, scale, 8, 128, 4096))
-    yield Workload("ragged-32", lambda rivals, scale: _ragged("ragged-32", rivals, scale, 32, 64, 1024))
+    yield Workload("decode-512", lambda rivals, scale: _single("decode-512", rivals, scale, target=1.5))
+    yield Workload("decode-4096", lambda rivals, scale: _single("decode-4096", rivals, scale, target=2.0))
+    yield Workload("ragged-8", lambda rivals, scale: _ragged("ragged-8", rivals, scale))
+    yield Workload("ragged-32", lambda rivals, scale: _ragged("ragged-32", rivals, scale))
     yield Workload("prefill-2048", _prefill)
     yield Workload("shared-1500", _shared)
     yield Workload("layouts", _layouts)
@@ -93,19 +101,20 @@ def workloads() -> Iterator[Workload]:
 # -- decoding ---------------------------------------------------------------------------------------------------------
 
 
-def _single(name: str, rivals: Rivals, scale: Scale, length: int, target: float) -> Row:
-    prompt = scale.prompt(length)
-    return Row(name, f"a step of 1 sequence at {len(prompt)} tokens", *_decode(rivals, scale, [prompt]).row(target))
+def _single(name: str, rivals: Rivals, scale: Scale, target: float) -> Row:
+    prompts = DECODED[name](scale)
+    what = f"a step of 1 sequence at {len(prompts[0])} tokens"
+    return Row(name, what, *_decode(rivals, scale, prompts).row(target))
 
 
-def _ragged(name: str, rivals: Rivals, scale: Scale, count: int, shortest: int, longest: int) -> Row:
+def _ragged(name: str, rivals: Rivals, scale: Scale) -> Row:
     """Theirs pads all prompts to the longest, which is the only way it has to decode them together."""
-    prompts = scale.ragged(count, shortest, longest)
+    prompts = DECODED[name](scale)
     measured = _decode(rivals, scale, prompts)
-    what = f"a step of {count} sequences of {len(prompts[0])} to {len(prompts[-1])} tokens"
+    what = f"a step of {len(prompts)} sequences of {len(prompts[0])} to {len(prompts[-1])} tokens"
     also: dict[str, float | str] = {}
     # Its first sequences write while it still reads the last: only then do all of them write together.
-    reading = sum(map(len, prompts)) // theirs.STEP_TOKENS + count
+    reading = sum(map(len, prompts)) // theirs.STEP_TOKENS + len(prompts)
     try:
         seconds = theirs.generate_batch(rivals.batching, prompts, reading + 3 * scale.burst)
         also["generate_batch_ms"] = _milliseconds(seconds)

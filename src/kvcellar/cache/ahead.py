@@ -6,12 +6,14 @@ Always true:
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
+from kvcellar.cache.parts import Part
+from kvcellar.plan import Batch
 from kvcellar.spans import Span
 
 
-class Ahead:
+class Ahead(Part):
     """The spans of every sequence."""
 
     def __init__(self) -> None:
@@ -20,7 +22,7 @@ class Ahead:
     def of(self, seq: int) -> tuple[Span, ...]:
         return tuple(self._of.get(seq, ()))
 
-    def floor(self, seq: int, pos: int) -> int:
+    def deepest(self, seq: int, pos: int) -> int:
         """`pos`, or where the span begins that a cut at `pos` would part."""
         spans = self._of.get(seq)
         if spans is None:
@@ -28,24 +30,28 @@ class Ahead:
         at = bisect_right(spans, pos, key=lambda span: span.start) - 1
         return spans[at].start if at >= 0 and pos < spans[at].end else pos
 
-    def parted(self, seq: int, gone: Span) -> bool:
-        """Would removing `gone` leave a part of a span?"""
-        return self.floor(seq, gone.start) != gone.start or self.floor(seq, gone.end) != gone.end
+    def can_close_over(self, seq: int, gone: Span) -> bool:
+        """Not if it would leave a part of a span."""
+        return self.deepest(seq, gone.start) == gone.start and self.deepest(seq, gone.end) == gone.end
 
     def add(self, seq: int, spans: Iterable[Span]) -> None:
         """Spans behind all that are known."""
         if new := list(spans):
             self._of.setdefault(seq, []).extend(new)
 
-    def fork(self, src: int, dst: int, upto: int) -> None:
-        """`dst` is now the first `upto` positions of `src`."""
-        self._set(dst, [span for span in self._of.get(src, ()) if span.end <= upto])
+    def commit(self, batch: Batch, counts: Sequence[int]) -> None:
+        """Spans that are not kept are nobody's."""
+        for feed, count in zip(batch.feeds, counts, strict=True):
+            end = feed.pos.start + count
+            self.add(feed.seq, [span for span in batch.ahead(feed.seq) if span.end <= end])
 
-    def cut(self, seq: int, pos: int) -> None:
-        self._set(seq, [span for span in self._of.get(seq, ()) if span.end <= pos])
+    def fork(self, src: int, dst: int, kept: int) -> None:
+        self._set(dst, [span for span in self._of.get(src, ()) if span.end <= kept])
+
+    def cut(self, seq: int, kept: int) -> None:
+        self._set(seq, [span for span in self._of.get(seq, ()) if span.end <= kept])
 
     def close_over(self, seq: int, gone: Span) -> None:
-        """`gone` was removed, and what lies behind it has moved down."""
         kept = [span for span in self._of.get(seq, ()) if span.end <= gone.start]
         for span in self._of.get(seq, ()):
             if span.start >= gone.end:

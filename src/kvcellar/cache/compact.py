@@ -140,10 +140,11 @@ def relocate(
     """Let every table hold the targets of `moves`, once `copy` has filled them. If that raises, nothing has changed."""
     tables = list(tables)
     moves = _cut(sorted(moves), {border for table in tables for run in table.runs for border in (run.cell, run.end)})
-    targets = [move.target for move in moves]
-    for target in targets:
-        cells.claim(target)
+    targets: list[Run] = []
     try:
+        for move in moves:
+            cells.claim(move.target)
+            targets.append(move.target)
         copy(moves)
     except BaseException:
         cells.drop(targets)

@@ -17,8 +17,9 @@ from kvcellar.cache.plans import indices, pieces
 from kvcellar.cache.pool import Pool, rotated_sizes
 from kvcellar.cache.tables import InputTable, Move, Table
 from kvcellar.contracts import GROUP, Backend, Layout, Plane, Rotation
-from kvcellar.errors import BadRequest, CapacityTooSmall
+from kvcellar.errors import BadRequest, CacheFull, CapacityTooSmall
 from kvcellar.plan import Run
+from kvcellar.spans import Span
 
 PIECE = 1024  # cells that are copied or turned at once: bounds the staging memory of a shift or a compaction
 COPIES = 5  # of a piece of one plane, in the type it is turned in, that turning it takes at most
@@ -75,6 +76,24 @@ def _turning(plane: Plane, itemsize: int) -> int:
         return plane.heads * full * torch.float32.itemsize * QUANTISED
     own = itemsize if storage is None else storage.bytes(1)
     return plane.heads * plane.size * max(torch.float32.itemsize, own) * COPIES
+
+
+def check_groups(groups: Sequence[Group], cells: Mapping[str, int], backend: Backend | Mapping[str, Backend]) -> None:
+    """Raise `BadRequest` unless every group has a name and layers of its own, cells, a backend, and one has tokens."""
+    names = [group.name for group in groups]
+    layers = [layer for group in groups for layer in group.layers]
+    for name in names:
+        if names.count(name) > 1:
+            raise BadRequest(f"two groups are called {name}")
+        if cells.get(name, -1) < 0:
+            raise BadRequest(f"group {name} needs cells, none or more; what was given is {dict(cells)}")
+        if isinstance(backend, Mapping) and name not in backend:
+            raise BadRequest(f"group {name} needs a backend; there are some for {', '.join(backend)}")
+    for layer in layers:
+        if layers.count(layer) > 1:
+            raise BadRequest(f"layer {layer} is in two groups")
+    if groups and all(group.of_input for group in groups):
+        raise BadRequest("a memory remembers tokens; it needs a group whose layout is not Input")
 
 
 @dataclass(slots=True)
@@ -157,3 +176,30 @@ class Held:
         self.cells.check_holders(runs)
         self.compaction.check()
         assert self.pool.bytes >= len(self.group.layers) * self.pool.layer_bytes(self.cells.capacity)
+
+
+def moved(helds: Sequence[Held], tables: Sequence[Table], gone: Span, device: torch.device) -> list[list[Run]]:
+    """For every group, cells with what lies behind `gone` as it is at its new positions, held for the caller.
+
+    Of all groups or, if that raises, of none. Groups whose planes do not turn keep their cells; the others get spare
+    ones, written piece by piece. Raises `CacheFull` before anything is taken.
+    """
+    sources = [table.since(max(gone.end, table.first)) for table in tables]
+    turning = [bool(held.group.rotations) for held in helds]
+    needs = [turns * sum(run.n for run in runs) for turns, runs in zip(turning, sources, strict=True)]
+    for held, need in zip(helds, needs, strict=True):
+        if held.cells.free < need:
+            raise CacheFull(held.group.name, need, held.cells.free)
+    taken: list[list[Run]] = []
+    try:
+        for held, table, runs, need in zip(helds, tables, sources, needs, strict=True):
+            if held.group.rotations:
+                taken.append(held.cells.take(need))
+                held.turn(runs, taken[-1], -len(gone), device)
+            else:
+                taken.append(table.hold_since(max(gone.end, table.first)))
+    except BaseException:
+        for held, runs in zip(helds, taken, strict=False):
+            held.cells.drop(runs)
+        raise
+    return taken

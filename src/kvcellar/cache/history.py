@@ -46,12 +46,12 @@ class StoredHistory:
 
     def each_in_order(self) -> list[tuple[Tensor, Tensor]]:
         """(k [n,G,D], v [n,G,Dv]) of every sequence in the step, each in order of position."""
-        device = self.stored("k").codes.device
-        held: list[tuple[Tensor, Tensor]] = []
-        for segment in self.plan.segments:
-            cells = indices(segment.runs, device)
-            held.append((self._pool.read(self._layer, "k", cells), self._pool.read(self._layer, "v", cells)))
-        return held
+        return list(zip(self.plane_in_order("k"), self.plane_in_order("v"), strict=True))
+
+    def plane_in_order(self, name: str) -> list[Tensor]:
+        """A plane [n,heads,size] of every sequence in the step, each in order of position."""
+        device = self.stored(name).codes.device
+        return [self._pool.read(self._layer, name, indices(segment.runs, device)) for segment in self.plan.segments]
 
 
 class Columns:

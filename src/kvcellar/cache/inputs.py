@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvcellar.cache.group import Group, Held
+from kvcellar.cache.group import Held
 from kvcellar.cache.layouts.encoder import Input
+from kvcellar.cache.parts import Part
 from kvcellar.cache.plans import write_index
 from kvcellar.cache.tables import Table
 from kvcellar.errors import BadRequest, CacheFull
@@ -20,7 +21,7 @@ from kvcellar.plan import Run
 Planes = Mapping[int, tuple[Tensor, Tensor]]  # by layer: k [n,G,D] and v [n,G,Dv]
 
 
-class Digests:
+class Digests(Part):
     """Which sequences have which input, where somebody gave it a digest."""
 
     def __init__(self) -> None:
@@ -35,8 +36,9 @@ class Digests:
         self._of[seq] = digest
         self._who.setdefault(digest, set()).add(seq)
 
-    def fork(self, src: int, dst: int) -> None:
-        """`dst`, which has none, now has the input of `src`."""
+    def fork(self, src: int, dst: int, kept: int) -> None:
+        """`dst` now has the input of `src`, however much of the text it has."""
+        self.drop(dst)
         if (digest := self._of.get(src)) is not None:
             self.add(dst, digest)
 
@@ -57,22 +59,20 @@ class Digests:
             assert all(table.end for seq in seqs for table in tables[seq]), f"input {digest} is empty"
 
 
-def check_planes(groups: Sequence[Group], n: int, planes: Planes) -> None:
-    """Raise `BadRequest` unless `planes` are an input of `n` positions, in all layers of `groups` and in no other."""
-    if not groups:
+def check_planes(helds: Sequence[Held], n: int, planes: Planes) -> None:
+    """Raise `BadRequest` unless `planes` are an input of `n` positions, in all layers of `helds` and in no other."""
+    if not helds:
         raise BadRequest("this memory has no layers for an input: none of its groups has the layout Input")
-    layers = {layer for group in groups for layer in group.layers}
+    layers = {layer for held in helds for layer in held.group.layers}
     if layers != planes.keys():
         raise BadRequest(f"an input is for the layers {sorted(layers)}; what was given is for {sorted(planes)}")
-    for group in groups:
-        assert isinstance(group.layout, Input)
-        if not 1 <= n <= group.layout.most:
-            raise BadRequest(f"an input of {n} positions; {group.name} layers take from 1 to {group.layout.most}")
-        for layer in group.layers:
-            for plane, given in zip(group.planes, planes[layer], strict=True):
-                if given.shape != (n, plane.heads, plane.size):
-                    wanted = [n, plane.heads, plane.size]
-                    raise BadRequest(f"layer {layer} was given {plane.name} {list(given.shape)}; it wants {wanted}")
+    for held in helds:
+        assert isinstance(held.group.layout, Input)
+        if not 1 <= n <= held.group.layout.most:
+            raise BadRequest(f"an input of {n} positions; {held.group.name} layers take 1 to {held.group.layout.most}")
+        for layer in held.group.layers:
+            k, v = planes[layer]
+            held.pool.check_new(layer, n, {"k": k, "v": v})
 
 
 def write(helds: Sequence[Held], n: int, planes: Planes, device: torch.device) -> list[Table]:

@@ -7,29 +7,28 @@
 
 Always true:
   * every cell is held exactly as often as tables hold it, plus once if the open step set it aside;
-  * all tables of a sequence's tokens end at the same position; each begins no later than its layout needs to go on
-    from there; all tables of its input have all of the input, or none of it;
+  * a sequence that an open step began has nothing but what is set aside for that step, and goes with it;
   * an operation that raises has changed nothing; `abandon` leaves the memory as it was before `begin`.
 
 A memory has one owner and is not re-entrant: one step is open at a time, and sequences are not edited while it is.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvcellar.cache.ahead import Ahead
-from kvcellar.cache.group import Group, Held
+from kvcellar.cache.group import Group, Held, check_groups, moved
 from kvcellar.cache.history import Columns, StoredHistory
-from kvcellar.cache.inputs import Digests, Planes, check_planes, write
-from kvcellar.cache.plans import check_query, group_plan, indices, worst_case, write_index
-from kvcellar.cache.tables import Table
-from kvcellar.contracts import Backend
-from kvcellar.errors import BadRequest, CacheFull, CapacityTooSmall, NotSupported, UnknownSequence, WrongStage
-from kvcellar.plan import Batch, GroupPlan, Plan, Run
+from kvcellar.cache.inputs import Planes, check_planes, write
+from kvcellar.cache.plans import accepted_counts, check_query, group_plan, indices, worst_case, write_index
+from kvcellar.cache.sequences import Sequences
+from kvcellar.cache.states import At, States
+from kvcellar.contracts import Backend, Recurrent
+from kvcellar.errors import BadRequest, CacheFull, CapacityTooSmall, NotSupported, WrongStage
+from kvcellar.plan import Batch, GroupPlan, Plan, Run, StateSegment
 from kvcellar.spans import Span
 
 
@@ -48,12 +47,15 @@ class _Step:
     columns: list[Columns]
     opened: list[int]  # sequences that did not exist before
     reserved: bool = False
+    written: set[tuple[int, str]] = field(default_factory=set)  # layers and planes
 
 
 class Memory:
-    """Many sequences' memory of one model. `groups` must cover every layer that stores K/V, each layer once.
+    """Many sequences' memory of one model. `groups` must cover every layer that stores K/V, each layer once, and
+    `recurrent` every layer that keeps a state.
 
-    `cells` is how many cells each group gets, by its name. `backend` serves all groups, or is given by group name.
+    `cells` is how many cells each group gets, by its name. Of `rows` states each sequence has one, and takes another in
+    each step; up to `captures` are kept for going back to. `backend` serves all groups, or is given by group name.
     `limits` is how many tokens a sequence may have: one number for all, or by sequence (others have no limit).
 
     `max_bytes` is a cap on planes, scratch and staging together. Scratch is what a step takes besides (the engine
@@ -71,32 +73,28 @@ class Memory:
         backend: Backend | Mapping[str, Backend],
         limits: int | Mapping[int, int] | None = None,
         max_bytes: int | None = None,
+        recurrent: Recurrent | None = None,
+        rows: int = 0,
+        captures: int = 0,
     ) -> None:
         self.device = torch.device(device)
         self.dtype = dtype
         self.max_bytes, self.scratch = max_bytes, 0
+        check_groups(groups, cells, backend)
+        recurrent = recurrent if recurrent is not None else Recurrent({})
         chosen = {g.name: backend[g.name] if isinstance(backend, Mapping) else backend for g in groups}
         planned = sum(g.bytes(cells[g.name], dtype.itemsize, chosen[g.name]) for g in groups)
+        planned += recurrent.bytes * (rows + 1)
         staging = max((g.staging(cells[g.name], dtype.itemsize) for g in groups), default=0)
-        self._check_room(planned, staging, "lower cells")
+        self._check_room(planned, 0, staging, "lower cells")
         self._held: list[Held] = []
         self._group_of: dict[int, int] = {}
         # Tables of tokens come first, so that the first one of a sequence says how long it is.
         for index, group in enumerate(sorted(groups, key=lambda group: group.of_input)):
-            if any(held.group.name == group.name for held in self._held):
-                raise BadRequest(f"two groups are called {group.name}")
             self._held.append(Held.new(group, chosen[group.name], cells[group.name], dtype, self.device))
-            for layer in group.layers:
-                if layer in self._group_of:
-                    raise BadRequest(f"layer {layer} is in two groups")
-                self._group_of[layer] = index
-        self._inputs = [index for index, held in enumerate(self._held) if held.group.of_input]
-        if self._inputs and self._inputs[0] == 0:
-            raise BadRequest("a memory remembers tokens; it needs a group whose layout is not Input")
-        self._digests = Digests()
-        self._tables: dict[int, list[Table]] = {}
-        self._derived: dict[int, int] = {}  # by sequence: where the first middle removal was
-        self._ahead = Ahead()
+            self._group_of.update(dict.fromkeys(group.layers, index))
+        self._states = States(recurrent, rows=rows, captures=captures, device=self.device)
+        self._sequences = Sequences(self._held, self._states.rows)
         self._limits = limits
         self._step: _Step | None = None
 
@@ -108,8 +106,8 @@ class Memory:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all planes of all groups, and of the matrices that rotate what is quantised."""
-        return sum(held.pool.bytes for held in self._held)
+        """Bytes of all planes of all groups, of the matrices that rotate what is quantised, and of all states."""
+        return sum(held.pool.bytes for held in self._held) + self._states.bytes
 
     @property
     def staging(self) -> int:
@@ -118,7 +116,7 @@ class Memory:
 
     @property
     def sequences(self) -> tuple[int, ...]:
-        return tuple(self._tables)
+        return tuple(self._sequences.tables)
 
     def free(self) -> dict[str, int]:
         """Free cells of each group."""
@@ -128,17 +126,29 @@ class Memory:
         """Cells of each group, free or not."""
         return {held.group.name: held.cells.capacity for held in self._held}
 
+    def free_rows(self) -> int | None:
+        """Free rows of recurrent state; None in a model without."""
+        return self._states.rows.free
+
+    def capacity_rows(self) -> int | None:
+        """Rows of recurrent state, free or not, the null row apart; None in a model without."""
+        return self._states.rows.capacity
+
+    def points(self, seq: int) -> tuple[int, ...] | None:
+        """The positions behind 0 whose recurrent state is there, in order; None in a model without."""
+        return self._states.rows.points(seq)
+
     def has(self, seq: int) -> bool:
-        return seq in self._tables
+        return seq in self._sequences.tables
 
     def length(self, seq: int) -> int:
         """The position that the next token of `seq` will have; 0 for a sequence that is not there."""
-        tables = self._tables.get(seq)
-        return tables[0].end if tables else 0
+        return self._sequences.length(seq)
 
     def held(self, seq: int) -> dict[str, Span]:
         """The positions that `seq` still holds in each group; of its input, in groups of that."""
-        return {h.group.name: Span(t.first, t.end) for h, t in zip(self._held, self._known(seq), strict=True)}
+        tables = self._sequences.known(seq)
+        return {held.group.name: Span(table.first, table.end) for held, table in zip(self._held, tables, strict=True)}
 
     def can_resume(self, seq: int, pos: int) -> bool:
         """May the next token of `seq` be at `pos`, in every group? Changes nothing."""
@@ -151,14 +161,7 @@ class Memory:
         """
         if pos < 0:
             raise BadRequest(f"{pos} is not a position: sequence {seq} begins at 0")
-        kept = min(pos, self.length(seq))
-        while True:
-            agreed = self._ahead.floor(seq, kept)
-            for held, table in zip(self._held, self._tables.get(seq, ()), strict=False):
-                agreed = held.group.layout.can_cut(table.first, table.end, agreed)
-            if agreed == kept:
-                return kept
-            kept = agreed
+        return self._sequences.can_cut(seq, pos)
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -176,34 +179,45 @@ class Memory:
         self._idle("begin")
         if reserve:
             groups = [worst_case(held.group.name, held.group.layout, batch, held.cells.capacity) for held in self._held]
-            self._step = self._lay_out(batch, groups, None, [])
+            self._step = self._lay_out(batch, groups, None, [], self._states.rows.null(batch))
             return self._step.plan
         self._admit(batch)
-        opened = [feed.seq for feed in batch.feeds if feed.seq not in self._tables]
-        taken: list[list[list[Run]]] = []
+        opened = [feed.seq for feed in batch.feeds if not self.has(feed.seq)]
+        taken: list[list[list[Run]]] = [[] for _ in self._held]
         try:
             for seq in opened:
-                self._tables[seq] = [held.table() for held in self._held]
-            for index in range(len(self._held)):
-                taken.append(self._take(index, batch))
+                self._sequences.open(seq)
+            for index, of_group in enumerate(taken):
+                self._take(index, batch, of_group)
             groups = [self._plan_group(index, batch, taken[index]) for index in range(len(self._held))]
-            self._step = self._lay_out(batch, groups, taken, opened)
+            self._step = self._lay_out(batch, groups, taken, opened, self._states.rows.begin(batch))
         except BaseException:  # a mask too large for the device, say: what was set aside for this step is given back
             self._undo(taken, opened)
             raise
         return self._step.plan
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store the new tokens' k [T,G,D] and v [T,G,Dv] of one layer: the rows of the plan that store, in order."""
-        step, index = self._open("put"), self._index_of(layer)
-        held = self._held[index]
+        """Store the new tokens' k [T,G,D] and v [T,G,Dv] of one layer: the rows of the plan that store, in order.
+
+        Once a step, in any float type. Raises `BadRequest` for other shapes and types, and for a second time.
+        """
+        self._put("put", layer, {"k": k, "v": v})
+
+    def put_plane(self, layer: int, name: str, values: Tensor) -> None:
+        """The same for another plane of the layer, `values` [T,heads,size]; before its k and v, or after them."""
+        self._put("put_plane", layer, {name: values})
+
+    def _put(self, what: str, layer: int, new: Mapping[str, Tensor]) -> None:
+        step, index = self._open(what), self._index_of(layer)
+        held, planes = self._held[index], {(layer, name) for name in new}
         if held.group.of_input:
             raise BadRequest(f"layer {layer} remembers an input, which write_input() writes before the step")
-        for plane, new in zip(held.group.planes, (k, v), strict=False):
-            if new.shape != (step.plan.stored, plane.heads, plane.size):  # else a torch that can would broadcast it
-                wanted = [step.plan.stored, plane.heads, plane.size]
-                raise BadRequest(f"layer {layer} was given {plane.name} {list(new.shape)}; this step stores {wanted}")
-        held.pool.write(layer, step.writes[index], {"k": k, "v": v})
+        if planes & step.written:
+            names = " and ".join(new)
+            raise BadRequest(f"layer {layer} was given its {names} of this step before: nobody stores them twice")
+        held.pool.check_new(layer, step.plan.stored, new)
+        held.pool.write(layer, step.writes[index], new)
+        step.written |= planes
 
     def get(self, layer: int) -> StoredHistory:
         """What the rows of the open step may see in one layer, as stored, the new tokens included."""
@@ -220,6 +234,22 @@ class Memory:
         step, index = self._open("attend_dense"), self._index_of(layer)
         return self._held[index].backend.attend_dense(q, k, v, step.columns[index].visible, scoring)
 
+    def state(self, layer: int, segments: Sequence[StateSegment]) -> dict[str, Tensor]:
+        """By plane, what a layer remembers [B,*shape] of segments of the plan, as of before the step; to work on."""
+        self._open("state")
+        return self._states.read(layer, segments)
+
+    def put_state(
+        self, layer: int, segments: Sequence[StateSegment], planes: Mapping[str, Tensor], *, at: At | None = None
+    ) -> None:
+        """Store planes [B,*shape] of a recurrent layer, as of after the step.
+
+        `at(indices, n)` answers what the segments of these indices would remember after `n` of their tokens. Without it
+        none of them can keep a part.
+        """
+        self._open("put_state")
+        self._states.write(layer, segments, planes, at)
+
     def commit(self, accepted: Mapping[int, int] | None = None) -> None:
         """Keep the step: of each sequence its first `accepted[seq]` new tokens, all if it is not named.
 
@@ -229,20 +259,11 @@ class Memory:
         step = self._open("commit")
         if step.reserved:
             raise WrongStage("commit() of a reserved step: nothing of it was stored; abandon() it")
-        counts = self._accepted(step.batch, accepted or {})
+        counts = accepted_counts(step.batch, accepted or {})
+        self._states.settle(step.batch, counts)
+        self._states.end()
         self._step = None
-        for feed, count in zip(step.batch.feeds, counts, strict=True):
-            end = feed.pos.start + count
-            self._ahead.add(feed.seq, [span for span in step.batch.ahead(feed.seq) if span.end <= end])
-        for index, held in enumerate(self._held):
-            for feed, runs, count in zip(step.batch.feeds, step.taken[index], counts, strict=True):
-                if not feed.stores:
-                    continue
-                table = self._tables[feed.seq][index]
-                kept, rest = held.cells.divide_all(runs, count)
-                held.cells.drop(rest)
-                table.append(kept)
-                table.forget_below(held.group.layout.keep(table.end))
+        self._sequences.commit(step.batch, counts, step.taken)
 
     def abandon(self) -> None:
         """Forget the step: the memory is as it was before `begin`."""
@@ -260,19 +281,12 @@ class Memory:
         Raises `BadRequest` if `kept` is beyond the limit of `dst`; nothing has changed then.
         """
         self._idle("fork")
-        tables = self._known(src)
+        self._sequences.known(src)
         if src == dst:
             raise BadRequest(f"sequence {src} cannot be forked onto itself")
         kept = self.can_cut(src, upto)
         self._check_limit(dst, kept, "fork")
-        shared = [table.share(kept) for table in tables]
-        if dst in self._tables:
-            self.drop(dst)
-        self._tables[dst] = shared
-        self._ahead.fork(src, dst, kept)
-        self._digests.fork(src, dst)
-        if (edited := self._derived.get(src)) is not None and edited < kept:
-            self._derived[dst] = edited
+        self._sequences.fork(src, dst, kept)
         return kept
 
     def remove(self, seq: int, span: Span) -> int:
@@ -288,68 +302,35 @@ class Memory:
         cells; nothing has changed then.
         """
         self._idle("remove")
-        tables, length = self._known(seq), self.length(seq)
-        if span.end >= length:
-            return self._remove_end(seq, tables, span.start)
-        if not len(span):
+        tables, length = self._sequences.known(seq), self.length(seq)
+        if not len(span) and span.end < length:
             return length
         kept = self.can_cut(seq, span.start)
-        if self._ahead.parted(seq, span):
+        if span.end >= length:
+            if kept in (span.start, length):
+                self._sequences.cut(seq, kept)
+            return kept
+        if not self._sequences.can_close_over(seq, span):
             return kept
         for held, table in zip(self._held, tables, strict=True):
             if held.group.no_shift is not None:
                 raise NotSupported(f"{held.group.name} layers cannot be shifted: {held.group.no_shift}", kept)
             if not held.group.layout.can_shift(table.first, length, span):
                 return kept
-        behind = self._moved(tables, span)
-        for held, table, runs in zip(self._held, tables, behind, strict=True):
-            table.close_over(span, runs)
-            table.forget_below(held.group.layout.keep(table.end))
-        self._ahead.close_over(seq, span)
-        self._derived[seq] = min(span.start, self._derived.get(seq, span.start))
+        self._sequences.close_over(seq, span, moved(self._held, tables, span, self.device))
         return length - len(span)
 
-    def _remove_end(self, seq: int, tables: list[Table], start: int) -> int:
-        kept = self.can_cut(seq, start)
-        if kept == start or kept == self.length(seq):
-            for table in tables:
-                table.cut(kept)
-            self._ahead.cut(seq, kept)
-            if kept <= self._derived.get(seq, kept + 1):
-                self._derived.pop(seq, None)
-        return kept
-
-    def _moved(self, tables: list[Table], span: Span) -> list[list[Run]]:
-        """For every group, cells with what lies behind `span` as it is at its new positions. All of them, or none.
-
-        Groups whose planes do not turn keep their cells; the others get spare ones, written piece by piece.
-        """
-        sources = [table.since(max(span.end, table.first)) for table in tables]
-        turning = [bool(held.group.rotations) for held in self._held]
-        needs = [turns * sum(run.n for run in runs) for turns, runs in zip(turning, sources, strict=True)]
-        for held, need in zip(self._held, needs, strict=True):
-            if held.cells.free < need:
-                raise CacheFull(held.group.name, need, held.cells.free)
-        taken: list[list[Run]] = []
-        try:
-            for held, table, runs, need in zip(self._held, tables, sources, needs, strict=True):
-                if held.group.rotations:
-                    taken.append(held.cells.take(need))
-                    held.turn(runs, taken[-1], -len(span), self.device)
-                else:
-                    taken.append(table.hold_since(max(span.end, table.first)))
-        except BaseException:
-            for held, runs in zip(self._held, taken, strict=False):
-                held.cells.drop(runs)
-            raise
-        return taken
+    def capture(self, seq: int) -> None:
+        """Keep the recurrent state that `seq` has now, to go back to, as a feed with `capture` does at its end."""
+        self._idle("capture")
+        self._sequences.known(seq)
+        self._states.rows.capture(seq)
 
     # -- inputs -------------------------------------------------------------------------------------------------
 
     def input_length(self, seq: int) -> int:
         """How many positions the input of `seq` has; 0 if it was given none, or is not there."""
-        tables = self._tables.get(seq)
-        return tables[self._inputs[0]].end if tables and self._inputs else 0
+        return self._sequences.input_length(seq)
 
     def write_input(self, seq: int, n: int, planes: Planes, *, digest: str | None = None) -> bool:
         """Give `seq`, which may be new, what an encoder made of its input: for each layer k [n,G,D] and v [n,G,Dv].
@@ -361,10 +342,11 @@ class Memory:
         changed then.
         """
         self._idle("write_input")
-        check_planes([self._held[index].group for index in self._inputs], n, planes)
+        inputs = [held for held in self._held if held.group.of_input]
+        check_planes(inputs, n, planes)
         if self.share_input(seq, digest, n):
             return False
-        self._give_input(seq, digest, write([self._held[i] for i in self._inputs], n, planes, self.device))
+        self._sequences.give_input(seq, digest, lambda: write(inputs, n, planes, self.device))
         return True
 
     def share_input(self, seq: int, digest: str | None, n: int | None = None) -> bool:
@@ -375,12 +357,12 @@ class Memory:
         self._idle("share_input")
         if length := self.input_length(seq):
             raise BadRequest(f"sequence {seq} has an input of {length} positions, and can have no other")
-        source = self._digests.holder(digest) if digest is not None else None
+        source = self._sequences.digests.holder(digest) if digest is not None else None
         if source is None:
             return False
         if n not in (None, length := self.input_length(source)):
             raise BadRequest(f"the input of digest {digest!r} has {length} positions, not {n}")
-        self._give_input(seq, digest, [self._tables[source][index].share(0) for index in self._inputs])
+        self._sequences.share_input(seq, digest, source)
         return True
 
     def read_input(self, layer: int, plane: str, seqs: Sequence[int]) -> Tensor:
@@ -389,26 +371,17 @@ class Memory:
         lengths = {self.input_length(seq) for seq in seqs}
         if len(lengths) != 1 or not held.group.of_input:
             raise BadRequest(f"the inputs of sequences {list(seqs)} are {sorted(lengths)} long in layer {layer}")
-        cells = indices([run for seq in seqs for run in self._known(seq)[index].runs], self.device)
+        cells = indices([run for seq in seqs for run in self._sequences.known(seq)[index].runs], self.device)
         return held.pool.read(layer, plane, cells).unflatten(0, (len(seqs), -1))
-
-    def _give_input(self, seq: int, digest: str | None, inputs: Sequence[Table]) -> None:
-        tables = self._tables.setdefault(seq, [held.table() for held in self._held])
-        for index, table in zip(self._inputs, inputs, strict=True):
-            tables[index] = table
-        if digest is not None:
-            self._digests.add(seq, digest)
 
     # -- storage ------------------------------------------------------------------------------------------------
 
     def leave_room(self, scratch: int) -> None:
         """From now on `scratch` bytes belong to the steps. Raises `CapacityTooSmall` if they do not fit the cap."""
-        before, self.scratch = self.scratch, scratch
-        try:
-            self._check_room(self.bytes, self.staging, "lower cells or step_tokens")
-        except CapacityTooSmall:
-            self.scratch = before
-            raise
+        if scratch < 0:
+            raise BadRequest(f"a step cannot take {scratch} bytes of scratch; say 0 or more")
+        self._check_room(self.bytes, scratch, self.staging, "lower cells or step_tokens")
+        self.scratch = scratch
 
     def compact(self, budget_cells: int) -> int:
         """Move at most `budget_cells` cells together, towards the low ones; answers how many. Tables become fewer runs.
@@ -421,8 +394,9 @@ class Memory:
         if budget_cells < 1:
             raise BadRequest(f"a piece of {budget_cells} cells moves nothing; give it one or more")
         for index, held in enumerate(self._held):
-            if moved := held.compact({seq: of[index] for seq, of in self._tables.items()}, budget_cells, self.device):
-                return moved
+            tables = {seq: tables[index] for seq, tables in self._sequences.tables.items()}
+            if n := held.compact(tables, budget_cells, self.device):
+                return n
         return 0
 
     def resize(self, group: str, cells: int) -> None:
@@ -442,22 +416,18 @@ class Memory:
             grown = len(held.group.layers) * (held.pool.layer_bytes(cells) - held.pool.layer_bytes(held.cells.capacity))
             others = max((h.staging for h in self._held if h is not held), default=0)
             staging = max(others, held.group.staging(cells, held.itemsize), held.peak(cells) - max(grown, 0))
-            self._check_room(self.bytes + max(grown, 0), staging, f"resize {group} to fewer cells than {cells}")
+            way_out = f"resize {group} to fewer cells than {cells}"
+            self._check_room(self.bytes + max(grown, 0), self.scratch, staging, way_out)
             held.resize(cells)
 
     def derived(self, seq: int) -> int | None:
         """From which position on the K/V of `seq` encode text that was removed; None if they encode just its tokens."""
-        return self._derived.get(seq)
+        return self._sequences.derived.of(seq)
 
     def drop(self, seq: int) -> None:
         """Forget a whole sequence. Never fails for one that is there."""
         self._idle("drop")
-        for table in self._known(seq):
-            table.close()
-        del self._tables[seq]
-        self._digests.drop(seq)
-        self._ahead.drop(seq)
-        self._derived.pop(seq, None)
+        self._sequences.drop(seq)
 
     def clear(self) -> None:
         """Forget everything, an open step too."""
@@ -468,11 +438,11 @@ class Memory:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _check_room(self, planes: int, staging: int, way_out: str) -> None:
-        need = planes + self.scratch + staging
+    def _check_room(self, planes: int, scratch: int, staging: int, way_out: str) -> None:
+        need = planes + scratch + staging
         if self.max_bytes is not None and need > self.max_bytes:
             raise CapacityTooSmall(
-                f"{need} bytes would be needed: {planes} for planes, {self.scratch} for a step's scratch, {staging} "
+                f"{need} bytes would be needed: {planes} for planes, {scratch} for a step's scratch, {staging} "
                 f"for staging; {self.max_bytes} are allowed. Raise max_bytes (cache_bytes), or {way_out}."
             )
 
@@ -485,12 +455,6 @@ class Memory:
             raise WrongStage(f"{what}() needs an open step: begin() one first")
         return self._step
 
-    def _known(self, seq: int) -> list[Table]:
-        tables = self._tables.get(seq)
-        if tables is None:
-            raise UnknownSequence(seq)
-        return tables
-
     def _index_of(self, layer: int) -> int:
         index = self._group_of.get(layer)
         if index is None:
@@ -501,12 +465,13 @@ class Memory:
         """Raise what `begin` raises of a batch that cannot be."""
         for feed in batch.feeds:
             if not feed.stores:
-                for held, table in zip(self._held, self._known(feed.seq), strict=True):
+                for held, table in zip(self._held, self._sequences.known(feed.seq), strict=True):
                     check_query(held.group.name, held.group.layout, feed, table)
                 continue
             if feed.pos.start != self.length(feed.seq):
                 raise BadRequest(f"sequence {feed.seq} goes on at {self.length(feed.seq)}, not at {feed.pos.start}")
             self._check_limit(feed.seq, feed.pos.end, "step")
+        self._states.rows.admit(batch)
         need = batch.stored
         for held in self._held:
             if held.cells.free < need and not held.group.of_input:
@@ -517,40 +482,26 @@ class Memory:
         if limit is not None and length > limit:
             raise BadRequest(f"sequence {seq} may have {limit} tokens; this {what} would bring {length}")
 
-    @staticmethod
-    def _accepted(batch: Batch, accepted: Mapping[int, int]) -> list[int]:
-        """How many rows of each feed are kept."""
-        if strangers := accepted.keys() - {feed.seq for feed in batch.feeds if feed.stores}:
-            raise BadRequest(f"sequences {sorted(strangers)} store nothing in this step; nothing can be accepted")
-        counts = [accepted.get(feed.seq, len(feed.pos)) for feed in batch.feeds]
-        for feed, count in zip(batch.feeds, counts, strict=True):
-            if not 0 <= count <= len(feed.pos):
-                raise BadRequest(f"{count} of {len(feed.pos)} new tokens of sequence {feed.seq} cannot be accepted")
-            for span in batch.ahead(feed.seq):
-                if span.start < feed.pos.start + count < span.end:
-                    raise BadRequest(
-                        f"{count} new tokens of sequence {feed.seq} end within {span}, which looks ahead: "
-                        f"accept all of it or nothing"
-                    )
-        return counts
-
-    def _take(self, index: int, batch: Batch) -> list[list[Run]]:
+    def _take(self, index: int, batch: Batch, taken: list[list[Run]]) -> None:
+        """Add to `taken` the cells of each feed as they are set aside, so that whoever gives them back has them all."""
         held = self._held[index]
-        if held.group.of_input:
-            return [[] for _ in batch.feeds]
-        taken: list[list[Run]] = []
         for feed in batch.feeds:
-            table = self._tables[feed.seq][index]
-            taken.append(held.cells.take(len(feed.pos), table.last_cell, table.first_cell) if feed.stores else [])
-        return taken
+            table, n = self._sequences.tables[feed.seq][index], len(feed.pos)
+            stores = feed.stores and not held.group.of_input
+            taken.append(held.cells.take(n, table.last_cell, table.first_cell) if stores else [])
 
     def _plan_group(self, index: int, batch: Batch, taken: list[list[Run]]) -> GroupPlan:
         group = self._held[index].group
-        tables = {feed.seq: self._tables[feed.seq][index] for feed in batch.feeds}
+        tables = {feed.seq: self._sequences.tables[feed.seq][index] for feed in batch.feeds}
         return group_plan(group.name, group.layout, batch, tables, taken)
 
     def _lay_out(
-        self, batch: Batch, groups: Sequence[GroupPlan], taken: list[list[list[Run]]] | None, opened: list[int]
+        self,
+        batch: Batch,
+        groups: Sequence[GroupPlan],
+        taken: list[list[list[Run]]] | None,
+        opened: list[int],
+        states: tuple[StateSegment, ...],
     ) -> _Step:
         """The step of these plans; a reserved one, whose rows are written to the null cell, if nothing was taken."""
         if taken is None:
@@ -559,7 +510,7 @@ class Memory:
         else:
             writes = [write_index(runs, self.device) for runs in taken]
         return _Step(
-            Plan(batch.tokens, batch.feeds, tuple(groups), batch.stored, batch.look_ahead),
+            Plan(batch.tokens, batch.feeds, tuple(groups), batch.stored, batch.look_ahead, states),
             batch,
             taken if taken is not None else [[] for _ in groups],
             writes,
@@ -574,24 +525,19 @@ class Memory:
         for held, of_group in zip(self._held, taken, strict=False):
             for runs in of_group:
                 held.cells.drop(runs)
-        for seq in opened:
-            self._tables.pop(seq, None)
+        self._states.end()
+        self._states.rows.abandon()
+        for seq in filter(self.has, opened):  # all of them, but if it was opening them that failed
+            self._sequences.drop(seq)
 
     def check(self) -> None:
-        """Assert every invariant of the memory, its tables and its cells."""
+        """Assert every invariant of the memory, its sequences and its cells."""
         for index, held in enumerate(self._held):
-            runs = [run for tables in self._tables.values() for run in tables[index].runs]
+            runs = [run for tables in self._sequences.tables.values() for run in tables[index].runs]
             if self._step is not None:
                 runs += [run for of_feed in self._step.taken[index] for run in of_feed]
             held.check(runs)
-        assert self._derived.keys() <= self._tables.keys()
-        self._ahead.check(self.length)
-        self._digests.check({seq: [tables[index] for index in self._inputs] for seq, tables in self._tables.items()})
-        for seq, tables in self._tables.items():
-            assert len(tables) == len(self._held)
-            for held, table in zip(self._held, tables, strict=True):
-                table.check()
-                end = tables[self._inputs[0] if held.group.of_input else 0].end
-                assert table.end == end, f"sequence {seq} ends differently in {held.group.name}"
-                lowest = held.group.layout.lowest(table.end)
-                assert table.first <= lowest, f"sequence {seq} lacks [{lowest},{table.first}) in {held.group.name}"
+        if self._step is not None:
+            assert not any(map(self.length, self._step.opened)), "a sequence has tokens of a step that was not kept"
+        self._states.check()
+        self._sequences.check()

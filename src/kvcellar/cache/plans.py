@@ -1,5 +1,6 @@
 """plans: from tables and the cells that a step was given to what kernels read. Nothing here changes anything."""
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -62,6 +63,23 @@ def check_query(name: str, layout: Layout, feed: Feed, table: Table) -> None:
             f"a query at {feed.pos.end - 1} of sequence {feed.seq} sees nothing in its {name} layers, which end at "
             f"{table.end}"
         )
+
+
+def accepted_counts(batch: Batch, accepted: Mapping[int, int]) -> list[int]:
+    """How many rows of each feed are kept, where `accepted` says so for some sequences. Raises `BadRequest`."""
+    if strangers := accepted.keys() - {feed.seq for feed in batch.feeds if feed.stores}:
+        raise BadRequest(f"sequences {sorted(strangers)} store nothing in this step; nothing can be accepted")
+    counts = [operator.index(accepted.get(feed.seq, len(feed.pos))) for feed in batch.feeds]
+    for feed, count in zip(batch.feeds, counts, strict=True):
+        if not 0 <= count <= len(feed.pos):
+            raise BadRequest(f"{count} of {len(feed.pos)} new tokens of sequence {feed.seq} cannot be accepted")
+        for span in batch.ahead(feed.seq):
+            if span.start < feed.pos.start + count < span.end:
+                raise BadRequest(
+                    f"{count} new tokens of sequence {feed.seq} end within {span}, which looks ahead: accept all of it "
+                    f"or nothing"
+                )
+    return counts
 
 
 def worst_case(name: str, layout: Layout, batch: Batch, capacity: int) -> GroupPlan:

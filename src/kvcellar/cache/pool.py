@@ -88,7 +88,8 @@ class StoredPlane:
         return q if self._rotation is None else (q.float() @ self._rotation).to(q.dtype)
 
     def write(self, cells: Tensor | slice, values: Tensor) -> None:
-        """Store `values` [n,heads,size]."""
+        """Store `values` [n,heads,size]: what they are, not how they came about."""
+        values = values.detach()  # else the plane would keep the graph of every step that wrote it
         if self.scales is None:
             self._put(self._codes, cells, values)
             return
@@ -131,7 +132,7 @@ class StoredPlane:
 
 
 class Pool:
-    """The planes of each layer of a group. `arrangement` is of all of them, or by the name of each."""
+    """The planes of each layer of a group. `arrangement` is of all of them, or by the name of those it is told of."""
 
     def __init__(
         self,
@@ -152,7 +153,7 @@ class Pool:
         for layer in layers:
             self._of[layer] = {}
             for plane in planes:
-                wanted = arrangement if isinstance(arrangement, str) else arrangement[plane.name]
+                wanted = arrangement if isinstance(arrangement, str) else arrangement.get(plane.name, "token")
                 storage = storage_of(plane, dtype)
                 rotation = self._rotations[plane.size] if storage.hadamard else None
                 self._of[layer][plane.name] = StoredPlane(plane, storage, places, wanted, device, rotation)
@@ -202,6 +203,18 @@ class Pool:
 
     def stored(self, layer: int, name: str) -> StoredPlane:
         return self._of[layer][name]
+
+    def check_new(self, layer: int, n: int, new: Mapping[str, Tensor]) -> None:
+        """Raise `BadRequest` unless `new` are planes [n,heads,size] of floats: others torch may broadcast or cut."""
+        for name, values in new.items():
+            if name not in self._of[layer]:
+                raise BadRequest(f"layer {layer} has no plane {name}, only {', '.join(self._of[layer])}")
+            plane = self._of[layer][name].plane
+            if values.shape != (n, plane.heads, plane.size) or not values.is_floating_point():
+                raise BadRequest(
+                    f"layer {layer} was given {name} {list(values.shape)} of {values.dtype}; it wants "
+                    f"{[n, plane.heads, plane.size]} of floats"
+                )
 
     def write(self, layer: int, cells: Tensor | slice, new: Mapping[str, Tensor]) -> None:
         """Store `new` planes [T,heads,size] into `cells` (T of them; a slice where they are one run)."""

@@ -168,6 +168,19 @@ class Table:
         assert at == self.end, f"the runs end at {at}, the table at {self.end}"
 
 
+def share_all(tables: Iterable[Table], upto: int) -> list[Table]:
+    """Of each table another over the same cells of [first, upto): of all of them or, if that raises, of none."""
+    twins: list[Table] = []
+    try:
+        for table in tables:
+            twins.append(table.share(upto))
+    except BaseException:
+        for twin in twins:
+            twin.close()
+        raise
+    return twins
+
+
 class InputTable(Table):
     """The cells of a sequence's input, by place in the input. Whatever is done to the text leaves it whole."""
 

@@ -3,12 +3,16 @@
 import click
 
 
-@click.command("bench", epilog="Example: kvcellar bench --only prefill")
+@click.command("bench", epilog="Example: kvcellar bench --only ragged-8")
 @click.option("--quick", is_flag=True, help="Everything small, to see that it works; its numbers mean nothing.")
 @click.option("--only", help="One workload, by the name that its row has.")
+@click.option("--profile", help="Of one decoding workload, only where the time of our step goes, part by part.")
 @click.option("--threads", type=int, default=1, show_default=True, help="CPU threads of both sides.")
-def command(quick: bool, only: str | None, threads: int) -> None:
+def command(quick: bool, only: str | None, profile: str | None, threads: int) -> None:
     """Measure ours against transformers on the same weights, interleaved, in one run: a table, and one line of JSON."""
-    from kvcellar.bench.run import run
+    from kvcellar.bench.run import run, run_profile
 
-    run(quick=quick, only=only, threads=threads)
+    if profile is not None:
+        run_profile(profile, quick=quick, threads=threads)
+    else:
+        run(quick=quick, only=only, threads=threads)

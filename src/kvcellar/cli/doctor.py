@@ -10,7 +10,6 @@ from kvcellar.engine.settings import Settings
 
 if TYPE_CHECKING:  # torch is imported when there is something to do, so that --help answers at once
     from kvcellar.engine.diagnosis import Diagnosis
-    from kvcellar.engine.kvquality import KvQuality
 
 
 @click.command("doctor", epilog="Example: kvcellar doctor ./my-model --cache-bytes 2G")
@@ -44,25 +43,35 @@ def _in_words(found: "Diagnosis") -> str:
     for group in found.groups:
         lines.append(
             f"  group {group.name}: {group.layers} layers, {group.bytes_per_cell} bytes a token, {group.cells} cells, "
-            f"attention by {group.backend}"
+            f"attention by {group.backend if found.mode == 'flat' else 'the model itself'}"
         )
-        lines += [f"    {name} refused: {why}" for name, why in group.refused.items()]
+        if found.mode == "flat":
+            lines += [f"    {name} {_verdict(name == group.backend, why)}" for name, why in group.verdicts.items()]
+    if (recurrent := found.recurrent) is not None:
+        lines.append(
+            f"  recurrent: {recurrent.layers} layers, {recurrent.bytes_per_row} bytes a sequence however long it is, "
+            f"{recurrent.rows} rows in {recurrent.bytes} bytes, up to {recurrent.captures} kept to go back to"
+        )
+    if found.groups:
+        lines.append(
+            f"  {found.bytes_per_token} bytes a token in all; {found.tokens} tokens fit in {found.cache_bytes} bytes"
+        )
+    else:
+        lines.append(f"  {found.sequences} sequences of any length fit in {found.cache_bytes} bytes")
+    total = found.cache_bytes + found.scratch_bytes + found.staging_bytes
     lines.append(
-        f"  {found.bytes_per_token} bytes a token in all; {found.tokens} tokens fit in {found.cache_bytes} bytes"
+        f"    with {found.scratch_bytes} for a step and {found.staging_bytes} for edits that is {total} of "
+        f"{found.limit_bytes} ({found.because})"
     )
-    lines.append(f"    ({found.because})")
     lines += [f"  {note}" for note in found.notes]
     if found.kv_quality:
         tokens = max(one.tokens for one in found.kv_quality)
         lines.append(f"  K/V stored otherwise, over {tokens} tokens of its own (--kv-dtype):")
-        lines += [f"    {_quality(one)}" for one in found.kv_quality]
+        lines += [f"    {one}" for one in found.kv_quality]
     return "\n".join(lines)
 
 
-def _quality(one: "KvQuality") -> str:
-    if one.kl is None or one.agreement is None:
-        return f"{one.stored:16} refused: {one.refused}"
-    return (
-        f"{one.stored:16} {one.bytes_per_token:7} bytes a token, KL {one.kl:.1e} nats, "
-        f"same most likely token {one.agreement:.1%}"
-    )
+def _verdict(chosen: bool, refused: str | None) -> str:
+    if refused is not None:
+        return f"refused: {refused}"
+    return "was chosen" if chosen else "could serve it, too"

@@ -16,6 +16,7 @@ VERBS = {
     "run": "Talk to a model, or let it answer one prompt.",
     "serve": "Serve a model over HTTP, as the OpenAI API.",
     "doctor": "Say what a model is, how it would be served, and what would not.",
+    "verify": "Show that a model's warm answer equals its cold one, on this machine.",
     "bench": "Measure ours against transformers, in one run.",
 }
 

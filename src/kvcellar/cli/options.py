@@ -27,46 +27,54 @@ class Size(click.ParamType):
             self.fail(f"{value!r} is not a size like 800M, 1.5G or 512MiB", param, ctx)
 
 
-def engine_options(function: F) -> F:
-    """Everything about the engine. The names are those of its settings."""
-    for option in reversed(
-        [
-            click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16."),
-            click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
-            click.option("--cache-bytes", type=Size(), help="Memory for K/V, like 2G. Default: what is free."),
-            click.option(
-                "--kv-dtype", help="How K/V are stored: int8, or k=int8+hadamard,v=int4. Default: as computed."
-            ),
-            click.option("--context", type=int, help="Tokens of one sequence. Default: what the model is made for."),
-            click.option("--max-sequences", type=int, default=64, show_default=True, help="Answers written at once."),
-            click.option("--step-tokens", type=int, default=512, show_default=True, help="New tokens in one step."),
-            click.option("--attention", help="An attention backend by name. Default: the first that can."),
-            click.option("--threads", type=int, help="CPU threads. Default: torch's."),
-        ]
-    ):
+def _with(function: F, *options: Callable[[F], F]) -> F:
+    for option in reversed(options):
         function = option(function)
     return function
+
+
+def model_options(function: F) -> F:
+    """How a model is loaded and run. The names are those of the engine's settings."""
+    return _with(
+        function,
+        click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16."),
+        click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
+        click.option("--attention", help="An attention backend by name. Default: the first that can."),
+        click.option("--threads", type=int, help="CPU threads. Default: torch's."),
+    )
+
+
+def engine_options(function: F) -> F:
+    """Everything about the engine. The names are those of its settings."""
+    return _with(
+        function,
+        model_options,
+        click.option(
+            "--cache-bytes", type=Size(), help="For K/V and what steps take, like 2G. Default: a share of what is free."
+        ),
+        click.option("--kv-dtype", help="How K/V are stored: int8, or k=int8+hadamard,v=int4. Default: as computed."),
+        click.option("--context", type=int, help="Tokens of one sequence. Default: what the model is made for."),
+        click.option("--max-sequences", type=int, default=64, show_default=True, help="Answers written at once."),
+        click.option("--step-tokens", type=int, default=512, show_default=True, help="New tokens in one step."),
+    )
 
 
 def sampling_options(function: F) -> F:
     """How tokens are chosen. What is not given is the model's own default."""
-    for option in reversed(
-        [
-            click.option("--max-tokens", type=int, default=512, show_default=True, help="Most tokens of an answer."),
-            click.option("--temperature", type=float, help="0 always takes the most likely token."),
-            click.option("--top-k", type=int),
-            click.option("--top-p", type=float),
-            click.option("--min-p", type=float),
-            click.option("--repetition-penalty", type=float),
-            click.option("--seed", type=int, help="The same seed gives the same answer."),
-            click.option("--stop", multiple=True, help="End the answer where this text would come. May be repeated."),
-            click.option("--shift", is_flag=True, default=None, help="At the end of the context, forget and go on."),
-            click.option("--num-keep", type=int, help="With --shift: first tokens that stay; -1: the prompt."),
-            click.option("--ignore-eos", is_flag=True, default=None, help="Go on past the end of the text."),
-        ]
-    ):
-        function = option(function)
-    return function
+    return _with(
+        function,
+        click.option("--max-tokens", type=int, default=512, show_default=True, help="Most tokens of an answer."),
+        click.option("--temperature", type=float, help="0 always takes the most likely token."),
+        click.option("--top-k", type=int),
+        click.option("--top-p", type=float),
+        click.option("--min-p", type=float),
+        click.option("--repetition-penalty", type=float),
+        click.option("--seed", type=int, help="The same seed gives the same answer."),
+        click.option("--stop", multiple=True, help="End the answer where this text would come. May be repeated."),
+        click.option("--shift", is_flag=True, default=None, help="At the end of the context, forget and go on."),
+        click.option("--num-keep", type=int, help="With --shift: first tokens that stay; -1: the prompt."),
+        click.option("--ignore-eos", is_flag=True, default=None, help="Go on past the end of the text."),
+    )
 
 
 def given(**options: Any) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """build: where the rooms are wired together. From settings to an engine that can be started."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ from kvcellar.engine.scheduler import Scheduler
 from kvcellar.engine.settings import SHARE_OF_FREE, Capacity, Demand, Settings, free_cpu_bytes, resolve_capacity
 from kvcellar.engine.voice import Voice
 from kvcellar.errors import BadRequest, CapacityTooSmall, PromptTooLong
-from kvcellar.models.facts import context_of, embedding_rows
+from kvcellar.models.facts import context_of, context_reason, embedding_rows
 from kvcellar.models.guest import Guest, adopt
 from kvcellar.models.load import Loaded, load
 from kvcellar.models.packed import Packing, pack
@@ -45,7 +44,6 @@ class Built:
     voice: Voice
     loop: Loop
     runner: Runner
-    explained: str
 
     def line(self, request: Request, tokens: list[int], seed: int, choice: int) -> Line:
         """A line of `request` that begins with `tokens`."""
@@ -57,7 +55,7 @@ class Built:
             vocab_size=self.vocab_size,
             end_ids=self.loaded.end_ids,
         )
-        return Line(request, sampler, self.voice.output(request.params, request.prompt), tokens)
+        return Line(request, sampler, self.voice.output(request.stops, request.prompt), tokens)
 
     def check_fits(self, tokens: int) -> None:
         """Raise `PromptTooLong` if a prompt of so many tokens could never be in memory, even alone."""
@@ -65,6 +63,15 @@ class Built:
             most = self.capacity.cells[group.name]
             if group.layout.most_cells(tokens, 1) > most:
                 raise PromptTooLong(tokens, most, f"the memory of its {group.name} layers (cache_bytes)")
+
+    def check_answers(self, n: int) -> None:
+        """Raise `BadRequest` if so many answers could never be written at once."""
+        most, asked = self.capacity.states.sequences, self.settings.max_sequences
+        if n > most:
+            why = "raise max_sequences"
+            if most < asked:
+                why = f"max_sequences is {asked}, but there are rows of recurrent state for no more; raise cache_bytes"
+            raise BadRequest(f"n is {n}; at most {most} answers are written at once ({why})", "n")
 
 
 def build(model: "str | Path | PreTrainedModel | None", settings: Settings) -> Built:
@@ -78,17 +85,18 @@ def build(model: "str | Path | PreTrainedModel | None", settings: Settings) -> B
     packing = pack(network) if settings.pack and network.device.type == "cpu" else None
     guest = adopt(network, named(settings.attention))
     if settings.kv_dtype is not None:
+        if not guest.shape.groups:
+            raise BadRequest("this model has no attention layers, so there are no keys and values to store", "kv_dtype")
         guest = guest.storing(StoredAs.parse(settings.kv_dtype), named(settings.attention))
-    context = _context(settings, context_of(network))
+    context = _context(settings, network)
     capacity = _capacity(guest, settings, context)
-    memory = _memory(guest, capacity)
+    memory = _memory(guest, capacity, context)
+    sequences = capacity.states.sequences
     if guest.device.type == "cuda":
-        prove(guest, memory, context=context, max_sequences=settings.max_sequences, step_tokens=settings.step_tokens)
-    cellar = Cellar(memory)
+        prove(guest, memory, context=context, max_sequences=sequences, step_tokens=settings.step_tokens)
+    cellar = Cellar(memory, resting=capacity.states.captures if capacity.states.rows else None)
     layouts = {group.name: group.layout for group in memory.groups}
-    scheduler = Scheduler(
-        cellar, layouts, context=context, max_sequences=settings.max_sequences, step_tokens=settings.step_tokens
-    )
+    scheduler = Scheduler(cellar, layouts, context=context, max_sequences=sequences, step_tokens=settings.step_tokens)
     loop = Loop(cellar, scheduler, context=context, threads=settings.threads)
 
     def twin(line: Line, choice: int) -> Line:
@@ -107,7 +115,6 @@ def build(model: "str | Path | PreTrainedModel | None", settings: Settings) -> B
         voice=Voice(loaded.text, loaded.without_text, loaded.end_ids),
         loop=loop,
         runner=runner,
-        explained=_explain(capacity, _demands(guest)),
     )
     return built
 
@@ -121,53 +128,60 @@ def _check_as_it_is(network: "PreTrainedModel", settings: Settings) -> None:
         raise BadRequest(f"device is {settings.device}, but the network that was given is on {device}", "device")
 
 
-def _memory(guest: Guest, capacity: Capacity) -> Memory:
+def _memory(guest: Guest, capacity: Capacity, context: int) -> Memory:
     try:
-        return guest.memory(capacity.cells)
+        memory = guest.memory(
+            capacity.cells,
+            rows=capacity.states.rows,
+            captures=capacity.states.captures,
+            limits=context,
+            max_bytes=capacity.budget,
+        )
     except (RuntimeError, MemoryError) as error:  # torch's allocators raise either
         raise CapacityTooSmall(
-            f"{capacity.bytes} bytes for {capacity.tokens} tokens ({capacity.because}) cannot be had on "
+            f"{capacity.bytes} bytes for {capacity.holds} ({capacity.because}) cannot be had on "
             f"{guest.device}: {str(error).splitlines()[0]}. Lower cache_bytes."
         ) from error
+    memory.leave_room(capacity.scratch)
+    return memory
 
 
-def _context(settings: Settings, most: int) -> int:
+def _context(settings: Settings, network: "PreTrainedModel") -> int:
+    most = context_of(network)
     if settings.context is None:
         return most
     if settings.context > most:
-        raise BadRequest(f"context is {settings.context}; this model is made for {most} tokens", "context")
+        reason = context_reason(network)
+        made = f"made for {most} tokens" if reason is None else f"served up to {most} tokens: {reason}"
+        raise BadRequest(f"context is {settings.context}; this model is {made}", "context")
     return settings.context
 
 
-def _demands(guest: Guest) -> list[Demand]:
-    return [_demand(guest, group) for group in guest.shape.groups]
-
-
 def _demand(guest: Guest, group: Group) -> Demand:
-    size, padding = guest.dtype.itemsize, guest.padding(group)
-    per_cell = group.bytes_per_cell(size)
-    fixed = group.bytes(padding - 1, size, guest.backends[group.name]) - padding * per_cell
-    return Demand(group.name, group.layout, per_cell, padding, fixed)
+    size, backend = guest.dtype.itemsize, guest.backends[group.name]
+    return Demand(
+        group.name, group.layout, lambda cells: group.bytes(cells, size, backend), lambda n: group.staging(n, size)
+    )
 
 
 def _capacity(guest: Guest, settings: Settings, context: int) -> Capacity:
     kind = guest.device.type
     free = torch.cuda.mem_get_info(guest.device)[0] if kind == "cuda" else free_cpu_bytes()
-    needed = scratch(guest, context=context, max_sequences=settings.max_sequences, step_tokens=settings.step_tokens)
+    limits = {"context": context, "step_tokens": settings.step_tokens}
     if settings.cache_bytes is not None:
         budget, because = settings.cache_bytes, "cache_bytes"
     else:
-        budget = int(max(0, free - needed) * SHARE_OF_FREE[kind])
-        because = f"{SHARE_OF_FREE[kind]:.0%} of the memory that is free beside {needed} bytes for a step"
+        budget, because = int(free * SHARE_OF_FREE[kind]), f"{SHARE_OF_FREE[kind]:.0%} of the memory that is free"
     capacity = resolve_capacity(
-        _demands(guest),
+        [_demand(guest, group) for group in guest.shape.groups],
         budget=budget,
         because=because,
-        context=context,
+        scratch=scratch(guest, **limits),
         max_sequences=settings.max_sequences,
-        step_tokens=settings.step_tokens,
+        bytes_per_row=recurrent.bytes if (recurrent := guest.shape.recurrent) is not None else 0,
+        **limits,
     )
-    check_room(capacity, guest.device, needed, free)
+    check_room(capacity, guest.device, free)
     return capacity
 
 
@@ -176,8 +190,3 @@ def _vocabulary(network: "PreTrainedModel") -> int:
     rows = embedding_rows(network)
     named = getattr(network.config.get_text_config(decoder=True), "vocab_size", None)
     return min(rows, named) if isinstance(named, int) else rows
-
-
-def _explain(capacity: Capacity, demands: Sequence[Demand]) -> str:
-    groups = ", ".join(f"{d.name}: {capacity.cells[d.name]} cells of {d.bytes_per_cell} bytes" for d in demands)
-    return f"{capacity.tokens} tokens in {capacity.bytes} bytes ({capacity.because}); {groups}"

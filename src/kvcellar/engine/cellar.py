@@ -33,8 +33,9 @@ class Rest:
 class Cellar:
     """Owns the sequence numbers. A session is a number, too; at most one line of it runs at a time."""
 
-    def __init__(self, memory: "Memory") -> None:
-        self.memory = memory
+    def __init__(self, memory: "Memory", *, resting: int | None = None) -> None:
+        """`resting` is how many sessions may leave something in memory; None: as long as cells suffice."""
+        self.memory, self._most_resting = memory, resting
         self._numbers = count(1)
         self._resting: dict[int, Rest] = {}  # by session, the least recently used first
         self._sessions: set[int] = set()  # those that are open
@@ -55,6 +56,7 @@ class Cellar:
         if rest is not None:
             line.seq = rest.seq
             self.memory.remove(rest.seq, Span(known, self.memory.length(rest.seq)))
+            self.memory.capture(rest.seq)  # where two turns part, the next may be another one
         else:
             line.seq = next(self._numbers)
             if seq is not None:
@@ -63,6 +65,17 @@ class Cellar:
             line.request.admitted = time.perf_counter()
             line.request.cached = known
         return known
+
+    def border(self, line: Line) -> int:
+        """How much of a running line may be in memory after the next step.
+
+        A state can be gone back to only where a step ended, so in a session one ends where the same prompt, if it is
+        asked again, goes on: before its last token.
+        """
+        last, whole = len(line.request.prompt) - 1, len(line.tokens)
+        if line.request.session is None or line.forgotten or self.memory.capacity_rows() is None:
+            return whole
+        return last if line.read < last else whole
 
     def _source(self, line: Line) -> tuple[int | None, int]:
         """The sequence that `line` can go on from, and how many tokens it has of it: its session's, or, for an answer
@@ -99,6 +112,14 @@ class Cellar:
             line.shift(span)
         return moved
 
+    def forget(self, line: Line, span: Span) -> None:
+        """Leave `span` out of a line's text where it could not be shifted. What lies behind it is to be read again, and
+        of what lies before it only what memory needs for that."""
+        assert line.seq is not None
+        kept = self.memory.can_cut(line.seq, min(self._plain(line), span.start))
+        self.memory.remove(line.seq, Span(kept, line.read))
+        line.forget(span, kept)
+
     def fork(self, line: Line, twin: Line) -> None:
         """`twin` goes on where `line` is, on the same cells."""
         assert line.seq is not None
@@ -123,14 +144,33 @@ class Cellar:
         self.forget_session(session)
 
     def rest(self, session: int, line: Line) -> None:
-        """The line is over: what it holds stays with the session, in place of what the session left before."""
+        """The line is over: what it holds stays with the session, in place of what the session left before.
+
+        What a shift has moved does not: nobody will ask for it again.
+        """
         if session not in self._sessions:
             self.release(line)
             return
         self.forget_session(session)
-        if line.seq is not None and self.memory.has(line.seq):  # a line whose first step failed holds nothing
-            self._resting[session] = Rest(line.seq, line.tokens[: line.read])
-        line.seq, line.read = None, 0
+        if kept := self._plain(line):
+            assert line.seq is not None
+            self.memory.remove(line.seq, Span(kept, line.read))
+            self._keep(session, Rest(line.seq, line.tokens[:kept]))
+            line.seq = None
+        self.release(line)
+
+    def _keep(self, session: int, rest: Rest) -> None:
+        """The session has rested least long of all; if they are too many now, who has rested longest gives way."""
+        self._resting[session] = rest
+        if self._most_resting is not None and len(self._resting) > self._most_resting:
+            self.forget_session(next(iter(self._resting)))
+
+    def _plain(self, line: Line) -> int:
+        """How many of its tokens can be gone on from by who knows nothing of shifts; a failed first step leaves 0."""
+        if line.seq is None or not self.memory.has(line.seq):
+            return 0
+        edited = self.memory.derived(line.seq)
+        return line.read if edited is None else self.memory.can_cut(line.seq, edited)
 
     def fork_session(self, session: int, twin: int) -> None:
         """`twin` shares what `session` has in memory, if it still has anything."""
@@ -138,7 +178,7 @@ class Cellar:
         if rest is not None:
             seq = next(self._numbers)
             kept = self.memory.fork(rest.seq, seq, len(rest.tokens))
-            self._resting[twin] = Rest(seq, rest.tokens[:kept])
+            self._keep(twin, Rest(seq, rest.tokens[:kept]))
 
     def forget_session(self, session: int) -> None:
         rest = self._resting.pop(session, None)
@@ -168,6 +208,7 @@ class Cellar:
         for line in running:
             assert line.seq is not None
             assert self.memory.length(line.seq) == line.read
+        assert self._most_resting is None or len(self._resting) <= self._most_resting
         assert self._resting.keys() <= self._sessions, "a session that is closed holds something"
         for rest in self._resting.values():
             assert self.memory.has(rest.seq)

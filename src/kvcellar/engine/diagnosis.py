@@ -4,30 +4,47 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvcellar.attention.choose import named
+from kvcellar.attention.choose import backends, named
 from kvcellar.engine.build import Built, build
 from kvcellar.engine.kvquality import KvQuality
 from kvcellar.engine.kvquality import kv_quality as measure
 from kvcellar.engine.settings import Settings
+from kvcellar.models.facts import context_reason
 
 SMALL = 30_000_000  # parameters of a model that is read a dozen times within seconds
 
 
 @dataclass(frozen=True, slots=True)
 class GroupDiagnosis:
-    """One group. `bytes_per_cell` are of all its layers together; `refused` are backends that were asked before."""
+    """One group. `bytes_per_cell` are of all its layers together. `verdicts` says of every backend there is why it
+    refused, or None if it can serve; `backend` is the one that does."""
 
     name: str
     layers: int
     bytes_per_cell: int
     cells: int
     backend: str
-    refused: Mapping[str, str]
+    verdicts: Mapping[str, str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentDiagnosis:
+    """The recurrent layers: what they remember of a sequence, however long it is, is a row."""
+
+    layers: int
+    bytes_per_row: int
+    rows: int
+    bytes: int
+    captures: int  # rows that may be kept to go back to
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What a model is and how it is served. `difference` is the self-test's, in logits relative to the largest."""
+    """What a model is and how it is served. `difference` is the self-test's, in logits relative to the largest.
+
+    In half precision that is of the middle rows, as a router's near tie may fall either way on some. `sequences` are
+    the answers that can be written at once.
+    """
 
     name: str
     architecture: str
@@ -42,9 +59,14 @@ class Diagnosis:
     difference: float
     bound: float
     groups: tuple[GroupDiagnosis, ...]
+    recurrent: RecurrentDiagnosis | None
+    sequences: int
     bytes_per_token: int
     tokens: int
     cache_bytes: int
+    scratch_bytes: int
+    staging_bytes: int
+    limit_bytes: int
     because: str
     notes: tuple[str, ...]
     kv_quality: tuple[KvQuality, ...] = ()  # what storing K/V in fewer bits would do
@@ -62,6 +84,7 @@ def diagnose(model: Any, settings: Settings, *, kv_quality: bool | None = None) 
     if kv_quality is None:
         kv_quality = built.loaded.parameters <= SMALL
     guest, sizes = built.guest, built.guest.shape.bytes_per_cell(built.guest.dtype.itemsize)
+    every = backends()
     groups = tuple(
         GroupDiagnosis(
             group.name,
@@ -69,7 +92,7 @@ def diagnose(model: Any, settings: Settings, *, kv_quality: bool | None = None) 
             sizes[group.name],
             built.capacity.cells[group.name],
             guest.chosen[group.name].backend.name,
-            guest.chosen[group.name].refused,
+            {backend.name: backend.refuse(guest.shape.asks[group.name]) for backend in every},
         )
         for group in guest.shape.groups
     )
@@ -88,13 +111,25 @@ def diagnose(model: Any, settings: Settings, *, kv_quality: bool | None = None) 
         difference=guest.verdict.difference,
         bound=guest.verdict.bound,
         groups=groups,
+        recurrent=_recurrent(built),
+        sequences=built.capacity.states.sequences,
         bytes_per_token=sum(sizes.values()),
         tokens=built.capacity.tokens,
         cache_bytes=built.capacity.bytes,
+        scratch_bytes=built.capacity.scratch,
+        staging_bytes=built.capacity.staging,
+        limit_bytes=built.capacity.budget,
         because=built.capacity.because,
         notes=tuple(_notes(built)),
         kv_quality=tuple(measure(guest, named(settings.attention))) if kv_quality else (),
     )
+
+
+def _recurrent(built: Built) -> RecurrentDiagnosis | None:
+    recurrent, states = built.guest.shape.recurrent, built.capacity.states
+    if recurrent is None:
+        return None
+    return RecurrentDiagnosis(len(recurrent.layers), recurrent.bytes, states.rows, states.bytes, states.captures)
 
 
 def _notes(built: Built) -> list[str]:
@@ -103,8 +138,17 @@ def _notes(built: Built) -> list[str]:
         notes.append(f"no text: {built.loaded.without_text}; it is asked in token ids")
     elif not built.voice.has_chat:
         notes.append("no chat template: it continues text, and cannot be given messages")
-    stuck = [group for group in built.guest.shape.groups if group.no_shift is not None]
-    notes.append(f"context shift: by reading again ({stuck[0].no_shift})" if stuck else "context shift: in place")
+    if (reason := context_reason(built.guest.model)) is not None:
+        notes.append(f"context: {reason}")
+    stuck = [group.no_shift for group in built.guest.shape.groups if group.no_shift is not None]
+    if built.guest.shape.recurrent is not None:
+        stuck.append("what was read cannot be taken out of the state of its recurrent layers")
+    notes.append(f"context shift: by reading again ({stuck[0]})" if stuck else "context shift: in place")
+    if built.capacity.states.sequences < built.settings.max_sequences:
+        notes.append(
+            f"{built.capacity.states.sequences} answers at once, not {built.settings.max_sequences}: there are rows of "
+            f"recurrent state for no more; raise cache_bytes"
+        )
     packing = built.packing
     if packing is not None:
         notes.append(f"{packing.layers} linear layers packed for oneDNN ({packing.bytes} bytes)")

@@ -7,7 +7,7 @@ with Engine() as engine:
 import operator
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import count
 from pathlib import Path
@@ -15,10 +15,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, overload
 
 from kvcellar.engine.request import Request, fresh_seed
-from kvcellar.engine.result import Collector, Result
+from kvcellar.engine.result import Collector, Result, Ticket
 from kvcellar.engine.settings import Settings
+from kvcellar.engine.stream import Stream
 from kvcellar.errors import BadRequest, Overloaded, PromptTooLong
-from kvcellar.events import Event, Piece
+from kvcellar.events import Event
 from kvcellar.sample.params import SamplingParams, check_ids
 
 if TYPE_CHECKING:
@@ -63,7 +64,11 @@ class GroupStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """How an engine is doing, at one moment between two steps."""
+    """How an engine is doing, at one moment between two steps.
+
+    `cache_bytes` are held; a step takes up to `scratch_bytes` more and an edit up to `staging_bytes`. All three
+    together never exceed `limit_bytes`.
+    """
 
     running: int
     waiting: int
@@ -71,18 +76,17 @@ class EngineStats:
     steps: int
     preemptions: int
     cache_bytes: int
+    scratch_bytes: int
+    staging_bytes: int
+    limit_bytes: int
     groups: tuple[GroupStats, ...]
+    rows: int  # of recurrent state, the null row apart
+    rows_used: int
+    state_bytes: int
 
     @property
     def cells_used(self) -> int:
         return sum(group.used for group in self.groups)
-
-
-class Ticket:
-    """A request that has been submitted."""
-
-    def __init__(self, cancel: Callable[[], None]) -> None:
-        self.cancel = cancel  # from any thread, at any moment, any number of times
 
 
 class Engine:
@@ -196,10 +200,15 @@ class Engine:
             self._checked(ids, params)
         return self._together(every, params)
 
-    def stream(self, prompt: Prompt, **sampling: Any) -> Iterator[Piece]:
-        """Pieces of the answer as they come. Leaving the iterator early cancels the request."""
+    def stream(self, prompt: Prompt, **sampling: Any) -> Stream:
+        """Pieces of the answer as they come, with `for` or with `async for`. Leaving early cancels the request."""
         params = self.params(**sampling)
-        return self._stream(self._ids(prompt), params)
+
+        def submit(deliver: Callable[[Event], None]) -> Ticket:
+            self._loop.check_caller()
+            return self.submit(self._ids(prompt), params, deliver=deliver)
+
+        return Stream(submit, params.n)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> Result:
         """The assistant's next message of a conversation."""
@@ -234,7 +243,7 @@ class Engine:
 
     def capacity(self) -> str:
         """How the bytes were turned into cells, in words."""
-        return self._built.explained
+        return str(self._built.capacity)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -243,13 +252,6 @@ class Engine:
         self._loop.check_caller()
         collector = Collector(params.n)
         return collector, self.submit(ids, params, deliver=collector.deliver, session=session)
-
-    def _stream(self, ids: Sequence[int], params: SamplingParams) -> Iterator[Piece]:
-        collector, ticket = self.start(ids, params)
-        try:
-            yield from collector.pieces()
-        finally:
-            ticket.cancel()
 
     def _wait(self, ids: Sequence[int], params: SamplingParams) -> Result:
         collector, ticket = self.start(ids, params)
@@ -316,10 +318,7 @@ class Engine:
         prompt = tuple(self._token(token) for token in prompt_ids)
         vocab = self.model.vocab_size
         check_ids(params, vocab)
-        if params.n > self._built.settings.max_sequences:
-            raise BadRequest(
-                f"n is {params.n}; at most {self._built.settings.max_sequences} answers are written at once", "n"
-            )
+        self._built.check_answers(params.n)
         if params.stop and not self.model.has_text:
             raise BadRequest("stop strings need a tokenizer, and this model has none; use stop_token_ids", "stop")
         self._built.check_fits(len(prompt))
@@ -346,7 +345,13 @@ class Engine:
             steps=self._loop.steps,
             preemptions=scheduler.preemptions,
             cache_bytes=memory.bytes,
+            scratch_bytes=memory.scratch,
+            staging_bytes=memory.staging,
+            limit_bytes=self._built.capacity.budget,
             groups=groups,
+            rows=(rows := memory.capacity_rows() or 0),
+            rows_used=rows - (memory.free_rows() or 0),
+            state_bytes=self._built.capacity.states.bytes,
         )
 
     def _check(self) -> None:

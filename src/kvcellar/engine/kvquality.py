@@ -42,6 +42,14 @@ class KvQuality:
     agreement: float | None
     refused: str | None = None
 
+    def __str__(self) -> str:
+        if self.kl is None or self.agreement is None:
+            return f"{self.stored:16} refused: {self.refused}"
+        return (
+            f"{self.stored:16} {self.bytes_per_token:7} bytes a token, KL {self.kl:.1e} nats, "
+            f"same most likely token {self.agreement:.1%}"
+        )
+
 
 @dataclass(slots=True)
 class _Tried:
@@ -60,10 +68,12 @@ def kv_quality(
     """Try `ways` on `lines` samples of `tokens` tokens each, or of the model's context if that is less."""
     if tokens < 1 or lines < 1:
         raise BadRequest(f"a sample needs at least one line of one token, not {lines} of {tokens}")
+    if not guest.shape.groups:  # a purely recurrent model stores no K/V
+        return []
     plain = guest.storing(StoredAs(), backends)
     tokens = min(tokens, context_of(guest.model))
     cells = {group.name: lines * tokens for group in guest.shape.groups}
-    texts = _written(plain, plain.memory(cells), lines, tokens)
+    texts = _written(plain, plain.memory(cells, rows=2 * lines), lines, tokens)
     tried: list[_Tried] = []
     refused: dict[str, str] = {}
     for way in ways:
@@ -72,8 +82,8 @@ def kv_quality(
         except NoBackend as error:
             refused[way] = str(error)
         else:
-            tried.append(_Tried(way, twin, twin.memory(cells)))
-    _compare(plain, plain.memory(cells), tried, texts)
+            tried.append(_Tried(way, twin, twin.memory(cells, rows=2 * lines)))
+    _compare(plain, plain.memory(cells, rows=2 * lines), tried, texts)
     by_way = {one.way: _result(one, lines * tokens) for one in tried}
     return [by_way[way] if way in by_way else KvQuality(way, 0, 0, None, None, refused[way]) for way in ways]
 

@@ -65,6 +65,8 @@ class Loop:
         with self._gate:
             if not self._open:
                 raise EngineClosed("the engine is closed; open a new one")
+            if not self._thread.is_alive():
+                raise EngineClosed("the engine's thread did not come along into this forked process; open a new one")
             self._inbox.put(call)
 
     def ask(self, question: Callable[[], T]) -> T:
@@ -158,16 +160,15 @@ class Loop:
         """
         span = line.excess(self._context)
         assert span is not None, "a line without anything to forget should have ended"
-        moved = False
-        while line in self.scheduler.running and not moved:
+        while line in self.scheduler.running:
             try:
-                moved = self.cellar.shift(line, span)
+                if not self.cellar.shift(line, span):
+                    self.cellar.forget(line, span)
+                return
             except CacheFull:
-                if self.cellar.reclaim() or self.scheduler.send_back_youngest(line):
-                    continue
-            if not moved:
-                line.forget(span)
-                self.scheduler.send_back(line)
+                if not self.cellar.reclaim() and not self.scheduler.send_back_youngest(line):
+                    self.cellar.forget(line, span)
+                    return
 
     def _turn(self) -> None:
         for line in list(self.scheduler.running):

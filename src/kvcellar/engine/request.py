@@ -20,6 +20,7 @@ from kvcellar.sample.choice import Choice
 from kvcellar.sample.params import SamplingParams
 from kvcellar.spans import Span
 from kvcellar.text.output import Output
+from kvcellar.text.stops import Stops
 
 
 class Stage(Enum):
@@ -34,7 +35,7 @@ class Stage(Enum):
 NEXT = {
     Stage.WAITING: {Stage.READING, Stage.DONE},
     Stage.READING: {Stage.WRITING, Stage.WAITING, Stage.DONE},  # WAITING: preempted
-    Stage.WRITING: {Stage.WAITING, Stage.DONE},
+    Stage.WRITING: {Stage.READING, Stage.WAITING, Stage.DONE},  # READING: a part of its text is read again
     Stage.DONE: set[Stage](),
 }
 
@@ -47,6 +48,7 @@ class Request:
     params: SamplingParams
     deliver: Callable[[Event], None]
     session: int | None = None
+    stops: Stops = field(init=False)  # of all its lines
     number: int = -1
     lines: list["Line"] = field(default_factory=list["Line"])
     cached: int = 0
@@ -56,6 +58,9 @@ class Request:
     admitted: float | None = None
     first_token: float | None = None
     last_token: float | None = None
+
+    def __post_init__(self) -> None:
+        self.stops = Stops(self.params.stop)
 
     def tell(self, event: Event) -> None:
         if self.over or self.deaf:
@@ -124,9 +129,8 @@ class Line:
 
     def excess(self, context: int) -> Span | None:
         """What to forget so that it can go on: half of what is behind what it keeps; None if that is nothing."""
-        keep = len(self.request.prompt) if self.request.params.num_keep < 0 else self.request.params.num_keep
-        count = (context - keep) // 2
-        return Span(keep, keep + count) if count > 0 else None
+        keep = self.request.params.num_keep
+        return forgettable(context, len(self.request.prompt) if keep < 0 else keep)
 
     def full(self, context: int) -> bool:
         """Does memory hold as much of it as there may be, and there is more to read?"""
@@ -139,10 +143,13 @@ class Line:
         self.read -= len(span)
         self._leave_out(span)
 
-    def forget(self, span: Span) -> None:
-        """Leave `span` out of the tokens, as if it had never been there: what is left has to be read anew."""
+    def forget(self, span: Span, kept: int) -> None:
+        """Leave `span` out of the tokens, as if it had never been there: all but the first `kept` is read again."""
         self.shifted.clear()
+        self.read = kept
         self._leave_out(span)
+        if self.stage is Stage.WRITING:
+            self.become(Stage.READING)
 
     def recall(self) -> None:
         """Undo the shifts: memory has been given back, and will be made again from the beginning."""
@@ -189,6 +196,12 @@ class Line:
         self.request.tell(Finished(self.choice.choice, "stop" if self.output.met else reason, self.output.met))
         if all(line.stage is Stage.DONE for line in self.request.lines):
             self.request.conclude()
+
+
+def forgettable(context: int, keep: int) -> Span | None:
+    """What a text that fills the context forgets so that it can go on; None if nothing is behind what it keeps."""
+    count = (context - keep) // 2
+    return Span(keep, keep + count) if count > 0 else None
 
 
 def fresh_seed() -> int:

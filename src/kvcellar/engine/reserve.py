@@ -1,14 +1,16 @@
 """reserve: what a step takes beside the planes, learned by trying it before anybody asks.
 
-Two kinds of step are tried on a small memory of the model, reserved, so that nothing is remembered: one that reads a
-long prompt, and one that writes a token for every sequence. Running them at full size would take seconds on a CPU, so
+Two kinds of step are tried on a small memory of the model, reserved, so that nothing is remembered: one that reads
+long prompts, and one that writes a token for every sequence. Running them at full size would take seconds on a CPU, so
 small ones of a few sizes are run, and their bytes are continued to the full size along straight lines, in rows and in
 tokens remembered. Where attention works block by block, or in windows, the truth is less than that.
 """
 
+import gc
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
 from weakref import finalize
 
@@ -21,27 +23,44 @@ from kvcellar.engine.settings import Capacity
 from kvcellar.errors import CapacityTooSmall
 from kvcellar.models.guest import Guest
 from kvcellar.plan import Batch, Feed
+from kvcellar.sample.choice import Choice
+from kvcellar.sample.draw import draw
+from kvcellar.sample.params import MAX_LOGPROBS, SamplingParams
+from kvcellar.sample.processors import MAX_VOCAB
 from kvcellar.spans import Span
 
 ROWS = (136, 160)  # of a prompt: both more than a block of rows that a backend scores at once
 WRITERS = (1, 3)
 REMEMBERED = (16, 48)
+HUNGRY = SamplingParams(
+    top_k=1000, top_p=0.9, typical_p=0.9, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.1, logprobs=MAX_LOGPROBS
+)
 
 
-def scratch(guest: Guest, *, context: int, max_sequences: int, step_tokens: int) -> int:
-    """Bytes that a step of this model takes at most beside weights and planes."""
+def scratch(guest: Guest, *, context: int, step_tokens: int) -> Callable[[int, int, int], int]:
+    """Bytes that a step of this model takes at most beside weights and planes, draws included, as a function: of how
+    many tokens one sequence may have, up to `context`, how many are in memory at once, and how many sequences write.
+
+    Steps here keep all of their tokens or none. One of revertible feeds also holds, until it ends, what tells recurrent
+    states in between; reserved with such feeds its peak has that, but not what `commit` takes to work out a part.
+    """
     memory = guest.memory({group.name: ROWS[-1] + REMEMBERED[-1] for group in guest.shape.groups})
 
-    def read(rows: int, remembered: int) -> int:
-        return _tried(guest, memory, _prompt(rows, min(remembered + rows, context)))
+    @cache
+    def read(rows: int, remembered: int) -> int:  # as if no row were among what is remembered
+        return _tried(guest, memory, _prompts(rows, min(remembered + rows, context)))
 
+    @cache
     def write(writers: int, remembered: int) -> int:
         return _tried(guest, memory, _writers(writers, min(remembered + 1, context)))
 
-    rows = min(step_tokens, context)
-    prompt = continued(read, (rows, context), (ROWS, REMEMBERED))  # as if no row were among what is remembered
-    writers = min(max_sequences, step_tokens) if guest.mode == "flat" else 1
-    return max(prompt, continued(write, (writers, context - 1), (WRITERS, REMEMBERED)))
+    def most(longest: int, tokens: int, sequences: int) -> int:
+        rows = min(step_tokens, tokens if guest.mode == "flat" else longest)
+        writers = min(sequences, step_tokens, tokens) if guest.mode == "flat" else 1
+        prompts = continued(read, (rows, longest), (ROWS, REMEMBERED))
+        return max(prompts, continued(write, (writers, max(1, longest - 1)), (WRITERS, REMEMBERED)))
+
+    return most
 
 
 def prove(guest: Guest, memory: Memory, *, context: int, max_sequences: int, step_tokens: int) -> None:
@@ -57,7 +76,7 @@ def prove(guest: Guest, memory: Memory, *, context: int, max_sequences: int, ste
     end = bisect_left(range(1, context + 1), True, key=lambda end: not held(end))  # the longest that all groups hold
     rows = min(step_tokens, end)
     writers = min(max_sequences, step_tokens) if guest.mode == "flat" else 1
-    for feeds in (_prompt(rows, end), _writers(writers, end)) if end else ():
+    for feeds in (_prompts(rows, end), _writers(writers, end)) if end else ():
         try:
             _tried(guest, memory, feeds)
         except torch.OutOfMemoryError as error:
@@ -68,8 +87,10 @@ def prove(guest: Guest, memory: Memory, *, context: int, max_sequences: int, ste
             ) from error
 
 
-def _prompt(rows: int, end: int) -> list[Feed]:
-    return [Feed(0, Span(end - rows, end))]
+def _prompts(rows: int, end: int) -> list[Feed]:
+    """So many rows of sequences that end at `end`: of one, if it is long enough."""
+    starts = range(0, rows, end)
+    return [Feed(seq, Span(end - min(end, rows - start), end)) for seq, start in enumerate(starts)]
 
 
 def _writers(writers: int, end: int) -> list[Feed]:
@@ -79,14 +100,35 @@ def _writers(writers: int, end: int) -> list[Feed]:
 def _tried(guest: Guest, memory: Memory, feeds: Sequence[Feed]) -> int:
     """Bytes of one reserved step, of which nothing stays."""
     batch = Batch(tuple(feeds))
-    with peak(guest.device) as meter:
+    with _uncollected(), peak(guest.device) as meter:
         plan = memory.begin(batch, reserve=True)
         try:
             ids = torch.zeros(batch.tokens, dtype=torch.long, device=guest.device)
-            guest.forward(memory, plan, ids, torch.arange(len(feeds), device=guest.device))
+            logits = guest.forward(memory, plan, ids, torch.arange(len(feeds), device=guest.device))
+            _draw(logits)
         finally:
             memory.abandon()
     return meter.bytes
+
+
+@torch.inference_mode()
+def _draw(logits: Tensor) -> None:
+    """Draw from logits [R,V] with everything that a request may ask for."""
+    vocab = min(logits.shape[1], MAX_VOCAB)
+    choice = Choice(HUNGRY, seed=0, choice=0, prompt_ids=(), vocab_size=vocab, end_ids=frozenset())
+    draw(logits, [choice] * len(logits), [0] * len(logits))
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Within the block cyclic garbage stays, so that the same step takes the same bytes whenever it is tried."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def continued(
@@ -110,13 +152,13 @@ def _points(full: int, small: tuple[int, int]) -> tuple[tuple[int, ...], tuple[f
     return (a, b), (1 - slope, slope)
 
 
-def check_room(capacity: Capacity, device: torch.device, needed: int, free: int) -> None:
-    """Raise `CapacityTooSmall` unless the planes and the `needed` bytes of a step go into what is free."""
-    if capacity.bytes + needed > free:
+def check_room(capacity: Capacity, device: torch.device, free: int) -> None:
+    """Raise `CapacityTooSmall` unless the planes, a step and an edit go into what is free."""
+    if capacity.total > free:
         raise CapacityTooSmall(
-            f"{capacity.bytes} bytes for {capacity.tokens} tokens ({capacity.because}) cannot be had on {device}: a "
-            f"step takes {needed} more, and {free} are free. Lower cache_bytes; or lower step_tokens, max_sequences or "
-            f"context, which makes a step smaller."
+            f"{capacity.bytes} bytes for {capacity.holds} ({capacity.because}) cannot be had on {device}: a "
+            f"step takes {capacity.scratch} more, an edit {capacity.staging}, and {free} are free. Lower cache_bytes; "
+            f"or lower step_tokens, max_sequences or context, which makes a step smaller."
         )
 
 

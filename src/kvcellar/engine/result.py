@@ -1,9 +1,10 @@
 """result: what a request came to, collected from its events."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
+from kvcellar.errors import WrongStage
 from kvcellar.events import Done, Event, Failed, Finished, FinishReason, Piece, Timings, TokenLogprob, Usage
 
 
@@ -44,6 +45,13 @@ class Result:
         return self.choices[0].logprobs
 
 
+class Ticket:
+    """A request that has been submitted."""
+
+    def __init__(self, cancel: Callable[[], None]) -> None:
+        self.cancel = cancel  # from any thread, at any moment, any number of times
+
+
 class Collector:
     """Receives a request's events on the engine's thread and hands them out on the caller's."""
 
@@ -51,19 +59,40 @@ class Collector:
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._pieces: list[list[Piece]] = [[] for _ in range(n)]
         self._finished: dict[int, Finished] = {}
+        self._done: Done | None = None
         self.deliver = self._events.put
+
+    @property
+    def over(self) -> bool:
+        """Has the end been handed out?"""
+        return self._done is not None
 
     def pieces(self) -> Iterator[Piece]:
         """Pieces as they come, until the request is over. Raises the request's error."""
-        while not isinstance(event := self._events.get(), Done):
-            if isinstance(event, Failed):
-                raise event.error
-            if isinstance(event, Piece):
+        while self._done is None:
+            yield from self._take(self._events.get())
+
+    def arrived(self) -> Iterator[Piece]:
+        """Pieces that have come, without waiting for more. Raises the request's error."""
+        while self._done is None:
+            try:
+                event = self._events.get_nowait()
+            except Empty:
+                return
+            yield from self._take(event)
+
+    def _take(self, event: Event) -> tuple[Piece, ...]:
+        match event:
+            case Piece():
                 self._pieces[event.choice].append(event)
-                yield event
-            elif isinstance(event, Finished):
+                return (event,)
+            case Finished():
                 self._finished[event.choice] = event
-        self._done = event
+            case Failed(error=error):
+                raise error
+            case Done():
+                self._done = event
+        return ()
 
     def result(self) -> Result:
         """Wait for the end. Raises the request's error."""
@@ -72,7 +101,9 @@ class Collector:
         return self.collected()
 
     def collected(self) -> Result:
-        """After `pieces` has come to its end."""
+        """All of it, when it is over. Raises `WrongStage` before."""
+        if self._done is None:
+            raise WrongStage("the answer has not come to its end")
         choices = tuple(self._answer(index) for index in sorted(self._finished))
         return Result(choices, self._done.usage, self._done.timings)
 

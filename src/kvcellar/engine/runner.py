@@ -47,7 +47,6 @@ class Runner:
         except Exception as error:  # noqa: BLE001 - logged, and told to whomever it concerns
             self._apart(shares, error)
             return
-        self._memory.commit()
         for line, count in shares:
             line.read += count
         self._write([share.line for share in shares if not share.line.unread], logits)
@@ -62,14 +61,19 @@ class Runner:
             self._together([share])
 
     def _forward(self, shares: Sequence[Share]) -> Tensor:
-        """Logits [R,V] of the last token of every line that is read to its end. The memory's step stays open."""
-        feeds = tuple(Feed(_seq(line), Span(line.read, line.read + count)) for line, count in shares)
+        """Logits [R,V] of the last token of every line that is read to its end. The step is kept, or raises.
+
+        Keeping it may raise, too: a model that passes over one of its recurrent layers has left no state there.
+        """
+        feeds = tuple(_feed(line, count) for line, count in shares)
         plan = self._memory.begin(Batch(feeds))
         try:
-            return self._guest.forward(self._memory, plan, *self._inputs(shares))
+            logits = self._guest.forward(self._memory, plan, *self._inputs(shares))
+            self._memory.commit()
         except BaseException:
             self._memory.abandon()
             raise
+        return logits
 
     def _inputs(self, shares: Sequence[Share]) -> tuple[Tensor, Tensor]:
         """Token ids [T] of the step, and the rows [R] whose logits are wanted."""
@@ -129,6 +133,13 @@ class Runner:
 
 def _failure(what: str, error: Exception) -> EngineFailed:
     return EngineFailed(f"{what} failed with {type(error).__name__}: {error}")
+
+
+def _feed(line: Line, count: int) -> Feed:
+    """Where a piece of a session's prompt ends, the next turn may part from it, so recurrent state is kept there. The
+    last piece is of one token: who parts from it there goes on from the piece before."""
+    capture = line.request.session is not None and line.stage is Stage.READING and count < line.unread
+    return Feed(_seq(line), Span(line.read, line.read + count), capture=capture)
 
 
 def _seq(line: Line) -> int:

@@ -34,6 +34,10 @@ class Cellar(Protocol):
         """Give a line its sequence; answers how many of its tokens are in memory already."""
         ...
 
+    def border(self, line: Line) -> int:
+        """How many of a running line's tokens may be in memory after the next step."""
+        ...
+
     def release(self, line: Line) -> None:
         """Forget the line's sequence."""
         ...
@@ -124,7 +128,7 @@ class Scheduler:
         while line in self.running:
             room = min(step.left, self._free() - step.tokens)
             if room >= 1:
-                step.give(line, min(line.unread, room, self._context - line.read))
+                step.give(line, min(room, min(self._cellar.border(line), self._context) - line.read))
                 return True
             if self._cellar.reclaim():
                 continue
@@ -155,7 +159,7 @@ class Scheduler:
         if not self.waiting or not step.left:
             return False
         line = self.waiting[0]
-        if self.running and sum(map(_slots, self.running)) + _slots(line) > self._max_sequences:
+        if sum(map(_slots, self.running)) + _slots(line) > self._max_sequences:
             return False
         while not self._fits(line, step):
             if self._cellar.reclaim(sparing=line):
@@ -195,7 +199,7 @@ class Scheduler:
 
     def _free(self) -> int:
         """Free cells of the group that has the fewest: every token of a step takes one in each."""
-        return min(self._cellar.free().values())
+        return min(self._cellar.free().values(), default=self._step_tokens)  # a purely recurrent model takes none
 
     def check(self) -> None:
         """Assert what is always true between steps."""

@@ -1,21 +1,56 @@
 """session: a conversation whose memory stays between its turns. What is sent is read; what was read is not read again.
 
+With `shift`, a conversation may outgrow the context. A turn then begins without the oldest part: in a chat without its
+oldest turns, else without as many tokens behind the first `num_keep` as shifts would have forgotten by now. What is
+sent is never cut.
+
 Always true:
-  * `tokens` are all tokens of the conversation; memory may hold any prefix of them, or nothing, and it only costs time;
+  * a turn's answer is that of a fresh engine to the turn's prompt, which follows from `tokens` or `messages` alone:
+    memory may hold any prefix of it, or nothing, and it only costs time;
   * a session has at most one request under way.
+
+That is why what a shift moved is not gone on from in the next turn: its K/V encode what was forgotten, and could not be
+made again once memory was needed for others. Half a context is forgotten at once, so it is read again once in so long.
 """
 
 import threading
+from bisect import bisect_left
 from collections.abc import Generator, Sequence
 from contextlib import closing
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from kvcellar.engine.cellar import common_prefix
+from kvcellar.engine.request import forgettable
 from kvcellar.engine.result import Collector, Result
 from kvcellar.errors import BadRequest
 from kvcellar.events import Piece
+from kvcellar.sample.params import SamplingParams
 
 if TYPE_CHECKING:
     from kvcellar.engine.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A turn that begins: its prompt, and the text that it is of."""
+
+    prompt: list[int]
+    text: list[int]
+    params: SamplingParams
+    messages: Sequence[dict[str, Any]] = ()
+    forgotten: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What a turn read, and what there was before it: the first `common` tokens of now, then `rest`."""
+
+    prompt: int
+    common: int
+    rest: tuple[int, ...]
+    messages: int
+    forgotten: int
 
 
 class Session:
@@ -26,10 +61,11 @@ class Session:
         self._busy = threading.Lock()
         self._closed = False
         engine._loop.open_session(number)
-        self.tokens: list[int] = []
-        self.messages: list[dict[str, Any]] = []  # of a chat
+        self.tokens: list[int] = []  # all of the text; of a chat, the last turn's prompt and answer
+        self.messages: list[dict[str, Any]] = []  # of a chat, all of them
         self.last: Result | None = None  # of the last turn that came to its end
-        self._turns: list[tuple[int, int]] = []  # (tokens, messages) at the end of each turn
+        self._forgotten = 0  # messages at the beginning that turns begin without
+        self._turns: list[_Turn] = []
 
     def send(self, text: str | Sequence[int], **sampling: Any) -> Result:
         """Add a turn and wait for the answer. If it fails, the session is as it was before."""
@@ -59,6 +95,7 @@ class Session:
         with self._alone():
             twin = self._engine.session(chat=self._chat)
             twin.tokens, twin.messages, twin._turns = list(self.tokens), list(self.messages), list(self._turns)
+            twin._forgotten = self._forgotten
             number, other = self._number, twin._number
             self._engine._loop.ask(lambda: self._engine._loop.cellar.fork_session(number, other))
             return twin
@@ -68,9 +105,11 @@ class Session:
         with self._alone():
             if not isinstance(turns, int) or isinstance(turns, bool) or not 0 <= turns <= len(self._turns):
                 raise BadRequest(f"{turns!r} turns cannot be forgotten; there are {len(self._turns)}", "turns")
-            del self._turns[len(self._turns) - turns :]
-            tokens, messages = self._turns[-1] if self._turns else (0, 0)
-            del self.tokens[tokens:], self.messages[messages:]
+            for _ in range(turns):
+                turn = self._turns.pop()
+                self.tokens[turn.common :] = turn.rest
+                del self.messages[turn.messages :]
+                self._forgotten = turn.forgotten
 
     def close(self) -> None:
         """Give back what the session holds in memory. A turn that is under way is cancelled. May be called again."""
@@ -85,18 +124,23 @@ class Session:
             params = self._engine.params(**sampling)
             if params.n != 1:
                 raise BadRequest(f"n is {params.n}; a turn of a session has one answer. Fork the session instead.", "n")
-            prompt, messages = self._prompt(text)
-            collector, ticket = self._engine.start(prompt, params, session=self._number)
+            asked = self._chatted(text, params) if self._chat else self._continued(text, params)
+            collector, ticket = self._engine.start(asked.prompt, asked.params, session=self._number)
             try:
                 yield collector
                 yield from collector.pieces()
             finally:
                 ticket.cancel()
-            answer = collector.collected()
-            self.tokens = [*prompt, *self._told(answer)]
-            self.messages = [*messages, {"role": "assistant", "content": answer.text}] if messages else []
-            self.last = answer
-            self._turns.append((len(self.tokens), len(self.messages)))
+            self._conclude(asked, collector.collected())
+
+    def _conclude(self, asked: _Asked, answer: Result) -> None:
+        tokens = [*asked.text, *self._told(answer)]
+        common = common_prefix(self.tokens, tokens)
+        rest = tuple(self.tokens[common:])
+        self._turns.append(_Turn(len(asked.prompt), common, rest, len(self.messages), self._forgotten))
+        self.tokens, self.last, self._forgotten = tokens, answer, asked.forgotten
+        if asked.messages:
+            self.messages = [*asked.messages, {"role": "assistant", "content": answer.text}]
 
     def _told(self, answer: Result) -> Sequence[int]:
         """The tokens of an answer as it was told. Those that made up a stop string go beyond its text."""
@@ -104,19 +148,40 @@ class Session:
             return answer.token_ids
         return self._engine.encode(answer.text, special=False) if answer.text else []
 
-    def _prompt(self, text: str | Sequence[int]) -> tuple[list[int], list[dict[str, Any]]]:
-        """The tokens of the conversation with `text` added, and its messages if it is one by template."""
-        if self._chat:
-            if not isinstance(text, str):
-                raise BadRequest(
-                    "the turns of a chat are texts; open a session with chat=False for token ids", "prompt"
-                )
-            messages = [*self.messages, {"role": "user", "content": text}]
-            return self._engine.render(messages), messages
+    def _continued(self, text: str | Sequence[int], params: SamplingParams) -> _Asked:
+        """All tokens with those of `text`. `num_keep` -1 keeps the prompt of the first turn."""
+        if isinstance(text, str):
+            new = self._engine.encode(text, special=False if self.tokens else None)  # what opens a text opens it once
+        else:
+            new = self._engine._ids(text)
+        if params.num_keep < 0 and self._turns:
+            params = replace(params, num_keep=self._turns[0].prompt)
+        whole = [*self.tokens, *new]
+        return _Asked(self._cut(whole, len(new), params) if params.shift else whole, whole, params)
+
+    def _cut(self, whole: list[int], new: int, params: SamplingParams) -> list[int]:
+        """`whole` as it is after the shifts that bring it within the context; its last `new` tokens all stay."""
+        context, old = self._engine.model.context, len(whole) - new
+        span = forgettable(context, params.num_keep) if old else None
+        if len(whole) <= context or span is None or old <= span.start:
+            return whole
+        shifts = -(-(len(whole) - context) // len(span))
+        return whole[: span.start] + whole[min(span.start + shifts * len(span), old) :]
+
+    def _chatted(self, text: str | Sequence[int], params: SamplingParams) -> _Asked:
+        """The conversation with one more message. If it must forget, whole turns go, until half the context is free."""
         if not isinstance(text, str):
-            return [*self.tokens, *self._engine._ids(text)], []
-        ids = self._engine.encode(text, special=False if self.tokens else None)  # what opens a text opens it once
-        return [*self.tokens, *ids], []
+            raise BadRequest("the turns of a chat are texts; open a session with chat=False for token ids", "prompt")
+        messages = [*self.messages, {"role": "user", "content": text}]
+        forgotten = self._forgotten
+        prompt = self._engine.render(messages[forgotten:])
+        if params.shift and len(prompt) > self._engine.model.context:
+            starts = range(forgotten + 2, len(messages), 2)  # a user's message is followed by its answer
+            half = self._engine.model.context // 2
+            at = bisect_left(starts, True, key=lambda start: len(self._engine.render(messages[start:])) <= half)
+            forgotten = starts[at] if at < len(starts) else len(messages) - 1
+            prompt = self._engine.render(messages[forgotten:])
+        return _Asked(prompt, prompt, params, messages, forgotten)
 
     def _alone(self) -> "_Alone":
         if self._closed:

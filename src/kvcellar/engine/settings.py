@@ -2,7 +2,8 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -11,6 +12,7 @@ from kvcellar.contracts import Layout, StoredAs
 from kvcellar.errors import BadRequest, CapacityTooSmall
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+MOST_CAPTURES = 1024  # states kept to go back to
 SHARE_OF_FREE = {"cpu": 0.3, "cuda": 0.85}  # a CPU's memory is also everybody else's
 
 
@@ -20,7 +22,7 @@ class Settings:
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: as stored
     device: str = "auto"  # auto: CUDA if there is one
-    cache_bytes: int | None = None  # None: what is free, but no more than max_sequences full contexts take
+    cache_bytes: int | None = None  # for K/V, with what a step and an edit take; None: a share of what is free
     context: int | None = None  # tokens of one sequence; None: what the model is made for
     max_sequences: int = 64  # answers being written at once
     step_tokens: int = 512  # new tokens in one step
@@ -55,58 +57,163 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What one group costs: bytes of a cell in all its layers, and its layout. Places are a multiple of `padding`, and
-    `fixed` bytes are there however many they are."""
+    """What one group costs: its layout, and bytes by number of cells, of its planes and of an edit that is made."""
 
     name: str
     layout: Layout
-    bytes_per_cell: int
-    padding: int = 1
-    fixed: int = 0
+    bytes: Callable[[int], int]
+    staging: Callable[[int], int]
 
-    def bytes(self, cells: int) -> int:
-        """Bytes of so many cells, with the null cell, the padding and what is fixed."""
-        return -(-(cells + 1) // self.padding) * self.padding * self.bytes_per_cell + self.fixed
+
+@dataclass(frozen=True, slots=True)
+class RowShare:
+    """Rows of recurrent state. Each of `sequences` running at once has one and takes another in a step; as many as
+    `captures` are kept to go back to, and as many sessions may rest, with a row each."""
+
+    sequences: int
+    captures: int = 0
+    bytes_per_row: int = 0
+
+    @property
+    def rows(self) -> int:
+        return 2 * self.sequences + 2 * self.captures if self.bytes_per_row else 0
+
+    @property
+    def bytes(self) -> int:
+        """With the null row."""
+        return (self.rows + 1) * self.bytes_per_row
+
+
+def share_rows(bytes_per_row: int, *, budget: int, because: str, max_sequences: int) -> RowShare:
+    """How many rows of recurrent state to have: as many sequences as half of `budget` can serve, up to `max_sequences`,
+    and captures in a sixteenth of it, but one for each of the sequences at least, and `MOST_CAPTURES` at most.
+
+    Raises `CapacityTooSmall` if not even one sequence fits.
+    """
+    if not bytes_per_row:
+        return RowShare(max_sequences)
+    sequences = min(max_sequences, (budget // 2 // bytes_per_row - 1) // 4)
+    if sequences < 1:
+        raise CapacityTooSmall(
+            f"{budget} bytes ({because}) are too few: a row of recurrent state has {bytes_per_row}, five are the least "
+            f"that can work, and they may take half. Raise cache_bytes."
+        )
+    captures = max(sequences, min(MOST_CAPTURES, budget // 32 // bytes_per_row))
+    return RowShare(sequences, captures, bytes_per_row)
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Cells of each group, the bytes they take (null cells included), and why it came to that."""
+    """Cells of each group, what they take, and why it came to that: `bytes + scratch + staging <= budget`."""
 
     cells: Mapping[str, int]
-    bytes: int
-    tokens: int  # tokens of all sequences together that fit, windows and chunks taken into account
+    by_group: Mapping[str, int]  # bytes of its planes, null cells and padding included
+    states: RowShare
+    scratch: int  # bytes of a step
+    staging: int  # bytes of an edit
+    budget: int
+    tokens: int  # of all sequences together that fit, windows and chunks taken into account; all, if there are no cells
     because: str
+
+    @property
+    def bytes(self) -> int:
+        """Of all planes, and all states."""
+        return sum(self.by_group.values()) + self.states.bytes
+
+    @property
+    def total(self) -> int:
+        """The most that is there at once."""
+        return self.bytes + self.scratch + self.staging
+
+    @property
+    def holds(self) -> str:
+        """What there is room for, in words. Recurrent state does not grow with the text."""
+        return f"{self.tokens} tokens" if self.cells else f"{self.states.sequences} sequences of any length"
+
+    def __str__(self) -> str:
+        shares = [f"{name}: {self.cells[name]} cells in {size} bytes" for name, size in self.by_group.items()]
+        if self.states.bytes:
+            shares.append(f"recurrent: {self.states.rows} rows in {self.states.bytes} bytes")
+        groups = ", ".join(shares)
+        return (
+            f"{self.holds} in {self.bytes} bytes ({groups}); with {self.scratch} for a step and {self.staging} "
+            f"for edits that is {self.total} of {self.budget} ({self.because})"
+        )
 
 
 def resolve_capacity(
-    demands: Sequence[Demand], *, budget: int, because: str, context: int, max_sequences: int, step_tokens: int
+    demands: Sequence[Demand],
+    *,
+    budget: int,
+    because: str,
+    scratch: Callable[[int, int, int], int],
+    context: int,
+    max_sequences: int,
+    step_tokens: int,
+    bytes_per_row: int = 0,
 ) -> Capacity:
     """Divide `budget` bytes among groups so that all of them are full at the same number of tokens in use.
 
     With `x` tokens in use, a group needs `min(x, max_sequences * resting + step_tokens)` cells, where `resting` is the
     most that one sequence holds between steps. The largest such `x` is taken, and no more than full contexts need.
+    `scratch` says what a step takes of it, given how long one sequence may become, how many tokens fit, and how many
+    sequences write; and the staging of one group is left for edits. Recurrent state, of `bytes_per_row` a sequence,
+    comes first (`share_rows`). Without groups, tokens take nothing: a step may be as large as it is allowed to be.
+
+    Raises `CapacityTooSmall`.
     """
+    states = share_rows(bytes_per_row, budget=budget, because=because, max_sequences=max_sequences)
+    max_sequences = states.sequences
 
-    def cells(demand: Demand, tokens: int) -> int:
-        resting = demand.layout.most_cells(context, 0)
-        return min(tokens, max_sequences * resting + step_tokens)
+    def capacity(tokens: int, why: str) -> Capacity:
+        cells = {d.name: min(tokens, max_sequences * d.layout.most_cells(context, 0) + step_tokens) for d in demands}
+        longest = _longest(demands, cells, context)
+        return Capacity(
+            cells=cells,
+            states=states,
+            by_group={demand.name: demand.bytes(cells[demand.name]) for demand in demands},
+            scratch=scratch(longest, tokens, max_sequences),
+            staging=max((demand.staging(cells[demand.name]) for demand in demands), default=0),
+            budget=budget,
+            tokens=tokens,
+            because=why,
+        )
 
-    def size(tokens: int) -> int:
-        return sum(demand.bytes(cells(demand, tokens)) for demand in demands)
-
-    low, high = 0, max_sequences * context + step_tokens
-    most = high
+    most = max_sequences * context + step_tokens
+    if not demands:
+        return _stepping(capacity(most, because))
+    low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if size(middle) <= budget else (low, middle - 1)
+        low, high = (middle, high) if capacity(middle, because).total <= budget else (low, middle - 1)
     if low < 2:
+        least = capacity(2, because)
         raise CapacityTooSmall(
             f"{budget} bytes ({because}) hold {low} tokens of this model; two are the least that can work, which is "
-            f"{size(2)} bytes. Raise cache_bytes."
+            f"{least.total} bytes, {least.scratch} of them for a step. Raise cache_bytes."
         )
     why = because if low < most else f"all that {max_sequences} sequences of {context} tokens can use"
-    return Capacity({d.name: cells(d, low) for d in demands}, size(low), low, why)
+    return capacity(low, why)
+
+
+def _stepping(capacity: Capacity) -> Capacity:
+    """The same, of a model without cells, if its largest step goes into the budget."""
+    if capacity.total > capacity.budget:
+        raise CapacityTooSmall(
+            f"{capacity.budget} bytes ({capacity.because}) are too few: {capacity.states.rows} rows of recurrent state "
+            f"take {capacity.states.bytes}, and a step {capacity.scratch} more. Raise cache_bytes; or lower "
+            f"step_tokens or max_sequences."
+        )
+    return capacity
+
+
+def _longest(demands: Sequence[Demand], cells: Mapping[str, int], context: int) -> int:
+    """The most tokens that one sequence can have, alone in so many cells."""
+
+    def too_long(tokens: int) -> bool:
+        return any(demand.layout.most_cells(tokens, 1) > cells[demand.name] for demand in demands)
+
+    return max(1, bisect_left(range(1, context + 1), True, key=too_long))
 
 
 def free_cpu_bytes(root: Path = Path("/")) -> int:

@@ -5,8 +5,8 @@ from typing import Any
 
 from kvcellar.errors import BadRequest
 from kvcellar.models.load import TextAssets
-from kvcellar.sample.params import SamplingParams
 from kvcellar.text.output import Output
+from kvcellar.text.stops import Stops
 from kvcellar.text.stream import open_stream
 from kvcellar.text.template import ChatTemplate
 from kvcellar.text.tokens import Words
@@ -44,12 +44,12 @@ class Voice:
             raise BadRequest("this model has no chat template; give it a prompt instead of messages", "messages")
         return self._template.render(messages).encode(words)
 
-    def output(self, params: SamplingParams, prompt: Sequence[int]) -> Output:
+    def output(self, stops: Stops, prompt: Sequence[int]) -> Output:
         """The text of one answer: what is to be written behind the prompt's text."""
         if self._words is None:
-            return Output(None, params.stop)
+            return Output(None, stops)
         after = prompt[-1:] if prompt[-1] not in self._words.special_ids else ()
-        return Output(open_stream(self._words, after=after), params.stop)
+        return Output(open_stream(self._words, after=after), stops)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token adds to a text; they may be a part of a character."""
@@ -58,6 +58,8 @@ class Voice:
     def _known(self) -> Words:
         if self._words is None:
             raise BadRequest(
-                f"this model has no tokenizer ({self._why_not}); give it token ids instead of text", "prompt"
+                f"this model has no tokenizer ({self._why_not}); give it token ids instead of text, "
+                "as a list: from Python, or over HTTP",
+                "prompt",
             )
         return self._words

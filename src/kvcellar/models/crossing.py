@@ -18,7 +18,6 @@ Always true between two forwards:
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -145,16 +144,19 @@ class DecoderCache(GenerationCache):
                     self.memory.drop(seq)
 
     def _names(self, pending: Stored) -> list[str]:
-        """For every row a name of its input: that of the row before it, if it is the same (beams, several answers)."""
+        """For every row a name of its input: that of the first row which has the same (beams, several answers)."""
         if any(len(k) != len(self.rows) for k, _ in pending.values()):
             raise BadRequest(f"inputs of {len(next(iter(pending.values()))[0])} rows for {len(self.rows)} rows of text")
-        starts = [True]
-        for a, b in pairwise(range(len(self.rows))):
-            starts.append(not all(torch.equal(x[a], x[b]) for planes in pending.values() for x in planes))
+        planes = [plane for pair in pending.values() for plane in pair]
+        named: dict[int, str] = {}  # by the first row that has it
         names: list[str] = []
-        for new in starts:
-            self._inputs += new
-            names.append(f"input {self._inputs}")
+        for row in range(len(self.rows)):
+            equal = (name for first, name in named.items() if all(torch.equal(x[first], x[row]) for x in planes))
+            name = next(equal, None)
+            if name is None:
+                self._inputs += 1
+                name = named[row] = f"input {self._inputs}"
+            names.append(name)
         return names
 
     def check(self) -> None:
@@ -258,11 +260,11 @@ def crossing(model: PreTrainedModel, *, cells: int, input_cells: int) -> Crossin
     if not has_encoder and min(crossed) < min(own):
         raise ModelRefused(f"{type(model).__name__} looks at an encoder's output before it has stored a token")
     dtype, device = str(model.dtype).removeprefix("torch."), model.device
-    text = causal_shape(own, dtype=dtype, device=device.type).groups
+    text = causal_shape(own, None, dtype=dtype, device=device.type).groups
     behind = 1 + max(own.keys() | crossed.keys())
     inputs = tuple(
         replace(group, name=f"input {i}", layout=Input(input_cells), layers=tuple(behind + at for at in group.layers))
-        for i, group in enumerate(causal_shape(crossed, dtype=dtype, device=device.type).groups)
+        for i, group in enumerate(causal_shape(crossed, None, dtype=dtype, device=device.type).groups)
     )
     memory = Memory(
         text + inputs,

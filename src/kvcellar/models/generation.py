@@ -39,8 +39,17 @@ class GenerationCache(Cache):
 
     @classmethod
     def of(cls, model: PreTrainedModel, *, cells: int) -> "GenerationCache":
-        """For `model`, with room for `cells` tokens of all rows and beams together. Raises `ModelRefused`."""
+        """For `model`, with room for `cells` tokens of all rows and beams together.
+
+        Raises `ModelRefused` if the model stores nothing, or has recurrent layers: their states are not kept here.
+        """
         shape = stored_shape(model)
+        if shape.recurrent is not None:
+            layers = sorted(shape.recurrent.layers)
+            raise ModelRefused(
+                f"{type(model).__name__} keeps recurrent or convolution state in layers {layers}, which this cache "
+                f"does not keep; an engine serves it"
+            )
         device = model.device
         memory = Memory(
             shape.groups,

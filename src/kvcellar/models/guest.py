@@ -9,23 +9,25 @@ Always true:
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvcellar.attention.choose import Chosen, choose
-from kvcellar.cache.memory import Group, Memory
+from kvcellar.cache.memory import Memory
 from kvcellar.contracts import Backend, StoredAs
 from kvcellar.errors import KvcellarError, ModelRefused
-from kvcellar.models.facts import context_of, embedding_rows
+from kvcellar.models.facts import context_of, embedding_rows, first_position, random_text
+from kvcellar.models.mixers import install, uninstall
 from kvcellar.models.quiet import quiet
 from kvcellar.models.rope import with_rotations
-from kvcellar.models.seam import ATTENTION, FlatDoor, SoloDoor, opened, register
+from kvcellar.models.seam import ATTENTION, Door, FlatDoor, SoloDoor, current_door, opened, register
 from kvcellar.models.shape import PROBE_TOKENS, ProbeDoor, Shape, causal_shape, describe, differing
 from kvcellar.plan import Batch, Feed, Plan
 from kvcellar.spans import Span
@@ -54,6 +56,11 @@ class Verdict:
         return self.difference <= self.bound
 
 
+def cache_argument(accepts: frozenset[str]) -> str:
+    """What a model's forward calls its cache; some that have only recurrent layers call it otherwise."""
+    return "past_key_values" if "past_key_values" in accepts or "cache_params" not in accepts else "cache_params"
+
+
 class Guest:
     """Runs one model. Made by `adopt`; call `forward` between `Memory.begin` and `commit`."""
 
@@ -71,6 +78,7 @@ class Guest:
         self._offsets = offsets
         self.verdict: Verdict | None = None
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
+        self._first = first_position(model)
 
     @property
     def device(self) -> torch.device:
@@ -84,13 +92,28 @@ class Guest:
     def backends(self) -> dict[str, Backend]:
         return {name: chosen.backend for name, chosen in self.chosen.items()}
 
-    def memory(self, cells: Mapping[str, int]) -> Memory:
-        """A memory of this model's shape."""
-        return Memory(self.shape.groups, cells=cells, dtype=self.dtype, device=self.device, backend=self.backends)
-
-    def padding(self, group: Group) -> int:
-        """What the number of places of a group's planes is a multiple of."""
-        return 1 if group.plain else self.backends[group.name].padding
+    def memory(
+        self,
+        cells: Mapping[str, int],
+        *,
+        rows: int = 0,
+        captures: int = 0,
+        limits: int | None = None,
+        max_bytes: int | None = None,
+    ) -> Memory:
+        """A memory of this model's shape. The rest is as in `Memory`; `rows` are needed by recurrent layers only."""
+        return Memory(
+            self.shape.groups,
+            cells=cells,
+            dtype=self.dtype,
+            device=self.device,
+            backend=self.backends,
+            recurrent=self.shape.recurrent,
+            rows=rows,
+            captures=captures,
+            limits=limits,
+            max_bytes=max_bytes,
+        )
 
     def storing(self, stored: StoredAs, backends: Sequence[Backend]) -> "Guest":
         """The same model, its K/V stored as `stored` from now on. Raises `NoBackend` if nobody can read that."""
@@ -111,13 +134,19 @@ class Guest:
         """Run the open step of `memory`: ids [T] -> logits [len(want), V] of the rows in `want`."""
         positions = torch.tensor(plan.positions, dtype=torch.long, device=self.device)
         if self.mode == "flat":
-            door = FlatDoor(memory, self.seen(positions), self.shape.bindings)
-        else:
-            door = SoloDoor(memory, plan)
+            return self._through(
+                FlatDoor(memory, plan, self.seen(positions), self.shape.bindings), ids, positions, want
+            )
+        door = SoloDoor(memory, plan)
+        logits = self._through(door, ids, positions, want)
+        door.put()
+        return logits
+
+    def _through(self, door: Door, ids: Tensor, positions: Tensor, want: Tensor) -> Tensor:
         with opened(door) as cache:
-            inputs: dict[str, Any] = {"input_ids": ids[None], "past_key_values": cache, "use_cache": True}
+            inputs: dict[str, Any] = {"input_ids": ids[None], cache_argument(self._accepts): cache, "use_cache": True}
             if "position_ids" in self._accepts:
-                inputs["position_ids"] = positions[None]
+                inputs["position_ids"] = positions[None] + self._first
             if "logits_to_keep" in self._accepts:
                 return self.model(**inputs, logits_to_keep=want).logits[0]
             return self.model(**inputs).logits[0].index_select(0, want)
@@ -126,7 +155,8 @@ class Guest:
 def adopt(model: PreTrainedModel, backends: Sequence[Backend]) -> Guest:
     """Learn the model's shape and test it. Raises `ModelRefused`, with the reason of every way that was tried.
 
-    A model that is refused has its own attention again, and is in eval mode, without gradients.
+    A model that is refused has its own attention again, and is in eval mode, without gradients; one that has another
+    guest goes on serving that.
     """
     name = type(model).__name__
     if model.dtype not in TOLERANCE:
@@ -138,12 +168,15 @@ def adopt(model: PreTrainedModel, backends: Sequence[Backend]) -> Guest:
     model.eval().requires_grad_(False)
     register()
     refused: dict[str, str] = {}
+    installed: list[nn.Module] = []  # by this adoption
     ways = {
-        "flat": lambda: _flat(model, backends, offsets=True),
-        "flat, told that nothing came before": lambda: _flat(model, backends, offsets=False),
+        "flat": lambda: _flat(model, backends, installed, offsets=True),
+        "flat, told that nothing came before": lambda: _flat(model, backends, installed, offsets=False),
         "solo": lambda: _solo(model, backends, refused["flat"]),
     }
-    with quiet():
+    with quiet(), ExitStack() as undo:
+        undo.callback(_own_attention if model.config._attn_implementation != ATTENTION else _our_attention, model)
+        undo.callback(uninstall, installed)
         try:
             trial = _trial(model, seed=0)
         except STRANGE as error:
@@ -152,9 +185,9 @@ def adopt(model: PreTrainedModel, backends: Sequence[Backend]) -> Guest:
             found = _attempt(way, trial)
             if isinstance(found, Guest):
                 found.shape = with_rotations(found)
+                undo.pop_all()
                 return found
             refused[mode] = found
-        _own_attention(model)
     raise ModelRefused(_refusal(model, refused))
 
 
@@ -184,20 +217,20 @@ def _refusal(model: PreTrainedModel, refused: Mapping[str, str]) -> str:
     for mode, why in refused.items():
         ways.setdefault(why, mode)
     reasons = [f"{mode}: {why}" for why, mode in ways.items()] if len(ways) > 1 else list(ways)
-    if model._is_stateful and not any("recurrent" in why for why in ways):
-        reasons.insert(0, "it keeps recurrent state, which is not served yet")
     return f"{type(model).__name__} cannot be served: " + "; ".join(reasons)
 
 
-def _flat(model: PreTrainedModel, backends: Sequence[Backend], *, offsets: bool) -> Guest:
-    if not model._can_set_attn_implementation():
-        raise ModelRefused("its attention does not go through transformers' attention interface")
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise ModelRefused("its forward takes no positions")
-    model.set_attn_implementation(ATTENTION)
+def _flat(model: PreTrainedModel, backends: Sequence[Backend], installed: list[nn.Module], *, offsets: bool) -> Guest:
+    """Adds to `installed` the mixers that it lets the doors call."""
     context = context_of(model)
     near = ProbeDoor(context)
+    if not model._can_set_attn_implementation():
+        raise ModelRefused("its attention does not go through transformers' attention interface")
+    _our_attention(model)
     _probe(model, near, range(PROBE_TOKENS))
+    if near.reads and "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ModelRefused("its forward takes no positions")
+    installed += install(list(near.mixers), current_door)
     shape = describe(near, dtype=str(model.dtype).removeprefix("torch."), device=model.device.type)
     guest = Guest(model, shape, "flat", _choose(shape, backends), offsets=offsets)
     positions = [*range(PROBE_TOKENS - 1), context - 1]
@@ -228,17 +261,21 @@ class StoreProbe(ProbeDoor):
 
 def _solo(model: PreTrainedModel, backends: Sequence[Backend], why: str) -> Guest:
     _own_attention(model)
-    shape = stored_shape(model)
+    shape = stored_shape(model, indexed=True)
     return Guest(model, shape, "solo", _choose(shape, backends), refused=why)
 
 
-def stored_shape(model: PreTrainedModel) -> Shape:
-    """What a model stores, told by a small forward with the attention that it has. Raises `ModelRefused`."""
-    door = StoreProbe(context_of(model))
+def stored_shape(model: PreTrainedModel, *, indexed: bool = False) -> Shape:
+    """What a model stores, told by a small forward with the attention that it has. Raises `ModelRefused`.
+
+    So it does for layers with an indexer, unless whoever asks can keep its keys, too (`indexed`).
+    """
+    door = StoreProbe(context_of(model), indexed=indexed)
     _probe(model, door, range(PROBE_TOKENS))
-    if not door.held:
-        raise ModelRefused("its forward stores no keys and values through the cache, so there is nothing to remember")
-    return causal_shape(door.held, dtype=str(model.dtype).removeprefix("torch."), device=model.device.type)
+    if not door.held and not door.states:
+        raise ModelRefused("its forward stores nothing through the cache, so there is nothing to remember")
+    dtype = str(model.dtype).removeprefix("torch.")
+    return causal_shape(door.held, door.recurrent, index=door.index, dtype=dtype, device=model.device.type)
 
 
 def _own_attention(model: PreTrainedModel) -> None:
@@ -246,14 +283,31 @@ def _own_attention(model: PreTrainedModel) -> None:
         model.set_attn_implementation("eager")
 
 
+def _our_attention(model: PreTrainedModel) -> None:
+    model.set_attn_implementation(ATTENTION)
+
+
 @torch.inference_mode()
 def _probe(model: PreTrainedModel, door: ProbeDoor, positions: Sequence[int]) -> None:
-    ids = torch.arange(PROBE_TOKENS, device=model.device)[None] % embedding_rows(model)
+    ids = (torch.arange(PROBE_TOKENS, device=model.device)[None] + first_position(model)) % embedding_rows(model)
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": True}
-    if "position_ids" in inspect.signature(model.forward).parameters:
-        inputs["position_ids"] = torch.tensor(positions, device=model.device)[None]
-    with opened(door) as cache:
-        model(**inputs, past_key_values=cache)
+    accepts = frozenset(inspect.signature(model.forward).parameters)
+    if "position_ids" in accepts:
+        inputs["position_ids"] = torch.tensor(positions, device=model.device)[None] + first_position(model)
+    watches = [
+        hook
+        for module in model.modules()
+        for hook in (
+            module.register_forward_pre_hook(lambda module, _: door.running.append(module)),
+            module.register_forward_hook(lambda *_: [door.running.pop()] and None, always_call=True),
+        )
+    ]
+    try:
+        with opened(door) as cache:
+            model(**inputs, **{cache_argument(accepts): cache})
+    finally:
+        for watch in watches:
+            watch.remove()
 
 
 # -- the self-test ----------------------------------------------------------------------------------------------------
@@ -271,7 +325,7 @@ def _trial(model: PreTrainedModel, seed: int) -> _Trial:
     """Sequence 1 begins as 0 does; 2 is of its own. Leaves the model with its own attention."""
     most = min(24, context_of(model))
     draw = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, embedding_rows(model), (3 * most,), generator=draw).tolist()
+    ids = random_text(model, 3 * most, draw)
     half = most // 2
     texts = {0: ids[:most], 1: ids[: half - 2] + ids[most : most + 6], 2: ids[2 * most : 2 * most + half]}
     _own_attention(model)
@@ -290,7 +344,7 @@ def _trial(model: PreTrainedModel, seed: int) -> _Trial:
 def _verdict(guest: Guest, trial: _Trial) -> Verdict:
     """A mixed batch through a small memory of its own, against the trial."""
     if guest.mode == "flat":
-        guest.model.set_attn_implementation(ATTENTION)
+        _our_attention(guest.model)
     scale = max(1.0, max(float(logits.abs().max()) for logits in trial.logits.values()))
     gaps = [
         (ours - theirs).abs().amax(-1) / scale
@@ -300,17 +354,26 @@ def _verdict(guest: Guest, trial: _Trial) -> Verdict:
     bound = TOLERANCE[guest.dtype]
     if not all(bool(gap.isfinite().all()) for gap in gaps):
         return Verdict(float("inf"), bound)
-    if guest.dtype in (torch.bfloat16, torch.float16):
-        # A router's near tie falls either way on a token now and then: judge each feed by its middle row, not its
-        # worst, and the feeds of a token or two together.
-        short = torch.cat([gap for gap in gaps if len(gap) < 5])
-        return Verdict(max(float(gap.median()) for gap in [short, *(gap for gap in gaps if len(gap) >= 5)]), bound)
-    return Verdict(max(float(gap.max()) for gap in gaps), bound)
+    return Verdict(worst(gaps, guest.dtype), bound)
+
+
+def worst(gaps: Sequence[Tensor], dtype: torch.dtype) -> float:
+    """The difference that counts, of the gaps [l] of the rows of feeds: the largest, or in half precision a middle one.
+
+    A router's near tie falls either way on a token now and then there: each feed is judged by its middle row, not its
+    worst, and the feeds of a token or two together.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return max((float(gap.max()) for gap in gaps), default=0.0)
+    short = [gap for gap in gaps if len(gap) < 5]
+    judged = [*([torch.cat(short)] if short else []), *(gap for gap in gaps if len(gap) >= 5)]
+    return max((float(gap.median()) for gap in judged), default=0.0)
 
 
 def _played(guest: Guest, texts: Mapping[int, list[int]]) -> dict[int, list[Tensor]]:
     """Logits [l,V] of each text by feed: chunks of prompts beside decoding, 1 forked from 0, then single tokens."""
-    memory = guest.memory({group.name: 4 * len(texts[0]) for group in guest.shape.groups})
+    cells = {group.name: 4 * len(texts[0]) for group in guest.shape.groups}
+    memory = guest.memory(cells, rows=8, captures=1)
     got: dict[int, list[Tensor]] = {seq: [] for seq in texts}
     a, b, c = (len(texts[seq]) for seq in texts)
     half = a // 2
@@ -329,10 +392,11 @@ def _played(guest: Guest, texts: Mapping[int, list[int]]) -> dict[int, list[Tens
             for feed, rows in zip(part, logits, strict=True):
                 got[feed.seq].append(rows)
 
-    step(Feed(0, Span(0, half)), Feed(2, Span(0, 1)))
+    step(Feed(0, Span(0, half - 2), capture=True), Feed(2, Span(0, 1)))
+    step(Feed(0, Span(half - 2, half)))
     shared = memory.fork(0, 1, upto=half - 2)
     if shared:
-        got[1].append(got[0][0][:shared])
+        got[1].append(got[0][0])
     step(Feed(1, Span(shared, b - 2)), Feed(0, Span(half, half + 1)), Feed(2, Span(1, c - 2)))
     step(Feed(0, Span(half + 1, a - 2)), Feed(1, Span(b - 2, b - 1)))
     step(Feed(2, Span(c - 2, c - 1)), Feed(1, Span(b - 1, b)), Feed(0, Span(a - 2, a - 1)))

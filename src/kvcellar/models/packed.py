@@ -1,8 +1,8 @@
 """packed: linear layers whose weights oneDNN has put in its own order once, instead of on every call.
 
-On a CPU, torch's linear with few rows reorders the weights each time it is called; that is where a transformers decode
-step loses most (`docs/log.md`). The operators are private to torch, so every layer's packed form is compared with the
-plain one before it is used, and a layer for which they differ stays as it was.
+On a CPU, torch's linear with few rows reorders the weights each time it is called. The operators are private to torch,
+so every layer's packed form is compared with the plain one before it is used, and a layer for which they differ stays
+as it was.
 """
 
 from dataclasses import dataclass

@@ -17,9 +17,11 @@ from kvcellar.attention.reference import attend_dense
 from kvcellar.cache.layouts import Chunked
 from kvcellar.cache.turn import turn
 from kvcellar.contracts import Rotation, Scoring
-from kvcellar.errors import KvcellarError
-from kvcellar.models.facts import context_of, embedding_rows
-from kvcellar.models.seam import opened
+from kvcellar.errors import KvcellarError, NotSupported
+from kvcellar.models.facts import context_of, first_position, random_text
+from kvcellar.models.mixers import Forward
+from kvcellar.models.scan import Function, Scan
+from kvcellar.models.seam import INDEXED, opened
 from kvcellar.models.shape import Shape
 
 if TYPE_CHECKING:
@@ -30,6 +32,9 @@ NEAR = 37  # no multiple of any head size or window: a wrong frequency shows
 BOUND: Mapping[torch.dtype, float] = {
     torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3,
 }  # fmt: skip
+
+
+RECURRENT = "what was read cannot be taken out of the state of its recurrent layers"
 
 
 @dataclass(slots=True)
@@ -43,6 +48,9 @@ class PlaceDoor:
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         self.stored[layer] = {"k": k[0].transpose(0, 1), "v": v[0].transpose(0, 1)}
         return k, v
+
+    def update_index(self, keys: Tensor, layer: int) -> Tensor:
+        raise NotSupported(INDEXED)
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scoring: Scoring) -> Tensor:
         layer = self.guest.shape.bindings[module].layer
@@ -62,11 +70,26 @@ class PlaceDoor:
     def mask_sizes(self, q_length: int, layer: int) -> tuple[int, int]:
         return q_length, 0
 
+    def state(self, layer: int, name: str) -> Tensor:
+        raise NotSupported(RECURRENT)
+
+    def shift_in(self, new: Tensor, layer: int, name: str, kernel: int | None) -> Tensor:
+        raise NotSupported(RECURRENT)
+
+    def update_state(self, value: Tensor, layer: int, name: str) -> Tensor:
+        raise NotSupported(RECURRENT)
+
+    def mix(self, forward: Forward, args: Any, kwargs: Any) -> Any:
+        raise NotSupported(RECURRENT)
+
+    def scan(self, layer: int, scan: Scan, function: Function, arguments: dict[str, Any]) -> Any:
+        raise NotSupported(RECURRENT)
+
 
 def with_rotations(guest: "Guest") -> Shape:
     """The guest's shape, with the rotations of its planes, or with the reason why its positions cannot change."""
     try:
-        found = _certify(guest)
+        found = _certify(guest) if guest.shape.recurrent is None else RECURRENT
     except (KvcellarError, RuntimeError, ValueError, TypeError, IndexError) as error:
         found = f"the probe that moves its tokens failed: {error}"
     if isinstance(found, str):
@@ -119,11 +142,16 @@ def _step(guest: "Guest") -> int:
 def stored_at(guest: "Guest", place: int) -> tuple[dict[int, dict[str, Tensor]], Tensor, Tensor]:
     """When the probe's tokens begin at `place`: planes [T,heads,size] of every layer, logits [T,V], token ids [T]."""
     generator = torch.Generator().manual_seed(7)
-    ids = torch.randint(0, embedding_rows(guest.model), (1, TOKENS), generator=generator).to(guest.device)
+    ids = torch.tensor([random_text(guest.model, TOKENS, generator)], device=guest.device)
     positions = torch.arange(place, place + TOKENS, device=guest.device)
     door = PlaceDoor(guest, positions)
     with opened(door) as cache:
-        out = guest.model(input_ids=ids, position_ids=positions[None], past_key_values=cache, use_cache=True)
+        out = guest.model(
+            input_ids=ids,
+            position_ids=positions[None] + first_position(guest.model),
+            past_key_values=cache,
+            use_cache=True,
+        )
     return door.stored, out.logits[0].float(), ids[0]
 
 

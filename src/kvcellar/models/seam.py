@@ -13,7 +13,7 @@ The door of the forward that is running travels in a context variable: transform
 module and its tensors only. One forward at a time per thread.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -26,10 +26,14 @@ from transformers.cache_utils import Cache
 
 from kvcellar.cache.memory import Memory
 from kvcellar.contracts import Scoring
-from kvcellar.errors import ModelRefused
+from kvcellar.errors import ModelRefused, NotSupported
+from kvcellar.models.mixers import Forward, Mixing, Turn, conv
+from kvcellar.models.scan import Function, Scan, recurrent
 from kvcellar.plan import Plan
 
 ATTENTION = "kvcellar"  # our name in transformers' registries
+INDEX = "index"  # the plane of an indexer's keys
+INDEXED = "it selects keys with an indexer of its own, which looks at the keys of one sequence in order"
 
 # What an attention call may carry besides q, k, v and the mask, and what we do with it.
 _READ = frozenset({"scaling", "softcap", "s_aux"})  # part of the scores
@@ -44,6 +48,10 @@ class Door(Protocol):
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """New k [1,G,T,D] and v [1,G,T,Dv] of a layer; what the model should go on with."""
+        ...
+
+    def update_index(self, keys: Tensor, layer: int) -> Tensor:
+        """New keys [1,T,D] of the indexer by which a layer selects what it attends to -> all of them [1,N,D]."""
         ...
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scoring: Scoring) -> Tensor:
@@ -62,8 +70,33 @@ class Door(Protocol):
         """(length, offset) of the keys that a mask must cover."""
         ...
 
+    def state(self, layer: int, name: str) -> Tensor | None:
+        """What a recurrent layer remembers [B,*shape], to be overwritten at will; None if that is nothing yet."""
+        ...
+
+    def shift_in(self, new: Tensor, layer: int, name: str, kernel: int | None) -> Tensor:
+        """Inputs of a convolution, `new` [B,C,L] behind those that it remembers [B,C,kernel]."""
+        ...
+
+    def update_state(self, value: Tensor, layer: int, name: str) -> Tensor:
+        """What a recurrent layer remembers now [B,*shape]."""
+        ...
+
+    def mix(self, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """Call a module that keeps a state."""
+        ...
+
+    def scan(self, layer: int, scan: Scan, function: Function, arguments: dict[str, Any]) -> Any:
+        """Make the scan that such a module of `layer` asks for."""
+        ...
+
 
 _door: ContextVar[Door] = ContextVar("kvcellar_door")
+
+
+def current_door() -> Door | None:
+    """The door of the forward that is running; None outside of one."""
+    return _door.get(None)
 
 
 @contextmanager
@@ -99,14 +132,28 @@ class GuestCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self._door.mask_sizes(query_length, layer_idx)
 
-    def _recurrent(self, *args: Any, **kwargs: Any) -> Any:
-        raise ModelRefused("it keeps recurrent or convolution state beside keys and values, which is not served yet")
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._door.state(layer_idx, conv(state_idx))
 
-    get_conv_state = update_conv_state = get_recurrent_state = update_recurrent_state = _recurrent
-    has_previous_state = is_recording_past = _recurrent
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:
+        return self._door.shift_in(conv_states, layer_idx, conv(state_idx), conv_kernel_size)
 
-    def update_indexer(self, *args: Any, **kwargs: Any) -> Any:
-        raise ModelRefused("it selects keys with an indexer of its own, which is not served yet")
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._door.state(layer_idx, recurrent(state_idx))
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        return self._door.update_state(recurrent_states, layer_idx, recurrent(state_idx))
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return True  # one of zeros is as good as none
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        return self._door.update_index(indexer_key_states, layer_idx)
 
 
 def scoring_of(q: Tensor, extras: Mapping[str, Any]) -> Scoring:
@@ -155,16 +202,28 @@ class Binding:
 class FlatDoor:
     """All sequences of the open step in one row. K/V are written and read here."""
 
-    def __init__(self, memory: Memory, seen: int | Tensor, bindings: Mapping[nn.Module, Binding]) -> None:
+    def __init__(self, memory: Memory, plan: Plan, seen: int | Tensor, bindings: Mapping[nn.Module, Binding]) -> None:
         self._memory, self._seen, self._bindings = memory, seen, bindings
         self._expanded = frozenset(b.layer for b in bindings.values() if not b.direct)
+        every = plan.stored == plan.tokens
+        self._storing = None if every else torch.tensor(plan.storing, dtype=torch.long, device=memory.device)
+        revertible = frozenset(feed.seq for feed in plan.feeds if feed.revertible)
+        self._mixing = Mixing(memory, plan.states, plan.tokens, lambda: opened(self), revertible)
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        self._memory.put(layer, k[0].transpose(0, 1), v[0].transpose(0, 1))
+        self._memory.put(layer, self._stored(k), self._stored(v))
         if layer not in self._expanded:
             return k, v
         stored_k, stored_v, _ = self._memory.get(layer).dense()
         return stored_k.transpose(0, 1)[None].to(k.dtype), stored_v.transpose(0, 1)[None].to(v.dtype)
+
+    def _stored(self, x: Tensor) -> Tensor:
+        """[1,G,T,D] -> [t,G,D], of the rows that get a cell."""
+        rows = x[0].transpose(0, 1)
+        return rows if self._storing is None else rows.index_select(0, self._storing)
+
+    def update_index(self, keys: Tensor, layer: int) -> Tensor:
+        raise ModelRefused(INDEXED)
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scoring: Scoring) -> Tensor:
         binding = self._bindings.get(module)
@@ -184,6 +243,26 @@ class FlatDoor:
     def mask_sizes(self, q_length: int, layer: int) -> tuple[int, int]:
         return q_length, 0
 
+    def _turn(self, layer: int) -> Turn:
+        if self._mixing.turn is None:
+            raise ModelRefused(f"layer {layer} asks for its state elsewhere than when the model's shape was learned")
+        return self._mixing.turn
+
+    def state(self, layer: int, name: str) -> Tensor:
+        return self._turn(layer).state(layer, name)
+
+    def shift_in(self, new: Tensor, layer: int, name: str, kernel: int | None) -> Tensor:
+        return self._turn(layer).shift_in(new, layer, name)
+
+    def update_state(self, value: Tensor, layer: int, name: str) -> Tensor:
+        return self._turn(layer).update(value, layer, name)
+
+    def mix(self, forward: Forward, args: Any, kwargs: Any) -> Any:
+        return self._mixing.mix(forward, args, kwargs)
+
+    def scan(self, layer: int, scan: Scan, function: Function, arguments: dict[str, Any]) -> Any:
+        return self._turn(layer).scan(layer, scan, function, arguments)
+
 
 class SoloDoor:
     """One sequence in the open step, with the model's own attention: it gets its keys in order, as ever."""
@@ -193,12 +272,20 @@ class SoloDoor:
             raise ModelRefused(f"a model that runs solo was given {len(plan.feeds)} sequences in one forward")
         if plan.look_ahead:
             raise ModelRefused("a model that runs solo masks by itself, so none of its tokens can look ahead")
+        if plan.stored < plan.tokens:
+            raise ModelRefused("a model that runs solo attends to its new tokens too, so none of them can only ask")
         self._memory, self._past = memory, plan.feeds[0].pos.start
+        self._turn = Turn(memory, plan.states, plan.tokens, revertible=plan.feeds[0].revertible)  # of the whole forward
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         self._memory.put(layer, k[0].transpose(0, 1), v[0].transpose(0, 1))
         keys, values = self._memory.get(layer).in_order()
         return keys.transpose(0, 1)[None].to(k.dtype), values.transpose(0, 1)[None].to(v.dtype)
+
+    def update_index(self, keys: Tensor, layer: int) -> Tensor:
+        self._memory.put_plane(layer, INDEX, keys.transpose(0, 1))
+        (held,) = self._memory.get(layer).plane_in_order(INDEX)
+        return held.transpose(0, 1).to(keys.dtype)
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scoring: Scoring) -> Tensor:
         raise ModelRefused("a model that runs solo must use its own attention")
@@ -211,3 +298,26 @@ class SoloDoor:
 
     def mask_sizes(self, q_length: int, layer: int) -> tuple[int, int]:
         return self._past + q_length, 0
+
+    def state(self, layer: int, name: str) -> Tensor | None:
+        return self._turn.state(layer, name) if self._past else None
+
+    def shift_in(self, new: Tensor, layer: int, name: str, kernel: int | None) -> Tensor:
+        return self._turn.shift_in(new, layer, name)
+
+    def update_state(self, value: Tensor, layer: int, name: str) -> Tensor:
+        return self._turn.update(value, layer, name)
+
+    def mix(self, forward: Forward, args: Any, kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    def scan(self, layer: int, scan: Scan, function: Function, arguments: dict[str, Any]) -> Any:
+        return self._turn.scan(layer, scan, function, arguments)
+
+    def put(self) -> None:
+        """Store the states, once the forward is over."""
+        self._turn.put(_no_part)
+
+
+def _no_part(indices: Sequence[int], length: int) -> Turn:
+    raise NotSupported("a part of the tokens cannot be kept: this model runs solo, and one of its layers keeps sums")

@@ -7,16 +7,18 @@ model that we cannot describe so is refused, with the reason.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
 from kvcellar.cache.layouts import Causal, Chunked, Sliding
 from kvcellar.cache.memory import Group
-from kvcellar.contracts import Ask, Layout, Plane, Scoring, StoredAs
+from kvcellar.contracts import Ask, Kind, Layout, Plane, Recurrent, Scoring, StatePlane, StoredAs
 from kvcellar.errors import ModelRefused
-from kvcellar.models.seam import Binding
+from kvcellar.models.mixers import Forward
+from kvcellar.models.scan import Function, Scan
+from kvcellar.models.seam import INDEX, INDEXED, Binding
 
 PROBE_TOKENS = 5
 
@@ -32,6 +34,8 @@ class Shape:
     groups: tuple[Group, ...]
     asks: Mapping[str, Ask]  # by group name
     bindings: Mapping[nn.Module, Binding]
+    recurrent: Recurrent | None = None
+    mixers: tuple[nn.Module, ...] = ()  # the modules that keep a state
 
     def storing(self, stored: StoredAs) -> "Shape":
         """The same shape, its planes stored otherwise."""
@@ -73,8 +77,13 @@ class ProbeDoor:
 
     context: int
     past: int | Tensor = 0  # what the model is told when it asks how many tokens came before
+    indexed: bool = False  # may its layers keep keys of an indexer?
     stored: dict[int, _Stored] = field(default_factory=dict)
+    index: dict[int, Tensor] = field(default_factory=dict)  # by layer, the keys [1,T,D] of its indexer
     reads: dict[nn.Module, _Read] = field(default_factory=dict)
+    states: dict[tuple[int, str], StatePlane] = field(default_factory=dict)  # by layer and name
+    mixers: dict[nn.Module, None] = field(default_factory=dict)  # the modules that asked for a state
+    running: list[nn.Module] = field(default_factory=list)  # modules whose forward has begun, the innermost last
     _masks: list[tuple[Tensor, Rule, int | None]] = field(default_factory=list)
     _layouts: dict[int, Layout] = field(default_factory=dict)  # by index of their mask
     _last: int | None = None
@@ -86,6 +95,16 @@ class ProbeDoor:
             raise ModelRefused(f"layer {layer} stores keys of shape {tuple(k.shape)}, values {tuple(v.shape)}")
         self.stored[layer], self._last = _Stored(k, v), layer
         return k, v
+
+    def update_index(self, keys: Tensor, layer: int) -> Tensor:
+        if not self.indexed:
+            raise ModelRefused(INDEXED)
+        if layer in self.index:
+            raise ModelRefused(f"layer {layer} stores the keys of its indexer twice in one forward")
+        if keys.dim() != 3 or keys.shape[:2] != (1, PROBE_TOKENS):
+            raise ModelRefused(f"layer {layer} stores keys of an indexer of shape {tuple(keys.shape)}")
+        self.index[layer] = keys
+        return keys
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scoring: Scoring) -> Tensor:
         if module in self.reads:
@@ -112,6 +131,44 @@ class ProbeDoor:
 
     def mask_sizes(self, q_length: int, layer: int) -> tuple[int, int]:
         return q_length, 0
+
+    def state(self, layer: int, name: str) -> Tensor | None:
+        self.mixers[self.running[-1]] = None
+        return None
+
+    def shift_in(self, new: Tensor, layer: int, name: str, kernel: int | None) -> Tensor:
+        kernel = new.shape[-1] if kernel is None else kernel
+        self._remembers(layer, name, (new.shape[1], kernel), new.dtype)
+        return torch.cat([new.new_zeros(*new.shape[:-1], kernel), new], -1)
+
+    def update_state(self, value: Tensor, layer: int, name: str) -> Tensor:
+        # Sums are kept in at least 32 bits: what is added to them becomes ever smaller beside them.
+        self._remembers(layer, name, tuple(value.shape[1:]), torch.promote_types(value.dtype, torch.float32))
+        return value
+
+    def mix(self, forward: Forward, args: Any, kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    def scan(self, layer: int, scan: Scan, function: Function, arguments: dict[str, Any]) -> Any:
+        more = arguments.pop("kwargs", {})
+        return function(**arguments, **more)
+
+    def _remembers(self, layer: int, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        if (layer, name) in self.states:
+            raise ModelRefused(f"layer {layer} stores its state {name} twice in one forward")
+        self.mixers[self.running[-1]] = None
+        kind = str(dtype).removeprefix("torch.")
+        if kind not in get_args(Kind):
+            raise ModelRefused(f"layer {layer} keeps a state {name} of {dtype}, which is no float")
+        self.states[layer, name] = StatePlane(name, shape, cast(Kind, kind))
+
+    @property
+    def recurrent(self) -> Recurrent | None:
+        """All states that were stored."""
+        layers: dict[int, tuple[StatePlane, ...]] = {}
+        for (layer, _), plane in sorted(self.states.items()):
+            layers[layer] = (*layers.get(layer, ()), plane)
+        return Recurrent(layers) if layers else None
 
     def _binding(self, module: nn.Module, k: Tensor, v: Tensor) -> Binding:
         for layer, stored in self.stored.items():
@@ -194,8 +251,8 @@ def _keys(pos: int, candidates: list[Layout]) -> list[int]:
 
 def describe(door: ProbeDoor, *, dtype: str, device: str) -> Shape:
     """Put layers that share a layout and a shape into groups. Raises `ModelRefused` if a layer is read in two ways."""
-    if not door.stored or not door.reads:
-        raise ModelRefused("its forward stores no keys and values through the cache, so there is nothing to remember")
+    if (not door.stored or not door.reads) and not door.states:
+        raise ModelRefused("its forward stores nothing through the cache, so there is nothing to remember")
     layouts: dict[int, Layout] = {}
     by_layer: dict[int, _Read] = {}
     for module, read in door.reads.items():
@@ -222,20 +279,36 @@ def describe(door: ProbeDoor, *, dtype: str, device: str) -> Shape:
         planes = (Plane("k", kv[0], kv[1]), Plane("v", kv[2], kv[3]))
         groups.append(Group(name, layout, planes, tuple(sorted(layers))))
         asks[name] = Ask(*heads, dtype=dtype, device=device, softcap=extras[0], sinks=extras[1])
-    return Shape(tuple(groups), asks, {module: read.binding for module, read in door.reads.items()})
+    bindings = {module: read.binding for module, read in door.reads.items()}
+    return Shape(tuple(groups), asks, bindings, door.recurrent, tuple(door.mixers))
 
 
-def causal_shape(stored: Mapping[int, tuple[Tensor, Tensor]], *, dtype: str, device: str) -> Shape:
-    """For a model that runs solo: every layer keeps everything, and the model's own masks hide what they must."""
-    buckets: dict[tuple[int, ...], list[int]] = {}
+def causal_shape(
+    stored: Mapping[int, tuple[Tensor, Tensor]],
+    recurrent: Recurrent | None,
+    *,
+    index: Mapping[int, Tensor] | None = None,
+    dtype: str,
+    device: str,
+) -> Shape:
+    """For a model that runs solo: every layer keeps everything, and the model's own masks hide what they must.
+
+    `index` has the keys [1,T,D] of the layers that have an indexer. They are a plane of their own beside k and v.
+    """
+    index = index or {}
+    if strays := sorted(index.keys() - stored.keys()):
+        raise ModelRefused(f"layers {strays} store the keys of an indexer, and no keys and values beside them")
+    buckets: dict[tuple[Plane, ...], list[int]] = {}
     for layer, (k, v) in stored.items():
-        buckets.setdefault((k.shape[1], k.shape[3], v.shape[1], v.shape[3]), []).append(layer)
+        planes = [Plane("k", k.shape[1], k.shape[3]), Plane("v", v.shape[1], v.shape[3])]
+        planes += [Plane(INDEX, 1, index[layer].shape[2])] if layer in index else []
+        buckets.setdefault(tuple(planes), []).append(layer)
     groups = tuple(
-        Group(f"solo #{i}" if i else "solo", Causal(), (Plane("k", gk, dk), Plane("v", gv, dv)), tuple(sorted(layers)))
-        for i, ((gk, dk, gv, dv), layers) in enumerate(buckets.items())
+        Group(f"solo #{i}" if i else "solo", Causal(), planes, tuple(sorted(layers)))
+        for i, (planes, layers) in enumerate(buckets.items())
     )
     asks = {
         g.name: Ask(g.planes[0].heads, g.planes[0].heads, g.planes[0].size, g.planes[1].size, dtype, device)
         for g in groups
     }
-    return Shape(groups, asks, {})
+    return Shape(groups, asks, {}, recurrent)

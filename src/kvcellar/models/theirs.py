@@ -1,15 +1,17 @@
 """theirs: transformers' own ways of going on from a prompt, as it ships them. What the bench compares ours with."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import ContinuousBatchingConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, PreTrainedModel
 
 PAGE = 256  # tokens of a page of its continuous batching
 STEP_TOKENS = 512  # most tokens of one of its steps
+SPARE = 0.2  # of its pages: it begins no sequence while fewer than 15 % are free
 
 
 class _Listener:
@@ -26,6 +28,13 @@ class _Listener:
 
     def end(self) -> None:
         pass
+
+
+def network(config: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
+    """A random network of this config, the same each time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype).eval()
 
 
 def generate(
@@ -50,10 +59,10 @@ def generate(
 def generate_batch(model: PreTrainedModel, prompts: Sequence[Sequence[int]], new: int) -> list[float]:
     """Its continuous batching: seconds of each step in which every sequence got a token.
 
-    It is given as many pages as the prompts need, because by itself it takes most of the machine's memory. Raises
-    `RuntimeError` if it does not run here.
+    It is given as many pages as the prompts need, and what it keeps free, because by itself it takes most of the
+    machine's memory. Raises `RuntimeError` if it does not run here, or never serves all of them at once.
     """
-    pages = sum((len(prompt) + new) // PAGE + 2 for prompt in prompts)
+    pages = ceil(sum((len(prompt) + new) // PAGE + 2 for prompt in prompts) / (1 - SPARE))
     outputs = model.generate_batch(  # pyright: ignore[reportCallIssue]
         [list(prompt) for prompt in prompts],
         continuous_batching_config=ContinuousBatchingConfig(
@@ -71,4 +80,7 @@ def generate_batch(model: PreTrainedModel, prompts: Sequence[Sequence[int]], new
     # From the moment that the last sequence has begun until the first one is done, every step serves all of them.
     start, end = max(output.timestamps[0] for output in outputs), min(output.timestamps[-1] for output in outputs)
     last = max(outputs, key=lambda output: output.timestamps[0]).timestamps
-    return [b - a for a, b in pairwise(last) if start <= a and b <= end]
+    seconds = [b - a for a, b in pairwise(last) if start <= a and b <= end]
+    if not seconds:
+        raise RuntimeError("no step of it gave a token to every sequence")
+    return seconds

@@ -1,12 +1,14 @@
 """flight: one HTTP request on its way through the engine.
 
 Always true, on the event loop:
-  * a run is open until its `Done` or `Failed` has come; when the flight has ended, every run is over or was cancelled;
+  * a run is open until its `Done` or `Failed` has come; when the flight has ended, every run is over or was cancelled,
+    one that is just being submitted as soon as it has been;
   * no more than `limit` events are added to those that wait while a client holds their taker up;
   * after a failure nothing more is taken in, and it is raised only when all that came before has been handed over.
 """
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,20 +31,35 @@ class Flight:
         self._engine = engine
         self._limit = limit
         self._loop = asyncio.get_running_loop()
-        self._tickets: list[Ticket] = []
+        self._tickets: dict[int, Ticket] = {}
+        self._gate = threading.Lock()  # between a run that has just been submitted and the end of its flight
         self._open: set[int] = set()  # runs that may still say something
         self._events: deque[tuple[int, Event]] = deque()
         self._failure: Exception | None = None
         self._news = asyncio.Event()
         self._held: int | None = None  # events that waited when the client began to hold their taker up
+        self._grounded = False  # nothing is submitted any more
         self._ended = False
 
-    def launch(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
-        """Submit all of them, or none: an error of one ends the flight. Raises what `submit` raises."""
+    async def launch(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+        """Submit all of them, or none: an error of one ends the flight. Raises what `submit` raises.
+
+        Checking a long prompt takes its time, which is not the event loop's.
+        """
+        self._open.update(range(len(prompts)))
+        await asyncio.to_thread(self._submit, prompts, params)
+
+    def _submit(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+        """On a thread of its own, which goes on even if nobody waits for it any more."""
         for run, prompt in enumerate(prompts):
+            if self._grounded:
+                return
             ticket = self._engine.submit(prompt, params, deliver=partial(self._deliver, run))
-            self._tickets.append(ticket)
-            self._open.add(run)
+            with self._gate:
+                self._tickets[run] = ticket
+                if not self._grounded:
+                    continue
+            ticket.cancel()
 
     @property
     def over(self) -> bool:
@@ -85,14 +102,16 @@ class Flight:
         self.check()
 
     def check(self) -> None:
-        assert self._open <= set(range(len(self._tickets)))
         assert self._held is None or len(self._events) <= self._held + self._limit
         assert self._news.is_set() == bool(self._events or self._failure)
         assert not self._ended or not self._open, "a run was left behind"
 
     def _cancel(self) -> None:
-        for run in self._open:
-            self._tickets[run].cancel()
+        with self._gate:
+            self._grounded = True
+            tickets = [self._tickets[run] for run in self._open if run in self._tickets]
+        for ticket in tickets:
+            ticket.cancel()
         self._open.clear()
 
     def _deliver(self, run: int, event: Event) -> None:

@@ -84,7 +84,7 @@ class Answering:
         job = await asyncio.to_thread(self._read, self._engine, raw)
         scribe = Scribe(self._engine, job, self._shape)
         with Flight(self._engine, self._settings.max_backlog_events) as flight:
-            flight.launch(job.prompts, job.params)
+            await flight.launch(job.prompts, job.params)
             if job.stream:
 
                 async def send_on(message: Message) -> None:

@@ -27,7 +27,8 @@ class Ticket(Protocol):
 
 
 class ServedEngine(Protocol):
-    """The text methods are called on several threads at once; `submit` on the event loop, which it must not hold up."""
+    """On the event loop `model` and `healthy` are asked, and `decode` for a token or two: they must not hold it up. All
+    else is called on several threads at once, and may take its time."""
 
     @property
     def model(self) -> ServedModel: ...

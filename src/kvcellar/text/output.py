@@ -4,14 +4,14 @@ Always true:
   * what was told is the beginning of the answer's text, cut where the stop string that was `met` begins.
 """
 
-from kvcellar.text.stops import StopFinder
+from kvcellar.text.stops import StopFinder, Stops
 from kvcellar.text.stream import TextStream
 
 
 class Output:
     """One answer's text. Without a stream (a model that has no tokenizer) there is none, only tokens."""
 
-    def __init__(self, stream: TextStream | None, stops: tuple[str, ...]) -> None:
+    def __init__(self, stream: TextStream | None, stops: Stops) -> None:
         self._stream, self._stops = stream, StopFinder(stops)
         self.met: str | None = None
 

@@ -3,6 +3,8 @@
 The stop string that is complete first is the one that is met; of those complete at the same character, the longest.
 That does not depend on how the text is cut into pieces, and generation never has to go on to find out.
 
+The tables of stop strings are made once (`Stops`) and are shared by all texts that they are looked for in.
+
 Always true:
   * what was let out, and what is held back, is the text so far, cut where the stop string that was met begins;
   * what is held back is the longest end of the text that a stop string begins with;
@@ -15,12 +17,20 @@ from collections.abc import Sequence
 from kvcellar.errors import WrongStage
 
 
-class StopFinder:
-    """Finds the first of `stops` (none of them empty) in one text. With no stops it holds nothing back."""
+class Stops:
+    """Stop strings, none of them empty, ready to be looked for. Costs O(characters) to make; never changes."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._needles = [_Needle(stop) for stop in dict.fromkeys(stops)]
-        self._firsts = frozenset(stop[0] for stop in stops)
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.tables = tuple(_Table(text) for text in dict.fromkeys(texts))
+        self.firsts = frozenset(text[0] for text in texts)
+
+
+class StopFinder:
+    """Finds the first of `stops` in one text. With no stops it holds nothing back."""
+
+    def __init__(self, stops: Stops) -> None:
+        self._needles = [_Needle(table) for table in stops.tables]
+        self._firsts = stops.firsts
         self._held = ""
         self._over = False
 
@@ -61,21 +71,30 @@ class StopFinder:
 
 
 class _Needle:
-    """One stop string and how much of its beginning the text ends with (Knuth, Morris and Pratt)."""
+    """One stop string and how much of its beginning the text ends with."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self, table: "_Table") -> None:
+        self._table = table
+        self.text = table.text
         self.matched = 0
-        self._shorter = array("I", (0,))  # [n]: the next shorter beginning that the first n + 1 characters end with
-        for char in text[1:]:
-            self._shorter.append(self._longer(self._shorter[-1], char))
 
     def advance(self, char: str) -> bool:
         """Is the whole string complete with this character? If it is, the needle is spent."""
-        self.matched = self._longer(self.matched, char)
+        self.matched = self._table.longer(self.matched, char)
         return self.matched == len(self.text)
 
-    def _longer(self, matched: int, char: str) -> int:
+
+class _Table:
+    """Where to go on in one stop string when a character does not fit (Knuth, Morris and Pratt)."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._shorter = array("I", (0,))  # [n]: the next shorter beginning that the first n + 1 characters end with
+        for char in text[1:]:
+            self._shorter.append(self.longer(self._shorter[-1], char))
+
+    def longer(self, matched: int, char: str) -> int:
+        """How much the text ends with, once `char` has come behind `matched` characters."""
         while matched and self.text[matched] != char:
             matched = self._shorter[matched - 1]
         return matched + 1 if self.text[matched] == char else 0

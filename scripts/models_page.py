@@ -1,0 +1,167 @@
+"""Try every causal type of the installed transformers and write docs/models.md: `python -m scripts.models_page`.
+
+A tiny random model of each type is adopted and verified as `kvcellar verify` does. Types that are named are
+printed, and nothing is written.
+"""
+
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from kvcellar.attention.choose import backends
+from kvcellar.engine.verify import Report, verify
+from kvcellar.errors import ModelRefused
+from kvcellar.models.guest import adopt
+from kvcellar.models.quiet import quiet
+from tests.zoo import ARCHS
+from tests.zoo_test_support.sweep import NO_MODEL, of_type
+
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+TYPES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+TOKENS = 48  # of the longest text: far beyond the windows, chunks and blocks of tiny models
+
+HEAD = """\
+# Which models work
+
+*Made by `make docs`, with transformers {version}. Tests try a sample of it again.*
+
+Every type of causal language model that transformers knows, each as a tiny random network in float32: adopted as any
+model is, then asked what `kvcellar verify` asks. A checkpoint may be configured otherwise than the tiny one: ask
+`kvcellar doctor` how yours is served, and `kvcellar verify` whether a warm answer is a cold one.
+
+**{works} of the {built} types that can be built work: {share:.1%}.**
+
+| | types |
+| --- | --- |
+| work *flat*: all sequences in one forward, through our attention | {flat} |
+| work *solo*: one sequence a forward, through their own attention | {solo} |
+| refused when they are loaded, with the reason | {refused} |
+| wrong: served, and a check does not hold | {wrong} |
+| not tried: there is no tiny model of them | {untried} |
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What became of a type. `why` says so of all that is not flat; `except_for` says what a type that works cannot."""
+
+    model_type: str
+    how: Literal["flat", "solo", "refused", "wrong", "not tried"]
+    why: str = ""
+    except_for: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        said = "; ".join(self.except_for) if self.how in ("flat", "solo") else self.why
+        return f"| {self.model_type} | {self.how} | {said.replace('|', '/')} |"
+
+
+def look(model_type: str) -> Row:
+    """Build a tiny model of the type, adopt it, and play every check."""
+    if model_type in NO_MODEL:
+        return Row(model_type, "not tried", NO_MODEL[model_type])
+    known = [arch for arch in ARCHS.values() if arch.model_type == model_type]
+    with quiet():
+        model = known[0].build() if known else of_type(model_type)
+    try:
+        guest = adopt(model, backends())
+    except ModelRefused as refusal:
+        return Row(model_type, "refused", _plainly(str(refusal)))
+    report = verify(guest, tokens=TOKENS, quality=False)
+    if not report.holds:
+        return Row(model_type, "wrong", "what does not hold: " + ", ".join(check.name for check in report.broken))
+    return Row(model_type, guest.mode, _plainly(guest.refused or ""), tuple(_exceptions(report)))
+
+
+def _exceptions(report: Report) -> Iterable[str]:
+    """What a model that works cannot do. That it has no windows or no recurrent layers is no lack."""
+    for check in report.checks:
+        if check.note and (check.outcome == "holds" or check.name == "context shift"):
+            yield f"{check.name}: {_plainly(check.note)}"
+
+
+def _plainly(reason: str) -> str:
+    """Without what differs from machine to machine, or from one type to the next of its kind."""
+    for pattern, plain in (
+        (r"^\w+ cannot be served: ", ""),
+        (r"^not supported, what lies behind is read again: ", "by reading again, because "),
+        (r" \((off by |)[\d.]+e[+-]\d+( is allowed|)\)", ""),
+        (r"( by|;)? \d\.\d?e?[\d.]*e?[+-]\d+", ""),
+        (r" by \d+e[+-]\d+", ""),
+        (r" \d+ positions further on", " further on"),
+        (r"layer \d+", "a layer"),
+        (r"\w+(Attention|Model|Layer)\b", "a module"),
+        (r"\s+", " "),
+    ):
+        reason = re.sub(pattern, plain, reason)
+    return reason.strip()
+
+
+def render(rows: Sequence[Row]) -> str:
+    """The whole page."""
+    counts = {how: sum(row.how == how for row in rows) for how in ("flat", "solo", "refused", "wrong", "not tried")}
+    works, built = counts["flat"] + counts["solo"], len(rows) - counts["not tried"]
+    parts = [
+        HEAD.format(
+            version=transformers.__version__,
+            works=works,
+            built=built,
+            share=works / max(1, built),
+            untried=counts["not tried"],
+            **{how: counts[how] for how in ("flat", "solo", "refused", "wrong")},
+        )
+    ]
+    exceptions: dict[str, list[str]] = {}
+    for row in rows:
+        for exception in row.except_for:
+            exceptions.setdefault(exception, []).append(row.model_type)
+    parts += _grouped("Refused, and why", _by_reason(row for row in rows if row.how == "refused"))
+    parts += _grouped("Wrong", _by_reason(row for row in rows if row.how == "wrong"))
+    parts += _grouped("Not tried, and why", _by_reason(row for row in rows if row.how == "not tried"))
+    parts += _grouped("Solo, and why not flat", _by_reason(row for row in rows if row.how == "solo"))
+    parts += _grouped("What does not work in place", exceptions)
+    parts += ["## Every type\n", "| type | served | except, or why not |\n| --- | --- | --- |"]
+    return "\n".join([*parts, *map(str, rows)]) + "\n"
+
+
+def _by_reason(rows: Iterable[Row]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        found.setdefault(row.why, []).append(row.model_type)
+    return found
+
+
+def _grouped(title: str, reasons: Mapping[str, Sequence[str]]) -> list[str]:
+    """A section with the reason that most types have first; nothing where there is none."""
+    if not reasons:
+        return []
+    lines = [
+        f"- {why} ({len(types)}): {', '.join(types)}"
+        for why, types in sorted(reasons.items(), key=lambda item: (-len(item[1]), item[0]))
+    ]
+    return [f"## {title}\n", *lines, ""]
+
+
+def main(names: Sequence[str]) -> int:
+    torch.set_num_threads(1)
+    rows: list[Row] = []
+    for number, model_type in enumerate(names or TYPES, start=1):
+        rows.append(look(model_type))
+        if names:
+            print(rows[-1])
+        else:
+            print(f"{number}/{len(TYPES)} {rows[-1]}", file=sys.stderr, flush=True)
+    if not names:
+        PAGE.write_text(render(rows))
+        print(f"wrote docs/{PAGE.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

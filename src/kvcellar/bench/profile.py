@@ -1,0 +1,131 @@
+"""profile: where the time of one decoding step of ours goes, part by part. No thread, no queue: memory and network."""
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvcellar.attention.choose import backends
+from kvcellar.cache.memory import Memory
+from kvcellar.contracts import Arrangement, Ask, Backend, History, Scoring
+from kvcellar.models.guest import Guest, adopt
+from kvcellar.models.load import load
+from kvcellar.models.packed import PackedLinear, pack
+from kvcellar.plan import Batch, Feed, GroupPlan
+from kvcellar.sample.choice import Choice
+from kvcellar.sample.draw import draw
+from kvcellar.sample.params import SamplingParams
+from kvcellar.spans import Span
+
+PARTS = ("linear layers", "attention", "rest of the network", "begin and commit", "draw")
+PROMPT = 512  # tokens of a prompt that are read in one step
+
+
+class Clock:
+    """Milliseconds of each part, summed up until somebody takes them."""
+
+    def __init__(self) -> None:
+        self._spent: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def running(self, part: str) -> Iterator[None]:
+        since = time.perf_counter()
+        yield
+        self._spent[part] += time.perf_counter() - since
+
+    def take(self) -> dict[str, float]:
+        """Of what ran since the last time."""
+        spent, self._spent = self._spent, defaultdict(float)
+        spent["rest of the network"] = spent["forward"] - spent["linear layers"] - spent["attention"]
+        return {part: 1000 * spent[part] for part in PARTS}
+
+    def watch(self, linear: nn.Module) -> None:
+        """Clock every call of a layer."""
+        began: list[float] = []
+        linear.register_forward_pre_hook(lambda *_: began.append(time.perf_counter()))
+
+        def done(*_: Any) -> None:
+            self._spent["linear layers"] += time.perf_counter() - began.pop()
+
+        linear.register_forward_hook(done)
+
+
+class Clocked:
+    """A backend whose attention is clocked; its planning belongs to `begin`."""
+
+    def __init__(self, backend: Backend, clock: Clock) -> None:
+        self._backend, self._clock = backend, clock
+        self.name = backend.name
+        self.arrangement: Arrangement | Mapping[str, Arrangement] = backend.arrangement
+        self.padding, self.kinds = backend.padding, backend.kinds
+
+    def refuse(self, ask: Ask) -> str | None:
+        return self._backend.refuse(ask)
+
+    def prepare(self, plan: GroupPlan, device: Any) -> Any:
+        return self._backend.prepare(plan, device)
+
+    def attend(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
+        with self._clock.running("attention"):
+            return self._backend.attend(q, history, scoring)
+
+    def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:
+        with self._clock.running("attention"):
+            return self._backend.attend_dense(q, k, v, visible, scoring)
+
+
+def profile(directory: Path, prompts: Sequence[Sequence[int]], steps: int) -> tuple[str, dict[str, float]]:
+    """Of a step that gives every prompt a token: the backend that attends, and median milliseconds by part."""
+    clock = Clock()
+    network = load(directory, device="cpu").model
+    pack(network)
+    guest = adopt(network, [Clocked(backend, clock) for backend in backends()])
+    for layer in network.modules():
+        if isinstance(layer, PackedLinear | nn.Linear):
+            clock.watch(layer)
+    cells = sum(map(len, prompts)) + len(prompts) * (steps + 1)
+    memory = guest.memory({group.name: cells for group in guest.shape.groups})
+    for seq, prompt in enumerate(prompts):
+        for start in range(0, len(prompt), PROMPT):
+            _forward(guest, memory, {seq: prompt[start : start + PROMPT]}, clock)
+    clock.take()  # what reading took
+    ids = {seq: [prompt[-1]] for seq, prompt in enumerate(prompts)}
+    of_steps: list[dict[str, float]] = []
+    params, vocabulary = SamplingParams(temperature=0.0), network.config.vocab_size
+    choices = [
+        Choice(params, seed=0, choice=0, prompt_ids=prompt, vocab_size=vocabulary, end_ids=frozenset())
+        for prompt in prompts
+    ]
+    for _ in range(steps + 1):
+        logits = _forward(guest, memory, ids, clock)
+        with clock.running("draw"), torch.inference_mode():
+            drawn = draw(logits, choices, [memory.length(seq) for seq in ids])
+        of_steps.append(clock.take())
+        ids = {seq: [one.token_id] for seq, one in enumerate(drawn)}
+    names = {backend.name for backend in guest.backends.values()}
+    return ", ".join(sorted(names)), {part: statistics.median(s[part] for s in of_steps[1:]) for part in PARTS}
+
+
+def _forward(guest: Guest, memory: Memory, new: Mapping[int, Sequence[int]], clock: Clock) -> Tensor:
+    """Logits [S,V] of each sequence's last new token."""
+    feeds: list[Feed] = []
+    ids: list[int] = []
+    last: list[int] = []
+    for seq, tokens in new.items():
+        length = memory.length(seq) if memory.has(seq) else 0
+        feeds.append(Feed(seq, Span(length, length + len(tokens))))
+        ids += tokens
+        last.append(len(ids) - 1)
+    with clock.running("begin and commit"):
+        plan = memory.begin(Batch(tuple(feeds)))
+    with clock.running("forward"):
+        logits = guest.forward(memory, plan, torch.tensor(ids), torch.tensor(last))
+    with clock.running("begin and commit"):
+        memory.commit()
+    return logits

@@ -1,0 +1,75 @@
+"""revertible: what it costs that a part of a step's new tokens may be kept, in networks with recurrent layers.
+
+The same step, once as it is and once begun as revertible, with all of its tokens kept or a part of them; commit
+included. They are measured in turn, on one memory, and each is forgotten again.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from kvcellar.attention.choose import backends
+from kvcellar.bench.network import RECURRENT, hybrid
+from kvcellar.cache.memory import Memory
+from kvcellar.models import theirs
+from kvcellar.models.guest import Guest, adopt
+from kvcellar.models.packed import pack
+from kvcellar.plan import Batch, Feed
+from kvcellar.spans import Span
+
+READ = 64  # tokens of each sequence before the step
+NEW = 4  # tokens that each sequence gets in the step
+WIDTHS = (8, 1)
+
+
+class Cost(NamedTuple):
+    """Median milliseconds of a step, and how many times that it takes as revertible, by what is kept."""
+
+    plain: float
+    all_kept: float
+    part_kept: float
+
+
+def revertible(*, small: bool) -> dict[str, dict[int, Cost]]:
+    """By kind of network, and by how many sequences are in the step."""
+    found: dict[str, dict[int, Cost]] = {}
+    for kind in RECURRENT:
+        size = {"hidden": 64, "layers": 4, "head": 16} if small else {"hidden": 512, "layers": 4, "head": 64}
+        network = theirs.network(hybrid(kind, **size), torch.bfloat16)
+        pack(network)
+        guest = adopt(network, backends())
+        found[kind] = {width: _cost(guest, width, rounds=2 if small else 12) for width in WIDTHS}
+    return found
+
+
+def _cost(guest: Guest, width: int, rounds: int) -> Cost:
+    cells = {group.name: width * (READ + NEW) for group in guest.shape.groups}
+    memory = guest.memory(cells, rows=3 * width, captures=width)
+    _step(guest, memory, [Feed(seq, Span(0, READ), capture=True) for seq in range(width)], {})
+    draw = random.Random(0)
+    taken: tuple[list[float], list[float], list[float]] = ([], [], [])
+    for turn in range(rounds + 1):
+        part = {seq: draw.randint(1, NEW - 1) for seq in range(width)}
+        for seconds, may_revert, accepted in zip(taken, (False, True, True), ({}, {}, part), strict=True):
+            feeds = [Feed(seq, Span(READ, READ + NEW), revertible=may_revert) for seq in range(width)]
+            one = _step(guest, memory, feeds, accepted)
+            for seq in range(width):
+                memory.remove(seq, Span(READ, memory.length(seq)))
+            if turn:  # the first warms up
+                seconds.append(one)
+    plain, whole, parts = map(statistics.median, taken)
+    return Cost(1000 * plain, whole / plain, parts / plain)
+
+
+def _step(guest: Guest, memory: Memory, feeds: list[Feed], accepted: Mapping[int, int]) -> float:
+    """Seconds of one."""
+    ids = torch.tensor([3 + (7 * feed.seq + pos) % 90 for feed in feeds for pos in range(feed.pos.start, feed.pos.end)])
+    start = time.perf_counter()
+    plan = memory.begin(Batch(tuple(feeds)))
+    guest.forward(memory, plan, ids, torch.arange(len(ids)))
+    memory.commit(accepted)
+    return time.perf_counter() - start

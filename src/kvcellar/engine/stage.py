@@ -1,0 +1,269 @@
+"""stage: where `verify` plays. A memory of the guest, the texts that are in it, and what was seen of them.
+
+Other text was read in the memory before and dropped, so that whoever reads cells or rows that he has not written finds
+something wrong there. A stage keeps the logits of rows of every feed, with the text that was before them; a `Judge`
+knows what they must be.
+
+Always true: `texts` are the tokens that each sequence has in memory, if memory does what it says.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcellar.cache.memory import Memory
+from kvcellar.models.facts import random_text
+from kvcellar.models.guest import Guest
+from kvcellar.models.seam import ATTENTION
+from kvcellar.plan import Batch, Feed, Plan
+from kvcellar.spans import Span
+
+SHORT = 96  # tokens of a text that need not be long: more than the blocks in which most recurrent layers compute
+SEQUENCES = 6
+LOOKED_AT = 16  # rows of a feed whose logits are kept, at most
+
+Piece = tuple[int, Sequence[int]]  # a sequence and the tokens that it reads next
+
+
+class Broken(Exception):
+    """Something other than logits is not as it must be; says what."""
+
+
+class Judge:
+    """The model's own eager forward over a whole text, without a cache."""
+
+    def __init__(self, guest: Guest) -> None:
+        self._guest = guest
+        self._text: tuple[int, ...] = ()
+        self._logits = torch.empty(0)
+
+    def logits(self, text: tuple[int, ...]) -> Tensor:
+        """[L,V] in float32. Costs nothing for the beginning of the text that was asked for before."""
+        if self._text[: len(text)] != text:
+            with _own_attention(self._guest), torch.inference_mode():
+                ids = torch.tensor([text], device=self._guest.device)
+                self._logits = self._guest.model(input_ids=ids, use_cache=False).logits[0].float()
+            self._text = text
+        return self._logits[: len(text)]
+
+
+@contextmanager
+def _own_attention(guest: Guest) -> Iterator[None]:
+    if guest.mode == "solo":  # it has it always
+        yield
+        return
+    guest.model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        guest.model.set_attn_implementation(ATTENTION)
+
+
+class Ground:
+    """What all plays of one guest share: the judge, how long texts may be, and memories that were used before."""
+
+    def __init__(self, guest: Guest, tokens: int) -> None:
+        self.guest, self.judge = guest, Judge(guest)
+        self.most, self.length = tokens, min(tokens, SHORT)
+        self._spare: list[Memory] = []
+
+    def draw(self, draw: torch.Generator, n: int) -> list[int]:
+        """So many random tokens, which are the same on every machine."""
+        return random_text(self.guest.model, n, draw)
+
+    def take(self) -> Memory:
+        """An empty memory with room for every sequence at its longest, and for states to go back to."""
+        if self._spare:
+            return self._spare.pop()
+        cells = {group.name: SEQUENCES * self.length + self.most for group in self.guest.shape.groups}
+        memory = self.guest.memory(cells, rows=6 * SEQUENCES, captures=3 * SEQUENCES)
+        noise = Stage(self, seed=-1, memory=memory)
+        noise.read(*((seq, noise.draw(self.length)) for seq in range(SEQUENCES)))
+        memory.clear()
+        return memory
+
+    def give(self, memory: Memory) -> None:
+        self._spare.append(memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Logits [n,V] of some rows of a feed, those at the positions `at` of `text`, which ends with the feed.
+
+    `derived`: the K/V before them are not what the text alone would give, so the judge knows nothing of them.
+    """
+
+    text: tuple[int, ...]
+    at: tuple[int, ...]
+    logits: Tensor
+    derived: bool
+
+    def rows(self) -> dict[tuple[int, ...], Tensor]:
+        """[V] by the text up to and with the row's token."""
+        return {self.text[: pos + 1]: row for pos, row in zip(self.at, self.logits, strict=True)}
+
+
+class Stage:
+    """One memory, for one play."""
+
+    def __init__(self, ground: Ground, seed: int, memory: Memory | None = None) -> None:
+        self.guest, self.most, self.length = ground.guest, ground.most, ground.length
+        self.texts: dict[int, list[int]] = {}
+        self.derived: set[int] = set()  # sequences of which some K/V were not read
+        self._ground, self._seed, self._memory = ground, seed, memory
+        self._draw = torch.Generator().manual_seed(seed % 2**63)
+        self._seen: list[Seen] = []
+        self._gaps: list[Tensor] = []  # of rows that were compared with other rows of ours
+        self._twins: list[Stage] = []
+
+    @property
+    def memory(self) -> Memory:
+        """Taken when it is first asked for: some plays find out that they need none."""
+        if self._memory is None:
+            self._memory = self._ground.take()
+        return self._memory
+
+    def draw(self, n: int) -> list[int]:
+        return self._ground.draw(self._draw, n)
+
+    # -- what can be done ---------------------------------------------------------------------------------------
+
+    def read(self, *pieces: Piece, capture: bool = False) -> None:
+        """Sequences read more tokens and keep them: in one step, or one by one where the guest runs solo."""
+        for part in self.parts(pieces):
+            self.step(part, capture=capture)
+            self.keep(part)
+
+    def parts(self, pieces: Sequence[Piece]) -> list[Sequence[Piece]]:
+        """What can be in one step."""
+        return [pieces] if self.guest.mode == "flat" else [[piece] for piece in pieces]
+
+    def begin(self, pieces: Sequence[Piece], *, capture: bool = False, revertible: bool = False) -> Plan:
+        feeds: list[Feed] = []
+        for seq, ids in pieces:
+            end = len(self.texts.get(seq, ()))
+            feeds.append(Feed(seq, Span(end, end + len(ids)), capture=capture, revertible=revertible))
+        return self.memory.begin(Batch(tuple(feeds)))
+
+    def step(self, pieces: Sequence[Piece], *, capture: bool = False, revertible: bool = False) -> None:
+        """A forward over more tokens of some sequences. The step stays open."""
+        plan = self.begin(pieces, capture=capture, revertible=revertible)
+        rows = [_some(len(ids)) for _, ids in pieces]
+        want: list[int] = []
+        start = 0
+        for (_, ids), some in zip(pieces, rows, strict=True):
+            want += [start + row for row in some]
+            start += len(ids)
+        logits = self.guest.forward(
+            self.memory, plan, self._tensor([t for _, ids in pieces for t in ids]), self._tensor(want)
+        )
+        for (seq, ids), some, part in zip(pieces, rows, logits.float().split([*map(len, rows)]), strict=True):
+            before = self.texts.get(seq, [])
+            at = tuple(len(before) + row for row in some)
+            self._seen.append(Seen((*before, *ids), at, part, seq in self.derived))
+
+    def _tensor(self, numbers: Sequence[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.long, device=self.guest.device)
+
+    def keep(self, pieces: Sequence[Piece], counts: Sequence[int] | None = None) -> None:
+        """Keep the open step, or of each of its sequences the first `counts` tokens."""
+        counts = [len(ids) for _, ids in pieces] if counts is None else counts
+        self.memory.commit({seq: count for (seq, _), count in zip(pieces, counts, strict=True)})
+        for (seq, ids), count in zip(pieces, counts, strict=True):
+            self.texts[seq] = [*self.texts.get(seq, ()), *ids[:count]]
+
+    def fork(self, src: int, dst: int, upto: int) -> int:
+        """`dst` begins as `src` does; answers how many tokens it need not read again."""
+        could = self.memory.can_cut(src, upto)
+        kept = self.memory.fork(src, dst, upto)
+        if kept != could or kept > upto:
+            raise Broken(f"can_cut says that {could} of {upto} tokens can be kept; a fork kept {kept}")
+        self.texts[dst] = self.texts[src][:kept]
+        return kept
+
+    def remove_end(self, seq: int, start: int) -> int:
+        """Forget all from `start` on, or from the place that memory offers instead; answers how many are kept."""
+        length = len(self.texts[seq])
+        kept = self.memory.remove(seq, Span(start, length))
+        if kept < start and (again := self.memory.remove(seq, Span(kept, length))) != kept:
+            raise Broken(f"memory said that {kept} of {length} tokens could be kept, and then kept {again}")
+        self.texts[seq] = self.texts[seq][:kept]
+        return kept
+
+    def clear(self) -> None:
+        """Begin again; what was seen stays."""
+        self.memory.clear()
+        self.texts.clear()
+        self.derived.clear()
+
+    def twin(self) -> "Stage":
+        """Another stage, to do the same there in another way."""
+        self._twins.append(Stage(self._ground, self._seed))
+        return self._twins[-1]
+
+    # -- what came of it ----------------------------------------------------------------------------------------
+
+    def compare(self, other: "Stage") -> None:
+        """Every row that this stage and `other` have both seen is the same in both."""
+        theirs: dict[tuple[int, ...], Tensor] = {}
+        for seen in other._seen:
+            theirs |= seen.rows()
+        gaps: list[Tensor] = []
+        for seen in self._seen:
+            pairs = [(row, theirs[text]) for text, row in seen.rows().items() if text in theirs]
+            if pairs:
+                ours, expected = (torch.stack(rows) for rows in zip(*pairs, strict=True))
+                gaps.append(gap_of(ours, expected))
+        if not gaps:
+            raise Broken("two ways of reading the same texts have no row in common")
+        self._gaps += gaps
+
+    def judged(self, bound: float) -> tuple[list[Tensor], int]:
+        """Gaps [n] of the rows of every feed, and in how many rows another token is the most likely one."""
+        gaps, other = list(self._gaps), 0
+        everything = [seen for stage in (self, *self._twins) for seen in stage._seen if not seen.derived]
+        for seen in sorted(everything, key=lambda seen: seen.text, reverse=True):  # a text, then its beginnings
+            expected = self._ground.judge.logits(seen.text)[list(seen.at)]
+            gaps.append(gap_of(seen.logits, expected))
+            other += other_text(seen.logits, expected, bound)
+        if not gaps:
+            raise Broken("no row was compared")
+        return gaps, other
+
+    def close(self) -> None:
+        """All sequences go. Raises `Broken` if something of them stays."""
+        for twin in self._twins:
+            twin.close()
+        memory = self.memory
+        memory.check()
+        lengths = {seq: memory.length(seq) for seq in memory.sequences}
+        if lengths != (read := {seq: len(text) for seq, text in self.texts.items()}):
+            raise Broken(f"sequences have {lengths} tokens in memory, and read {read}")
+        memory.clear()
+        if (memory.free(), memory.free_rows()) != (memory.capacity(), memory.capacity_rows()):
+            raise Broken(f"when no sequence is left, only {memory.free()} cells and {memory.free_rows()} rows are free")
+        self._ground.give(memory)
+
+
+def _some(n: int) -> list[int]:
+    """Of the rows of a feed: all if they are few; else the first, the last, and some between."""
+    if n <= LOOKED_AT:
+        return list(range(n))
+    side = LOOKED_AT // 3
+    between = range(side, n - side)
+    return [*range(side), *between[:: -(-len(between) // side)], *range(n - side, n)]
+
+
+def gap_of(ours: Tensor, theirs: Tensor) -> Tensor:
+    """[n,V] twice -> [n]: the largest difference of each row, as a part of the largest logit (of 1, if less)."""
+    return ((ours - theirs).abs().amax(-1) / theirs.abs().max().clamp(min=1.0)).cpu()
+
+
+def other_text(ours: Tensor, theirs: Tensor, bound: float) -> int:
+    """Of n rows [n,V], how many would go on with another token although there is no doubt which."""
+    first, second = theirs.topk(2).values.unbind(-1)
+    clear = first - second > bound * theirs.abs().max().clamp(min=1.0)
+    return int((clear & (ours.argmax(-1) != theirs.argmax(-1))).sum())

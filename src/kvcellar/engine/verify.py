@@ -1,0 +1,217 @@
+"""verify: does a model's warm answer equal its cold one? On this machine, with this model's weights, check by check.
+
+Each check plays something through a memory of its own (`plays`) and compares every row of logits that it looked at with
+the model's own eager forward over the same tokens, which has no memory at all. What a check cannot say about a model,
+it says why.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from kvcellar.attention.choose import named
+from kvcellar.engine.kvquality import KvQuality, kv_quality
+from kvcellar.engine.plays import PLAYS, NotHere, Play
+from kvcellar.engine.settings import Settings
+from kvcellar.engine.stage import Broken, Ground, Stage
+from kvcellar.errors import BadRequest, KvcellarError
+from kvcellar.models.facts import context_of
+from kvcellar.models.guest import STRANGE, TOLERANCE, Guest, adopt, worst
+from kvcellar.models.load import load
+from kvcellar.models.quiet import quiet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Outcome = Literal["holds", "does not hold", "not applicable"]
+EXACT = (torch.float32, torch.float64)  # in these text must be the same, too; in others it is told
+TOKENS = 512  # of the longest text, where nothing else is said
+SOLO = "solo"  # layers that read all K/V through the model's own masks
+LEAST = 8  # tokens without which there is nothing to play
+TRIES = 3  # in half precision, before a difference is believed
+FAR = 1_000_003  # from the seed of a try to that of the next
+WAYS = ("fp8", "int8", "int8+hadamard", "int4+hadamard")  # of storing K/V, whose divergence is told
+SAMPLE = 64  # tokens of the text on which it is measured
+SMALL = 30_000_000  # parameters of a model that writes and reads such a text in no time
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check. `difference` is what counts of all rows, `largest` that of any row, relative to max(1, max|logit|).
+
+    Both are None if no row was compared, or if logits were no numbers. `other_text` counts the rows whose most likely
+    token is another, although the reference's two best differ by more than the bound. `note` says why a check does not
+    apply or does not hold, or what of it does not.
+    """
+
+    name: str
+    says: str
+    layers: tuple[str, ...]
+    outcome: Outcome
+    difference: float | None
+    largest: float | None
+    bound: float
+    rows: int
+    other_text: int
+    note: str = ""
+
+    def __str__(self) -> str:
+        """What to report when it does not hold."""
+        seen = "" if self.largest is None else f"; logits differ by {self.largest:.1e} at most, {self.bound:.0e} counts"
+        text = f", and {self.other_text} of {self.rows} rows would go on otherwise" if self.other_text else ""
+        note = f": {self.note}" if self.note else ""
+        return f"{self.name} ({', '.join(self.layers)}) {self.outcome}{note}{seen}{text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was seen of a model. `promised` says whether its type is one in which a difference is a fault of ours."""
+
+    name: str
+    architecture: str
+    parameters: int
+    dtype: str
+    device: str
+    mode: str
+    layers: tuple[str, ...]
+    tokens: int
+    seed: int
+    promised: bool
+    checks: tuple[Check, ...]
+    kv_quality: tuple[KvQuality, ...] = ()
+
+    @property
+    def holds(self) -> bool:
+        """Is a warm answer a cold one, in every check that applies?"""
+        return not self.broken
+
+    @property
+    def broken(self) -> tuple[Check, ...]:
+        return tuple(check for check in self.checks if check.outcome == "does not hold")
+
+    @property
+    def applied(self) -> tuple[Check, ...]:
+        return tuple(check for check in self.checks if check.outcome != "not applicable")
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"holds": self.holds, **asdict(self)}
+
+
+def verify(
+    model: "Guest | PreTrainedModel | str | Path | None",
+    settings: Settings | None = None,
+    *,
+    tokens: int = TOKENS,
+    seed: int = 0,
+    quality: bool | None = None,
+    watch: Callable[[str], None] = lambda check: None,
+) -> Report:
+    """Play all checks with texts of up to `tokens` random tokens, drawn by `seed`; `watch` is told each before it runs.
+
+    Of `settings`, dtype, device, attention and threads count. `quality` also measures what storing K/V in fewer bits
+    would do; None does so for small models. Raises what `load` and `adopt` raise, and `BadRequest` for too few tokens
+    or a guest whose K/V are stored in fewer bits: that is not meant to give the same logits.
+    """
+    if tokens < LEAST:
+        raise BadRequest(f"tokens is {tokens}; texts need at least {LEAST}", "tokens")
+    settings = settings or Settings()
+    name, guest = _guest(model, settings)
+    layers = kinds(guest)
+    parameters = sum(parameter.numel() for parameter in guest.model.parameters())
+    report = Report(
+        name=name,
+        architecture=type(guest.model).__name__,
+        parameters=parameters,
+        dtype=str(guest.dtype).removeprefix("torch."),
+        device=str(guest.device),
+        mode=guest.mode,
+        layers=tuple(layers),
+        tokens=min(tokens, context_of(guest.model)),
+        seed=seed,
+        promised=guest.dtype in EXACT,
+        checks=tuple(_checks(guest, min(tokens, context_of(guest.model)), seed, layers, watch)),
+    )
+    if not (parameters <= SMALL if quality is None else quality) or not guest.shape.groups:
+        return report
+    watch("quantised K/V")
+    return replace(report, kv_quality=tuple(kv_quality(guest, named(settings.attention), WAYS, tokens=SAMPLE)))
+
+
+def kinds(guest: Guest) -> list[str]:
+    """What the layers of a model remember: the layouts of keys and values, and kinds of recurrent state."""
+    found = [str(group.layout) if guest.mode == "flat" else SOLO for group in guest.shape.groups]
+    planes = guest.shape.recurrent.layers.values() if guest.shape.recurrent is not None else ()
+    found += [plane.name.partition(" ")[0] for layer in planes for plane in layer]
+    return list(dict.fromkeys(found))
+
+
+def _guest(model: "Guest | PreTrainedModel | str | Path | None", settings: Settings) -> tuple[str, Guest]:
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    if isinstance(model, Guest):
+        if any(plane.storage is not None for group in model.shape.groups for plane in group.planes):
+            raise BadRequest("K/V that are stored in fewer bits give other logits; verify the guest as it was adopted")
+        return type(model.model).__name__, model
+    loaded = load(model, dtype=settings.dtype, device=settings.device)
+    return loaded.name, adopt(loaded.model, named(settings.attention))
+
+
+def _checks(
+    guest: Guest, tokens: int, seed: int, layers: Sequence[str], watch: Callable[[str], None]
+) -> Iterator[Check]:
+    ground = Ground(guest, tokens)
+    for number, play in enumerate(PLAYS):
+        watch(play.name)
+        with quiet():
+            yield _tried(play, ground, seed * len(PLAYS) + number, layers)
+
+
+def _tried(play: Play, ground: Ground, seed: int, layers: Sequence[str]) -> Check:
+    """In half precision a difference is believed if other tokens differ, too: what is wrong is wrong with all.
+
+    There a router's near tie falls either way once in a while, and all that lies behind it differs.
+    """
+    first = check = _check(play, Stage(ground, seed), layers)
+    for again in range(1, 1 if ground.guest.dtype in EXACT else TRIES):
+        if check.outcome != "does not hold" or check.largest is None:
+            break
+        check = _check(play, Stage(ground, seed + again * FAR), layers)
+    if check is first or check.outcome != "holds":
+        return first
+    assert first.largest is not None
+    said = f"the first texts differed by {first.largest:.1e}, and others do not: a near tie, or rounding"
+    return replace(check, note=f"{check.note}; {said}" if check.note else said)
+
+
+def _check(play: Play, stage: Stage, layers: Sequence[str]) -> Check:
+    """Play it, and compare. Whatever the model's code or ours raises is a finding, and no reason to stop."""
+    bound = TOLERANCE[stage.guest.dtype]
+    check = Check(play.name, play.says, tuple(filter(play.about, layers)), "holds", None, None, bound, 0, 0)
+    try:
+        note = play.act(stage) or ""
+        stage.close()
+        gaps, other = stage.judged(bound)
+    except NotHere as why:
+        return replace(check, outcome="not applicable", note=str(why))
+    except Broken as why:
+        return replace(check, outcome="does not hold", note=str(why))
+    except STRANGE as error:
+        said = str(error) if isinstance(error, KvcellarError) else f"{type(error).__name__}: {error}"
+        return replace(check, outcome="does not hold", note=f"an operation raised {said}")
+    rows = sum(map(len, gaps))
+    if not all(bool(gap.isfinite().all()) for gap in gaps):
+        return replace(check, outcome="does not hold", rows=rows, note="logits are no numbers")
+    difference = worst(gaps, stage.guest.dtype)
+    fine = difference <= bound and not (other and stage.guest.dtype in EXACT)
+    return replace(
+        check,
+        outcome="holds" if fine else "does not hold",
+        difference=difference,
+        largest=max(float(gap.max()) for gap in gaps),
+        rows=rows,
+        other_text=other,
+        note=note,
+    )

@@ -1,0 +1,348 @@
+"""Rows as a unit: who holds which, what is thinned, where one can go back to, and what a step costs."""
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from kvcellar.cache.rows import NAME, Rows
+from kvcellar.errors import BadRequest, CacheFull
+from kvcellar.plan import Batch, Feed
+from kvcellar.spans import Span
+from tests.cache.test_cost import lines
+
+
+def checked(rows: Rows) -> None:
+    rows.check({seq: track.end for seq, track in rows._tracks.items()})
+
+
+def batch(rows: Rows, sizes: Mapping[int, int], *, capture: bool = False, asks: Sequence[int] = ()) -> Batch:
+    for seq in sizes:
+        rows.open(seq)
+    return Batch(
+        tuple(
+            Feed(seq, Span(rows.end(seq), rows.end(seq) + n), stores=seq not in asks, capture=capture, revertible=True)
+            for seq, n in sizes.items()
+        )
+    )
+
+
+def step(
+    rows: Rows, sizes: Mapping[int, int], *, capture: bool = False, keep: Mapping[int, int] | None = None
+) -> dict[int, tuple[int, int]]:
+    """So many tokens for each sequence; answers which row each read and which it wrote."""
+    made = batch(rows, sizes, capture=capture)
+    rows.admit(made)
+    segments = rows.begin(made)
+    checked(rows)
+    rows.commit(made, [(keep or {}).get(feed.seq, len(feed.pos)) for feed in made.feeds])
+    checked(rows)
+    return {segment.seq: (segment.read, segment.write) for segment in segments}
+
+
+def at_points(rows: Rows, seq: int, *places: int) -> None:
+    """Feed a new sequence up to each of these, and capture what it remembers there."""
+    for before, pos in zip([0, *places], places, strict=False):
+        step(rows, {seq: pos - before}, capture=True)
+
+
+# -- a step -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_reads_where_the_sequence_ends_and_writes_a_row_of_its_own() -> None:
+    rows = Rows(4, 0)
+    first = step(rows, {5: 3, 6: 1})
+    assert {read for read, _ in first.values()} == {0}
+    assert len({write for _, write in first.values()} - {0}) == 2
+    second = step(rows, {6: 2})
+    assert second[6][0] == first[6][1]
+    assert second[6][1] not in (0, first[5][1], first[6][1])
+    assert (rows.free, rows.end(5), rows.end(6), rows.end(7)) == (2, 3, 3, 0)
+
+
+def test_segments_follow_the_rows_of_the_step() -> None:
+    rows = Rows(4, 0)
+    segments = rows.begin(batch(rows, {5: 3, 6: 1, 7: 2}))
+    assert [(s.seq, s.row, s.length) for s in segments] == [(5, 0, 3), (6, 3, 1), (7, 4, 2)]
+
+
+def test_a_step_that_is_given_up_gives_back_what_it_took() -> None:
+    rows = Rows(3, 2)
+    at_points(rows, 0, 4)
+    for _ in range(3):
+        rows.begin(batch(rows, {0: 1, 1: 2}, capture=True))
+        assert rows.free == 0
+        rows.abandon()
+        checked(rows)
+        assert (rows.free, rows.points(0), rows.points(1), rows.end(1)) == (2, (4,), (), 0)
+
+
+def test_who_keeps_nothing_keeps_its_row() -> None:
+    rows = Rows(4, 0)
+    ((_, before),) = step(rows, {0: 3}).values()
+    step(rows, {0: 2, 1: 2}, keep={0: 0, 1: 0}, capture=True)
+    assert (rows.end(0), rows.end(1), rows.free) == (3, 0, 3)
+    assert step(rows, {0: 1})[0][0] == before
+    assert step(rows, {1: 1})[1][0] == 0
+
+
+def test_who_keeps_a_part_has_the_row_of_the_step_and_no_capture() -> None:
+    rows = Rows(4, 4)
+    ((_, write),) = step(rows, {0: 5}, keep={0: 2}, capture=True).values()
+    assert (rows.end(0), rows.points(0)) == (2, (2,))
+    assert step(rows, {0: 1})[0][0] == write
+    assert rows.points(0) == (3,)
+
+
+def test_rows_that_only_ask_take_nothing_and_change_nothing() -> None:
+    rows = Rows(1, 0)
+    ((_, own),) = step(rows, {0: 3}).values()
+    asking = batch(rows, {0: 2}, asks=[0])
+    rows.admit(asking)
+    (segment,) = rows.begin(asking)
+    assert (segment.read, segment.write, rows.free) == (own, 0, 0)
+    rows.commit(asking, [2])
+    checked(rows)
+    assert (rows.end(0), rows.points(0)) == (3, (3,))
+
+
+def test_too_few_rows_are_counted_as_rows() -> None:
+    rows = Rows(2, 0)
+    step(rows, {0: 1})
+    with pytest.raises(CacheFull, match="2 rows") as full:
+        rows.admit(batch(rows, {0: 1, 1: 1}))
+    assert (full.value.group, full.value.need, full.value.free) == (NAME, 2, 1)
+    rows.admit(batch(rows, {0: 1, 1: 1}, asks=[1]))
+
+
+@pytest.mark.parametrize("start", [0, 2, 4])
+def test_rows_that_only_ask_must_follow_the_end(start: int) -> None:
+    """That they do not is said even where there is no room: no room would help."""
+    rows = Rows(1, 0)
+    step(rows, {0: 3})
+    wrong = Feed(0, Span(start, start + 1), stores=False)
+    new = (Feed(1, Span(0, 1)), Feed(2, Span(0, 1)))
+    with pytest.raises(BadRequest, match=f"sequence 0 that only ask must follow its end at 3, not begin at {start}"):
+        rows.admit(Batch((*new, wrong)))
+
+
+def test_a_step_that_takes_more_rows_than_there_are_can_still_be_given_up() -> None:
+    rows = Rows(2, 0)
+    with pytest.raises(IndexError):
+        rows.begin(batch(rows, {0: 1, 1: 1, 2: 1}))
+    rows.abandon()
+    checked(rows)
+    assert rows.free == 2
+
+
+# -- forks ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_fork_costs_no_row_until_one_goes_on_and_then_one() -> None:
+    rows = Rows(6, 0)
+    step(rows, {0: 3})
+    rows.fork(0, 1, 3)
+    rows.fork(0, 2, 3)
+    checked(rows)
+    assert rows.free == 5
+    step(rows, {1: 1})
+    assert rows.free == 4
+    step(rows, {0: 1})
+    assert rows.free == 3
+    step(rows, {2: 1})
+    assert rows.free == 3, "nobody is there any more, and no captures are allowed"
+
+
+def test_where_two_part_is_a_point_of_both() -> None:
+    rows = Rows(6, 1)
+    step(rows, {0: 3})
+    rows.fork(0, 1, 3)
+    step(rows, {0: 1, 1: 2})
+    assert (rows.points(0), rows.points(1), rows.captured) == ((3, 4), (3, 5), 1)
+
+
+def test_a_fork_shares_the_points_up_to_where_it_begins() -> None:
+    rows = Rows(8, 5)
+    at_points(rows, 0, 2, 4, 6, 9)
+    rows.fork(0, 1, 4)
+    rows.fork(0, 2, 0)
+    checked(rows)
+    assert (rows.points(0), rows.points(1), rows.points(2)) == ((2, 4, 6, 9), (2, 4), ())
+    assert (rows.end(1), rows.end(2), rows.free) == (4, 0, 4)
+    assert step(rows, {1: 1, 2: 1})[2][0] == 0
+
+
+@pytest.mark.parametrize("captures", [0, 1, 5])
+def test_a_sequence_can_be_forked_onto_one_that_alone_keeps_what_is_shared(captures: int) -> None:
+    """The target goes first, and with it whatever made its row nobody's capture."""
+    rows = Rows(4, captures)
+    ((_, shared),) = step(rows, {0: 3}).values()
+    rows.fork(0, 1, 3)
+    step(rows, {0: 2})
+    assert rows.deepest(0, 4) == 3
+    rows.fork(0, 1, 3)
+    checked(rows)
+    assert (rows.end(1), rows.points(0)) == (3, (3, 5))
+    assert step(rows, {1: 1})[1][0] == shared
+
+
+# -- going back -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pos", range(12))
+def test_one_can_go_back_to_every_point_and_nowhere_else(pos: int) -> None:
+    rows = Rows(6, 5)
+    at_points(rows, 0, 2, 5, 6)
+    ((_, own),) = step(rows, {0: 3}).values()
+    deepest = max(point for point in (0, 2, 5, 6, 9) if point <= pos)
+    assert rows.deepest(0, pos) == deepest
+    there = {0: 0, 9: own, **rows._tracks[0].captured}[deepest]
+    rows.cut(0, deepest)
+    checked(rows)
+    assert rows.end(0) == deepest
+    assert rows.points(0) == tuple(point for point in (2, 5, 6, 9) if point <= deepest)
+    assert rows.free == 6 - len(rows.points(0))
+    assert step(rows, {0: 1})[0][0] == there
+
+
+def test_what_is_captured_at_rest_is_a_point_once_the_sequence_goes_on() -> None:
+    rows = Rows(4, 2)
+    ((_, own),) = step(rows, {0: 3}).values()
+    for _ in range(2):  # once is enough
+        rows.capture(0)
+        checked(rows)
+        assert (rows.points(0), rows.captured, rows.free) == ((3,), 0, 3)
+    step(rows, {0: 2})
+    assert (rows.points(0), rows.captured, rows.free) == ((3, 5), 1, 2)
+    rows.cut(0, 3)
+    assert step(rows, {0: 1})[0][0] == own
+    rows.open(1)
+    rows.capture(1)
+    checked(rows)
+    assert rows.points(1) == (), "nothing was read"
+
+
+def test_what_is_dropped_is_free_unless_somebody_shares_it() -> None:
+    rows = Rows(8, 5)
+    at_points(rows, 0, 2, 4, 6)
+    rows.fork(0, 1, 4)
+    rows.drop(0)
+    checked(rows)
+    assert (rows.free, rows.points(1), rows.points(0), rows.end(0)) == (6, (2, 4), (), 0)
+    rows.drop(1)
+    rows.drop(1)
+    checked(rows)
+    assert rows.free == 8
+
+
+def test_an_opened_sequence_has_read_nothing_and_nothing_to_go_back_to() -> None:
+    rows = Rows(1, 1)
+    rows.open(3)
+    rows.check({3: 0})
+    assert (rows.points(3), rows.end(3), rows.deepest(3, 5)) == ((), 0, 0)
+    step(rows, {3: 2})
+    rows.open(3)
+    assert rows.end(3) == 2, "opened once"
+
+
+# -- thinning ---------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_budget_only_ends_are_points() -> None:
+    rows = Rows(4, 0)
+    at_points(rows, 0, 2, 4, 6)
+    assert (rows.points(0), rows.free) == ((6,), 3)
+
+
+def test_what_a_track_has_captured_of_itself_does_not_count() -> None:
+    rows = Rows(8, 1)
+    for seq in range(4):
+        at_points(rows, seq, 3)
+    assert (rows.captured, rows.free) == (0, 4)
+    step(rows, dict.fromkeys(range(4), 1))
+    assert (rows.captured, rows.free) == (1, 3)
+
+
+def test_the_point_that_saves_least_goes_first() -> None:
+    rows = Rows(9, 3)
+    at_points(rows, 0, 10, 12, 20)
+    step(rows, {0: 1})
+    assert rows.points(0) == (10, 12, 20, 21)
+    step(rows, {0: 4}, capture=True)
+    assert rows.points(0) == (10, 12, 20, 25), "its end costs nothing"
+    step(rows, {0: 1})
+    assert rows.points(0) == (10, 20, 25, 26), "12 is only 2 behind 10"
+    step(rows, {0: 1}, capture=True)
+    step(rows, {0: 1})
+    assert rows.points(0) == (10, 20, 25, 28), "and 27 only 2 behind 25"
+
+
+def test_of_those_that_save_as_much_the_oldest_goes_first() -> None:
+    rows = Rows(9, 1)
+    at_points(rows, 0, 5)
+    at_points(rows, 1, 5)
+    step(rows, {1: 1})
+    step(rows, {0: 1})
+    assert (rows.points(0), rows.points(1)) == ((6,), (5, 6))
+
+
+def test_a_branch_point_saves_for_everyone_who_shares_it() -> None:
+    rows = Rows(9, 1)
+    at_points(rows, 0, 4)
+    for seq in (1, 2):
+        rows.fork(0, seq, 4)
+    at_points(rows, 3, 11)
+    step(rows, dict.fromkeys(range(4), 1))
+    assert [rows.points(seq) for seq in range(4)] == [(4, 5), (4, 5), (4, 5), (12,)]
+    rows.drop(1)
+    at_points(rows, 1, 11)
+    step(rows, {1: 1})
+    assert [rows.points(seq) for seq in range(4)] == [(5,), (11, 12), (5,), (12,)], "twice 4 is less than 11"
+
+
+def test_what_a_lost_point_saved_is_saved_by_the_next() -> None:
+    rows = Rows(9, 2)
+    at_points(rows, 0, 6, 11, 15)
+    step(rows, {0: 1})
+    assert rows.points(0) == (6, 11, 16), "15 saved 4"
+    at_points(rows, 1, 7)
+    step(rows, {1: 1})
+    assert (rows.points(0), rows.points(1)) == ((6, 16), (7, 8)), "11 saved 5"
+    at_points(rows, 2, 6)
+    rows.cut(0, 6)
+    step(rows, {0: 5, 2: 1}, capture=True)
+    assert (rows.points(0), rows.points(1), rows.points(2)) == ((11,), (7, 8), (6, 7)), "of the sixes, the older one"
+
+
+def test_what_a_point_once_saved_does_not_count() -> None:
+    rows = Rows(9, 2)
+    at_points(rows, 0, 10, 12, 15)
+    step(rows, {0: 1})
+    assert rows.points(0) == (10, 15, 16), "15 saved 3 as long as 12 was there; now it saves 5"
+    at_points(rows, 1, 4)
+    step(rows, {1: 1})
+    assert (rows.points(0), rows.points(1)) == ((10, 15, 16), (5,))
+
+
+# -- cost -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("captures", [40, 5000])
+def test_a_step_costs_the_same_however_many_sequences_and_captures_there_are(captures: int) -> None:
+    def crowd(sequences: int) -> Rows:
+        rows = Rows(20 * sequences + 200, captures)
+        for seq in range(sequences):
+            for _ in range(8):
+                made = batch(rows, {seq: 3}, capture=True)
+                rows.begin(made)
+                rows.commit(made, [3])
+        return rows
+
+    def turn(rows: Rows) -> None:
+        for _ in range(50):
+            made = batch(rows, {0: 3, 1: 1, 2: 2}, capture=True)
+            rows.admit(made)
+            rows.begin(made)
+            rows.commit(made, [3, 1, 0])
+
+    few, many = crowd(8), crowd(256)
+    assert lines(lambda: turn(many)) < 1.5 * lines(lambda: turn(few))

@@ -1,0 +1,284 @@
+"""`kvcellar verify`: its exit code says whether the memory is right, and whoever breaks it is named."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcellar.cache import memory
+from kvcellar.cache.group import Held
+from kvcellar.cache.history import StoredHistory
+from kvcellar.cache.layouts import Sliding
+from kvcellar.cache.rows import Rows
+from kvcellar.cache.states import States
+from kvcellar.cache.tables import Table
+from kvcellar.engine import verify as library
+from kvcellar.engine.plays import PLAYS
+from kvcellar.models.guest import Guest
+from kvcellar.models.mixers import Turn
+from kvcellar.models.seam import FlatDoor
+from kvcellar.plan import Batch, StateSegment
+from tests.cli.command import Ran, kvcellar
+from tests.zoo import ARCHS, WINDOW
+
+NAMES = {play.name for play in PLAYS}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    made: dict[str, str] = {}
+
+    def make(name: str) -> str:
+        if name not in made:
+            path = tmp_path_factory.mktemp(name)
+            ARCHS[name].build().save_pretrained(path)
+            made[name] = str(path)
+        return made[name]
+
+    return make
+
+
+def verified(*words: str, typed: str | None = None) -> Ran:
+    return kvcellar("verify", *words, "--no-kv-quality", "--threads", "1", typed=typed)
+
+
+def test_a_table_says_what_holds_and_what_does_not_apply(folder: Callable[[str], str]) -> None:
+    ran = verified(folder("gemma3"))
+    assert (ran.code, ran.err) == (0, "")
+    first, head, *rows = ran.out.splitlines()
+    assert "Gemma3ForCausalLM" in first
+    assert first.endswith("float32 on cpu, served flat")
+    assert head.split() == ["check", "layers", "difference", "bound"]
+    for name in NAMES - {"resumption"}:
+        (row,) = [row for row in rows if row.startswith(f"  {name} ")]
+        assert "  holds  " in row
+        assert row.endswith("  1e-04")
+    assert "  resumption: it has no recurrent layers" in ran.out
+    assert rows[-1] == "warm equals cold in 9 of 9 checks that apply"
+
+
+def test_json_has_the_same_in_numbers(folder: Callable[[str], str]) -> None:
+    ran = verified(folder("lfm2"), "--json", "--tokens", "20", "--seed", "3")
+    assert ran.code == 0
+    (line,) = ran.out.splitlines()
+    said = json.loads(line)
+    assert (said["holds"], said["promised"], said["tokens"], said["seed"]) == (True, True, 20, 3)
+    assert {check["name"] for check in said["checks"]} == NAMES
+    resumption = next(check for check in said["checks"] if check["name"] == "resumption")
+    assert (resumption["outcome"], resumption["layers"]) == ("holds", ["conv"])
+    assert 0 < resumption["difference"] <= resumption["bound"]
+
+
+def test_a_model_in_half_precision_is_reported_and_in_float32_promised(tmp_path: Any) -> None:
+    ARCHS["llama"].build().to(torch.bfloat16).save_pretrained(tmp_path)
+    half, full = (
+        json.loads(verified(str(tmp_path), "--json", "--tokens", "16", *words).out)
+        for words in ((), ("--dtype", "float32"))
+    )
+    assert (half["dtype"], half["promised"]) == ("bfloat16", False)
+    assert (full["dtype"], full["promised"]) == ("float32", True)
+    assert half["checks"][0]["bound"] > full["checks"][0]["bound"] == 1e-4
+    ran = verified(str(tmp_path), "--tokens", "16")
+    assert "(middle " in ran.out
+    assert ran.out.splitlines()[-1].endswith("bfloat16 is reported, and not promised: --dtype float32 says more")
+
+
+def test_at_a_terminal_it_says_how_far_it_is(folder: Callable[[str], str]) -> None:
+    ran = verified(folder("llama"), "--tokens", "8", typed="")
+    assert ran.code == 0
+    for name in NAMES:
+        assert name in ran.err
+    assert "%" in ran.err
+
+
+def test_fewer_bits_are_told_beside_it(folder: Callable[[str], str]) -> None:
+    ran = kvcellar("verify", folder("llama"), "--tokens", "8", "--threads", "1")
+    assert ran.code == 0
+    assert "    int8 " in ran.out
+    assert " nats, same most likely token " in ran.out
+
+
+def test_a_model_that_is_refused_is_refused_in_one_line(folder: Callable[[str], str]) -> None:
+    ran = verified(folder("rwkv"))
+    assert (ran.code, ran.out) == (1, "")
+    (line,) = ran.err.splitlines()
+    assert "cannot be served" in line
+
+
+def test_too_few_tokens_are_refused(folder: Callable[[str], str]) -> None:
+    ran = verified(folder("llama"), "--tokens", "7")
+    assert ran.code == 1
+    assert "at least 8" in ran.err
+
+
+# -- and it can fail --------------------------------------------------------------------------------------------------
+
+Mutation = Callable[[pytest.MonkeyPatch, Guest], None]
+
+
+def windows_are_one_too_wide(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
+    groups = tuple(replace(group, layout=Sliding(WINDOW + 1)) for group in guest.shape.groups)
+    guest.shape = replace(guest.shape, groups=groups)
+
+
+def keys_go_to_the_row_before(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
+    honest = FlatDoor.update
+    monkeypatch.setattr(FlatDoor, "update", lambda self, k, v, layer: honest(self, k.roll(1, 2), v.roll(1, 2), layer))
+
+
+def rows_are_positions(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
+    honest = Guest.seen
+
+    def seen(self: Guest, positions: Tensor) -> int | Tensor:
+        return honest(self, torch.arange(len(positions)))
+
+    forward = Guest._through
+    monkeypatch.setattr(Guest, "seen", seen)
+    monkeypatch.setattr(
+        Guest, "_through", lambda self, door, ids, at, want: forward(self, door, ids, torch.arange(len(at)), want)
+    )
+
+
+def all_of_a_draft_is_accepted(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
+    monkeypatch.setattr(memory, "accepted_counts", lambda batch, accepted: [len(feed.pos) for feed in batch.feeds])
+
+
+def keys_turn_one_position_too_far(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
+    honest = Held.turn
+    monkeypatch.setattr(Held, "turn", lambda self, old, new, by, device: honest(self, old, new, by + 1, device))
+
+
+def cells_are_not_given_back(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
+    monkeypatch.setattr(Table, "close", lambda self: None)
+
+
+def states_are_of_all_of_a_draft(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
+    monkeypatch.setattr(States, "settle", lambda self, batch, counts: None)
+
+
+def states_are_not_captured(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
+    monkeypatch.setattr(Rows, "_capture", lambda self, track, pos, row: None)
+
+
+def states_are_captured_before_the_step(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
+    """What is kept for a position is the state that the step began with."""
+    honest = Rows.commit
+
+    def commit(self: Rows, batch: Batch, counts: list[int]) -> None:
+        reads = {segment.seq: segment.read for segment in self._step or ()}
+        capture = self._capture
+        self._capture = lambda track, pos, row: capture(track, pos, _read_of(self, track, reads))  # type: ignore
+        try:
+            honest(self, batch, counts)
+        finally:
+            del self._capture
+
+    monkeypatch.setattr(Rows, "commit", commit)
+
+
+def _read_of(rows: Rows, track: Any, reads: dict[int, int]) -> int:
+    (seq,) = [seq for seq, of in rows._tracks.items() if of is track]
+    return reads[seq]
+
+
+def forks_write_the_row_that_they_share(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
+    honest = Rows.begin
+
+    def begin(self: Rows, batch: Batch) -> tuple[StateSegment, ...]:
+        segments: list[StateSegment] = []
+        for segment in honest(self, batch):
+            if segment.read and segment.write:
+                self._rows[segment.read].taken = True
+                self._let_go(segment.write)
+                segment = segment._replace(write=segment.read)
+            segments.append(segment)
+        self._step = segments
+        return tuple(segments)
+
+    monkeypatch.setattr(Rows, "begin", begin)
+
+
+def convolutions_are_one_input_behind(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
+    honest = Turn.shift_in
+
+    def shift_in(self: Turn, new: Tensor, layer: int, name: str) -> Tensor:
+        longer = honest(self, new, layer, name)
+        self._states[layer][name] = self._states[layer][name].roll(1, -1)
+        return longer
+
+    monkeypatch.setattr(Turn, "shift_in", shift_in)
+
+
+def given_up_steps_keep_their_rows(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
+    monkeypatch.setattr(Rows, "abandon", lambda self: setattr(self, "_step", []))
+
+
+def a_solo_model_reads_keys_backwards(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
+    honest = StoredHistory.in_order
+    monkeypatch.setattr(
+        StoredHistory, "in_order", lambda self: tuple(torch.cat([x[:-1].flip(0), x[-1:]]) for x in honest(self))
+    )
+
+
+MUTATIONS: list[tuple[str, Mutation, set[str]]] = [
+    ("mistral", windows_are_one_too_wide, NAMES - {"resumption"}),
+    ("llama", keys_go_to_the_row_before, NAMES - {"sliding", "resumption"}),
+    ("llama", rows_are_positions, NAMES - {"sliding", "resumption", "context shift"}),
+    ("llama", all_of_a_draft_is_accepted, {"rollback"}),
+    ("gemma3", keys_turn_one_position_too_far, {"context shift"}),
+    ("gpt2", cells_are_not_given_back, NAMES - {"sliding", "resumption", "context shift"}),
+    ("lfm2", states_are_of_all_of_a_draft, {"rollback"}),
+    ("mamba", states_are_of_all_of_a_draft, {"rollback"}),
+    ("lfm2", states_are_not_captured, {"resumption"}),
+    ("mamba", states_are_captured_before_the_step, {"resumption"}),
+    ("mamba", forks_write_the_row_that_they_share, {"sharing", "forking", "rollback", "abandoning", "resumption"}),
+    ("lfm2", convolutions_are_one_input_behind, NAMES - {"sliding", "context shift"}),
+    ("qwen3-next", given_up_steps_keep_their_rows, {"abandoning"}),
+    ("bloom", a_solo_model_reads_keys_backwards, NAMES - {"sliding", "resumption", "context shift"}),
+]
+
+
+@pytest.mark.parametrize(("name", "mutate", "found"), MUTATIONS, ids=lambda x: x.__name__ if callable(x) else None)
+def test_who_breaks_the_memory_is_named_and_the_exit_code_says_so(
+    name: str,
+    mutate: Mutation,
+    found: set[str],
+    folder: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The model is adopted before: what the self-test of that finds is not to the credit of these checks."""
+    honest = library.adopt
+
+    def adopt(*args: Any) -> Guest:
+        guest = honest(*args)
+        mutate(monkeypatch, guest)
+        return guest
+
+    monkeypatch.setattr(library, "adopt", adopt)
+    ran = verified(folder(name), "--json", "--tokens", "40")
+    assert (ran.code, ran.err) == (1, "")
+    said = json.loads(ran.out)
+    assert not said["holds"]
+    broken = {check["name"]: check for check in said["checks"] if check["outcome"] == "does not hold"}
+    assert broken.keys() == found
+    for check in broken.values():
+        far = check["difference"] is not None and check["difference"] > 10 * check["bound"]
+        assert far or check["note"], "nobody could say what is wrong"
+        assert not re.search("(Type|Attribute|Name)Error", check["note"]), "the mutation does not do what it says"
+
+
+def test_what_is_broken_is_said_in_a_line_that_can_be_reported(
+    folder: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(States, "settle", lambda self, batch, counts: None)
+    ran = verified(folder("lfm2"))
+    assert ran.code == 1
+    (line,) = [line for line in ran.out.splitlines() if line.startswith("  rollback (")]
+    assert line.startswith("  rollback (causal, conv) does not hold; logits differ by ")
+    assert "1e-04 counts, and " in line
+    assert ran.out.splitlines()[-1] == "warm equals cold in 7 of 8 checks that apply"

@@ -1,0 +1,95 @@
+"""Conversations with recurrent models: a state can be gone back to at few places, and they are the right ones."""
+
+import random
+from itertools import combinations
+
+import pytest
+
+from kvcellar.bench.conversation import Script, Turn, ideal, play, reads
+from kvcellar.engine import settings
+from tests.engine.mixes import small_engine, tokens
+
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+NAMES = ["lfm2", "qwen3.5"]
+PIECE = 32
+
+
+@pytest.fixture
+def scarce(monkeypatch):
+    """An engine of few captures, whatever its bytes are."""
+
+    def engine(name: str, captures: int):
+        monkeypatch.setattr(settings, "MOST_CAPTURES", captures)
+        made = small_engine(name, max_sequences=1, step_tokens=PIECE)
+        assert made._built.capacity.states.captures == captures
+        return made
+
+    return engine
+
+
+@pytest.mark.parametrize(("captures", "of_tokens"), [(12, 1.03), (32, 1.02)])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_conversation_is_read_about_as_little_as_who_knows_its_future_would(scarce, name, captures, of_tokens):
+    with scarce(name, captures) as engine:
+        with engine.session(chat=False) as session:
+            turns = play(session, Script(start=100, user=10, answer=4))
+            engine.check()
+        found = reads(turns, captures=captures, piece=PIECE)
+        assert found.ours <= 1.02 * found.ideal, found
+        assert found.ours <= of_tokens * found.by_token, found
+        for turn in turns:
+            cold = engine.generate(turn.prompt, max_tokens=len(turn.answer), **GREEDY)
+            assert (cold.token_ids, cold.usage.cached_tokens) == (turn.answer, 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_answer_that_is_asked_for_again_reads_one_token(scarce, name):
+    with scarce(name, 8) as engine, engine.session(chat=False) as session:
+        for sent in (tokens(random.Random(1), 70), tokens(random.Random(2), 9)):
+            first = session.send(sent, max_tokens=5, **GREEDY)
+            session.rewind()
+            again = session.send(sent, max_tokens=5, **GREEDY)
+            assert again.usage.cached_tokens == again.usage.prompt_tokens - 1
+            assert again.token_ids == first.token_ids
+
+
+def test_who_has_no_session_reads_in_as_few_steps_as_there_can_be(scarce):
+    """Nobody comes back to what it leaves, so its last token is read with the others."""
+    with scarce("lfm2", 8) as engine:
+        before = engine.stats().steps
+        engine.generate(tokens(random.Random(3), PIECE), max_tokens=1, **GREEDY)
+        assert engine.stats().steps == before + 1
+        with engine.session(chat=False) as session:
+            session.send(tokens(random.Random(3), PIECE), max_tokens=1, **GREEDY)
+            assert engine.stats().steps == before + 3
+    with small_engine("llama", step_tokens=PIECE) as engine, engine.session(chat=False) as session:
+        session.send(tokens(random.Random(3), PIECE), max_tokens=1, **GREEDY)
+        assert engine.stats().steps == 1
+
+
+# -- who knows the future ---------------------------------------------------------------------------------------------
+
+
+def dumb(turns: list[Turn], captures: int, piece: int, kept: tuple[int, ...] = (), before: tuple[int, ...] = ()) -> int:
+    """What `ideal` says, had by trying everything."""
+    if not turns:
+        return 0
+    turn, prompt = turns[0], len(turns[0].prompt)
+    common = max(n for n in range(len(before) + 1) if before[:n] == turn.prompt[:n] and n < prompt)
+    alive = {place for place in (*kept, len(before), 0) if place <= common}
+    places = (alive | set(range(piece, prompt - 1, piece)) | {prompt - 1}) - {0}
+    ways = [way for n in range(min(captures, len(places)) + 1) for way in combinations(sorted(places), n)]
+    return prompt - max(alive) + min(dumb(turns[1:], captures, piece, way, turn.held) for way in ways)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_who_knows_the_future_does_as_well_as_who_tries_everything(seed):
+    draw = random.Random(seed)
+    text: tuple[int, ...] = ()
+    turns: list[Turn] = []
+    for _ in range(5):
+        prompt = (*text[: draw.randint(0, len(text))], *(draw.randrange(3) for _ in range(draw.randint(1, 4))))
+        turns.append(Turn(prompt, 0, tuple(draw.randrange(3) for _ in range(draw.randint(1, 3)))))
+        text = (*prompt, *turns[-1].answer)
+    for captures in (1, 2, 3):
+        assert ideal(turns, captures=captures, piece=3) == dumb(turns, captures, 3)

@@ -1,0 +1,410 @@
+"""A memory and the dumb model beside it: every operation is done to both, and what the memory answers is judged.
+
+In a step every row sees exactly the tokens that its layout's rule names, in every layer, whichever way one reads. What
+raises changes nothing, be it that something was refused, or that there was no room in the middle of it (`fault`).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcellar.attention.reference import attend_dense
+from kvcellar.cache.memory import Memory
+from kvcellar.contracts import Scoring
+from kvcellar.errors import BadRequest, CacheFull, CapacityTooSmall, NotSupported, WrongStage
+from kvcellar.plan import Batch, Feed, GroupPlan, Plan
+from kvcellar.spans import Span
+from tests.laws import identity
+from tests.laws.breaking import Fault, try_with
+from tests.laws.dumb import Cell, Dumb, Member
+from tests.laws.watch import Wishes, everything, nothing_changes, stored
+
+End = str | Mapping[int, int]  # "commit", "abandon", or how many tokens of some sequences are accepted
+
+
+class Player:
+    """`limits` is how many tokens a sequence may have, where it has a limit; `spare` how much `max_bytes` leaves free.
+
+    `done` counts what was done.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        cells: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        wishes: Wishes | None = None,
+        limits: Mapping[int, int] | None = None,
+        spare: int | None = None,
+    ) -> None:
+        groups, wishes = [m.group for m in members], wishes or Wishes()
+        sizes = {group.name: n for group, n in zip(groups, cells, strict=False)}
+        need = sum(group.bytes(sizes[group.name], dtype.itemsize, wishes) for group in groups)
+        need += max(group.staging(sizes[group.name], dtype.itemsize) for group in groups)
+        self.limits = limits or {}
+        self.memory = Memory(
+            groups,
+            cells=sizes,
+            dtype=dtype,
+            device="cpu",
+            backend=wishes,
+            limits=self.limits,
+            max_bytes=need + spare if spare is not None else None,
+        )
+        self.members = sorted(members, key=lambda m: m.kind.of_input)  # as the memory has them
+        self.dumb = Dumb(self.members)
+        self.fault: Fault | None = None
+        self.done: Counter[str] = Counter()
+
+    def _do(self, what: str, act: Callable[[], Any]) -> Any:
+        """What `act` answers: at once, or when it is tried again after what went wrong in the middle of it."""
+        through, answer = False, None
+        if self.fault is not None and not self.fault.fired:
+            before = everything(self.memory)
+            through, answer = try_with(self.fault, act)
+            if not through:
+                self.memory.check()
+                assert everything(self.memory) == before, "an operation that raised has changed something"
+                self.done["broken"] += 1
+        self.done[what] += 1
+        return answer if through else act()
+
+    def _refused(self, error: type[Exception], says: str, act: Callable[[], Any]) -> Any:
+        with nothing_changes(self.memory), pytest.raises(error, match=says) as refused:
+            act()
+        self.done[error.__name__] += 1
+        return refused.value
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def batch(
+        self, feeds: Mapping[int, int], borders: Mapping[int, set[int]] | None = None, asks: Sequence[Feed] = ()
+    ) -> Batch:
+        """So many new tokens for each sequence; between every two borders of these a span looks ahead."""
+        starts = {seq: self.dumb.length(seq) for seq in feeds}
+        new = [Feed(seq, Span(starts[seq], starts[seq] + n)) for seq, n in feeds.items()]
+        ahead: list[tuple[int, Span]] = []
+        for seq, found in (borders or {}).items():
+            within = sorted(border for border in found if border <= feeds.get(seq, -1))
+            ahead += [
+                (seq, Span(starts[seq] + a, starts[seq] + b)) for a, b in zip(within[::2], within[1::2], strict=False)
+            ]
+        asking = [feed for feed in asks if feed.seq in self.dumb.lines and feed.seq not in feeds]
+        return Batch((*asking[::2], *new, *asking[1::2]), tuple(ahead))
+
+    def step(self, batch: Batch, end: End = "commit") -> None:
+        if self.begin(batch):
+            self.end(end)
+
+    def begin(self, batch: Batch) -> bool:
+        """Whether it was not refused."""
+        memory, dumb, free = self.memory, self.dumb, self.memory.free()
+        short = [m for m in self.members if not m.kind.of_input and free[m.group.name] < batch.stored]
+        if any(self._cannot(feed) for feed in batch.feeds):
+            self._refused(BadRequest, "a query at|may have", lambda: memory.begin(batch))
+            return False
+        if short:
+            full = self._refused(CacheFull, "cells in group", lambda: memory.begin(batch))
+            name = short[0].group.name
+            assert (full.group, full.need, full.free) == (name, batch.stored, free[name])
+            return False
+        plan = self._do("look ahead" if batch.look_ahead else "begin", lambda: memory.begin(batch))
+        dumb.begin(batch)
+        for m in self.members:
+            for layer in m.group.layers if not m.kind.of_input else ():
+                self._do("put", partial(memory.put, layer, *self.new(layer)))
+        self._look(batch, plan)
+        return True
+
+    def _cannot(self, feed: Feed) -> bool:
+        if not feed.stores:
+            return self.dumb.refuses(feed)
+        return feed.pos.end > self.limits.get(feed.seq, feed.pos.end)
+
+    def end(self, end: End) -> None:
+        memory, dumb = self.memory, self.dumb
+        if end == "abandon":
+            self._do("abandon", memory.abandon)
+            dumb.abandon()
+            return
+        named = {} if isinstance(end, str) else end
+        accepted = {seq: min(n, len(dumb.pending[seq])) for seq, n in named.items() if seq in dumb.pending}
+        for seq, n in accepted.items():
+            at = dumb.length(seq) + n
+            for span in dumb.batch.ahead(seq) if dumb.batch else ():
+                if span.start < at < span.end:
+                    self._refused(BadRequest, "looks ahead", partial(memory.commit, accepted))
+                    accepted = accepted | {seq: span.start - dumb.length(seq)}
+        self._do("accept" if accepted else "commit", partial(memory.commit, accepted))
+        dumb.commit(accepted)
+
+    def new(self, layer: int) -> list[Tensor]:
+        """k [T,G,D] and v [T,G,Dv] of the open step's tokens."""
+        return self.words(layer, [token for new in self.dumb.pending.values() for token in new])
+
+    def words(self, layer: int, tokens: Sequence[int]) -> list[Tensor]:
+        (group,) = (m.group for m in self.members if layer in m.group.layers)
+        return [
+            identity.vectors(tokens, layer, number, plane.heads, plane.size, dtype=self.memory.dtype)
+            for number, plane in enumerate(group.planes)
+        ]
+
+    def reserve(self, batch: Batch) -> None:
+        """The worst case: it is written and read like any other step, and leaves nothing."""
+        memory = self.memory
+        needs = {
+            m.group.name: max(
+                m.kind.layout.most_cells(1, 1) if m.kind.of_input else f.pos.end - m.kind.layout.lowest(f.pos.start)
+                for f in batch.feeds
+            )
+            for m in self.members
+        }
+        if any(need > memory.capacity()[name] for name, need in needs.items()):
+            self._refused(CapacityTooSmall, "cache_bytes", lambda: memory.begin(batch, reserve=True))
+            return
+        with nothing_changes(memory):
+            plan = self._do("reserve", lambda: memory.begin(batch, reserve=True))
+            for m in self.members:
+                for layer in m.group.layers:
+                    if not m.kind.of_input:
+                        self._do("put", partial(memory.put, layer, *self.words(layer, range(plan.stored))))
+                    q = torch.ones(plan.tokens, m.query_heads, m.group.planes[0].size)
+                    out = memory.attend(layer, q, Scoring(1.0))
+                    assert out.shape == (plan.tokens, m.query_heads, m.group.planes[1].size)
+            with pytest.raises(WrongStage, match="reserved"):
+                memory.commit()
+            memory.check()
+            memory.abandon()
+
+    # -- what the rows see ----------------------------------------------------------------------------------------
+
+    def _look(self, batch: Batch, plan: Plan) -> None:
+        assert (plan.feeds, plan.look_ahead) == (batch.feeds, batch.look_ahead)
+        assert (plan.tokens, plan.stored) == (batch.tokens, sum(map(len, self.dumb.pending.values())))
+        for index, m in enumerate(self.members):
+            rows = [row for feed in batch.feeds for row in self.dumb.seen(index, feed)]
+            self._look_at_segments(index, batch, plan.groups[index])
+            for layer in m.group.layers:
+                self._look_at_dense(m, layer, rows)
+
+    def _look_at_segments(self, index: int, batch: Batch, plan: GroupPlan) -> None:
+        """The way a kernel reads: planes and runs."""
+        m, row = self.members[index], 0
+        cells: list[Cell] = []
+        for feed, segment in zip(batch.feeds, plan.segments, strict=True):
+            seen = {pos: cell for pos, cell in self.dumb.now(index, feed.seq).items() if pos >= segment.first}
+            start = segment.end if m.kind.of_input else feed.pos.start
+            assert (segment.seq, segment.row, segment.pos) == (feed.seq, row, Span(start, start + len(feed.pos)))
+            assert all(a.end != b.cell for a, b in pairwise(segment.runs)), "two runs could be one"
+            assert segment.first == min((k for k in seen if m.kind.sees(start, k)), default=segment.first)
+            assert segment.end == min(max(seen, default=-1) + 1, segment.pos.end)
+            cells += [seen[pos] for pos in range(segment.first, segment.end)]
+            row += len(feed.pos)
+        self._check_runs(m, [run for segment in plan.segments for run in segment.runs], cells)
+        if not m.kind.of_input:
+            new = [Cell(token) for tokens in self.dumb.pending.values() for token in tokens]
+            self._check_runs(m, [run for segment in plan.segments for run in segment.new], new)
+        if len(plan.segments) == 1:
+            for layer in m.group.layers:
+                self._check(m, layer, cells, self.memory.get(layer).in_order())
+
+    def _check_runs(self, m: Member, runs: Sequence[Any], cells: Sequence[Cell]) -> None:
+        for layer in m.group.layers:
+            self._check(m, layer, cells, [stored(self.memory, layer, plane.name, runs) for plane in m.group.planes])
+
+    def _check(self, m: Member, layer: int, cells: Sequence[Cell], planes: Sequence[Tensor]) -> None:
+        """`planes` k [n,G,D] and v [n,G,Dv] are what `cells` should be, in order."""
+        for number, (plane, read) in enumerate(zip(m.group.planes, planes, strict=True)):
+            identity.check(read, [cell.value if number else cell.key for cell in cells], layer, number, plane)
+
+    def _look_at_dense(self, m: Member, layer: int, rows: list[list[Cell]]) -> None:
+        k, v, visible = self.memory.get(layer).dense()
+        there = {cell for row in rows for cell in row}
+        keys = identity.recognised(k, [cell.key for cell in there], layer, 0, m.group.planes[0])
+        values = identity.recognised(v, [cell.value for cell in there], layer, 1, m.group.planes[1])
+        assert [token for token, _ in keys] == [token for token, _ in values]
+        assert len(keys) == len(there), "a cell is there twice, or one that no row sees"
+        found = [sorted(keys[i] for i in row.nonzero().flatten().tolist()) for row in visible]
+        assert found == [sorted(cell.key[:2] for cell in row) for row in rows]
+        dtype = torch.float32
+        q = torch.arange(len(visible) * m.query_heads * k.shape[2], dtype=dtype).sin()
+        q = q.reshape(len(visible), m.query_heads, k.shape[2])
+        expected = attend_dense(q, k.to(dtype), v.to(dtype), visible, Scoring(scale=k.shape[2] ** -0.5))
+        got = self._do("attend", lambda: self.memory.attend(layer, q, Scoring(scale=k.shape[2] ** -0.5)))
+        assert torch.allclose(got, expected, atol=1e-4, rtol=1e-4)
+
+    # -- sequences ------------------------------------------------------------------------------------------------
+
+    def fork(self, src: int, dst: int, upto: int) -> None:
+        kept, limit = self.dumb.can_cut(src, upto), self.limits.get(dst)
+        if src == dst:
+            self._refused(BadRequest, "onto itself", lambda: self.memory.fork(src, dst, upto))
+        elif limit is not None and kept > limit:
+            self._refused(BadRequest, f"may have {limit}", lambda: self.memory.fork(src, dst, upto))
+        else:
+            assert self._do("fork", lambda: self.memory.fork(src, dst, upto)) == kept
+            assert self.dumb.fork(src, dst, upto) == kept
+
+    def remove(self, seq: int, span: Span) -> None:
+        if span.end >= self.dumb.length(seq):
+            self._remove_end(seq, span)
+        elif len(span):
+            self._remove_middle(seq, span)
+        else:
+            with nothing_changes(self.memory):
+                assert self.memory.remove(seq, span) == self.dumb.length(seq)
+
+    def _remove_end(self, seq: int, span: Span) -> None:
+        kept = self.dumb.can_cut(seq, span.start)
+        if kept == min(span.start, self.dumb.length(seq)):
+            assert self._do("remove", lambda: self.memory.remove(seq, span)) == kept
+            self.dumb.remove(seq, span.start)
+        else:
+            with nothing_changes(self.memory):
+                assert self.memory.remove(seq, span) == kept
+
+    def _remove_middle(self, seq: int, span: Span) -> None:
+        memory, dumb = self.memory, self.dumb
+        needs = [dumb.spare(index, seq, span.end) for index in range(len(self.members))]
+        if dumb.parts(seq, span):
+            with nothing_changes(memory):
+                assert memory.remove(seq, span) == dumb.can_cut(seq, span.start)
+            self.done["parted"] += 1
+        elif any(m.group.no_shift for m in self.members):
+            refused = self._refused(NotSupported, "cannot be shifted", lambda: memory.remove(seq, span))
+            assert refused.kept == dumb.can_cut(seq, span.start)
+        elif not dumb.can_shift(seq, span.start, span.end):
+            with nothing_changes(memory):
+                assert memory.remove(seq, span) == dumb.can_cut(seq, span.start)
+        elif any(free < need for free, need in zip(memory.free().values(), needs, strict=True)):
+            self._refused(CacheFull, "cells in group", lambda: memory.remove(seq, span))
+        else:
+            after = dumb.length(seq) - len(span)
+            assert self._do("shift", lambda: memory.remove(seq, span)) == after
+            dumb.shift(seq, span.start, span.end)
+
+    def drop(self, seq: int) -> None:
+        self._do("drop", lambda: self.memory.drop(seq))
+        del self.dumb.lines[seq]
+
+    def clear(self) -> None:
+        self._do("clear", self.memory.clear)
+        self.dumb = Dumb(self.members, written=self.dumb.written)
+
+    def ask(self, seq: int, positions: Sequence[int]) -> None:
+        with nothing_changes(self.memory):
+            for pos in positions:
+                kept = self.dumb.can_cut(seq, pos)
+                assert self.memory.can_cut(seq, pos) == kept
+                assert self.memory.can_resume(seq, pos) == (kept == pos)
+
+    # -- inputs ---------------------------------------------------------------------------------------------------
+
+    def write_input(self, seq: int, n: int, digest: str | None) -> None:
+        memory, dumb = self.memory, self.dumb
+        inputs = [m for m in self.members if m.kind.of_input]
+        source = dumb.holder(digest)
+        tokens = range(dumb.written, dumb.written + n)
+        planes = {layer: tuple(self.words(layer, tokens)) for m in inputs for layer in m.group.layers}
+
+        def act() -> bool:
+            return memory.write_input(seq, n, planes, digest=digest)
+
+        short = [m for m in inputs if memory.free()[m.group.name] < n]
+        if dumb.input_of(seq):
+            self._refused(BadRequest, "has an input", act)
+        elif source is not None and len(dumb.input_of(source)) != n:
+            self._refused(BadRequest, "positions, not", act)
+        elif source is None and short:
+            assert self._refused(CacheFull, "cells in group", act).group == short[0].group.name
+        else:
+            assert self._do("write_input", act) == (source is None)
+            dumb.give_input(seq, digest, n)
+
+    def share_input(self, seq: int, digest: str) -> None:
+        if self.dumb.input_of(seq):
+            self._refused(BadRequest, "has an input", lambda: self.memory.share_input(seq, digest))
+        elif self.dumb.holder(digest) is None:
+            with nothing_changes(self.memory):
+                assert not self.memory.share_input(seq, digest)
+        else:
+            assert self._do("share_input", lambda: self.memory.share_input(seq, digest))
+            self.dumb.give_input(seq, digest, 0)
+
+    def read_inputs(self, seqs: Sequence[int]) -> None:
+        """Of sequences that have inputs as long as each other's."""
+        for m in self.members:
+            for layer in m.group.layers if m.kind.of_input else ():
+                for number, plane in enumerate(m.group.planes):
+                    read = self._do("read_input", partial(self.memory.read_input, layer, plane.name, seqs))
+                    for seq, one in zip(seqs, read, strict=True):
+                        cells = self.dumb.input_of(seq)
+                        identity.check(one, [cell.value for cell in cells], layer, number, plane)
+
+    # -- storage --------------------------------------------------------------------------------------------------
+
+    def compact(self, budget: int) -> int:
+        free = self.memory.free()
+        moved = self._do("compact", lambda: self.memory.compact(budget))
+        assert 0 <= moved <= budget
+        assert self.memory.free() == free
+        self.done["moved"] += bool(moved)
+        return moved
+
+    def resize(self, index: int, cells: int) -> None:
+        """Refused where a cell that would go is in use, and where it would not fit the cap."""
+        memory, name = self.memory, self.members[index].group.name
+        highest, act = memory._held[index].cells.highest, partial(memory.resize, name, cells)
+        before, refused = everything(memory), ""
+        try:
+            self._do("resize", act)
+        except CapacityTooSmall as error:
+            refused = str(error)
+            self.done["CapacityTooSmall"] += 1
+        if refused:
+            assert everything(memory) == before
+            assert (f"{memory.max_bytes} are allowed" if cells >= highest else f"shrink to {highest} cells") in refused
+        else:
+            assert cells >= highest
+            assert memory.capacity()[name] == cells
+
+    def leave_room(self, scratch: int) -> None:
+        memory = self.memory
+        if memory.max_bytes is not None and memory.bytes + memory.staging + scratch > memory.max_bytes:
+            self._refused(CapacityTooSmall, "are allowed", lambda: memory.leave_room(scratch))
+        else:
+            self._do("leave_room", lambda: memory.leave_room(scratch))
+            assert memory.scratch == scratch
+
+    # -- always ---------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Every invariant, and that the memory says of itself, and holds, what the dumb model knows."""
+        memory, dumb = self.memory, self.dumb
+        memory.check()
+        assert set(memory.sequences) == set(dumb.lines)
+        assert memory.max_bytes is None or memory.bytes + memory.scratch + memory.staging <= memory.max_bytes
+        for seq, line in dumb.lines.items():
+            assert memory.has(seq)
+            assert (memory.length(seq), memory.derived(seq)) == (len(line.tokens), line.derived)
+            assert memory.input_length(seq) == len(dumb.input_of(seq))
+            assert memory._sequences.ahead.of(seq) == tuple(line.ahead)
+        assert memory._sequences.digests._of == {
+            seq: line.digest for seq, line in dumb.lines.items() if line.digest is not None
+        }
+        for index, m in enumerate(self.members):
+            name, runs, cells = m.group.name, [], []
+            assert memory.free()[name] == memory.capacity()[name] - dumb.used(index)
+            for seq, line in dumb.lines.items():
+                span = memory.held(seq)[name]
+                assert list(range(span.start, span.end)) == sorted(line.held[index])
+                runs += memory._sequences.tables[seq][index].runs
+                cells += [line.held[index][pos] for pos in sorted(line.held[index])]
+            self._check_runs(m, runs, cells)

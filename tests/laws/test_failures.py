@@ -1,0 +1,192 @@
+"""Whatever is asked for and not there, in whatever operation: nothing has changed, and it works when it is tried again.
+
+Each operation is tried again and again, and every time it fails one question later, until it gets through. The lives
+in `test_memory` break operations anywhere; here no place is left out.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from kvcellar.cache.history import StoredHistory
+from kvcellar.contracts import Scoring, StoredAs
+from kvcellar.plan import Batch, Feed, Plan
+from kvcellar.spans import Span
+from tests.laws.breaking import Fault, try_with
+from tests.laws.dumb import causal, chunked, encoder, kept_as, member, shifting, sliding
+from tests.laws.player import Player
+from tests.laws.watch import Wishes, everything
+
+MEMBERS = (
+    shifting(member("full", causal(), [0, 3], (2, 2), 16, 16), turns=True),
+    shifting(member("memory", sliding(3, 8), [1, 4], (2, 1), 32, 32), turns=True),
+    shifting(member("chunk", chunked(16), [2], (2, 1), 32, 32), turns=False),
+    member("cross", encoder(6), [7], (2, 2), 16, 16),
+    member("wide", encoder(6), [8], (2, 1), 32, 33),
+)
+# How K/V are stored, what goes wrong, and whether it does when torch has done its part already.
+WAYS: dict[str, tuple[str, type[BaseException], bool]] = {
+    "no memory": ("k=auto,v=int8", torch.OutOfMemoryError, False),
+    "interrupted": ("auto", KeyboardInterrupt, True),
+}
+WORST = Batch((Feed(0, Span(20, 23)), Feed(9, Span(7, 9))))
+
+
+@cache
+def _small(text: str) -> Player:
+    """Three sequences, shared and in several runs; two have the same input; some cells are free, and not together."""
+    members = [kept_as(m, StoredAs.parse(text)) for m in MEMBERS]
+    player = Player(members, [44, 40, 40, 20, 20], wishes=Wishes("head", 8), limits={})
+    player.write_input(0, 4, "cat")
+    player.write_input(4, 3, None)
+    for feeds in ({0: 6, 1: 3}, {4: 3}, {0: 3}, {1: 2, 0: 1}):
+        player.step(player.batch(feeds, {0: {1, 3}}))
+    player.fork(0, 2, 8)
+    player.drop(4)
+    player.step(player.batch({2: 2}))
+    player.check()
+    return player
+
+
+def small(text: str) -> Player:
+    return deepcopy(_small(text))
+
+
+def batch(player: Player) -> Batch:
+    return player.batch({0: 3, 1: 2, 5: 4}, {5: {1, 3}}, [Feed(2, Span(9, 11), stores=False)])
+
+
+def words(player: Player, n: int) -> dict[int, tuple[Tensor, Tensor]]:
+    """An input, for its layers."""
+    k_and_v = {layer: player.words(layer, range(500, 500 + n)) for layer in (7, 8)}
+    return {layer: (k, v) for layer, (k, v) in k_and_v.items()}
+
+
+Operation = Callable[[Player], Callable[[], Any]]  # what it takes is made beforehand
+AT_REST: dict[str, Operation] = {
+    "begin": lambda p: partial(p.memory.begin, batch(p)),
+    "begin, reserved": lambda p: partial(p.memory.begin, WORST, reserve=True),
+    "fork": lambda p: partial(p.memory.fork, 0, 1, 9),
+    "fork, new": lambda p: partial(p.memory.fork, 2, 9, 9),
+    "shift": lambda p: partial(p.memory.remove, 0, Span(6, 7)),
+    "shift of nobody else's": lambda p: partial(p.memory.remove, 1, Span(1, 3)),
+    "write_input": lambda p: partial(p.memory.write_input, 1, 5, words(p, 5), digest="dog"),
+    "write_input, new": lambda p: partial(p.memory.write_input, 9, 5, words(p, 5)),
+    "write_input, known": lambda p: partial(p.memory.write_input, 9, 4, words(p, 4), digest="cat"),
+    "share_input": lambda p: partial(p.memory.share_input, 1, "cat"),
+    "share_input, new": lambda p: partial(p.memory.share_input, 9, "cat"),
+    "read_input": lambda p: partial(p.memory.read_input, 8, "v", [0, 2]),
+    "compact": lambda p: partial(p.memory.compact, 9),
+    "grow": lambda p: partial(p.memory.resize, "full", 60),
+    "grow inputs": lambda p: partial(p.memory.resize, "cross", 30),
+    "shrink": lambda p: partial(p.memory.resize, "memory", p.memory._held[1].cells.highest),
+}
+IN_A_STEP: dict[str, Operation] = {
+    "put": lambda p: partial(p.memory.put, 0, *p.new(0)),
+    "dense": lambda p: lambda: [p.memory.get(layer).dense() for layer in (0, 7)],
+    "in order": lambda p: lambda: p.memory.get(1).each_in_order(),
+    "attend": lambda p: partial(p.memory.attend, 0, torch.ones(11, 2, 16), Scoring(1.0)),
+    "commit": lambda p: partial(p.memory.commit, {0: torch.tensor(2)}),  # who counts on a tensor has to read it
+}
+NEVER_FAILS: dict[str, Operation] = {
+    "remove": lambda p: partial(p.memory.remove, 0, Span(9, 10)),
+    "leave_room": lambda p: partial(p.memory.leave_room, 99),
+    "drop": lambda p: partial(p.memory.drop, 0),
+    "clear": lambda p: p.memory.clear,
+}
+NEVER_FAILS_IN_A_STEP: dict[str, Operation] = {
+    "commit": lambda p: partial(p.memory.commit, {0: 1}),
+    "abandon": lambda p: p.memory.abandon,
+    "clear": lambda p: p.memory.clear,
+}
+
+
+def in_a_step(text: str) -> Player:
+    player = small(text)
+    player.dumb.begin(new := batch(player))
+    player.memory.begin(new)
+    return player
+
+
+def asked(player: Player, see: Callable[[StoredHistory], Any]) -> list[Any]:
+    """What `see` says of every layer when all sequences ask."""
+    memory = player.memory
+    asks = [Feed(seq, Span(end - 1, end), stores=False) for seq in memory.sequences if (end := memory.length(seq))]
+    memory.begin(Batch(tuple(asks)))
+    seen = [see(memory.get(layer)) for m in player.members for layer in m.group.layers]
+    memory.abandon()
+    return seen
+
+
+def spoken(x: Any) -> Any:
+    return x.tolist() if isinstance(x, Tensor) else x
+
+
+def outcome(player: Player, answer: Any) -> list[Any]:
+    """What was answered, and all that can be seen once the step that is open has been written and kept."""
+    memory = player.memory
+    if isinstance(answer, Plan):
+        answer = (answer.feeds, answer.stored, answer.look_ahead)
+        if memory._step is not None and memory._step.reserved:
+            memory.abandon()
+        else:
+            player.dumb.begin(batch(player))
+    if memory._step is not None:
+        for layer in {0, 1, 2, 3, 4} - {layer for layer, _ in memory._step.written}:
+            memory.put(layer, *player.new(layer))
+        memory.commit()
+    memory.check()
+    seen = [memory.sequences, memory.free(), memory.capacity(), memory.bytes, memory.scratch]
+    seen.append(asked(player, lambda history: history.each_in_order()))
+    for seq in memory.sequences:
+        seen += [memory.held(seq), memory.derived(seq), memory.input_length(seq), memory._sequences.ahead.of(seq)]
+    return tree_map(spoken, [answer, seen])
+
+
+def breaks_everywhere(make: Callable[[str], Player], how: str, operation: Operation) -> int:
+    """At how many places it was broken before it got through, and did what it does where nothing ever breaks."""
+    text, error, late = WAYS[how]
+    player, twin = make(text), make(text)
+    act, memory = operation(player), player.memory
+
+    def now() -> list[Any]:
+        seen = asked(player, lambda history: history.dense()) if memory._step is None else []
+        return [everything(memory), [[x.numpy().tobytes() for x in dense] for dense in seen]]
+
+    before = now()
+    for at in range(2000):
+        through, answer = try_with(Fault(at, error, late=late), act)
+        if through:
+            assert outcome(player, answer) == outcome(twin, operation(twin)())
+            return at
+        memory.check()
+        assert now() == before
+    raise AssertionError("it never gets through")
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("name", AT_REST)
+def test_an_operation_that_breaks_anywhere_changes_nothing_and_works_afterwards(how, name) -> None:
+    assert breaks_everywhere(small, how, AT_REST[name]) > 0
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("name", IN_A_STEP)
+def test_so_it_is_in_a_step(how, name) -> None:
+    assert breaks_everywhere(in_a_step, how, IN_A_STEP[name]) > 0
+
+
+@pytest.mark.parametrize("name", NEVER_FAILS)
+def test_giving_back_asks_for_nothing_that_could_be_missing(name) -> None:
+    assert breaks_everywhere(small, "no memory", NEVER_FAILS[name]) == 0
+
+
+@pytest.mark.parametrize("name", NEVER_FAILS_IN_A_STEP)
+def test_nor_does_the_end_of_a_step(name) -> None:
+    assert breaks_everywhere(in_a_step, "no memory", NEVER_FAILS_IN_A_STEP[name]) == 0

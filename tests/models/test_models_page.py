@@ -1,0 +1,42 @@
+"""docs/models.md says what comes out when a sample of its types is tried again, and adds up."""
+
+import re
+
+import pytest
+
+from scripts.models_page import PAGE, TYPES, look, render
+from tests.zoo_test_support.sweep import NO_MODEL
+
+TEXT = PAGE.read_text()
+ROWS = dict(re.findall(r"^\| (\S+) \| (flat|solo|refused|wrong|not tried) \|", TEXT, re.M))
+SAMPLE = (
+    "axk2", "bloom", "camembert", "deepseek_v3", "gemma3_text", "gemma3n", "gpt2", "lfm2", "llama", "llama4_text",
+    "mamba", "qwen3_next", "recurrent_gemma",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", SAMPLE)
+def test_a_type_that_is_tried_again_does_what_the_page_says(model_type: str) -> None:
+    assert f"\n{look(model_type)}\n" in TEXT, "run `make docs`"
+
+
+def test_every_type_has_a_row() -> None:
+    assert list(ROWS) == list(TYPES)
+
+
+def test_the_totals_are_those_of_the_rows() -> None:
+    counts = {how: list(ROWS.values()).count(how) for how in ("flat", "solo", "refused", "wrong", "not tried")}
+    for how, line in zip(counts, re.findall(r"^\| .* \| (\d+) \|$", TEXT, re.M), strict=False):
+        assert int(line) == counts[how], how
+    works, built = counts["flat"] + counts["solo"], len(TYPES) - len(NO_MODEL)
+    assert f"**{works} of the {built} types that can be built work: {works / built:.1%}.**" in TEXT
+
+
+def test_nothing_on_the_page_changes_from_run_to_run() -> None:
+    """No time, and no small number that rounding decides."""
+    assert not re.search(r"\d\.?\d*e[+-]\d", TEXT)
+    assert not re.search(r"\b\d+(\.\d+)? (s|ms|seconds)\b", TEXT)
+
+
+def test_of_no_rows_the_page_says_that_there_are_none() -> None:
+    assert "**0 of the 0 types" in render([])

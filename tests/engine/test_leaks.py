@@ -6,6 +6,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable
+from itertools import count
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -67,16 +68,23 @@ class Listener(Ear):
         self.ticket.cancel()
 
 
-def faulty(forward: Callable[..., torch.Tensor], draw: random.Random, raises: float, nans: float):
-    """A forward that sometimes raises, and sometimes answers with rows that are no numbers."""
+def faulty(forward: Callable[..., torch.Tensor]):
+    """A forward that at times raises, twice in a row, for after the first time each sequence is tried alone. And at
+    times it answers with a row that is no number. It counts its calls: nothing depends on which thread is when where.
+    """
+    calls, nans = count(1), 0
 
     def wrapped(*args: Any) -> torch.Tensor:
-        if draw.random() < raises:
+        nonlocal nans
+        call = next(calls)
+        if call % 60 in (0, 1) and call > 1:
             raise RuntimeError("the device has had enough")
         logits = forward(*args)
-        if len(logits) and draw.random() < nans:
+        nans += call % 60 == 30
+        if nans and len(logits):  # a step in which nobody draws has none
+            nans -= 1
             logits = logits.clone()
-            logits[draw.randrange(len(logits))] = torch.nan
+            logits[call % len(logits)] = torch.nan
         return logits
 
     return wrapped
@@ -124,7 +132,7 @@ def test_after_requests_of_all_fates_all_cells_are_free(count):
     with tiny_engine(max_waiting=10**6) as engine:
         checked_between_steps(engine)
         guest = engine._built.guest
-        guest.forward = faulty(guest.forward, draw, raises=0.01, nans=0.01)
+        guest.forward = faulty(guest.forward)
         ears = live(engine, draw, count)
         for ear in ears:
             if ear._break_at is None:

@@ -1,6 +1,6 @@
 """States as tensors: what is read, what is written where, and what remains when any single operation fails."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import pytest
@@ -31,8 +31,6 @@ PLANES = (Plane("k", 1, 4), Plane("v", 1, 4))
 GROUPS = (Group("cross", Input(4), PLANES, (30,)), Group("full", Causal(), PLANES, (20,)))
 FIRST = next(iter(RECURRENT.layers))
 
-At = Callable[[Sequence[int], int], Mapping[str, Tensor]]
-
 
 class Spelling:
     """A memory, and a fake model whose states say of which tokens they are: token p of sequence s is 100 s + p."""
@@ -50,7 +48,7 @@ class Spelling:
             **more,
         )
         self.tokens: dict[int, tuple[int, ...]] = {}
-        self.asked: list[tuple[int, list[int], int]] = []  # layer, sequences, count: of what a part was asked for
+        self.asked: list[tuple[int, dict[int, int]]] = []  # layer, and of which sequences which parts
 
     def begin(self, sizes: Mapping[int, int], *, reserve: bool = False, **feed: bool) -> Plan:
         feeds = tuple(
@@ -70,9 +68,12 @@ class Spelling:
                 part = partial(self.part, layer, segments) if at else None
                 self.memory.put_state(layer, segments, whole, at=part)
 
-    def part(self, layer: int, segments: Sequence[StateSegment], indices: Sequence[int], n: int) -> dict[str, Tensor]:
-        self.asked.append((layer, [segments[i].seq for i in indices], n))
-        return states([self.after(segments[i], n) for i in indices], layer)
+    def part(
+        self, layer: int, segments: Sequence[StateSegment], indices: Sequence[int], counts: Sequence[int]
+    ) -> dict[str, Tensor]:
+        parts = [(segments[i], n) for i, n in zip(indices, counts, strict=True)]
+        self.asked.append((layer, {segment.seq: n for segment, n in parts}))
+        return states([self.after(segment, n) for segment, n in parts], layer)
 
     def commit(self, plan: Plan, accepted: Mapping[int, int] | None = None) -> None:
         self.memory.commit(accepted)
@@ -227,17 +228,13 @@ def test_of_each_feed_its_own_part_is_kept_and_only_parts_are_asked_for() -> Non
     spelling.step({0: 1, 1: 2, 2: 3, 3: 4})
     spelling.step({0: 4, 1: 4, 2: 4, 3: 2}, {0: 3, 1: 0, 2: 4, 3: 1}, revertible=True)
     assert {seq: spelling.memory.length(seq) for seq in range(4)} == {0: 4, 1: 2, 2: 7, 3: 5}
-    assert sorted(spelling.asked) == sorted(
-        (layer, [seq], n) for layer in RECURRENT.layers for seq, n in ((0, 3), (3, 1))
-    )
+    assert spelling.asked == [(layer, {seq: n}) for layer in RECURRENT.layers for seq, n in ((0, 3), (3, 1))]
 
 
-def test_parts_of_equal_length_are_asked_for_together() -> None:
+def test_parts_of_what_was_put_together_are_asked_for_together() -> None:
     spelling = Spelling()
     spelling.step({0: 4, 1: 4, 2: 4, 3: 3}, {0: 2, 1: 1, 2: 2, 3: 2}, revertible=True)
-    assert sorted(spelling.asked) == sorted(
-        (layer, seqs, n) for layer in RECURRENT.layers for seqs, n in (([0, 2], 2), ([1], 1), ([3], 2))
-    )
+    assert spelling.asked == [(layer, part) for layer in RECURRENT.layers for part in ({0: 2, 1: 1, 2: 2}, {3: 2})]
 
 
 def test_a_part_must_be_said_beforehand() -> None:

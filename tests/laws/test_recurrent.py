@@ -263,9 +263,10 @@ class Timeline(RuleBasedStateMachine):
     def _mixer(self, layer: int, segments: list[StateSegment], revertible: set[int]) -> None:
         self._reads(layer, segments)
 
-        def at(indices: Sequence[int], n: int) -> dict[str, Tensor]:
-            assert all(segments[i].seq in revertible and n <= segments[i].length for i in indices)
-            return states([self._after(segments[i].seq, n) for i in indices], layer)
+        def at(indices: Sequence[int], counts: Sequence[int]) -> dict[str, Tensor]:
+            parts = [(segments[i], n) for i, n in zip(indices, counts, strict=True)]
+            assert all(segment.seq in revertible and 0 < n <= segment.length for segment, n in parts)
+            return states([self._after(segment.seq, n) for segment, n in parts], layer)
 
         whole = states([self.new[segment.seq].tokens for segment in segments], layer)
         again = at if any(segment.seq in revertible for segment in segments) else None

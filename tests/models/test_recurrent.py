@@ -2,6 +2,7 @@
 next is what a plain forward over all of its tokens says. And whoever forgets one thing that makes it so is found out.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -14,7 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.mamba import modeling_mamba
+from transformers.models.mamba2 import modeling_mamba2
+from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.zamba import modeling_zamba
 
 from kvcellar.attention.choose import backends
@@ -26,7 +30,7 @@ from kvcellar.models import guest as guests
 from kvcellar.models import scan
 from kvcellar.models.guest import Guest, Verdict, adopt
 from kvcellar.models.mixers import Mixing, Turn
-from kvcellar.models.scan import SCANS, Call, Scan, selective_scan
+from kvcellar.models.scan import SCANS, Call, selective_scan
 from kvcellar.plan import Batch, Feed, StateSegment
 from kvcellar.spans import Span
 from tests.laws.prefixes import Made
@@ -226,6 +230,91 @@ def test_a_scan_in_half_precision_keeps_its_sums_in_float32() -> None:
     assert relative(y.double(), wanted) < 2e-2
 
 
+def call_of(name: str, theirs: Callable[..., Any], arguments: dict[str, Any]) -> Call:
+    """As a mixer makes it. All arguments are there, by name."""
+    kind = SCANS[name]
+    bound = inspect.signature(kind.ours or theirs).bind(**arguments)
+    bound.apply_defaults()
+    return Call(kind, kind.ours or theirs, bound.arguments)
+
+
+def drawn_calls() -> Iterator[tuple[str, Call]]:
+    """Scans of 4 sequences of 6 tokens, of every kind and with whatever changes what they reckon."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    u, delta, A, B, C, D, z, bias = drawn(4, 3, 5, 6)
+    first = {"hidden_states": u, "dt": delta, "A": A, "B": B, "C": C, "D": D, "return_last_state": True}
+    state = {"initial_states": draw(4, 3, 5)}
+    settled = {"z": z, "delta_bias": bias, "delta_softplus": True}
+    yield "selective", call_of("mamba_selective_scan", modeling_mamba.mamba_selective_scan, first | settled | state)
+    bare = first | state | {"dt": delta.abs()}
+    yield "selective, bare", call_of("mamba_selective_scan", modeling_mamba.mamba_selective_scan, bare)
+
+    second = {
+        "hidden_states": draw(4, 6, 6, 3),
+        "dt": draw(4, 6, 6),
+        "A": -draw(6).exp(),
+        "B": draw(4, 6, 2, 5),
+        "C": draw(4, 6, 2, 5),
+        "chunk_size": 8,
+        "D": draw(6),
+        "dt_bias": draw(6),
+        "dt_softplus": True,
+        "initial_states": draw(4, 6, 3, 5),
+        "return_final_states": True,
+    }
+    yield "dual", call_of("mamba2_chunk_scan", modeling_mamba2.mamba2_chunk_scan, second)
+    limited = second | {"dt_limit": (0.3, 0.9)}
+    yield "dual, limited", call_of("mamba2_chunk_scan", modeling_mamba2.mamba2_chunk_scan, limited)
+    bare = second | {"dt": draw(4, 6, 6).abs(), "dt_bias": None, "dt_softplus": False}
+    yield "dual, bare", call_of("mamba2_chunk_scan", modeling_mamba2.mamba2_chunk_scan, bare)
+
+    third = {
+        "query": draw(4, 6, 2, 5),
+        "key": draw(4, 6, 2, 5) / 5,
+        "value": draw(4, 6, 4, 3),
+        "g": -draw(4, 6, 4).exp(),
+        "beta": draw(4, 6, 4).sigmoid(),
+        "initial_state": draw(4, 4, 5, 3),
+        "output_final_state": True,
+    }
+    delta_rule = modeling_qwen3_5.torch_chunk_gated_delta_rule
+    for normed in (False, True):
+        given = third | {"use_qk_l2norm_in_kernel": normed}
+        yield f"delta, {normed}", call_of("torch_chunk_gated_delta_rule", delta_rule, given)
+    channels = {"query": draw(4, 6, 4, 5), "key": draw(4, 6, 4, 5), "g": -draw(4, 6, 4, 5).exp()}
+    given = third | channels | {"use_qk_l2norm_in_kernel": True}
+    yield "kimi", call_of("chunk_kimi_delta_attention", modeling_kimi_linear.chunk_kimi_delta_attention, given)
+
+
+CALLS = dict(drawn_calls())
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_state_after_some_tokens_is_what_the_scan_of_these_alone_leaves(kind: str) -> None:
+    call = CALLS[kind]
+    indices, counts = [3, 0, 2], [2, 6, 1]
+    found = call.after(indices, counts)
+    for state, index, most in zip(found, indices, counts, strict=True):
+        alone = {
+            name: value[index : index + 1].narrow(call.scan.axis, 0, most)
+            for name, value in call.arguments.items()
+            if name in call.scan.tokens and value is not None
+        }
+        before = {call.scan.state: call.arguments[call.scan.state][index : index + 1]}
+        _, wanted = call.function(**{**call.arguments, **alone, **before})
+        torch.testing.assert_close(state, wanted[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_short_scan_is_what_the_whole_chunks_of_transformers_give(kind: str) -> None:
+    call = CALLS[kind]
+    torch.testing.assert_close(call.made(), call.function(**call.arguments), atol=1e-5, rtol=1e-5)
+
+
 class _Held:
     """A memory that remembers one state."""
 
@@ -243,12 +332,13 @@ def test_heads_are_scanned_in_order_from_their_own_states() -> None:
     zero, none = torch.zeros(3), torch.full((2, 3, 5), 1e4)
     for head in range(3):
         given = {"hidden_states": u, "dt": delta.abs(), "A": A, "B": B, "C": C, "return_last_state": True}
-        _, last = turn.scan(0, SCANS["mamba_selective_scan"], selective_scan, given)
+        call = Call(SCANS["mamba_selective_scan"], selective_scan, given)
+        _, last = turn.scan(0, call)
         unbiased = torch.expm1(delta.abs().double()).log()  # what softplus makes delta of
         _, wanted = obvious(u, unbiased, A, B, C, zero, none, zero, state[:, head])
         torch.testing.assert_close(last.double(), wanted, atol=1e-5, rtol=1e-5)
     with pytest.raises(ModelRefused, match="scans more often than it has states"):
-        turn.scan(0, SCANS["mamba_selective_scan"], selective_scan, given)
+        turn.scan(0, call)
 
 
 # -- how often a mixer runs -------------------------------------------------------------------------------------------
@@ -474,7 +564,7 @@ def convolutions_are_cut_one_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def at(self: Turn, layer: int, again: Any) -> Any:
         rightly = honest(self, layer, again)
-        return lambda indices, length: rightly(indices, length - 1)
+        return lambda indices, counts: rightly(indices, [count - 1 for count in counts])
 
     monkeypatch.setattr(Turn, "_at", at)
 
@@ -527,24 +617,25 @@ def groups_are_out_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
 def scans_begin_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = Turn.scan
 
-    def from_zero(self: Turn, layer: int, kind: Scan, function: Any, arguments: dict[str, Any]) -> Any:
-        if kind.ours is None:
-            return honest(self, layer, kind, function, arguments)
-        return honest(self, layer, kind, lambda **given: function(**given | {kind.state: None}), arguments)
+    def from_zero(self: Turn, layer: int, call: Call) -> Any:
+        if call.scan.ours is None:
+            return honest(self, layer, call)
+        ours = call.function
+        return honest(self, layer, replace(call, function=lambda **given: ours(**given | {call.scan.state: None})))
 
     monkeypatch.setattr(Turn, "scan", from_zero)
 
 
 def parts_are_of_other_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = Call.after
-    monkeypatch.setattr(Call, "after", lambda self, indices, length: honest(self, list(range(len(indices))), length))
+    monkeypatch.setattr(Call, "after", lambda self, indices, counts: honest(self, list(range(len(indices))), counts))
 
 
 def parts_begin_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = Call.after
 
-    def after(self: Call, indices: Sequence[int], length: int) -> Tensor:
-        return honest(replace(self, arguments={**self.arguments, self.scan.state: None}), indices, length)
+    def after(self: Call, indices: Sequence[int], counts: Sequence[int]) -> Tensor:
+        return honest(self.going_on(torch.zeros_like(self.arguments[self.scan.state])), indices, counts)
 
     monkeypatch.setattr(Call, "after", after)
 

@@ -20,8 +20,8 @@ from kvcellar.contracts import Recurrent
 from kvcellar.errors import BadRequest, NotSupported, WrongStage
 from kvcellar.plan import Batch, StateSegment
 
-# What planes [b,*shape] would be, had the segments of these indices got their first `count` tokens only.
-At = Callable[[Sequence[int], int], Mapping[str, Tensor]]
+# What planes [b,*shape] would be, had the segments of these b indices got so many of their tokens each, and no more.
+At = Callable[[Sequence[int], Sequence[int]], Mapping[str, Tensor]]
 
 
 @dataclass(slots=True)
@@ -119,17 +119,18 @@ class States:
             for index, segment in enumerate(put.segments):
                 if segment.seq in partly:
                     last[put.layer, segment.seq] = put, index
-        together: dict[tuple[int, int], tuple[_Put, list[int]]] = {}  # by put and count: what can be asked at once
+        together: dict[int, tuple[_Put, list[int]]] = {}  # by put: what can be asked at once
         for (layer, seq), (put, index) in last.items():
             if put.at is None:
                 raise NotSupported(
                     f"a part of the new tokens of sequence {seq} cannot be kept: layer {layer} did not say what it "
                     f"would remember after them"
                 )
-            together.setdefault((id(put), partly[seq]), (put, []))[1].append(index)
-        for (_, count), (put, indices) in together.items():
+            together.setdefault(id(put), (put, []))[1].append(index)
+        for put, indices in together.values():
             assert put.at is not None
-            yield put.layer, [put.segments[index].write for index in indices], put.at(indices, count)
+            kept = [put.segments[index] for index in indices]
+            yield put.layer, [one.write for one in kept], put.at(indices, [partly[one.seq] for one in kept])
 
     def _check_written(self, batch: Batch, counts: Sequence[int]) -> None:
         """Else a row would have what somebody left there long ago."""

@@ -11,7 +11,7 @@ of any length. So a mixer is called once for all sequences that get equally many
 Everything else of the model stays flat. A state of zeros is no state, exactly: nothing is special about a first step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from kvcellar.cache.memory import Memory
+from kvcellar.cache.states import At
 from kvcellar.errors import ModelRefused
-from kvcellar.models.scan import Call, Function, Scan, Scans, in_our_hands, recurrent
+from kvcellar.models.scan import Call, Scans, in_our_hands, recurrent
 from kvcellar.plan import StateSegment
 
 Forward = Callable[..., Any]
@@ -71,18 +72,19 @@ class Turn:
         self._states[layer][name] = value
         return value
 
-    def scan(self, layer: int, scan: Scan, function: Function, arguments: dict[str, Any]) -> Any:
-        """Make a scan that a mixer asks for. One that takes no state in transformers is given its own."""
-        if scan.ours is not None:
-            state = self.state(layer, recurrent(0))
+    def scan(self, layer: int, call: Call) -> Any:
+        """Make the scan that a mixer asks for. One that takes no state in transformers is given its own."""
+        state = self.state(layer, recurrent(0))
+        if call.scan.ours is not None:
             heads, made = state.unbind(1) if state.dim() > 3 else (state,), self._made.get(layer, 0)
             if made == len(heads):
                 raise ModelRefused("one of its layers scans more often than it has states to go on from")
-            arguments[scan.state], self._made[layer] = heads[made], made + 1
+            call, self._made[layer] = call.going_on(heads[made]), made + 1
+        elif call.arguments[call.scan.state] is None:  # a mixer may take nothing for zero
+            call = call.going_on(state)
         if self._keeps:
-            self._scans.setdefault(layer, []).append(Call(scan, function, arguments))
-        more = arguments.get("kwargs", {})
-        return function(**{name: value for name, value in arguments.items() if name != "kwargs"}, **more)
+            self._scans.setdefault(layer, []).append(call)
+        return call.made()
 
     def states(self, layer: int) -> dict[str, Tensor]:
         return self._states[layer]
@@ -95,24 +97,43 @@ class Turn:
             at = self._at(layer, again) if self._keeps else None
             self._memory.put_state(layer, self.segments, planes, at=at)
 
-    def _at(self, layer: int, again: "Again") -> Callable[[Sequence[int], int], dict[str, Tensor]]:
-        def at(indices: Sequence[int], length: int) -> dict[str, Tensor]:
+    def _at(self, layer: int, again: "Again") -> At:
+        def at(indices: Sequence[int], counts: Sequence[int]) -> Mapping[str, Tensor]:
             found: dict[str, Tensor] = {}
             for name, state in self._states[layer].items():
                 longer, scans = self._longer.get((layer, name)), self._scans.get(layer)
                 if longer is not None:
-                    found[name] = longer[list(indices), ..., length : length + state.shape[-1]]
+                    found[name] = _windows(longer, indices, counts, state.shape[-1])
                 elif scans and name == recurrent(0):
-                    after = [scan.after(indices, length) for scan in scans]
+                    after = [scan.after(indices, counts) for scan in scans]
                     found[name] = after[0] if len(after) == 1 else torch.stack(after, 1)
                 else:
-                    return again(indices, length).states(layer)
+                    return self._by_count(layer, again, indices, counts)
             return found
 
         return torch.inference_mode()(at)
 
+    def _by_count(
+        self, layer: int, again: "Again", indices: Sequence[int], counts: Sequence[int]
+    ) -> Mapping[str, Tensor]:
+        """A mixer takes rows of equal length, so it runs again once for every count that there is."""
+        found = {name: state.new_empty(len(indices), *state.shape[1:]) for name, state in self._states[layer].items()}
+        for count in set(counts):
+            places = [place for place, other in enumerate(counts) if other == count]
+            for name, state in again([indices[place] for place in places], count).states(layer).items():
+                found[name][places] = state
+        return found
+
 
 Again = Callable[[Sequence[int], int], Turn]  # a mixer's turn for segments of these indices and so many of their tokens
+
+
+def _windows(longer: Tensor, indices: Sequence[int], counts: Sequence[int], kernel: int) -> Tensor:
+    """Of inputs [B,C,K+L] of a convolution, the K [b,C,K] that are behind it after so many tokens."""
+    some = torch.tensor(indices, device=longer.device)
+    first = torch.tensor(counts, device=longer.device)
+    places = first[:, None] + torch.arange(kernel, device=longer.device)
+    return longer[some[:, None, None], torch.arange(longer.shape[1], device=longer.device)[:, None], places[:, None]]
 
 
 class Mixes(Scans, Protocol):

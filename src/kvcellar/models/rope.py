@@ -20,7 +20,7 @@ from kvcellar.contracts import Rotation, Scoring
 from kvcellar.errors import KvcellarError, NotSupported
 from kvcellar.models.facts import context_of, first_position, random_text
 from kvcellar.models.mixers import Forward
-from kvcellar.models.scan import Function, Scan
+from kvcellar.models.scan import Call
 from kvcellar.models.seam import INDEXED, opened
 from kvcellar.models.shape import Shape
 
@@ -82,7 +82,7 @@ class PlaceDoor:
     def mix(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         raise NotSupported(RECURRENT)
 
-    def scan(self, layer: int, scan: Scan, function: Function, arguments: dict[str, Any]) -> Any:
+    def scan(self, layer: int, call: Call) -> Any:
         raise NotSupported(RECURRENT)
 
 

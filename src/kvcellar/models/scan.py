@@ -10,7 +10,7 @@ function under that name. Its code stays what it is, and so does everybody else'
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
 from typing import Any, Protocol
 
@@ -45,10 +45,7 @@ def selective_scan(
     The recurrence of Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (2023), section 3:
     h_t = exp(dt_t A) h_(t-1) + dt_t B_t x_t and y_t = C_t h_t + D x_t. Sums are kept in float32.
     """
-    if delta_bias is not None:
-        dt = dt + delta_bias.to(dt.dtype)[..., None]
-    if delta_softplus:
-        dt = F.softplus(dt)
+    dt = _steps(dt, None if delta_bias is None else delta_bias[..., None], delta_softplus)
     wide = torch.promote_types(hidden_states.dtype, torch.float32)
     dt, x = dt.to(wide), hidden_states.to(wide)
     decay = torch.exp(dt[..., None] * A[:, None].to(wide))  # [b,d,L,n]
@@ -66,23 +63,84 @@ def selective_scan(
     return (y, h) if return_last_state else y
 
 
+def _steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+    """How far a state space goes on with each token, of what a mixer projects. None of it, where this is 0."""
+    if bias is not None:
+        dt = dt + bias.to(dt.dtype)
+    return F.softplus(dt) if softplus else dt
+
+
+Advance = Callable[[Tensor, int], None]  # takes the states [n,*shape] of the first n sequences over token t, in place
+
+
+def _selective(given: Mapping[str, Any]) -> Advance:
+    """The recurrence of `selective_scan`."""
+    bias, x = given["delta_bias"], given["hidden_states"]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    dt = _steps(given["dt"], None if bias is None else bias[..., None], given["delta_softplus"]).to(wide)
+    decay = torch.exp(dt[..., None] * given["A"][:, None].to(wide))  # [b,d,L,n]
+    drive = (dt * x.to(wide))[..., None] * given["B"].transpose(1, 2)[:, None].to(wide)  # [b,d,L,n]
+
+    def advance(states: Tensor, t: int) -> None:
+        n = len(states)
+        states.mul_(decay[:n, :, t]).add_(drive[:n, :, t])
+
+    return advance
+
+
+def _state_space_dual(given: Mapping[str, Any]) -> Advance:
+    """That of Dao and Gu, "Transformers are SSMs" (2024), section 6: h_t = exp(dt_t a) h_(t-1) + dt_t x_t B_t^T."""
+    x, B = given["hidden_states"].float(), given["B"].float()  # [b,L,h,p], [b,L,groups,n]
+    dt = _steps(given["dt"], given["dt_bias"], given["dt_softplus"]).clamp(*given["dt_limit"])  # [b,L,h]
+    B = B.repeat_interleave(x.shape[2] // B.shape[2], dim=2)
+    decay, drive = torch.exp(given["A"].float() * dt.float()), x * dt[..., None].float()
+
+    def advance(states: Tensor, t: int) -> None:
+        n = len(states)
+        states.mul_(decay[:n, t, :, None, None]).addcmul_(drive[:n, t, ..., None], B[:n, t, :, None])
+
+    return advance
+
+
+def _gated_delta(given: Mapping[str, Any]) -> Advance:
+    """That of Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024), section 3: S decays, and at key k_t it holds
+    more of value v_t by beta_t. The decay is one number a head, or one for each channel of the keys."""
+    key, value, g, beta = (given[name].float() for name in ("key", "value", "g", "beta"))  # [b,L,h,...]
+    if given["use_qk_l2norm_in_kernel"]:
+        key = key * torch.rsqrt(key.square().sum(-1, keepdim=True) + 1e-6)
+    key = key.repeat_interleave(value.shape[2] // key.shape[2], dim=2)
+    decay = g.exp().reshape(*g.shape[:3], -1, 1)
+
+    def advance(states: Tensor, t: int) -> None:
+        n = len(states)
+        k = key[:n, t, :, None]  # [n,h,1,k]
+        states.mul_(decay[:n, t])
+        missing = (value[:n, t, :, None] - k @ states) * beta[:n, t, :, None, None]
+        states.addcmul_(k.transpose(2, 3), missing)
+
+    return advance
+
+
 @dataclass(frozen=True, slots=True)
 class Scan:
     """A scan as transformers calls it: which arguments have a token per place of `axis`, and which is the state before.
 
-    It answers (what comes out, the state after). `ours` stands in for one that takes no state.
+    It answers (what comes out, the state after). Where only the latter is wanted, and of few tokens, `recurrence` goes
+    from one to the next. `ours` stands in for one that takes no state.
     """
 
     tokens: tuple[str, ...]
     axis: int
     state: str
+    recurrence: Callable[[Mapping[str, Any]], Advance]
     ours: Function | None = None
 
 
-_DELTA = Scan(("query", "key", "value", "g", "beta"), 1, "initial_state")
+_DELTA = Scan(("query", "key", "value", "g", "beta"), 1, "initial_state", _gated_delta)
+_MAMBA = ("hidden_states", "dt", "B", "C")
 SCANS: Mapping[str, Scan] = {
-    "mamba_selective_scan": Scan(("hidden_states", "dt", "B", "C", "z"), -1, "initial_states", selective_scan),
-    "mamba2_chunk_scan": Scan(("hidden_states", "dt", "B", "C", "z"), 1, "initial_states"),
+    "mamba_selective_scan": Scan((*_MAMBA, "z"), -1, "initial_states", _selective, selective_scan),
+    "mamba2_chunk_scan": Scan(_MAMBA, 1, "initial_states", _state_space_dual),
     "torch_chunk_gated_delta_rule": _DELTA,
     "chunk_kimi_delta_attention": _DELTA,
 }
@@ -90,30 +148,49 @@ SCANS: Mapping[str, Scan] = {
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A scan that was made, of `length` tokens of each of B sequences."""
+    """A scan of L tokens of each of B sequences. It has every argument of `function`, by name."""
 
     scan: Scan
     function: Function
     arguments: Mapping[str, Any]
 
-    def after(self, indices: Sequence[int], length: int) -> Tensor:
-        """The state of some of the sequences after `length` of the tokens."""
-        some, arguments = list(indices), dict(self.arguments)
+    def going_on(self, state: Tensor) -> "Call":
+        """The same scan, from this state on."""
+        return replace(self, arguments={**self.arguments, self.scan.state: state})
+
+    def made(self) -> Any:
+        """What comes out, and the state after.
+
+        A chunk is filled up with tokens that change nothing, at the cost of others. It is made no longer than what
+        there is, so that none are needed where few are scanned.
+        """
+        given = dict(self.arguments)
+        if "chunk_size" in given:
+            given["chunk_size"] = min(given["chunk_size"], given[self.scan.tokens[0]].shape[self.scan.axis])
+        more = given.pop("kwargs", {})
+        return self.function(**given, **more)
+
+    def after(self, indices: Sequence[int], counts: Sequence[int]) -> Tensor:
+        """The states of some of the sequences, after so many of their tokens each."""
+        order = sorted(range(len(indices)), key=lambda i: -counts[i])  # so those that still go on are the first ones
+        given = dict(self.arguments)
+        device = given[self.scan.tokens[0]].device
+        some = torch.tensor([indices[i] for i in order], device=device)
         for name in self.scan.tokens:
-            given = arguments.get(name)
-            if given is not None:
-                arguments[name] = given[some].narrow(self.scan.axis, 0, length)
-        before = arguments.get(self.scan.state)
-        if before is not None:
-            arguments[self.scan.state] = before[some]
-        more = arguments.pop("kwargs", {})
-        return self.function(**arguments, **more)[1]
+            if given[name] is not None:
+                given[name] = given[name].index_select(0, some).narrow(self.scan.axis, 0, max(counts))
+        before = given[self.scan.state]
+        states = before.index_select(0, some).to(torch.promote_types(before.dtype, torch.float32))
+        advance = self.scan.recurrence(given)
+        for t in range(max(counts)):
+            advance(states[: sum(count > t for count in counts)], t)
+        return states.index_select(0, torch.tensor(sorted(range(len(order)), key=order.__getitem__), device=device))
 
 
 class Scans(Protocol):
     """A door, as far as scans know it."""
 
-    def scan(self, layer: int, scan: Scan, function: Function, arguments: dict[str, Any]) -> Any:
+    def scan(self, layer: int, call: Call) -> Any:
         """Make the scan, which the mixer of `layer` asks for."""
         ...
 
@@ -138,6 +215,8 @@ def _stand_in(scan: Scan, theirs: Function, layer: int, door: Callable[[], Scans
         opened = door()
         if opened is None:
             return theirs(*args, **kwargs)
-        return opened.scan(layer, scan, scan.ours or theirs, dict(signature.bind(*args, **kwargs).arguments))
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return opened.scan(layer, Call(scan, scan.ours or theirs, bound.arguments))
 
     return made

@@ -28,7 +28,7 @@ from kvcellar.cache.memory import Memory
 from kvcellar.contracts import Scoring
 from kvcellar.errors import ModelRefused, NotSupported
 from kvcellar.models.mixers import Forward, Mixing, Turn, conv
-from kvcellar.models.scan import Function, Scan, recurrent
+from kvcellar.models.scan import Call, recurrent
 from kvcellar.plan import Plan
 
 ATTENTION = "kvcellar"  # our name in transformers' registries
@@ -86,7 +86,7 @@ class Door(Protocol):
         """Call a module that keeps a state."""
         ...
 
-    def scan(self, layer: int, scan: Scan, function: Function, arguments: dict[str, Any]) -> Any:
+    def scan(self, layer: int, call: Call) -> Any:
         """Make the scan that such a module of `layer` asks for."""
         ...
 
@@ -260,8 +260,8 @@ class FlatDoor:
     def mix(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         return self._mixing.mix(forward, args, kwargs)
 
-    def scan(self, layer: int, scan: Scan, function: Function, arguments: dict[str, Any]) -> Any:
-        return self._turn(layer).scan(layer, scan, function, arguments)
+    def scan(self, layer: int, call: Call) -> Any:
+        return self._turn(layer).scan(layer, call)
 
 
 class SoloDoor:
@@ -311,8 +311,8 @@ class SoloDoor:
     def mix(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
-    def scan(self, layer: int, scan: Scan, function: Function, arguments: dict[str, Any]) -> Any:
-        return self._turn.scan(layer, scan, function, arguments)
+    def scan(self, layer: int, call: Call) -> Any:
+        return self._turn.scan(layer, call)
 
     def put(self) -> None:
         """Store the states, once the forward is over."""

@@ -17,7 +17,7 @@ from kvcellar.cache.memory import Group
 from kvcellar.contracts import Ask, Kind, Layout, Plane, Recurrent, Scoring, StatePlane, StoredAs
 from kvcellar.errors import ModelRefused
 from kvcellar.models.mixers import Forward
-from kvcellar.models.scan import Function, Scan
+from kvcellar.models.scan import Call
 from kvcellar.models.seam import INDEX, INDEXED, Binding
 
 PROBE_TOKENS = 5
@@ -149,9 +149,8 @@ class ProbeDoor:
     def mix(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
-    def scan(self, layer: int, scan: Scan, function: Function, arguments: dict[str, Any]) -> Any:
-        more = arguments.pop("kwargs", {})
-        return function(**arguments, **more)
+    def scan(self, layer: int, call: Call) -> Any:
+        return call.made()
 
     def _remembers(self, layer: int, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         if (layer, name) in self.states:

@@ -42,7 +42,7 @@ def revertible(*, small: bool) -> dict[str, dict[int, Cost]]:
         network = theirs.network(hybrid(kind, **size), torch.bfloat16)
         pack(network)
         guest = adopt(network, backends())
-        found[kind] = {width: _cost(guest, width, rounds=2 if small else 12) for width in WIDTHS}
+        found[kind] = {width: _cost(guest, width, rounds=2 if small else 40) for width in WIDTHS}
     return found
 
 
@@ -61,8 +61,13 @@ def _cost(guest: Guest, width: int, rounds: int) -> Cost:
                 memory.remove(seq, Span(READ, memory.length(seq)))
             if turn:  # the first warms up
                 seconds.append(one)
-    plain, whole, parts = map(statistics.median, taken)
-    return Cost(1000 * plain, whole / plain, parts / plain)
+    plain, whole, parts = taken
+    return Cost(1000 * statistics.median(plain), _times(whole, plain), _times(parts, plain))
+
+
+def _times(one: list[float], other: list[float]) -> float:
+    """How many times what was measured beside it: what slows one round down slows down both."""
+    return statistics.median(a / b for a, b in zip(one, other, strict=True))
 
 
 def _step(guest: Guest, memory: Memory, feeds: list[Feed], accepted: Mapping[int, int]) -> float:

@@ -244,8 +244,8 @@ class Memory:
     ) -> None:
         """Store planes [B,*shape] of a recurrent layer, as of after the step.
 
-        `at(indices, counts)` answers what the segments of these indices would remember after so many of their tokens.
-        Without it none of them can keep a part.
+        `at(indices, counts)` answers what the segments of these indices would remember after so many of their tokens,
+        the most first. Without it none of them can keep a part.
         """
         self._open("put_state")
         self._states.write(layer, segments, planes, at)

@@ -21,6 +21,7 @@ from kvcellar.errors import BadRequest, NotSupported, WrongStage
 from kvcellar.plan import Batch, StateSegment
 
 # What planes [b,*shape] would be, had the segments of these b indices got so many of their tokens each, and no more.
+# Who got most comes first.
 At = Callable[[Sequence[int], Sequence[int]], Mapping[str, Tensor]]
 
 
@@ -129,6 +130,7 @@ class States:
             together.setdefault(id(put), (put, []))[1].append(index)
         for put, indices in together.values():
             assert put.at is not None
+            indices.sort(key=lambda index, put=put: -partly[put.segments[index].seq])
             kept = [put.segments[index] for index in indices]
             yield put.layer, [one.write for one in kept], put.at(indices, [partly[one.seq] for one in kept])
 

@@ -130,10 +130,7 @@ Again = Callable[[Sequence[int], int], Turn]  # a mixer's turn for segments of t
 
 def _windows(longer: Tensor, indices: Sequence[int], counts: Sequence[int], kernel: int) -> Tensor:
     """Of inputs [B,C,K+L] of a convolution, the K [b,C,K] that are behind it after so many tokens."""
-    some = torch.tensor(indices, device=longer.device)
-    first = torch.tensor(counts, device=longer.device)
-    places = first[:, None] + torch.arange(kernel, device=longer.device)
-    return longer[some[:, None, None], torch.arange(longer.shape[1], device=longer.device)[:, None], places[:, None]]
+    return torch.stack([longer[i, ..., n : n + kernel] for i, n in zip(indices, counts, strict=True)])
 
 
 class Mixes(Scans, Protocol):

@@ -123,23 +123,24 @@ def _gated_delta(given: Mapping[str, Any]) -> Advance:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """A scan as transformers calls it: which arguments have a token per place of `axis`, and which is the state before.
+    """A scan as transformers calls it: which arguments change the state, with a token per place of `axis`, and which is
+    the state before.
 
     It answers (what comes out, the state after). Where only the latter is wanted, and of few tokens, `recurrence` goes
     from one to the next. `ours` stands in for one that takes no state.
     """
 
-    tokens: tuple[str, ...]
+    drives: tuple[str, ...]
     axis: int
     state: str
     recurrence: Callable[[Mapping[str, Any]], Advance]
     ours: Function | None = None
 
 
-_DELTA = Scan(("query", "key", "value", "g", "beta"), 1, "initial_state", _gated_delta)
-_MAMBA = ("hidden_states", "dt", "B", "C")
+_DELTA = Scan(("key", "value", "g", "beta"), 1, "initial_state", _gated_delta)
+_MAMBA = ("hidden_states", "dt", "B")
 SCANS: Mapping[str, Scan] = {
-    "mamba_selective_scan": Scan((*_MAMBA, "z"), -1, "initial_states", _selective, selective_scan),
+    "mamba_selective_scan": Scan(_MAMBA, -1, "initial_states", _selective, selective_scan),
     "mamba2_chunk_scan": Scan(_MAMBA, 1, "initial_states", _state_space_dual),
     "torch_chunk_gated_delta_rule": _DELTA,
     "chunk_kimi_delta_attention": _DELTA,
@@ -166,25 +167,23 @@ class Call:
         """
         given = dict(self.arguments)
         if "chunk_size" in given:
-            given["chunk_size"] = min(given["chunk_size"], given[self.scan.tokens[0]].shape[self.scan.axis])
+            given["chunk_size"] = min(given["chunk_size"], given[self.scan.drives[0]].shape[self.scan.axis])
         more = given.pop("kwargs", {})
         return self.function(**given, **more)
 
     def after(self, indices: Sequence[int], counts: Sequence[int]) -> Tensor:
-        """The states of some of the sequences, after so many of their tokens each."""
-        order = sorted(range(len(indices)), key=lambda i: -counts[i])  # so those that still go on are the first ones
+        """The states of some of the sequences, after so many of their tokens each: the largest count first, so those
+        that still go on are always the first ones."""
         given = dict(self.arguments)
-        device = given[self.scan.tokens[0]].device
-        some = torch.tensor([indices[i] for i in order], device=device)
-        for name in self.scan.tokens:
-            if given[name] is not None:
-                given[name] = given[name].index_select(0, some).narrow(self.scan.axis, 0, max(counts))
         before = given[self.scan.state]
+        some = torch.tensor(indices, device=before.device)
+        for name in self.scan.drives:
+            given[name] = given[name].index_select(0, some).narrow(self.scan.axis, 0, counts[0])
         states = before.index_select(0, some).to(torch.promote_types(before.dtype, torch.float32))
         advance = self.scan.recurrence(given)
-        for t in range(max(counts)):
+        for t in range(counts[0]):
             advance(states[: sum(count > t for count in counts)], t)
-        return states.index_select(0, torch.tensor(sorted(range(len(order)), key=order.__getitem__), device=device))
+        return states
 
 
 class Scans(Protocol):

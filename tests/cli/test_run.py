@@ -11,6 +11,7 @@ import pytest
 
 from kvcellar import Engine
 from tests.cli.command import kvcellar, started
+from tests.zoo import ARCHS
 
 GREEDY = ("--temperature", "0", "--dtype", "float32", "--threads", "1", "--cache-bytes", "32M")
 
@@ -54,6 +55,41 @@ def test_json_is_one_object_with_everything(engine):
     usage = own.usage
     assert said["usage"] == {"prompt_tokens": usage.prompt_tokens, "cached_tokens": 0, "completion_tokens": 5}
     assert set(said["timings"]) == {"queued", "first_token", "decoding"}
+    assert said["logprobs"] is None
+
+
+def test_json_has_log_probabilities_where_they_are_asked_for(engine):
+    ran = kvcellar("run", "embedded", "import os", "--json", "--logprobs", "2", "--max-tokens", "3", *GREEDY)
+    own = engine.chat(user("import os"), max_tokens=3, temperature=0.0, logprobs=2)
+    assert json.loads(ran.out)["logprobs"] == [
+        {"token_id": one.token_id, "logprob": one.logprob, "top": [list(pair) for pair in one.top]}
+        for one in own.logprobs
+    ]
+
+
+def test_a_model_without_a_tokenizer_is_spoken_to_in_token_ids(tmp_path, monkeypatch):
+    ARCHS["llama"].build().save_pretrained(tmp_path)
+    with Engine(tmp_path, cache_bytes=10**6, threads=1) as engine:
+        own = engine.generate([5, 6, 7], max_tokens=6, temperature=0.0)
+        more = engine.generate([5, 6, 7, *own.token_ids, 8], max_tokens=6, temperature=0.0)
+    words = ("--temperature", "0", "--max-tokens", "6", "--cache-bytes", "1M", "--threads", "1")
+    first, second = (" ".join(map(str, answer.token_ids)) + "\n" for answer in (own, more))
+    assert kvcellar("run", str(tmp_path), "5 6,7", "--ids", *words).out == first
+    assert kvcellar("run", str(tmp_path), "--ids", *words, stdin=b"[5, 6, 7]\n").out == first
+    said = json.loads(kvcellar("run", str(tmp_path), "5 6 7", "--ids", "--json", *words).out)
+    assert (said["text"], said["token_ids"]) == ("", list(own.token_ids))
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    talk = kvcellar("run", str(tmp_path), "--ids", *words, typed="5 6 7\rfive\r8\r/bye\r")
+    assert "continues what you write, in token ids" in talk.out
+    assert first in talk.out
+    assert second in talk.out
+    assert "like 12 7 99, not 'five'" in talk.err
+
+    for ran in (kvcellar("run", str(tmp_path), "hello", *words), kvcellar("run", str(tmp_path), *words, typed="")):
+        assert (ran.code, ran.out) == (1, "")
+        assert "no tokenizer (the directory has no tokenizer); give it token ids instead of text" in ran.err
+        assert "`kvcellar run --ids`" in ran.err
 
 
 def test_sampling_is_as_it_was_said(engine):
@@ -70,6 +106,33 @@ def test_sampling_is_as_it_was_said(engine):
         temperature=0.9,
     )
     assert ran.out == own.text + "\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "value"),
+    [
+        (("--typical-p", "0.4"), "typical_p", 0.4),
+        (("--repetition-penalty", "1.5"), "repetition_penalty", 1.5),
+        (("--presence-penalty", "1.5"), "presence_penalty", 1.5),
+        (("--frequency-penalty", "1.5"), "frequency_penalty", 1.5),
+        (("--logit-bias", "35=50", "--logit-bias", "9=-100"), "logit_bias", {35: 50.0, 9: -100.0}),
+        (("--min-tokens", "7"), "min_tokens", 7),
+        (("--stop-id", "9", "--stop-id", "11"), "stop_token_ids", (9, 11)),
+        (("--logprobs", "3"), "logprobs", 3),
+    ],
+    ids=lambda x: x[0] if isinstance(x, tuple) and isinstance(x[0], str) else "",
+)
+def test_every_option_of_sampling_reaches_the_engine(monkeypatch, words, field, value):
+    asked, honest = [], Engine.submit
+
+    def submit(self, ids, params, **others):
+        asked.append(params)
+        return honest(self, ids, params, **others)
+
+    monkeypatch.setattr(Engine, "submit", submit)
+    assert kvcellar("run", "embedded", "import os", "--json", "--max-tokens", "9", *words, *GREEDY).code == 0
+    (params,) = asked
+    assert getattr(params, field) == value
 
 
 def test_the_answer_ends_where_a_stop_string_would_come(engine):
@@ -135,22 +198,48 @@ def test_a_name_that_is_no_model_is_refused_in_one_line(name):
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("--temperature", "-1"), "temperature must be"),
-        (("--temperature", "nan"), "temperature must be"),
-        (("--max-tokens", "0"), "max_tokens must be"),
-        (("--seed", str(2**64)), "seed must be"),
-        (("--stop", ""), "stop string"),
         (("--cache-bytes", "100"), "Raise cache_bytes"),
-        (("--context", "1000000"), "this model is made for 4096"),
-        (("--context", "-5"), "context must be"),
-        (("--device", "gpu"), "device must be"),
-        (("--dtype", "int8"), "dtype must be"),
-        (("--attention", "magic"), "no attention backend"),
         (("--context", "2"), "the prompt has"),
+        (("--ids",), "with --ids a prompt is token ids, like 12 7 99, not 'hello there'"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(words, why):
     assert why in refused("run", "embedded", "hello there", *words)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "why"),
+    [
+        ("--temperature", "-1", "temperature must be"),
+        ("--temperature", "nan", "temperature must be"),
+        ("--top-k", "-1", "top_k must be"),
+        ("--typical-p", "0", "typical_p must be"),
+        ("--repetition-penalty", "0", "repetition_penalty must be"),
+        ("--presence-penalty", "3", "presence_penalty must be"),
+        ("--frequency-penalty", "-3", "frequency_penalty must be"),
+        ("--logit-bias", "5", "not a token id and a number, like 13=-100"),
+        ("--logit-bias", "x=1", "not a token id and a number, like 13=-100"),
+        ("--logit-bias", "5=101", "logit_bias must be"),
+        ("--logit-bias", "999999=1", "names token 999999; this model's tokens are 0 to"),
+        ("--max-tokens", "0", "max_tokens must be"),
+        ("--min-tokens", "600", "min_tokens 600 is more than max_tokens 512"),
+        ("--seed", str(2**64), "seed must be"),
+        ("--stop", "", "stop string"),
+        ("--stop-id", "-1", "stop_token_ids must be"),
+        ("--stop-id", "999999", "names token 999999; this model's tokens are 0 to"),
+        ("--context", "1000000", "this model is made for 4096"),
+        ("--context", "-5", "context must be"),
+        ("--device", "gpu", "device must be"),
+        ("--dtype", "int8", "dtype must be"),
+        ("--attention", "magic", "no attention backend"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_with_the_name_of_its_option(option, value, why):
+    ran = kvcellar("run", "embedded", "hello there", option, value)
+    assert (ran.code, ran.out) == (2, "")
+    assert "Usage: " in ran.err
+    assert ran.err.splitlines()[-1].startswith(f"Error: Invalid value for '{option}': ")
+    assert why in ran.err
 
 
 def test_what_comes_through_a_pipe_must_be_text():
@@ -171,6 +260,7 @@ def test_a_prompt_beyond_the_context_is_refused_in_one_line():
         ("run", "embedded", "x", "--temperature", "hot"),
         ("run", "embedded", "x", "--cache-bytes", "10Q"),
         ("run", "embedded", "x", "--cache-bytes", ""),
+        ("run", "embedded", "x", "--logprobs", "2"),
         ("run", "--frobnicate"),
         ("frobnicate",),
         ("serve", "--port", "http"),

@@ -112,7 +112,8 @@ def test_a_model_that_is_refused_is_refused_in_one_line(folder: Callable[[str], 
 
 def test_too_few_tokens_are_refused(folder: Callable[[str], str]) -> None:
     ran = verified(folder("llama"), "--tokens", "7")
-    assert ran.code == 1
+    assert ran.code == 2
+    assert "Invalid value for '--tokens': tokens is 7" in ran.err
     assert "at least 8" in ran.err
 
 

@@ -2,8 +2,10 @@
 
 import click
 
+from kvcellar.cli.options import Verb
 
-@click.command("bench", epilog="Example: kvcellar bench --only ragged-8")
+
+@click.command("bench", cls=Verb, epilog="Example: kvcellar bench --only ragged-8")
 @click.option("--quick", is_flag=True, help="Everything small, to see that it works; its numbers mean nothing.")
 @click.option("--only", help="One workload, by the name that its row has.")
 @click.option("--profile", help="Of one decoding workload, only where the time of our step goes, part by part.")

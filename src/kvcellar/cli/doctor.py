@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcellar.cli.options import engine_options, given
+from kvcellar.cli.options import Verb, engine_options, given
 from kvcellar.engine.settings import Settings
 
 if TYPE_CHECKING:  # torch is imported when there is something to do, so that --help answers at once
     from kvcellar.engine.diagnosis import Diagnosis
 
 
-@click.command("doctor", epilog="Example: kvcellar doctor ./my-model --cache-bytes 2G")
+@click.command("doctor", cls=Verb, epilog="Example: kvcellar doctor ./my-model --cache-bytes 2G")
 @click.argument("model", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(

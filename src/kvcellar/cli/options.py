@@ -5,6 +5,8 @@ from typing import Any, TypeVar
 
 import click
 
+from kvcellar.errors import BadRequest
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -25,6 +27,34 @@ class Size(click.ParamType):
             return int(float(number) * _UNITS[unit])
         except (KeyError, ValueError, OverflowError):
             self.fail(f"{value!r} is not a size like 800M, 1.5G or 512MiB", param, ctx)
+
+
+class Bias(click.ParamType):
+    """What is added to the score of a token: its id, and a number."""
+
+    name = "id=bias"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, float]:
+        if isinstance(value, tuple):
+            return value
+        token, _, bias = value.partition("=")
+        try:
+            return int(token), float(bias)
+        except ValueError:
+            self.fail(f"{value!r} is not a token id and a number, like 13=-100", param, ctx)
+
+
+class Verb(click.Command):
+    """What is wrong with the value of an option is said of the option, whoever found it out, and however late."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BadRequest as error:
+            for param in self.params:
+                if isinstance(param, click.Option) and param.name == error.param:
+                    raise click.BadParameter(str(error), ctx, param) from error
+            raise
 
 
 def _with(function: F, *options: Callable[[F], F]) -> F:
@@ -65,12 +95,20 @@ def sampling_options(function: F) -> F:
         function,
         click.option("--max-tokens", type=int, default=512, show_default=True, help="Most tokens of an answer."),
         click.option("--temperature", type=float, help="0 always takes the most likely token."),
-        click.option("--top-k", type=int),
-        click.option("--top-p", type=float),
-        click.option("--min-p", type=float),
-        click.option("--repetition-penalty", type=float),
+        click.option("--top-k", type=int, help="Draw from so many of the most likely; 0: from all."),
+        click.option("--top-p", type=float, help="Draw from the fewest that have this probability together."),
+        click.option("--min-p", type=float, help="Draw from those with this share of the best one's probability."),
+        click.option("--typical-p", type=float, help="The same, beginning with those that surprise as is usual."),
+        click.option("--repetition-penalty", type=float, help="Above 1: less of what is there already."),
+        click.option("--presence-penalty", type=float, help="Off the score of what the answer has already."),
+        click.option("--frequency-penalty", type=float, help="The same, for each time that it has it."),
+        click.option("--logit-bias", type=Bias(), multiple=True, help="Added to a token's score. May be repeated."),
         click.option("--seed", type=int, help="The same seed gives the same answer."),
+        click.option("--min-tokens", type=int, help="The answer does not end before so many tokens."),
         click.option("--stop", multiple=True, help="End the answer where this text would come. May be repeated."),
+        click.option(
+            "--stop-id", "stop_token_ids", type=int, multiple=True, help="End it at this token. May be repeated."
+        ),
         click.option("--shift", is_flag=True, default=None, help="At the end of the context, forget and go on."),
         click.option("--num-keep", type=int, help="With --shift: first tokens that stay; -1: the prompt."),
         click.option("--ignore-eos", is_flag=True, default=None, help="Go on past the end of the text."),

@@ -4,17 +4,18 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
-from kvcellar.cli.options import engine_options, given, sampling_options
+from kvcellar.cli.options import Verb, engine_options, given, sampling_options
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.result import Result
 from kvcellar.engine.session import Session
 from kvcellar.errors import BadRequest, EngineFailed, KvcellarError
-from kvcellar.events import Timings, Usage
+from kvcellar.events import Piece, Timings, Usage
 from kvcellar.sample.params import SamplingParams
 
 _HELP = """\
@@ -27,35 +28,74 @@ _HELP = """\
   \"\"\"              begins and ends a message of several lines"""
 
 
-@click.command("run", epilog="Example: echo 'def main():' | kvcellar run --max-tokens 40")
+@click.command("run", cls=Verb, epilog="Example: echo 'def main():' | kvcellar run --max-tokens 40")
 @click.argument("model", required=False)
 @click.argument("prompt", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with text, ids, usage and timings.")
+@click.option("--logprobs", type=int, help="With --json: of each token, and of so many of the likeliest in its place.")
 @click.option("--raw", is_flag=True, help="Go on from the text as it is, without a chat template.")
+@click.option("--ids", is_flag=True, help="Prompt and answer are token ids, like 12 7 99. Needs no tokenizer.")
 @sampling_options
 @engine_options
-def command(model: str | None, prompt: str | None, as_json: bool, raw: bool, **options: Any) -> None:
+def command(model: str | None, prompt: str | None, as_json: bool, raw: bool, ids: bool, **options: Any) -> None:
     """Talk to MODEL: a directory, a name in the local Hugging Face cache, or (by default) the embedded model.
 
     With PROMPT, or text from a pipe, it answers that and ends; the prompt is continued as it is unless the model has a
     chat template. To give the embedded model a prompt, call it by its name: `kvcellar run embedded 'import os'`.
     """
-    names = (
-        "max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos",
-        "shift", "num_keep",
-    )  # fmt: skip
-    sampling = given(**{name: options.pop(name) for name in names})
-    SamplingParams(**{**sampling, "stop": tuple(sampling.get("stop", ()))})  # refuse before a model is loaded
+    sampling = _sampling(options)
+    if "logprobs" in sampling and not as_json:
+        raise click.UsageError("--logprobs are told in JSON: add --json")
     interactive = prompt is None and sys.stdin.isatty() and sys.stdout.isatty()
     if prompt is None and not interactive:
         prompt = _piped()
     if prompt == "":
         raise click.UsageError("there is no prompt: give one as an argument, pipe one in, or use a terminal")
+    words = _Words(ids)
+    asked = None if prompt is None else words.read(prompt)  # refused, if it must be, before a model is loaded
     with Engine(model, **given(**options)) as engine:
-        if prompt is not None:
-            _once(engine, prompt, sampling, as_json=as_json, raw=raw)
+        if not ids:
+            engine.decode(())  # a model without a tokenizer says so, and why, before anybody has typed anything
+        if asked is not None:
+            _once(engine, asked, words, sampling, as_json=as_json, raw=raw)
         else:
-            _Conversation(engine, sampling, raw=raw).hold()
+            _Conversation(engine, words, sampling, raw=raw).hold()
+
+
+def _sampling(options: dict[str, Any]) -> dict[str, Any]:
+    """The sampling among the options, which it is taken from. Refused, if it must be, before a model is loaded."""
+    names = [field.name for field in dataclasses.fields(SamplingParams) if field.name in options]
+    sampling = given(**{name: options.pop(name) for name in names})
+    if "logit_bias" in sampling:
+        sampling["logit_bias"] = dict(sampling["logit_bias"])
+    SamplingParams(**sampling)
+    return sampling
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Words:
+    """How prompts and answers are written: as text, or as token ids."""
+
+    ids: bool
+
+    def read(self, prompt: str) -> str | list[int]:
+        if not self.ids:
+            return prompt
+        try:
+            return [int(word) for word in prompt.strip().removeprefix("[").removesuffix("]").replace(",", " ").split()]
+        except ValueError:
+            raise BadRequest(f"with --ids a prompt is token ids, like 12 7 99, not {prompt[:40]!r}", "prompt") from None
+
+    def told(self, pieces: Iterable[Piece]) -> Iterator[str]:
+        """What to write of an answer, as it comes."""
+        if not self.ids:
+            yield from (piece.text for piece in pieces)
+            return
+        gap = ""
+        for piece in pieces:
+            for token in piece.token_ids:
+                yield f"{gap}{token}"
+                gap = " "
 
 
 def _piped() -> str:
@@ -65,14 +105,16 @@ def _piped() -> str:
         raise BadRequest(f"the prompt from the pipe is not UTF-8: byte {error.start}", "prompt") from None
 
 
-def _once(engine: Engine, prompt: str, sampling: dict[str, Any], *, as_json: bool, raw: bool) -> None:
+def _once(
+    engine: Engine, prompt: str | list[int], words: _Words, sampling: dict[str, Any], *, as_json: bool, raw: bool
+) -> None:
     """Answer one prompt; the text goes to stdout as it comes, what it cost goes to stderr if that is a terminal."""
-    session = engine.session(chat=not raw)
+    session = engine.session(chat=not raw and not words.ids)
     if as_json:
         click.echo(json.dumps(_as_json(session.send(prompt, **sampling))))
         return
-    for piece in session.stream(prompt, **sampling):
-        click.echo(piece.text, nl=False)
+    for text in words.told(session.stream(prompt, **sampling)):
+        click.echo(text, nl=False)
     click.echo()
     if sys.stderr.isatty() and session.last is not None:
         click.echo(_cost(session.last.usage, session.last.timings), err=True)
@@ -83,6 +125,7 @@ def _as_json(result: Result) -> dict[str, Any]:
         "text": result.text,
         "token_ids": result.token_ids,
         "finish_reason": result.finish_reason,
+        "logprobs": None if result.logprobs is None else [dataclasses.asdict(entry) for entry in result.logprobs],
         "usage": dataclasses.asdict(result.usage),
         "timings": dataclasses.asdict(result.timings),
     }
@@ -100,18 +143,19 @@ def _cost(usage: Usage, timings: Timings) -> str:
 class _Conversation:
     """The terminal session: lines in, answers out, commands behind a slash."""
 
-    def __init__(self, engine: Engine, sampling: dict[str, Any], *, raw: bool) -> None:
-        self._engine, self._sampling, self._raw = engine, sampling, raw
-        self._session: Session = engine.session(chat=not raw)
+    def __init__(self, engine: Engine, words: _Words, sampling: dict[str, Any], *, raw: bool) -> None:
+        self._engine, self._words, self._sampling = engine, words, sampling
+        self._chat = engine.model.has_chat and not raw and not words.ids
+        self._session: Session = engine.session(chat=self._chat)
 
     def hold(self) -> None:
         """Until the user leaves."""
         from prompt_toolkit import PromptSession
 
         card = self._engine.model
-        kind = "continues what you write" if self._raw or not card.has_chat else "answers"
+        kind = "answers" if self._chat else "continues what you write" + (", in token ids" if self._words.ids else "")
         click.echo(f"{card.name} ({card.architecture}, {card.dtype} on {card.device}) {kind}. /help says what else.")
-        if card.name == "embedded":
+        if card.name == "embedded" and not self._words.ids:
             click.echo(
                 "It is a demo model trained on Python's standard library, not an assistant. Try: def read_file(path):"
             )
@@ -148,10 +192,10 @@ class _Conversation:
             click.echo(f"{error}", err=True)
 
     def _answer(self, text: str) -> None:
-        pieces = self._session.stream(text, **self._sampling)
+        pieces = self._session.stream(self._words.read(text), **self._sampling)
         try:
-            for piece in pieces:
-                click.echo(piece.text, nl=False)
+            for told in self._words.told(pieces):
+                click.echo(told, nl=False)
         except KeyboardInterrupt:
             pieces.close()
             click.echo("\n[interrupted; this turn is forgotten]")
@@ -171,7 +215,7 @@ class _Conversation:
             self._session.rewind(_value(words[0]) if words else 1)
         elif verb == "clear":
             self._session.close()
-            self._session = self._engine.session(chat=not self._raw)
+            self._session = self._engine.session(chat=self._chat)
         else:
             click.echo(_HELP)
 

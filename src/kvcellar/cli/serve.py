@@ -6,13 +6,13 @@ from typing import Any
 
 import click
 
-from kvcellar.cli.options import Size, engine_options, given
+from kvcellar.cli.options import Size, Verb, engine_options, given
 from kvcellar.engine.engine import Engine
 from kvcellar.serve.server import run
 from kvcellar.serve.settings import ServeSettings, key_digest
 
 
-@click.command("serve", epilog="Example: kvcellar serve ./my-model --port 8080 --api-key-file keys.txt")
+@click.command("serve", cls=Verb, epilog="Example: kvcellar serve ./my-model --port 8080 --api-key-file keys.txt")
 @click.argument("model", required=False)
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", default=8080, show_default=True, help="0 takes any free one.")

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcellar.cli.options import given, model_options
+from kvcellar.cli.options import Verb, given, model_options
 from kvcellar.engine.settings import Settings
 
 if TYPE_CHECKING:  # torch is imported when there is something to do, so that --help answers at once
     from kvcellar.engine.verify import Check, Report
 
 
-@click.command("verify", epilog="Example: kvcellar verify ./my-model --dtype float32")
+@click.command("verify", cls=Verb, epilog="Example: kvcellar verify ./my-model --dtype float32")
 @click.argument("model", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--tokens", type=int, default=512, show_default=True, help="Tokens of the longest text, at most.")

@@ -58,8 +58,8 @@ class Voice:
     def _known(self) -> Words:
         if self._words is None:
             raise BadRequest(
-                f"this model has no tokenizer ({self._why_not}); give it token ids instead of text, "
-                "as a list: from Python, or over HTTP",
+                f"this model has no tokenizer ({self._why_not}); give it token ids instead of text: "
+                "with `kvcellar run --ids`, or as a list from Python or over HTTP",
                 "prompt",
             )
         return self._words

@@ -8,6 +8,7 @@ import pytest
 
 from kvcellar.engine.scheduler import Scheduler
 from tests.cli.command import Terminal, kvcellar
+from tests.zoo import ARCHS
 
 COST = r"\[(\d+) tokens, ([\d.]+) tokens/s, first after (\d+) ms; (\d+) of (\d+) prompt tokens came from memory\]"
 WORDS = ("run", "--temperature", "0", "--max-tokens", "12", "--threads", "1", "--cache-bytes", "32M")
@@ -122,6 +123,14 @@ def test_a_home_that_cannot_be_written_to_costs_the_history_alone(tmp_path, monk
     assert ran.code == 0
     assert "not remembered for the next time" in ran.err
     assert re.search(COST, ran.out)
+
+
+@pytest.mark.parametrize(("name", "attends"), [("llama", "cpu|sdpa"), ("bloom", "the model itself")])
+def test_it_shows_who_attends(tmp_path, monkeypatch, name, attends):
+    ARCHS[name].build().save_pretrained(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    ran = kvcellar("run", str(tmp_path), "--ids", "--cache-bytes", "1M", "--threads", "1", typed="/show\r/bye\r")
+    assert re.search(rf": 0 of \d+ cells in use, attention by ({attends})\n", ran.out)
 
 
 @pytest.mark.parametrize("last", ["/bye\r", "/exit\r", "\x04"])

@@ -1,6 +1,7 @@
 """`kvcellar doctor`: what a model is, in words and as JSON, or why it is refused."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from kvcellar import Engine
 from kvcellar.attention import choose
 from kvcellar.attention.reference import Reference
 from kvcellar.engine import diagnosis
+from kvcellar.engine.settings import sized
 from tests.cli.command import kvcellar
 from tests.zoo import ARCHS
 
@@ -43,9 +45,33 @@ def test_it_says_in_words_what_a_model_is(folder):
         "context 256",
         "served flat",
         "no text",
-        "bytes a token in all",
+        "a token in all",
     ):
         assert told in ran.out
+
+
+def test_bytes_are_told_exactly_and_as_people_say_them(folder):
+    told = kvcellar("doctor", folder("llama"), "--kv-quality", *SMALL).out
+    assert "of 1000000 bytes (1 MB), which is cache_bytes" in told
+    for count, said in re.findall(r"(\d+) bytes( \([\d.]+ [kMGT]B\))?", told):
+        assert f"{count} bytes{said}" == sized(int(count))
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1000, "1000 bytes (1 kB)"),
+        (999_499, "999499 bytes (999 kB)"),
+        (999_500, "999500 bytes (1 MB)"),
+        (27_523_328, "27523328 bytes (27.5 MB)"),
+        (2 * 10**9, "2000000000 bytes (2 GB)"),
+        (1_234 * 10**12, "1234000000000000 bytes (1.23e+03 TB)"),
+    ],
+)
+def test_sizes_have_three_digits(count, said):
+    assert sized(count) == said
 
 
 def test_json_has_the_same_in_numbers(folder):
@@ -147,13 +173,16 @@ def test_it_says_what_recurrent_layers_take_and_that_it_does_not_grow(folder):
     assert rows["bytes"] == (rows["rows"] + 1) * rows["bytes_per_row"] == said["cache_bytes"]
     assert 0 < said["sequences"] < 64
     told = kvcellar("doctor", path, *small).out
-    assert f"{rows['bytes_per_row']} bytes a sequence however long it is" in told
+    assert f"{sized(rows['bytes_per_row'])} a sequence however long it is" in told
     assert f"{said['sequences']} sequences of any length fit" in told
     assert f"{said['sequences']} answers at once, not 64" in told
-    assert "bytes a token" not in told
+    assert "a token" not in told
 
 
 def test_a_model_that_runs_solo_attends_by_itself(folder):
-    told = kvcellar("doctor", folder("bloom"), "--no-kv-quality", *SMALL).out
+    path = folder("bloom")
+    told = kvcellar("doctor", path, "--no-kv-quality", *SMALL).out
     assert "attention by the model itself" in told
     assert "was chosen" not in told
+    said = json.loads(kvcellar("doctor", path, "--json", "--no-kv-quality", *SMALL).out)
+    assert [group["backend"] for group in said["groups"]] == [None]

@@ -176,8 +176,8 @@ def assert_bytes_are_those_held(engine: Engine) -> None:
     assert (stats.scratch_bytes, stats.staging_bytes) == (engine._built.memory.scratch, engine._built.memory.staging)
     said = re.fullmatch(
         r"\d+ (?:tokens|sequences of any length) in (\d+) bytes \((.*)\); "
-        r"with (\d+) for a step and (\d+) for edits that is (\d+) of (\d+) \(.*\)",
-        engine.capacity(),
+        r"with (\d+) bytes for a step and (\d+) bytes for edits that is (\d+) bytes of (\d+) bytes, which is .*",
+        re.sub(r" \([\d.]+ [kMGT]B\)", "", engine.capacity()),
     )
     assert said is not None
     planes, scratch, staging, total, limit = (int(said[group]) for group in (1, 3, 4, 5, 6))

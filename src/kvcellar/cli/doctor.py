@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvcellar.cli.options import Verb, engine_options, given
-from kvcellar.engine.settings import Settings
+from kvcellar.engine.settings import Settings, sized
 
 if TYPE_CHECKING:  # torch is imported when there is something to do, so that --help answers at once
     from kvcellar.engine.diagnosis import Diagnosis
@@ -42,26 +42,25 @@ def _in_words(found: "Diagnosis") -> str:
         lines.append(f"  not flat, because {found.why_not_flat}")
     for group in found.groups:
         lines.append(
-            f"  group {group.name}: {group.layers} layers, {group.bytes_per_cell} bytes a token, {group.cells} cells, "
-            f"attention by {group.backend if found.mode == 'flat' else 'the model itself'}"
+            f"  group {group.name}: {group.layers} layers, {sized(group.bytes_per_cell)} a token, {group.cells} cells, "
+            f"attention by {group.backend or 'the model itself'}"
         )
-        if found.mode == "flat":
+        if group.backend is not None:
             lines += [f"    {name} {_verdict(name == group.backend, why)}" for name, why in group.verdicts.items()]
     if (recurrent := found.recurrent) is not None:
         lines.append(
-            f"  recurrent: {recurrent.layers} layers, {recurrent.bytes_per_row} bytes a sequence however long it is, "
-            f"{recurrent.rows} rows in {recurrent.bytes} bytes, up to {recurrent.captures} kept to go back to"
+            f"  recurrent: {recurrent.layers} layers, {sized(recurrent.bytes_per_row)} a sequence however long "
+            f"it is, {recurrent.rows} rows in {sized(recurrent.bytes)}, up to {recurrent.captures} kept to go back to"
         )
+    held = sized(found.cache_bytes)
     if found.groups:
-        lines.append(
-            f"  {found.bytes_per_token} bytes a token in all; {found.tokens} tokens fit in {found.cache_bytes} bytes"
-        )
+        lines.append(f"  {sized(found.bytes_per_token)} a token in all; {found.tokens} tokens fit in {held}")
     else:
-        lines.append(f"  {found.sequences} sequences of any length fit in {found.cache_bytes} bytes")
+        lines.append(f"  {found.sequences} sequences of any length fit in {held}")
     total = found.cache_bytes + found.scratch_bytes + found.staging_bytes
     lines.append(
-        f"    with {found.scratch_bytes} for a step and {found.staging_bytes} for edits that is {total} of "
-        f"{found.limit_bytes} ({found.because})"
+        f"    with {sized(found.scratch_bytes)} for a step and {sized(found.staging_bytes)} for edits that is "
+        f"{sized(total)} of {sized(found.limit_bytes)}, which is {found.because}"
     )
     lines += [f"  {note}" for note in found.notes]
     if found.kv_quality:

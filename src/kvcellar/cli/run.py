@@ -223,7 +223,8 @@ class _Conversation:
         stats = self._engine.stats()
         click.echo(f"  {self._engine.capacity()}")
         for group in stats.groups:
-            click.echo(f"  {group.name}: {group.used} of {group.cells} cells in use, attention by {group.backend}")
+            attends = group.backend or "the model itself"
+            click.echo(f"  {group.name}: {group.used} of {group.cells} cells in use, attention by {attends}")
         click.echo(f"  {self._engine.params(**self._sampling)}")
 
 

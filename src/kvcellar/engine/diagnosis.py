@@ -8,7 +8,7 @@ from kvcellar.attention.choose import backends, named
 from kvcellar.engine.build import Built, build
 from kvcellar.engine.kvquality import KvQuality
 from kvcellar.engine.kvquality import kv_quality as measure
-from kvcellar.engine.settings import Settings
+from kvcellar.engine.settings import Settings, sized
 from kvcellar.models.facts import context_reason
 
 SMALL = 30_000_000  # parameters of a model that is read a dozen times within seconds
@@ -17,13 +17,13 @@ SMALL = 30_000_000  # parameters of a model that is read a dozen times within se
 @dataclass(frozen=True, slots=True)
 class GroupDiagnosis:
     """One group. `bytes_per_cell` are of all its layers together. `verdicts` says of every backend there is why it
-    refused, or None if it can serve; `backend` is the one that does."""
+    refused, or None if it can serve; `backend` is the one that does, None where the model attends by itself."""
 
     name: str
     layers: int
     bytes_per_cell: int
     cells: int
-    backend: str
+    backend: str | None
     verdicts: Mapping[str, str | None]
 
 
@@ -91,7 +91,7 @@ def diagnose(model: Any, settings: Settings, *, kv_quality: bool | None = None) 
             len(group.layers),
             sizes[group.name],
             built.capacity.cells[group.name],
-            guest.chosen[group.name].backend.name,
+            guest.chosen[group.name].backend.name if guest.mode == "flat" else None,
             {backend.name: backend.refuse(guest.shape.asks[group.name]) for backend in every},
         )
         for group in guest.shape.groups
@@ -151,6 +151,6 @@ def _notes(built: Built) -> list[str]:
         )
     packing = built.packing
     if packing is not None:
-        notes.append(f"{packing.layers} linear layers packed for oneDNN ({packing.bytes} bytes)")
+        notes.append(f"{packing.layers} linear layers packed for oneDNN: {sized(packing.bytes)}")
         notes += [f"{name} stays plain: {why}" for name, why in list(packing.kept.items())[:5]]
     return notes

@@ -52,14 +52,14 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class GroupStats:
-    """One group's cells."""
+    """One group's cells. `backend` is None where the model attends by itself."""
 
     name: str
     layers: int
     cells: int
     used: int
     bytes: int
-    backend: str
+    backend: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +334,7 @@ class Engine:
                 capacity[group.name],
                 capacity[group.name] - free[group.name],
                 group.bytes(capacity[group.name], guest.dtype.itemsize, guest.backends[group.name]),
-                guest.backends[group.name].name,
+                guest.backends[group.name].name if guest.mode == "flat" else None,
             )
             for group in memory.groups
         )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvcellar.cache.memory import Memory
 from kvcellar.contracts import Backend, StoredAs
+from kvcellar.engine.settings import sized
 from kvcellar.errors import BadRequest, NoBackend
 from kvcellar.models.facts import context_of, embedding_rows
 from kvcellar.models.guest import Guest
@@ -46,7 +47,7 @@ class KvQuality:
         if self.kl is None or self.agreement is None:
             return f"{self.stored:16} refused: {self.refused}"
         return (
-            f"{self.stored:16} {self.bytes_per_token:7} bytes a token, KL {self.kl:.1e} nats, "
+            f"{self.stored:16} {sized(self.bytes_per_token):>20} a token, KL {self.kl:.1e} nats, "
             f"same most likely token {self.agreement:.1%}"
         )
 

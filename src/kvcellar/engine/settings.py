@@ -16,6 +16,15 @@ MOST_CAPTURES = 1024  # states kept to go back to
 SHARE_OF_FREE = {"cpu": 0.3, "cuda": 0.85}  # a CPU's memory is also everybody else's
 
 
+def sized(count: int) -> str:
+    """So many bytes, exactly, and as people say it: 800000000 bytes (800 MB)."""
+    if count < 1000:
+        return f"{count} bytes"
+    shares = [(count / 1000**power, unit) for power, unit in enumerate(("kB", "MB", "GB", "TB"), 1)]
+    size, unit = next((share for share in shares if share[0] < 999.5), shares[-1])
+    return f"{count} bytes ({size:.3g} {unit})"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """What an engine may be told. Raises `BadRequest`, naming the field, for what cannot be."""
@@ -131,13 +140,14 @@ class Capacity:
         return f"{self.tokens} tokens" if self.cells else f"{self.states.sequences} sequences of any length"
 
     def __str__(self) -> str:
-        shares = [f"{name}: {self.cells[name]} cells in {size} bytes" for name, size in self.by_group.items()]
+        shares = [f"{name}: {self.cells[name]} cells in {sized(size)}" for name, size in self.by_group.items()]
         if self.states.bytes:
-            shares.append(f"recurrent: {self.states.rows} rows in {self.states.bytes} bytes")
+            shares.append(f"recurrent: {self.states.rows} rows in {sized(self.states.bytes)}")
         groups = ", ".join(shares)
         return (
-            f"{self.holds} in {self.bytes} bytes ({groups}); with {self.scratch} for a step and {self.staging} "
-            f"for edits that is {self.total} of {self.budget} ({self.because})"
+            f"{self.holds} in {sized(self.bytes)} ({groups}); with {sized(self.scratch)} for a step and "
+            f"{sized(self.staging)} for edits that is {sized(self.total)} of {sized(self.budget)}, which is "
+            f"{self.because}"
         )
 
 

@@ -1,5 +1,6 @@
 """build: where the rooms are wired together. From settings to an engine that can be started."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +23,8 @@ from kvcellar.errors import BadRequest, CapacityTooSmall, PromptTooLong
 from kvcellar.models.facts import context_of, context_reason, embedding_rows
 from kvcellar.models.guest import Guest, adopt
 from kvcellar.models.load import Loaded, load
-from kvcellar.models.packed import Packing, pack
+from kvcellar.models.packed import Packing, pack, unpack
+from kvcellar.models.tenancy import Tenancy
 from kvcellar.sample.choice import Choice
 
 if TYPE_CHECKING:
@@ -57,6 +59,11 @@ class Built:
         )
         return Line(request, sampler, self.voice.output(request.stops, request.prompt), tokens)
 
+    def leave(self) -> None:
+        """A network that was given becomes what it was, if nobody else serves it. One of our own has no other use."""
+        if self.loaded.path is None:
+            self.guest.release()
+
     def check_fits(self, tokens: int) -> None:
         """Raise `PromptTooLong` if a prompt of so many tokens could never be in memory, even alone."""
         for group in self.memory.groups:
@@ -75,15 +82,36 @@ class Built:
 
 
 def build(model: "str | Path | PreTrainedModel | None", settings: Settings) -> Built:
-    """Load, prove, size, wire. Raises what `load`, `adopt` and `resolve_capacity` raise."""
+    """Load, prove, size, wire. Raises what `load`, `adopt` and `resolve_capacity` raise.
+
+    A network that was given is as it was if that fails, and after `Built.leave`.
+    """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     loaded = load(model, dtype=settings.dtype, device=settings.device)
-    network = loaded.model
     if loaded.path is None:
-        _check_as_it_is(network, settings)
-    packing = pack(network) if settings.pack and network.device.type == "cpu" else None
-    guest = adopt(network, named(settings.attention))
+        _check_as_it_is(loaded.model, settings)
+    with ExitStack() as undo:
+        packing = _packing(loaded, settings, undo)
+        guest = adopt(loaded.model, named(settings.attention))
+        undo.callback(guest.release)
+        built = _wired(loaded, packing, guest, settings)
+        undo.pop_all()
+    return built
+
+
+def _packing(loaded: Loaded, settings: Settings, undo: ExitStack) -> Packing | None:
+    if not settings.pack or loaded.model.device.type != "cpu":
+        return None
+    tenancy = Tenancy.of(loaded.model)
+    undo.callback(tenancy.leave)
+    packing = pack(loaded.model, lent=loaded.path is None)
+    tenancy.afterwards(unpack, packing)
+    return packing
+
+
+def _wired(loaded: Loaded, packing: Packing | None, guest: Guest, settings: Settings) -> Built:
+    network = loaded.model
     if settings.kv_dtype is not None:
         if not guest.shape.groups:
             raise BadRequest("this model has no attention layers, so there are no keys and values to store", "kv_dtype")
@@ -97,7 +125,7 @@ def build(model: "str | Path | PreTrainedModel | None", settings: Settings) -> B
     cellar = Cellar(memory, resting=capacity.states.captures if capacity.states.rows else None)
     layouts = {group.name: group.layout for group in memory.groups}
     scheduler = Scheduler(cellar, layouts, context=context, max_sequences=sequences, step_tokens=settings.step_tokens)
-    loop = Loop(cellar, scheduler, context=context, threads=settings.threads)
+    loop = Loop(cellar, scheduler, context=context, threads=settings.threads, over=lambda: built.leave())
 
     def twin(line: Line, choice: int) -> Line:
         return built.line(line.request, list(line.tokens), line.choice.seed, choice)

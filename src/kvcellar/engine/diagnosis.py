@@ -81,8 +81,13 @@ def diagnose(model: Any, settings: Settings, *, kv_quality: bool | None = None) 
     `kv_quality`: measure every way of storing K/V; None does so for small models, where it takes seconds.
     """
     built = build(model, settings)
-    if kv_quality is None:
-        kv_quality = built.loaded.parameters <= SMALL
+    try:
+        return _diagnosed(built, settings, built.loaded.parameters <= SMALL if kv_quality is None else kv_quality)
+    finally:
+        built.leave()
+
+
+def _diagnosed(built: Built, settings: Settings, kv_quality: bool) -> Diagnosis:
     guest, sizes = built.guest, built.guest.shape.bytes_per_cell(built.guest.dtype.itemsize)
     every = backends()
     groups = tuple(

@@ -93,6 +93,7 @@ class Engine:
     """A model with its memory. Usable from several threads at once; close it, or use it as a context manager.
 
     `model` is a directory, a name in the local Hugging Face cache, a transformers model, or None for the embedded one.
+    A transformers model answers nobody else meanwhile; once its last engine is closed it is what it was before.
     Keyword arguments are the fields of `Settings`. Raises `ModelNotFound`, `ModelRefused`, `CapacityTooSmall`,
     `BadRequest`.
     """
@@ -117,7 +118,11 @@ class Engine:
             default_sampling=SamplingParams(**loaded.defaults) if loaded.defaults else SamplingParams(temperature=0.0),
         )
         self._loop = self._built.loop
-        self._loop.start(self._built.runner)
+        try:
+            self._loop.start(self._built.runner)
+        except RuntimeError:  # no thread can be had
+            self._built.leave()
+            raise
         # A thread inside torch must not outlive the interpreter: whoever forgets `close` has it done for him.
         self._closing = weakref.finalize(self, self._loop.close)
 

@@ -35,8 +35,17 @@ Twin = Callable[[Line, int], Line]  # (a line that has read its prompt, choice) 
 class Loop:
     """Owns the thread. `start` it once, `close` it once."""
 
-    def __init__(self, cellar: Cellar, scheduler: Scheduler, *, context: int, threads: int | None) -> None:
-        self.cellar, self.scheduler = cellar, scheduler
+    def __init__(
+        self,
+        cellar: Cellar,
+        scheduler: Scheduler,
+        *,
+        context: int,
+        threads: int | None,
+        over: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`over` is called on the engine's thread when everything else has ended."""
+        self.cellar, self.scheduler, self._over = cellar, scheduler, over
         self._context, self._threads = context, threads
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._arrivals = count()
@@ -237,6 +246,7 @@ class Loop:
         self.scheduler.running.clear()
         self.scheduler.waiting.clear()
         self.cellar.clear()
+        self._over()
 
     def _run_what_is_left(self) -> None:
         """Calls that came in before the gate was shut: somebody may wait for each of them."""

@@ -118,7 +118,29 @@ def verify(
     if tokens < LEAST:
         raise BadRequest(f"tokens is {tokens}; texts need at least {LEAST}", "tokens")
     settings = settings or Settings()
-    name, guest = _guest(model, settings)
+    if isinstance(model, Guest):
+        return _report(type(model.model).__name__, model, settings, tokens, seed, quality, watch)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    loaded = load(model, dtype=settings.dtype, device=settings.device)
+    guest = adopt(loaded.model, named(settings.attention))
+    try:
+        return _report(loaded.name, guest, settings, tokens, seed, quality, watch)
+    finally:
+        guest.release()
+
+
+def _report(
+    name: str,
+    guest: Guest,
+    settings: Settings,
+    tokens: int,
+    seed: int,
+    quality: bool | None,
+    watch: Callable[[str], None],
+) -> Report:
+    if any(plane.storage is not None for group in guest.shape.groups for plane in group.planes):
+        raise BadRequest("K/V that are stored in fewer bits give other logits; verify the guest as it was adopted")
     layers = kinds(guest)
     parameters = sum(parameter.numel() for parameter in guest.model.parameters())
     report = Report(
@@ -146,17 +168,6 @@ def kinds(guest: Guest) -> list[str]:
     planes = guest.shape.recurrent.layers.values() if guest.shape.recurrent is not None else ()
     found += [plane.name.partition(" ")[0] for layer in planes for plane in layer]
     return list(dict.fromkeys(found))
-
-
-def _guest(model: "Guest | PreTrainedModel | str | Path | None", settings: Settings) -> tuple[str, Guest]:
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    if isinstance(model, Guest):
-        if any(plane.storage is not None for group in model.shape.groups for plane in group.planes):
-            raise BadRequest("K/V that are stored in fewer bits give other logits; verify the guest as it was adopted")
-        return type(model.model).__name__, model
-    loaded = load(model, dtype=settings.dtype, device=settings.device)
-    return loaded.name, adopt(loaded.model, named(settings.attention))
 
 
 def _checks(

@@ -29,6 +29,7 @@ from kvcellar.models.quiet import quiet
 from kvcellar.models.rope import with_rotations
 from kvcellar.models.seam import ATTENTION, Door, FlatDoor, SoloDoor, current_door, opened, register
 from kvcellar.models.shape import PROBE_TOKENS, ProbeDoor, Shape, causal_shape, describe, differing
+from kvcellar.models.tenancy import Tenancy, Tenant, attentions, set_attentions
 from kvcellar.plan import Batch, Feed, Plan
 from kvcellar.spans import Span
 
@@ -76,6 +77,7 @@ class Guest:
     ) -> None:
         self.model, self.shape, self.mode, self.chosen, self.refused = model, shape, mode, dict(chosen), refused
         self._offsets = offsets
+        self._tenant = Tenant(mode, refused)
         self.verdict: Verdict | None = None
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
         self._first = first_position(model)
@@ -122,6 +124,15 @@ class Guest:
         twin.chosen = _choose(twin.shape, backends)
         return twin
 
+    def settle(self) -> None:
+        """It stays. Until it is released, its network is there for guests only."""
+        Tenancy.of(self.model).enter(self._tenant)
+
+    def release(self) -> None:
+        """Leave the network: if no other guest serves it, it is what it was before the first of them. The twins that
+        `storing` made leave with it. May be called again."""
+        Tenancy.of(self.model).leave(self._tenant)
+
     def seen(self, positions: Tensor) -> int | Tensor:
         """What the model is told when it asks how many tokens came before its rows at `positions` [T].
 
@@ -155,8 +166,9 @@ class Guest:
 def adopt(model: PreTrainedModel, backends: Sequence[Backend]) -> Guest:
     """Learn the model's shape and test it. Raises `ModelRefused`, with the reason of every way that was tried.
 
-    A model that is refused has its own attention again, and is in eval mode, without gradients; one that has another
-    guest goes on serving that.
+    The model is in eval mode, without gradients and with our attention, until its guest is released. One that is
+    refused is as it was. One that has another guest goes on serving that, and is run as that runs it, or refused: it
+    can have only one attention. Between two forwards of the other guest, and not beside one, it may be adopted again.
     """
     name = type(model).__name__
     if model.dtype not in TOLERANCE:
@@ -165,7 +177,7 @@ def adopt(model: PreTrainedModel, backends: Sequence[Backend]) -> Guest:
         raise ModelRefused(
             f"{name} cannot be served: its context of {context_of(model)} positions is too short to test"
         )
-    model.eval().requires_grad_(False)
+    tenancy = Tenancy.of(model)
     register()
     refused: dict[str, str] = {}
     installed: list[nn.Module] = []  # by this adoption
@@ -175,20 +187,30 @@ def adopt(model: PreTrainedModel, backends: Sequence[Backend]) -> Guest:
         "solo": lambda: _solo(model, backends, refused["flat"]),
     }
     with quiet(), ExitStack() as undo:
-        undo.callback(_own_attention if model.config._attn_implementation != ATTENTION else _our_attention, model)
+        undo.callback(tenancy.leave)
+        undo.callback(set_attentions, attentions(model))
         undo.callback(uninstall, installed)
+        model.eval().requires_grad_(False)
         try:
             trial = _trial(model, seed=0)
         except STRANGE as error:
             raise ModelRefused(f"{name} cannot be served: its own forward fails. {_told(error)}") from error
         for mode, way in ways.items():
-            found = _attempt(way, trial)
+            other = tenancy.tenant
+            found = _attempt(way, trial) if other is None or mode.startswith(other.mode) else _told_by(other)
             if isinstance(found, Guest):
                 found.shape = with_rotations(found)
                 undo.pop_all()
+                tenancy.afterwards(uninstall, installed)
+                found.settle()
                 return found
             refused[mode] = found
     raise ModelRefused(_refusal(model, refused))
+
+
+def _told_by(other: Tenant) -> str:
+    """Why a network that has a guest is not run in another way."""
+    return other.refused or f"it has a guest that runs it {other.mode}, and it can have only one attention at a time"
 
 
 def _attempt(way: Callable[[], Guest], trial: "_Trial") -> Guest | str:

@@ -144,6 +144,7 @@ class Mixed:
 
     def __init__(self, module: nn.Module, door: Callable[[], Mixes | None]) -> None:
         self._own, self._ours, self._door = module.forward, in_our_hands(module, door), door
+        self.before = module.__dict__.get("forward")  # somebody else may stand in for it, too
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         door = self._door()
@@ -273,4 +274,9 @@ def install(mixers: Sequence[nn.Module], door: Callable[[], Mixes | None]) -> li
 def uninstall(mixers: Sequence[nn.Module]) -> None:
     """These modules, which `install` answered, are called as they were before."""
     for module in mixers:
+        stand_in = module.__dict__.get("forward")
+        if not isinstance(stand_in, Mixed):  # somebody stands in for it since, and for us
+            continue
         del module.forward
+        if stand_in.before is not None:
+            module.forward = stand_in.before

@@ -5,10 +5,16 @@ so every layer's packed form is compared with the plain one before it is used, a
 as it was.
 """
 
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
+
+from kvcellar.errors import WrongStage
 
 ROWS = 16  # what oneDNN is told to expect; the order that it then chooses is as good for one row and for thousands
 
@@ -26,40 +32,81 @@ class PackedLinear(nn.Module):
         """A plain copy [out,in], made anew each time, for code that looks at weights instead of calling layers."""
         return self.packed.to_dense()
 
+    def __reduce__(self) -> NoReturn:
+        raise WrongStage("a packed layer cannot be copied: copy the network before it is served, or close its engine")
+
     def forward(self, x: Tensor) -> Tensor:
         """x [...,in] -> [...,out]."""
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 
 @dataclass(frozen=True, slots=True)
+class Replaced:
+    """A plain layer whose place a packed one has. If `empty`, its weight has no elements meanwhile."""
+
+    parent: nn.Module
+    leaf: str
+    plain: nn.Linear
+    packed: PackedLinear
+    empty: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Packing:
-    """What `pack` did: how many layers it replaced, the bytes of their weights, and why others stayed plain."""
+    """What `pack` did: how many layers it replaced, the bytes of their weights, and why others stayed plain.
+
+    Of a network that is lent, `replaced` are the layers, for `unpack`.
+    """
 
     layers: int
     bytes: int
     kept: dict[str, str]
+    replaced: tuple[Replaced, ...] = ()
 
 
-def pack(model: nn.Module) -> Packing:
+def pack(model: nn.Module, *, lent: bool = False) -> Packing:
     """Replace the linear layers of a CPU model, in place, one after the other: each plain weight goes before the next.
 
-    A weight that an embedding shares stays for the embedding, beside the packed copy.
+    A weight that an embedding shares stays for the embedding, beside the packed copy. Of a network that is `lent` the
+    plain layers come back: they are kept, and of their weights everything but the elements.
     """
     if not torch.backends.mkldnn.is_available():
         return Packing(0, 0, {"all": "this torch has no oneDNN"})
     count, size = 0, 0
     kept: dict[str, str] = {}
-    for name in [name for name, module in model.named_modules() if name and type(module) is nn.Linear]:
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
-        packed = _packed(linear)
-        if isinstance(packed, str):
-            kept[name] = packed
-            continue
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, packed)
-        count, size = count + 1, size + linear.weight.nbytes
-    return Packing(count, size, kept)
+    replaced: list[Replaced] = []
+    uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+    with ExitStack() as undo:
+        undo.callback(_put_back, replaced)
+        for name in [name for name, module in model.named_modules() if name and type(module) is nn.Linear]:
+            linear = model.get_submodule(name)
+            assert isinstance(linear, nn.Linear)
+            packed = _packed(linear)
+            if isinstance(packed, str):
+                kept[name] = packed
+                continue
+            count, size = count + 1, size + linear.weight.nbytes
+            parent, _, leaf = name.rpartition(".")
+            if lent:
+                empty = uses[id(linear.weight)] == 1 and not linear.weight.is_inference()
+                replaced.append(Replaced(model.get_submodule(parent), leaf, linear, packed, empty))
+                if empty:
+                    linear.weight.data = linear.weight.data.new_empty(0)
+            setattr(model.get_submodule(parent), leaf, packed)
+        undo.pop_all()
+    return Packing(count, size, kept, tuple(replaced))
+
+
+def unpack(packing: Packing) -> None:
+    """Put the plain layers back, with the same parameters and the same bits in them. Once."""
+    _put_back(packing.replaced)
+
+
+def _put_back(replaced: Sequence[Replaced]) -> None:
+    for one in replaced:
+        if one.empty:
+            one.plain.weight.data = one.packed.weight
+        setattr(one.parent, one.leaf, one.plain)
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache
 
 from kvcellar.cache.memory import Memory
 from kvcellar.contracts import Scoring
-from kvcellar.errors import ModelRefused, NotSupported
+from kvcellar.errors import ModelRefused, NotSupported, WrongStage
 from kvcellar.models.mixers import Forward, Mixing, Turn, conv
 from kvcellar.models.scan import Call, recurrent
 from kvcellar.plan import Plan
@@ -174,12 +174,27 @@ def scoring_of(q: Tensor, extras: Mapping[str, Any]) -> Scoring:
     )
 
 
+def _open_door() -> Door:
+    """The door of the forward that is running.
+
+    Whoever calls a served network beside its guest gets no answer. To hand the call on to the attention that the
+    network had would be right for some only: models look at its name in other places than the two that ask us.
+    """
+    door = _door.get(None)
+    if door is None:
+        raise WrongStage(
+            "this network is served by a guest of kvcellar, and answers nobody else meanwhile: close the engine (or "
+            "release the guest) first, or give it a copy of the network"
+        )
+    return door
+
+
 def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **extras: Any):
-    return _door.get().attend(module, query, key, value, attention_mask, scoring_of(query, extras)), None
+    return _open_door().attend(module, query, key, value, attention_mask, scoring_of(query, extras)), None
 
 
 def _mask(*, q_length: int, mask_function: Any, local_size: int | None = None, device: Any = None, **_: Any) -> Tensor:
-    return _door.get().mask(mask_function, local_size, q_length, torch.device(device or "cpu"))
+    return _open_door().mask(mask_function, local_size, q_length, torch.device(device or "cpu"))
 
 
 def register() -> None:

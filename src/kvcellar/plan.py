@@ -4,6 +4,7 @@ A plan is made by `Memory.begin` and is the only thing about sequences that kern
 right for as long as its step is open. Cell 0 is null: nothing is ever stored there that somebody may see.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,6 +13,20 @@ from typing import NamedTuple
 from kvcellar.contracts import Layout
 from kvcellar.errors import BadRequest
 from kvcellar.spans import Span
+
+
+def whole(number: object, what: str) -> int:
+    """`number` as an int: callers whom no type checker has seen bring others. Raises `BadRequest`."""
+    try:
+        return operator.index(number)  # type: ignore[arg-type]
+    except TypeError:
+        raise BadRequest(f"{what} is a whole number, not {number!r}") from None
+
+
+def check_span(span: Span) -> None:
+    """Raise `BadRequest` unless `span` is one of whole positions."""
+    whole(span.start, "a position")
+    whole(span.end, "a position")
 
 
 class Run(NamedTuple):
@@ -60,14 +75,20 @@ class Batch:
     def __post_init__(self) -> None:
         if len({feed.seq for feed in self.feeds}) != len(self.feeds):
             raise BadRequest("a sequence may appear only once in a batch, with consecutive positions")
-        if any(not len(feed.pos) for feed in self.feeds):
-            raise BadRequest("every sequence of a batch needs at least one new token")
+        for feed in self.feeds:
+            pos = feed.pos
+            if type(pos.start) is not int or type(pos.end) is not int:
+                check_span(pos)
+            if pos.start == pos.end:
+                raise BadRequest("every sequence of a batch needs at least one new token")
         if self.look_ahead:
             self._check_look_ahead()
 
     def _check_look_ahead(self) -> None:
         new = {feed.seq: feed.pos for feed in self.feeds if feed.stores}
         before: dict[int, Span] = {}
+        for _, span in self.look_ahead:
+            check_span(span)
         for seq, span in sorted(self.look_ahead, key=lambda ahead: (ahead[0], ahead[1].start)):
             pos = new.get(seq)
             if not len(span) or pos is None or span.start < pos.start or span.end > pos.end:
@@ -82,6 +103,7 @@ class Batch:
         """From one sequence and one position per token. Each sequence's tokens must follow one another."""
         if len(seqs) != len(positions):
             raise BadRequest(f"{len(seqs)} sequences for {len(positions)} positions")
+        positions = [whole(pos, "a position") for pos in positions]
         cuts = [i for i in range(1, len(seqs)) if seqs[i] != seqs[i - 1]]
         feeds: list[Feed] = []
         for a, b in pairwise([0, *cuts, len(seqs)]):

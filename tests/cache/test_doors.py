@@ -55,7 +55,7 @@ def test_a_group_may_have_no_cells_and_is_full() -> None:
 def test_a_count_that_is_no_whole_number_changes_nothing() -> None:
     kept = memory()
     kept.begin(Batch((Feed(0, Span(0, 3)),)))
-    with pytest.raises(TypeError), nothing_changes(kept):
+    with pytest.raises(BadRequest, match=r"a number of new tokens is a whole number, not 1.5"), nothing_changes(kept):
         kept.commit({0: 1.5})  # pyright: ignore[reportArgumentType]
     kept.commit({0: torch.tensor(2)})  # pyright: ignore[reportArgumentType]  # whoever counted on a tensor
     assert kept.length(0) == 2
@@ -145,6 +145,14 @@ AT_REST: dict[str, tuple[Callable[[Memory], Any], type[Exception], str]] = {
     ),
     "twice": (lambda m: m.begin(Batch((*feed(0, 9, 10).feeds, *feed(0, 10, 11).feeds))), BadRequest, "only once"),
     "nothing": (lambda m: m.begin(feed(0, 9, 9)), BadRequest, "at least one new token"),
+    "half a token": (lambda m: m.begin(feed(0, 9, 9.5)), BadRequest, "a position is a whole number, not 9.5"),
+    "a float": (lambda m: m.begin(feed(0, 9.0, 11.0)), BadRequest, "a position is a whole number, not 9.0"),
+    "half a token of a list": (lambda m: m.begin(Batch.of([0], [9.5])), BadRequest, "whole number, not 9.5"),
+    "half a token ahead": (
+        lambda m: m.begin(Batch((Feed(0, Span(9, 12)),), ((0, Span(9, 10.5)),))),
+        BadRequest,
+        "a position is a whole number, not 10.5",
+    ),
     "a negative pos": (lambda m: m.begin(feed(0, -1, 3)), ValueError, r"not a span: \[-1,3\)"),
     "beyond its limit": (lambda m: m.begin(feed(3, 0, 6)), BadRequest, "sequence 3 may have 5 tokens; this step .* 6"),
     "too much": (lambda m: m.begin(feed(5, 0, 10)), CacheFull, "need 10 cells in group full; 9 are free.*cache_bytes"),
@@ -173,6 +181,12 @@ AT_REST: dict[str, tuple[Callable[[Memory], Any], type[Exception], str]] = {
     # sequences
     "cut below": (lambda m: m.can_cut(0, -1), BadRequest, "-1 is not a position"),
     "cut below, a stranger": (lambda m: m.can_cut(8, -1), BadRequest, "-1 is not a position"),
+    "cut a token": (lambda m: m.can_cut(0, 2.5), BadRequest, "a position is a whole number, not 2.5"),
+    "resume in a token": (lambda m: m.can_resume(0, 2.5), BadRequest, "a position is a whole number, not 2.5"),
+    "fork within a token": (lambda m: m.fork(0, 5, 2.5), BadRequest, "a position is a whole number, not 2.5"),
+    "fork onto one that is there": (lambda m: m.fork(0, 1, None), BadRequest, "a whole number, not None"),
+    "remove half a token": (lambda m: m.remove(0, Span(8, 8.5)), BadRequest, "a position is a whole number, not 8.5"),
+    "remove a float": (lambda m: m.remove(0, Span(8.0, 9)), BadRequest, "a position is a whole number, not 8.0"),
     "fork below": (lambda m: m.fork(0, 5, -2), BadRequest, "-2 is not a position"),
     "fork onto itself": (lambda m: m.fork(0, 0, 3), BadRequest, "onto itself"),
     "fork beyond a limit": (lambda m: m.fork(0, 3, 9), BadRequest, "sequence 3 may have 5 tokens; this fork .* 9"),
@@ -191,6 +205,7 @@ AT_REST: dict[str, tuple[Callable[[Memory], Any], type[Exception], str]] = {
     "another length": (lambda m: m.write_input(1, 1, {7: (ROW, ROW)}, digest="cat"), BadRequest, "4 positions, not 1"),
     "an input for text": (lambda m: m.write_input(1, 1, {0: (ROW, ROW)}), BadRequest, r"for the layers \[7\]"),
     "a long input": (lambda m: m.write_input(1, 7, {7: (ROW, ROW)}), BadRequest, "cross layers take 1 to 6"),
+    "half an input": (lambda m: m.write_input(1, 1.5, {7: (ROW, ROW)}), BadRequest, "whole number, not 1.5"),
     "no input": (lambda m: m.write_input(1, 0, {7: (ROW, ROW)}), BadRequest, "an input of 0 positions"),
     "an input of integers": (
         lambda m: m.write_input(1, 1, {7: (ROW, ROW.int())}),
@@ -207,6 +222,9 @@ AT_REST: dict[str, tuple[Callable[[Memory], Any], type[Exception], str]] = {
     "text as an input": (lambda m: m.read_input(0, "k", [0]), BadRequest, "layer 0"),
     # storage
     "no budget": (lambda m: m.compact(0), BadRequest, "one or more"),
+    "half a cell to move": (lambda m: m.compact(0.5), BadRequest, "a budget of cells is a whole number, not 0.5"),
+    "half a cell": (lambda m: m.resize("full", 24.5), BadRequest, "a capacity in cells is a whole number, not 24.5"),
+    "half a byte": (lambda m: m.leave_room(0.5), BadRequest, "scratch is a whole number, not 0.5"),
     "no such group": (lambda m: m.resize("half", 9), BadRequest, "the groups are full, window, cross"),
     "no cells": (lambda m: m.resize("full", 0), BadRequest, "one cell is the least"),
     "cells in use": (lambda m: m.resize("cross", 3), CapacityTooSmall, "it can shrink to 4 cells now"),

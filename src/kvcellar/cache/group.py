@@ -18,7 +18,7 @@ from kvcellar.cache.pool import Pool, rotated_sizes
 from kvcellar.cache.tables import InputTable, Move, Table
 from kvcellar.contracts import GROUP, Backend, Layout, Plane, Rotation
 from kvcellar.errors import BadRequest, CacheFull, CapacityTooSmall
-from kvcellar.plan import Run
+from kvcellar.plan import Run, whole
 from kvcellar.spans import Span
 
 PIECE = 1024  # cells that are copied or turned at once: bounds the staging memory of a shift or a compaction
@@ -85,7 +85,7 @@ def check_groups(groups: Sequence[Group], cells: Mapping[str, int], backend: Bac
     for name in names:
         if names.count(name) > 1:
             raise BadRequest(f"two groups are called {name}")
-        if cells.get(name, -1) < 0:
+        if whole(cells.get(name, -1), f"the number of cells of group {name}") < 0:
             raise BadRequest(f"group {name} needs cells, none or more; what was given is {dict(cells)}")
         if isinstance(backend, Mapping) and name not in backend:
             raise BadRequest(f"group {name} needs a backend; there are some for {', '.join(backend)}")

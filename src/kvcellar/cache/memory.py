@@ -28,7 +28,7 @@ from kvcellar.cache.sequences import Sequences
 from kvcellar.cache.states import At, States
 from kvcellar.contracts import Backend, Recurrent
 from kvcellar.errors import BadRequest, CacheFull, CapacityTooSmall, NotSupported, WrongStage
-from kvcellar.plan import Batch, GroupPlan, Plan, Run, StateSegment
+from kvcellar.plan import Batch, GroupPlan, Plan, Run, StateSegment, check_span, whole
 from kvcellar.spans import Span
 
 
@@ -157,8 +157,9 @@ class Memory:
     def can_cut(self, seq: int, pos: int) -> int:
         """The largest `kept <= pos` at which all groups can go on once `[kept, end)` is forgotten. Changes nothing.
 
-        A span that looked ahead is kept whole, or not at all. Raises `BadRequest` for a negative `pos`.
+        A span that looked ahead is kept whole, or not at all. Raises `BadRequest` for what is no position.
         """
+        pos = whole(pos, "a position")
         if pos < 0:
             raise BadRequest(f"{pos} is not a position: sequence {seq} begins at 0")
         return self._sequences.can_cut(seq, pos)
@@ -302,6 +303,7 @@ class Memory:
         cells; nothing has changed then.
         """
         self._idle("remove")
+        check_span(span)
         tables, length = self._sequences.known(seq), self.length(seq)
         if not len(span) and span.end < length:
             return length
@@ -343,6 +345,7 @@ class Memory:
         """
         self._idle("write_input")
         inputs = [held for held in self._held if held.group.of_input]
+        n = whole(n, "the length of an input")
         check_planes(inputs, n, planes)
         if self.share_input(seq, digest, n):
             return False
@@ -378,7 +381,7 @@ class Memory:
 
     def leave_room(self, scratch: int) -> None:
         """From now on `scratch` bytes belong to the steps. Raises `CapacityTooSmall` if they do not fit the cap."""
-        if scratch < 0:
+        if whole(scratch, "scratch") < 0:
             raise BadRequest(f"a step cannot take {scratch} bytes of scratch; say 0 or more")
         self._check_room(self.bytes, scratch, self.staging, "lower cells or step_tokens")
         self.scratch = scratch
@@ -391,7 +394,7 @@ class Memory:
         back. Raises `BadRequest` for a budget below 1.
         """
         self._idle("compact")
-        if budget_cells < 1:
+        if whole(budget_cells, "a budget of cells") < 1:
             raise BadRequest(f"a piece of {budget_cells} cells moves nothing; give it one or more")
         for index, held in enumerate(self._held):
             tables = {seq: tables[index] for seq, tables in self._sequences.tables.items()}
@@ -409,7 +412,7 @@ class Memory:
         """
         self._idle("resize")
         held = next((held for held in self._held if held.group.name == group), None)
-        if held is None or cells < 1:
+        if held is None or whole(cells, "a capacity in cells") < 1:
             names = ", ".join(held.group.name for held in self._held)
             raise BadRequest(f"{group!r} cannot have {cells} cells; the groups are {names}, and one cell is the least")
         if cells != held.cells.capacity:

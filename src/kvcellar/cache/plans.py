@@ -1,6 +1,5 @@
 """plans: from tables and the cells that a step was given to what kernels read. Nothing here changes anything."""
 
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -10,7 +9,7 @@ from kvcellar.cache.layouts.encoder import Input
 from kvcellar.cache.tables import Table
 from kvcellar.contracts import Layout
 from kvcellar.errors import BadRequest, CapacityTooSmall
-from kvcellar.plan import Batch, Feed, GroupPlan, Run, Segment
+from kvcellar.plan import Batch, Feed, GroupPlan, Run, Segment, whole
 from kvcellar.spans import Span
 
 SCATTERED = 8  # runs of a history in the worst case: nothing is one slice, and nothing takes long to write down
@@ -69,7 +68,7 @@ def accepted_counts(batch: Batch, accepted: Mapping[int, int]) -> list[int]:
     """How many rows of each feed are kept, where `accepted` says so for some sequences. Raises `BadRequest`."""
     if strangers := accepted.keys() - {feed.seq for feed in batch.feeds if feed.stores}:
         raise BadRequest(f"sequences {sorted(strangers)} store nothing in this step; nothing can be accepted")
-    counts = [operator.index(accepted.get(feed.seq, len(feed.pos))) for feed in batch.feeds]
+    counts = [whole(accepted.get(feed.seq, len(feed.pos)), "a number of new tokens") for feed in batch.feeds]
     for feed, count in zip(batch.feeds, counts, strict=True):
         if not 0 <= count <= len(feed.pos):
             raise BadRequest(f"{count} of {len(feed.pos)} new tokens of sequence {feed.seq} cannot be accepted")

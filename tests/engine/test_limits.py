@@ -7,11 +7,13 @@ from contextlib import contextmanager
 import numpy
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from kvcellar import BadRequest, CapacityTooSmall, Engine, Overloaded, PromptTooLong
 from kvcellar.sample.params import SamplingParams
 from tests.engine.mixes import Ear, bytes_for, small_engine
 from tests.zoo import ARCHS
+from tests.zoo_test_support.tiny import tiny
 
 CONTEXT = 32
 
@@ -153,6 +155,19 @@ def test_what_is_no_prompt_is_refused(engine, bad):
 @pytest.mark.parametrize("good", [[5, 6], (5, 6), range(5, 7), array("q", [5, 6])])
 def test_what_is_a_sequence_of_ids_is_a_prompt(engine, good):
     assert engine.generate(good, max_tokens=3).token_ids == engine.generate([5, 6], max_tokens=3).token_ids
+
+
+def test_padding_is_no_text_where_positions_are_counted_without_it():
+    """transformers would give what lies behind it other positions, and others again when it goes on from a cache."""
+    config = tiny("roberta", is_decoder=True, vocab_size=101, pad_token_id=1)
+    with Engine(AutoModelForCausalLM.from_config(config).eval(), cache_bytes=10**6, context=64) as engine:
+        assert len(engine.generate([5, 6, 7], max_tokens=3, ignore_eos=True, logit_bias={1: -100}).token_ids) == 3
+        for ask in (lambda: engine.generate([5, 1, 6]), lambda: engine.session().send([1, 5, 6])):
+            with pytest.raises(BadRequest, match=r"token 1 at \d is padding.* Leave it out") as caught:
+                ask()
+            assert caught.value.param == "prompt"
+        ended = engine.generate([5, 6, 7], max_tokens=3, logit_bias={1: 100})
+        assert (ended.token_ids, ended.finish_reason) == ((), "stop")
 
 
 def test_text_needs_a_tokenizer(engine):

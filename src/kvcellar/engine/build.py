@@ -1,5 +1,6 @@
 """build: where the rooms are wired together. From settings to an engine that can be started."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from kvcellar.engine.scheduler import Scheduler
 from kvcellar.engine.settings import SHARE_OF_FREE, Capacity, Demand, Settings, free_cpu_bytes, resolve_capacity
 from kvcellar.engine.voice import Voice
 from kvcellar.errors import BadRequest, CapacityTooSmall, PromptTooLong
-from kvcellar.models.facts import context_of, context_reason, embedding_rows
+from kvcellar.models.facts import context_of, context_reason, embedding_rows, padding_token
 from kvcellar.models.guest import Guest, adopt
 from kvcellar.models.load import Loaded, load
 from kvcellar.models.packed import Packing, pack, unpack
@@ -43,6 +44,7 @@ class Built:
     capacity: Capacity
     context: int
     vocab_size: int
+    padding: int | None  # the token that is no text, in models that pass over it when they count positions
     voice: Voice
     loop: Loop
     runner: Runner
@@ -55,9 +57,22 @@ class Built:
             choice=choice,
             prompt_ids=request.prompt,
             vocab_size=self.vocab_size,
-            end_ids=self.loaded.end_ids,
+            end_ids=self.loaded.end_ids if self.padding is None else self.loaded.end_ids | {self.padding},
         )
         return Line(request, sampler, self.voice.output(request.stops, request.prompt), tokens)
+
+    def check_text(self, prompt: Sequence[int]) -> None:
+        """Raise `BadRequest` for a prompt with padding in it, where that is no text.
+
+        Such a model counts positions without it as long as it reads a text at once, and with it as soon as it goes on
+        from a cache: there is no numbering that would be right.
+        """
+        if self.padding is not None and self.padding in prompt:
+            raise BadRequest(
+                f"token {self.padding} at {prompt.index(self.padding)} is padding: this model passes over it when it "
+                f"counts positions, so it cannot stand in a text. Leave it out.",
+                "prompt",
+            )
 
     def leave(self) -> None:
         """A network that was given becomes what it was, if nobody else serves it. One of our own has no other use."""
@@ -140,6 +155,7 @@ def _wired(loaded: Loaded, packing: Packing | None, guest: Guest, settings: Sett
         capacity=capacity,
         context=context,
         vocab_size=_vocabulary(network),
+        padding=padding_token(network),
         voice=Voice(loaded.text, loaded.without_text, loaded.end_ids),
         loop=loop,
         runner=runner,

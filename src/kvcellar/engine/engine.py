@@ -321,8 +321,8 @@ class Engine:
         if len(prompt_ids) > self.model.context:
             raise PromptTooLong(len(prompt_ids), self.model.context, "the model's context")
         prompt = tuple(self._token(token) for token in prompt_ids)
-        vocab = self.model.vocab_size
-        check_ids(params, vocab)
+        self._built.check_text(prompt)
+        check_ids(params, self.model.vocab_size)
         self._built.check_answers(params.n)
         if params.stop and not self.model.has_text:
             raise BadRequest("stop strings need a tokenizer, and this model has none; use stop_token_ids", "stop")

@@ -25,7 +25,7 @@ from kvcellar.contracts import Ask, Backend, Layout, Plane, Scoring, StoredAs
 from kvcellar.errors import NoBackend
 from kvcellar.plan import Batch, Feed, GroupPlan, Run, Segment
 from kvcellar.spans import Span
-from tests.attention.texts import LAYOUTS, SHAPES, Texts, scorings
+from tests.attention.texts import LAYOUTS, SHAPES, Texts, assert_scores_are_as_exact_as_float32, scorings
 from tests.cache.told import Told
 
 ASK = Ask(14, 2, 64, 64, dtype="bfloat16", device="cpu")
@@ -71,14 +71,7 @@ def test_cpus_that_know_less_answer_the_same(without, dtype) -> None:
 @pytest.mark.parametrize("tokens", [2, 9])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_scores_are_as_exact_as_float32(dtype, tokens) -> None:
-    """256 and 257 are the same number in bfloat16. The other keys are far below."""
-    texts = Texts(Causal(), (2, 1, 8, 1), 32, dtype=dtype, backend=Cpu())
-    k = torch.full((tokens, 1, 8), -1.0, dtype=dtype)
-    k[0], k[1], k[1, 0, 0] = 1, 1, 1 + 1 / 32
-    texts.begin({0: tokens}, (k, torch.arange(tokens, dtype=dtype)[:, None, None] % 2))
-    got = texts.memory.attend(7, torch.full((tokens, 2, 8), 32.0, dtype=dtype), Scoring(1.0))
-    wanted = torch.tensor([0.0, 1.0]).softmax(0)[1]
-    torch.testing.assert_close(got[1:].float(), wanted.expand(tokens - 1, 2, 1), atol=3e-3, rtol=0)
+    assert_scores_are_as_exact_as_float32(Cpu(), dtype, tokens)
 
 
 @compiles

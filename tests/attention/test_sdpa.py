@@ -9,7 +9,7 @@ from kvcellar.attention.reference import Reference, attend_dense
 from kvcellar.attention.sdpa import BLOCK, Sdpa
 from kvcellar.cache.layouts import Causal, Chunked, Sliding
 from kvcellar.contracts import Scoring
-from tests.attention.texts import LAYOUTS, SHAPES, Texts, scorings
+from tests.attention.texts import LAYOUTS, SHAPES, Texts, assert_scores_are_as_exact_as_float32, scorings
 
 
 @pytest.mark.parametrize("scoring", scorings(1, 1))
@@ -43,14 +43,7 @@ def test_scores_beyond_the_largest_half_are_no_nan() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [2, 9])
 def test_scores_are_as_exact_as_float32(dtype, tokens) -> None:
-    """256 and 257 are the same number in bfloat16. The other keys are far below."""
-    texts = Texts(Causal(), (2, 1, 8, 1), 32, dtype=dtype)
-    k = torch.full((tokens, 1, 8), -1.0, dtype=dtype)
-    k[0], k[1], k[1, 0, 0] = 1, 1, 1 + 1 / 32
-    texts.begin({0: tokens}, (k, torch.arange(tokens, dtype=dtype)[:, None, None] % 2))
-    got = texts.memory.attend(7, torch.full((tokens, 2, 8), 32.0, dtype=dtype), Scoring(1.0))
-    wanted = torch.tensor([0.0, 1.0]).softmax(0)[1]
-    torch.testing.assert_close(got[1:].float(), wanted.expand(tokens - 1, 2, 1), atol=3e-3, rtol=0)
+    assert_scores_are_as_exact_as_float32(Sdpa(), dtype, tokens)
 
 
 @pytest.mark.parametrize("backend", [Sdpa(), Reference()], ids=lambda backend: backend.name)

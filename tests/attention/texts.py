@@ -115,3 +115,14 @@ def scorings(heads: int, size: int) -> dict[str, Scoring]:
         "sinks": replace(plain, sinks=sinks),
         "both": Scoring(0.3, softcap=2.0, sinks=sinks),
     }
+
+
+def assert_scores_are_as_exact_as_float32(backend: Backend, dtype: torch.dtype, tokens: int) -> None:
+    """256 and 257 are the same number in bfloat16. The other keys are far below."""
+    texts = Texts(Causal(), (2, 1, 8, 1), 32, dtype=dtype, backend=backend)
+    k = torch.full((tokens, 1, 8), -1.0, dtype=dtype)
+    k[0], k[1], k[1, 0, 0] = 1, 1, 1 + 1 / 32
+    texts.begin({0: tokens}, (k, torch.arange(tokens, dtype=dtype)[:, None, None] % 2))
+    got = texts.memory.attend(7, torch.full((tokens, 2, 8), 32.0, dtype=dtype), Scoring(1.0))
+    wanted = torch.tensor([0.0, 1.0]).softmax(0)[1]
+    torch.testing.assert_close(got[1:].float(), wanted.expand(tokens - 1, 2, 1), atol=3e-3, rtol=0)

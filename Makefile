@@ -48,6 +48,7 @@ format: $(VENV)/.dev ## rewrite the code the way lint wants it
 docs: $(VENV)/.dev ## rewrite the documents that are made from the code
 	$(BIN)/python scripts/rooms.py
 	$(BIN)/python -m scripts.models_page
+	$(BIN)/python -m scripts.theirs
 
 bench: $(VENV)/.run ## ours against transformers, in one run; a table, then one line of JSON
 	@$(BIN)/kvcellar bench $(ARGS)

@@ -35,8 +35,8 @@ def _inputs(module: nn.Module) -> int | None:
 
 def _lively(path: str, weight: Tensor, noise: Tensor, inputs: int) -> Tensor:
     module, name = ("." + path).rsplit(".", 1)
-    if name in OWN:
-        return weight
+    if name in OWN or (module.endswith("embed_positions") and not weight.requires_grad):
+        return weight  # a table of sines that nobody trains stays one
     if name == "A_log":
         return weight - weight.max()  # the fastest decay is e per unit of time: a test sequence is short
     if name == "dt_bias":

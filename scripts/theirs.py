@@ -5,12 +5,9 @@ A tiny random model of every causal type plays a few checks with transformers al
 """
 
 import inspect
-import io
-import logging
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from math import inf
 from pathlib import Path
@@ -30,7 +27,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvcellar.models.quiet import quiet
-from scripts.theirs_page import Found, Row, render
+from scripts.theirs_page import Found, Row, render, unheard
 from tests.zoo import ARCHS
 from tests.zoo_test_support.sweep import NO_MODEL, of_type
 
@@ -123,18 +120,21 @@ def gap(seen: Tensor, right: Tensor) -> float:
     return float((seen - right).abs().max() / max(1.0, float(right.abs().max())))
 
 
-# -- the checks: each answers how far what it saw is from what is right ------------------------------------------------
+# -- the checks: how far is what was seen from what is right? Their docstrings stand on the page. ----------------------
 
 
 def decoding(on: Subject) -> float:
+    """`generate` with the cache that it chooses, and with none."""
     return gap(on.plain, on.spoken(on.text, use_cache=False)[0][0])
 
 
 def asking(on: Subject) -> float:
+    """`generate` without a cache, and one forward over the same tokens."""
     return gap(on.spoken(on.text, use_cache=False)[0][0], on.cold(on.text)[PROMPT - 1 : -1])
 
 
 def token_by_token(on: Subject) -> float:
+    """A prompt, then single tokens with the cache that came back, and one forward over all."""
     logits, memory = on.read(on.text[:PROMPT])
     said = [logits]
     for at in range(PROMPT, PROMPT + NEW):
@@ -144,26 +144,31 @@ def token_by_token(on: Subject) -> float:
 
 
 def two_pieces(on: Subject) -> float:
+    """A text in two forwards, the second with the cache of the first, and in one."""
     first, memory = on.read(on.text[:17])
     rest, _ = on.read(on.text[17:], memory)
     return gap(torch.cat([first, rest]), on.cold(on.text))
 
 
 def prefill_chunks(on: Subject) -> float:
+    """`generate(prefill_chunk_size=7)`, and without that."""
     return gap(on.spoken(on.text, prefill_chunk_size=7)[0][0], on.plain)
 
 
 def turns(on: Subject) -> float:
+    """`generate` with the cache that an earlier `generate` on the beginning gave back, and without."""
     _, memory = on.spoken(on.text[:12], prompt=8)
     return gap(on.spoken(on.text, **{on.cache_name: memory})[0][0], on.plain)
 
 
 def company(on: Subject) -> float:
+    """A forward over two texts of one length, and over each alone."""
     both = on.model(input_ids=torch.stack([on.text, on.other]), use_cache=False).logits.float()
     return max(gap(both[0], on.cold(on.text)), gap(both[1], on.cold(on.other)))
 
 
 def padding(on: Subject) -> float:
+    """`generate` for two texts, one padded on its left, and for each alone."""
     padded = torch.cat([torch.zeros(PADDING, dtype=torch.long), on.other[:-PADDING]])
     both, _ = on.spoken(on.text, padded, padded=PADDING)
     alone, _ = on.spoken(on.other[:-PADDING], prompt=PROMPT - PADDING)
@@ -171,6 +176,7 @@ def padding(on: Subject) -> float:
 
 
 def beams(on: Subject) -> float:
+    """Three beams with a cache, and without."""
     options: dict[str, Any] = {"num_beams": 3, "max_new_tokens": NEW, "do_sample": False}
     options |= {"output_scores": True, "return_dict_in_generate": True}
     with_cache, without = (on.model.generate(on.text[None, :PROMPT], use_cache=use, **options) for use in (True, False))
@@ -180,10 +186,12 @@ def beams(on: Subject) -> float:
 
 
 def lookup(on: Subject) -> float:
+    """`generate(prompt_lookup_num_tokens=4)` on a text that repeats itself, and without."""
     return gap(on.spoken(on.echo, prompt_lookup_num_tokens=4)[0][0], on.spoken(on.echo)[0][0])
 
 
 def crop(on: Subject) -> float:
+    """Tokens read, cropped from the cache and others read, and one forward over what is left."""
     _, memory = on.read(on.text[:10])
     if not isinstance(memory, Cache):
         raise NotImplementedError("its memory is no Cache, and has no crop")
@@ -196,21 +204,24 @@ def crop(on: Subject) -> float:
 
 
 def bare_cache(on: Subject) -> float:
+    """A prompt and single tokens with a `DynamicCache()` that was given no config, and one forward over all."""
     first, memory = on.read(on.text[:PROMPT], DynamicCache())
     rest = [on.read(on.text[at : at + 1], memory)[0] for at in range(PROMPT, PROMPT + NEW)]
     return gap(torch.cat([first, *rest]), on.cold(on.text))
 
 
 def static_cache(on: Subject) -> float:
+    """`generate(cache_implementation="static")`, and with the cache that it chooses."""
     return gap(on.spoken(on.text, cache_implementation="static")[0][0], on.plain)
 
 
 def beginning(on: Subject) -> float:
+    """A forward over the first tokens, and one over all of them."""
     return gap(on.cold(on.text[:20]), on.cold(on.text)[:20])
 
 
 def continuous(on: Subject) -> float:
-    """What it says it would have said of what it then said, against a forward over prompt and answer."""
+    """`generate_batch` for two requests: how likely it says its tokens were, and a forward over them."""
     prompts = [on.text[:PROMPT].tolist(), on.other[:10].tolist()]
     answers = on.model.generate_batch(
         prompts,
@@ -251,18 +262,6 @@ CHECKS: Mapping[str, Callable[[Subject], float]] = {
     "static cache": static_cache,
     "generate_batch": continuous,  # last, because it changes how the model attends
 }
-
-
-@contextmanager
-def unheard() -> Iterator[None]:
-    """Some say on stdout what others warn of, and continuous batching logs by itself."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        logging.disable(before)
 
 
 @torch.no_grad()
@@ -311,7 +310,7 @@ def main(names: Sequence[str]) -> int:
             print(f"{model_type}: {found}", flush=True)
     print(f"{sum(not row.found for row in rows)} of {len(rows)} types are equal in all {len(CHECKS)} checks")
     if not names:
-        PAGE.write_text(render(rows, tuple(CHECKS), BOUND, TEXTS))
+        PAGE.write_text(render(rows, {name: check.__doc__ or "" for name, check in CHECKS.items()}, BOUND, TEXTS))
         print(f"wrote docs/{PAGE.name}")
     return 0
 

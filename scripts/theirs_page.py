@@ -5,15 +5,18 @@ but torch and transformers. `REPORTS` says what each of them explains; what none
 """
 
 import ast
+import logging
 import re
-import subprocess
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Literal
 
 import transformers
+
+from kvcellar.models.quiet import quiet
 
 FOLDER = Path(__file__).parent / "reports"
 SERVED = Path(__file__).parents[1] / "docs" / "models.md"
@@ -30,11 +33,15 @@ as unequal is what differs by more than {bound} of the largest logit in each of 
 told. Each fault comes with a script that needs torch and transformers alone, with what it prints, and with how kvcellar
 serves the same types (from [the page of models](models.md), where *flat* and *solo* mean that `kvcellar verify` holds).
 
-**{equal} of {all} types are equal in all {checks} checks.** The checks: {names}.
+**{equal} of {all} types are equal in all {checks} checks.**
 
 | | types |
 | --- | --- |
 {counts}
+
+What was compared:
+
+{names}
 """
 KINDS = {
     "wrong": "Wrong, and nobody is told",
@@ -101,8 +108,8 @@ DEEP = "its forward returns no cache|no attribute 'past_key_values'|model_kwargs
 # In the order of the page. The first that speaks of a finding has it.
 REPORTS: Mapping[str, Report] = {
     "roberta_generate": Report(
-        "wrong", (Claim("generate without a cache", "", "camembert data2vec-text roberta roberta-prelayernorm "
-                        "xlm-roberta xlm-roberta-xl xmod"),),
+        "wrong", (Claim("generate without a cache, generate_batch", "", "camembert data2vec-text roberta "
+                        "roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod"),),
         "It counts positions from behind the row for padding, as their forward does.",
     ),
     "cache_params_turn": Report(
@@ -136,6 +143,24 @@ REPORTS: Mapping[str, Report] = {
     "block_padding": Report("wrong", (Claim("left padding", "", "deepseek_v4 minimax_m3_vl_text"),)),
     "no_mask": Report("wrong", (Claim("left padding", "", "rwkv xlstm"),)),
     "recurrent_gemma_state": Report("wrong", (Claim(None, "", "recurrent_gemma"),)),
+    "batch_own_attention": Report(
+        "wrong", (Claim("generate_batch", "", "big_bird bloom codegen falcon got_ocr2 gpt_neo gpt_neox_japanese gptj "
+                        "megatron-bert mpt mvp openai-gpt reformer rembert roformer trocr xglm xlm xlnet"),),
+        "Those that it serves it runs one by one, on keys and values gathered in their order.",
+    ),
+    "batch_positions": Report(
+        "wrong", (Claim("generate_batch", "", "bart bigbird_pegasus blenderbot blenderbot-small marian mbart pegasus "
+                        "plbart whisper"),),
+        "It runs them one by one, so that what they count is right.",
+    ),
+    "batch_softcap": Report(
+        "wrong", (Claim("generate_batch", "", "gemma2 vaultgemma"),),
+        "An attention of ours honours every keyword that it is called with, or the model is not run with it.",
+    ),
+    "batch_twice": Report(
+        "wrong", (Claim("generate_batch", "", "diffllama hrm_text"),),
+        "It sees that a module attends twice, and runs the model with the attention that it has.",
+    ),
     "no_prefix": Report(
         "wrong",
         (
@@ -148,6 +173,15 @@ REPORTS: Mapping[str, Report] = {
         "breaks", (Claim("DynamicCache()", "IndexError|store_compression_weights|update_index'"),),
         "It reads the layers of a cache off what the model stores.",
     ),
+    "batch_shapes": Report(
+        "breaks", (Claim("generate_batch", "index_copy_"), Claim("generate_batch", "answers 0 of", "gemma4 gemma4_text "
+                                                                       "gemma4_unified gemma4_unified_text")),
+        "It reads the shapes of each layer off what the model stores.",
+    ),
+    "batch_dropped": Report(
+        "breaks", (Claim("generate_batch", "without a paged attention cache", "nemotron stablelm"),),
+        "Its attention needs no keyword for that.",
+    ),
     "deepseek_v4_crop": Report("breaks", (Claim("crop", "size of tensor", "deepseek_v4"),)),
     "no_cache": Report(
         "breaks", (Claim(None, DEEP), Claim("DynamicCache()", "", "openai-gpt reformer xlm")),
@@ -155,6 +189,10 @@ REPORTS: Mapping[str, Report] = {
     "own_cache_in_generate": Report("breaks", (Claim("a second turn", "is_compileable"),)),
     "static_cache": Report("breaks", (Claim("static cache", "."),), "It makes no static caches."),
     "xlnet_batch": Report("breaks", (Claim("left padding, beams", "broadcast shape", "xlnet"),)),
+    "batch_layers": Report(
+        "refused", (Claim("generate_batch", "Invalid layer type"),),
+        "Those that it serves flat share a batch, prompts and single tokens mixed.",
+    ),
     "stateful_drafts": Report(
         "refused", (Claim("prompt lookup", "stateful models|requires a cache"),),
         "Its memory keeps a step in part on all layers at once, states among them.",
@@ -188,11 +226,22 @@ def words(name: str) -> tuple[str, str]:
 
 
 def prints(name: str) -> str:
-    """What its script prints here and now, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, FOLDER / f"{name}.py"], capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL
-    )
-    return done.stdout
+    """What its script prints here and now."""
+    with quiet(), unheard() as out:
+        exec(compile(script(name), name, "exec"), {"__name__": "__report__"})
+    return out.getvalue()
+
+
+@contextmanager
+def unheard() -> Iterator[StringIO]:
+    """What is printed within the block; some of transformers warns that way. Nor is anything logged."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stdout(StringIO()) as out:
+            yield out
+    finally:
+        logging.disable(before)
 
 
 def sorted_out(rows: Iterable[Row]) -> tuple[dict[str, dict[str, list[Found]]], dict[str, list[Found]]]:
@@ -208,7 +257,7 @@ def sorted_out(rows: Iterable[Row]) -> tuple[dict[str, dict[str, list[Found]]], 
     return reported, rest
 
 
-def render(rows: Sequence[Row], checks: Sequence[str], bound: float, texts: int) -> str:
+def render(rows: Sequence[Row], checks: Mapping[str, str], bound: float, texts: int) -> str:
     """The whole page."""
     reported, rest = sorted_out(rows)
     counts = {title: _types(reported, kind) for kind, title in KINDS.items()} | {"Not looked into": set(rest)}
@@ -220,7 +269,7 @@ def render(rows: Sequence[Row], checks: Sequence[str], bound: float, texts: int)
             equal=sum(not row.found for row in rows),
             all=len(rows),
             checks=len(checks),
-            names=", ".join(checks),
+            names="\n".join(f"- *{name}* {says}" for name, says in checks.items()),
             counts="\n".join(f"| {title.lower()} | {len(types)} |" for title, types in counts.items()),
         )
     ]

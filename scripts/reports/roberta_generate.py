@@ -2,7 +2,7 @@
 
 Their tables of positions begin behind a row for padding: the forward counts from `padding_idx + 1`. `generate` makes
 `position_ids` from the attention mask, which count from 0, and hands them over
-(`GenerationMixin._prepare_position_ids_for_generation`). Every token is read two rows too early.
+(`GenerationMixin._prepare_position_ids_for_generation`). Every token is read `padding_idx + 1` rows too early.
 """
 
 import torch

@@ -122,7 +122,7 @@ def test_the_page_groups_by_fault_and_says_what_nobody_explained(
             Row("mamba", (Found("two pieces", 0.5), Found("beams", None, "OSError: no", "a.py, f"))),
             Row("minimax", (Found("beams", float("inf")),)),
         ],
-        ("two pieces", "beams"),
+        {"two pieces": "In two, and in one.", "beams": "Three, and none."},
         BOUND,
         TEXTS,
     )
@@ -135,7 +135,8 @@ def test_the_page_groups_by_fault_and_says_what_nobody_explained(
     assert "*kvcellar:* refused minimax." in page
     assert "```text\nmamba_two_pieces was run\n```" in page
     assert page.endswith("## Not looked into\n\n- mamba: beams: OSError: no (a.py, f)\n")
-    assert "bart_padding" not in page
+    assert "- *beams* Three, and none." in page
+    assert words("bart_padding")[0] not in page
 
 
 def test_a_claim_is_about_what_is_unequal_or_about_what_was_raised() -> None:

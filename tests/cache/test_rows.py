@@ -285,32 +285,57 @@ def test_of_those_that_save_as_much_the_oldest_goes_first() -> None:
     assert (rows.points(0), rows.points(1)) == ((6,), (5, 6))
 
 
+@pytest.mark.parametrize("fork", [False, True])
+def test_a_point_that_is_gone_back_to_is_as_young_as_a_new_one(fork: bool) -> None:
+    rows = Rows(9, 2)
+    for seq, pos in ((0, 10), (1, 11)):
+        at_points(rows, seq, pos)
+        step(rows, {seq: 1})
+    for _ in range(3):
+        if fork:
+            rows.fork(0, 3, 10)
+            rows.drop(3)
+        else:
+            rows.cut(0, 10)
+            step(rows, {0: 1})
+    at_points(rows, 2, 10)
+    step(rows, {2: 1})
+    assert [rows.points(seq) for seq in range(3)] == [(10, 11), (12,), (10, 11)]
+
+
 def test_a_branch_point_saves_for_everyone_who_shares_it() -> None:
     rows = Rows(9, 1)
-    at_points(rows, 0, 4)
+    at_points(rows, 0, 8)
     for seq in (1, 2):
-        rows.fork(0, seq, 4)
+        rows.fork(0, seq, 8)
     at_points(rows, 3, 11)
     step(rows, dict.fromkeys(range(4), 1))
-    assert [rows.points(seq) for seq in range(4)] == [(4, 5), (4, 5), (4, 5), (12,)]
+    assert [rows.points(seq) for seq in range(4)] == [(8, 9), (8, 9), (8, 9), (12,)], "thrice 8, at twice the age"
     rows.drop(1)
     at_points(rows, 1, 11)
     step(rows, {1: 1})
-    assert [rows.points(seq) for seq in range(4)] == [(5,), (11, 12), (5,), (12,)], "twice 4 is less than 11"
+    assert [rows.points(seq) for seq in range(4)] == [(9,), (11, 12), (9,), (12,)], "twice 8, at three times the age"
 
 
 def test_what_a_lost_point_saved_is_saved_by_the_next() -> None:
     rows = Rows(9, 2)
-    at_points(rows, 0, 6, 11, 15)
+    at_points(rows, 0, 20, 23, 40)
     step(rows, {0: 1})
-    assert rows.points(0) == (6, 11, 16), "15 saved 4"
-    at_points(rows, 1, 7)
+    assert rows.points(0) == (20, 40, 41), "23 saved 3"
+    at_points(rows, 1, 9)
     step(rows, {1: 1})
-    assert (rows.points(0), rows.points(1)) == ((6, 16), (7, 8)), "11 saved 5"
+    assert (rows.points(0), rows.points(1)) == ((20, 40, 41), (10,)), "half of 17 is less than 9, half of 20 is not"
+
+
+def test_a_point_stands_for_those_behind_it_that_were_lost() -> None:
+    rows = Rows(9, 2)
+    at_points(rows, 1, 14)
+    at_points(rows, 0, 10, 11)
+    step(rows, {0: 1, 1: 1})
+    assert (rows.points(0), rows.points(1)) == ((10, 12), (14, 15)), "11 saved 1"
     at_points(rows, 2, 6)
-    rows.cut(0, 6)
-    step(rows, {0: 5, 2: 1}, capture=True)
-    assert (rows.points(0), rows.points(1), rows.points(2)) == ((11,), (7, 8), (6, 7)), "of the sixes, the older one"
+    step(rows, {2: 1})
+    assert [rows.points(seq) for seq in range(3)] == [(10, 12), (15,), (6, 7)], "10 saves less than 14, but twice"
 
 
 def test_what_a_point_once_saved_does_not_count() -> None:
@@ -318,9 +343,21 @@ def test_what_a_point_once_saved_does_not_count() -> None:
     at_points(rows, 0, 10, 12, 15)
     step(rows, {0: 1})
     assert rows.points(0) == (10, 15, 16), "15 saved 3 as long as 12 was there; now it saves 5"
-    at_points(rows, 1, 4)
+    at_points(rows, 1, 2)
     step(rows, {1: 1})
-    assert (rows.points(0), rows.points(1)) == ((10, 15, 16), (5,))
+    assert (rows.points(0), rows.points(1)) == ((10, 15, 16), (3,)), "half of 3 would be less than 2; half of 5 is not"
+
+
+@pytest.mark.parametrize("captures", [10, 20])
+def test_the_farther_one_goes_back_the_more_one_may_have_to_read(captures: int) -> None:
+    """So few captures of a long text cannot be near to everything. They are near to where it ends."""
+    rows = Rows(captures + 2, captures)
+    for _ in range(200):
+        step(rows, {0: 10}, capture=True)
+    step(rows, {0: 1})
+    lost = {back: 2000 - back - rows.deepest(0, 2000 - back) for back in range(10, 2000, 10)}
+    assert all(lost[back] <= back + 600 / captures for back in lost), "a third of what even places would cost"
+    assert max(lost.values()) < 2 * 2000 / captures
 
 
 # -- cost -------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from kvcellar.plan import Batch, StateSegment
 from kvcellar.spans import Span
 
 NAME = "recurrent"  # what messages and reports call the rows
+LOOKED_AT = 16  # captures that are compared when one has to go
 
 
 class Track:
@@ -50,7 +51,7 @@ class Track:
 class Row:
     """A row that somebody holds. `number` says when it was taken; `saves` are the tokens that its captures save."""
 
-    __slots__ = ("captors", "number", "own", "saves", "taken")
+    __slots__ = ("captors", "number", "own", "saves", "stands", "taken", "used")
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -58,6 +59,8 @@ class Row:
         self.own = 0  # tracks whose state it is
         self.captors: dict[Track, int] = {}  # tracks that have captured it, and at which position
         self.saves = 0
+        self.stands = 1  # captures, itself and those behind it that were let go: who wants them comes here
+        self.used = 0  # when it was captured or gone back to, as `Rows` counts that
 
     @property
     def kept(self) -> bool:
@@ -68,9 +71,12 @@ class Row:
 class Rows(Part):
     """The rows of one memory. `capacity` of them, the null row apart; up to `captures` are kept for going back.
 
-    When there would be more, those go first that save least, and of these the ones that were taken first. What a
-    capture saves is the tokens since the one before it. One that several tracks share is a branch point: it saves that
-    for each of them.
+    When there would be more, the one goes of which least is lost: what it saves, times the captures that it stands for,
+    over its age. What it saves is the tokens since the capture before it; one that several tracks share is a branch
+    point, and saves that for each of them. It stands for itself and for those behind it that went. Its age is how often
+    some state was captured or gone back to since it was itself. So where much is kept it is kept evenly, and else more
+    densely the nearer to what was read last. Of the `LOOKED_AT` that would be lost least at the same age the one is
+    chosen that is lost least at its own, so that a choice costs the same however many there are.
     """
 
     def __init__(self, capacity: int, captures: int) -> None:
@@ -81,6 +87,7 @@ class Rows(Part):
         self._tracks: dict[int, Track] = {}
         self._step: list[StateSegment] = []
         self._numbers = count()
+        self._uses = 0
         self._ranks: list[tuple[int, int, int]] = []  # a heap of `_rank` of all kept rows, and of what is so no more
 
     @property
@@ -179,6 +186,7 @@ class Rows(Part):
         source, before = self._tracks[src], self._tracks.get(dst)
         track = self._tracks[dst] = Track()
         self._become(track, source.at(kept), kept)
+        self._use(track.row)
         self._capture(source, kept, track.row)  # where two part, one may want to go back to
         for pos in source.places[: bisect_right(source.places, kept)]:
             self._capture(track, pos, source.captured[pos])
@@ -191,6 +199,8 @@ class Rows(Part):
 
     def cut(self, seq: int, kept: int) -> None:
         track = self._tracks[seq]
+        if kept < track.end:
+            self._use(track.at(kept))
         self._become(track, track.at(kept), kept)
         self._release(track, track.places[bisect_right(track.places, kept) :])
         self._thin()
@@ -237,11 +247,19 @@ class Rows(Part):
             return
         found = self._rows[row]
         kept = found.kept
+        if not found.captors:
+            self._use(row)
         found.captors[track] = pos
         found.saves += pos - (track.places[-1] if track.places else 0)
         track.captured[pos] = row
         track.places.append(pos)
         self._count(row, kept)
+
+    def _use(self, row: int) -> None:
+        """It is captured, or somebody goes on from it."""
+        if row:
+            self._uses += 1
+            self._rows[row].used = self._uses
 
     def _release(self, track: Track, places: Iterable[int]) -> None:
         for pos in places:
@@ -285,8 +303,9 @@ class Rows(Part):
             self._ranks = sorted({rank for rank in self._ranks if self._is_rank(rank)})
 
     def _rank(self, row: int) -> tuple[int, int, int]:
-        """Of rows that are kept, the one with the lowest goes first."""
-        return self._rows[row].saves, self._rows[row].number, row
+        """What would be lost with a row that is kept, were all of the same age."""
+        found = self._rows[row]
+        return found.saves * found.stands, found.number, row
 
     def _is_rank(self, rank: tuple[int, int, int]) -> bool:
         row = rank[-1]
@@ -295,10 +314,25 @@ class Rows(Part):
     def _thin(self) -> None:
         """Let go of captures until no more are there than are allowed."""
         while self.captured > self.captures:
+            found = self._rows[self._least()]
+            for track, pos in list(found.captors.items()):
+                before = bisect_right(track.places, pos) - 2
+                if before >= 0:
+                    heir = track.captured[track.places[before]]
+                    self._rows[heir].stands += found.stands
+                    self._count(heir, self._rows[heir].kept)
+                self._release_one(track, pos)
+
+    def _least(self) -> int:
+        """The row that goes first of those that are kept."""
+        low: list[tuple[int, int, int]] = []
+        while len(low) < min(LOOKED_AT, self.captured):
             rank = heappop(self._ranks)
-            if self._is_rank(rank):
-                for track, pos in list(self._rows[rank[-1]].captors.items()):
-                    self._release_one(track, pos)
+            if self._is_rank(rank) and rank not in low:
+                low.append(rank)
+        for rank in low:
+            heappush(self._ranks, rank)
+        return min(low, key=lambda rank: (rank[0] / (1 + self._uses - self._rows[rank[-1]].used), rank[1]))[-1]
 
     def check(self, lengths: Mapping[int, int]) -> None:
         """Assert what is always true, where `lengths` are those of all sequences."""
@@ -325,6 +359,7 @@ class Rows(Part):
             assert found.own == own.get(row, 0), f"row {row} is the state of {own.get(row, 0)}, counted {found.own}"
             assert (found.captors, found.saves) == (captors.get(row, {}), saves.get(row, 0))
             assert len(set(found.captors.values())) <= 1, f"row {row} was captured at different positions"
+            assert found.stands >= 1 and 0 <= found.used <= self._uses
             assert not found.kept or self._rank(row) in self._ranks
         assert self.captured == sum(found.kept for found in self._rows.values()) <= self.captures
         assert sorted([*self._free, *self._rows]) == list(range(1, self.capacity + 1))

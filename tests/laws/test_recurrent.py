@@ -7,6 +7,7 @@ itself is what the dumb model knows. What raises changes nothing.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -47,6 +48,8 @@ class State:
 
     tokens: Tokens
     number: int
+    stands: int = 1  # for itself, and for points behind it that went
+    used: int = 0  # when it was captured or gone back to
 
 
 @dataclass
@@ -69,6 +72,7 @@ class Dumb:
     captures: int
     lines: dict[int, Line] = field(default_factory=dict)
     taken: int = 0
+    uses: int = 0
 
     def line(self, seq: int) -> Line:
         return self.lines[seq] if seq in self.lines else Line(held=[set() for _ in self.kinds])
@@ -89,22 +93,37 @@ class Dumb:
         lines = self.lines.values()
         return {s for line in lines for s in line.points} - {line.state for line in lines}
 
+    def use(self, state: State | None) -> None:
+        if state is not None:
+            self.uses += 1
+            state.used = self.uses
+
     def thin(self) -> None:
-        """One at a time goes that costs least: in all lines, the tokens since the point before it. Older ones first."""
+        """One at a time goes. What one costs, in all lines, is the tokens since the point before it, for each that it
+        stands for. Of the 16 that cost least it is the one that costs least for its age; older ones first."""
         while len(kept := self.kept()) > self.captures:
             costs: dict[State, int] = dict.fromkeys(kept, 0)
             for line in self.lines.values():
                 places = [0, *(len(state.tokens) for state in line.points)]
                 for before, state in zip(places, line.points, strict=False):
                     if state in costs:
-                        costs[state] += len(state.tokens) - before
-            gone = min(costs, key=lambda state: (costs[state], state.number))
+                        costs[state] += (len(state.tokens) - before) * state.stands
+            low = sorted(costs, key=lambda state: (costs[state], state.number))[:16]
+            gone = min(low, key=lambda state: (costs[state] / (1 + self.uses - state.used), state.number))
             for line in self.lines.values():
+                for before, state in pairwise(line.points):
+                    before.stands += gone.stands if state is gone else 0
                 line.points = [state for state in line.points if state is not gone]
 
     def capture(self, line: Line) -> None:
-        if line.state is not None and line.state not in line.points:
-            line.points.append(line.state)
+        self.point(line, line.state)
+
+    def point(self, line: Line, state: State | None) -> None:
+        if state is None or state in line.points:
+            return
+        if not any(state in other.points for other in self.lines.values()):
+            self.use(state)
+        line.points.append(state)
 
     def can_cut(self, seq: int, pos: int) -> int:
         """By trying: there must be a state, and all that the token at `kept` would see before it."""
@@ -331,8 +350,8 @@ class Timeline(RuleBasedStateMachine):
         assert self.memory.fork(src, dst, upto) == kept
         assert dst in self.dumb.lines or self.memory.free_rows() == free, "a fork costs no row"
         twin = self.dumb.cut(line, kept)
-        if kept and line.at(kept) not in line.points:
-            line.points.append(line.at(kept))
+        self.dumb.use(twin.state)
+        self.dumb.point(line, twin.state)
         self.dumb.capture(twin)
         self.dumb.lines[dst] = twin
         self.dumb.thin()
@@ -357,6 +376,8 @@ class Timeline(RuleBasedStateMachine):
             if not again:
                 return
             assert self.memory.remove(seq, Span(kept, length)) == kept
+        if kept < length:
+            self.dumb.use(line.at(kept) if kept else None)
         self.dumb.lines[seq] = self.dumb.cut(line, kept)
         self.dumb.thin()
 

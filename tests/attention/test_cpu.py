@@ -14,13 +14,13 @@ from torch import Tensor
 
 from kvcellar.attention import cpu
 from kvcellar.attention.choose import choose
-from kvcellar.attention.compiled import COMPILERS
 from kvcellar.attention.cpu import CHUNK, SHORT, Cpu
 from kvcellar.attention.reference import Reference, attend_dense
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.group import Group
 from kvcellar.cache.layouts import Causal, Chunked, Input, Sliding
 from kvcellar.cache.memory import Memory
+from kvcellar.compiled import COMPILERS
 from kvcellar.contracts import Ask, Backend, Layout, Plane, Scoring, StoredAs
 from kvcellar.errors import NoBackend
 from kvcellar.plan import Batch, Feed, GroupPlan, Run, Segment

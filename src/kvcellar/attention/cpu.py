@@ -1,6 +1,6 @@
 """cpu: a few new rows of each sequence over its cells, read once, where they lie, by a kernel compiled on this machine.
 
-`cpu.cpp` is the kernel, `compiled.py` says when it is made and where it is kept. Keys and values are bfloat16 or
+`cpu.cpp` is the kernel, `kvcellar.compiled` says when it is made and where it is kept. Keys and values are bfloat16 or
 float32, sums are float32: scores are as exact as in `sdpa`, and weights have the type that they have there. Longer
 blocks of rows, and keys that are computed from what is stored (MLA), go to `sdpa`.
 
@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvcellar.attention.compiled import NotCompiled, library
 from kvcellar.attention.sdpa import Part, Sdpa, part
+from kvcellar.compiled import NotCompiled, library
 from kvcellar.contracts import Arrangement, Ask, History, Kind, Layout, Scoring, Stored, unread
 from kvcellar.errors import NoBackend
 from kvcellar.plan import GroupPlan, Segment
@@ -91,7 +91,7 @@ class Cpu:
     kinds = frozenset[Kind]({"float32", "bfloat16"})
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
-        """`environment` names the compiler, and where its work is kept (`compiled.py`)."""
+        """`environment` names the compiler, and where its work is kept (`kvcellar.compiled`)."""
         self._environment, self._products = environment, Sdpa()
         self._kernel: ctypes.CDLL | None = None
 

@@ -156,6 +156,11 @@ def _notes(built: Built) -> list[str]:
         )
     packing = built.packing
     if packing is not None:
-        notes.append(f"{packing.layers} linear layers packed for oneDNN: {sized(packing.bytes)}")
+        how = "packed for oneDNN"
+        if packing.widened:
+            how = "that widen bfloat16 as it is used, for this CPU cannot multiply it"
+        elif packing.not_widened is not None:
+            how += f" (bfloat16 as it is: {packing.not_widened})"
+        notes.append(f"{packing.layers} linear layers {how}: {sized(packing.bytes)}")
         notes += [f"{name} stays plain: {why}" for name, why in list(packing.kept.items())[:5]]
     return notes

@@ -2,11 +2,12 @@
 
 On a CPU, torch's linear with few rows reorders the weights each time it is called. The operators are private to torch,
 so every layer's packed form is compared with the plain one before it is used, and a layer for which they differ stays
-as it was.
+as it was. On a CPU that cannot multiply bfloat16, such weights are not packed but widened (`widened.py`).
 """
 
+import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NoReturn
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcellar.errors import WrongStage
+from kvcellar.models.widened import Kernel, WidenedLinear, kernel
 
 ROWS = 16  # what oneDNN is told to expect; the order that it then chooses is as good for one row and for thousands
 
@@ -47,32 +49,38 @@ class Replaced:
     parent: nn.Module
     leaf: str
     plain: nn.Linear
-    packed: PackedLinear
+    packed: PackedLinear | WidenedLinear
     empty: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """What `pack` did: how many layers it replaced, the bytes of their weights, and why others stayed plain.
+    """What `pack` did: how many layers it replaced, the bytes of their weights, how many of these layers are widened as
+    they are used, or why bfloat16 is not, and why others stayed plain.
 
     Of a network that is lent, `replaced` are the layers, for `unpack`.
     """
 
     layers: int
     bytes: int
+    widened: int
+    not_widened: str | None
     kept: dict[str, str]
     replaced: tuple[Replaced, ...] = ()
 
 
-def pack(model: nn.Module, *, lent: bool = False) -> Packing:
+def pack(model: nn.Module, *, lent: bool = False, environment: Mapping[str, str] = os.environ) -> Packing:
     """Replace the linear layers of a CPU model, in place, one after the other: each plain weight goes before the next.
 
     A weight that an embedding shares stays for the embedding, beside the packed copy. Of a network that is `lent` the
-    plain layers come back: they are kept, and of their weights everything but the elements.
+    plain layers come back: they are kept, and of their weights everything but the elements. `environment` is for the
+    compiler of the kernel that widens.
     """
     if not torch.backends.mkldnn.is_available():
-        return Packing(0, 0, {"all": "this torch has no oneDNN"})
-    count, size = 0, 0
+        return Packing(0, 0, 0, None, {"all": "this torch has no oneDNN"})
+    wide = any(p.dtype is torch.bfloat16 and p.device.type == "cpu" for p in model.parameters())
+    widens = kernel(environment) if wide else None
+    count, size, widened = 0, 0, 0
     kept: dict[str, str] = {}
     replaced: list[Replaced] = []
     uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
@@ -81,20 +89,22 @@ def pack(model: nn.Module, *, lent: bool = False) -> Packing:
         for name in [name for name, module in model.named_modules() if name and type(module) is nn.Linear]:
             linear = model.get_submodule(name)
             assert isinstance(linear, nn.Linear)
-            packed = _packed(linear)
+            packed = _packed(linear, widens)
             if isinstance(packed, str):
                 kept[name] = packed
                 continue
             count, size = count + 1, size + linear.weight.nbytes
+            widened += isinstance(packed, WidenedLinear)
             parent, _, leaf = name.rpartition(".")
             if lent:
-                empty = uses[id(linear.weight)] == 1 and not linear.weight.is_inference()
+                own = isinstance(packed, PackedLinear)  # else the very weight is used
+                empty = own and uses[id(linear.weight)] == 1 and not linear.weight.is_inference()
                 replaced.append(Replaced(model.get_submodule(parent), leaf, linear, packed, empty))
                 if empty:
                     linear.weight.data = linear.weight.data.new_empty(0)
             setattr(model.get_submodule(parent), leaf, packed)
         undo.pop_all()
-    return Packing(count, size, kept, tuple(replaced))
+    return Packing(count, size, widened, widens if isinstance(widens, str) else None, kept, tuple(replaced))
 
 
 def unpack(packing: Packing) -> None:
@@ -110,22 +120,25 @@ def _put_back(replaced: Sequence[Replaced]) -> None:
 
 
 @torch.no_grad()
-def _packed(linear: nn.Linear) -> PackedLinear | str:
-    """The packed layer, or why it must stay plain."""
+def _packed(linear: nn.Linear, widens: Kernel | str | None) -> PackedLinear | WidenedLinear | str:
+    """The layer to put in its place, or why it must stay plain."""
     weight, bias = linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
     if weight.device.type != "cpu":
         return f"it is on {weight.device}"
     if weight.dtype not in (torch.bfloat16, torch.float32):
         return f"{weight.dtype} is not packed"
-    if weight.dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return "this CPU has no bfloat16 instructions for oneDNN"
     if linear._forward_hooks or linear._forward_pre_hooks:
         return "somebody listens to its calls"
-    try:
-        reordered = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
-    except (RuntimeError, AttributeError) as error:
-        return f"oneDNN does not reorder it: {error}"
-    layer = PackedLinear(reordered, bias, linear.in_features, linear.out_features)
+    if weight.dtype is torch.bfloat16 and isinstance(widens, Kernel):
+        layer = WidenedLinear(widens, weight, bias)
+    elif weight.dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return f"oneDNN has no bfloat16 on this CPU, and nothing widens it: {widens}"
+    else:
+        try:
+            reordered = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
+        except (RuntimeError, AttributeError) as error:
+            return f"oneDNN does not reorder it: {error}"
+        layer = PackedLinear(reordered, bias, linear.in_features, linear.out_features)
     probe = torch.linspace(-1, 1, 3 * linear.in_features, dtype=weight.dtype).view(3, -1)
     bound = 1e-4 if weight.dtype is torch.float32 else 2e-2
     for rows in (probe[:1], probe):

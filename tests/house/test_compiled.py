@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.attention.compiled import COMPILERS, NotCompiled, library
+from kvcellar.compiled import COMPILERS, NotCompiled, library
 
 FOUND = next((found for name in COMPILERS if (found := shutil.which(name))), None)
 compiles = pytest.mark.skipif(FOUND is None, reason=f"none of {', '.join(COMPILERS)} is here")

@@ -17,6 +17,7 @@ from kvcellar.contracts import Arrangement, Ask, Backend, History, Scoring
 from kvcellar.models.guest import Guest, adopt
 from kvcellar.models.load import load
 from kvcellar.models.packed import PackedLinear, pack
+from kvcellar.models.widened import WidenedLinear
 from kvcellar.plan import Batch, Feed, GroupPlan
 from kvcellar.sample.choice import Choice
 from kvcellar.sample.draw import draw
@@ -87,7 +88,7 @@ def profile(directory: Path, prompts: Sequence[Sequence[int]], steps: int) -> tu
     pack(network)
     guest = adopt(network, [Clocked(backend, clock) for backend in backends()])
     for layer in network.modules():
-        if isinstance(layer, PackedLinear | nn.Linear):
+        if isinstance(layer, PackedLinear | WidenedLinear | nn.Linear):
             clock.watch(layer)
     cells = sum(map(len, prompts)) + len(prompts) * (steps + 1)
     memory = guest.memory({group.name: cells for group in guest.shape.groups})

@@ -64,7 +64,7 @@ class Found:
     def __str__(self) -> str:
         if self.gap is None:
             return f"{self.check}: {self.said}" + (f" ({self.where})" if self.where else "")
-        return f"{self.check}: " + (f"off by {self.gap:.0%}" if self.gap < 1e3 else "another text, or no numbers")
+        return f"{self.check}: " + (f"off by {self.gap:.0%}" if self.gap < 1e3 else "not the same")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +174,16 @@ REPORTS: Mapping[str, Report] = {
         "It reads the layers of a cache off what the model stores.",
     ),
     "batch_shapes": Report(
-        "breaks", (Claim("generate_batch", "index_copy_"), Claim("generate_batch", "answers 0 of", "gemma4 gemma4_text "
-                                                                       "gemma4_unified gemma4_unified_text")),
+        "breaks", (
+            Claim("generate_batch", "index_copy_"),
+            Claim("generate_batch", "answers 0 of|head_dim", "gemma4 gemma4_text gemma4_unified gemma4_unified_text"),
+            Claim("generate_batch", "answers 0 of|heads", "rwkv xlstm"),
+        ),
         "It reads the shapes of each layer off what the model stores.",
+    ),
+    "batch_own_mask": Report(
+        "breaks", (Claim("generate_batch", "size of tensor", "doge git"),),
+        "It runs both with the masks that they make.",
     ),
     "batch_dropped": Report(
         "breaks", (Claim("generate_batch", "without a paged attention cache", "nemotron stablelm"),),

@@ -1,8 +1,8 @@
 """Continuous batching gives all keys and values of a model the same shape.
 
 Its pages are as wide as `head_dim`, for as many heads as the config names. Latent attention, values that are narrower
-than keys, and heads that differ from layer to layer (Gemma 4) do not fit. Every request fails, and `generate_batch`
-answers with empty texts or with nothing, without an exception.
+than keys, and heads that differ from layer to layer (Gemma 4) do not fit; RWKV and xLSTM name no heads at all. Every
+request fails, and `generate_batch` answers with empty texts or with nothing, without an exception.
 """
 
 import torch

@@ -26,21 +26,20 @@ def test_of_a_healthy_model_there_is_nothing_to_say() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "report"),
+    ("model_type", "reports"),
     [
-        ("mamba", "mamba_two_pieces"),
-        ("mamba", "cache_params_turn"),
-        ("roberta", "roberta_generate"),
-        ("bamba", "bamba_positions"),
-        ("lfm2", "bare_cache"),
+        ("mamba", {"mamba_two_pieces", "cache_params_turn", "no_crop", "stateful_drafts"}),
+        ("roberta", {"roberta_generate"}),
+        ("bamba", {"bamba_positions", "batch_layers"}),
+        ("lfm2", {"bare_cache"}),
     ],
 )
-def test_a_type_that_is_tried_again_has_the_faults_that_the_page_says(model_type: str, report: str) -> None:
+def test_a_type_that_is_tried_again_has_the_faults_that_the_page_says(model_type: str, reports: set[str]) -> None:
     reported, rest = sorted_out([look(model_type)])
     assert not rest
     of_page = {name for name in REPORTS if re.search(rf"^- .*\b{model_type}\b.*: ", section(name), re.M)}
     assert {name for name, types in reported.items() if types} == of_page, "run `make docs`"
-    assert report in of_page
+    assert reports <= of_page
 
 
 @pytest.mark.parametrize("name", REPORTS)
@@ -79,10 +78,11 @@ def test_a_cache_that_forgets_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return keys, values
 
     monkeypatch.setattr(DynamicLayer, "update", forgetful)
+    tried = ("a beginning", "a batch", "generate with a cache", "generate without a cache", "two pieces", "crop")
+    monkeypatch.setattr(theirs, "CHECKS", {name: CHECKS[name] for name in tried})
     found = {found.check: found for found in look("llama").found}
-    assert {"generate with a cache", "two pieces", "token by token", "crop"} <= found.keys()
+    assert found.keys() == {"generate with a cache", "two pieces", "crop"}
     assert found["two pieces"].gap > 100 * BOUND
-    assert not {"a batch", "a beginning", "generate without a cache"} & found.keys()
 
 
 def test_what_is_raised_is_a_finding_with_its_place() -> None:
@@ -130,7 +130,7 @@ def test_the_page_groups_by_fault_and_says_what_nobody_explained(
     assert "| wrong, and nobody is told | 3 |" in page
     assert "| not looked into | 1 |" in page
     assert "- jamba, mamba: two pieces: off by 50%" in page
-    assert "- minimax: beams: another text, or no numbers" in page
+    assert "- minimax: beams: not the same" in page
     assert "*kvcellar:* flat jamba, mamba. It hands" in page
     assert "*kvcellar:* refused minimax." in page
     assert "```text\nmamba_two_pieces was run\n```" in page

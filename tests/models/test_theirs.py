@@ -8,8 +8,9 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from scripts import theirs
-from scripts.theirs import BOUND, CHECKS, PAGE, TEXTS, TYPES, look
+from scripts.theirs import BOUND, CHECKS, PAGE, TEXTS, TYPES, Subject, look
 from scripts.theirs_page import FOLDER, REPORTS, Claim, Found, Row, render, script, sorted_out, words
+from tests.zoo_test_support.sweep import of_type
 
 TEXT = PAGE.read_text()
 SECTIONS = dict(re.findall(r"^### (.+?)\n(.*?)(?=^##|\Z)", TEXT, re.M | re.S))
@@ -83,6 +84,11 @@ def test_a_cache_that_forgets_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {found.check: found for found in look("llama").found}
     assert found.keys() == {"generate with a cache", "two pieces", "crop"}
     assert found["two pieces"].gap > 100 * BOUND
+
+
+@torch.no_grad()
+def test_a_table_of_sines_stays_one_in_a_tiny_model_so_that_padding_moves_nothing() -> None:
+    assert theirs.padding(Subject(of_type("roformer"), 0)) <= BOUND
 
 
 def test_what_is_raised_is_a_finding_with_its_place() -> None:

@@ -30,8 +30,9 @@ HEAD = """\
 A tiny random network of every causal type, in float32, with transformers alone: its forward, its caches and its
 `generate`, which is told what to go on with so that every logit can be compared. kvcellar is not in the way. Counted
 as unequal is what differs by more than {bound} of the largest logit in each of {texts} texts; the largest difference is
-told. Each fault comes with a script that needs torch and transformers alone, with what it prints, and with how kvcellar
-serves the same types (from [the page of models](models.md), where *flat* and *solo* mean that `kvcellar verify` holds).
+told. Each fault comes with a script (in `scripts/reports`) that needs torch and transformers alone, with what it
+prints, and with how kvcellar serves the same types (from [the page of models](models.md), where *flat* and *solo* mean
+that `kvcellar verify` holds).
 
 **{equal} of {all} types are equal in all {checks} checks.**
 

@@ -5,8 +5,11 @@ from itertools import combinations
 
 import pytest
 
+from kvcellar import Engine
 from kvcellar.bench.conversation import Script, Turn, ideal, play, reads
 from kvcellar.engine import settings
+from kvcellar.engine.cellar import NEAR, common_prefix
+from kvcellar.engine.session import Session
 from tests.engine.mixes import small_engine, tokens
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -18,9 +21,9 @@ PIECE = 32
 def scarce(monkeypatch):
     """An engine of few captures, whatever its bytes are."""
 
-    def engine(name: str, captures: int):
+    def engine(name: str, captures: int, step_tokens: int = PIECE):
         monkeypatch.setattr(settings, "MOST_CAPTURES", captures)
-        made = small_engine(name, max_sequences=1, step_tokens=PIECE)
+        made = small_engine(name, max_sequences=1, step_tokens=step_tokens)
         assert made._built.capacity.states.captures == captures
         return made
 
@@ -65,6 +68,83 @@ def test_who_has_no_session_reads_in_as_few_steps_as_there_can_be(scarce):
     with small_engine("llama", step_tokens=PIECE) as engine, engine.session(chat=False) as session:
         session.send(tokens(random.Random(3), PIECE), max_tokens=1, **GREEDY)
         assert engine.stats().steps == 1
+
+
+# -- borders ----------------------------------------------------------------------------------------------------------
+
+
+def talked(session: Session, turns: int, *, user: int = 20, answer: int = 18) -> list[int]:
+    """So many turns; answers where the text of each began."""
+    began: list[int] = []
+    for turn in range(turns):
+        began.append(len(session.tokens))
+        session.send(tokens(random.Random(turn), user), max_tokens=answer, **GREEDY)
+    return began
+
+
+def lose(engine: Engine, session: Session) -> None:
+    """What others do to it that need its memory."""
+    engine._loop.ask(lambda: engine._loop.cellar.forget_session(session._number))
+
+
+@pytest.mark.parametrize("back", [1, 3, 5])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_session_that_lost_its_memory_can_be_rewound_as_before(scarce, back, again):
+    """Once read again, all of it is gone back to where the turn began, or where its answer did."""
+    with scarce("lfm2", 64) as engine, engine.session(chat=False) as session:
+        began = talked(session, 6)
+        lose(engine, session)
+        assert session.send([5, 6, 7], max_tokens=1, **GREEDY).usage.cached_tokens == 0
+        engine.check()
+        session.rewind(1 + back)
+        sent = tokens(random.Random(6 - back), 20) if again else [99] * 9
+        warm = session.send(sent, max_tokens=4, **GREEDY)
+        assert warm.usage.cached_tokens == began[6 - back] + (len(sent) - 1 if again else 0)
+        cold = engine.generate([*session.tokens[: began[6 - back]], *sent], max_tokens=4, **GREEDY)
+        assert (warm.token_ids, cold.usage.cached_tokens) == (cold.token_ids, 0)
+
+
+def test_a_chat_that_lost_its_memory_can_be_rewound_as_before():
+    """A short one: the model has a sliding window, too, and what has slid out of that is not gone back to."""
+    limits = {"dtype": "float32", "device": "cpu", "cache_bytes": 32_000_000, "threads": 1}
+    with Engine(**limits) as engine, engine.session() as session:
+        for text in ("import os", "def read(path):", "class A:"):
+            session.send(text, max_tokens=14, **GREEDY)
+        lose(engine, session)
+        session.send("import re", max_tokens=1, **GREEDY)
+        session.rewind(2)
+        asked = [engine.render([*session.messages, {"role": "user", "content": text}]) for text in ("class", "for")]
+        warm = session.send("for", max_tokens=4, **GREEDY)
+        assert 0 < common_prefix(*asked) - warm.usage.cached_tokens < NEAR
+        assert warm.token_ids == engine.chat(session.messages[:-1], max_tokens=4, **GREEDY).token_ids
+
+
+def test_as_many_borders_are_stopped_at_as_states_can_be_kept(scarce):
+    """The last ones; and each of them is a step, as are what follows them and the last token."""
+    with scarce("lfm2", 4, step_tokens=256) as engine, engine.session(chat=False) as session:
+        talked(session, 12, user=11, answer=8)
+        lose(engine, session)
+        before = engine.stats().steps
+        session.send([5, 6, 7], max_tokens=1, **GREEDY)
+        assert 2 < engine.stats().steps - before <= 4 + 2
+
+
+def test_borders_that_lie_close_together_are_one(scarce):
+    with scarce("lfm2", 64, step_tokens=256) as engine, engine.session(chat=False) as session:
+        talked(session, 20, user=3, answer=2)
+        lose(engine, session)
+        before = engine.stats().steps
+        session.send([5, 6, 7], max_tokens=1, **GREEDY)
+        assert engine.stats().steps - before <= len(session.tokens) // 16 + 2
+
+
+def test_who_has_attention_only_does_not_stop_at_borders():
+    with small_engine("llama", step_tokens=PIECE) as engine, engine.session(chat=False) as session:
+        talked(session, 6)
+        lose(engine, session)
+        before = engine.stats().steps
+        session.send([5, 6, 7], max_tokens=1, **GREEDY)
+        assert engine.stats().steps - before == -(-(len(session.tokens) - 1) // PIECE)
 
 
 # -- who knows the future ---------------------------------------------------------------------------------------------

@@ -137,7 +137,8 @@ def _wired(loaded: Loaded, packing: Packing | None, guest: Guest, settings: Sett
     sequences = capacity.states.sequences
     if guest.device.type == "cuda":
         prove(guest, memory, context=context, max_sequences=sequences, step_tokens=settings.step_tokens)
-    cellar = Cellar(memory, resting=capacity.states.captures if capacity.states.rows else None)
+    states = capacity.states
+    cellar = Cellar(memory, resting=states.captures if states.rows else None, borders=states.captures)
     layouts = {group.name: group.layout for group in memory.groups}
     scheduler = Scheduler(cellar, layouts, context=context, max_sequences=sequences, step_tokens=settings.step_tokens)
     loop = Loop(cellar, scheduler, context=context, threads=settings.threads, over=lambda: built.leave())

@@ -7,6 +7,7 @@ Always true:
 
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvcellar.engine")
 
+NEAR = 16  # tokens, about as many as are read in the time that one step more takes
+
 
 @dataclass(slots=True)
 class Rest:
@@ -33,9 +36,10 @@ class Rest:
 class Cellar:
     """Owns the sequence numbers. A session is a number, too; at most one line of it runs at a time."""
 
-    def __init__(self, memory: "Memory", *, resting: int | None = None) -> None:
-        """`resting` is how many sessions may leave something in memory; None: as long as cells suffice."""
-        self.memory, self._most_resting = memory, resting
+    def __init__(self, memory: "Memory", *, resting: int | None = None, borders: int = 0) -> None:
+        """`resting` is how many sessions may leave something in memory; None: as long as cells suffice. `borders` is at
+        how many places inside a prompt steps may end for the sake of its state: no more than could be kept."""
+        self.memory, self._most_resting, self._most_borders = memory, resting, borders
         self._numbers = count(1)
         self._resting: dict[int, Rest] = {}  # by session, the least recently used first
         self._sessions: set[int] = set()  # those that are open
@@ -70,11 +74,16 @@ class Cellar:
         """How much of a running line may be in memory after the next step.
 
         A state can be gone back to only where a step ended, so in a session one ends where the same prompt, if it is
-        asked again, goes on: before its last token.
+        asked again, goes on: before its last token. And it ends at the borders that the prompt has inside, the last
+        ones if they are many: a session whose memory was lost can be rewound as before once it is read again.
         """
         last, whole = len(line.request.prompt) - 1, len(line.tokens)
         if line.request.session is None or line.forgotten or self.memory.capacity_rows() is None:
             return whole
+        borders = line.request.borders[max(0, len(line.request.borders) - self._most_borders) :]
+        following = bisect_left(borders, line.read + NEAR)
+        if following < len(borders) and borders[following] <= last - NEAR:
+            return borders[following]
         return last if line.read < last else whole
 
     def _source(self, line: Line) -> tuple[int | None, int]:

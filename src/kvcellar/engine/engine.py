@@ -173,8 +173,12 @@ class Engine:
         *,
         deliver: Callable[[Event], None],
         session: int | None = None,
+        borders: Sequence[int] = (),
     ) -> Ticket:
         """Ask, and return at once. `deliver` is called on the engine's thread with every event; it must not block.
+
+        `borders` are positions of the prompt, ascending, that the session may come back to. Where a model has recurrent
+        layers, its state is kept there if the prompt is read again; elsewhere they mean nothing.
 
         Raises `BadRequest`, `PromptTooLong`, `Overloaded` or `EngineClosed`; nothing will be delivered then.
         """
@@ -182,7 +186,7 @@ class Engine:
         if self._loop.backlog >= self._built.settings.max_waiting:
             raise Overloaded(f"{self._loop.backlog} requests are waiting already; try again later")
         seed = params.seed if params.seed is not None else fresh_seed()
-        request = Request(prompt, params, deliver, session)
+        request = Request(prompt, params, deliver, session, tuple(borders))
         self._loop.submit(request, self._built.line(request, list(prompt), seed, 0))
         return Ticket(lambda: self._loop.cancel(request))
 
@@ -252,11 +256,13 @@ class Engine:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def start(self, ids: Sequence[int], params: SamplingParams, session: int | None = None) -> tuple[Collector, Ticket]:
+    def start(
+        self, ids: Sequence[int], params: SamplingParams, session: int | None = None, borders: Sequence[int] = ()
+    ) -> tuple[Collector, Ticket]:
         """Submit a request that the caller is going to wait for."""
         self._loop.check_caller()
         collector = Collector(params.n)
-        return collector, self.submit(ids, params, deliver=collector.deliver, session=session)
+        return collector, self.submit(ids, params, deliver=collector.deliver, session=session, borders=borders)
 
     def _wait(self, ids: Sequence[int], params: SamplingParams) -> Result:
         collector, ticket = self.start(ids, params)

@@ -42,12 +42,14 @@ NEXT = {
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One submission. `number` is its place in the order of arrival, given to it when it arrives."""
+    """One submission. `number` is its place in the order of arrival, given to it when it arrives. `borders` are places
+    in its prompt, in order, that its session may come back to."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
     deliver: Callable[[Event], None]
     session: int | None = None
+    borders: tuple[int, ...] = ()
     stops: Stops = field(init=False)  # of all its lines
     number: int = -1
     lines: list["Line"] = field(default_factory=list["Line"])

@@ -125,13 +125,24 @@ class Session:
             if params.n != 1:
                 raise BadRequest(f"n is {params.n}; a turn of a session has one answer. Fork the session instead.", "n")
             asked = self._chatted(text, params) if self._chat else self._continued(text, params)
-            collector, ticket = self._engine.start(asked.prompt, asked.params, session=self._number)
+            borders = self._borders(asked.prompt)
+            collector, ticket = self._engine.start(asked.prompt, asked.params, session=self._number, borders=borders)
             try:
                 yield collector
                 yield from collector.pieces()
             finally:
                 ticket.cancel()
             self._conclude(asked, collector.collected())
+
+    def _borders(self, prompt: list[int]) -> list[int]:
+        """Where in `prompt` turns began, and their answers: who rewinds goes on from there. As far as it is the text
+        that they were of; only time is lost where it is not."""
+        same = common_prefix(self.tokens, prompt)
+        borders = {same}
+        for turn in reversed(self._turns):
+            borders.update(place for place in (turn.prompt - 1, turn.common) if place <= same)
+            same = min(same, turn.common)
+        return sorted(borders - {0})
 
     def _conclude(self, asked: _Asked, answer: Result) -> None:
         tokens = [*asked.text, *self._told(answer)]

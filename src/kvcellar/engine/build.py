@@ -49,17 +49,24 @@ class Built:
     loop: Loop
     runner: Runner
 
-    def line(self, request: Request, tokens: list[int], seed: int, choice: int) -> Line:
-        """A line of `request` that begins with `tokens`."""
+    def line(self, request: Request, seed: int) -> Line:
+        """The line of `request` that reads its prompt."""
         sampler = Choice(
             request.params,
             seed=seed,
-            choice=choice,
+            choice=0,
             prompt_ids=request.prompt,
             vocab_size=self.vocab_size,
             end_ids=self.loaded.end_ids if self.padding is None else self.loaded.end_ids | {self.padding},
         )
-        return Line(request, sampler, self.voice.output(request.stops, request.prompt), tokens)
+        return self._line(request, sampler, request.prompt)
+
+    def twin(self, line: Line, choice: int) -> Line:
+        """A line of the same request for another answer; `line` has read its prompt and drawn nothing yet."""
+        return self._line(line.request, line.choice.twin(choice), line.tokens)
+
+    def _line(self, request: Request, sampler: Choice, tokens: Sequence[int]) -> Line:
+        return Line(request, sampler, self.voice.output(request.stops, request.prompt), list(tokens))
 
     def check_text(self, prompt: Sequence[int]) -> None:
         """Raise `BadRequest` for a prompt with padding in it, where that is no text.
@@ -143,10 +150,7 @@ def _wired(loaded: Loaded, packing: Packing | None, guest: Guest, settings: Sett
     scheduler = Scheduler(cellar, layouts, context=context, max_sequences=sequences, step_tokens=settings.step_tokens)
     loop = Loop(cellar, scheduler, context=context, threads=settings.threads, over=lambda: built.leave())
 
-    def twin(line: Line, choice: int) -> Line:
-        return built.line(line.request, list(line.tokens), line.choice.seed, choice)
-
-    runner = Runner(guest, memory, context=context, split=lambda line: loop.split(line, twin), ended=loop.ended)
+    runner = Runner(guest, memory, context=context, split=lambda line: loop.split(line, built.twin), ended=loop.ended)
     built = Built(
         settings=settings,
         loaded=loaded,

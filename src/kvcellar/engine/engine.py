@@ -187,7 +187,7 @@ class Engine:
             raise Overloaded(f"{self._loop.backlog} requests are waiting already; try again later")
         seed = params.seed if params.seed is not None else fresh_seed()
         request = Request(prompt, params, deliver, session, tuple(borders))
-        self._loop.submit(request, self._built.line(request, list(prompt), seed, 0))
+        self._loop.submit(request, self._built.line(request, seed))
         return Ticket(lambda: self._loop.cancel(request))
 
     @overload

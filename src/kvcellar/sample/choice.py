@@ -9,6 +9,7 @@ Always true:
 
 from array import array
 from collections.abc import Iterable
+from copy import copy
 
 from kvcellar.sample.noise import uniform
 from kvcellar.sample.params import SamplingParams
@@ -44,6 +45,14 @@ class Choice:
         self.seen_ids = array("q", known)
         self.seen_counts = array("q", bytes(8 * len(known)))
         self._place = {token: index for index, token in enumerate(self.seen_ids)}
+
+    def twin(self, choice: int) -> "Choice":
+        """That of another answer to the same prompt; nothing has been drawn yet. Copies what was read of the prompt."""
+        assert not self.produced, "an answer that has begun has no twin"
+        other = copy(self)
+        other.choice = choice
+        other.seen_ids, other.seen_counts, other._place = self.seen_ids[:], self.seen_counts[:], self._place.copy()
+        return other
 
     def accept(self, token: int) -> None:
         """`token` is now part of the answer."""

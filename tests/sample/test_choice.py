@@ -1,0 +1,37 @@
+"""What an answer remembers for its next draw, and how several answers to one prompt come by it."""
+
+import random
+
+from kvcellar.sample.choice import Choice
+from kvcellar.sample.params import SamplingParams
+
+FIELDS = ("params", "seed", "choice", "vocab_size", "produced", "greedy", "penalised", "end_ids", "end_array")
+TABLES = ("seen_ids", "seen_counts", "bias_ids", "bias_values")
+
+
+def made(choice: int) -> Choice:
+    prompt = random.Random(1).choices(range(90), k=200)
+    params = SamplingParams(repetition_penalty=1.2, frequency_penalty=0.1, logit_bias={3: 1.0}, stop_token_ids=(7,))
+    return Choice(params, seed=5, choice=choice, prompt_ids=prompt, vocab_size=80, end_ids=frozenset({2}))
+
+
+def test_a_twin_is_what_it_would_be_if_it_had_been_made_alone() -> None:
+    twin, alone = made(0).twin(3), made(3)
+    for token in (4, 90, 4, 79, 11):
+        for name in (*FIELDS, *TABLES):
+            assert getattr(twin, name) == getattr(alone, name)
+        assert twin.uniform(17) == alone.uniform(17)
+        twin.check()
+        twin.accept(token)
+        alone.accept(token)
+
+
+def test_what_one_answer_accepts_the_others_do_not_see() -> None:
+    first = made(0)
+    second = first.twin(1)
+    third = second.twin(2)
+    second.accept(4)
+    second.accept(50)
+    for untouched in (first, third):
+        assert (untouched.produced, sum(untouched.seen_counts)) == (0, 0)
+        untouched.check()

@@ -9,7 +9,9 @@ import pytest
 from kvcellar.attention.choose import backends
 from kvcellar.bench.network import RECURRENT, TINY, write
 from kvcellar.bench.profile import PARTS
+from kvcellar.bench.report import as_json, line
 from kvcellar.bench.run import BOOKKEEPING, NAMES, REVERTIBLE, TURNS, run, run_profile
+from kvcellar.bench.workloads import Row
 from kvcellar.errors import BadRequest
 from kvcellar.models import theirs
 from kvcellar.models.load import load
@@ -51,8 +53,17 @@ def test_workload_has_a_line_and_its_numbers(name: str, capsys: pytest.CaptureFi
     assert math.isclose(row["ratio"], row["theirs_ms"] / row["ours_ms"], rel_tol=0.05)
     assert [line.split()[0] for line in table[2:]] == [name]
     assert f"{row['ours_ms']:.1f} ms" in table[2]
+    assert (row["target"] is None) == (name == "ragged-32")
     if name.startswith("ragged"):
         assert row["generate_batch_ms"] > 0
+
+
+def test_a_row_that_nobody_set_a_target_for_says_so():
+    targets = {"ragged-8": 3.0, "ragged-32": None}
+    rows = [Row(name, "a step", 1.0, 2.0, target) for name, target in targets.items()]
+    assert [line(row).split()[-3:] for row in rows] == [["3.0x", "a", "step"], ["none", "a", "step"]]
+    told = json.loads(as_json(rows, {}, {}, {}, {}))["results"]
+    assert {name: row["target"] for name, row in told.items()} == targets
 
 
 def test_bookkeeping_needs_no_network(capsys: pytest.CaptureFixture[str]):

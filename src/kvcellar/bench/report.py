@@ -23,7 +23,8 @@ MOST_MORE = 0.02  # of a conversation, read again
 def line(row: Row) -> str:
     """A row of the table."""
     cpu = "" if row.cpu_ratio is None else f"{row.cpu_ratio:.2f}x"
-    numbers = f"{row.name:13} {row.ours:7.1f} ms {row.theirs:7.1f} ms {row.ratio:6.2f}x {cpu:>7} {row.target:6.1f}x"
+    target = "none" if row.target is None else f"{row.target:.1f}x"
+    numbers = f"{row.name:13} {row.ours:7.1f} ms {row.theirs:7.1f} ms {row.ratio:6.2f}x {cpu:>7} {target:>7}"
     also = "".join(f"; {name.removesuffix('_ms')}: {_in_words(value)}" for name, value in row.also.items())
     return f"{numbers}  {row.what}{also}"
 

@@ -140,7 +140,8 @@ class Cpu:
         k, v = _by_cell(keys), _by_cell(values)
         sinks = None if scoring.sinks is None else scoring.sinks.detach().float().contiguous()
         width = -(-v.shape[2] // WIDTH) * WIDTH
-        partials = torch.empty(table.partial_rows, q.shape[1], width + 2)  # of each: maximum, sum, weighted values
+        # Of each: maximum, sum, weighted values.
+        partials = torch.empty(table.partial_rows, q.shape[1], width + 2, dtype=torch.float32, device=q.device)
         read = table.keys * k.shape[1] * (k.shape[2] * k.itemsize + v.shape[2] * v.itemsize)
         call = _Call(
             known.data_ptr(), k.data_ptr(), v.data_ptr(), filled.data_ptr(),

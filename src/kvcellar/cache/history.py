@@ -86,13 +86,13 @@ class Columns:
     def visible(self) -> Tensor:
         """[T,N], True where the row may see the cell."""
         cells = self._of_all
-        out = torch.zeros(self._tokens, len(cells), dtype=torch.bool)
+        out = torch.zeros(self._tokens, len(cells), dtype=torch.bool, device=HOST)
         for segment in self._plan.segments:
             own = indices(segment.runs, HOST)
-            key = segment.first + torch.arange(len(own))
+            key = segment.first + torch.arange(len(own), device=HOST)
             positions = range(segment.pos.start, segment.pos.end)
-            lowest = torch.tensor([self._plan.layout.lowest(pos) for pos in positions])[:, None]
-            last = torch.tensor([segment.last(pos) for pos in positions])[:, None]
+            lowest = torch.tensor([self._plan.layout.lowest(pos) for pos in positions], device=HOST)[:, None]
+            last = torch.tensor([segment.last(pos) for pos in positions], device=HOST)[:, None]
             rows = slice(segment.row, segment.row + len(positions))
             out[rows, torch.searchsorted(cells, own)] = (key >= lowest) & (key <= last)
         return out.to(self._device)

@@ -97,7 +97,7 @@ def _result(tried: _Tried, tokens: int) -> KvQuality:
 def _written(guest: Guest, memory: Memory, lines: int, tokens: int) -> dict[int, list[int]]:
     """What the model says by itself, from a random first token on."""
     generator = torch.Generator().manual_seed(0)
-    first = torch.randint(0, embedding_rows(guest.model), (lines,), generator=generator).tolist()
+    first = torch.randint(0, embedding_rows(guest.model), (lines,), generator=generator, device="cpu").tolist()
     texts = {seq: [token] for seq, token in enumerate(first)}
     for at in range(tokens - 1):
         for seqs in [list(texts)] if guest.mode == "flat" else [[seq] for seq in texts]:

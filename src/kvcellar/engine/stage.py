@@ -38,7 +38,7 @@ class Judge:
     def __init__(self, guest: Guest) -> None:
         self._guest = guest
         self._text: tuple[int, ...] = ()
-        self._logits = torch.empty(0)
+        self._logits = torch.empty(0, device=guest.device)
 
     def logits(self, text: tuple[int, ...]) -> Tensor:
         """[L,V] in float32. Costs nothing for the beginning of the text that was asked for before."""

@@ -46,7 +46,7 @@ def padding_token(model: PreTrainedModel) -> int | None:
 
 def random_text(model: PreTrainedModel, tokens: int, draw: Generator) -> list[int]:
     """So many tokens that the model can read, the same on every machine."""
-    ids = randint(0, embedding_rows(model), (tokens,), generator=draw)
+    ids = randint(0, embedding_rows(model), (tokens,), generator=draw, device=draw.device)
     padding = padding_token(model)
     return (ids if padding is None else ids.masked_fill(ids == padding, padding + 1)).tolist()
 

@@ -403,9 +403,10 @@ def _played(guest: Guest, texts: Mapping[int, list[int]]) -> dict[int, list[Tens
     def forward(feeds: Sequence[Feed], wanted: int | None = None) -> Tensor:
         """Rows are asked for from the last to the first, to see that the model heeds what is asked."""
         plan = memory.begin(Batch(tuple(feeds)))
-        ids = torch.tensor([texts[f.seq][pos] for f in feeds for pos in range(f.pos.start, f.pos.end)])
+        read = [texts[f.seq][pos] for f in feeds for pos in range(f.pos.start, f.pos.end)]
+        ids = torch.tensor(read, device=guest.device)
         rows = torch.arange(len(ids), device=guest.device).flip(0)[:wanted]
-        return guest.forward(memory, plan, ids.to(guest.device), rows).float().flip(0)
+        return guest.forward(memory, plan, ids, rows).float().flip(0)
 
     def step(*feeds: Feed) -> None:
         for part in [feeds] if guest.mode == "flat" else [(feed,) for feed in feeds]:

@@ -139,7 +139,7 @@ def _packed(linear: nn.Linear, widens: Kernel | str | None) -> PackedLinear | Wi
         except (RuntimeError, AttributeError) as error:
             return f"oneDNN does not reorder it: {error}"
         layer = PackedLinear(reordered, bias, linear.in_features, linear.out_features)
-    probe = torch.linspace(-1, 1, 3 * linear.in_features, dtype=weight.dtype).view(3, -1)
+    probe = torch.linspace(-1, 1, 3 * linear.in_features, dtype=weight.dtype, device=weight.device).view(3, -1)
     bound = 1e-4 if weight.dtype is torch.float32 else 2e-2
     for rows in (probe[:1], probe):
         plain = nn.functional.linear(rows, weight, bias)

@@ -81,7 +81,8 @@ def _sample(scores: Tensor, best: Tensor, choices: list[Choice], positions: list
     knobs = torch.tensor(
         [(p.temperature, p.top_k, p.typical_p, p.top_p, p.min_p, u) for p, u in zip(params, chances, strict=True)],
         dtype=torch.float64,
-    ).to(scores.device)
+        device=scores.device,
+    )
     temperature, top_k, typical_p, top_p, min_p, chance = knobs.unbind(1)
     below, weights = processors.weigh(scores, best, temperature)
     vocab = scores.shape[1]

@@ -61,9 +61,11 @@ def _penalise(scores: Tensor, rows: list[int], choices: list[Choice]) -> None:
     at = _places(rows, [c.seen_ids for c in choices], scores.device)
     counts = _joined([c.seen_counts for c in choices], torch.int64, scores.device).float()  # [K]
     penalties = torch.tensor(
-        [(c.params.repetition_penalty, c.params.frequency_penalty, c.params.presence_penalty) for c in choices]
+        [(c.params.repetition_penalty, c.params.frequency_penalty, c.params.presence_penalty) for c in choices],
+        dtype=torch.float32,
+        device="cpu",
     )
-    sizes = torch.tensor([len(c.seen_ids) for c in choices])
+    sizes = torch.tensor([len(c.seen_ids) for c in choices], device="cpu")
     repetition, frequency, presence = penalties.repeat_interleave(sizes, 0).to(scores.device).unbind(1)  # [K] each
     seen = scores[at]
     seen = torch.where(seen < 0, seen * repetition, seen / repetition)
@@ -72,8 +74,8 @@ def _penalise(scores: Tensor, rows: list[int], choices: list[Choice]) -> None:
 
 def _places(rows: list[int], ids: list["array[int]"], device: torch.device) -> tuple[Tensor, Tensor]:
     """(row [K], id [K]) of the listed ids; each pair is there once."""
-    sizes = torch.tensor([len(row) for row in ids])
-    return torch.tensor(rows).repeat_interleave(sizes).to(device), _joined(ids, torch.int64, device)
+    sizes = torch.tensor([len(row) for row in ids], device="cpu")
+    return torch.tensor(rows, device="cpu").repeat_interleave(sizes).to(device), _joined(ids, torch.int64, device)
 
 
 def _joined(arrays: "list[array[int]] | list[array[float]]", dtype: torch.dtype, device: torch.device) -> Tensor:

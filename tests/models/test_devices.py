@@ -1,0 +1,144 @@
+"""Every tensor is made on the device that it is for. Whoever makes one without saying where gets one that is nowhere:
+so a CPU shows what would fail on another device, or under somebody's own default device."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcellar import Engine
+from kvcellar.attention.choose import backends
+from kvcellar.attention.reference import Reference
+from kvcellar.attention.sdpa import Sdpa
+from kvcellar.cache.memory import Memory
+from kvcellar.contracts import Backend, StoredAs
+from kvcellar.errors import NotSupported
+from kvcellar.models.guest import Guest, adopt
+from kvcellar.plan import Batch, Feed
+from kvcellar.sample.choice import Choice
+from kvcellar.sample.draw import Drawn, draw
+from kvcellar.sample.params import SamplingParams
+from kvcellar.spans import Span
+from tests.zoo import ARCHS
+
+NOWHERE = torch.device("meta")
+ALL_OF_IT = {
+    "temperature": 0.8, "top_k": 9, "top_p": 0.9, "typical_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1,
+    "presence_penalty": 0.1, "frequency_penalty": 0.1, "logit_bias": {5: 1.0}, "logprobs": 3, "min_tokens": 2,
+    "stop_token_ids": (7,),
+}  # fmt: skip
+ASKED: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0}, ALL_OF_IT, {"top_k": 5, "min_p": 0.1}]
+WAYS: list[tuple[str, str, Backend | None]] = [
+    # flat: full, windows, chunks, sinks and soft caps, latent
+    *((name, "auto", None) for name in ("llama", "gemma3", "llama4", "gpt-oss", "deepseek-v3")),
+    # solo: biases of its own, an indexer
+    *((name, "auto", None) for name in ("bloom", "deepseek-v3.2")),
+    # recurrent layers alone, and beside attention
+    *((name, "auto", None) for name in ("mamba", "mamba2", "lfm2", "qwen3-next", "kimi-linear")),
+    *((name, way, None) for name in ("gemma3", "bloom") for way in ("int8", "k=int4+hadamard,v=fp8")),
+    *((name, "auto", backend) for name in ("gemma3", "gpt-oss") for backend in (Sdpa(fused=True), Reference())),
+]
+
+
+def text(seed: int, n: int) -> list[int]:
+    return [3 + (seed * 31 + i * 17) % 90 for i in range(n)]
+
+
+class Life:
+    """Some sequences of one guest, and all that was seen of them."""
+
+    def __init__(self, guest: Guest) -> None:
+        self.guest = guest
+        cells = {group.name: 96 for group in guest.shape.groups}
+        self.memory: Memory = guest.memory(cells, rows=12, captures=4)
+        self.seen: list[Tensor] = []
+        self.drawn: list[Drawn] = []
+        self.shifted = False
+
+    def step(self, new: Mapping[int, int], *, part: int | None = None, stores: bool = True) -> None:
+        """So many tokens of each sequence, and as many draws as there are sequences; keeps `part` of the first's."""
+        memory, flat = self.memory, self.guest.mode == "flat"
+        for some in [new] if flat else [{seq: n} for seq, n in new.items()]:
+            feeds = tuple(
+                Feed(seq, Span(at := memory.length(seq), at + n), stores, capture=n > 2, revertible=part is not None)
+                for seq, n in some.items()
+            )
+            plan = memory.begin(Batch(feeds))
+            rows = [sum(len(feed.pos) for feed in feeds[: i + 1]) - 1 for i in range(len(feeds))]
+            ids = torch.tensor(
+                [token for feed in feeds for token in text(feed.seq, feed.pos.end)[feed.pos.start :]], device="cpu"
+            )
+            logits = self.guest.forward(memory, plan, ids, torch.tensor(rows, device="cpu"))
+            memory.commit(None if part is None else {feeds[0].seq: part})
+            self.seen.append(logits)
+            self.draw(logits, [feed.pos.end for feed in feeds])
+
+    def draw(self, logits: Tensor, positions: Sequence[int]) -> None:
+        vocab = min(logits.shape[1], 101)
+        for at in range(len(ASKED)):
+            choices = [
+                Choice(
+                    SamplingParams(**ASKED[(at + row) % len(ASKED)]),
+                    seed=3, choice=row, prompt_ids=text(row, 6), vocab_size=vocab, end_ids=frozenset({2}),
+                )
+                for row in range(len(positions))
+            ]  # fmt: skip
+            self.drawn += draw(logits, choices, positions)
+
+    def play(self) -> None:
+        """Prompts beside answers, forks, parts that are kept, rows that only ask, edits, and all that moves cells."""
+        memory, rows = self.memory, self.guest.shape.recurrent is not None
+        self.step({0: 9, 1: 4})
+        memory.fork(0, 2, 9)
+        self.step({0: 1, 1: 3, 2: 1})
+        if self.guest.mode == "flat":
+            self.step({2: 4, 1: 1}, part=2)
+            if not rows:
+                self.step({0: 1}, stores=False)
+        try:
+            self.shifted = memory.remove(0, Span(2, 5)) < 10 and memory.derived(0) is not None
+        except NotSupported:
+            memory.drop(0)
+        self.step({0: 2, 1: 1})
+        memory.drop(1)
+        while memory.compact(7):
+            pass
+        for group in memory.groups:
+            memory.resize(group.name, 80)
+        if self.guest.mode == "flat":
+            plan = memory.begin(Batch((Feed(0, Span(20, 23)), Feed(8, Span(7, 9)))), reserve=True)
+            self.guest.forward(memory, plan, torch.arange(5, device="cpu"), torch.tensor([4], device="cpu"))
+            memory.abandon()
+        self.step({2: 2, 3: 5})
+        memory.check()
+
+
+@pytest.mark.parametrize(("name", "stored", "backend"), WAYS, ids=str)
+def test_no_step_makes_a_tensor_without_saying_where(name: str, stored: str, backend: Backend | None) -> None:
+    here, there = ARCHS[name].build(), ARCHS[name].build()
+    candidates = backends() if backend is None else (backend,)
+    lives: list[Life] = []
+    for model, place in ((here, torch.device("cpu")), (there, NOWHERE)):
+        with place:
+            life = Life(adopt(model, candidates).storing(StoredAs.parse(stored), candidates))
+            life.play()
+            lives.append(life)
+    one, other = lives
+    assert (one.guest.mode, one.shifted) == (other.guest.mode, other.shifted)
+    assert one.shifted or name != "llama"
+    assert all(torch.equal(a, b) for a, b in zip(one.seen, other.seen, strict=True))
+    assert one.drawn == other.drawn
+
+
+@pytest.mark.parametrize("name", ["gemma3", "bloom", "lfm2"])
+def test_an_engine_is_made_whatever_somebodys_default_device_is(name: str) -> None:
+    settings: dict[str, Any] = {"cache_bytes": 10**6, "context": 64, "threads": 1, "max_sequences": 4}
+    answers: list[Any] = []
+    for place in (torch.device("cpu"), NOWHERE):
+        model = ARCHS[name].build()
+        with place, Engine(model, **settings) as engine:
+            said = engine.generate(text(1, 9), max_tokens=5, n=2, seed=3, **ALL_OF_IT)
+            answers.append((engine.capacity(), said.choices))
+    assert answers[0] == answers[1]

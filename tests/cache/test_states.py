@@ -484,16 +484,17 @@ def test_a_layer_that_fails_to_say_what_a_part_is_leaves_the_step_open(
     spelling.check()
 
 
-def test_a_part_of_another_shape_is_refused_before_anything_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_of_another_shape_is_refused_and_the_step_can_be_kept_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     spelling = life()
     plan = spelling.begin({0: 3, 2: 3}, revertible=True)
     last = max(RECURRENT.layers)
-    monkeypatch.setattr(
-        spelling, "part", lambda layer, segments, indices, n: states([(1,)] * (1 + (layer == last)), layer)
-    )
+    honest = spelling.part
+    wrong = lambda layer, *asked: states([(1,)] * 2, layer) if layer == last else honest(layer, *asked)  # noqa: E731
+    monkeypatch.setattr(spelling, "part", lambda *asked: wrong(*asked))
     spelling.put(plan)
     with pytest.raises(BadRequest, match=f"layer {last} was given"):
         spelling.memory.commit({0: 1})
+    wrong = honest
     spelling.commit(plan)
     spelling.check()
 

@@ -2,6 +2,7 @@
 next is what a plain forward over all of its tokens says. And whoever forgets one thing that makes it so is found out.
 """
 
+import gc
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,6 +26,7 @@ from kvcellar.attention.choose import backends
 from kvcellar.cache.memory import Memory
 from kvcellar.cache.rows import Rows, Track
 from kvcellar.cache.states import States
+from kvcellar.engine.reserve import peak
 from kvcellar.errors import ModelRefused, NotSupported
 from kvcellar.models import guest as guests
 from kvcellar.models import scan
@@ -405,6 +407,31 @@ def test_nothing_of_a_mixer_but_its_scan_is_computed_again_for_a_part(name: str)
     with counted(guest.shape.mixers) as calls:
         told.memory.commit({0: 2, 1: 2})
     assert not calls
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_step_of_which_a_part_is_kept_takes_no_more_memory_than_reserving_it_tells(name: str) -> None:
+    guest, _ = animal(name)
+    if guest.mode == "solo":
+        pytest.skip("a model that runs solo gets one sequence a forward, and cannot keep a part of sums")
+    memory = guest.memory({group.name: 40 for group in guest.shape.groups}, rows=12, captures=2)
+
+    def taken(*, reserve: bool) -> int:
+        feeds = tuple(Feed(seq, Span(0, 8), revertible=True) for seq in range(4))
+        gc.collect()
+        with peak(guest.device) as meter:
+            plan = memory.begin(Batch(feeds), reserve=reserve)
+            guest.forward(memory, plan, torch.arange(3, 35), torch.arange(32))
+            if reserve:
+                memory.abandon()
+            else:
+                memory.commit({0: 7, 1: 1, 2: 7})
+        for seq in memory.sequences:
+            memory.drop(seq)
+        return meter.bytes
+
+    taken(reserve=True)  # what is made once
+    assert taken(reserve=False) <= taken(reserve=True)
 
 
 # -- the model is a guest ---------------------------------------------------------------------------------------------

@@ -106,15 +106,14 @@ class States:
             for feed, count in zip(batch.feeds, counts, strict=True)
             if feed.stores and count and (count < len(feed.pos) or feed.seq in self._torn)
         }
-        if not partly:
-            return
-        writes = [write for part in self._parts(partly) for write in self._prepared(*part)]
-        self._torn.update(partly)
-        for write in writes:
-            write.plane.index_copy_(0, write.rows, write.values)
+        for layer, rows, planes in self._parts(partly) if partly else ():
+            self._torn.update(partly)
+            for write in self._prepared(layer, rows, planes):
+                write.plane.index_copy_(0, write.rows, write.values)
 
     def _parts(self, partly: Mapping[int, int]) -> Iterator[tuple[int, list[int], Mapping[str, Tensor]]]:
-        """Of every layer, rows and what is in their planes [b,*shape] after so many tokens, by sequence."""
+        """Of every layer, rows and what is in their planes [b,*shape] after so many tokens, by sequence. One layer is
+        worked out after the other, so that there is never more than one at once."""
         last: dict[tuple[int, int], tuple[_Put, int]] = {}  # by layer and sequence, where it was put last
         for put in self._puts:
             for index, segment in enumerate(put.segments):

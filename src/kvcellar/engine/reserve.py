@@ -42,7 +42,7 @@ def scratch(guest: Guest, *, context: int, step_tokens: int) -> Callable[[int, i
     many tokens one sequence may have, up to `context`, how many are in memory at once, and how many sequences write.
 
     Steps here keep all of their tokens or none. One of revertible feeds also holds, until it ends, what tells recurrent
-    states in between; reserved with such feeds its peak has that, but not what `commit` takes to work out a part.
+    states in between; reserved with such feeds its peak has that, and `commit` takes no more to work out a part.
     """
     memory = guest.memory({group.name: ROWS[-1] + REMEMBERED[-1] for group in guest.shape.groups})
 

@@ -360,6 +360,21 @@ def test_the_farther_one_goes_back_the_more_one_may_have_to_read(captures: int) 
     assert max(lost.values()) < 2 * 2000 / captures
 
 
+def test_more_is_kept_while_spare_rows_are_free() -> None:
+    rows = Rows(7, 1, 2)
+    at_points(rows, 0, 10, 20, 30, 40)
+    step(rows, {0: 1})
+    assert (rows.points(0), rows.captured, rows.free) == ((10, 20, 30, 40, 41), 4, 2)
+    step(rows, {1: 1})
+    assert (rows.captured, rows.free) == (3, 2), "one more has a state of its own"
+    step(rows, {0: 1, 1: 1}, capture=True)
+    step(rows, {0: 1, 1: 1})
+    assert (rows.captured, rows.free) == (3, 2), "what a step captures does not take the rows of the next one"
+    for seq in (2, 3, 4):
+        step(rows, {seq: 1})
+    assert (rows.captured, rows.free) == (1, 1), "as many as are allowed stay in any case"
+
+
 # -- cost -------------------------------------------------------------------------------------------------------------
 
 

@@ -19,12 +19,12 @@ PIECE = 32
 
 @pytest.fixture
 def scarce(monkeypatch):
-    """An engine of few captures, whatever its bytes are."""
+    """An engine with room for few captures, whatever its bytes are. Half of it is also for sessions that rest."""
 
     def engine(name: str, captures: int, step_tokens: int = PIECE):
-        monkeypatch.setattr(settings, "MOST_CAPTURES", captures)
+        monkeypatch.setattr(settings, "MOST_CAPTURES", captures // 2)
         made = small_engine(name, max_sequences=1, step_tokens=step_tokens)
-        assert made._built.capacity.states.captures == captures
+        assert made.stats().rows == captures + 2, "one is the sequence's own, and a step takes one"
         return made
 
     return engine

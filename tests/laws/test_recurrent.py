@@ -70,6 +70,8 @@ class Dumb:
 
     kinds: Sequence[Kind]
     captures: int
+    rows: int
+    spare: int
     lines: dict[int, Line] = field(default_factory=dict)
     taken: int = 0
     uses: int = 0
@@ -101,7 +103,7 @@ class Dumb:
     def thin(self) -> None:
         """One at a time goes. What one costs, in all lines, is the tokens since the point before it, for each that it
         stands for. Of the 16 that cost least it is the one that costs least for its age; older ones first."""
-        while len(kept := self.kept()) > self.captures:
+        while len(kept := self.kept()) > self.captures and self.rows - self.used() < self.spare:
             costs: dict[State, int] = dict.fromkeys(kept, 0)
             for line in self.lines.values():
                 places = [0, *(len(state.tokens) for state in line.points)]
@@ -177,8 +179,12 @@ class Timeline(RuleBasedStateMachine):
     memory: Memory
     dumb: Dumb
 
-    @initialize(rows=st.integers(1, 14), captures=st.sampled_from([0, 1, 2, 3, 5, 50]))
-    def start(self, rows: int, captures: int) -> None:
+    @initialize(
+        rows=st.integers(1, 14),
+        captures=st.sampled_from([0, 1, 2, 3, 5, 50]),
+        spare=st.sampled_from([None, None, 0, 1, 3, 6]),
+    )
+    def start(self, rows: int, captures: int, spare: int | None) -> None:
         planes = (Plane("k", 1, 4), Plane("v", 1, 4))
         groups = [Group(f"kind {i}", kind.layout, planes, (20 + i,)) for i, kind in enumerate(self.kinds)]
         if self.inputs:
@@ -192,11 +198,12 @@ class Timeline(RuleBasedStateMachine):
             recurrent=RECURRENT,
             rows=rows,
             captures=captures,
+            spare_rows=spare,
         )
         for layer in self.memory._states._planes.values():
             for plane in layer.values():
                 plane[1:] = torch.nan  # whoever reads a row that nobody wrote will know
-        self.dumb = Dumb(self.kinds, captures)
+        self.dumb = Dumb(self.kinds, captures, rows, rows if spare is None else spare)
         self.tokens = 0
 
     # -- a step -----------------------------------------------------------------------------------------------------
@@ -243,7 +250,8 @@ class Timeline(RuleBasedStateMachine):
                 self.memory.begin(batch)
             assert (full.value.group, full.value.need, full.value.free) == ("recurrent", need, free)
             sequences = {*self.dumb.lines, *(feed.seq for feed in batch.feeds)}
-            assert self.memory.capacity_rows() < 2 * len(sequences) + self.dumb.captures
+            beyond = len(self.dumb.kept()) > self.dumb.captures  # these stay only while spare rows are free
+            assert need > self.dumb.spare if beyond else self.dumb.rows < 2 * len(sequences) + self.dumb.captures
             assert all_of(self.memory) == before
             return None
         self.before = all_of(self.memory)
@@ -543,7 +551,7 @@ class Timeline(RuleBasedStateMachine):
         memory, dumb = self.memory, self.dumb
         assert set(memory.sequences) == set(dumb.lines)
         kept = dumb.kept()
-        assert len(kept) <= dumb.captures
+        assert len(kept) <= dumb.captures or memory.free_rows() >= dumb.spare
         assert memory.capacity_rows() - memory.free_rows() == dumb.used()
         assert dumb.used() == len({line.state for line in dumb.lines.values() if line.state}) + len(kept)
         for seq, line in dumb.lines.items():

@@ -117,14 +117,15 @@ def ideal(turns: Sequence[Turn], *, captures: int, piece: int) -> int:
 
 
 def conversation(script: Script, *, small: bool) -> dict[int, Reads]:
-    """What is read with so many captures, of a network with gated delta rules and attention."""
+    """What is read with room for so many captures, of a network with gated delta rules and attention."""
     network = theirs.network(hybrid("qwen3_5_text", hidden=256, layers=4, head=64), torch.bfloat16)
     found: dict[int, Reads] = {}
     row = build(network, Settings(cache_bytes=1 << 28)).capacity.states.bytes_per_row
     for captures in CAPTURES[-1:] if small else CAPTURES:
-        # An engine has a capture for each sequence that may run, and more only if they fit a 32nd of its bytes.
-        limits = {"max_sequences": captures, "cache_bytes": 32 * (captures + 1) * row - 1, "step_tokens": PIECE}
+        # An engine has as many rows for captures as fit a 32nd of its bytes, and as many for sessions that rest. There
+        # is one session, so captures may have both: all but its own row, and the one that a step takes.
+        limits = {"max_sequences": 1, "cache_bytes": 16 * (captures + 2) * row - 1, "step_tokens": PIECE}
         with Engine(network, threads=1, **limits) as engine, engine.session(chat=False) as session:
-            assert engine.stats().rows == 4 * captures, "an engine divides its bytes otherwise"
+            assert engine.stats().rows == captures + 2, "an engine divides its bytes otherwise"
             found[captures] = reads(play(session, script), captures=captures, piece=PIECE)
     return found

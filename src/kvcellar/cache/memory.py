@@ -55,8 +55,9 @@ class Memory:
     `recurrent` every layer that keeps a state.
 
     `cells` is how many cells each group gets, by its name. Of `rows` states each sequence has one, and takes another in
-    each step; up to `captures` are kept for going back to. `backend` serves all groups, or is given by group name.
-    `limits` is how many tokens a sequence may have: one number for all, or by sequence (others have no limit).
+    each step; up to `captures` are kept for going back to, and more while `spare_rows` others are free (None: never).
+    `backend` serves all groups, or is given by group name. `limits` is how many tokens a sequence may have: one number
+    for all, or by sequence (others have no limit).
 
     `max_bytes` is a cap on planes, scratch and staging together. Scratch is what a step takes besides (the engine
     measures it and says so with `leave_room`); staging is what an edit takes for a moment. Raises `CapacityTooSmall` if
@@ -76,6 +77,7 @@ class Memory:
         recurrent: Recurrent | None = None,
         rows: int = 0,
         captures: int = 0,
+        spare_rows: int | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.dtype = dtype
@@ -93,7 +95,7 @@ class Memory:
         for index, group in enumerate(sorted(groups, key=lambda group: group.of_input)):
             self._held.append(Held.new(group, chosen[group.name], cells[group.name], dtype, self.device))
             self._group_of.update(dict.fromkeys(group.layers, index))
-        self._states = States(recurrent, rows=rows, captures=captures, device=self.device)
+        self._states = States(recurrent, rows=rows, captures=captures, spare=spare_rows, device=self.device)
         self._sequences = Sequences(self._held, self._states.rows)
         self._limits = limits
         self._step: _Step | None = None

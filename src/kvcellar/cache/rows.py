@@ -9,7 +9,7 @@ Always true:
   * every other row is free, or somebody holds it: the open step that took it, tracks whose state it is, or tracks that
     have captured it;
   * the captures of a track are in order, all behind position 0 and none beyond its end;
-  * no more rows are captured than are allowed, those apart that are some track's own state.
+  * no more rows are captured than are allowed, those apart that are some track's own state; or there are spare ones.
 """
 
 from bisect import bisect_right
@@ -69,18 +69,19 @@ class Row:
 
 
 class Rows(Part):
-    """The rows of one memory. `capacity` of them, the null row apart; up to `captures` are kept for going back.
+    """The rows of one memory. `capacity` of them, the null row apart; up to `captures` are kept for going back, and
+    more as long as `spare` others are free for the next step (None: never more).
 
-    When there would be more, the one goes of which least is lost: what it saves, times the captures that it stands for,
-    over its age. What it saves is the tokens since the capture before it; one that several tracks share is a branch
-    point, and saves that for each of them. It stands for itself and for those behind it that went. Its age is how often
-    some state was captured or gone back to since it was itself. So where much is kept it is kept evenly, and else more
-    densely the nearer to what was read last. Of the `LOOKED_AT` that would be lost least at the same age the one is
-    chosen that is lost least at its own, so that a choice costs the same however many there are.
+    When there would be too many, the one goes of which least is lost: what it saves, times the captures that it stands
+    for, over its age. What it saves is the tokens since the capture before it; one that several tracks share is a
+    branch point, and saves that for each of them. It stands for itself and for those behind it that went. Its age is
+    how often some state was captured or gone back to since it was itself. So captures lie the more densely the nearer
+    they are to what was read last. Of the `LOOKED_AT` of which least would be lost at the same age the one goes of
+    which least is lost at its own, so that a choice costs the same however many there are.
     """
 
-    def __init__(self, capacity: int, captures: int) -> None:
-        self.capacity, self.captures = capacity, captures
+    def __init__(self, capacity: int, captures: int, spare: int | None = None) -> None:
+        self.capacity, self.captures, self.spare = capacity, captures, capacity if spare is None else spare
         self.captured = 0  # rows that are kept for going back, and for nothing else
         self._free = list(range(capacity, 0, -1))
         self._rows: dict[int, Row] = {}
@@ -312,8 +313,8 @@ class Rows(Part):
         return row in self._rows and self._rows[row].kept and self._rank(row) == rank
 
     def _thin(self) -> None:
-        """Let go of captures until no more are there than are allowed."""
-        while self.captured > self.captures:
+        """Let go of captures until no more are there than are allowed, or enough rows are free even so."""
+        while self.captured > self.captures and self.free < self.spare:
             found = self._rows[self._least()]
             for track, pos in list(found.captors.items()):
                 before = bisect_right(track.places, pos) - 2
@@ -361,7 +362,8 @@ class Rows(Part):
             assert len(set(found.captors.values())) <= 1, f"row {row} was captured at different positions"
             assert found.stands >= 1 and 0 <= found.used <= self._uses
             assert not found.kept or self._rank(row) in self._ranks
-        assert self.captured == sum(found.kept for found in self._rows.values()) <= self.captures
+        assert self.captured == sum(found.kept for found in self._rows.values())
+        assert self.captured <= self.captures or self.free + len(taken) >= self.spare
         assert sorted([*self._free, *self._rows]) == list(range(1, self.capacity + 1))
 
 

@@ -44,14 +44,17 @@ class _Write:
 
 
 class States:
-    """The rows of all recurrent layers: `rows` of them and the null row, of which up to `captures` are kept.
+    """The rows of all recurrent layers: `rows` of them and the null row, of which up to `captures` are kept, and more
+    while `spare` others are free.
 
     Where there are no such layers nothing is asked of a step, and nothing is kept.
     """
 
-    def __init__(self, recurrent: Recurrent, *, rows: int, captures: int, device: torch.device) -> None:
+    def __init__(
+        self, recurrent: Recurrent, *, rows: int, captures: int, device: torch.device, spare: int | None = None
+    ) -> None:
         self.device = device
-        self.rows = Rows(rows, captures) if recurrent.layers else NoRows()
+        self.rows = Rows(rows, captures, spare) if recurrent.layers else NoRows()
         self._planes: dict[int, dict[str, Tensor]] = {
             layer: {
                 plane.name: torch.zeros(rows + 1, *plane.shape, dtype=getattr(torch, plane.kind), device=device)

@@ -50,7 +50,8 @@ def _in_words(found: "Diagnosis") -> str:
     if (recurrent := found.recurrent) is not None:
         lines.append(
             f"  recurrent: {recurrent.layers} layers, {sized(recurrent.bytes_per_row)} a sequence however long "
-            f"it is, {recurrent.rows} rows in {sized(recurrent.bytes)}, up to {recurrent.captures} kept to go back to"
+            f"it is, {recurrent.rows} rows in {sized(recurrent.bytes)}, {recurrent.captures} or more of them kept "
+            f"to go back to"
         )
     held = sized(found.cache_bytes)
     if found.groups:

@@ -145,7 +145,7 @@ def _wired(loaded: Loaded, packing: Packing | None, guest: Guest, settings: Sett
     if guest.device.type == "cuda":
         prove(guest, memory, context=context, max_sequences=sequences, step_tokens=settings.step_tokens)
     states = capacity.states
-    cellar = Cellar(memory, resting=states.captures if states.rows else None, borders=states.captures)
+    cellar = Cellar(memory, resting=states.captures if states.rows else None, borders=states.most_captures)
     layouts = {group.name: group.layout for group in memory.groups}
     scheduler = Scheduler(cellar, layouts, context=context, max_sequences=sequences, step_tokens=settings.step_tokens)
     loop = Loop(cellar, scheduler, context=context, threads=settings.threads, over=lambda: built.leave())
@@ -183,6 +183,7 @@ def _memory(guest: Guest, capacity: Capacity, context: int) -> Memory:
             capacity.cells,
             rows=capacity.states.rows,
             captures=capacity.states.captures,
+            spare_rows=capacity.states.sequences,
             limits=context,
             max_bytes=capacity.budget,
         )

@@ -35,7 +35,7 @@ class RecurrentDiagnosis:
     bytes_per_row: int
     rows: int
     bytes: int
-    captures: int  # rows that may be kept to go back to
+    captures: int  # rows that may always be kept to go back to; more while others are free
 
 
 @dataclass(frozen=True, slots=True)

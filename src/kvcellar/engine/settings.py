@@ -77,7 +77,8 @@ class Demand:
 @dataclass(frozen=True, slots=True)
 class RowShare:
     """Rows of recurrent state. Each of `sequences` running at once has one and takes another in a step; as many as
-    `captures` are kept to go back to, and as many sessions may rest, with a row each."""
+    `captures` are kept to go back to, and as many sessions may rest, with a row each. What all of these leave free, but
+    for a step's rows, is for more captures."""
 
     sequences: int
     captures: int = 0
@@ -86,6 +87,11 @@ class RowShare:
     @property
     def rows(self) -> int:
         return 2 * self.sequences + 2 * self.captures if self.bytes_per_row else 0
+
+    @property
+    def most_captures(self) -> int:
+        """As many as are kept if all that may run does, and no session rests."""
+        return self.rows - 2 * self.sequences
 
     @property
     def bytes(self) -> int:

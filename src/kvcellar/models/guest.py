@@ -100,6 +100,7 @@ class Guest:
         *,
         rows: int = 0,
         captures: int = 0,
+        spare_rows: int | None = None,
         limits: int | None = None,
         max_bytes: int | None = None,
     ) -> Memory:
@@ -113,6 +114,7 @@ class Guest:
             recurrent=self.shape.recurrent,
             rows=rows,
             captures=captures,
+            spare_rows=spare_rows,
             limits=limits,
             max_bytes=max_bytes,
         )

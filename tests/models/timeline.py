@@ -78,8 +78,8 @@ def run(
         for seq, ids in texts
     )
     plan = memory.begin(Batch(feeds))
-    ids = torch.tensor([token for _, ids in texts for token in ids])
-    logits = guest.forward(memory, plan, ids, torch.arange(len(ids)))
+    ids = torch.tensor([token for _, ids in texts for token in ids], device=guest.device)
+    logits = guest.forward(memory, plan, ids, torch.arange(len(ids), device=guest.device))
     return list(logits.float().split([len(ids) for _, ids in texts]))
 
 

@@ -1,5 +1,8 @@
-"""Every tensor is made on the device that it is for. Whoever makes one without saying where gets one that is nowhere:
-so a CPU shows what would fail on another device, or under somebody's own default device."""
+"""Every tensor is made on the device that it is for, and meets none of another: a CPU shows what would fail elsewhere.
+
+Tensors on torch's meta device have shapes and no numbers. Where that is the default device, whoever makes a tensor
+without saying where cannot read it. Where it is the model's device, whoever brings one of the CPU's is refused.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -42,6 +45,13 @@ WAYS: list[tuple[str, str, Backend | None]] = [
 ]
 
 
+EXPERTS = ("gpt-oss", "deepseek-v3", "deepseek-v3.2", "qwen3-next", "kimi-linear")  # torch routes no meta
+
+
+def told(what: object) -> str:
+    return what.name if isinstance(what, Sdpa | Reference) else str(what)
+
+
 def text(seed: int, n: int) -> list[int]:
     return [3 + (seed * 31 + i * 17) % 90 for i in range(n)]
 
@@ -49,8 +59,8 @@ def text(seed: int, n: int) -> list[int]:
 class Life:
     """Some sequences of one guest, and all that was seen of them."""
 
-    def __init__(self, guest: Guest) -> None:
-        self.guest = guest
+    def __init__(self, guest: Guest, *, draws: bool = True) -> None:
+        self.guest, self.draws = guest, draws
         cells = {group.name: 96 for group in guest.shape.groups}
         self.memory: Memory = guest.memory(cells, rows=12, captures=4)
         self.seen: list[Tensor] = []
@@ -67,13 +77,15 @@ class Life:
             )
             plan = memory.begin(Batch(feeds))
             rows = [sum(len(feed.pos) for feed in feeds[: i + 1]) - 1 for i in range(len(feeds))]
-            ids = torch.tensor(
-                [token for feed in feeds for token in text(feed.seq, feed.pos.end)[feed.pos.start :]], device="cpu"
-            )
-            logits = self.guest.forward(memory, plan, ids, torch.tensor(rows, device="cpu"))
+            ids = [token for feed in feeds for token in text(feed.seq, feed.pos.end)[feed.pos.start :]]
+            logits = self.guest.forward(memory, plan, self.here(ids), self.here(rows))
             memory.commit(None if part is None else {feeds[0].seq: part})
             self.seen.append(logits)
-            self.draw(logits, [feed.pos.end for feed in feeds])
+            if self.draws:
+                self.draw(logits, [feed.pos.end for feed in feeds])
+
+    def here(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, device=self.guest.device)
 
     def draw(self, logits: Tensor, positions: Sequence[int]) -> None:
         vocab = min(logits.shape[1], 101)
@@ -109,13 +121,12 @@ class Life:
             memory.resize(group.name, 80)
         if self.guest.mode == "flat":
             plan = memory.begin(Batch((Feed(0, Span(20, 23)), Feed(8, Span(7, 9)))), reserve=True)
-            self.guest.forward(memory, plan, torch.arange(5, device="cpu"), torch.tensor([4], device="cpu"))
+            self.guest.forward(memory, plan, self.here([5] * 5), self.here([4]))
             memory.abandon()
         self.step({2: 2, 3: 5})
-        memory.check()
 
 
-@pytest.mark.parametrize(("name", "stored", "backend"), WAYS, ids=str)
+@pytest.mark.parametrize(("name", "stored", "backend"), WAYS, ids=told)
 def test_no_step_makes_a_tensor_without_saying_where(name: str, stored: str, backend: Backend | None) -> None:
     here, there = ARCHS[name].build(), ARCHS[name].build()
     candidates = backends() if backend is None else (backend,)
@@ -124,12 +135,24 @@ def test_no_step_makes_a_tensor_without_saying_where(name: str, stored: str, bac
         with place:
             life = Life(adopt(model, candidates).storing(StoredAs.parse(stored), candidates))
             life.play()
+            life.memory.check()
             lives.append(life)
     one, other = lives
     assert (one.guest.mode, one.shifted) == (other.guest.mode, other.shifted)
     assert one.shifted or name != "llama"
     assert all(torch.equal(a, b) for a, b in zip(one.seen, other.seen, strict=True))
     assert one.drawn == other.drawn
+
+
+@pytest.mark.parametrize(("name", "stored", "backend"), [way for way in WAYS if way[0] not in EXPERTS], ids=told)
+def test_no_tensor_of_another_device_meets_those_of_the_models(name: str, stored: str, backend: Backend | None) -> None:
+    candidates = (Sdpa(), Reference()) if backend is None else (backend,)  # the kernel is for CPUs
+    guest = adopt(ARCHS[name].build(), candidates).storing(StoredAs.parse(stored), candidates)
+    guest.model.to(NOWHERE)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    life = Life(guest, draws=False)
+    life.play()
+    assert life.seen
+    assert all(logits.device == NOWHERE for logits in life.seen)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "bloom", "lfm2"])

@@ -29,6 +29,7 @@ ABOUT = {
     "bookkeeping",
     "turns",
     "revertible",
+    "forks",
 }
 pytestmark = pytest.mark.filterwarnings("default")  # theirs warns as it likes
 
@@ -89,14 +90,27 @@ def test_revertible_steps_are_measured_for_every_kind_of_recurrence(capsys: pyte
     assert all(list(by_width) == ["8", "1"] for by_width in last["revertible"].values())
     costs = [cost for by_width in last["revertible"].values() for cost in by_width.values()]
     assert all(took > 0 for cost in costs for took in cost.values())
-    assert [line.split()[1] for line in table] == [f"{cost['all_kept']:.2f}x" for cost in costs]
+    assert [line.split()[1] for line in table[: len(costs)]] == [f"{cost['all_kept']:.2f}x" for cost in costs]
+
+
+def test_a_fork_takes_no_state_and_its_first_token_one_row_of_each_recurrent_layer(capsys: pytest.CaptureFixture[str]):
+    table, last = measured(capsys, only=REVERTIBLE)
+    assert list(last["forks"]) == list(RECURRENT)
+    for fork in last["forks"].values():
+        assert fork["row"] > 0
+        assert (fork["at_once"], fork["first_write"]) == (0, fork["row"])
+    assert [line.split()[0] for line in table[-len(RECURRENT) :]] == ["fork"] * len(RECURRENT)
 
 
 def test_profile_parts_a_step_without_remainder(capsys: pytest.CaptureFixture[str]):
     run_profile("ragged-8", quick=True)
     *table, last = capsys.readouterr().out.splitlines()
     found = json.loads(last)
-    assert set(found) == (ABOUT - {"results", "bookkeeping", "turns", "revertible"}) | {"profile", "attention", "ms"}
+    assert set(found) == (ABOUT - {"results", "bookkeeping", "turns", "revertible", "forks"}) | {
+        "profile",
+        "attention",
+        "ms",
+    }
     assert found["profile"] == "ragged-8"
     assert found["attention"] in {backend.name for backend in backends()}
     assert list(found["ms"]) == list(PARTS) == [line[:20].strip() for line in table]

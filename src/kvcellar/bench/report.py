@@ -11,7 +11,7 @@ import torch
 
 from kvcellar import __version__
 from kvcellar.bench.conversation import Reads
-from kvcellar.bench.revertible import NEW, Cost
+from kvcellar.bench.revertible import NEW, Cost, Forked
 from kvcellar.bench.workloads import Row
 
 HEAD = f"{'':13} {'ours':>10} {'theirs':>10} {'ratio':>7} {'by CPU':>7} {'target':>7}"
@@ -67,11 +67,20 @@ def revertible_lines(costs: Mapping[str, Mapping[int, Cost]]) -> list[str]:
     ]
 
 
+def forked_lines(forks: Mapping[str, Forked]) -> list[str]:
+    return [
+        f"fork          {fork.at_once:6} bytes of state of {kind}, and {fork.first_write} with its first token; one row "
+        f"of each recurrent layer has {fork.row}"
+        for kind, fork in forks.items()
+    ]
+
+
 def as_json(
     rows: Sequence[Row],
     milliseconds: Mapping[int, float],
     reads: Mapping[int, Reads],
     costs: Mapping[str, Mapping[int, Cost]],
+    forks: Mapping[str, Forked],
     about: Mapping[str, Any],
 ) -> str:
     """One line. Times are milliseconds; `ratio` is theirs over ours."""
@@ -93,7 +102,8 @@ def as_json(
     reverted = {
         kind: {str(width): cost._asdict() for width, cost in by_width.items()} for kind, by_width in costs.items()
     }
-    found = {"results": results, "bookkeeping": bookkeeping, "turns": turns, "revertible": reverted}
+    bytes_of = {kind: fork._asdict() for kind, fork in forks.items()}
+    found = {"results": results, "bookkeeping": bookkeeping, "turns": turns, "revertible": reverted, "forks": bytes_of}
     return json.dumps({**about, **found})
 
 

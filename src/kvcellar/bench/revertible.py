@@ -1,13 +1,15 @@
 """revertible: what it costs that a part of a step's new tokens may be kept, in networks with recurrent layers.
 
 The same step, once as it is and once begun as revertible, with all of its tokens kept or a part of them; commit
-included. They are measured in turn, on one memory, and each is forgotten again.
+included. They are measured in turn, on one memory, and each is forgotten again. Beside them, the bytes of state that a
+fork takes.
 """
 
 import random
 import statistics
 import time
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -34,16 +36,50 @@ class Cost(NamedTuple):
     part_kept: float
 
 
+class Forked(NamedTuple):
+    """Bytes of recurrent state that a fork takes at once, and that the first token of its own then takes, beside those
+    of one row in each recurrent layer."""
+
+    at_once: int
+    first_write: int
+    row: int
+
+
 def revertible(*, small: bool) -> dict[str, dict[int, Cost]]:
     """By kind of network, and by how many sequences are in the step."""
     found: dict[str, dict[int, Cost]] = {}
     for kind in RECURRENT:
-        size = {"hidden": 64, "layers": 4, "head": 16} if small else {"hidden": 512, "layers": 4, "head": 64}
-        network = theirs.network(hybrid(kind, **size), torch.bfloat16)
-        pack(network)
-        guest = adopt(network, backends())
+        guest = _guest(kind, small=small)
         found[kind] = {width: _cost(guest, width, rounds=2 if small else 40) for width in WIDTHS}
     return found
+
+
+def forked(*, small: bool) -> dict[str, Forked]:
+    """By kind of network."""
+    return {kind: _forked(_guest(kind, small=small)) for kind in RECURRENT}
+
+
+def _guest(kind: str, *, small: bool) -> Guest:
+    size = {"hidden": 64, "layers": 4, "head": 16} if small else {"hidden": 512, "layers": 4, "head": 64}
+    network = theirs.network(hybrid(kind, **size), torch.bfloat16)
+    pack(network)
+    return adopt(network, backends())
+
+
+def _forked(guest: Guest) -> Forked:
+    def memory_of(rows: int) -> Memory:
+        return guest.memory({group.name: 2 * READ for group in guest.shape.groups}, rows=rows, captures=0)
+
+    row = memory_of(5).bytes - memory_of(4).bytes
+    memory = memory_of(4)
+    _step(guest, memory, [Feed(0, Span(0, READ))], {})
+    free = [memory.free_rows() or 0]
+    memory.fork(0, 1, READ)
+    free.append(memory.free_rows() or 0)
+    _step(guest, memory, [Feed(1, Span(READ, READ + 1))], {})
+    free.append(memory.free_rows() or 0)
+    at_once, first_write = (row * (before - after) for before, after in pairwise(free))
+    return Forked(at_once, first_write, row)
 
 
 def _cost(guest: Guest, width: int, rounds: int) -> Cost:

@@ -13,7 +13,7 @@ from kvcellar.bench.bookkeeping import bookkeeping
 from kvcellar.bench.conversation import QUICK, Script, conversation
 from kvcellar.bench.network import SMALL, TINY, Size, write
 from kvcellar.bench.profile import profile
-from kvcellar.bench.revertible import revertible
+from kvcellar.bench.revertible import forked, revertible
 from kvcellar.bench.workloads import DECODED, Rivals, Row, Scale, workloads
 from kvcellar.engine.engine import Engine
 from kvcellar.errors import BadRequest
@@ -57,8 +57,11 @@ def run(*, quick: bool = False, only: str | None = None, threads: int = 1) -> No
     costs = revertible(small=quick) if only in (None, REVERTIBLE) else {}
     for line in report.revertible_lines(costs):
         print(line, flush=True)
+    forks = forked(small=quick) if only in (None, REVERTIBLE) else {}
+    for line in report.forked_lines(forks):
+        print(line, flush=True)
     about = report.about(parameters=parameters, threads=threads, quick=quick)
-    print(report.as_json(rows, kept, found, costs, about), flush=True)
+    print(report.as_json(rows, kept, found, costs, forks, about), flush=True)
 
 
 def run_profile(name: str, *, quick: bool = False, threads: int = 1) -> None:

@@ -69,8 +69,8 @@ def revertible_lines(costs: Mapping[str, Mapping[int, Cost]]) -> list[str]:
 
 def forked_lines(forks: Mapping[str, Forked]) -> list[str]:
     return [
-        f"fork          {fork.at_once:6} bytes of state of {kind}, and {fork.first_write} with its first token; one row "
-        f"of each recurrent layer has {fork.row}"
+        f"fork          {fork.at_once:6} bytes of state of {kind}, and {fork.first_write} with its first token; one "
+        f"row of each recurrent layer has {fork.row}"
         for kind, fork in forks.items()
     ]
 

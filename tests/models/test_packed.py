@@ -95,6 +95,7 @@ def test_what_is_not_packed_says_why():
             "narrow": nn.Linear(4, 4).half(),
             "heard": nn.Linear(4, 4),
             "elsewhere": nn.Linear(4, 4, device="meta"),
+            "empty": nn.Linear(0, 4, dtype=torch.bfloat16),
             "own": type("Own", (nn.Linear,), {})(4, 4),
             "plain": nn.Linear(4, 4),
         }
@@ -104,7 +105,7 @@ def test_what_is_not_packed_says_why():
     assert packing.layers == 1
     assert isinstance(model["plain"], PackedLinear)
     assert {name: type(layer) is nn.Linear for name, layer in model.items() if name in packing.kept} == dict.fromkeys(
-        ("narrow", "heard", "elsewhere"), True
+        ("narrow", "heard", "elsewhere", "empty"), True
     )
     assert all(packing.kept.values())
 

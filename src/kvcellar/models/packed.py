@@ -127,6 +127,8 @@ def _packed(linear: nn.Linear, widens: Kernel | str | None) -> PackedLinear | Wi
         return f"it is on {weight.device}"
     if weight.dtype not in (torch.bfloat16, torch.float32):
         return f"{weight.dtype} is not packed"
+    if not weight.numel():
+        return "it has no weights"
     if linear._forward_hooks or linear._forward_pre_hooks:
         return "somebody listens to its calls"
     if weight.dtype is torch.bfloat16 and isinstance(widens, Kernel):

@@ -95,11 +95,12 @@ def test_what_is_not_packed_says_why():
             "narrow": nn.Linear(4, 4).half(),
             "heard": nn.Linear(4, 4),
             "elsewhere": nn.Linear(4, 4, device="meta"),
-            "empty": nn.utils.skip_init(nn.Linear, 0, 4, dtype=torch.bfloat16),
+            "empty": nn.Linear(4, 4, dtype=torch.bfloat16),
             "own": type("Own", (nn.Linear,), {})(4, 4),
             "plain": nn.Linear(4, 4),
         }
     )
+    model["empty"].weight = nn.Parameter(torch.empty(4, 0, dtype=torch.bfloat16))
     model["heard"].register_forward_hook(lambda *_: None)
     packing = pack(model)
     assert packing.layers == 1

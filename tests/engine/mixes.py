@@ -153,8 +153,7 @@ def small_engine(name: str, **settings: Any) -> Engine:
 
 
 def bytes_for(model: str | PreTrainedModel, tokens: int, **settings: Any) -> int:
-    """Bytes in which exactly so many tokens of this model fit at once, windows and chunks taken into account; or more, if
-    there would be too few rows of recurrent state for the answers that a request of a mix may want.
+    """Bytes in which exactly so many tokens of this model fit at once, windows and chunks taken into account.
 
     `settings` are those of the engine that will be given the bytes: they decide what a step takes.
     """
@@ -178,7 +177,7 @@ def bytes_for(model: str | PreTrainedModel, tokens: int, **settings: Any) -> int
                 )
             except CapacityTooSmall:
                 return False
-            return found.tokens >= tokens and found.states.sequences >= min(MOST_ANSWERS, given.max_sequences)
+            return found.tokens >= tokens
 
         return bisect_left(range(2**40), True, key=enough)
 

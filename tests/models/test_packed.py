@@ -89,6 +89,10 @@ def test_tied_embedding_keeps_its_weight():
     torch.testing.assert_close(model.head(model.embed(ids)), expected)
 
 
+class Strange(Tensor):
+    """As libraries that quantise have: its elements need not be where they seem to be."""
+
+
 def test_what_is_not_packed_says_why():
     model = nn.ModuleDict(
         {
@@ -96,17 +100,21 @@ def test_what_is_not_packed_says_why():
             "heard": nn.Linear(4, 4),
             "elsewhere": nn.Linear(4, 4, device="meta"),
             "empty": nn.Linear(4, 4, dtype=torch.bfloat16),
+            "patched": nn.Linear(4, 4),
+            "quantised": nn.Linear(4, 4),
             "own": type("Own", (nn.Linear,), {})(4, 4),
             "plain": nn.Linear(4, 4),
         }
     )
     model["empty"].weight = nn.Parameter(torch.empty(4, 0, dtype=torch.bfloat16))
+    model["patched"].forward = lambda x: x
+    model["quantised"].weight = nn.Parameter(torch.zeros(4, 4).as_subclass(Strange), requires_grad=False)
     model["heard"].register_forward_hook(lambda *_: None)
     packing = pack(model)
     assert packing.layers == 1
     assert isinstance(model["plain"], PackedLinear)
     assert {name: type(layer) is nn.Linear for name, layer in model.items() if name in packing.kept} == dict.fromkeys(
-        ("narrow", "heard", "elsewhere", "empty"), True
+        ("narrow", "heard", "elsewhere", "empty", "patched", "quantised"), True
     )
     assert all(packing.kept.values())
 

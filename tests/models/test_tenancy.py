@@ -139,9 +139,10 @@ def test_weights_are_not_there_twice_while_they_are_packed() -> None:
     assert all(weight.numel() for weight in linears.values())
 
 
-def test_who_stands_in_for_a_mixer_stands_there_again() -> None:
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3-next", "mamba2"])
+def test_who_stands_in_for_a_mixer_stands_there_again(kind: str) -> None:
     """As accelerate does, whose hooks move weights between devices."""
-    served, model = ARCHS["lfm2"].build(), ARCHS["lfm2"].build()
+    served, model = ARCHS[kind].build(), ARCHS[kind].build()
     guest = adopt(served, backends())
     name = next(name for name, module in served.named_modules() if module in guest.shape.mixers)
     mixer = model.get_submodule(name)

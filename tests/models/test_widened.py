@@ -146,6 +146,14 @@ def test_a_layer_that_answers_wrongly_stays_plain(needed: Kernel, monkeypatch: p
     assert type(model[0]) is nn.Linear
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_a_plain_layer_refuses_it_refuses(kernel: Kernel, dtype: torch.dtype) -> None:
+    linear = layer(8, 8, bias=False)
+    for one in (linear, WidenedLinear(kernel, linear.weight, None)):
+        with pytest.raises(RuntimeError, match=r"(?i)dtype|float"):
+            one(torch.ones(2, 8, dtype=dtype))
+
+
 def test_it_cannot_be_copied(kernel: Kernel) -> None:
     linear = layer(8, 8, bias=False)
     with pytest.raises(WrongStage, match="cannot be copied"):

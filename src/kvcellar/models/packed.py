@@ -122,15 +122,9 @@ def _put_back(replaced: Sequence[Replaced]) -> None:
 @torch.no_grad()
 def _packed(linear: nn.Linear, widens: Kernel | str | None) -> PackedLinear | WidenedLinear | str:
     """The layer to put in its place, or why it must stay plain."""
+    if (reason := _why_plain(linear)) is not None:
+        return reason
     weight, bias = linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
-    if weight.device.type != "cpu":
-        return f"it is on {weight.device}"
-    if weight.dtype not in (torch.bfloat16, torch.float32):
-        return f"{weight.dtype} is not packed"
-    if not weight.numel():
-        return "it has no weights"
-    if linear._forward_hooks or linear._forward_pre_hooks:
-        return "somebody listens to its calls"
     if weight.dtype is torch.bfloat16 and isinstance(widens, Kernel):
         layer = WidenedLinear(widens, weight, bias)
     elif weight.dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -148,3 +142,20 @@ def _packed(linear: nn.Linear, widens: Kernel | str | None) -> PackedLinear | Wi
         if not (plain - layer(rows)).abs().max() <= bound * plain.abs().max().clamp(min=1e-3):
             return "the packed layer's answer differs from the plain one's"
     return layer
+
+
+def _why_plain(linear: nn.Linear) -> str | None:
+    """What of the layer itself keeps it from being replaced."""
+    parts = [part.detach() for part in (linear.weight, linear.bias) if part is not None]
+    weight = parts[0]
+    if weight.device.type != "cpu":
+        return f"it is on {weight.device}"
+    if weight.dtype not in (torch.bfloat16, torch.float32):
+        return f"{weight.dtype} is not packed"
+    if not weight.numel():
+        return "it has no weights"
+    if any(type(part) is not Tensor or part.layout is not torch.strided for part in parts):
+        return "its weights are no plain tensors"
+    if linear._forward_hooks or linear._forward_pre_hooks:
+        return "somebody listens to its calls"
+    return "somebody stands in for its forward" if "forward" in vars(linear) else None

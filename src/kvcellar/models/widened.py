@@ -76,7 +76,9 @@ class WidenedLinear(nn.Module):
         raise WrongStage("a widened layer cannot be copied: copy the network before it is served, or close its engine")
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [...,in] bfloat16 -> [...,out]."""
+        """x [...,in] bfloat16 -> [...,out]. Others are refused, as by a plain layer."""
+        if x.dtype is not torch.bfloat16:
+            raise RuntimeError(f"a layer with bfloat16 weights was given {x.dtype}")
         rows = x.reshape(-1, self.in_features).float().contiguous()
         few = len(rows) <= FEW
         out = self._by.linear(rows, self.weight, self.bias) if few else self._by_strips(rows)

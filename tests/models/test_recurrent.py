@@ -300,7 +300,8 @@ ALL_TOKENS = {"hidden_states", "dt", "B", "C", "z", "query", "key", "value", "g"
 def test_a_state_after_some_tokens_is_what_the_scan_of_these_alone_leaves(kind: str) -> None:
     call = CALLS[kind]
     indices, counts = [3, 0, 2], [6, 2, 1]
-    found = call.after(indices, counts)
+    before = call.arguments[call.scan.state]
+    found = call.kept().after(before[indices], indices, counts)
     for state, index, most in zip(found, indices, counts, strict=True):
         alone = {
             name: value[index : index + 1].narrow(call.scan.axis, 0, most)
@@ -656,14 +657,16 @@ def scans_begin_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def parts_are_of_other_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = Call.after
-    monkeypatch.setattr(Call, "after", lambda self, indices, counts: honest(self, list(range(len(indices))), counts))
+    monkeypatch.setattr(
+        Call, "after", lambda self, before, indices, counts: honest(self, before, list(range(len(indices))), counts)
+    )
 
 
 def parts_begin_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = Call.after
 
-    def after(self: Call, indices: Sequence[int], counts: Sequence[int]) -> Tensor:
-        return honest(self.going_on(torch.zeros_like(self.arguments[self.scan.state])), indices, counts)
+    def after(self: Call, before: Tensor, indices: Sequence[int], counts: Sequence[int]) -> Tensor:
+        return honest(self, torch.zeros_like(before), indices, counts)
 
     monkeypatch.setattr(Call, "after", after)
 

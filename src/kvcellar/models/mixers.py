@@ -76,14 +76,14 @@ class Turn:
         """Make the scan that a mixer asks for. One that takes no state in transformers is given its own."""
         state = self.state(layer, recurrent(0))
         if call.scan.ours is not None:
-            heads, made = state.unbind(1) if state.dim() > 3 else (state,), self._made.get(layer, 0)
+            heads, made = _heads(call, state), self._made.get(layer, 0)
             if made == len(heads):
                 raise ModelRefused("one of its layers scans more often than it has states to go on from")
             call, self._made[layer] = call.going_on(heads[made]), made + 1
         elif call.arguments[call.scan.state] is None:  # a mixer may take nothing for zero
             call = call.going_on(state)
         if self._keeps:
-            self._scans.setdefault(layer, []).append(call)
+            self._scans.setdefault(layer, []).append(call.kept())
         return call.made()
 
     def states(self, layer: int) -> dict[str, Tensor]:
@@ -105,8 +105,10 @@ class Turn:
                 if longer is not None:
                     found[name] = _windows(longer, indices, counts, state.shape[-1])
                 elif scans and name == recurrent(0):
-                    after = [scan.after(indices, counts) for scan in scans]
-                    found[name] = after[0] if len(after) == 1 else torch.stack(after, 1)
+                    before = self._memory.state(layer, [self.segments[i] for i in indices])[name]
+                    heads = _heads(scans[0], before)
+                    after = [scan.after(head, indices, counts) for scan, head in zip(scans, heads, strict=True)]
+                    found[name] = torch.stack(after, 1) if after[0].dim() < state.dim() else after[0]
                 else:
                     return self._by_count(layer, again, indices, counts)
             return found
@@ -131,6 +133,11 @@ Again = Callable[[Sequence[int], int], Turn]  # a mixer's turn for segments of t
 def _windows(longer: Tensor, indices: Sequence[int], counts: Sequence[int], kernel: int) -> Tensor:
     """Of inputs [B,C,K+L] of a convolution, the K [b,C,K] that are behind it after so many tokens."""
     return torch.stack([longer[i, ..., n : n + kernel] for i, n in zip(indices, counts, strict=True)])
+
+
+def _heads(call: Call, state: Tensor) -> Sequence[Tensor]:
+    """The states [B,...] that a mixer's scans go on from, one by one: Mamba's first scan knows no heads."""
+    return state.unbind(1) if call.scan.ours is not None and state.dim() > 3 else (state,)
 
 
 class Mixes(Scans, Protocol):

@@ -171,15 +171,18 @@ class Call:
         more = given.pop("kwargs", {})
         return self.function(**given, **more)
 
-    def after(self, indices: Sequence[int], counts: Sequence[int]) -> Tensor:
-        """The states of some of the sequences, after so many of their tokens each: the largest count first, so those
-        that still go on are always the first ones."""
+    def kept(self) -> "Call":
+        """What tells the states in between, without the one before: memory has that as long as the step is open."""
+        return replace(self, arguments={**self.arguments, self.scan.state: None})
+
+    def after(self, before: Tensor, indices: Sequence[int], counts: Sequence[int]) -> Tensor:
+        """The states [n,*shape] of some of the sequences after so many of their tokens each, from those before, which
+        it may overwrite. The largest count first, so that those that still go on are always the first ones."""
         given = dict(self.arguments)
-        before = given[self.scan.state]
         some = torch.tensor(indices, device=before.device)
         for name in self.scan.drives:
             given[name] = given[name].index_select(0, some).narrow(self.scan.axis, 0, counts[0])
-        states = before.index_select(0, some).to(torch.promote_types(before.dtype, torch.float32))
+        states = before.to(torch.promote_types(before.dtype, torch.float32))
         advance = self.scan.recurrence(given)
         for t in range(counts[0]):
             advance(states[: sum(count > t for count in counts)], t)

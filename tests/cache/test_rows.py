@@ -338,6 +338,25 @@ def test_a_point_stands_for_those_behind_it_that_were_lost() -> None:
     assert [rows.points(seq) for seq in range(3)] == [(10, 12), (15,), (6, 7)], "10 saves less than 14, but twice"
 
 
+@pytest.mark.parametrize("forks", [0, 5])
+def test_a_point_stands_for_no_more_because_it_was_shared(forks: int) -> None:
+    """What is shared saves for each as long as they are there. What went behind it was one point, not one for each."""
+    rows = Rows(20, 2)
+    at_points(rows, 0, 10, 11)
+    step(rows, {0: 1})
+    others = range(3, 3 + forks)
+    for seq in others:
+        rows.fork(0, seq, 12)
+    at_points(rows, 1, 11)
+    step(rows, {1: 1})
+    assert [rows.points(seq) for seq in (0, 1, *others)] == [(10, 12), (11, 12), *[(10, 12)] * forks], "11 saved 1"
+    for seq in others:
+        rows.drop(seq)
+    at_points(rows, 2, 90)
+    step(rows, {2: 1})
+    assert [rows.points(seq) for seq in range(3)] == [(12,), (11, 12), (90, 91)], "twice 10, but old"
+
+
 def test_what_a_point_once_saved_does_not_count() -> None:
     rows = Rows(9, 2)
     at_points(rows, 0, 10, 12, 15)

@@ -112,9 +112,10 @@ class Dumb:
                         costs[state] += (len(state.tokens) - before) * state.stands
             low = sorted(costs, key=lambda state: (costs[state], state.number))[:16]
             gone = min(low, key=lambda state: (costs[state] / (1 + self.uses - state.used), state.number))
+            pairs = (pair for line in self.lines.values() for pair in pairwise(line.points))
+            for heir in {before for before, state in pairs if state is gone}:
+                heir.stands += gone.stands
             for line in self.lines.values():
-                for before, state in pairwise(line.points):
-                    before.stands += gone.stands if state is gone else 0
                 line.points = [state for state in line.points if state is not gone]
 
     def capture(self, line: Line) -> None:

@@ -316,13 +316,15 @@ class Rows(Part):
         """Let go of captures until no more are there than are allowed, or enough rows are free even so."""
         while self.captured > self.captures and self.free < self.spare:
             found = self._rows[self._least()]
+            heirs: set[int] = set()
             for track, pos in list(found.captors.items()):
                 before = bisect_right(track.places, pos) - 2
                 if before >= 0:
-                    heir = track.captured[track.places[before]]
-                    self._rows[heir].stands += found.stands
-                    self._count(heir, self._rows[heir].kept)
+                    heirs.add(track.captured[track.places[before]])
                 self._release_one(track, pos)
+            for heir in heirs:  # once, in however many tracks it comes before: `saves` counts those
+                self._rows[heir].stands += found.stands
+                self._count(heir, self._rows[heir].kept)
 
     def _least(self) -> int:
         """The row that goes first of those that are kept."""

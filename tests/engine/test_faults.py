@@ -30,6 +30,12 @@ def embedded():
         yield made
 
 
+@pytest.fixture(scope="module")
+def recurrent():
+    with Engine(ARCHS["lfm2"].build(), cache_bytes=4_000_000) as made:
+        yield made
+
+
 def test_a_draw_that_fails_for_all_together_is_done_one_by_one(engine, monkeypatch) -> None:
     expected = [result.token_ids for result in engine.generate([[1, 2], [3, 4], [5, 6]], **HOW)]
     real = runner.draw
@@ -138,6 +144,22 @@ def test_integers_of_other_libraries_are_token_ids_too(engine) -> None:
         engine.generate(np.array([1, 2]).tolist(), **HOW).token_ids
         == engine.generate([np.int64(1), np.int32(2)], **HOW).token_ids
     )
+
+
+@pytest.mark.parametrize(
+    "borders", [("x",), (None,), (1.5,), (True,), (-1,), (4,), (2, 1), (1, 10**9)], ids=lambda borders: repr(borders)
+)
+def test_what_is_no_border_of_the_prompt_is_refused_before_anybody_sees_it(recurrent, borders) -> None:
+    params, heard = recurrent.params(**HOW), []
+    with pytest.raises(BadRequest, match="0 to 3, in order") as refused:
+        recurrent.submit([5, 6, 7], params, deliver=heard.append, borders=borders)
+    assert (refused.value.param, heard) == ("borders", [])
+    assert recurrent.generate([5, 6, 7], **HOW).finish_reason == "length"
+
+
+def test_the_ends_of_a_prompt_are_borders_too(recurrent) -> None:
+    collector, _ = recurrent.start([5, 6, 7], recurrent.params(**HOW), borders=[0, np.int64(1), 3])
+    assert len(list(collector.pieces())) == HOW["max_tokens"]
 
 
 def test_none_is_what_the_model_does_by_itself(engine) -> None:

@@ -177,16 +177,17 @@ class Engine:
     ) -> Ticket:
         """Ask, and return at once. `deliver` is called on the engine's thread with every event; it must not block.
 
-        `borders` are positions of the prompt, ascending, that the session may come back to. Where a model has recurrent
+        `borders` are positions of the prompt, in order, that the session may come back to. Where a model has recurrent
         layers, its state is kept there if the prompt is read again; elsewhere they mean nothing.
 
         Raises `BadRequest`, `PromptTooLong`, `Overloaded` or `EngineClosed`; nothing will be delivered then.
         """
         prompt = self._checked(prompt_ids, params)
+        places = _places(borders, len(prompt))
         if self._loop.backlog >= self._built.settings.max_waiting:
             raise Overloaded(f"{self._loop.backlog} requests are waiting already; try again later")
         seed = params.seed if params.seed is not None else fresh_seed()
-        request = Request(prompt, params, deliver, session, tuple(borders))
+        request = Request(prompt, params, deliver, session, places)
         self._loop.submit(request, self._built.line(request, seed))
         return Ticket(lambda: self._loop.cancel(request))
 
@@ -311,10 +312,7 @@ class Engine:
 
     def _token(self, token: Any, param: str = "prompt") -> int:
         """A token id as a plain int; anything that Python can use as an index may be one, numpy's integers too."""
-        try:
-            number = -1 if isinstance(token, bool) else operator.index(token)
-        except TypeError:
-            number = -1
+        number = _whole(token)
         if not 0 <= number < self.model.vocab_size:
             most = self.model.vocab_size - 1
             raise BadRequest(f"{token!r} is not a token id of this model; they are 0 to {most}", param)
@@ -376,6 +374,22 @@ def _settings(given: Mapping[str, Any]) -> Settings:
     if unknown:
         raise BadRequest(f"there is no engine setting {unknown[0]!r}; there are {sorted(known)}", unknown[0])
     return Settings(**given)
+
+
+def _whole(value: Any) -> int:
+    """A whole number that is not negative, as a plain int; -1 is what is none."""
+    try:
+        return -1 if isinstance(value, bool) else max(-1, operator.index(value))
+    except TypeError:
+        return -1
+
+
+def _places(borders: Sequence[Any], end: int) -> tuple[int, ...]:
+    """Borders as positions of a prompt that ends there, or `BadRequest`."""
+    places = tuple(_whole(border) for border in borders)
+    if list(places) != sorted(places) or any(not 0 <= place <= end for place in places):
+        raise BadRequest(f"borders are positions of the prompt, 0 to {end}, in order; not {borders!r}", "borders")
+    return places
 
 
 def _is_batch(prompt: Any) -> bool:

@@ -2,7 +2,6 @@
 next is what a plain forward over all of its tokens says. And whoever forgets one thing that makes it so is found out.
 """
 
-import gc
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,7 +25,7 @@ from kvcellar.attention.choose import backends
 from kvcellar.cache.memory import Memory
 from kvcellar.cache.rows import Rows, Track
 from kvcellar.cache.states import States
-from kvcellar.engine.reserve import peak
+from kvcellar.engine.reserve import peak, uncollected
 from kvcellar.errors import ModelRefused, NotSupported
 from kvcellar.models import guest as guests
 from kvcellar.models import scan
@@ -419,8 +418,7 @@ def test_a_step_of_which_a_part_is_kept_takes_no_more_memory_than_reserving_it_t
 
     def taken(*, reserve: bool) -> int:
         feeds = tuple(Feed(seq, Span(0, 8), revertible=True) for seq in range(4))
-        gc.collect()
-        with peak(guest.device) as meter:
+        with uncollected(), peak(guest.device) as meter:
             plan = memory.begin(Batch(feeds), reserve=reserve)
             guest.forward(memory, plan, torch.arange(3, 35), torch.arange(32))
             if reserve:

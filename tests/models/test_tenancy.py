@@ -127,6 +127,7 @@ def test_an_engine_that_breaks_leaves_the_network_too(monkeypatch: pytest.Monkey
     assert_untouched_by(model, use)
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 def test_weights_are_not_there_twice_while_they_are_packed() -> None:
     """Those of which there are elements are somebody else's, too: an embedding's."""
     model = ARCHS["llama"].build()

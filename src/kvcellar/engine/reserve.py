@@ -100,7 +100,7 @@ def _writers(writers: int, end: int) -> list[Feed]:
 def _tried(guest: Guest, memory: Memory, feeds: Sequence[Feed]) -> int:
     """Bytes of one reserved step, of which nothing stays."""
     batch = Batch(tuple(feeds))
-    with _uncollected(), peak(guest.device) as meter:
+    with uncollected(), peak(guest.device) as meter:
         plan = memory.begin(batch, reserve=True)
         try:
             ids = torch.zeros(batch.tokens, dtype=torch.long, device=guest.device)
@@ -120,7 +120,7 @@ def _draw(logits: Tensor) -> None:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """Within the block cyclic garbage stays, so that the same step takes the same bytes whenever it is tried."""
     collects = gc.isenabled()
     gc.disable()

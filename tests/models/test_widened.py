@@ -154,7 +154,9 @@ def test_what_a_plain_layer_refuses_it_refuses(kernel: Kernel, dtype: torch.dtyp
             one(torch.ones(2, 8, dtype=dtype))
 
 
-def test_it_cannot_be_copied(kernel: Kernel) -> None:
+def test_it_can_be_neither_copied_nor_saved_loaded_or_moved(kernel: Kernel) -> None:
     linear = layer(8, 8, bias=False)
-    with pytest.raises(WrongStage, match="cannot be copied"):
-        WidenedLinear(kernel, linear.weight, None).__reduce__()
+    ours = WidenedLinear(kernel, linear.weight, None)
+    for lose in (ours.__reduce__, ours.state_dict, lambda: ours.load_state_dict(linear.state_dict()), ours.half):
+        with pytest.raises(WrongStage, match="close its engine"):
+            lose()

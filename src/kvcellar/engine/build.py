@@ -113,8 +113,8 @@ def build(model: "str | Path | PreTrainedModel | None", settings: Settings) -> B
     loaded = load(model, dtype=settings.dtype, device=settings.device)
     if loaded.path is None:
         _check_as_it_is(loaded.model, settings)
-    with ExitStack() as undo:
-        packing = _packing(loaded, settings, undo)
+    with Tenancy.visited(loaded.model) as tenancy, ExitStack() as undo:
+        packing = _packing(loaded, tenancy, settings)
         guest = adopt(loaded.model, named(settings.attention))
         undo.callback(guest.release)
         built = _wired(loaded, packing, guest, settings)
@@ -122,13 +122,12 @@ def build(model: "str | Path | PreTrainedModel | None", settings: Settings) -> B
     return built
 
 
-def _packing(loaded: Loaded, settings: Settings, undo: ExitStack) -> Packing | None:
+def _packing(loaded: Loaded, tenancy: Tenancy, settings: Settings) -> Packing | None:
     if not settings.pack or loaded.model.device.type != "cpu":
         return None
-    tenancy = Tenancy.of(loaded.model)
-    undo.callback(tenancy.leave)
-    packing = pack(loaded.model, lent=loaded.path is None)
-    tenancy.afterwards(unpack, packing)
+    with tenancy.lock:
+        packing = pack(loaded.model, lent=loaded.path is None)
+        tenancy.afterwards(unpack, packing)
     return packing
 
 

@@ -93,7 +93,9 @@ class Engine:
     """A model with its memory. Usable from several threads at once; close it, or use it as a context manager.
 
     `model` is a directory, a name in the local Hugging Face cache, a transformers model, or None for the embedded one.
-    A transformers model answers nobody else meanwhile; once its last engine is closed it is what it was before.
+    A transformers model answers nobody else meanwhile; once its last engine is closed it is what it was before, with
+    the same parameters and the same bits in them. Weights that only the model has may lie elsewhere in memory then.
+    Engines on one model may be made and closed at any time; their forwards wait for each other.
     Keyword arguments are the fields of `Settings`. Raises `ModelNotFound`, `ModelRefused`, `CapacityTooSmall`,
     `BadRequest`.
     """
@@ -102,25 +104,12 @@ class Engine:
         from kvcellar.engine.build import build  # with torch and transformers: not before there is a model to load
 
         self._built: Built = build(model, _settings(settings))
-        self._sessions = count(1)
-        guest, loaded = self._built.guest, self._built.loaded
-        self.model = ModelCard(
-            name=loaded.name,
-            path=loaded.path,
-            architecture=type(guest.model).__name__,
-            context=self._built.context,
-            vocab_size=self._built.vocab_size,
-            dtype=str(guest.dtype).removeprefix("torch."),
-            device=str(guest.device),
-            mode=guest.mode,
-            has_text=self._built.voice.has_text,
-            has_chat=self._built.voice.has_chat,
-            default_sampling=SamplingParams(**loaded.defaults) if loaded.defaults else SamplingParams(temperature=0.0),
-        )
         self._loop = self._built.loop
+        self._sessions = count(1)
         try:
+            self.model = _card(self._built)
             self._loop.start(self._built.runner)
-        except RuntimeError:  # no thread can be had
+        except BaseException:  # there will be no engine that somebody could close
             self._built.leave()
             raise
         # A thread inside torch must not outlive the interpreter: whoever forgets `close` has it done for him.
@@ -366,6 +355,23 @@ class Engine:
     def _check(self) -> None:
         self._loop.scheduler.check()
         self._loop.cellar.check(self._loop.scheduler.running)
+
+
+def _card(built: "Built") -> ModelCard:
+    guest, loaded = built.guest, built.loaded
+    return ModelCard(
+        name=loaded.name,
+        path=loaded.path,
+        architecture=type(guest.model).__name__,
+        context=built.context,
+        vocab_size=built.vocab_size,
+        dtype=str(guest.dtype).removeprefix("torch."),
+        device=str(guest.device),
+        mode=guest.mode,
+        has_text=built.voice.has_text,
+        has_chat=built.voice.has_chat,
+        default_sampling=SamplingParams(**loaded.defaults) if loaded.defaults else SamplingParams(temperature=0.0),
+    )
 
 
 def _settings(given: Mapping[str, Any]) -> Settings:

@@ -43,7 +43,7 @@ class Judge:
     def logits(self, text: tuple[int, ...]) -> Tensor:
         """[L,V] in float32. Costs nothing for the beginning of the text that was asked for before."""
         if self._text[: len(text)] != text:
-            with _own_attention(self._guest), torch.inference_mode():
+            with self._guest.lock, _own_attention(self._guest), torch.inference_mode():
                 ids = torch.tensor([text], device=self._guest.device)
                 self._logits = self._guest.model(input_ids=ids, use_cache=False).logits[0].float()
             self._text = text

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass
 from math import isfinite
+from threading import RLock
 from typing import Any, Literal
 
 import torch
@@ -68,6 +69,7 @@ class Guest:
     def __init__(
         self,
         model: PreTrainedModel,
+        tenancy: Tenancy,
         shape: Shape,
         mode: Mode,
         chosen: Mapping[str, Chosen],
@@ -77,7 +79,7 @@ class Guest:
     ) -> None:
         self.model, self.shape, self.mode, self.chosen, self.refused = model, shape, mode, dict(chosen), refused
         self._offsets = offsets
-        self._tenant = Tenant(mode, refused)
+        self._tenancy, self._tenant = tenancy, Tenant(mode, refused)
         self.verdict: Verdict | None = None
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
         self._first = first_position(model)
@@ -89,6 +91,11 @@ class Guest:
     @property
     def dtype(self) -> torch.dtype:
         return self.model.dtype
+
+    @property
+    def lock(self) -> RLock:
+        """Held by whoever runs the network or changes something about it. `forward` takes it by itself."""
+        return self._tenancy.lock
 
     @property
     def backends(self) -> dict[str, Backend]:
@@ -128,12 +135,12 @@ class Guest:
 
     def settle(self) -> None:
         """It stays. Until it is released, its network is there for guests only."""
-        Tenancy.of(self.model).enter(self._tenant)
+        self._tenancy.enter(self._tenant)
 
     def release(self) -> None:
         """Leave the network: if no other guest serves it, it is what it was before the first of them. The twins that
         `storing` made leave with it. May be called again."""
-        Tenancy.of(self.model).leave(self._tenant)
+        self._tenancy.leave(self._tenant)
 
     def seen(self, positions: Tensor) -> int | Tensor:
         """What the model is told when it asks how many tokens came before its rows at `positions` [T].
@@ -146,14 +153,15 @@ class Guest:
     def forward(self, memory: Memory, plan: Plan, ids: Tensor, want: Tensor) -> Tensor:
         """Run the open step of `memory`: ids [T] -> logits [len(want), V] of the rows in `want`."""
         positions = torch.tensor(plan.positions, dtype=torch.long, device=self.device)
-        if self.mode == "flat":
-            return self._through(
-                FlatDoor(memory, plan, self.seen(positions), self.shape.bindings), ids, positions, want
-            )
-        door = SoloDoor(memory, plan)
-        logits = self._through(door, ids, positions, want)
-        door.put()
-        return logits
+        with self.lock:  # somebody may be testing the network with its own attention
+            if self.mode == "flat":
+                return self._through(
+                    FlatDoor(memory, plan, self.seen(positions), self.shape.bindings), ids, positions, want
+                )
+            door = SoloDoor(memory, plan)
+            logits = self._through(door, ids, positions, want)
+            door.put()
+            return logits
 
     def _through(self, door: Door, ids: Tensor, positions: Tensor, want: Tensor) -> Tensor:
         with opened(door) as cache:
@@ -170,7 +178,7 @@ def adopt(model: PreTrainedModel, backends: Sequence[Backend]) -> Guest:
 
     The model is in eval mode, without gradients and with our attention, until its guest is released. One that is
     refused is as it was. One that has another guest goes on serving that, and is run as that runs it, or refused: it
-    can have only one attention. Between two forwards of the other guest, and not beside one, it may be adopted again.
+    can have only one attention. The forwards of other guests wait until it is adopted.
     """
     name = type(model).__name__
     if model.dtype not in TOLERANCE:
@@ -179,17 +187,15 @@ def adopt(model: PreTrainedModel, backends: Sequence[Backend]) -> Guest:
         raise ModelRefused(
             f"{name} cannot be served: its context of {context_of(model)} positions is too short to test"
         )
-    tenancy = Tenancy.of(model)
     register()
     refused: dict[str, str] = {}
     installed: list[nn.Module] = []  # by this adoption
-    ways = {
-        "flat": lambda: _flat(model, backends, installed, offsets=True),
-        "flat, told that nothing came before": lambda: _flat(model, backends, installed, offsets=False),
-        "solo": lambda: _solo(model, backends, refused["flat"]),
-    }
-    with quiet(), ExitStack() as undo:
-        undo.callback(tenancy.leave)
+    with Tenancy.visited(model) as tenancy, tenancy.lock, quiet(), ExitStack() as undo:
+        ways = {
+            "flat": lambda: _flat(model, tenancy, backends, installed, offsets=True),
+            "flat, told that nothing came before": lambda: _flat(model, tenancy, backends, installed, offsets=False),
+            "solo": lambda: _solo(model, tenancy, backends, refused["flat"]),
+        }
         undo.callback(set_attentions, attentions(model))
         undo.callback(uninstall, installed)
         model.eval().requires_grad_(False)
@@ -244,7 +250,9 @@ def _refusal(model: PreTrainedModel, refused: Mapping[str, str]) -> str:
     return f"{type(model).__name__} cannot be served: " + "; ".join(reasons)
 
 
-def _flat(model: PreTrainedModel, backends: Sequence[Backend], installed: list[nn.Module], *, offsets: bool) -> Guest:
+def _flat(
+    model: PreTrainedModel, tenancy: Tenancy, backends: Sequence[Backend], installed: list[nn.Module], *, offsets: bool
+) -> Guest:
     """Adds to `installed` the mixers that it lets the doors call."""
     context = context_of(model)
     near = ProbeDoor(context)
@@ -256,7 +264,7 @@ def _flat(model: PreTrainedModel, backends: Sequence[Backend], installed: list[n
         raise ModelRefused("its forward takes no positions")
     installed += install(list(near.mixers), current_door)
     shape = describe(near, dtype=str(model.dtype).removeprefix("torch."), device=model.device.type)
-    guest = Guest(model, shape, "flat", _choose(shape, backends), offsets=offsets)
+    guest = Guest(model, tenancy, shape, "flat", _choose(shape, backends), offsets=offsets)
     positions = [*range(PROBE_TOKENS - 1), context - 1]
     # A model that is told nothing about what came before must not care what it is told.
     past = guest.seen(torch.tensor(positions, device=model.device)) if offsets else context - PROBE_TOKENS
@@ -283,10 +291,10 @@ class StoreProbe(ProbeDoor):
         raise ModelRefused("a model that runs solo must use its own masks")
 
 
-def _solo(model: PreTrainedModel, backends: Sequence[Backend], why: str) -> Guest:
+def _solo(model: PreTrainedModel, tenancy: Tenancy, backends: Sequence[Backend], why: str) -> Guest:
     _own_attention(model)
     shape = stored_shape(model, indexed=True)
-    return Guest(model, shape, "solo", _choose(shape, backends), refused=why)
+    return Guest(model, tenancy, shape, "solo", _choose(shape, backends), refused=why)
 
 
 def stored_shape(model: PreTrainedModel, *, indexed: bool = False) -> Shape:

@@ -7,21 +7,19 @@ as it was. On a CPU that cannot multiply bfloat16, such weights are not packed b
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from kvcellar.errors import WrongStage
-from kvcellar.models.widened import Kernel, WidenedLinear, kernel
+from kvcellar.models.widened import Kernel, StandIn, WidenedLinear, kernel
 
 ROWS = 16  # what oneDNN is told to expect; the order that it then chooses is as good for one row and for thousands
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(StandIn):
     """Stands in for one `nn.Linear`, whose weight it owns in oneDNN's order."""
 
     def __init__(self, packed: Tensor, bias: Tensor | None, in_features: int, out_features: int) -> None:
@@ -33,9 +31,6 @@ class PackedLinear(nn.Module):
     def weight(self) -> Tensor:
         """A plain copy [out,in], made anew each time, for code that looks at weights instead of calling layers."""
         return self.packed.to_dense()
-
-    def __reduce__(self) -> NoReturn:
-        raise WrongStage("a packed layer cannot be copied: copy the network before it is served, or close its engine")
 
     def forward(self, x: Tensor) -> Tensor:
         """x [...,in] -> [...,out]."""
@@ -73,8 +68,9 @@ def pack(model: nn.Module, *, lent: bool = False, environment: Mapping[str, str]
     """Replace the linear layers of a CPU model, in place, one after the other: each plain weight goes before the next.
 
     A weight that an embedding shares stays for the embedding, beside the packed copy. Of a network that is `lent` the
-    plain layers come back: they are kept, and of their weights everything but the elements. `environment` is for the
-    compiler of the kernel that widens.
+    plain layers come back: they are kept, and of their weights everything but the elements. These are kept, too, where
+    others see them: in another parameter or buffer, or in another process. `environment` is for the compiler of the
+    kernel that widens.
     """
     if not torch.backends.mkldnn.is_available():
         return Packing(0, 0, 0, None, {"all": "this torch has no oneDNN"})
@@ -83,7 +79,7 @@ def pack(model: nn.Module, *, lent: bool = False, environment: Mapping[str, str]
     count, size, widened = 0, 0, 0
     kept: dict[str, str] = {}
     replaced: list[Replaced] = []
-    uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+    uses = Counter(_storages(model)) if lent else Counter[int]()
     with ExitStack() as undo:
         undo.callback(_put_back, replaced)
         for name in [name for name, module in model.named_modules() if name and type(module) is nn.Linear]:
@@ -98,7 +94,7 @@ def pack(model: nn.Module, *, lent: bool = False, environment: Mapping[str, str]
             parent, _, leaf = name.rpartition(".")
             if lent:
                 own = isinstance(packed, PackedLinear)  # else the very weight is used
-                empty = own and uses[id(linear.weight)] == 1 and not linear.weight.is_inference()
+                empty = own and _is_alone(linear.weight, uses)
                 replaced.append(Replaced(model.get_submodule(parent), leaf, linear, packed, empty))
                 if empty:
                     linear.weight.data = linear.weight.data.new_empty(0)
@@ -107,16 +103,42 @@ def pack(model: nn.Module, *, lent: bool = False, environment: Mapping[str, str]
     return Packing(count, size, widened, widens if isinstance(widens, str) else None, kept, tuple(replaced))
 
 
+def _storages(model: nn.Module) -> Iterator[int]:
+    """Where the elements of each parameter and buffer on the CPU are, once for each name that it has."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    for _, tensor in named:
+        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided  # others may have no storage
+        if plain and tensor.device.type == "cpu":
+            yield tensor.untyped_storage().data_ptr()
+
+
+def _is_alone(weight: Tensor, uses: Mapping[int, int]) -> bool:
+    """Whether a weight can lose its elements and get equal ones elsewhere, and nobody who can be known of notices."""
+    storage = weight.untyped_storage()
+    whole = weight.is_contiguous() and weight.nbytes == storage.nbytes()
+    return whole and uses[storage.data_ptr()] == 1 and not weight.is_shared() and not weight.is_inference()
+
+
 def unpack(packing: Packing) -> None:
-    """Put the plain layers back, with the same parameters and the same bits in them. Once."""
+    """Put the plain layers back, with the same parameters and the same bits in them. Once.
+
+    Where one cannot be had, its packed layer stays and goes on answering; the others are put back before this raises.
+    """
     _put_back(packing.replaced)
 
 
 def _put_back(replaced: Sequence[Replaced]) -> None:
+    failed: list[Exception] = []
     for one in replaced:
-        if one.empty:
-            one.plain.weight.data = one.packed.weight
-        setattr(one.parent, one.leaf, one.plain)
+        try:
+            if one.empty:
+                one.plain.weight.data = one.packed.weight
+        except (RuntimeError, MemoryError) as error:  # torch's allocators raise either
+            failed.append(error)
+        else:
+            setattr(one.parent, one.leaf, one.plain)
+    if failed:
+        raise ExceptionGroup(f"{len(failed)} of {len(replaced)} layers could not be put back", failed)
 
 
 @torch.no_grad()

@@ -4,11 +4,15 @@ A network may be somebody's own: he gave it to an engine, and goes on with it af
 attention is ours, its mixers ask the open door how they are called, it is in eval mode without gradients, and linear
 layers may be packed. The last guest to leave takes all of that back.
 
-Always true: the record of a network is with the network, from its first guest until the last has left.
+Always true:
+  * the record of a network is with the network, from before anything is changed about it until all of that is undone;
+  * whoever runs the network or changes something about it holds the record's lock, and is inside meanwhile: so nobody
+    meets a network that is half changed, and nobody gives it back beside somebody who relies on it.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from threading import RLock
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -21,51 +25,84 @@ _RECORD = "_kvcellar_tenancy"
 
 
 class Tenant:
-    """One adoption of a network. Guests that differ only in how they store K/V are one tenant."""
+    """One adoption of a network. Guests that differ only in how they store K/V are one tenant.
 
-    def __init__(self, mode: str, refused: str | None) -> None:
+    One without a mode runs nothing yet: it is inside so that nobody gives the network back.
+    """
+
+    def __init__(self, mode: str | None = None, refused: str | None = None) -> None:
         self.mode, self.refused = mode, refused  # as of its guest
 
 
 class Tenancy:
-    """Of one network. Begun by whoever is about to change something about it; `leave` ends it if nobody is there."""
+    """Of one network. Begun by a visit of whoever is about to change something; the last who leaves ends it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        self.lock = RLock()
         self._model = model
         self._tenants: WeakSet[Tenant] = WeakSet()  # one that was forgotten without leaving keeps nobody from it
         self._undo = ExitStack()
-        self._undo.callback(_set_modes, [(module, module.training) for module in model.modules()])
-        self._undo.callback(_set_gradients, [(weight, weight.requires_grad) for weight in model.parameters()])
-        self._undo.callback(set_attentions, attentions(model))
+        self._begun = False
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> "Tenancy":
-        """The one that there is, else a new one."""
-        found = vars(model).get(_RECORD)
-        if not isinstance(found, cls):
-            found = cls(model)
-            vars(model)[_RECORD] = found
-        return found
+    @contextmanager
+    def visited(cls, model: PreTrainedModel) -> Iterator["Tenancy"]:
+        """The record that there is, else a new one. Within the block somebody is inside, whoever else leaves."""
+        visitor = Tenant()
+        tenancy = cls._of(model)
+        try:
+            while not tenancy._admits(visitor):
+                tenancy = cls._of(model)
+            yield tenancy
+        finally:
+            tenancy.leave(visitor)
+
+    @classmethod
+    def _of(cls, model: PreTrainedModel) -> "Tenancy":
+        return vars(model).setdefault(_RECORD, cls(model))
+
+    def _admits(self, visitor: Tenant) -> bool:
+        """Whether he is inside; else this record ended before he came, and there is another."""
+        self._tenants.add(visitor)
+        with self.lock:
+            if vars(self._model).get(_RECORD) is not self:
+                return False
+            if not self._begun:
+                modules, weights = [*self._model.modules()], [*self._model.parameters()]
+                self._undo.callback(_set_modes, [(module, module.training) for module in modules])
+                self._undo.callback(_set_gradients, [(weight, weight.requires_grad) for weight in weights])
+                self._undo.callback(set_attentions, attentions(self._model))
+                self._begun = True
+            return True
 
     @property
     def tenant(self) -> Tenant | None:
-        """One of those who are there: all run the network in the same way."""
-        return next(iter(self._tenants), None)
+        """One of those who run the network: all do so in the same way."""
+        return next((tenant for tenant in self._tenants if tenant.mode is not None), None)
 
     def enter(self, tenant: Tenant) -> None:
+        """During a visit only: there may be nothing to enter any more otherwise."""
         self._tenants.add(tenant)
 
     def afterwards(self, undo: Callable[..., None], *args: Any) -> None:
         """What was changed for all guests to come, and how to take it back."""
         self._undo.callback(undo, *args)
 
-    def leave(self, tenant: Tenant | None = None) -> None:
-        """Go. If nobody is left, the network is what it was. May be called again."""
-        if tenant is not None:
-            self._tenants.discard(tenant)
-        if not self._tenants:
-            vars(self._model).pop(_RECORD, None)
-            self._undo.close()
+    def leave(self, tenant: Tenant) -> None:
+        """Go. If nobody is left, the network is what it was. May be called again.
+
+        Does not wait for those who are inside: one of them may be waiting for this.
+        """
+        self._tenants.discard(tenant)
+        if self._tenants:
+            return
+        with self.lock:
+            if self._tenants or vars(self._model).get(_RECORD) is not self:
+                return
+            try:
+                self._undo.close()
+            finally:
+                vars(self._model).pop(_RECORD)
 
     def __reduce__(self) -> NoReturn:
         raise WrongStage("a network cannot be copied while it is served: copy it before, or close its engine")

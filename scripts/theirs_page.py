@@ -14,6 +14,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Literal
 
+import torch
 import transformers
 
 from kvcellar.models.quiet import quiet
@@ -25,7 +26,8 @@ WAYS = ("flat", "solo", "refused")
 HEAD = """\
 # What transformers leaves unequal or unsupported
 
-*Made by `make docs`, with transformers {version}. Tests run each script, and try a sample of the types again.*
+*Made by `make docs`, with transformers {version} and torch {torch}. Tests run each script where these are
+installed, and try a sample of the types again.*
 
 A tiny random network of every causal type, in float32, with transformers alone: its forward, its caches and its
 `generate`, which is told what to go on with so that every logit can be compared. kvcellar is not in the way. Counted
@@ -221,6 +223,11 @@ REPORTS: Mapping[str, Report] = {
 }  # fmt: skip
 
 
+def torch_minor() -> str:
+    """Its version as far as the texts of its errors depend on it."""
+    return ".".join(torch.__version__.split(".")[:2])
+
+
 def script(name: str) -> str:
     """The code of a report, without what it says."""
     source = (FOLDER / f"{name}.py").read_text()
@@ -272,6 +279,7 @@ def render(rows: Sequence[Row], checks: Mapping[str, str], bound: float, texts: 
     parts = [
         HEAD.format(
             version=transformers.__version__,
+            torch=torch_minor(),
             bound=bound,
             texts=texts,
             equal=sum(not row.found for row in rows),

@@ -5,20 +5,32 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers.cache_utils import DynamicLayer
 
 from scripts import theirs
 from scripts.theirs import BOUND, CHECKS, PAGE, TEXTS, TYPES, Subject, look
-from scripts.theirs_page import FOLDER, REPORTS, Claim, Found, Row, render, script, sorted_out, words
+from scripts.theirs_page import FOLDER, REPORTS, Claim, Found, Row, render, script, sorted_out, torch_minor, words
 from tests.zoo_test_support.sweep import of_type
 
 TEXT = PAGE.read_text()
 SECTIONS = dict(re.findall(r"^### (.+?)\n(.*?)(?=^##|\Z)", TEXT, re.M | re.S))
+MADE_WITH = re.search(r"with transformers (\S+) and torch (\S+)\. Tests", TEXT).groups()
 LISTED = dict.fromkeys(found for line in re.findall(r"^- ([^:]+): ", TEXT, re.M) for found in line.split(", "))
+DRAWN = "log probabilities of what it said"
 
 
 def section(name: str) -> str:
     return SECTIONS[words(name)[0].rstrip(".")]
+
+
+def steady(printed: str) -> list[str]:
+    """Its lines without what hangs on drawn tokens: two that are almost as likely may change places on another CPU."""
+    return [
+        f"{said} {len(gaps.split())} gaps, any: {any(map(float, gaps.split()))}" if said == DRAWN else line
+        for line in printed.splitlines()
+        for said, _, gaps in [line.partition(", off by ")]
+    ]
 
 
 def test_of_a_healthy_model_there_is_nothing_to_say() -> None:
@@ -47,8 +59,10 @@ def test_a_type_that_is_tried_again_has_the_faults_that_the_page_says(model_type
 def test_a_script_prints_what_the_page_says_and_stands_there(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, prints = re.search(r"```python\n(.*?)```\n\nprints\n\n```text\n(.*?)```", section(name), re.S).groups()
     assert code == script(name), "run `make docs`"
+    if MADE_WITH != (transformers.__version__, torch_minor()):
+        pytest.skip(f"the page was made with transformers {MADE_WITH[0]} and torch {MADE_WITH[1]}")
     exec(compile(code, name, "exec"), {"__name__": "__report__"})
-    assert capsys.readouterr().out == prints
+    assert steady(capsys.readouterr().out) == steady(prints)
 
 
 def test_every_script_is_reported_and_knows_nothing_of_ours() -> None:

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import signal
 import threading
 
@@ -71,9 +72,8 @@ def test_a_model_without_a_tokenizer_is_spoken_to_in_token_ids(tmp_path, monkeyp
     ARCHS["llama"].build().save_pretrained(tmp_path)
     with Engine(tmp_path, cache_bytes=10**6, threads=1) as engine:
         own = engine.generate([5, 6, 7], max_tokens=6, temperature=0.0)
-        more = engine.generate([5, 6, 7, *own.token_ids, 8], max_tokens=6, temperature=0.0)
     words = ("--temperature", "0", "--max-tokens", "6", "--cache-bytes", "1M", "--threads", "1")
-    first, second = (" ".join(map(str, answer.token_ids)) + "\n" for answer in (own, more))
+    first = " ".join(map(str, own.token_ids)) + "\n"
     assert kvcellar("run", str(tmp_path), "5 6,7", "--ids", *words).out == first
     assert kvcellar("run", str(tmp_path), "--ids", *words, stdin=b"[5, 6, 7]\n").out == first
     said = json.loads(kvcellar("run", str(tmp_path), "5 6 7", "--ids", "--json", *words).out)
@@ -82,8 +82,9 @@ def test_a_model_without_a_tokenizer_is_spoken_to_in_token_ids(tmp_path, monkeyp
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     talk = kvcellar("run", str(tmp_path), "--ids", *words, typed="5 6 7\rfive\r8\r/bye\r")
     assert "continues what you write, in token ids" in talk.out
-    assert first in talk.out
-    assert second in talk.out
+    (begun, *_), (more, cached, prompt) = re.findall(r"^(\d[\d ]*\n).* (\d+) of (\d+) prompt tokens", talk.out, re.M)
+    assert begun == first
+    assert (len(more.split()), cached, prompt) == (6, "8", "10"), "it goes on from what was read and said"
     assert "like 12 7 99, not 'five'" in talk.err
 
     for ran in (kvcellar("run", str(tmp_path), "hello", *words), kvcellar("run", str(tmp_path), *words, typed="")):

@@ -71,10 +71,10 @@ class StandIn(nn.Module):
     def __reduce__(self) -> NoReturn:
         raise WrongStage("a served layer cannot be copied: copy the network before it is served, or close its engine")
 
-    def _save_to_state_dict(self, *_: Any) -> NoReturn:
+    def _save_to_state_dict(self, *_: Any, **__: Any) -> NoReturn:
         raise WrongStage("a served layer cannot be saved: save the network before it is served, or close its engine")
 
-    def _load_from_state_dict(self, *_: Any) -> NoReturn:
+    def _load_from_state_dict(self, *_: Any, **__: Any) -> NoReturn:
         raise WrongStage("weights cannot be loaded into a served layer: load them before, or close its engine")
 
     def _apply(self, *_: Any, **__: Any) -> NoReturn:

@@ -30,7 +30,7 @@ class Tenant:
     One without a mode runs nothing yet: it is inside so that nobody gives the network back.
     """
 
-    def __init__(self, mode: str | None = None, refused: str | None = None) -> None:
+    def __init__(self, mode: str = "", refused: str | None = None) -> None:
         self.mode, self.refused = mode, refused  # as of its guest
 
 
@@ -78,7 +78,7 @@ class Tenancy:
     @property
     def tenant(self) -> Tenant | None:
         """One of those who run the network: all do so in the same way."""
-        return next((tenant for tenant in self._tenants if tenant.mode is not None), None)
+        return next((tenant for tenant in self._tenants if tenant.mode), None)
 
     def enter(self, tenant: Tenant) -> None:
         """During a visit only: there may be nothing to enter any more otherwise."""

@@ -63,7 +63,7 @@ def test_a_row_that_nobody_set_a_target_for_says_so():
     targets = {"ragged-8": 3.0, "ragged-32": None}
     rows = [Row(name, "a step", 1.0, 2.0, target) for name, target in targets.items()]
     assert [line(row).split()[-3:] for row in rows] == [["3.0x", "a", "step"], ["none", "a", "step"]]
-    told = json.loads(as_json(rows, {}, {}, {}, {}))["results"]
+    told = json.loads(as_json(rows, {}, {}, {}, {}, {}))["results"]
     assert {name: row["target"] for name, row in told.items()} == targets
 
 

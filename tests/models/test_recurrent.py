@@ -32,6 +32,7 @@ from kvcellar.models import scan
 from kvcellar.models.guest import Guest, Verdict, adopt
 from kvcellar.models.mixers import Mixing, Turn
 from kvcellar.models.scan import SCANS, Call, selective_scan
+from kvcellar.models.tenancy import Tenancy
 from kvcellar.plan import Batch, Feed, StateSegment
 from kvcellar.spans import Span
 from tests.laws.prefixes import Made
@@ -540,7 +541,8 @@ def test_sums_have_32_bits_in_a_model_of_16(name: str) -> None:
 
 def test_a_solo_model_with_sums_keeps_all_of_a_feed_or_nothing() -> None:
     judge = animal("qwen3.5")[1]
-    told = Told(guests._solo(ARCHS["qwen3.5"].build(), backends(), "to see how it would be"), judge)
+    model = ARCHS["qwen3.5"].build()
+    told = Told(guests._solo(model, Tenancy(model), backends(), "to see how it would be"), judge)
     told.read({0: text(5, 1)})
     for accepted in (3, 0):
         told.feed({0: text(3, 2)}, judged=False, revertible=True)

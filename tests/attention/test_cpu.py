@@ -3,6 +3,7 @@
 import os
 import platform
 import shutil
+import subprocess
 from dataclasses import replace
 from functools import partial
 
@@ -23,6 +24,7 @@ from kvcellar.cache.memory import Memory
 from kvcellar.compiled import COMPILERS
 from kvcellar.contracts import Ask, Backend, Layout, Plane, Scoring, StoredAs
 from kvcellar.errors import NoBackend
+from kvcellar.models import widened
 from kvcellar.plan import Batch, Feed, GroupPlan, Run, Segment
 from kvcellar.spans import Span
 from tests.attention.texts import LAYOUTS, SHAPES, Texts, assert_scores_are_as_exact_as_float32, scorings
@@ -57,14 +59,29 @@ def test_prompts_and_single_tokens_of_unequal_sequences(dtype, shape, layout, sc
 @compiles
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="compiled for less than this CPU, which needs its options")
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("without", ["-mno-avx512bf16", "-mno-avx512f"])
-def test_cpus_that_know_less_answer_the_same(without, dtype) -> None:
+@pytest.mark.parametrize("without", ["-mno-avx512bf16", "-mno-avx512f", "-mno-avx2"])
+def test_builds_for_smaller_instruction_sets_compute_the_same(without, dtype) -> None:
     compiler = next(found for name in COMPILERS if (found := shutil.which(name)))
     backend = Cpu({**os.environ, "CXX": f"{compiler} {without}"})
     for shape in ((14, 2, 64, 64), (6, 2, 24, 8)):
         texts = Texts(Sliding(9), shape, 128, dtype=dtype, backend=backend)
         for feeds in STEPS:
             texts.step(feeds, scorings(shape[0], shape[2])["both"])
+
+
+@compiles
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the instruction sets named here are those of x86-64")
+@pytest.mark.parametrize("source", [cpu.SOURCE, widened.SOURCE], ids=lambda source: source.stem)
+@pytest.mark.parametrize("target", ["x86-64", "haswell", "skylake-avx512", "sapphirerapids"])
+def test_no_vector_is_wider_than_the_registers_of_its_instruction_set(target, source, tmp_path) -> None:
+    """GCC keeps such a vector in memory between operations, 25 times slower, and warns that its ABI depends on it."""
+    compiler = next(found for name in COMPILERS if (found := shutil.which(name)))
+    options = ("-std=c++17", "-O1", "-fPIC", f"-march={target}", "-Wpsabi")
+    command = [compiler, *options, "-c", "-o", str(tmp_path / "kernel.o"), str(source)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if "bad value" in ran.stderr or "unknown target CPU" in ran.stderr:
+        pytest.skip(f"{compiler} does not know {target}")
+    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 @compiles

@@ -25,13 +25,22 @@
 
 namespace {
 
-typedef float F __attribute__((vector_size(64)));
-typedef int32_t I __attribute__((vector_size(64)));
-typedef uint32_t U __attribute__((vector_size(64)));
-typedef uint16_t H __attribute__((vector_size(32)));
+// Bytes of a vector register. A vector type wider than the CPU's registers would be kept in memory by the compiler.
+#if WIDE
+constexpr int BYTES = 64;
+#elif defined(__AVX2__)
+constexpr int BYTES = 32;
+#else
+constexpr int BYTES = 16;
+#endif
+constexpr int64_t W = BYTES / 4;  // floats of a vector
+typedef float F __attribute__((vector_size(BYTES)));
+typedef int32_t I __attribute__((vector_size(BYTES)));
+typedef uint32_t U __attribute__((vector_size(BYTES)));
+typedef uint16_t H __attribute__((vector_size(BYTES / 2)));
 
-constexpr int64_t LANES = 16;   // keys scored at once, and floats of a vector
-constexpr int64_t BUNDLE = 32;  // keys whose values are added up before sums go back to memory
+constexpr int64_t LANES = 16;   // keys that are turned at once; a multiple of W
+constexpr int64_t BUNDLE = 32;  // keys whose values are added up before sums go back to memory; a multiple of 2 * W
 constexpr int64_t ROWS = 8;     // query rows of a block, at most: their sums stay in registers
 constexpr int64_t CHUNK = 512;  // keys of a chunk, at most; `cpu.py` makes room for what they come to
 constexpr int64_t AHEAD = 64;   // cells whose memory is asked for before they are needed
@@ -226,29 +235,31 @@ void turn(const char* const* rows, int64_t words, uint32_t* out) {
 // floats.
 template <int R, bool NARROW, Type K>
 void score(const uint32_t* turned, int64_t words, const uint32_t* q, float scale, float* scores) {
-    F sums[R] = {};
-    for (int64_t w = 0; w < words; ++w) {
-        const uint32_t* at = turned + w * 16;
+    for (int64_t part = 0; part < LANES; part += W) {
+        F sums[R] = {};
+        for (int64_t w = 0; w < words; ++w) {
+            const uint32_t* at = turned + w * LANES + part;
 #if PAIRS
-        if constexpr (NARROW) {
-            const __m512bh keys = (__m512bh)_mm512_load_si512(at);
-            for (int r = 0; r < R; ++r)
-                sums[r] = (F)_mm512_dpbf16_ps((__m512)sums[r], keys, (__m512bh)_mm512_set1_epi32(q[r * words + w]));
-            continue;
-        }
+            if constexpr (NARROW) {
+                const __m512bh keys = (__m512bh)_mm512_load_si512(at);
+                for (int r = 0; r < R; ++r)
+                    sums[r] = (F)_mm512_dpbf16_ps((__m512)sums[r], keys, (__m512bh)_mm512_set1_epi32(q[r * words + w]));
+                continue;
+            }
 #endif
-        const float* wide = reinterpret_cast<const float*>(q);
-        if constexpr (K == FLOAT32) {
-            const F keys = load(at);
-            for (int r = 0; r < R; ++r) sums[r] += keys * wide[r * words + w];
-        } else {
-            const U both = (U)load(at);
-            const F even = (F)(both << 16), odd = (F)(both & 0xffff0000u);
-            for (int r = 0; r < R; ++r)
-                sums[r] += even * wide[(r * words + w) * 2] + odd * wide[(r * words + w) * 2 + 1];
+            const float* wide = reinterpret_cast<const float*>(q);
+            if constexpr (K == FLOAT32) {
+                const F keys = load(at);
+                for (int r = 0; r < R; ++r) sums[r] += keys * wide[r * words + w];
+            } else {
+                const U both = (U)load(at);
+                const F even = (F)(both << 16), odd = (F)(both & 0xffff0000u);
+                for (int r = 0; r < R; ++r)
+                    sums[r] += even * wide[(r * words + w) * 2] + odd * wide[(r * words + w) * 2 + 1];
+            }
         }
+        for (int r = 0; r < R; ++r) store(scores + r * CHUNK + part, sums[r] * scale);
     }
-    for (int r = 0; r < R; ++r) store(scores + r * CHUNK, sums[r] * scale);
 }
 
 // The same for `count` rows.
@@ -271,9 +282,9 @@ void score_rows(int64_t count, const uint32_t* turned, int64_t words, const uint
 // Adds up R rows' weighted values of 32 cells. Weights [R,CHUNK] begin at the first of them.
 template <int R, bool NARROW, Type V>
 void add(const char* const* rows, const float* weights, const uint16_t* halves, int64_t width, float* sums) {
-    for (int64_t j = 0; j < width; j += 32) {
+    for (int64_t j = 0; j < width; j += 2 * W) {
         F a[R], b[R];
-        for (int r = 0; r < R; ++r) a[r] = load(sums + r * width + j), b[r] = load(sums + r * width + j + 16);
+        for (int r = 0; r < R; ++r) a[r] = load(sums + r * width + j), b[r] = load(sums + r * width + j + W);
 #if PAIRS
         if constexpr (NARROW) {
             for (int64_t c = 0; c < BUNDLE; c += 2) {  // two cells at a time, in the order that `column` undoes
@@ -293,14 +304,14 @@ void add(const char* const* rows, const float* weights, const uint16_t* halves, 
             for (int64_t c = 0; c < BUNDLE; ++c) {
                 F x, y;
                 if constexpr (V == FLOAT32) {
-                    x = load((const float*)rows[c] + j), y = load((const float*)rows[c] + j + 16);
+                    x = load((const float*)rows[c] + j), y = load((const float*)rows[c] + j + W);
                 } else {
-                    x = widened((const uint16_t*)rows[c] + j), y = widened((const uint16_t*)rows[c] + j + 16);
+                    x = widened((const uint16_t*)rows[c] + j), y = widened((const uint16_t*)rows[c] + j + W);
                 }
                 for (int r = 0; r < R; ++r) a[r] += x * weights[r * CHUNK + c], b[r] += y * weights[r * CHUNK + c];
             }
         }
-        for (int r = 0; r < R; ++r) store(sums + r * width + j, a[r]), store(sums + r * width + j + 16, b[r]);
+        for (int r = 0; r < R; ++r) store(sums + r * width + j, a[r]), store(sums + r * width + j + W, b[r]);
     }
 }
 
@@ -333,18 +344,18 @@ int64_t column(int64_t i) {
 template <bool NARROW>
 void weigh(float* scores, uint16_t* halves, int64_t low, int64_t high, int64_t n, float softcap, float* partial) {
     if (softcap != 0)
-        for (int64_t i = 0; i < n; i += 16) store(scores + i, capped(load(scores + i), softcap));
+        for (int64_t i = 0; i < n; i += W) store(scores + i, capped(load(scores + i), softcap));
     for (int64_t i = 0; i < std::min(low, n); ++i) scores[i] = NONE;
     for (int64_t i = std::max<int64_t>(high, 0); i < n; ++i) scores[i] = NONE;
     F most = all(NONE), sum = {};
-    for (int64_t i = 0; i < n; i += 16) {
+    for (int64_t i = 0; i < n; i += W) {
         const F x = load(scores + i);
         most = x > most ? x : most;
     }
     float top = NONE;
-    for (int i = 0; i < 16; ++i) top = std::max(top, most[i]);
+    for (int i = 0; i < W; ++i) top = std::max(top, most[i]);
     const float base = high > low && top == NONE ? 0 : top;  // all NaN, or all minus infinity
-    for (int64_t i = 0; i < n; i += 16) {
+    for (int64_t i = 0; i < n; i += W) {
         F w = high > low ? exponential(load(scores + i) - base) : F{};
 #if PAIRS
         if constexpr (NARROW) {
@@ -357,7 +368,7 @@ void weigh(float* scores, uint16_t* halves, int64_t low, int64_t high, int64_t n
         sum += w;
     }
     float total = 0;
-    for (int i = 0; i < 16; ++i) total += sum[i];
+    for (int i = 0; i < W; ++i) total += sum[i];
     partial[0] = top, partial[1] = total;
 }
 

@@ -18,6 +18,8 @@ from kvcellar.errors import (
     TemplateFailed,
 )
 from kvcellar.serve.failures import printable
+from kvcellar.serve.fields import NEUTRAL, NO_EFFECT
+from kvcellar.serve.requests import ChatBody, CompletionBody
 from tests.serve.wire import CHAT, COMPLETIONS, MODEL, chat, chunks_of, completion, error_of, lines_of
 
 JSON = {"content-type": "application/json"}
@@ -260,29 +262,38 @@ def test_what_openai_has_and_we_do_not_is_refused_by_name(http, engine, route, n
     assert not engine.seen
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("tools", value) for value in (None, [])),
-        ("response_format", {"type": "text"}),
-        ("tool_choice", "none"),
-        ("modalities", ["text"]),
-        ("service_tier", "auto"),
-        ("echo", False),
-        ("suffix", None),
-        ("user", "somebody"),
-        ("metadata", {"a": "b"}),
-        ("prompt_cache_key", "k"),
-    ],
-)
-def test_what_asks_for_nothing_is_taken(http, name, value):
-    for route, body in ((COMPLETIONS, completion()), (CHAT, chat())):
-        assert http.post(route, json=body | {name: value}).status_code == 200
+ASK_FOR_NOTHING = [(name, value) for name, values in NEUTRAL.items() for value in values]
+ASK_FOR_NOTHING += [(name, value) for name in NO_EFFECT for value in (None, "k", 7, {"a": "b"})]
 
 
-@pytest.mark.parametrize(
-    "name", ["temprature", "n_discard", "keep_alive", "cache_salt", "a\nb", "\u202e", "x" * 10_000]
-)
+@pytest.mark.parametrize(("name", "value"), ASK_FOR_NOTHING)
+def test_what_asks_for_nothing_is_accepted(http, engine, name, value):
+    for route, body, kind in ((COMPLETIONS, completion(), CompletionBody), (CHAT, chat(), ChatBody)):
+        if name not in kind.model_fields:
+            plain, with_it = (http.post(route, json=body | more) for more in ({}, {name: value}))
+            assert (plain.status_code, with_it.status_code) == (200, 200)
+            assert engine.seen.pop() == engine.seen.pop()
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_any_other_value_of_what_is_not_implemented_is_refused_by_name(http, engine, name):
+    """Also one that Python takes for equal: 0 is not False."""
+    alike = [0 if value is False else 1 for value in NEUTRAL[name] if isinstance(value, bool)]
+    for route, body, kind in ((COMPLETIONS, completion(), CompletionBody), (CHAT, chat(), ChatBody)):
+        for value in ("something", 7, ["a"], {"a": 1}, *alike):
+            if name not in kind.model_fields:
+                error = error_of(http.post(route, json=body | {name: value}))
+                assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+    assert not engine.seen
+
+
+def test_special_tokens_are_added_to_a_prompt_as_the_request_says(http, engine):
+    for value in (None, False, True):
+        assert http.post(COMPLETIONS, json=completion("a", add_special_tokens=value)).status_code == 200
+    assert [prompt for prompt, _ in engine.seen] == [(97,), (97,), (1, 97)]
+
+
+@pytest.mark.parametrize("name", ["temprature", "n_discard", "keep_alive", "n_probs", "a\nb", "\u202e", "x" * 10_000])
 def test_unknown_fields_are_refused_by_name(http, name):
     error = error_of(http.post(COMPLETIONS, json=completion() | {name: 1}))
     assert error["code"] == "unknown_parameter"

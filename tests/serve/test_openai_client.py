@@ -10,7 +10,8 @@ import pytest
 
 from kvcellar.errors import CacheFull, EngineFailed, Overloaded
 from kvcellar.serve import Server, ServeSettings, key_digest
-from kvcellar.serve.requests import NEUTRAL, NO_EFFECT, ChatBody, CompletionBody
+from kvcellar.serve.fields import NEUTRAL, NO_EFFECT
+from kvcellar.serve.requests import ChatBody, CompletionBody
 from tests.serve.fake_engine import FakeEngine, FakeModel
 from tests.serve.wire import MODEL
 
@@ -148,7 +149,7 @@ def test_logprobs(client):
     ],
 )
 def test_every_field_that_the_package_can_send_is_known(sent, body):
-    unknown = set(sent.__annotations__) - set(body.model_fields) - set(NEUTRAL) - NO_EFFECT
+    unknown = set(sent.__annotations__) - set(body.model_fields) - set(NEUTRAL) - set(NO_EFFECT)
     assert not unknown, "say for each of these whether it is taken, without effect, or refused by name"
 
 

@@ -132,6 +132,39 @@ def test_usage_of_several_prompts_is_their_sum(http):
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (5, 10, 15)
 
 
+@pytest.mark.parametrize(
+    "options", [{"continuous_usage_stats": True}, {"continuous_usage_stats": True, "include_usage": True}]
+)
+@pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
+def test_every_chunk_has_the_usage_so_far_of_its_choice_if_asked_for(http, engine, route, options):
+    asked = completion(["abc", "xyzu"], n=2) if route == COMPLETIONS else chat("", n=2)
+    prompts = [3, 3, 4, 4] if route == COMPLETIONS else [6, 6]
+    with engine.acting(cached=2):
+        *chunks, last = chunks_of(http.post(route, json=asked | {"stream": True, "stream_options": options}).text)
+    written = [0] * len(prompts)
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        prompt, said = prompts[choice["index"]], choice.get("text") or choice.get("delta", {}).get("content")
+        written[choice["index"]] += len(said or "")
+        now = written[choice["index"]]
+        assert chunk["usage"] == {"prompt_tokens": prompt, "completion_tokens": now, "total_tokens": prompt + now}
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == sum(written)
+    assert last["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_usage_of_every_chunk_without_the_usage_of_the_request_is_none(http):
+    options = {"continuous_usage_stats": True, "include_usage": False}
+    chunks = chunks_of(http.post(COMPLETIONS, json=completion(stream=True, stream_options=options)).text)
+    assert all(chunk["choices"] and "usage" not in chunk for chunk in chunks)
+
+
+def test_tokens_may_be_written_as_their_ids(http):
+    logprobs = http.post(COMPLETIONS, json=completion("ab", logprobs=1, return_tokens_as_token_ids=True)).json()
+    assert logprobs["choices"][0]["logprobs"]["tokens"] == ["token_id:97", "token_id:98"]
+    assert logprobs["choices"][0]["logprobs"]["top_logprobs"] == [{"token_id:97": -0.125}, {"token_id:98": -0.25}]
+
+
 @pytest.mark.parametrize(("prompt", "texts"), [([104, 105], ["hi"]), ([[104], [105, 33]], ["h", "i!"])])
 def test_prompts_may_be_token_ids(http, prompt, texts):
     choices = http.post(COMPLETIONS, json=completion(prompt)).json()["choices"]

@@ -25,8 +25,9 @@ NEVER = -9999.0  # OpenAI's number for a token that cannot be drawn; JSON has no
 class Spelling:
     """Token ids as text, for logprobs. A token can be a part of a character: its text then has U+FFFD in it."""
 
-    def __init__(self, engine: ServedEngine) -> None:
+    def __init__(self, engine: ServedEngine, as_ids: bool) -> None:
         self._engine = engine
+        self._as_ids = as_ids
         self._known: dict[int, str] = {}
 
     def text(self, token: int) -> str:
@@ -40,7 +41,7 @@ class Spelling:
         return None if "\ufffd" in text else list(text.encode())
 
     def _spell(self, token: int) -> str:
-        if not self._engine.model.has_text:
+        if self._as_ids:
             return f"token_id:{token}"
         # Some tokenizers drop the space before the first word of a text; the second word keeps it.
         once, twice = self._engine.decode([token]), self._engine.decode([token, token])
@@ -57,12 +58,14 @@ class Line:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)  # of each token, in characters of this choice's text
     end: Finished | None = None
+    written: int = 0  # tokens
     _said: int = 0
     _ahead: int = 0  # characters of tokens whose text has not come yet
 
     def add(self, piece: Piece, spelling: Spelling) -> None:
         self.text.append(piece.text)
         self.token_ids += piece.token_ids
+        self.written += len(piece.token_ids)
         for entry in piece.logprobs or ():
             self.logprobs.append(entry)
             self.offsets.append(self._said + self._ahead)
@@ -146,7 +149,7 @@ class Scribe:
     def __init__(self, engine: ServedEngine, job: Job, shape: Shape) -> None:
         self._job = job
         self._shape = shape
-        self._spelling = Spelling(engine)
+        self._spelling = Spelling(engine, job.tokens_as_ids)
         self._lines = [Line(index) for index in range(len(job.prompts) * job.params.n)]
         self._done: list[Done] = []
         self._head: Json = {
@@ -208,7 +211,15 @@ class Scribe:
 
     def _chunk(self, line: Line, body: Json) -> Json:
         choice = {"index": line.index, "logprobs": None, "finish_reason": None} | body
-        return self._record(self._shape.chunk_kind, [choice]) | ({"usage": None} if self._job.include_usage else {})
+        chunk = self._record(self._shape.chunk_kind, [choice])
+        if self._job.include_usage:
+            chunk["usage"] = self._usage_so_far(line) if self._job.continuous_usage else None
+        return chunk
+
+    def _usage_so_far(self, line: Line) -> Json:
+        """Of one choice, without `prompt_tokens_details`: what came from memory is known at the end."""
+        prompt = len(self._job.prompts[line.index // self._job.params.n])
+        return {"prompt_tokens": prompt, "completion_tokens": line.written, "total_tokens": prompt + line.written}
 
     def _whole(self, line: Line) -> Json:
         choice = {"index": line.index, "logprobs": None} | self._shape.whole("".join(line.text)) | self._ending(line)

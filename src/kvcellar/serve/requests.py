@@ -2,15 +2,14 @@
 
 Every field is one of these, and none is ignored in silence:
 
-* ours: part of `CompletionBody` or `ChatBody`. Strict types: `"5"` is no number, `true` is no 1. `null` is absence.
-* about the caller, not about the answer (`NO_EFFECT`): taken, and without effect.
-* OpenAI's, but not done here (`NEUTRAL`): taken with the value that asks for nothing, refused by name with any other.
+* implemented: part of `CompletionBody` or `ChatBody`. Strict types: `"5"` is no number, `true` is no 1. `null` is
+  absence.
+* without effect (`fields.NO_EFFECT`): accepted with any value, because none could change the answer.
+* not implemented (`fields.NEUTRAL`): accepted with the values that ask for nothing, refused by name with any other.
 * unknown: refused by name, as OpenAI does.
 
-Beside OpenAI's fields there are `top_k`, `min_p`, `typical_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`,
-`stop_token_ids` and `return_token_ids`, with the names that vLLM gave them, and `shift` and `num_keep` with Ollama's.
-What a request leaves out comes from the model's generation config. `model` may be left out; if it is there it must be
-the one that is served.
+docs/openai-fields.md lists all of them; a test compares it with the code. What a request leaves out comes from the
+model's generation config. `model` may be left out; if it is there it must be the one that is served.
 """
 
 from dataclasses import dataclass, replace
@@ -22,36 +21,12 @@ from kvcellar.errors import BadRequest
 from kvcellar.sample.params import MAX_LOGPROBS, SamplingParams
 from kvcellar.serve.body import parse_object, validated
 from kvcellar.serve.failures import ApiError, printable
+from kvcellar.serve.fields import NEUTRAL, NO_EFFECT
 from kvcellar.serve.protocols import ServedEngine
 
 MAX_PROMPTS = 256
 MAX_MESSAGES = 4096
 COMPLETION_TOKENS = 16  # where neither request nor model says max_tokens; OpenAI's number. A chat answer has no limit
-
-NO_EFFECT = frozenset({"metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "user"})
-
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "audio": (None,),
-    "chat_template": (None,),
-    "chat_template_kwargs": (None, {}),
-    "echo": (None, False),
-    "function_call": (None, "none", "auto"),
-    "functions": (None, []),
-    "modalities": (None, ["text"]),
-    "moderation": (None,),
-    "prediction": (None,),
-    "prompt_cache_options": (None,),
-    "prompt_cache_retention": (None, "in_memory"),
-    "reasoning_effort": (None, "none"),
-    "response_format": (None, {"type": "text"}),
-    "service_tier": (None, "auto", "default"),
-    "store": (None, False),
-    "suffix": (None, ""),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
-    "verbosity": (None, "medium"),
-    "web_search_options": (None,),
-}
 
 
 def _as_list(value: object) -> object:
@@ -68,6 +43,7 @@ class Strict(BaseModel):
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: usage in every chunk
     include_obfuscation: Literal[False] | None = None
 
 
@@ -76,6 +52,7 @@ class CommonBody(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
@@ -100,6 +77,7 @@ class CompletionBody(CommonBody):
     prompt: object
     logprobs: int | None = None
     best_of: int | None = None
+    add_special_tokens: bool | None = None
 
 
 class TextPart(Strict):
@@ -144,8 +122,10 @@ class Job:
     prompts: tuple[list[int], ...]
     params: SamplingParams
     stream: bool
-    include_usage: bool
+    include_usage: bool  # a last chunk with the usage of the whole request
+    continuous_usage: bool  # and in every other chunk the usage so far of its choice
     token_ids: bool  # show the ids beside the text
+    tokens_as_ids: bool  # in logprobs, write a token as "token_id:N"
 
 
 def read_completion(engine: ServedEngine, raw: bytes) -> Job:
@@ -158,7 +138,7 @@ def read_completion(engine: ServedEngine, raw: bytes) -> Job:
         )
     if params.max_tokens is None:
         params = replace(params, max_tokens=COMPLETION_TOKENS)
-    return _job(engine, body, params, _prompts(engine, body.prompt))
+    return _job(engine, body, params, _prompts(engine, body.prompt, body.add_special_tokens))
 
 
 def read_chat(engine: ServedEngine, raw: bytes) -> Job:
@@ -177,7 +157,7 @@ def read_chat(engine: ServedEngine, raw: bytes) -> Job:
 
 def _checked(kind: type[AnyBody], engine: ServedEngine, raw: bytes) -> AnyBody:
     fields = parse_object(raw)
-    for name in [name for name in fields if name in NEUTRAL or name in NO_EFFECT]:
+    for name in (fields.keys() & (NEUTRAL.keys() | NO_EFFECT.keys())) - kind.model_fields.keys():
         value = fields.pop(name)
         if name in NEUTRAL and not any(type(value) is type(same) and value == same for same in NEUTRAL[name]):
             raise _unsupported(name, f"{name} is not supported; leave it out")
@@ -212,9 +192,9 @@ def _token(key: str) -> int:
     return int(key)
 
 
-def _prompts(engine: ServedEngine, prompt: object) -> list[list[int]]:
+def _prompts(engine: ServedEngine, prompt: object, special: bool | None) -> list[list[int]]:
     if isinstance(prompt, str) and prompt:
-        return [engine.encode(prompt)]
+        return [engine.encode(prompt, special=special)]
     if isinstance(prompt, list) and prompt and "" not in prompt:
         if _are_ids(prompt):
             return [prompt]
@@ -222,7 +202,7 @@ def _prompts(engine: ServedEngine, prompt: object) -> list[list[int]]:
             message = f"prompt has {len(prompt)} items; {MAX_PROMPTS} prompts are taken in one request"
             raise ApiError(400, message, "prompt", "invalid_value")
         if all(isinstance(item, str) for item in prompt):
-            return [engine.encode(item) for item in prompt]
+            return [engine.encode(item, special=special) for item in prompt]
         if all(isinstance(item, list) and item and _are_ids(item) for item in prompt):
             return prompt
     message = "prompt must be a string, a list of strings, a list of token ids, or a list of such lists; none empty"
@@ -234,13 +214,26 @@ def _are_ids(items: list[object]) -> bool:
 
 
 def _job(engine: ServedEngine, body: CommonBody, params: SamplingParams, prompts: list[list[int]]) -> Job:
+    include, continuous = _usage_asked(body.stream_options)
     return Job(
         prompts=tuple(prompts),
         params=params,
         stream=bool(body.stream),
-        include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
+        include_usage=include,
+        continuous_usage=continuous,
         token_ids=bool(body.return_token_ids) or not engine.model.has_text,
+        tokens_as_ids=bool(body.return_tokens_as_token_ids) or not engine.model.has_text,
     )
+
+
+def _usage_asked(options: StreamOptions | None) -> tuple[bool, bool]:
+    """Is the usage of the request asked for, and that of every chunk? As in vLLM, the second asks for the first too,
+    unless that is declined, and then there is neither."""
+    if options is None:
+        return False, False
+    continuous = bool(options.continuous_usage_stats)
+    include = continuous if options.include_usage is None else options.include_usage
+    return include, include and continuous
 
 
 def model_not_found(name: str) -> ApiError:

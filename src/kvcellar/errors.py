@@ -1,6 +1,22 @@
 """Every error of kvcellar on one screen. Each message has the numbers and the way out."""
 
+import reprlib
 from collections.abc import Mapping
+
+_SHOWN = 200  # characters of a value in a message
+
+
+def shown(value: object) -> str:
+    """`value` as a message shows it: at most `_SHOWN` characters of its repr, of its type where it has none.
+
+    Never raises and never costs more than a few elements: what a caller got wrong may be a number of a million digits,
+    a list of a million prompts, or an object whose repr raises.
+    """
+    try:
+        text = reprlib.repr(value) if not isinstance(value, str) else repr(value[: _SHOWN + 1])
+    except Exception:  # noqa: BLE001 - code of the caller's own object, in the middle of refusing it
+        return f"a value of type {type(value).__name__}"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 class KvcellarError(Exception):

@@ -4,29 +4,14 @@ A plan is made by `Memory.begin` and is the only thing about sequences that kern
 right for as long as its step is open. Cell 0 is null: nothing is ever stored there that somebody may see.
 """
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 from kvcellar.contracts import Layout
-from kvcellar.errors import BadRequest
-from kvcellar.spans import Span
-
-
-def whole(number: object, what: str) -> int:
-    """`number` as an int: callers whom no type checker has seen bring others. Raises `BadRequest`."""
-    try:
-        return operator.index(number)  # type: ignore[arg-type]
-    except TypeError:
-        raise BadRequest(f"{what} is a whole number, not {number!r}") from None
-
-
-def check_span(span: Span) -> None:
-    """Raise `BadRequest` unless `span` is one of whole positions."""
-    whole(span.start, "a position")
-    whole(span.end, "a position")
+from kvcellar.errors import BadRequest, shown
+from kvcellar.spans import Span, whole
 
 
 class Run(NamedTuple):
@@ -73,22 +58,26 @@ class Batch:
     look_ahead: tuple[Ahead, ...] = ()
 
     def __post_init__(self) -> None:
+        if type(self.feeds) is not tuple or not self.feeds:
+            raise BadRequest(f"a batch is a tuple of one Feed or more, not {shown(self.feeds)}")
+        for feed in self.feeds:
+            if type(feed) is not Feed or type(feed.pos) is not Span:
+                raise BadRequest(f"a batch is made of Feed(seq, Span(start, end)), not of {shown(feed)}")
+            if feed.pos.start == feed.pos.end:
+                raise BadRequest("every sequence of a batch needs at least one new token")
+        if any(type(feed.seq) is not int for feed in self.feeds):
+            plain = tuple(feed._replace(seq=whole(feed.seq, "a sequence")) for feed in self.feeds)
+            object.__setattr__(self, "feeds", plain)
         if len({feed.seq for feed in self.feeds}) != len(self.feeds):
             raise BadRequest("a sequence may appear only once in a batch, with consecutive positions")
-        for feed in self.feeds:
-            pos = feed.pos
-            if type(pos.start) is not int or type(pos.end) is not int:
-                check_span(pos)
-            if pos.start == pos.end:
-                raise BadRequest("every sequence of a batch needs at least one new token")
         if self.look_ahead:
             self._check_look_ahead()
 
     def _check_look_ahead(self) -> None:
         new = {feed.seq: feed.pos for feed in self.feeds if feed.stores}
         before: dict[int, Span] = {}
-        for _, span in self.look_ahead:
-            check_span(span)
+        if any(type(span) is not Span for _, span in self.look_ahead):
+            raise BadRequest(f"what looks ahead is named by a sequence and a Span, not by {shown(self.look_ahead)}")
         for seq, span in sorted(self.look_ahead, key=lambda ahead: (ahead[0], ahead[1].start)):
             pos = new.get(seq)
             if not len(span) or pos is None or span.start < pos.start or span.end > pos.end:
@@ -103,12 +92,16 @@ class Batch:
         """From one sequence and one position per token. Each sequence's tokens must follow one another."""
         if len(seqs) != len(positions):
             raise BadRequest(f"{len(seqs)} sequences for {len(positions)} positions")
+        seqs = [whole(seq, "a sequence") for seq in seqs]
         positions = [whole(pos, "a position") for pos in positions]
+        if not seqs:
+            raise BadRequest("a batch needs at least one new token")
         cuts = [i for i in range(1, len(seqs)) if seqs[i] != seqs[i - 1]]
         feeds: list[Feed] = []
         for a, b in pairwise([0, *cuts, len(seqs)]):
-            if list(positions[a:b]) != list(range(positions[a], positions[a] + b - a)):
-                raise BadRequest(f"the positions of sequence {seqs[a]} are not consecutive: {list(positions[a:b])}")
+            if positions[a:b] != list(range(positions[a], positions[a] + b - a)):
+                given = shown(positions[a:b])
+                raise BadRequest(f"the positions of sequence {seqs[a]} are not consecutive: {given}")
             feeds.append(Feed(seqs[a], Span(positions[a], positions[a] + b - a)))
         return cls(tuple(feeds))
 

@@ -166,8 +166,20 @@ def test_padding_is_no_text_where_positions_are_counted_without_it():
             with pytest.raises(BadRequest, match=r"token 1 at \d is padding.* Leave it out") as caught:
                 ask()
             assert caught.value.param == "prompt"
-        ended = engine.generate([5, 6, 7], max_tokens=3, logit_bias={1: 100})
-        assert (ended.token_ids, ended.finish_reason) == ((), "stop")
+
+
+@pytest.mark.parametrize("ends_with", [1, 2])
+def test_padding_is_not_drawn_where_it_could_not_be_read(ends_with):
+    """An answer that ended there, as it did once, would end where the model wanted to go on."""
+    config = tiny("roberta", is_decoder=True, vocab_size=101, pad_token_id=1, eos_token_id=ends_with)
+    how = {"max_tokens": 12, "logit_bias": {1: 100}, "logprobs": 3}
+    with Engine(AutoModelForCausalLM.from_config(config).eval(), cache_bytes=10**6, context=64) as engine:
+        for more in ({"temperature": 0}, {"temperature": 1.0, "seed": 3, "n": 3}, {"min_tokens": 9}):
+            for answer in engine.generate([5, 6, 7], ignore_eos=True, **how, **more).choices:
+                assert 1 not in answer.token_ids
+                assert (len(answer.token_ids), answer.finish_reason) == (12, "length")
+        ended = engine.generate([5, 6, 7], **how)  # where it is the end of a text it is never read, and ends the answer
+        assert (len(ended.token_ids), ended.finish_reason) == ((0, "stop") if ends_with == 1 else (12, "length"))
 
 
 def test_text_needs_a_tokenizer(engine):

@@ -242,6 +242,36 @@ def test_an_answer_cannot_end_before_its_minimum() -> None:
     assert one.ends_with(token)
 
 
+@given(asks, st.integers(0, 99))
+def test_what_cannot_stand_in_a_text_is_drawn_only_where_it_ends_the_answer(fields: dict[str, Any], seed: int) -> None:
+    params = SamplingParams(**{**fields, "logit_bias": {5: 100.0, 9: 100.0}})
+    never = frozenset({5, 9, VOCAB + 3})
+    one = Choice(
+        params, seed=seed, choice=0, prompt_ids=(5, 6, 9), vocab_size=VOCAB, end_ids=frozenset({0}), never_ids=never
+    )
+    one.check()
+    logits = random_logits(1, seed=seed)
+    logits[0, [5, 9]] = 90.0
+    (token,) = ids(draw(logits, [one], [0]))
+    assert token not in never or one.ends_with(token)
+
+
+def test_where_nothing_else_is_left_the_row_gets_the_error() -> None:
+    one = Choice(
+        SamplingParams(),
+        seed=0,
+        choice=0,
+        prompt_ids=(),
+        vocab_size=VOCAB,
+        end_ids=frozenset(),
+        never_ids=frozenset({7}),
+    )
+    logits = torch.full((1, VOCAB), -math.inf)
+    logits[0, 7] = 3.0
+    (drawn,) = draw(logits, [one], [0])
+    assert "all 400 tokens are forbidden" in str(drawn.error)
+
+
 def test_ignoring_the_end_frees_it_but_not_the_stop_ids() -> None:
     one = choice(ignore_eos=True, min_tokens=1, stop_token_ids=(7,))
     assert one.end_ids == {7}

@@ -18,8 +18,8 @@ from kvcellar.cache.pool import Pool, rotated_sizes
 from kvcellar.cache.tables import InputTable, Move, Table
 from kvcellar.contracts import GROUP, Backend, Layout, Plane, Rotation
 from kvcellar.errors import BadRequest, CacheFull, CapacityTooSmall
-from kvcellar.plan import Run, whole
-from kvcellar.spans import Span
+from kvcellar.plan import Run
+from kvcellar.spans import Span, whole
 
 PIECE = 1024  # cells that are copied or turned at once: bounds the staging memory of a shift or a compaction
 COPIES = 5  # of a piece of one plane, in the type it is turned in, that turning it takes at most

@@ -27,9 +27,9 @@ from kvcellar.cache.plans import accepted_counts, check_query, group_plan, indic
 from kvcellar.cache.sequences import Sequences
 from kvcellar.cache.states import At, States
 from kvcellar.contracts import Backend, Recurrent
-from kvcellar.errors import BadRequest, CacheFull, CapacityTooSmall, NotSupported, WrongStage
-from kvcellar.plan import Batch, GroupPlan, Plan, Run, StateSegment, check_span, whole
-from kvcellar.spans import Span
+from kvcellar.errors import BadRequest, CacheFull, CapacityTooSmall, NotSupported, WrongStage, shown
+from kvcellar.plan import Batch, GroupPlan, Plan, Run, StateSegment
+from kvcellar.spans import Span, whole
 
 
 @dataclass(slots=True)
@@ -285,6 +285,7 @@ class Memory:
         """
         self._idle("fork")
         self._sequences.known(src)
+        dst = whole(dst, "a sequence")
         if src == dst:
             raise BadRequest(f"sequence {src} cannot be forked onto itself")
         kept = self.can_cut(src, upto)
@@ -305,7 +306,8 @@ class Memory:
         cells; nothing has changed then.
         """
         self._idle("remove")
-        check_span(span)
+        if type(span) is not Span:
+            raise BadRequest(f"what is removed is a Span, not {shown(span)}")
         tables, length = self._sequences.known(seq), self.length(seq)
         if not len(span) and span.end < length:
             return length
@@ -346,6 +348,7 @@ class Memory:
         changed then.
         """
         self._idle("write_input")
+        seq = whole(seq, "a sequence")
         inputs = [held for held in self._held if held.group.of_input]
         n = whole(n, "the length of an input")
         check_planes(inputs, n, planes)
@@ -360,13 +363,14 @@ class Memory:
         So the encoder need not even run. Raises `BadRequest` if `seq` has an input, or if that one is not `n` long.
         """
         self._idle("share_input")
+        seq = whole(seq, "a sequence")
         if length := self.input_length(seq):
             raise BadRequest(f"sequence {seq} has an input of {length} positions, and can have no other")
         source = self._sequences.digests.holder(digest) if digest is not None else None
         if source is None:
             return False
         if n not in (None, length := self.input_length(source)):
-            raise BadRequest(f"the input of digest {digest!r} has {length} positions, not {n}")
+            raise BadRequest(f"the input of digest {shown(digest)} has {length} positions, not {n}")
         self._sequences.share_input(seq, digest, source)
         return True
 
@@ -416,7 +420,9 @@ class Memory:
         held = next((held for held in self._held if held.group.name == group), None)
         if held is None or whole(cells, "a capacity in cells") < 1:
             names = ", ".join(held.group.name for held in self._held)
-            raise BadRequest(f"{group!r} cannot have {cells} cells; the groups are {names}, and one cell is the least")
+            raise BadRequest(
+                f"{shown(group)} cannot have {shown(cells)} cells; the groups are {names}, and one cell is the least"
+            )
         if cells != held.cells.capacity:
             grown = len(held.group.layers) * (held.pool.layer_bytes(cells) - held.pool.layer_bytes(held.cells.capacity))
             others = max((h.staging for h in self._held if h is not held), default=0)

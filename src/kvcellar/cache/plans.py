@@ -8,9 +8,9 @@ from torch import Tensor
 from kvcellar.cache.layouts.encoder import Input
 from kvcellar.cache.tables import Table
 from kvcellar.contracts import Layout
-from kvcellar.errors import BadRequest, CapacityTooSmall
-from kvcellar.plan import Batch, Feed, GroupPlan, Run, Segment, whole
-from kvcellar.spans import Span
+from kvcellar.errors import BadRequest, CapacityTooSmall, shown
+from kvcellar.plan import Batch, Feed, GroupPlan, Run, Segment
+from kvcellar.spans import Span, whole
 
 SCATTERED = 8  # runs of a history in the worst case: nothing is one slice, and nothing takes long to write down
 
@@ -66,8 +66,10 @@ def check_query(name: str, layout: Layout, feed: Feed, table: Table) -> None:
 
 def accepted_counts(batch: Batch, accepted: Mapping[int, int]) -> list[int]:
     """How many rows of each feed are kept, where `accepted` says so for some sequences. Raises `BadRequest`."""
+    if not isinstance(accepted, Mapping):
+        raise BadRequest(f"what is accepted is numbers of new tokens by sequence, not {shown(accepted)}")
     if strangers := accepted.keys() - {feed.seq for feed in batch.feeds if feed.stores}:
-        raise BadRequest(f"sequences {sorted(strangers)} store nothing in this step; nothing can be accepted")
+        raise BadRequest(f"sequences {shown(list(strangers))} store nothing in this step; nothing can be accepted")
     counts = [whole(accepted.get(feed.seq, len(feed.pos)), "a number of new tokens") for feed in batch.feeds]
     for feed, count in zip(batch.feeds, counts, strict=True):
         if not 0 <= count <= len(feed.pos):

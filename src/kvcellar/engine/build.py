@@ -57,7 +57,8 @@ class Built:
             choice=0,
             prompt_ids=request.prompt,
             vocab_size=self.vocab_size,
-            end_ids=self.loaded.end_ids if self.padding is None else self.loaded.end_ids | {self.padding},
+            end_ids=self.loaded.end_ids,
+            never_ids=frozenset() if self.padding is None else frozenset({self.padding}),
         )
         return self._line(request, sampler, request.prompt)
 

@@ -4,7 +4,8 @@ Always true:
   * `produced` counts every accepted token;
   * `seen_ids` names each token of the prompt (if the repetition penalty is on) and of the answer (if any penalty is on)
     once, in order of first appearance, and `seen_counts` says how often the answer holds it;
-  * no id in `seen_ids`, `bias_ids` or `end_ids` lies outside the vocabulary.
+  * no id in `seen_ids`, `bias_ids`, `end_ids` or `never_ids` lies outside the vocabulary;
+  * no id in `never_ids` ends the answer: a token that ends it does not become part of its text.
 """
 
 from array import array
@@ -29,8 +30,10 @@ class Choice:
         prompt_ids: Iterable[int],
         vocab_size: int,
         end_ids: frozenset[int],
+        never_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """`end_ids` are the model's own; the request's stop ids are added, and `ignore_eos` leaves the model's out."""
+        """`end_ids` are the model's own; the request's stop ids are added, and `ignore_eos` leaves the model's out.
+        `never_ids` cannot stand in a text of this model (padding), so they are not drawn, whatever the request says."""
         self.params = params
         self.seed, self.choice, self.vocab_size = seed, choice, vocab_size
         self.produced = 0
@@ -38,6 +41,7 @@ class Choice:
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else end_ids)
         self.end_ids = frozenset(token for token in ends if token < vocab_size)
         self.end_array = array("q", sorted(self.end_ids))
+        self.never_ids = array("q", sorted(token for token in never_ids - self.end_ids if token < vocab_size))
         self.bias_ids = array("q", (token for token in params.logit_bias if token < vocab_size))
         self.bias_values = array("d", (params.logit_bias[token] for token in self.bias_ids))
         self.penalised = bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
@@ -84,5 +88,6 @@ class Choice:
         assert all(self._place[token] == index for index, token in enumerate(self.seen_ids))
         assert all(count >= 0 for count in self.seen_counts)
         assert sum(self.seen_counts) <= self.produced
-        for ids in (self.seen_ids, self.bias_ids, self.end_array):
+        assert self.end_ids.isdisjoint(self.never_ids)
+        for ids in (self.seen_ids, self.bias_ids, self.end_array, self.never_ids):
             assert all(0 <= token < self.vocab_size for token in ids)

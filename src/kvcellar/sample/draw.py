@@ -1,6 +1,6 @@
 """draw: one token for every row of a step, at once, on the device of the logits.
 
-Order: logit bias, repetition / frequency / presence penalties, ends that may not come yet, temperature, top-k,
+Order: logit bias, repetition / frequency / presence penalties, tokens that may not come (yet), temperature, top-k,
 typical-p, top-p, min-p, draw. A stage that no row asks for does not run; a batch of greedy rows is one `max`.
 
 Always true of what comes out:

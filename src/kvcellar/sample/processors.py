@@ -2,7 +2,7 @@
 
 Two kinds, in the order in which `draw` applies them:
 
-  edits    on the model's scores, float32: logit bias, penalties, tokens that may not come yet
+  edits    on the model's scores, float32: logit bias, penalties, tokens that may not come yet, or never
   filters  on weights: top-k, typical-p, top-p, min-p
 
 A weight is exp((score - best) / temperature) as a whole number of 2**-40. Sums of whole numbers do not depend on the
@@ -39,11 +39,12 @@ SHORTLISTS = (256, 4096)  # most nuclei are this small, and sorting everything c
 
 
 def edit(raw: Tensor, choices: Sequence[Choice]) -> Tensor:
-    """`raw` [R,V] with bias, penalties and forbidden ends applied, float32; `raw` itself if nobody asks for any."""
+    """`raw` [R,V] with bias, penalties and forbidden tokens applied, float32; `raw` itself if no row needs any."""
     biased = [row for row, c in enumerate(choices) if c.bias_ids]
     penalised = [row for row, c in enumerate(choices) if c.seen_ids]
     unending = [row for row, c in enumerate(choices) if c.must_go_on and c.end_array]
-    if not (biased or penalised or unending):
+    masked = [row for row, c in enumerate(choices) if c.never_ids]
+    if not (biased or penalised or unending or masked):
         return raw
     scores = raw.to(torch.float32, copy=True)
     if biased:
@@ -53,6 +54,8 @@ def edit(raw: Tensor, choices: Sequence[Choice]) -> Tensor:
         _penalise(scores, penalised, [choices[row] for row in penalised])
     if unending:
         scores[_places(unending, [choices[row].end_array for row in unending], scores.device)] = -torch.inf
+    if masked:
+        scores[_places(masked, [choices[row].never_ids for row in masked], scores.device)] = -torch.inf
     return scores
 
 

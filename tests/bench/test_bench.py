@@ -10,7 +10,8 @@ from kvcellar.attention.choose import backends
 from kvcellar.bench.network import RECURRENT, TINY, write
 from kvcellar.bench.profile import PARTS
 from kvcellar.bench.report import as_json, line
-from kvcellar.bench.run import BOOKKEEPING, NAMES, REVERTIBLE, TURNS, run, run_profile
+from kvcellar.bench.run import BOOKKEEPING, NAMES, REVERTIBLE, START, TURNS, run, run_profile
+from kvcellar.bench.start import Start, lines
 from kvcellar.bench.workloads import Row
 from kvcellar.errors import BadRequest
 from kvcellar.models import theirs
@@ -41,7 +42,7 @@ def measured(capsys: pytest.CaptureFixture[str], **how: Any) -> tuple[list[str],
     return table, json.loads(last)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in (BOOKKEEPING, TURNS, REVERTIBLE)])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in (BOOKKEEPING, TURNS, REVERTIBLE, START)])
 def test_workload_has_a_line_and_its_numbers(name: str, capsys: pytest.CaptureFixture[str]):
     table, last = measured(capsys, only=name)
     assert set(last) == ABOUT
@@ -100,6 +101,22 @@ def test_a_fork_takes_no_state_and_its_first_token_one_row_of_each_recurrent_lay
         assert fork["row"] > 0
         assert (fork["at_once"], fork["first_write"]) == (0, fork["row"])
     assert [line.split()[0] for line in table[-len(RECURRENT) :]] == ["fork"] * len(RECURRENT)
+
+
+def test_a_start_is_told_in_the_two_imports_and_the_rest():
+    found = {"first": Start(0.1, 2.0, 4.0, 8.0), "second": Start(0.1, 2.5, 4.5, 0.75)}
+    _, first, second, wanted = lines(found)
+    assert first.split() == ["first", "start", "2.00", "s", "4.00", "s", "8.00", "s"]
+    assert second.split() == ["second", "start", "2.50", "s", "4.50", "s", "0.75", "s"]
+    assert wanted.split()[:2] == ["1.00", "s"]
+
+
+@pytest.mark.slow
+def test_starts_are_measured_in_processes_of_their_own(capsys: pytest.CaptureFixture[str]):
+    table, last = measured(capsys, only=START)
+    assert [line.split()[0] for line in table[1:3]] == ["first", "second"] == list(last["start"])
+    for start in last["start"].values():
+        assert all(took > 0 for part, took in start.items() if part != "python")
 
 
 def test_profile_parts_a_step_without_remainder(capsys: pytest.CaptureFixture[str]):

@@ -4,11 +4,12 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from kvcellar.bench import report
+from kvcellar.bench import report, start
 from kvcellar.bench.bookkeeping import bookkeeping
 from kvcellar.bench.conversation import QUICK, Script, conversation
 from kvcellar.bench.network import SMALL, TINY, Size, write
@@ -21,17 +22,21 @@ from kvcellar.models.load import load
 
 CACHE_BYTES = 1 << 30
 BOOKKEEPING = "bookkeeping"
-TURNS, REVERTIBLE = "turns", "revertible"
-NAMES = (*(workload.name for workload in workloads()), BOOKKEEPING, TURNS, REVERTIBLE)
+TURNS, REVERTIBLE, START = "turns", "revertible", "start"
+NAMES = (*(workload.name for workload in workloads()), BOOKKEEPING, TURNS, REVERTIBLE, START)
 
 
 def run(*, quick: bool = False, only: str | None = None, threads: int = 1) -> None:
     """Print a line for each workload as soon as it is measured, and one line of JSON last.
 
-    `quick` runs everything small, to see that it works: its numbers mean nothing. `only` names one of `NAMES`.
+    `quick` runs everything small, to see that it works: its numbers mean nothing. `only` names one of `NAMES`; starts
+    are measured only if they are named, because each takes a process of its own.
     """
     if only not in (None, *NAMES):
         raise BadRequest(f"there is no workload {only!r}; there are {', '.join(NAMES)}", "only")
+    if only == START:
+        run_starts(quick=quick)
+        return
     torch.set_num_threads(threads)
     size, scale = _extent(quick)
     rows: list[Row] = []
@@ -62,6 +67,16 @@ def run(*, quick: bool = False, only: str | None = None, threads: int = 1) -> No
         print(line, flush=True)
     about = report.about(parameters=parameters, threads=threads, quick=quick)
     print(report.as_json(rows, kept, found, costs, forks, about), flush=True)
+
+
+def run_starts(*, quick: bool = False) -> None:
+    """Print what starting costs, as a table and as one line of JSON. Threads are as in the environment."""
+    found = start.starts(warm=1 if quick else start.WARM)
+    for line in start.lines(found):
+        print(line, flush=True)
+    about = report.about(parameters=0, threads=torch.get_num_threads(), quick=quick)
+    about = {name: about[name] for name in about if name not in ("parameters", "dtype")}
+    print(json.dumps({**about, "start": {name: asdict(one) for name, one in found.items()}}), flush=True)
 
 
 def run_profile(name: str, *, quick: bool = False, threads: int = 1) -> None:

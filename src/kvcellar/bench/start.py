@@ -1,0 +1,92 @@
+"""start: CPU seconds from a fresh process to the first token of the embedded model, in three parts.
+
+Each start is a process of its own, which runs this file: importing torch, then importing the module of the model's
+network from transformers with all that this imports, then everything else up to the first token, by the command that
+`make run` runs. CPU seconds are user and system time of the process and of the compilers that it starts, so other
+processes on the machine matter less than they do to wall time.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from compileall import compile_dir
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import kvcellar
+from kvcellar.errors import KvcellarError
+
+PROMPT = "def read_lines(path):"
+WARM = 3  # starts with a cache; the table has their medians
+WANTED = 1.0  # seconds of `ours`, from the second start on
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """CPU seconds of one start. `ours` is all that is neither of the two imports, nor the interpreter itself."""
+
+    python: float
+    torch: float
+    transformers: float
+    ours: float
+
+
+def starts(*, warm: int = WARM) -> dict[str, Start]:
+    """The first start of a user, with an empty cache directory, and the medians of the next `warm`."""
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "XDG_CACHE_HOME": cache}
+        if not compile_dir(Path(kvcellar.__file__).parent, quiet=1):  # as pip does when it installs
+            raise KvcellarError("kvcellar's modules cannot be compiled, so each start would compile them again")
+        first = _started(environment)
+        others = [_started(environment) for _ in range(warm)]
+    parts = {part: median(asdict(one)[part] for one in others) for part in asdict(first)}
+    return {"first": first, "second": Start(**parts)}
+
+
+def lines(found: Mapping[str, Start]) -> list[str]:
+    """The table."""
+    head = f"{'':13} {'torch':>10} {'transformers':>13} {'ours':>9}   CPU seconds to the first token"
+    rows = [
+        f"{name + ' start':13} {one.torch:8.2f} s {one.transformers:11.2f} s {one.ours:7.2f} s"
+        for name, one in found.items()
+    ]
+    return [head, *rows, f"{'':13} {'':10} {'':13} {WANTED:7.2f} s   wanted at most, from the second start on"]
+
+
+def _started(environment: Mapping[str, str]) -> Start:
+    command = [sys.executable, "-m", "kvcellar.bench.start"]
+    ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, check=True)
+    return Start(**json.loads(ran.stdout.splitlines()[-1]))
+
+
+def _start() -> dict[str, Any]:
+    """Do it, in this process."""
+    from kvcellar.models import embedded
+
+    kind = json.loads((embedded.path() / "config.json").read_text())["model_type"]
+    marks = [0.0, _cpu_seconds()]
+    import_module("torch")
+    marks.append(_cpu_seconds())
+    import_module(f"transformers.models.{kind}.modeling_{kind}")
+    marks.append(_cpu_seconds())
+    import_module("kvcellar.cli.main").cli.main(["run", "embedded", "--max-tokens", "1", PROMPT], standalone_mode=False)
+    marks.append(_cpu_seconds())
+    took = [after - before for before, after in pairwise(marks)]
+    return asdict(Start(*(round(seconds, 2) for seconds in took)))
+
+
+def _cpu_seconds() -> float:
+    """Of this process, and of its children that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+if __name__ == "__main__":
+    print(json.dumps(_start()))

@@ -1,13 +1,22 @@
 """compiled: a C++ source of ours, made into a library by the user's own compiler, once, and kept in the user's cache.
 
-Nothing is compiled before somebody asks, and nothing is ever installed. A library is kept under a digest of its source,
-of how it was compiled and of what the compiler says of itself and of this CPU: another of any of them is another file.
+Nothing is compiled before a caller needs it, and nothing is ever installed. The file of a library is named
+`SOURCE-INPUTS-CONTENT.so`: INPUTS is a digest of its source, of the options, and of what the compiler reports about
+itself and this CPU; CONTENT is the digest of the library's own bytes.
 
-`$XDG_CACHE_HOME/kvcellar` or `~/.cache/kvcellar` holds them; `$CXX` names the compiler.
+Always true:
+  * a library is loaded only after its bytes were found to have the digest that its name says: a file that a crash, a
+    full disk or a bad disk has damaged is deleted and compiled again, and never runs;
+  * a file gets its name only when all of its bytes are on the disk, so that a power cut leaves it whole or absent, and
+    processes that compile the same source at the same time do not disturb each other.
+
+`kvcellar.places` says which directory holds them; `$CXX` names the compiler.
 """
 
 import ctypes
+import errno
 import hashlib
+import logging
 import os
 import shlex
 import shutil
@@ -17,11 +26,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvcellar.errors import KvcellarError
+from kvcellar.places import NoPlace, cache
+
+log = logging.getLogger("kvcellar.compiled")
 
 COMPILERS = ("c++", "g++", "clang++")  # tried in this order, if $CXX names none
 OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
 PATIENCE = 300.0  # seconds that a compiler may take
 MODE = 0o700  # of the directory: what lies in it is run
+FULL = ("No space left on device", "Disk quota exceeded")  # what compilers and linkers print of a full disk
 
 
 class NotCompiled(KvcellarError):
@@ -29,21 +42,25 @@ class NotCompiled(KvcellarError):
 
 
 def library(source: Path, environment: Mapping[str, str]) -> ctypes.CDLL:
-    """The library that `source` makes here, compiled unless that was done before. Raises `NotCompiled`."""
+    """The library that `source` makes here, compiled unless an intact one is in the cache. Raises `NotCompiled`."""
     if os.name != "posix":
         raise NotCompiled("it is only compiled on POSIX systems")
     compiler = _compiler(environment)
     text = source.read_bytes()
-    about = _run([*compiler, *OPTIONS, "-dM", "-E", "-x", "c++", os.devnull])
+    about = _run([*compiler, *OPTIONS, "-dM", "-E", "-x", "c++", os.devnull], environment)
     made_of = (text, about, shlex.join([*compiler, *OPTIONS]).encode())
-    digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in made_of)).hexdigest()[:32]
-    path = _directory(environment) / f"{source.stem}-{digest}.so"
-    if not path.is_file():
-        _compile(compiler, source, path)
+    stem = f"{source.stem}-{_digest(b''.join(hashlib.sha256(part).digest() for part in made_of))}"
+    directory = _directory(environment)
+    path = _intact(directory, stem) or _compile(compiler, source, directory, stem, environment)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise NotCompiled(f"{path} cannot be loaded ({error}); delete it, and it is made again") from error
+        message = f"{path} is intact but cannot be loaded ({error}); name another directory in $XDG_CACHE_HOME"
+        raise NotCompiled(message) from error
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
 
 
 def _compiler(environment: Mapping[str, str]) -> list[str]:
@@ -59,37 +76,77 @@ def _compiler(environment: Mapping[str, str]) -> list[str]:
 
 
 def _directory(environment: Mapping[str, str]) -> Path:
-    """Where libraries are kept: ours alone, as whoever can write there can make us run anything."""
-    named = environment.get("XDG_CACHE_HOME", "")
-    base = Path(named) if os.path.isabs(named) else Path(environment.get("HOME", "/nonexistent")) / ".cache"
-    directory = base / "kvcellar"
+    """Where libraries are kept: ours alone, because what can be written there can make this process run anything."""
     try:
+        directory = cache(environment)
         directory.mkdir(MODE, parents=True, exist_ok=True)
         about = directory.stat()
+    except NoPlace as error:
+        raise NotCompiled(f"its library has no place: {error}") from error
     except OSError as error:
-        raise NotCompiled(f"its library has no place in {directory}: {error.strerror}; set $XDG_CACHE_HOME") from error
+        raise NotCompiled(
+            f"its library has no place in {error.filename}: {error.strerror}; set $XDG_CACHE_HOME"
+        ) from error
     if about.st_uid != os.geteuid() or about.st_mode & 0o022:
         raise NotCompiled(f"others can write into {directory}; take that away from them, or set $XDG_CACHE_HOME")
     return directory
 
 
-def _compile(compiler: Sequence[str], source: Path, path: Path) -> None:
-    """Make `path`, or raise. Nobody ever sees half of it."""
+def _intact(directory: Path, stem: str) -> Path | None:
+    """The library of that stem whose bytes have the digest in its name. Damaged ones are deleted, if possible."""
+    for path in sorted(directory.glob(f"{stem}-*.so")):
+        try:
+            damage = None if path.name == f"{stem}-{_digest(path.read_bytes())}.so" else "its content was changed"
+        except OSError as error:
+            damage = error.strerror
+        if damage is None:
+            return path
+        log.warning("%s is damaged (%s); it is compiled again", path, damage)
+        try:
+            path.unlink()
+        except OSError as error:
+            log.warning("%s cannot be deleted: %s", path, error.strerror)
+    return None
+
+
+def _compile(compiler: Sequence[str], source: Path, directory: Path, stem: str, environment: Mapping[str, str]) -> Path:
+    """Compile in a directory inside it, make the bytes durable, then name the file. Raises `NotCompiled`."""
     try:
-        with tempfile.TemporaryDirectory(dir=path.parent) as directory:
-            made = Path(directory) / path.name
-            _run([*compiler, *OPTIONS, "-o", str(made), str(source)])
+        with tempfile.TemporaryDirectory(dir=directory) as scratch:
+            made = Path(scratch) / "made.so"
+            # The compiler's own files go there too: then there is one disk that can be full.
+            _run([*compiler, *OPTIONS, "-o", str(made), str(source)], {**environment, "TMPDIR": scratch})
+            with made.open("rb") as file:
+                path = directory / f"{stem}-{_digest(file.read())}.so"
+                os.fsync(file.fileno())
             made.replace(path)
+            _sync(directory)
     except OSError as error:
-        raise NotCompiled(f"its library cannot be kept in {path.parent}: {error.strerror}") from error
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        reason = "no space left on its disk" if full else error.strerror
+        raise NotCompiled(f"its library cannot be kept in {directory}: {reason}") from error
+    log.debug("compiled %s into %s", source, path)
+    return path
 
 
-def _run(command: Sequence[str]) -> bytes:
-    """What a compiler prints."""
+def _sync(directory: Path) -> None:
+    """Make the names in a directory durable."""
+    opened = os.open(directory, os.O_RDONLY)
     try:
-        return subprocess.run(command, capture_output=True, check=True, timeout=PATIENCE).stdout
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str]) -> bytes:
+    """What a compiler prints, with its messages in English."""
+    environment = {**environment, "LC_ALL": "C"}
+    try:
+        return subprocess.run(command, capture_output=True, check=True, timeout=PATIENCE, env=environment).stdout
     except subprocess.CalledProcessError as error:
         lines = error.stderr.decode(errors="replace").splitlines()
+        if any(words in line for line in lines for words in FULL):
+            raise NotCompiled(f"{command[0]} cannot compile it: no space left on the disk that it writes to") from error
         said = next((line for line in lines if "error" in line), lines[0] if lines else f"status {error.returncode}")
         raise NotCompiled(f"{command[0]} cannot compile it: {said.strip()}") from error
     except (OSError, subprocess.TimeoutExpired) as error:

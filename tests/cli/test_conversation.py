@@ -1,6 +1,8 @@
 """`kvcellar run` at a terminal: a conversation, with what each answer cost, commands, and Ctrl-C."""
 
+import errno
 import logging
+import os
 import re
 import stat
 
@@ -121,8 +123,20 @@ def test_a_home_that_cannot_be_written_to_costs_the_history_alone(tmp_path, monk
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     ran = kvcellar(*WORDS, typed="import os\r/bye\r")
     assert ran.code == 0
-    assert "not remembered for the next time" in ran.err
+    assert "not kept for the next conversation" in ran.err
     assert re.search(COST, ran.out)
+
+
+def test_a_disk_that_fills_up_costs_the_history_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr("prompt_toolkit.history.FileHistory.store_string", no_space)
+    ran = kvcellar(*WORDS, typed="import os\rimport re\r/bye\r")
+    assert ran.code == 0
+    assert ran.err.count("kvcellar/history any more: No space left on device") == 1
+
+
+def no_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.parametrize(("name", "attends"), [("llama", "cpu|sdpa"), ("bloom", "the model itself")])

@@ -342,7 +342,7 @@ def test_output_that_cannot_be_written_is_an_error_in_one_line():
     ran = kvcellar("run", "embedded", "import os", "--max-tokens", "3", *GREEDY, stdout=Full())
     assert ran.code == 1
     (line,) = ran.err.splitlines()
-    assert line.startswith("kvcellar: ")
+    assert line.startswith("kvcellar: no space left on the disk of the file that the output goes to")
     assert "No space left on device" in line
 
 

@@ -1,8 +1,12 @@
-"""A library is made once, from what it is made of, and nobody but its owner can put something else in its place."""
+"""A library is compiled once per input, is loaded only when it is intact, and only its owner can replace it."""
 
+import errno
+import hashlib
 import os
 import shutil
 import stat
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -67,16 +71,126 @@ def test_what_does_not_compile_is_said_and_leaves_nothing(source, place) -> None
     assert kept(place) == []
 
 
+def truncated(content: bytes, to: float) -> bytes:
+    return content[: int(len(content) * to)]
+
+
+def flipped(content: bytes, at: float) -> bytes:
+    place = int((len(content) - 1) * at)
+    return content[:place] + bytes([content[place] ^ 0x10]) + content[place + 1 :]
+
+
+def zeroed(content: bytes, start: float) -> bytes:
+    """Of the right length, with zeros where the pages never reached the disk."""
+    kept = int(len(content) * start)
+    return content[:kept] + bytes(len(content) - kept)
+
+
+DAMAGES = {
+    **{f"cut at {to:.0%}": (truncated, to) for to in (0.0, 0.01, 0.3, 0.7, 0.999)},
+    **{f"a bit flipped at {at:.0%}": (flipped, at) for at in (0.0, 0.02, 0.4, 0.9, 1.0)},
+    **{f"zeros from {start:.0%} on": (zeroed, start) for start in (0.0, 0.25, 0.75)},
+}
+
+
 @compiles
-def test_a_damaged_library_is_named(source, place, tmp_path) -> None:
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_library_is_never_loaded_and_is_compiled_again(source, place, monkeypatch, caplog, damage) -> None:
     library(source, place)
     (made,) = kept(place)
-    place["XDG_CACHE_HOME"] = str(tmp_path / "other")
-    damaged = tmp_path / "other" / "kvcellar" / made.name
-    damaged.parent.mkdir(parents=True)
-    damaged.write_bytes(b"\x7fELF and no more")
-    with pytest.raises(NotCompiled, match=rf"{damaged} cannot be loaded .* delete it"):
+    whole, (damaged, where) = made.read_bytes(), damage
+    made.unlink()  # the library is mapped into this process: its file must not be changed under it
+    made.write_bytes(damaged(whole, where))
+    loaded = []
+    monkeypatch.setattr("ctypes.CDLL", lambda path: loaded.append(Path(path).read_bytes()))
+    library(source, place)
+    (again,) = kept(place)
+    assert loaded == [again.read_bytes()]
+    assert again.stem.endswith(hashlib.sha256(loaded[0]).hexdigest()[:32])
+    assert f"{made} is damaged" in caplog.text
+
+
+@compiles
+def test_the_name_of_a_library_has_the_digest_of_its_content(source, place) -> None:
+    library(source, place)
+    (made,) = kept(place)
+    assert made.stem.rpartition("-")[2] == hashlib.sha256(made.read_bytes()).hexdigest()[:32]
+
+
+@compiles
+def test_something_else_under_the_name_of_a_library_is_replaced_or_left(source, place, caplog) -> None:
+    library(source, place)
+    (made,) = kept(place)
+    made.unlink()
+    made.mkdir()
+    with pytest.raises(NotCompiled, match="its library cannot be kept in"):
         library(source, place)
+    assert f"{made} cannot be deleted" in caplog.text
+
+
+@compiles
+def test_a_library_is_on_the_disk_before_it_has_its_name_and_its_name_before_it_is_loaded(
+    source, place, monkeypatch
+) -> None:
+    happened = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, name=name, real=real, **k: (happened.append(name), real(*a, **k))[1])
+    monkeypatch.setattr("ctypes.CDLL", lambda path: happened.append("load"))
+    library(source, place)
+    assert happened == ["fsync", "replace", "fsync", "load"]
+
+
+@compiles
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_full_disk_is_named_and_leaves_nothing(source, place, monkeypatch, call) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, full)
+        with pytest.raises(NotCompiled, match=r"cannot be kept in .*kvcellar: no space left on its disk"):
+            library(source, place)
+        assert kept(place) == []
+    assert library(source, place).answer() == 42
+
+
+def test_a_compiler_without_space_is_said_to_have_none(source, place, tmp_path) -> None:
+    said = "ld: final link failed: No space left on device\\ncollect2: error: ld returned 1 exit status"
+    asked = 'case "$*" in *-dM*) exit 0;; esac'
+    place["CXX"] = script(tmp_path / "full", f"{asked}; printf '{said}' >&2; exit 1")
+    with pytest.raises(NotCompiled, match="full cannot compile it: no space left on the disk"):
+        library(source, place)
+
+
+@compiles
+def test_a_directory_that_is_read_only_serves_what_it_has(source, place, monkeypatch) -> None:
+    library(source, place)
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("tempfile.mkdtemp", refused)  # a superuser can write into any directory by its mode
+    assert library(source, place).answer() == 42
+    source.write_text(ANSWER.replace("42", "43"))
+    with pytest.raises(NotCompiled, match=r"cannot be kept in .*: Read-only file system"):
+        library(source, place)
+
+
+@compiles
+def test_processes_that_compile_at_the_same_time_all_get_a_whole_library(source, place) -> None:
+    ask = "from pathlib import Path; import os, sys; from kvcellar.compiled import library; " + (
+        "sys.stdin.read(); assert library(Path(sys.argv[1]), os.environ).answer() == 42"
+    )
+    environment = {**place, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", ask, str(source)]
+    processes = [subprocess.Popen(command, env=environment, stdin=subprocess.PIPE) for _ in range(3)]
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.close()
+    assert [process.wait() for process in processes] == [0, 0, 0]
+    assert all(path.suffix == ".so" for path in kept(place))
+    assert library(source, place).answer() == 42
 
 
 def test_a_compiler_that_is_not_there_is_said(source, place) -> None:
@@ -109,5 +223,5 @@ def test_without_a_place_the_reason_names_it(source, place, tmp_path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(NotCompiled, match=rf"no place in {tmp_path}/file/kvcellar: Not a directory"):
         library(source, {**place, "XDG_CACHE_HOME": str(tmp_path / "file")})
-    with pytest.raises(NotCompiled, match=rf"no place in {tmp_path}/file/.cache/kvcellar"):
+    with pytest.raises(NotCompiled, match=rf"no place: \$HOME, {tmp_path}/file, is not a directory"):
         library(source, {"PATH": place["PATH"], "HOME": str(tmp_path / "file"), "XDG_CACHE_HOME": "not/absolute"})

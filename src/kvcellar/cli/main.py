@@ -3,6 +3,7 @@
 Exit codes: 0 done; 1 refused or failed, with one line that says why; 2 wrong usage; 130 interrupted.
 """
 
+import errno
 import importlib
 import os
 import sys
@@ -58,9 +59,16 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt):
         code = 130
     except (KvcellarError, OSError) as error:
-        click.echo(f"kvcellar: {' '.join(str(error).split())}", err=True)
+        click.echo(f"kvcellar: {' '.join(_message(error).split())}", err=True)
         code = 1
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _message(error: Exception) -> str:
+    """What to print of an error that ends the command. A full disk is named as such, with the file if it is known."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"no space left on the disk of {error.filename or 'the file that the output goes to'} ({error.strerror})"
+    return str(error)
 
 
 if __name__ == "__main__":

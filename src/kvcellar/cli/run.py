@@ -5,7 +5,6 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import click
@@ -16,6 +15,7 @@ from kvcellar.engine.result import Result
 from kvcellar.engine.session import Session
 from kvcellar.errors import BadRequest, EngineFailed, KvcellarError
 from kvcellar.events import Piece, Timings, Usage
+from kvcellar.places import NoPlace, state
 from kvcellar.sample.params import SamplingParams
 
 _HELP = """\
@@ -240,13 +240,26 @@ def _history() -> Any:
     """What was typed, kept for the next conversation where that is possible; readable by the user alone."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    path = state / "kvcellar" / "history"
     try:
+        path = state(os.environ) / "history"
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.touch(mode=0o600)
         path.chmod(0o600)
-    except OSError as error:
-        click.echo(f"What you type is not remembered for the next time: {error}", err=True)
+    except (NoPlace, OSError) as error:
+        click.echo(f"What you type is not kept for the next conversation: {error}", err=True)
         return InMemoryHistory()
-    return FileHistory(str(path))
+
+    class History(FileHistory):
+        """A full disk ends the record, not the conversation."""
+
+        full = False
+
+        def store_string(self, string: str) -> None:
+            try:
+                super().store_string(string)
+            except OSError as error:
+                if not self.full:
+                    self.full = True
+                    click.echo(f"What you type is not kept in {path} any more: {error.strerror}", err=True)
+
+    return History(str(path))

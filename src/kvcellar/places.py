@@ -1,0 +1,55 @@
+"""places: the user's directories that files of ours are written to, by the XDG base directory rules.
+
+`$XDG_CACHE_HOME` and `$XDG_STATE_HOME` count where they are absolute. Else the directory is below the home directory:
+`$HOME`, or, where that is empty, unset or relative, the home directory in the password database. A path is never taken
+relative to the working directory, a home directory is never created, and the root directory is never one of these.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvcellar.errors import KvcellarError
+
+
+class NoPlace(KvcellarError):
+    """There is no directory of the user to write to. Says why, and which variable to set."""
+
+
+def cache(environment: Mapping[str, str]) -> Path:
+    """Where kvcellar keeps what can be made again. Creates nothing. Raises `NoPlace`."""
+    return _below(environment, "XDG_CACHE_HOME", ".cache")
+
+
+def state(environment: Mapping[str, str]) -> Path:
+    """Where kvcellar keeps what is worth keeping between two starts. Creates nothing. Raises `NoPlace`."""
+    return _below(environment, "XDG_STATE_HOME", ".local/state")
+
+
+def _below(environment: Mapping[str, str], variable: str, in_home: str) -> Path:
+    named = environment.get(variable, "")
+    if os.path.isabs(named):
+        return _no_root(Path(named), f"${variable}", variable) / "kvcellar"
+    home, name = environment.get("HOME", ""), "$HOME"
+    if not os.path.isabs(home):
+        home, name = _registered_home(), "the home directory in the password database"
+    if not os.path.isabs(home):
+        raise NoPlace(f"neither $HOME nor the password database has an absolute home directory; set ${variable}")
+    if not os.path.isdir(home):
+        raise NoPlace(f"{name}, {home}, is not a directory; set ${variable}")
+    return _no_root(Path(home), name, variable) / in_home / "kvcellar"
+
+
+def _registered_home() -> str:
+    import pwd  # not at the top: only POSIX systems have it, and this file is imported everywhere
+
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_dir
+    except KeyError:
+        return ""
+
+
+def _no_root(path: Path, name: str, variable: str) -> Path:
+    if os.path.realpath(path) in (os.sep, 2 * os.sep):  # POSIX keeps two leading slashes
+        raise NoPlace(f"{name} is the root directory, where no directory is created; set ${variable} to another")
+    return path

@@ -2,11 +2,12 @@
 
 import re
 import signal
+import socket
 
 import httpx
 import pytest
 
-from tests.cli.command import started
+from tests.cli.command import kvcellar, started
 
 ENGINE = ("--cache-bytes", "16M", "--threads", "1", "--max-sequences", "4")
 
@@ -36,3 +37,30 @@ def test_it_says_where_it_is_answers_and_ends_when_told(tmp_path, word):
     assert process.returncode == 0
     assert out == ""
     assert "Traceback" not in err
+
+
+def refused_before_a_model_is_loaded(monkeypatch, *words: str) -> str:
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("kvcellar.cli.serve.Engine", load)
+    ran = kvcellar("serve", *words)
+    assert (ran.code, ran.out) == (2, "")
+    assert "Traceback" not in ran.err
+    return ran.err
+
+
+def test_a_port_in_use_is_refused_before_a_model_is_loaded(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        said = refused_before_a_model_is_loaded(monkeypatch, "--port", port)
+    assert "Invalid value for '--port': cannot listen on 127.0.0.1" in said
+    assert "Address already in use" in said
+
+
+def test_a_key_file_without_keys_is_refused_before_a_model_is_loaded(monkeypatch, tmp_path):
+    (tmp_path / "keys.txt").write_text("\n  \n")
+    said = refused_before_a_model_is_loaded(monkeypatch, "--port", "0", "--api-key-file", str(tmp_path / "keys.txt"))
+    assert "keys.txt has no key" in " ".join(said.split())
+    monkeypatch.setenv("KVCELLAR_API_KEY", "")
+    assert "is set but empty" in refused_before_a_model_is_loaded(monkeypatch, "--port", "0")

@@ -1,11 +1,15 @@
 """Settings that would leave a door open, or that cannot work, are refused when they are made."""
 
+import errno
 import hashlib
+import os
+import socket
 
 import pytest
 
 from kvcellar.errors import BadRequest
 from kvcellar.serve import Server, ServeSettings, key_digest
+from kvcellar.serve.server import bound
 from tests.serve.fake_engine import FakeEngine
 
 KEYS = (key_digest("secret"),)
@@ -65,6 +69,46 @@ def test_keys_are_not_kept():
     assert KEYS == (hashlib.sha256(b"secret").digest(),)
     assert "secret" not in repr(settings)
     assert repr(KEYS[0]) not in repr(settings)
+
+
+@pytest.mark.parametrize("host", ["a..b", ".", "x" * 70 + ".com"], ids=ascii)
+def test_a_host_that_is_no_name_is_a_clear_refusal(host):
+    with pytest.raises(BadRequest, match="it is not a host name") as refusal:
+        bound(ServeSettings(host=host, key_digests=KEYS))
+    assert refusal.value.param == "host"
+
+
+@pytest.mark.parametrize(
+    ("number", "param"), [(errno.EACCES, "port"), (errno.EADDRINUSE, "port"), (errno.EADDRNOTAVAIL, "host")]
+)
+@pytest.mark.parametrize("call", ["bind", "listen"])
+def test_an_address_that_cannot_be_had_is_a_clear_refusal(monkeypatch, call, number, param):
+    class Refusing(socket.socket):
+        def refused(self, *_: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+    setattr(Refusing, call, Refusing.refused)
+    monkeypatch.setattr("socket.socket", Refusing)
+    with FakeEngine() as engine, pytest.raises(BadRequest, match=os.strerror(number)) as refusal:
+        Server(engine, ServeSettings(port=0))
+    assert refusal.value.param == param
+
+
+def test_a_port_in_use_is_found_before_there_is_an_engine():
+    with FakeEngine() as engine, Server(engine, ServeSettings(port=0)) as server:
+        with pytest.raises(BadRequest, match=f"port {server.port}: Address already in use") as refusal:
+            bound(ServeSettings(port=server.port))
+        assert refusal.value.param == "port"
+
+
+def test_nothing_is_accepted_before_the_server_listens():
+    with bound(ServeSettings(port=0)) as listener:
+        address = listener.getsockname()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+        with FakeEngine() as engine, Server(engine, ServeSettings(port=0), listener=listener) as server:
+            assert server.port == address[1]
+            socket.create_connection(address).close()
 
 
 def test_a_port_in_use_is_a_clear_refusal():

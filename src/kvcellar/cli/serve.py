@@ -1,6 +1,7 @@
 """serve: a model over HTTP."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,9 @@ import click
 
 from kvcellar.cli.options import Size, Verb, engine_options, given
 from kvcellar.engine.engine import Engine
-from kvcellar.serve.server import run
-from kvcellar.serve.settings import ServeSettings, key_digest
+from kvcellar.serve.keys import exposed, key_digests
+from kvcellar.serve.server import bound, run
+from kvcellar.serve.settings import ServeSettings
 
 
 @click.command("serve", cls=Verb, epilog="Example: kvcellar serve ./my-model --port 8080 --api-key-file keys.txt")
@@ -19,7 +21,7 @@ from kvcellar.serve.settings import ServeSettings, key_digest
 @click.option(
     "--api-key-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A file with one key per line. KVCELLAR_API_KEY in the environment is one more.",
+    help="UTF-8 text, one key per line; # begins a comment line. $KVCELLAR_API_KEY is one more key.",
 )
 @click.option("--allowed-host", multiple=True, help="A name that clients may call this server by. May be repeated.")
 @click.option("--allow-open", is_flag=True, help="Answer everybody who can reach HOST, without a key.")
@@ -39,16 +41,19 @@ def command(
     settings = ServeSettings(
         host=host,
         port=port,
-        key_digests=tuple(map(key_digest, _keys(api_key_file))),
+        key_digests=key_digests(api_key_file, os.environ),
         allow_open=allow_open,
         allowed_hosts=allowed_host,
         max_body_bytes=max_body,
     )
-    with Engine(model, **given(**options)) as engine:
+    if api_key_file is not None and (warning := exposed(api_key_file)) is not None:
+        click.echo(f"Warning: {warning}", err=True)
+    # The address is taken before the model is loaded: a port in use is an error at once, not after minutes.
+    with bound(settings) as listener, Engine(model, **given(**options)) as engine:
         click.echo(f"{engine.model.name}: {engine.capacity()}", err=True)
-        run(engine, settings, ready=lambda url: click.echo(f"Serving {engine.model.name} at {url}/v1", err=True))
+        ready = partial(_announce, engine.model.name)
+        run(engine, settings, listener=listener, ready=ready)
 
 
-def _keys(file: Path | None) -> list[str]:
-    lines = file.read_text(encoding="utf-8").splitlines() if file is not None else []
-    return [key for line in [*lines, os.environ.get("KVCELLAR_API_KEY", "")] if (key := line.strip())]
+def _announce(name: str, url: str) -> None:
+    click.echo(f"Serving {name} at {url}/v1", err=True)

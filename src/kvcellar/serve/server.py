@@ -6,6 +6,7 @@ told that the server stops. The second cuts them off. The engine stays the calle
 
 import asyncio
 import contextlib
+import errno
 import signal
 import socket
 import threading
@@ -26,23 +27,30 @@ BACKLOG = 512  # connections that wait to be accepted
 LAST_WORDS = 1.0  # seconds for telling clients that the server stops
 
 
-def run(engine: ServedEngine, settings: ServeSettings, *, ready: Callable[[str], None] | None = None) -> None:
+def run(
+    engine: ServedEngine,
+    settings: ServeSettings,
+    *,
+    listener: socket.socket | None = None,
+    ready: Callable[[str], None] | None = None,
+) -> None:
     """Serve until a signal says stop. `ready` is called with the address once requests are answered.
 
-    Raises `BadRequest` where the address cannot be listened on.
+    `listener` is what `bound` returned for these settings; None: it is made now. Raises `BadRequest` where the address
+    cannot be listened on.
     """
-    server = Server(engine, settings)
-    server.serve(ready)
+    Server(engine, settings, listener=listener).serve(ready)
 
 
 class Server:
     """One server. Either `serve()` in the main thread, or a `with` block, around which it runs in a thread of its own.
 
-    The port is bound at once: `url` holds the real one before anybody is answered.
+    It listens at once: `url` holds the real port before any request is answered. Raises `BadRequest` where it cannot.
     """
 
-    def __init__(self, engine: ServedEngine, settings: ServeSettings) -> None:
-        self._socket = _bound(settings)
+    def __init__(self, engine: ServedEngine, settings: ServeSettings, *, listener: socket.socket | None = None) -> None:
+        self._socket = listener or bound(settings)
+        _listen(self._socket, settings)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://{host}:{self.port}"
@@ -130,7 +138,8 @@ class _LastWord:
             await self._app(scope, receive, send)
 
 
-def _bound(settings: ServeSettings) -> socket.socket:
+def bound(settings: ServeSettings) -> socket.socket:
+    """A socket with the address of `settings`, which does not listen yet. Raises `BadRequest`, naming the field."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -138,12 +147,27 @@ def _bound(settings: ServeSettings) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
         raise BadRequest(f"cannot listen on {settings.host!r}: {error.strerror}", "host") from error
+    except ValueError as error:  # a name that is no host name at all
+        raise BadRequest(f"cannot listen on {settings.host!r}: it is not a host name", "host") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+    except OSError as error:
+        raise _unbindable(listener, settings, error) from error
+    return listener
+
+
+def _listen(listener: socket.socket, settings: ServeSettings) -> None:
+    """Where two servers have the same port and neither listens yet, only here the second one is refused."""
+    try:
         listener.listen(BACKLOG)
     except OSError as error:
-        listener.close()
-        message = f"cannot listen on {settings.host}, port {settings.port}: {error.strerror}. Choose another with port."
-        raise BadRequest(message, "port") from error
-    return listener
+        raise _unbindable(listener, settings, error) from error
+
+
+def _unbindable(listener: socket.socket, settings: ServeSettings, error: OSError) -> BadRequest:
+    listener.close()
+    where = f"cannot listen on {settings.host}, port {settings.port}: {error.strerror}."
+    if error.errno == errno.EADDRNOTAVAIL:
+        return BadRequest(f"{where} Choose an address of this machine with host.", "host")
+    return BadRequest(f"{where} Choose another with port.", "port")

@@ -1,0 +1,117 @@
+"""A key file that is written wrongly is an error with its line, never a server without keys; and no message holds a
+key."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcellar.errors import BadRequest
+from kvcellar.serve.keys import MAX_BYTES, VARIABLE, exposed, key_digests
+from kvcellar.serve.settings import key_digest
+
+ONE, TWO = "sk-first-key", "sk-second-key"
+DIGESTS = (key_digest(ONE), key_digest(TWO))
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    return tmp_path / "keys.txt"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        f"{ONE}\n{TWO}\n",
+        f"{ONE}\n{TWO}",
+        f"\n  {ONE}\t\n\n# of the second team\n   # another comment\n{TWO} \n\n",
+        f"{ONE}\r\n{TWO}\r\n",
+        f"\ufeff{ONE}\n{TWO}\n",
+    ],
+    ids=["lines", "no end of line", "spaces and comments", "carriage returns", "byte order mark"],
+)
+def test_each_line_is_a_key_whatever_the_editor_put_around_it(file, content):
+    file.write_bytes(content.encode())
+    assert key_digests(file, {}) == DIGESTS
+
+
+@pytest.mark.parametrize("content", ["", "\n", " \n\t\n\r\n", "# sk-first-key\n", "\ufeff", "\ufeff\n#\n"], ids=ascii)
+def test_a_file_without_any_key_is_refused(file, content):
+    file.write_bytes(content.encode())
+    with pytest.raises(BadRequest, match=f"{file} has no key") as refusal:
+        key_digests(file, {VARIABLE: TWO})
+    assert refusal.value.param == "api_key_file"
+
+
+WRONG = {
+    "a space inside": (b"sk secret", "a key has no spaces inside"),
+    "a tab inside": (b"sk-sec\tret", "a key has no spaces inside"),
+    "a control character": (b"sk-sec\x00ret", "visible ASCII"),
+    "an escape": (b"\x1b[31msecret", "visible ASCII"),
+    "a line separator of Unicode": ("sk-sec\u2028ret".encode(), "no spaces inside"),
+    "a form feed": (b"sk-sec\x0cret", "no spaces inside"),
+    "a letter beyond ASCII": ("sk-s\u00e9cret".encode(), "visible ASCII"),
+    "a byte order mark in the middle": ("\ufeffsk-secret".encode(), "visible ASCII"),
+    "not UTF-8": (b"sk-secret\xff", "it is not UTF-8"),
+    "UTF-16": ("sk-secret".encode("utf-16"), "it is not UTF-8"),
+    "too short": (b"secret", "8 to 1024 characters, this one has 6"),
+    "too long": (b"secret" * 200, "8 to 1024 characters, this one has 1200"),
+    "twice": (ONE.encode(), "is on line 1 already"),
+}
+
+
+@pytest.mark.parametrize(("line", "why"), WRONG.values(), ids=WRONG)
+def test_a_line_that_is_no_key_is_named_and_not_shown(file, line, why):
+    file.write_bytes(f"{ONE}\n\n".encode() + line + f"\n{TWO}\n".encode())
+    with pytest.raises(BadRequest, match=rf"{file}, line 3: .*{why}") as refusal:
+        key_digests(file, {})
+    assert "secret" not in str(refusal.value)
+    assert ONE not in str(refusal.value)
+
+
+def test_what_cannot_be_read_is_named(tmp_path, file):
+    with pytest.raises(BadRequest, match=f"{file} cannot be read: No such file"):
+        key_digests(file, {})
+    with pytest.raises(BadRequest, match=f"{tmp_path} cannot be read: Is a directory"):
+        key_digests(tmp_path, {})
+    file.write_bytes(b"k" * (MAX_BYTES + 1))
+    with pytest.raises(BadRequest, match="larger than"):
+        key_digests(file, {})
+
+
+@pytest.mark.parametrize("value", ["", " ", "\t", "\n"])
+def test_a_variable_that_is_set_and_empty_does_not_open_the_server(value):
+    with pytest.raises(BadRequest, match=r"\$KVCELLAR_API_KEY is set but empty"):
+        key_digests(None, {VARIABLE: value})
+
+
+def test_the_variable_is_one_more_key(file):
+    assert key_digests(None, {}) == ()
+    assert key_digests(None, {VARIABLE: f" {TWO} "}) == DIGESTS[1:]
+    file.write_text(f"{ONE}\n{TWO}\n")
+    assert key_digests(file, {VARIABLE: TWO}) == DIGESTS
+    with pytest.raises(BadRequest, match=r"\$KVCELLAR_API_KEY: a key has no spaces") as refusal:
+        key_digests(None, {VARIABLE: "a secret with spaces"})
+    assert "secret" not in str(refusal.value)
+
+
+@given(st.binary(max_size=80))
+def test_any_bytes_are_keys_or_are_refused(tmp_path_factory, content):
+    file = tmp_path_factory.getbasetemp() / "any.txt"
+    file.write_bytes(content)
+    with suppress(BadRequest):
+        assert key_digests(file, {})
+
+
+@pytest.mark.parametrize(
+    ("mode", "says"), [(0o600, None), (0o640, None), (0o644, "read"), (0o660, "change"), (0o602, "change")]
+)
+def test_a_file_that_other_users_can_read_or_change_is_pointed_out(file, mode, says):
+    file.write_text(ONE)
+    os.chmod(file, mode)
+    found = exposed(file)
+    assert (found is None) == (says is None)
+    assert says is None or f"can {says} these keys" in found

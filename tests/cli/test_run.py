@@ -116,6 +116,7 @@ def test_sampling_is_as_it_was_said(engine):
         (("--repetition-penalty", "1.5"), "repetition_penalty", 1.5),
         (("--presence-penalty", "1.5"), "presence_penalty", 1.5),
         (("--frequency-penalty", "1.5"), "frequency_penalty", 1.5),
+        (("--repeat-last-n", "64"), "repeat_last_n", 64),
         (("--logit-bias", "35=50", "--logit-bias", "9=-100"), "logit_bias", {35: 50.0, 9: -100.0}),
         (("--min-tokens", "7"), "min_tokens", 7),
         (("--stop-id", "9", "--stop-id", "11"), "stop_token_ids", (9, 11)),

@@ -2,6 +2,8 @@
 
 import random
 
+import pytest
+
 from kvcellar.sample.choice import Choice
 from kvcellar.sample.params import SamplingParams
 
@@ -9,14 +11,16 @@ FIELDS = ("params", "seed", "choice", "vocab_size", "produced", "greedy", "penal
 TABLES = ("seen_ids", "seen_counts", "bias_ids", "bias_values")
 
 
-def made(choice: int) -> Choice:
+def made(choice: int, last_n: int = -1) -> Choice:
     prompt = random.Random(1).choices(range(90), k=200)
-    params = SamplingParams(repetition_penalty=1.2, frequency_penalty=0.1, logit_bias={3: 1.0}, stop_token_ids=(7,))
+    penalties = {"repetition_penalty": 1.2, "frequency_penalty": 0.1, "repeat_last_n": last_n}
+    params = SamplingParams(**penalties, logit_bias={3: 1.0}, stop_token_ids=(7,))
     return Choice(params, seed=5, choice=choice, prompt_ids=prompt, vocab_size=80, end_ids=frozenset({2}))
 
 
-def test_a_twin_is_what_it_would_be_if_it_had_been_made_alone() -> None:
-    twin, alone = made(0).twin(3), made(3)
+@pytest.mark.parametrize("last_n", [-1, 0, 3, 40])
+def test_a_twin_is_what_it_would_be_if_it_had_been_made_alone(last_n: int) -> None:
+    twin, alone = made(0, last_n).twin(3), made(3, last_n)
     for token in (4, 90, 4, 79, 11):
         for name in (*FIELDS, *TABLES):
             assert getattr(twin, name) == getattr(alone, name)
@@ -26,8 +30,9 @@ def test_a_twin_is_what_it_would_be_if_it_had_been_made_alone() -> None:
         alone.accept(token)
 
 
-def test_what_one_answer_accepts_the_others_do_not_see() -> None:
-    first = made(0)
+@pytest.mark.parametrize("last_n", [-1, 3])
+def test_what_one_answer_accepts_the_others_do_not_see(last_n: int) -> None:
+    first = made(0, last_n)
     second = first.twin(1)
     third = second.twin(2)
     second.accept(4)

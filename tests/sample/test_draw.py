@@ -218,6 +218,40 @@ def test_penalties_are_those_of_the_papers(
     torch.testing.assert_close(processors.edit(logits, [one]), expected)
 
 
+TOKENS = st.lists(st.integers(0, 12) | st.just(VOCAB), max_size=30)  # few, so that they repeat; one is out of range
+
+
+@given(
+    TOKENS,
+    TOKENS,
+    st.sampled_from([-1, 0, 1, 2, 3, 7, 30, 2**31 - 1]),
+    st.sampled_from([0.3, 1.0, 1.7]),
+    st.sampled_from([-2.0, 0.0, 0.7]),
+    st.sampled_from([-1.0, 0.0, 1.1]),
+)
+def test_penalties_see_what_the_last_n_tokens_hold_and_nothing_else(
+    prompt: list[int], answer: list[int], last_n: int, repetition: float, presence: float, frequency: float
+) -> None:
+    penalties = {"repetition_penalty": repetition, "presence_penalty": presence, "frequency_penalty": frequency}
+    one = choice(tuple(prompt), repeat_last_n=last_n, **penalties)
+    logits = random_logits(1, seed=12)
+    for step in range(len(answer) + 1):
+        one.check()
+        written = answer[:step]
+        text = prompt + written
+        window = text if last_n < 0 else text[len(text) - min(last_n, len(text)) :]
+        own = window[max(0, len(window) - len(written)) :]  # of the answer
+        expected = logits.clone()
+        for token in range(VOCAB):
+            if token in window:
+                score = expected[0, token]
+                expected[0, token] = score * repetition if score < 0 else score / repetition
+            expected[0, token] -= frequency * own.count(token) + presence * (token in own)
+        torch.testing.assert_close(processors.edit(logits, [one]), expected)
+        if step < len(answer):
+            one.accept(answer[step])
+
+
 def test_bias_is_added_and_can_forbid_or_force() -> None:
     logits = random_logits(2)
     forced, forbidden = (

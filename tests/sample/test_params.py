@@ -19,6 +19,7 @@ WRONG = {
     "repetition_penalty": [0.0, -1.0, 101, math.nan],
     "presence_penalty": [-2.1, 2.1, math.nan],
     "frequency_penalty": [-2.1, 2.1, math.inf],
+    "repeat_last_n": [-2, 2**31, 1.0, None, True],
     "logit_bias": [{-1: 0.0}, {2**31: 0.0}, {1: math.nan}, {1: 101.0}, {"1": 1.0}, [(1, 1.0)], None],
     "seed": [2**64, -(2**63) - 1, 1.0],
     "n": [0, -1, 10**9, 129],

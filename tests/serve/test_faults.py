@@ -122,6 +122,7 @@ FIELDS = [  # field, what was sent; each is refused, and the refusal names the f
     *(("return_token_ids", value) for value in (1, "true")),
     *(("shift", value) for value in (1, "true", [])),
     *(("num_keep", value) for value in (-2, 2**31, 2**63, 1.5, "1", True)),
+    *(("repeat_last_n", value) for value in (-2, 2**31, 1.5, "1", True)),
     *(("model", value) for value in (5, ["a"], {})),
     ("logit_bias", {"-1": 1}),
     ("logit_bias", {"999": 1}),

@@ -102,6 +102,7 @@ def sampling_options(function: F) -> F:
         click.option("--repetition-penalty", type=float, help="Above 1: less of what is there already."),
         click.option("--presence-penalty", type=float, help="Off the score of what the answer has already."),
         click.option("--frequency-penalty", type=float, help="The same, for each time that it has it."),
+        click.option("--repeat-last-n", type=int, help="Penalties look at so many last tokens; 0: off; -1: all."),
         click.option("--logit-bias", type=Bias(), multiple=True, help="Added to a token's score. May be repeated."),
         click.option("--seed", type=int, help="The same seed gives the same answer."),
         click.option("--min-tokens", type=int, help="The answer does not end before so many tokens."),

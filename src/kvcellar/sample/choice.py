@@ -3,12 +3,13 @@
 Always true:
   * `produced` counts every accepted token;
   * `seen_ids` names each token of the prompt (if the repetition penalty is on) and of the answer (if any penalty is on)
-    once, in order of first appearance, and `seen_counts` says how often the answer holds it;
+    once, and `seen_counts` says how often the answer has it; both of the last `repeat_last_n` tokens only, if limited;
   * no id in `seen_ids`, `bias_ids`, `end_ids` or `never_ids` lies outside the vocabulary;
   * no id in `never_ids` ends the answer: a token that ends it does not become part of its text.
 """
 
 from array import array
+from collections import Counter, deque
 from collections.abc import Iterable
 from copy import copy
 
@@ -44,8 +45,15 @@ class Choice:
         self.never_ids = array("q", sorted(token for token in never_ids - self.end_ids if token < vocab_size))
         self.bias_ids = array("q", (token for token in params.logit_bias if token < vocab_size))
         self.bias_values = array("d", (params.logit_bias[token] for token in self.bias_ids))
-        self.penalised = bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
-        known = dict.fromkeys(t for t in prompt_ids if t < vocab_size) if params.repetition_penalty != 1.0 else {}
+        any_penalty = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
+        self.penalised = bool(any_penalty) and params.repeat_last_n != 0
+        prompt = prompt_ids if self.penalised and params.repetition_penalty != 1.0 else ()
+        # The tokens that penalties look at, oldest first, and how often each is there. None: the whole text.
+        self._recent: deque[int] | None = None
+        if self.penalised and params.repeat_last_n > 0:
+            prompt = self._recent = deque(prompt, maxlen=params.repeat_last_n)
+        self._times = Counter(self._recent)
+        known = dict.fromkeys(t for t in prompt if t < vocab_size)
         self.seen_ids = array("q", known)
         self.seen_counts = array("q", bytes(8 * len(known)))
         self._place = {token: index for index, token in enumerate(self.seen_ids)}
@@ -56,18 +64,46 @@ class Choice:
         other = copy(self)
         other.choice = choice
         other.seen_ids, other.seen_counts, other._place = self.seen_ids[:], self.seen_counts[:], self._place.copy()
+        other._recent, other._times = copy(self._recent), self._times.copy()
         return other
 
     def accept(self, token: int) -> None:
         """`token` is now part of the answer."""
         self.produced += 1
-        if not self.penalised or token >= self.vocab_size:
+        if not self.penalised:
+            return
+        if self._recent is not None:
+            self._slide(self._recent, token)
+        if token >= self.vocab_size:
             return
         index = self._place.setdefault(token, len(self.seen_ids))
         if index == len(self.seen_ids):
             self.seen_ids.append(token)
             self.seen_counts.append(0)
         self.seen_counts[index] += 1
+
+    def _slide(self, recent: deque[int], token: int) -> None:
+        """`token` is the newest of the tokens that penalties look at. If there are too many now, the oldest leaves."""
+        if len(recent) == recent.maxlen:
+            oldest = recent[0]
+            self._times[oldest] -= 1
+            if self._times[oldest] == 0:
+                del self._times[oldest]
+            if oldest < self.vocab_size:
+                # Prompt tokens leave before any of the answer's, so one of the answer leaves only if all there are.
+                self._unsee(oldest, of_answer=self.produced > len(recent))
+        recent.append(token)
+        self._times[token] += 1
+
+    def _unsee(self, token: int, *, of_answer: bool) -> None:
+        index = self._place[token]
+        self.seen_counts[index] -= of_answer
+        if token in self._times:
+            return
+        del self._place[token]
+        last, count = self.seen_ids.pop(), self.seen_counts.pop()
+        if last != token:  # the last one takes its place: their order means nothing
+            self.seen_ids[index], self.seen_counts[index], self._place[last] = last, count, index
 
     def ends_with(self, token: int) -> bool:
         """Does the answer end when `token` is drawn?"""
@@ -88,6 +124,9 @@ class Choice:
         assert all(self._place[token] == index for index, token in enumerate(self.seen_ids))
         assert all(count >= 0 for count in self.seen_counts)
         assert sum(self.seen_counts) <= self.produced
+        if self._recent is not None:
+            assert self._times == Counter(self._recent)
+            assert set(self.seen_ids) == {token for token in self._times if token < self.vocab_size}
         assert self.end_ids.isdisjoint(self.never_ids)
         for ids in (self.seen_ids, self.bias_ids, self.end_array, self.never_ids):
             assert all(0 <= token < self.vocab_size for token in ids)

@@ -34,6 +34,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # over prompt and answer, as in the CTRL paper (arXiv 1909.05858)
     presence_penalty: float = 0.0  # over the answer, as OpenAI defines it
     frequency_penalty: float = 0.0  # over the answer, as OpenAI defines it
+    repeat_last_n: int = -1  # penalties look at so many of the last tokens of prompt and answer; 0: off; -1: at all
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None  # None: a fresh one for each request
     n: int = 1
@@ -49,6 +50,7 @@ class SamplingParams:
         self._whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
         self._whole("top_k", self.top_k, 0, 2**31 - 1)
         self._whole("num_keep", self.num_keep, -1, 2**31 - 1)
+        self._whole("repeat_last_n", self.repeat_last_n, -1, 2**31 - 1)
         self._whole("n", self.n, 1, MAX_CHOICES)
         self._whole("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
         self._whole("seed", self.seed, -(2**63), 2**64 - 1, optional=True)

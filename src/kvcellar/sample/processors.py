@@ -14,6 +14,10 @@ What each does, and where that is defined:
 
   repetition penalty    arXiv 1909.05858, as transformers' RepetitionPenaltyLogitsProcessor; prompt and answer
   presence, frequency   OpenAI's API reference, as vLLM's apply_penalties; the answer only
+
+`repeat_last_n` (Ollama's name, llama.cpp's penalty_last_n) limits what the penalties above see to the last n tokens of
+prompt and answer. 0 switches them off. -1, our default, is the whole text, also what a context shift has forgotten;
+Ollama's default is 64, and its -1 is the context.
   top-k, top-p, min-p, typical-p   transformers' TopK-, TopP-, MinP- and TypicalLogitsWarper
 
 Order of the filters: top-k, top-p, min-p as in transformers' `_get_logits_processor`. vLLM takes min-p before top-k and

@@ -71,6 +71,7 @@ class CommonBody(Strict):
     ignore_eos: bool | None = None
     shift: bool | None = None
     num_keep: int | None = None
+    repeat_last_n: int | None = None
 
 
 class CompletionBody(CommonBody):
@@ -171,7 +172,7 @@ def _checked(kind: type[AnyBody], engine: ServedEngine, raw: bytes) -> AnyBody:
 
 _PLAIN = {  # fields that a request and SamplingParams know under one name
     *("min_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "seed", "n", "ignore_eos", "shift", "num_keep"),
+    *("frequency_penalty", "seed", "n", "ignore_eos", "shift", "num_keep", "repeat_last_n"),
 }
 
 

@@ -4,16 +4,11 @@ Everything here raises `ModelRefused` with what was found, the numbers, and the 
 """
 
 import json
-import math
 import re
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvcellar.errors import ModelRefused
@@ -21,11 +16,10 @@ from kvcellar.errors import ModelRefused
 MOST_JSON = 64 << 20  # bytes of a config or an index: far above any real one
 MOST_TEXT = 256 << 20  # bytes of one file of a tokenizer
 _TEXT_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".vocab")
-_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
-_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 _SIZES = {  # numbers that must be there as whole numbers, if they are there, and the most that each may be
-    **dict.fromkeys(_DEPTHS, 10_000),
+    **dict.fromkeys(DEPTHS, 10_000),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "n_heads"), 10_000),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "head_dim", "intermediate_size", "ffn_dim"), 1 << 20),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"), 1 << 24),
@@ -37,31 +31,6 @@ _DROPPED = frozenset({
     "auto_map", "transformers_weights", "attn_implementation", "experts_implementation",  # other code, other files
     "return_dict", "use_return_dict", "torchscript", "output_attentions", "output_hidden_states",  # another answer
 })  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """One tensor of a weight file."""
-
-    shape: tuple[int, ...]
-    dtype: str  # as safetensors calls it: F32, BF16, ...
-
-
-@dataclass(frozen=True)
-class Weights:
-    """What the headers of the weight files say."""
-
-    tensors: Mapping[str, Stored]
-
-    @cached_property
-    def elements(self) -> int:
-        return sum(math.prod(stored.shape) for stored in self.tensors.values())
-
-    @cached_property
-    def dtype(self) -> str | None:
-        """The type that most of the tensors have."""
-        counted = Counter(stored.dtype for stored in self.tensors.values())
-        return counted.most_common(1)[0][0] if counted else None
 
 
 def read_json(path: Path) -> Any:
@@ -92,6 +61,11 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def config_fields(path: Path) -> dict[str, Any]:
     """The fields of config.json that a transformers config may be made of."""
+    if (path / "adapter_config.json").exists():
+        raise ModelRefused(
+            f"{path} holds an adapter (adapter_config.json), and adapters are not supported. Merge it into the weights "
+            f"(peft: merge_and_unload), or remove adapter_config.json to serve the model without it."
+        )
     if not (path / "config.json").is_file():
         raise ModelRefused(f"{path} has no config.json, so it is not a model directory")
     raw = read_object(path / "config.json")
@@ -135,75 +109,6 @@ def _cleaned(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Without what could name other code, other files or another answer; nothing private can be set from outside."""
     kept = {key: value for key, value in raw.items() if not key.startswith("_") and key not in _DROPPED}
     return {key: _cleaned(value) if isinstance(value, dict) else value for key, value in kept.items()}
-
-
-def weights_of(path: Path) -> Weights:
-    """What the weight files hold: each is there, in the directory, and a whole safetensors file."""
-    tensors: dict[str, Stored] = {}
-    for name in sorted(_weight_files(path)):
-        if not (path / name).is_file():
-            raise ModelRefused(f"the weight file {name} is missing")
-        try:
-            with safe_open(path / name, framework="pt") as file:
-                for tensor in file.keys():
-                    part = file.get_slice(tensor)
-                    tensors[tensor] = Stored(tuple(part.get_shape()), part.get_dtype())
-        except (SafetensorError, OSError) as error:
-            raise ModelRefused(f"{name} is not a whole safetensors file: {error}") from error
-    return Weights(tensors)
-
-
-def _weight_files(path: Path) -> set[str]:
-    """The files that transformers will read: one of the known name, else those that the index lists."""
-    if (path / "model.safetensors").is_file():
-        return {"model.safetensors"}
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        shards = read_object(index).get("weight_map")
-        names = list(shards.values()) if isinstance(shards, dict) else []
-        if not names or not all(isinstance(name, str) and _is_shard(name) for name in names):
-            raise ModelRefused(f"{index.name} does not list safetensors files of its own directory")
-        return set(names)
-    pickled = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLED)
-    if pickled:
-        raise ModelRefused(
-            f"{path.name} has only pickled weights ({', '.join(pickled[:3])}), which can run code when they are read. "
-            "Convert them to safetensors."
-        )
-    raise ModelRefused(f"{path} has no model.safetensors")
-
-
-def _is_shard(name: str) -> bool:
-    return name.endswith(".safetensors") and Path(name).name == name and "\\" not in name
-
-
-def check_depth(fields: Mapping[str, Any], weights: Weights) -> None:
-    """No model has more layers than tensors: so nobody builds a billion layers before the first is missed."""
-    for part in (fields, *(value for value in fields.values() if isinstance(value, dict))):
-        for key in _DEPTHS:
-            layers = part.get(key)
-            if isinstance(layers, int) and layers > len(weights.tensors):
-                raise ModelRefused(
-                    f"config.json says {key} is {layers}; the weight files hold {len(weights.tensors)} tensors in all"
-                )
-
-
-def check_shapes(shapes: Mapping[str, tuple[int, ...]], elements: int, weights: Weights) -> None:
-    """Do the weights have the shapes of a skeleton of the model, and as many elements as its parameters in all?
-
-    Names that only one side knows are passed over: transformers renames and joins some as it loads.
-    """
-    other = [
-        f"{name} is {list(stored.shape)} in the weights and {list(shapes[name])} by the config"
-        for name, stored in weights.tensors.items()
-        if name in shapes and tuple(shapes[name]) != stored.shape
-    ]
-    if other:
-        raise ModelRefused(f"the weights do not fit the config: {'; '.join(other[:3])}")
-    if elements > weights.elements:
-        raise ModelRefused(
-            f"the weights do not fit the config: it describes {elements} parameters; the files hold {weights.elements}"
-        )
 
 
 def oversized_text(path: Path) -> str | None:

@@ -5,40 +5,35 @@ is a stranger's: sizes are checked before anything is read or allocated, keys of
 change our attention are dropped, and what is missing or does not fit is refused with its reason.
 """
 
+import logging
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, StrictDataclassError
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from kvcellar.errors import BadRequest, ModelNotFound, ModelRefused
+from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.models import embedded
-from kvcellar.models.checks import (
-    Weights,
-    check_depth,
-    check_shapes,
-    config_fields,
-    oversized_text,
-    read_object,
-    weights_of,
-)
+from kvcellar.models.checks import config_fields, oversized_text, read_object
+from kvcellar.models.find import find
 from kvcellar.models.quiet import quiet
+from kvcellar.models.weights import Weights, check_depth, check_shapes, fill, opened
 from kvcellar.sample.params import SamplingParams
 
+log = logging.getLogger("kvcellar.models")
+
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # as safetensors calls them
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 _STRANGE = (  # what transformers raises on configs, weights and tokenizers that do not fit
     OSError, ValueError, RuntimeError, LookupError, TypeError, ImportError, AttributeError, ArithmeticError,
-    AssertionError, MemoryError, StrictDataclassError,
+    AssertionError, MemoryError, StrictDataclassError, SafetensorError,
 )  # fmt: skip
 
 
@@ -63,6 +58,7 @@ class Loaded:
     parameters: int = 0
     text: TextAssets | None = None
     without_text: str = ""
+    notes: tuple[str, ...] = ()  # what of its files is not used or not followed
 
 
 def load(model: str | Path | PreTrainedModel | None, *, dtype: Dtype = "auto", device: str = "auto") -> Loaded:
@@ -83,10 +79,15 @@ def load(model: str | Path | PreTrainedModel | None, *, dtype: Dtype = "auto", d
     place = _device(device)
     name, path = ("embedded", embedded.path()) if model in (None, "embedded") else find(model)
     with quiet():
-        config, stored = _described(path)
-        network = _build(path, config, _dtype(dtype, config, stored), stored)
+        fields = config_fields(path)
+        with opened(path) as weights:
+            config = _config(fields, path, weights)
+            network, notes = _build(path, config, _dtype(dtype, config, weights), weights)
+        network.generation_config = _generation(path, fields)
         network.to(device=place)  # pyright: ignore[reportCallIssue, reportArgumentType] - its stub is of a decorator
         text = _text(path, config)
+    for note in notes:
+        log.warning("%s: %s", name, note)
     return Loaded(
         name=name,
         path=path,
@@ -94,47 +95,32 @@ def load(model: str | Path | PreTrainedModel | None, *, dtype: Dtype = "auto", d
         end_ids=_end_ids(network),
         defaults=_defaults(network),
         parameters=_count(network),
+        notes=tuple(notes),
         text=None if isinstance(text, str) else text,
         without_text=text if isinstance(text, str) else "",
     )
 
 
-def find(model: str | Path) -> tuple[str, Path]:
-    """(name, directory) of a model on this machine."""
-    text = str(model)
-    if not text or len(text) > 4096 or "\0" in text:
-        raise ModelNotFound(f"{text[:80]!r} is neither a directory nor the name of a model")
-    try:
-        path = Path(model).expanduser()
-        if path.is_dir():
-            return path.resolve().name, path.resolve()
-        is_file = path.exists()
-    except (OSError, RuntimeError) as error:  # a home that is nobody's, a name too long for this file system, ...
-        raise ModelNotFound(f"{text[:80]!r} cannot be looked at: {error}") from error
-    if is_file:
-        raise ModelRefused(f"{path} is a file; a model is a directory with config.json and safetensors weights")
-    if not _NAME.fullmatch(text):
-        raise ModelNotFound(f"there is no directory {text!r}, and it is not a name like owner/model")
-    try:
-        return text, Path(snapshot_download(text, local_files_only=True))
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
-        raise ModelNotFound(
-            f"there is no directory {text!r}, and no model of that name in the local Hugging Face cache. "
-            "Nothing is downloaded: fetch it first, or give a directory."
-        ) from error
-
-
-def _described(path: Path) -> tuple[Any, Weights]:
-    """The transformers config and what the weight files hold, both checked; nothing is built yet."""
-    fields = config_fields(path)
-    weights = weights_of(path)
+def _config(fields: Mapping[str, Any], path: Path, weights: Weights) -> Any:
+    """The transformers config, checked against the weights; nothing is built yet."""
     check_depth(fields, weights)
     if (path / "generation_config.json").is_file():
-        _advised(read_object(path / "generation_config.json"))  # transformers passes over one that it cannot read
+        _advised(read_object(path / "generation_config.json"))  # before anything is built
     try:
-        return AutoConfig.for_model(**fields), weights
+        return AutoConfig.for_model(**fields)
     except _STRANGE as error:
         raise ModelRefused(f"config.json does not fit {fields['model_type']}: {error}") from error
+
+
+def _generation(path: Path, fields: Mapping[str, Any]) -> GenerationConfig:
+    """As transformers has it: of its own file, else of what old configs say of it."""
+    file = path / "generation_config.json"
+    try:
+        if file.is_file():
+            return GenerationConfig.from_dict(read_object(file))
+        return GenerationConfig.from_dict({**fields, "_from_model_config": True})
+    except _STRANGE as error:
+        raise ModelRefused(f"{file.name} of {path.name} is none that transformers understands: {error}") from error
 
 
 def _dtype(dtype: Dtype, config: Any, weights: Weights) -> torch.dtype:
@@ -162,32 +148,20 @@ def _device(device: str) -> torch.device:
     return place
 
 
-def _build(path: Path, config: Any, dtype: torch.dtype, weights: Weights) -> PreTrainedModel:
+def _build(path: Path, config: Any, dtype: torch.dtype, weights: Weights) -> tuple[PreTrainedModel, list[str]]:
+    """The network, and what a user may not expect of it."""
     try:
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except _STRANGE as error:
         raise ModelRefused(f"transformers cannot build a {config.model_type} from config.json: {error}") from error
-    elements = _count(skeleton)
-    check_shapes({name: tuple(value.shape) for name, value in skeleton.state_dict().items()}, elements, weights)
-    _check_room(elements * dtype.itemsize + sum(buffer.nbytes for buffer in skeleton.buffers()))
+    check_shapes(skeleton, weights)
+    _check_room(_count(skeleton) * dtype.itemsize + sum(buffer.nbytes for buffer in skeleton.buffers()))
     try:
-        built: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        return fill(skeleton, dtype, weights)
     except _STRANGE as error:
+        weights.check_unchanged()  # then this is why
         raise ModelRefused(f"transformers cannot build {path.name}: {error}") from error
-    model, report = built
-    for what in ("missing_keys", "mismatched_keys"):
-        if report.get(what):
-            raise ModelRefused(f"the weights do not fit the config: {what} {sorted(map(str, report[what]))[:3]}")
-    return model
 
 
 def _check_room(size: int) -> None:

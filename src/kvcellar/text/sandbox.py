@@ -1,7 +1,7 @@
 """sandbox: runs a chat template that somebody else wrote, with an end in sight.
 
 Jinja's own sandbox keeps a template from reaching Python; nothing there keeps it from running for ever or from filling
-memory. Here every way to go on (a turn of a loop, a call) looks at the clock, and every way to make something large is
+memory. Here every way to go on (a turn of a loop, a call) checks the CPU time that was used, and every way to make something large is
 counted: before it is made where a few characters ask for gigabytes (`"a" * 10**9`, `center`, `replace`, ...), and
 afterwards where the result is about as large as what went in. In all else the environment is that of transformers' chat
 templates: trimmed blocks, loop controls, `{% generation %}`, `raise_exception`, `strftime_now`, a `tojson` that does
@@ -11,7 +11,7 @@ Always true while a template runs:
   * no value that it made weighs more than `caps.value_chars` (characters and items, however deep they are nested,
     counted as often as they would be written out), so neither printing nor comparing one takes long;
   * all that it made together, by length, is at most `caps.work_chars`;
-  * between two looks at the clock it does no more than one operation on such values.
+  * between two checks of the CPU time it does no more than one operation on such values.
 """
 
 import functools
@@ -41,7 +41,7 @@ class Caps:
     messages: int = 10_000
     message_chars: int = 2**23  # all strings of the messages together
     depth: int = 32  # of lists and objects within a message
-    seconds: float = 2.0  # rendering, by the clock on the wall
+    seconds: float = 2.0  # CPU time of the rendering thread: other load on the machine does not count
     output_chars: int = 2**24
     value_chars: int = 2**25
     work_chars: int = 2**28
@@ -64,14 +64,14 @@ class Meter:
 
     def __init__(self, caps: Caps) -> None:
         self._caps = caps
-        self._end = time.monotonic() + caps.seconds
+        self._end = time.thread_time() + caps.seconds  # a template is rendered by one thread, from start to end
         self._spent = 0
         self._weights: dict[int, tuple[object, int]] = {}  # id -> (the container itself, so that it lives; its weight)
 
     def tick(self) -> None:
-        """Look at the clock."""
-        if time.monotonic() > self._end:
-            raise OverCaps(f"ran for more than {self._caps.seconds:g} seconds")
+        """Raise if the CPU time is used up."""
+        if time.thread_time() > self._end:
+            raise OverCaps(f"ran for more than {self._caps.seconds:g} seconds of CPU time")
 
     def admit(self, size: int) -> None:
         """Something of this size is about to be made."""
@@ -168,7 +168,7 @@ class CappedEnvironment(ImmutableSandboxedEnvironment):
     # What the compiled code calls.
 
     def turn(self) -> None:
-        """A loop goes round; `call` has looked at the clock already."""
+        """A loop goes round; `call` has checked the CPU time already."""
 
     def keep(self, value: Any) -> Any:
         """A list, a dict or a joined string was made; `call` counts it."""

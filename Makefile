@@ -29,11 +29,13 @@ else
 	else text=$$(cat); $(BIN)/kvcellar run embedded --max-tokens 100 "$${text:-$(SAMPLE)}"; fi
 endif
 
+# A process for each core, up to eight: each takes about 1 GB. ARGS=-n0 runs them in one process, as a debugger wants it.
+PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 test: $(VENV)/.dev ## every test but the slow ones and, without an accelerator, those for one
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-long: $(VENV)/.dev ## the slow tests too, with many more examples
-	$(BIN)/python -m pytest --long -o faulthandler_timeout=3600 $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) --long -o faulthandler_timeout=3600 $(ARGS)
 
 lint: $(VENV)/.dev ## style, format, types and the direction of imports
 	$(BIN)/ruff check .

@@ -70,7 +70,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     (here / "test_suite.py").write_text(SUITE)
     (here / "pytest.ini").write_text("[pytest]\nmarkers =\n  slow\n  gpu\n")
     command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", str(here)]
-    report = subprocess.run(command, cwd=here, env=dict(os.environ), capture_output=True, text=True, timeout=60)
+    report = subprocess.run(command, cwd=here, env=dict(os.environ), capture_output=True, text=True, timeout=300)
     found: dict[str, set[str]] = {}
     for line in report.stdout.splitlines():
         word, _, rest = line.partition(" ")

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from kvcellar.serve import Server, ServeSettings
-from tests.serve.fake_engine import FakeEngine, Script
+from tests.serve.fake_engine import PATIENCE, FakeEngine, Script
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +33,7 @@ def engine(shared_engine: FakeEngine) -> Iterator[FakeEngine]:
 
 @pytest.fixture(scope="session")
 def shared_http(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=20) as client:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
         yield client
 
 

@@ -18,6 +18,7 @@ from kvcellar.sample.params import SamplingParams
 
 VOCABULARY = 256
 CONTEXT = 20_000
+PATIENCE = 120.0  # seconds; only a test that fails waits so long
 
 
 @dataclass(frozen=True)
@@ -138,12 +139,12 @@ class FakeEngine:
         with self._turn:
             return len(self._running)
 
-    def rest(self, seconds: float = 5.0) -> bool:
+    def rest(self, seconds: float = PATIENCE) -> bool:
         """Wait until nothing runs any more. Did that happen in time?"""
         with self._turn:
             return self._turn.wait_for(lambda: not self._running, seconds)
 
-    def cancelled(self, count: int, seconds: float = 10.0) -> bool:
+    def cancelled(self, count: int, seconds: float = PATIENCE) -> bool:
         """Wait until `count` runs have been cancelled. Did that happen in time?"""
         with self._turn:
             return self._turn.wait_for(lambda: self.cancels >= count, seconds)

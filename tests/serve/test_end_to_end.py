@@ -13,6 +13,7 @@ import pytest
 
 from kvcellar import Engine
 from kvcellar.serve import Server, ServeSettings
+from tests.serve.fake_engine import PATIENCE
 
 ASKED = [{"role": "user", "content": "Write a function that adds two numbers."}]
 
@@ -31,7 +32,7 @@ def server(engine: Engine) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE) as client:
         yield client
 
 
@@ -39,7 +40,7 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 def at_rest(engine: Engine) -> Iterator[None]:
     """Everything is given back soon after a test: a cancel is done between two steps."""
     yield
-    until = time.monotonic() + 10
+    until = time.monotonic() + PATIENCE
     while (stats := engine.stats()).running + stats.waiting + stats.cells_used and time.monotonic() < until:
         time.sleep(0.01)
     assert (stats.running, stats.waiting, stats.sequences, stats.cells_used) == (0, 0, 0, 0)
@@ -163,7 +164,9 @@ def test_leaving_at_random_moments_frees_every_cell(server, engine):
             await asyncio.wait_for(call, chance.random() / 5)
 
     async def all_of_them() -> None:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE
+        ) as client:
             await asyncio.gather(*(one(client, number) for number in range(24)))
 
     asyncio.run(all_of_them())

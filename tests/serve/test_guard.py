@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from kvcellar.serve import Server, ServeSettings, key_digest
-from tests.serve.fake_engine import FakeEngine
+from tests.serve.fake_engine import PATIENCE, FakeEngine
 from tests.serve.wire import CHAT, COMPLETIONS, completion, connected, error_of, read_answer, request
 
 GOOD = "sk-one"
@@ -19,7 +19,7 @@ ROUTES += [("OPTIONS", COMPLETIONS), ("HEAD", "/health"), ("DELETE", "/v1/models
 def locked(shared_engine: FakeEngine):
     digests = (key_digest(GOOD), key_digest("sk-two"))
     with Server(shared_engine, ServeSettings(port=0, key_digests=digests)) as server:
-        with httpx.Client(base_url=server.url, timeout=20) as client:
+        with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
             yield client
 
 

@@ -12,7 +12,7 @@ from kvcellar.errors import CacheFull, EngineFailed, Overloaded
 from kvcellar.serve import Server, ServeSettings, key_digest
 from kvcellar.serve.fields import NEUTRAL, NO_EFFECT
 from kvcellar.serve.requests import ChatBody, CompletionBody
-from tests.serve.fake_engine import FakeEngine, FakeModel
+from tests.serve.fake_engine import PATIENCE, FakeEngine, FakeModel
 from tests.serve.wire import MODEL
 
 ASKED = [{"role": "user", "content": "hi"}]
@@ -21,7 +21,7 @@ SAID = "<user>hi"
 
 @pytest.fixture(scope="module")
 def shared_client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=20) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE) as client:
         yield client
 
 
@@ -216,7 +216,7 @@ def test_a_model_without_text_serves_token_ids():
         FakeEngine(FakeModel(has_text=False, has_chat=False)) as engine,
         Server(engine, ServeSettings(port=0)) as server,
     ):
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE) as client:
             answer = client.completions.create(model=MODEL, prompt=[200, 201], logprobs=1)
             assert answer.choices[0].model_extra["token_ids"] == [200, 201]
             assert answer.choices[0].logprobs.tokens == ["token_id:200", "token_id:201"]
@@ -224,6 +224,10 @@ def test_a_model_without_text_serves_token_ids():
                 client.completions.create(model=MODEL, prompt="hello")
             with pytest.raises(openai.BadRequestError, match="chat template"):
                 client.chat.completions.create(model=MODEL, messages=ASKED)
+
+
+def async_client(server: Server) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE)
 
 
 def test_many_clients_at_once(server, engine):
@@ -239,7 +243,7 @@ def test_many_clients_at_once(server, engine):
         return answer.choices[0].message.content.removeprefix("<user>")
 
     async def all_of_them():
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
+        async with async_client(server) as client:
             assert [model.id async for model in client.models.list()] == [MODEL]
             with pytest.raises(openai.BadRequestError):
                 await client.completions.create(model=MODEL, prompt="x", max_tokens=0)
@@ -252,7 +256,7 @@ def test_an_async_call_that_is_cancelled_cancels(server, engine):
     door = threading.Event()
 
     async def impatient():
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
+        async with async_client(server) as client:
             call = asyncio.create_task(client.completions.create(model=MODEL, prompt="x"))
             while not engine.running:
                 await asyncio.sleep(0.01)

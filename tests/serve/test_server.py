@@ -14,14 +14,14 @@ from typing import NoReturn
 import pytest
 
 from kvcellar.serve import Server, ServeSettings
-from tests.serve.fake_engine import FakeEngine
+from tests.serve.fake_engine import PATIENCE, FakeEngine
 from tests.serve.wire import COMPLETIONS, Wire, completion, connected, read_answer, read_to_end, read_until, request
 
 ROOT = Path(__file__).parents[2]
 
 ALONE = """
 from kvcellar.serve import ServeSettings, run
-from tests.serve.fake_engine import FakeEngine, Script
+from tests.serve.fake_engine import PATIENCE, FakeEngine, Script
 
 with FakeEngine() as engine:
     engine.script = Script(answer=b"x" * {tokens}, delay=0.01)
@@ -49,7 +49,7 @@ class Alone:
 
     def end(self) -> tuple[int, str, str]:
         """Exit code, output and errors, once it has ended by itself."""
-        output, errors = self.process.communicate(timeout=20)
+        output, errors = self.process.communicate(timeout=PATIENCE)
         return self.process.returncode, output, errors
 
 

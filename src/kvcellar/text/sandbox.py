@@ -1,11 +1,11 @@
 """sandbox: runs a chat template that somebody else wrote, with an end in sight.
 
 Jinja's own sandbox keeps a template from reaching Python; nothing there keeps it from running for ever or from filling
-memory. Here every way to go on (a turn of a loop, a call) checks the CPU time that was used, and every way to make something large is
-counted: before it is made where a few characters ask for gigabytes (`"a" * 10**9`, `center`, `replace`, ...), and
-afterwards where the result is about as large as what went in. In all else the environment is that of transformers' chat
-templates: trimmed blocks, loop controls, `{% generation %}`, `raise_exception`, `strftime_now`, a `tojson` that does
-not escape HTML.
+memory. Here every way to go on (a turn of a loop, a call) checks the CPU time that was used, and every way to make
+something large is counted: before it is made where a few characters ask for gigabytes (`"a" * 10**9`, `center`,
+`replace`, ...), and afterwards where the result is about as large as what went in. In all else the environment is that
+of transformers' chat templates: trimmed blocks, loop controls, `{% generation %}`, `raise_exception`, `strftime_now`, a
+`tojson` that does not escape HTML.
 
 Always true while a template runs:
   * no value that it made weighs more than `caps.value_chars` (characters and items, however deep they are nested,

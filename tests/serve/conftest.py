@@ -27,6 +27,7 @@ def engine(shared_engine: FakeEngine) -> Iterator[FakeEngine]:
     shared_engine.script, shared_engine.healthy = Script(), True
     shared_engine.cancels = shared_engine.rejected = 0
     shared_engine.seen.clear()
+    shared_engine.rendered.clear()
     yield shared_engine
     assert shared_engine.rest(), "a request was left running"
 

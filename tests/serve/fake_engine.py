@@ -5,6 +5,7 @@ happen (delays, errors, a door that is held shut) is in the `Script` that a requ
 """
 
 import codecs
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,8 @@ from typing import Any
 from kvcellar.errors import BadRequest, EngineClosed, PromptTooLong, TemplateFailed
 from kvcellar.events import Done, Event, Failed, Finished, Piece, Timings, TokenLogprob, Usage
 from kvcellar.sample.params import SamplingParams
+from kvcellar.text.conversation import checked
+from kvcellar.text.sandbox import Caps
 
 VOCABULARY = 256
 CONTEXT = 20_000
@@ -88,6 +91,7 @@ class FakeEngine:
         self.seen: list[tuple[tuple[int, ...], SamplingParams]] = []
         self.cancels = 0  # runs that were cancelled before they ended
         self.rejected = 0
+        self.rendered: list[dict[str, Any]] = []  # with what options
         self._running: list[Run] = []
         self._turn = threading.Condition()
         self._closed = False
@@ -103,12 +107,20 @@ class FakeEngine:
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(ids).decode(errors="replace")
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        variables: Mapping[str, Any] | None = None,
+        effort: str | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
         if not self.model.has_chat:
             raise BadRequest("this model has no chat template", "messages")
         if messages[0]["role"] == "assistant":
             raise TemplateFailed("the first turn must be the user's", "messages")
-        return self.encode("".join(f"<{message['role']}>{_text(message['content'])}" for message in messages))
+        self.rendered.append({"variables": variables, "effort": effort, "add_generation_prompt": add_generation_prompt})
+        return self.encode("".join(map(_turn, checked(messages, Caps()))))
 
     def submit(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, deliver: Callable[[Event], None]
@@ -205,8 +217,12 @@ class FakeEngine:
         return run.cancelled or run.script.door is None or run.script.door.is_set()
 
 
-def _text(content: str | list[dict[str, str]]) -> str:
-    return content if isinstance(content, str) else "+".join(part["text"] for part in content)
+def _turn(message: dict[str, Any]) -> str:
+    """One message as this engine's template writes it: `<role>content`, then what else it has, as JSON."""
+    content = message.pop("content", "")
+    text = content if isinstance(content, str) else "+".join(part["text"] for part in content)
+    rest = {name: value for name, value in message.items() if name not in ("role", "name", "thinking")}
+    return f"<{message['role']}>{text}" + (json.dumps(rest) if rest else "")
 
 
 def plan(prompt: tuple[int, ...], params: SamplingParams, script: Script) -> Iterator[Event]:

@@ -192,6 +192,11 @@ THINKER = """\
     {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}
 {%- endif %}"""
 
+STRINGS = """\
+{% for message in messages %}{% if message.tool_calls %}{% for call in message.tool_calls %}\
+{{ '<|im_start|>call ' + call.function.name + ' ' + call.function.arguments + '<|im_end|>\n' }}{% endfor %}\
+{% endif %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}"""
+
 PARTS_ONLY = """\
 {% for message in messages %}<|im_start|>{{ message.role }}
 {% for part in message.content %}{{ part.text }}{% endfor %}<|im_end|>

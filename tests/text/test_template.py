@@ -73,6 +73,8 @@ def outcome(render: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize("template", OURS)
 def test_rendering_is_that_of_transformers(template: str, talk: str, add_generation_prompt: bool) -> None:
     source, messages = templates.ALL[template], TALKS[talk]
+    if talk == "tools" and template not in ("llama3", "thinker"):
+        pytest.skip("this template has no tool calls: tests/text/test_calls.py says what becomes of them")
     tools = [TOOL] if talk == "tools" else None
     more: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "tools": tools}
     expected = outcome(lambda: theirs(source, messages, **more))
@@ -181,21 +183,21 @@ WRONG: list[tuple[Any, str]] = [
     ([user("a")] * 10_001, "there are 10001 messages; 1 to 10000 are allowed"),
     (["a"], r"messages\[0\] must be an object"),
     ([{"content": "a"}], r"messages\[0\].role must be one of assistant, developer"),
-    ([{"role": "root", "content": "a"}], "not 'root'"),
+    ([{"role": "root", "content": "a"}], "role must be one of"),
     ([{"role": ["user"], "content": "a"}], "role must be one of"),
-    ([{"role": "user"}], r"messages\[0\] has no content"),
-    ([user(None)], "has no content"),
-    ([user([])], "has no content"),
-    ([user(0)], "has no content"),
-    ([user(7)], "must be text or a list of text parts"),
-    ([user({"type": "text"})], "must be text or a list of text parts"),
-    ([assistant(None)], "has no content"),
-    ([assistant(None, tool_calls=[])], "has no content"),
-    ([user("a"), {"role": "tool", "content": "3"}], r"messages\[1\] is a tool's answer, but no message before it"),
-    ([user(["a"])], "only parts of type 'text' can be read here"),
-    ([user([{"type": "image_url", "image_url": {"url": "http://x"}}])], r"content\[0\] is of type 'image_url'"),
-    ([user([{"type": "text"}])], r"content\[0\] has no text"),
-    ([user([{"type": "text", "text": None}])], "has no text"),
+    ([{"role": "user"}], r"messages\[0\].content is required, and must not be an empty list"),
+    ([user(None)], "content is required"),
+    ([user([])], "content is required"),
+    ([user(0)], "must be a string or a list of text parts"),
+    ([user(7)], "must be a string or a list of text parts"),
+    ([user({"type": "text"})], "must be a string or a list of text parts"),
+    ([assistant(None)], "content is required"),
+    ([assistant(None, tool_calls=[])], "content is required"),
+    ([user("a"), {"role": "tool", "content": "3"}], r"messages\[1\] is the result of a tool call, but no message"),
+    ([user(["a"])], r"content\[0\].type must be text"),
+    ([user([{"type": "image_url", "image_url": {"url": "http://x"}}])], r"content\[0\].type must be text; images"),
+    ([user([{"type": "text"}])], r"content\[0\].text must be a string"),
+    ([user([{"type": "text", "text": None}])], "text must be a string"),
     ([user("\ud800")], "half of a surrogate pair"),
     ([{**user("a"), "x\udfff": 1}], "half of a surrogate pair"),
     ([{**user("a"), 1: 1}], "must be strings, not int"),

@@ -149,9 +149,21 @@ class Engine:
         """The bytes that a token adds to a text; they may be a part of a character."""
         return self._built.voice.token_bytes(self._token(token, "ids"))
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation, ready for the model's answer. Raises `BadRequest`, `TemplateFailed`."""
-        return self._built.voice.render(messages)
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        variables: Mapping[str, Any] | None = None,
+        effort: str | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Token ids of a conversation, ready for the model's answer. Raises `BadRequest`, `TemplateFailed`.
+
+        `variables` are read by the chat template (`enable_thinking`, for one), `effort` is how much the model should
+        reason, in OpenAI's words ("none" to "xhigh"). Either has no effect where the template does not read it.
+        """
+        options = {"variables": variables, "effort": effort, "add_generation_prompt": add_generation_prompt}
+        return self._built.voice.render(messages, **options)
 
     # -- asking -------------------------------------------------------------------------------------------------
 

@@ -38,11 +38,12 @@ class Voice:
     def decode(self, ids: Sequence[int]) -> str:
         return self._known().decode(ids)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """`options` are those of `ChatTemplate.render`."""
         words = self._known()
         if self._template is None:
             raise BadRequest("this model has no chat template; give it a prompt instead of messages", "messages")
-        return self._template.render(messages).encode(words)
+        return self._template.render(messages, **options).encode(words)
 
     def output(self, stops: Stops, prompt: Sequence[int]) -> Output:
         """The text of one answer: what is to be written behind the prompt's text."""

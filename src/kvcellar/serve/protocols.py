@@ -37,7 +37,14 @@ class ServedEngine(Protocol):
 
     def encode(self, text: str, *, special: bool | None = None) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        variables: Mapping[str, Any] | None = None,
+        effort: str | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]: ...
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, *, deliver: Callable[[Event], None]) -> Ticket:
         """Events come on the engine's own thread. Raises `BadRequest`, `Overloaded` or `EngineClosed` at once."""

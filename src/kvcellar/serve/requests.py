@@ -15,13 +15,14 @@ model's generation config. `model` may be left out; if it is there it must be th
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from kvcellar.errors import BadRequest
 from kvcellar.sample.params import MAX_LOGPROBS, SamplingParams
 from kvcellar.serve.body import parse_object, validated
 from kvcellar.serve.failures import ApiError, printable
 from kvcellar.serve.fields import NEUTRAL, NO_EFFECT
+from kvcellar.serve.messages import Message, Strict, plain
 from kvcellar.serve.protocols import ServedEngine
 
 MAX_PROMPTS = 256
@@ -29,16 +30,11 @@ MAX_MESSAGES = 4096
 COMPLETION_TOKENS = 16  # where neither request nor model says max_tokens; OpenAI's number. A chat answer has no limit
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
-
-
-def _as_parts(value: object) -> object:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class StreamOptions(Strict):
@@ -81,29 +77,10 @@ class CompletionBody(CommonBody):
     add_special_tokens: bool | None = None
 
 
-class TextPart(Strict):
-    type: Literal["text"]
-    text: str
+class Reasoning(Strict):
+    """How OpenRouter's clients write `reasoning_effort`."""
 
-
-class Message(Strict):
-    """One turn. What clients send back from an earlier answer without a value is taken; tools and media are not."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[TextPart], BeforeValidator(_as_parts), Field(min_length=1)]
-    name: str | None = None
-    annotations: list[None] | None = Field(default=None, max_length=0)
-    audio: None = None
-    function_call: None = None
-    refusal: None = None
-    tool_calls: list[None] | None = Field(default=None, max_length=0)
-
-    def plain(self) -> dict[str, object]:
-        """As chat templates want it. `developer` is OpenAI's newer word for `system`; templates know the older."""
-        role = "system" if self.role == "developer" else self.role
-        parts = [{"type": part.type, "text": part.text} for part in self.content]
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": role, "content": parts[0]["text"] if len(parts) == 1 else parts, **named}
+    effort: Effort | None = None
 
 
 class ChatBody(CommonBody):
@@ -111,6 +88,10 @@ class ChatBody(CommonBody):
     max_completion_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    reasoning_effort: Effort | None = None
+    reasoning: Reasoning | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    add_generation_prompt: bool | None = None
 
 
 AnyBody = TypeVar("AnyBody", bound=CommonBody)
@@ -153,7 +134,22 @@ def read_chat(engine: ServedEngine, raw: bytes) -> Job:
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = _params(body, engine, {"logprobs": logprobs, "max_tokens": most})
-    return _job(engine, body, params, [engine.render([message.plain() for message in body.messages])])
+    prompt = engine.render(
+        plain(body.messages),
+        variables=body.chat_template_kwargs,
+        effort=_effort(body),
+        add_generation_prompt=body.add_generation_prompt is not False,
+    )
+    return _job(engine, body, params, [prompt])
+
+
+def _effort(body: ChatBody) -> Effort | None:
+    other = None if body.reasoning is None else body.reasoning.effort
+    if None not in (body.reasoning_effort, other) and body.reasoning_effort != other:
+        raise ApiError(
+            400, "reasoning_effort and reasoning.effort differ; send one of them", "reasoning", "invalid_value"
+        )
+    return body.reasoning_effort or other
 
 
 def _checked(kind: type[AnyBody], engine: ServedEngine, raw: bytes) -> AnyBody:

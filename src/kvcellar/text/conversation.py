@@ -27,41 +27,89 @@ def checked(messages: object, caps: Caps) -> list[dict[str, Any]]:
         raise _wrong(f"there are {len(given)} messages; 1 to {caps.messages} are allowed")
     copier = Copier(caps, "messages")
     copies: list[dict[str, Any]] = []
-    calls = False
+    history = _Calls()
     for index, message in enumerate(given):
         where = f"messages[{index}]"
         copy = copier.copy(message, where)
         if not isinstance(copy, dict):
             raise _wrong(f"{where} must be an object with role and content, not {type(message).__name__}")
         copies.append(_message(cast("dict[str, Any]", copy), where))
-        calls = calls or bool(copies[-1].get("tool_calls"))
-        if copies[-1]["role"] == "tool" and not calls:
-            raise _wrong(f"{where} is a tool's answer, but no message before it has tool_calls")
+        history.add(copies[-1], where)
     return copies
 
 
-def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
+class _Calls:
+    """The tool calls so far: a result must follow its call."""
+
+    def __init__(self) -> None:
+        self._any = False
+        self._ids: set[str] = set()
+
+    def add(self, message: dict[str, Any], where: str) -> None:
+        if message["role"] != "tool":
+            calls = cast("list[dict[str, Any]]", message.get("tool_calls", []))
+            self._any = self._any or bool(calls)
+            self._ids.update(call["id"] for call in calls if isinstance(call.get("id"), str))
+            return
+        if not self._any:
+            raise _wrong(f"{where} is the result of a tool call, but no message before it has tool_calls")
+        if self._ids and message.get("tool_call_id", next(iter(self._ids))) not in self._ids:
+            raise _wrong(f"{where}.tool_call_id is not the id of a call in the tool_calls of a message before it")
+
+
+def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
     """The message, if it is right. Without its nulls, as in transformers: templates know missing fields, not null."""
+    message = {name: value for name, value in given.items() if value is not None}
     if message.get("role") not in (roles := sorted(ROLES)):
-        raise _wrong(f"{where}.role must be one of {', '.join(roles)}, not {message.get('role')!r}")
+        raise _wrong(f"{where}.role must be one of {', '.join(roles)}")
+    _with_tool_calls(message, where)
     content = message.get("content")
-    calls = message["role"] == "assistant" and (message.get("tool_calls") or message.get("function_call"))
+    if content is not None and not isinstance(content, str | list):
+        raise _wrong(f"{where}.content must be a string or a list of text parts")
     if isinstance(content, list):
         for index, part in enumerate(cast("list[Any]", content)):
             _text_part(part, f"{where}.content[{index}]")
-    if not content and not isinstance(content, str) and not calls:
-        raise _wrong(f"{where} has no content")
-    if content is not None and not isinstance(content, str | list):
-        raise _wrong(f"{where}.content must be text or a list of text parts")
-    return _with_reasoning({name: value for name, value in message.items() if value is not None})
+    if content is None and message["role"] == "assistant" and any(name in message for name in REASONING):
+        message["content"] = ""
+    elif not content and not isinstance(content, str) and not message.get("tool_calls"):
+        raise _wrong(f"{where}.content is required, and must not be an empty list")
+    return _with_reasoning(message)
+
+
+def _with_tool_calls(message: dict[str, Any], where: str) -> None:
+    """OpenAI's deprecated functions become tools, which templates know; no calls at all become an absent field."""
+    if message["role"] == "function":
+        message["role"] = "tool"
+    called: Any = message.pop("function_call", None)
+    if called is not None and message.get("tool_calls"):
+        raise _wrong(f"{where} has both tool_calls and function_call; send one of them")
+    calls: Any = message.pop("tool_calls", []) if called is None else [{"type": "function", "function": called}]
+    if calls != []:
+        if message["role"] != "assistant":
+            raise _wrong(f"{where}.tool_calls: only messages of the role assistant have tool calls")
+        if not isinstance(calls, list):
+            raise _wrong(f"{where}.tool_calls must be a list")
+        for index, call in enumerate(cast("list[Any]", calls)):
+            _check_call(call, f"{where}.tool_calls[{index}]")
+        message["tool_calls"] = calls
+
+
+def _check_call(call: Any, where: str) -> None:
+    outer = cast("dict[str, Any]", call) if isinstance(call, dict) else {}
+    given: Any = outer.get("function", outer)
+    function = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+    if not isinstance(function.get("name"), str):
+        raise _wrong(f"{where}.function must be an object with name and arguments")
+    if not isinstance(function.get("arguments"), str | dict | None):
+        raise _wrong(f"{where}.function.arguments must be a string that holds a JSON object, or an object")
 
 
 def _text_part(given: object, where: str) -> None:
     part = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
     if part.get("type") != "text":
-        raise _wrong(f"{where} is of type {part.get('type')!r}; only parts of type 'text' can be read here")
+        raise _wrong(f"{where}.type must be text; images, audio and files are not supported")
     if not isinstance(part.get("text"), str):
-        raise _wrong(f"{where} has no text")
+        raise _wrong(f"{where}.text must be a string")
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
@@ -120,6 +168,9 @@ class Copier:
 class Marker:
     """Marks control tokens in text that is not the template's, with a character `mark` that is nowhere else.
 
+    Names of fields, roles and types that templates compare with are left alone, except within the arguments of a call,
+    where every string and every key is a client's text.
+
     A mark stands behind the first character of whatever reads like a control token, in any case of letters. A text that
     ends with the beginning of one has a mark there, too: the next text may begin with the rest of it.
     """
@@ -131,15 +182,30 @@ class Marker:
         self._longest = max(map(len, self._beginnings), default=0)
 
     def marked(self, value: Any, mark: str) -> Any:
-        """`value`, JSON, with marks in all its strings; keys, and the roles and types of messages, are not texts."""
+        """`value`, JSON, with marks in all its texts."""
         if isinstance(value, str):
             return self._text(value, mark)
         if isinstance(value, list):
             return [self.marked(item, mark) for item in cast("list[Any]", value)]
         if isinstance(value, dict):
             pairs = cast("dict[str, Any]", value).items()
-            return {key: item if key in ("role", "type") else self.marked(item, mark) for key, item in pairs}
+            return dict(self._pair(key, item, mark) for key, item in pairs)
         return value
+
+    def _pair(self, key: str, item: Any, mark: str) -> tuple[str, Any]:
+        if key == "arguments":
+            return key, self._everything(item, mark)
+        if key in ("role", "type") and isinstance(item, str) and item in _WORDS:
+            return key, item
+        return key if key in _FIELDS else self._text(key, mark), self.marked(item, mark)
+
+    def _everything(self, value: Any, mark: str) -> Any:
+        if isinstance(value, dict):
+            pairs = cast("dict[str, Any]", value).items()
+            return {self._text(key, mark): self._everything(item, mark) for key, item in pairs}
+        if isinstance(value, list):
+            return [self._everything(item, mark) for item in cast("list[Any]", value)]
+        return self._text(value, mark) if isinstance(value, str) else value
 
     def _text(self, text: str, mark: str) -> str:
         end = len(text.rstrip())  # templates like to trim
@@ -161,6 +227,15 @@ def unused(texts: Iterable[str]) -> str:
     used = {char for text in texts for char in _PRIVATE.findall(text)}
     return next(char for char in map(chr, range(0xF0000, 0xFFFFE)) if char not in used)
 
+
+# What templates look up or compare with, and so must stay as it is, in messages and in definitions of tools.
+_WORDS = ROLES | {"text", "function", "object", "array", "string", "number", "integer", "boolean", "null"}
+_FIELDS = frozenset(
+    {
+        *("role", "content", "name", "type", "text", "id", "tool_calls", "tool_call_id", "function", *REASONING),
+        *("description", "parameters", "properties", "required", "enum", "items", "title"),
+    }
+)
 
 _PRIVATE = re.compile("[\U000f0000-\U000ffffd]")
 

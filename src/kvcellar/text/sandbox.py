@@ -24,7 +24,7 @@ from datetime import datetime
 from types import CodeType, MappingProxyType
 from typing import Any, TypeVar, cast
 
-from jinja2 import Template, TemplateError, TemplateRuntimeError, nodes
+from jinja2 import Template, TemplateError, TemplateRuntimeError, meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -157,6 +157,10 @@ class CappedEnvironment(ImmutableSandboxedEnvironment):
         """Compile a template into code that `run` accepts. Raises jinja2's `TemplateError`s."""
         tree = _Metered().visit(self.parse(source))
         return self.compile(tree, filename="chat template")
+
+    def variables(self, source: str) -> frozenset[str]:
+        """The variables that a template reads and does not always set itself."""
+        return frozenset(meta.find_undeclared_variables(self.parse(source)))
 
     def run(self, code: CodeType, variables: Mapping[str, Any]) -> Iterator[str]:
         """Run it once, part by part."""

@@ -4,8 +4,10 @@ A chat template is a program that comes with a model; it never comes from a clie
 plain data only, and its output is taken as control tokens and text by the tokenizer, except that nothing a client wrote
 can become a control token: see `Rendered.encode`.
 
-The result is what transformers' `apply_chat_template` gives for the same messages, unless a message has content in
-parts that the template does not know how to read (their text is joined), or text that looks like a control token.
+The result is what transformers' `apply_chat_template` gives for the same messages, except for what templates do not
+agree on: content in parts that the template does not read (their text is joined), tool calls and results in a form that
+it does not read (see `calls`), a message that has reasoning only (its content is ""), and text that looks like a
+control token.
 
 One limit: a template that cuts a piece out of the middle of a client's text, and so joins a control token that was not
 there, is not seen through. Templates cut reasoning off the assistant's words, which only somebody who could write the
@@ -14,17 +16,22 @@ assistant's words anyway can use.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
-from kvcellar.errors import ModelRefused, TemplateFailed
+from kvcellar.errors import BadRequest, ModelRefused, TemplateFailed
+from kvcellar.text.calls import CallForm, probe
 from kvcellar.text.conversation import Copier, Marker, checked, joined, parted, strings, unmarked, unused
 from kvcellar.text.sandbox import CappedEnvironment, Caps, OverCaps, Refused
 from kvcellar.text.tokens import Words
 
 MAX_SOURCE_CHARS = 2**20
 MAX_REASON_CHARS = 1000
+
+_OWN = ("messages", "tools", "documents", "add_generation_prompt")  # variables that are never a client's
+_THINKING = ("enable_thinking", "thinking")  # variables by which templates switch reasoning on and off
 
 # What running a template may raise. Anything else is our fault and must be seen.
 _FAULTS = (
@@ -66,6 +73,7 @@ class ChatTemplate:
             raise ModelRefused(f"the chat template does not compile: line {error.lineno}: {error}") from error
         except _FAULTS as error:
             raise ModelRefused(f"the chat template does not compile: {error}") from error
+        self.variables = CappedEnvironment(self._caps).variables(source)  # that it reads
         self._marker = Marker(words.control.values())
         self._reads_text, self._reads_parts = self._probed()
 
@@ -77,21 +85,44 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        effort: str | None = None,
     ) -> Rendered:
-        """Write the conversation. `variables` are the operator's (`enable_thinking`, ...), and are trusted.
+        """Write the conversation. `variables` (`enable_thinking`, ...) may be a client's, like the messages.
+
+        `effort` is how much the model should reason, "none" to "xhigh": the variable `reasoning_effort`, and with
+        "none" or more also `enable_thinking` and `thinking`, where the template reads them and `variables` has none.
 
         Raises `BadRequest` for messages that are wrong in themselves, `TemplateFailed` (one, too) for those that the
         template refuses, with its own words, or on which it fails or runs past its caps.
         """
-        conversation = [self._fitting(message) for message in checked(messages, self._caps)]
         given = {
-            "messages": conversation,
+            **self._settings(variables or {}, effort),
+            "messages": self._conversation(messages),
             "tools": Copier(self._caps, "tools").copy(tools, "tools"),
             "documents": Copier(self._caps, "documents").copy(documents, "documents"),
         }
         mark = unused((self._source, *strings(given)))
-        own = {**self._words.special_tokens, **(variables or {}), "add_generation_prompt": add_generation_prompt}
+        own = {**self._words.special_tokens, "add_generation_prompt": add_generation_prompt}
         return Rendered(*unmarked(self._run({**own, **self._marker.marked(given, mark)}, mark), mark))
+
+    def _conversation(self, messages: object) -> list[dict[str, Any]]:
+        conversation = checked(messages, self._caps)
+        if any(message["role"] == "tool" or "tool_calls" in message for message in conversation):
+            conversation = self._calls.fit(conversation, Copier(self._caps, "messages").copy)
+        return [self._fitting(message) for message in conversation]
+
+    def _settings(self, variables: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
+        """The variables that the template reads, beside those that are always there."""
+        name = "chat_template_kwargs"
+        copy: dict[str, Any] = Copier(self._caps, name).copy(variables, name)
+        if taken := sorted(copy.keys() & {*_OWN, *self._words.special_tokens}):
+            raise BadRequest(f"{name}.{taken[0]} cannot be set: the template gets it from the server", name)
+        thinks = {} if effort is None else {"reasoning_effort": effort, **dict.fromkeys(_THINKING, effort != "none")}
+        return {name: value for name, value in {**thinks, **copy}.items() if name in self.variables}
+
+    @cached_property
+    def _calls(self) -> CallForm:
+        return probe(self._tried, lambda text: self._fitting({"content": text})["content"])
 
     def _run(self, variables: Mapping[str, Any], mark: str) -> str:
         parts: list[str] = []
@@ -119,16 +150,16 @@ class ChatTemplate:
         nothing of a text. One that refuses the trial is taken to read text, as nearly all do.
         """
         word = "probe"
-        text = self._tried(word)
-        parts = self._tried([{"type": "text", "text": word}])
+        text = self._tried([{"role": "user", "content": word}])
+        parts = self._tried([{"role": "user", "content": [{"type": "text", "text": word}]}])
         as_they_are = any(f"text{q}: {q}{word}" in parts for q in "'\"")
         reads_parts = word in parts and not as_they_are
         return word in text or not reads_parts, reads_parts
 
-    def _tried(self, content: Any) -> str:
+    def _tried(self, messages: list[dict[str, Any]]) -> str:
         own = {**self._words.special_tokens, "add_generation_prompt": False, "tools": None, "documents": None}
         try:
-            return self._run({**own, "messages": [{"role": "user", "content": content}]}, "")
+            return self._run({**own, "messages": messages}, "")
         except TemplateFailed:
             return ""
 

@@ -1,0 +1,131 @@
+"""Conversations that agents send back: every client replays what it got, with calls, results and reasoning."""
+
+import json
+
+import pytest
+
+from tests.serve.wire import CHAT, error_of
+
+USER = {"role": "user", "content": "hi"}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+RESULT = {"role": "tool", "tool_call_id": "c1", "content": "14"}
+ANSWER = {"role": "assistant", "content": "ho"}
+
+
+def rendered(http, engine, messages, **fields):
+    answer = http.post(CHAT, json={"messages": messages, **fields})
+    assert answer.status_code == 200, answer.text
+    ((prompt, _),) = engine.seen
+    return bytes(prompt).decode()
+
+
+@pytest.mark.parametrize("content", [{"content": None}, {}, {"content": ""}, {"content": []}])
+def test_an_assistant_that_only_calls_has_no_content(http, engine, content):
+    calls = json.dumps({"tool_calls": [CALL]})
+    asked = [USER, {"role": "assistant", **content, "tool_calls": [CALL]}, RESULT]
+    assert rendered(http, engine, asked) == f'<user>hi<assistant>{calls}<tool>14{{"tool_call_id": "c1"}}'
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"index": 0},
+        {"index": 0, "extra_content": {"google": {"thought_signature": "x"}}},
+        {"provider_specific_fields": None},
+    ],
+)
+def test_what_clients_leave_in_a_call_is_not_rendered(http, engine, extra):
+    text = rendered(http, engine, [USER, {"role": "assistant", "content": None, "tool_calls": [CALL | extra]}, RESULT])
+    assert text.count("index") + text.count("google") + text.count("provider") == 0
+    assert json.dumps([CALL]) in text
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_is_sent_back_under_any_of_its_names(http, engine, name):
+    text = rendered(http, engine, [USER, {"role": "assistant", "content": None, name: "hm"}, USER])
+    assert '<assistant>{"reasoning_content": "hm"' in text.replace(f'"{name}": "hm", ', "")
+
+
+FULL = {  # what openai's package, litellm and others send back of an answer that has text only
+    **ANSWER,
+    "refusal": None,
+    "annotations": [{"type": "url_citation"}],
+    "audio": None,
+    "function_call": None,
+    "tool_calls": None,
+    "reasoning_content": None,
+    "provider_specific_fields": {"refusal": None},
+    "thinking_blocks": [],
+    "reasoning_details": [],
+    "id": "msg_1",
+    "cache_control": {"type": "ephemeral"},
+}
+
+
+def test_an_answer_is_sent_back_as_it_came(http, engine):
+    part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
+    assert rendered(http, engine, [{**USER, "content": [part]}, FULL, USER]) == "<user>hi<assistant>ho<user>hi"
+
+
+def test_a_refusal_stands_where_the_content_would(http, engine):
+    refused = {"role": "assistant", "content": None, "refusal": "I will not."}
+    assert rendered(http, engine, [USER, refused, USER]) == "<user>hi<assistant>I will not.<user>hi"
+
+
+def test_the_deprecated_functions_are_tools(http, engine):
+    called = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
+    text = rendered(http, engine, [USER, called, {"role": "function", "name": "f", "content": "14"}])
+    assert "<tool>14" in text
+    assert '{"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]}' in text
+
+
+WRONG = [
+    ([USER, {"role": "assistant", "content": None}], "messages[1].content"),
+    ([USER, {"role": "assistant"}], "messages[1].content"),
+    ([USER, {"role": "assistant", "content": []}], "messages[1].content"),
+    ([USER, {"role": "assistant", "content": None, "reasoning": ""}], "messages[1].content"),
+    ([USER, {"role": "assistant", "content": None, "tool_calls": []}], "messages[1].content"),
+    ([USER, {**ANSWER, "refusal": "no"}], "messages[1].refusal"),
+    ([USER, {**ANSWER, "tool_calls": [CALL | {"type": "custom"}]}], "messages[1].tool_calls[0].type"),
+    ([USER, {**ANSWER, "tool_calls": [{"id": "c", "function": {}}]}], "messages[1].tool_calls[0].function.name"),
+    ([USER, {**ANSWER, "tool_calls": [CALL]}, {**RESULT, "content": None}], "messages[2].content"),
+    ([USER, {**ANSWER, "tool_calls": [CALL]}, {**RESULT, "tool_call_id": "c2"}], "messages"),
+    ([USER, RESULT], "messages"),
+    ([{**USER, "tool_calls": [CALL]}], "messages"),
+    ([USER, {**ANSWER, "audio": {"id": "audio_1"}}], "messages[1].audio"),
+    ([USER, {**ANSWER, "prefix": True}], "messages[1].prefix"),
+]
+
+
+@pytest.mark.parametrize(("messages", "param"), WRONG)
+def test_histories_that_are_none_are_refused_by_name(http, engine, messages, param):
+    answer = http.post(CHAT, json={"messages": messages})
+    error = error_of(answer)
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert f"messages[{len(messages) - 1}]" in error["message"]
+    assert not engine.seen
+
+
+@pytest.mark.parametrize("effort", ["none", "minimal", "low", "medium", "high", "xhigh", "max"])
+def test_effort_and_variables_reach_the_template(http, engine, effort):
+    given = {"chat_template_kwargs": {"enable_thinking": False}, "add_generation_prompt": False}
+    for how in ({"reasoning_effort": effort}, {"reasoning": {"effort": effort}}):
+        assert http.post(CHAT, json={"messages": [USER], **how, **given}).status_code == 200
+    one, other = engine.rendered
+    assert one == other == {"effort": effort, "variables": {"enable_thinking": False}, "add_generation_prompt": False}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"reasoning_effort": "extreme"}, "reasoning_effort"),
+        ({"reasoning_effort": 3}, "reasoning_effort"),
+        ({"reasoning": {"effort": "low", "max_tokens": 5}}, "reasoning.max_tokens"),
+        ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"add_generation_prompt": 1}, "add_generation_prompt"),
+    ],
+)
+def test_efforts_that_are_none(http, engine, fields, param):
+    assert error_of(http.post(CHAT, json={"messages": [USER], **fields}))["param"] == param
+    assert not engine.seen

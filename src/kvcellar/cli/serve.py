@@ -1,17 +1,21 @@
 """serve: a model over HTTP."""
 
+import logging
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
+from kvcellar.cli.logs import LEVELS, Format, logged
 from kvcellar.cli.options import Size, Verb, engine_options, given
 from kvcellar.engine.engine import Engine
 from kvcellar.serve.keys import exposed, key_digests
 from kvcellar.serve.server import bound, run
 from kvcellar.serve.settings import ServeSettings
+
+log = logging.getLogger("kvcellar.serve")
 
 
 @click.command("serve", cls=Verb, epilog="Example: kvcellar serve ./my-model --port 8080 --api-key-file keys.txt")
@@ -26,6 +30,8 @@ from kvcellar.serve.settings import ServeSettings
 @click.option("--allowed-host", multiple=True, help="A name that clients may call this server by. May be repeated.")
 @click.option("--allow-open", is_flag=True, help="Answer everybody who can reach HOST, without a key.")
 @click.option("--max-body", type=Size(), default="8MiB", show_default=True, help="Largest request body.")
+@click.option("--log-level", type=click.Choice(LEVELS), default="info", show_default=True, help="info: each request.")
+@click.option("--log-format", type=click.Choice(get_args(Format)), default="text", show_default=True)
 @engine_options
 def command(
     model: str | None,
@@ -35,6 +41,8 @@ def command(
     allowed_host: tuple[str, ...],
     allow_open: bool,
     max_body: int,
+    log_level: str,
+    log_format: Format,
     **options: Any,
 ) -> None:
     """Serve MODEL (a directory, a name in the local Hugging Face cache, or the embedded model) as the OpenAI API."""
@@ -46,14 +54,12 @@ def command(
         allowed_hosts=allowed_host,
         max_body_bytes=max_body,
     )
-    if api_key_file is not None and (warning := exposed(api_key_file)) is not None:
-        click.echo(f"Warning: {warning}", err=True)
+    say = partial(log.info, "%s") if log_format == "json" else partial(click.echo, err=True)
     # The address is taken before the model is loaded: a port in use is an error at once, not after minutes.
-    with bound(settings) as listener, Engine(model, **given(**options)) as engine:
-        click.echo(f"{engine.model.name}: {engine.capacity()}", err=True)
-        ready = partial(_announce, engine.model.name)
-        run(engine, settings, listener=listener, ready=ready)
-
-
-def _announce(name: str, url: str) -> None:
-    click.echo(f"Serving {name} at {url}/v1", err=True)
+    with logged(log_level, log_format), bound(settings) as listener:
+        if api_key_file is not None and (warning := exposed(api_key_file)) is not None:
+            log.warning("%s", warning)
+        with Engine(model, **given(**options)) as engine:
+            name = engine.model.name
+            say(f"{name}: {engine.capacity()}")
+            run(engine, settings, listener=listener, ready=lambda url: say(f"Serving {name} at {url}/v1"))

@@ -21,6 +21,7 @@ from uvicorn.server import ServerState
 
 from kvcellar.serve.failures import RETRY_SECONDS, ApiError
 from kvcellar.serve.guard import headers_too_large
+from kvcellar.serve.record import Record, new_id
 from kvcellar.serve.settings import ServeSettings
 
 
@@ -130,15 +131,21 @@ class Connection(H11Protocol):
             self._refuse(ApiError(408, message, code="request_timeout"))
 
     def _cut(self) -> None:
+        if self._answering:
+            Record.of(self.cycle.scope).refused(499, "client_too_slow")
         self.transport.abort()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer without an application, if that is still possible, and close."""
+        """Respond without an application, if that is still possible, and close."""
         if self.transport.is_closing():
             return
+        record = Record.of(self.cycle.scope) if self._answering else Record(new_id())
+        record.refused(error.status, error.code)
+        if not self._answering:  # else the application writes the line, when it has ended
+            record.write()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             response = error.response()
-            headers = [*response.raw_headers, (b"connection", b"close")]
+            headers = [*response.raw_headers, (b"connection", b"close"), (b"x-request-id", record.request_id.encode())]
             start = h11.Response(status_code=error.status, headers=headers)
             for event in (start, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")

@@ -5,8 +5,8 @@ one (401). Nobody without a key learns which routes exist. There are no CORS hea
 origin reads an answer; together with the JSON content type that bodies need, none can make a request that does
 something.
 
-Whatever happened behind it, an answer has the API's own shape and an `x-request-id`; the log has one line for each
-request, without bodies, and control characters in it are escaped.
+Whatever happened behind it, a response has the API's own shape and an `x-request-id`, and the log has one line for the
+request (`kvcellar.serve.record`).
 """
 
 import asyncio
@@ -14,15 +14,14 @@ import hashlib
 import hmac
 import logging
 import re
-import secrets
-import time
 import traceback
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvcellar.errors import KvcellarError
-from kvcellar.serve.failures import ApiError, ClientGone, api_error, printable, shutting_down
+from kvcellar.serve.failures import ApiError, ClientGone, api_error, shutting_down
+from kvcellar.serve.record import Record
 from kvcellar.serve.settings import ServeSettings
 
 log = logging.getLogger("kvcellar.serve")
@@ -41,12 +40,13 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        reply = Reply(send)
+        record = Record.of(scope)
+        reply = Reply(send, record)
         try:
             self._admit(scope)
             await self._app(scope, receive, reply)
         except ClientGone:
-            reply.status = 499  # nginx's number for a client that has left
+            record.refused(499, "client_gone")  # nginx's number for a client that has left
         except (ApiError, KvcellarError) as error:
             await self._refuse(api_error(error), scope, receive, reply)
         except asyncio.CancelledError:
@@ -54,11 +54,10 @@ class Guard:
             raise
         except Exception as error:  # noqa: BLE001 -- the last door: logged without its message, which may quote a prompt
             where = "".join(traceback.format_tb(error.__traceback__))
-            log.error("%s: unexpected %s\n%s", reply.request_id, type(error).__name__, where)
+            log.error("%s: unexpected %s\n%s", record.request_id, type(error).__name__, where)
             await self._refuse(api_error(error), scope, receive, reply)
         finally:
-            what = f"{printable(scope['method'])} {printable(scope['path'])}"
-            log.info("%s: %s %d in %.1f ms", reply.request_id, what, reply.status, reply.milliseconds())
+            record.write()
 
     def _admit(self, scope: Scope) -> None:
         raw = scope["headers"]
@@ -83,28 +82,25 @@ class Guard:
         return any(matches) and scheme.lower() == "bearer"
 
     async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, reply: "Reply") -> None:
-        """Once an answer has begun nothing is added: a stream tells its own end, and what was cut off is closed."""
-        if reply.status == 0:
+        """Once a response has begun nothing is added: a stream tells its own end, and what was cut off is closed."""
+        reply.record.refused(error.status, error.code)
+        if not reply.begun:
             await error.response()(scope, receive, reply)
 
 
 class Reply:
-    """`send`, with an id for the request, and knowing what was answered."""
+    """`send`, with the request's id in the headers, and the status in its record."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, record: Record) -> None:
         self._send = send
-        self._began = time.monotonic()
-        self.request_id = f"req-{secrets.token_hex(8)}"
-        self.status = 0
+        self.record = record
+        self.begun = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.status = message["status"]
-            message["headers"] = [*message["headers"], (b"x-request-id", self.request_id.encode())]
+            self.begun, self.record.status = True, message["status"]
+            message["headers"] = [*message["headers"], (b"x-request-id", self.record.request_id.encode())]
         await self._send(message)
-
-    def milliseconds(self) -> float:
-        return 1e3 * (time.monotonic() - self._began)
 
 
 def headers_too_large(settings: ServeSettings) -> ApiError:

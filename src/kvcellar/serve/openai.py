@@ -20,6 +20,7 @@ from kvcellar.serve.body import receive_json
 from kvcellar.serve.failures import ClientGone, api_error, shutting_down, to_json
 from kvcellar.serve.flight import Flight
 from kvcellar.serve.protocols import ServedEngine
+from kvcellar.serve.record import Record
 from kvcellar.serve.requests import Job, model_not_found, read_chat, read_completion
 from kvcellar.serve.settings import ServeSettings
 
@@ -81,7 +82,9 @@ class Answering:
         await attended(receive, self._answer(raw, scope, receive, send))
 
     async def _answer(self, raw: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        record = Record.of(scope)
         job = await asyncio.to_thread(self._read, self._engine, raw)
+        record.asked(job.prompts)
         scribe = Scribe(self._engine, job, self._shape)
         with Flight(self._engine, self._settings.max_backlog_events) as flight:
             await flight.launch(job.prompts, job.params)
@@ -91,13 +94,15 @@ class Answering:
                     with flight.held_up():
                         await send(message)
 
-                await self._stream(flight, scribe, send_on)
+                await self._stream(flight, scribe, record, send_on)
                 return
             while not flight.over:
-                scribe.take(await flight.next_batch())
+                batch = await flight.next_batch()
+                record.tally(batch)
+                scribe.take(batch)
         await _json(scribe.answer())(scope, receive, send)
 
-    async def _stream(self, flight: Flight, scribe: Scribe, send: Send) -> None:
+    async def _stream(self, flight: Flight, scribe: Scribe, record: Record, send: Send) -> None:
         """The status is 200 once something was said, or once it has taken so long that the client needs a sign."""
         patience = self._settings.ping_seconds
         batch = await flight.next_batch(patience)
@@ -105,6 +110,7 @@ class Answering:
         try:
             await _send_lines(send, scribe.opening())
             while True:
+                record.tally(batch)
                 chunks = scribe.chunks(batch)
                 await (_send_lines(send, chunks) if batch else _send(send, PING))
                 if flight.over:

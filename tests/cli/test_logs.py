@@ -1,0 +1,183 @@
+"""The log of `kvcellar serve`: one line per record whatever is in it, and no waiting for stderr."""
+
+import json
+import logging
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcellar.cli import logs
+from kvcellar.cli.logs import Background, JsonFormat, TextFormat, logged
+from kvcellar.serve import Server
+from tests.cli.command import kvcellar
+from tests.serve.fake_engine import FakeEngine
+
+HEAD = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (DEBUG|INFO|WARNING|ERROR) [\w.]+: ")
+PATIENCE = 60.0  # seconds; only a test that fails waits so long
+
+
+def record(message: str, **more: object) -> logging.LogRecord:
+    made = logging.makeLogRecord({"name": "kvcellar.test", "levelname": "INFO", "levelno": 20, "msg": message})
+    made.__dict__.update(more)
+    return made
+
+
+@given(st.text())
+def test_no_message_can_look_like_another_record(text):
+    shown = TextFormat().format(record(text))
+    first, *rest = shown.splitlines()
+    assert HEAD.match(first)
+    assert all(line.startswith("    ") for line in rest)
+    assert all(line.isprintable() for line in [first, *rest])
+    written = JsonFormat().format(record(text))
+    assert len(written.splitlines()) == 1
+    assert written.isascii()
+    assert json.loads(written)["message"] == text
+
+
+def test_a_traceback_is_told_in_both_formats():
+    try:
+        raise ValueError("wrong\n2026-01-01T00:00:00.000Z INFO kvcellar.serve: forged")
+    except ValueError:
+        made = record("it failed", exc_info=sys.exc_info())
+    text = TextFormat().format(made)
+    assert "\n    ValueError: wrong\n    2026-01-01" in text
+    assert "forged" in json.loads(JsonFormat().format(made))["message"]
+
+
+def test_a_stderr_that_blocks_for_ever_blocks_nothing_else(monkeypatch):
+    monkeypatch.setattr(logs, "MOST_WAITING", 5)
+    monkeypatch.setattr(logs, "LAST_LINES", 0.01)
+    reached, never, written = threading.Event(), threading.Event(), []
+
+    def write(data: bytes) -> None:
+        reached.set()
+        never.wait()
+        written.append(data)
+
+    handler = Background(write)
+    handler.handle(record("the first"))
+    assert reached.wait(PATIENCE)
+    for number in range(20):
+        handler.handle(record(f"number {number}"))
+    handler.close()
+    assert not written
+    never.set()
+    handler._thread.join(PATIENCE)
+    assert b"15 lines of the log were dropped" in written[1]
+    assert len(written) == 6
+
+
+def test_lines_that_cannot_be_written_are_counted_and_raise_nothing():
+    written, tried = [], threading.Semaphore(0)
+    failures = [OSError("no space left"), BrokenPipeError(), ValueError("closed")]
+
+    def write(data: bytes) -> None:
+        tried.release()
+        if failures:
+            raise failures.pop()
+        written.append(data.decode())
+
+    handler = Background(write)
+    for number in range(3):
+        handler.handle(record(f"number {number}"))
+        assert tried.acquire(timeout=PATIENCE)
+    handler.handle(record("the last"))
+    handler.close()
+    handler._thread.join(PATIENCE)
+    (only,) = written
+    note, line, _ = only.split("\n")
+    assert "3 lines of the log were dropped" in note
+    assert "the last" in line
+
+
+def test_a_record_that_cannot_be_formatted_raises_nothing():
+    written = []
+    handler = Background(written.append)
+    handler.setFormatter(TextFormat())
+    handler.handle(record("%d", args=("no number",)))
+    handler.close()
+    handler._thread.join(PATIENCE)
+    assert b"could not be formatted" in written[0]
+
+
+def test_without_stderr_nothing_is_written_anywhere(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    with logged("debug", "text"):
+        logging.getLogger("kvcellar.serve").error("nowhere")
+
+
+def test_afterwards_logging_is_as_it_was():
+    loggers = [logging.getLogger(name) for name in (None, "kvcellar", "uvicorn.error")]
+    before = [(one.level, list(one.handlers)) for one in loggers]
+    with logged("debug", "json"):
+        assert logging.getLogger("kvcellar.serve").isEnabledFor(logging.DEBUG)
+    assert [(one.level, list(one.handlers)) for one in loggers] == before
+
+
+class Served(FakeEngine):
+    def capacity(self) -> str:
+        return "as many tokens as there are"
+
+
+@contextmanager
+def one_request(monkeypatch, path: str) -> Iterator[None]:
+    """`kvcellar serve` on an engine without a model, which ends after one request of each kind."""
+
+    def run(engine, settings, *, listener, ready):
+        with Server(engine, settings, listener=listener) as server, httpx.Client(base_url=server.url) as client:
+            ready(server.url)
+            asked = {"model": engine.model.name, "prompt": "my secret prompt", "max_tokens": 4}
+            client.post("/v1/completions", json=asked, headers={"x-request-id": "mine-1"})
+            client.get(path)
+
+    monkeypatch.setattr("kvcellar.cli.serve.Engine", lambda model, **settings: Served())
+    monkeypatch.setattr("kvcellar.cli.serve.run", run)
+    yield
+
+
+def test_each_request_is_a_line(monkeypatch):
+    with one_request(monkeypatch, "/nowhere%0a%1b[31m%20200%20ok"):
+        said = kvcellar("serve", "--port", "0").err
+    assert "secret" not in said
+    served, refused = (line for line in said.splitlines() if HEAD.match(line))
+    told = "mine-1: POST /v1/completions 200 ok prompt_tokens=16 cached_tokens=0 completion_tokens=4 ms="
+    assert told in served
+    assert ": GET /nowhere%0A%1B%5B31m%20200%20ok 404 not_found prompt_tokens=- " in refused
+
+
+def test_as_json_each_line_is_an_object(monkeypatch):
+    with one_request(monkeypatch, "/health"):
+        ran = kvcellar("serve", "--port", "0", "--log-format", "json")
+    *opening, served, healthy = map(json.loads, ran.err.splitlines())
+    assert ran.code == 0
+    assert [line["message"].partition(" ")[0] for line in opening] == ["cellar/fake-1:", "Serving"]
+    assert served.pop("ms") > 0
+    assert HEAD.match(f"{served.pop('time')} INFO x: ")
+    assert served == {
+        "level": "info",
+        "logger": "kvcellar.serve",
+        "request_id": "mine-1",
+        "method": "POST",
+        "route": "/v1/completions",
+        "status": 200,
+        "outcome": "ok",
+        "prompt_tokens": 16,
+        "cached_tokens": 0,
+        "completion_tokens": 4,
+    }
+    assert (healthy["route"], healthy["prompt_tokens"]) == ("/health", None)
+
+
+@pytest.mark.parametrize(("level", "lines"), [("info", 2), ("warning", 0)])
+def test_the_level_says_whether_requests_are_logged(monkeypatch, level, lines):
+    with one_request(monkeypatch, "/health"):
+        said = kvcellar("serve", "--port", "0", "--log-level", level).err
+    assert len([line for line in said.splitlines() if HEAD.match(line)]) == lines

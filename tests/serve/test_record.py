@@ -1,0 +1,214 @@
+"""Each request is one record in the log, whatever became of it, with its tokens and without its text."""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from kvcellar.errors import CacheFull
+from kvcellar.serve import Server, ServeSettings
+from tests.serve.wire import COMPLETIONS, completion, connected, read_answer, read_to_end, read_until, request
+
+
+class Log:
+    """The `request` fields of what was logged, in order."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        self._caplog = caplog
+        self._taken = 0
+
+    def next(self, count: int = 1) -> list[dict[str, object]]:
+        """The next records; the last of them comes when the response may have been read already."""
+        while len(found := self._all()[self._taken :]) < count:
+            time.sleep(0.01)
+        self._taken += len(found)
+        assert len(found) == count, "a request was logged twice"
+        return found
+
+    def _all(self) -> list[dict[str, object]]:
+        return [vars(one)["request"] for one in list(self._caplog.records) if "request" in vars(one)]
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[Log]:
+    with caplog.at_level(logging.INFO, "kvcellar.serve"):
+        yield Log(caplog)
+
+
+def outcome(record: dict[str, object]) -> tuple[object, object]:
+    return record["status"], record["outcome"]
+
+
+def tokens(record: dict[str, object]) -> list[object]:
+    return [record[f"{kind}_tokens"] for kind in ("prompt", "cached", "completion")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_is_whole_has_its_tokens(http, engine, log, stream):
+    with engine.acting(cached=3):
+        http.post(COMPLETIONS, json=completion(["hello", "you"], stream=stream, max_tokens=4))
+    (record,) = log.next()
+    assert (record["method"], record["route"], *outcome(record)) == ("POST", COMPLETIONS, 200, "ok")
+    assert tokens(record) == [8, 6, 7]
+    assert record["ms"] > 0
+
+
+JSON = {"content-type": "application/json"}
+REFUSED = {
+    "unknown route": ("GET", "/nowhere", {}, (404, "not_found")),
+    "method": ("DELETE", "/v1/models", {}, (405, "method_not_allowed")),
+    "host": ("GET", "/health", {"headers": {"host": "evil.com"}}, (403, "host_not_allowed")),
+    "no JSON": ("POST", COMPLETIONS, {"content": b"{"}, (415, "unsupported_media_type")),
+    "bad JSON": ("POST", COMPLETIONS, {"content": b"{", "headers": JSON}, (400, "invalid_json")),
+    "too large": ("POST", COMPLETIONS, {"json": completion("x" * 2**20)}, (413, "request_too_large")),
+    "unknown field": ("POST", COMPLETIONS, {"json": completion(frob=1)}, (400, "unknown_parameter")),
+    "empty prompt": ("POST", COMPLETIONS, {"json": completion([])}, (400, None)),
+    "too long": ("POST", COMPLETIONS, {"json": completion("x" * 20_000)}, (400, "context_length_exceeded")),
+    "another model": ("POST", COMPLETIONS, {"json": completion() | {"model": "x"}}, (404, "model_not_found")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "path", "sent", "expected"), REFUSED.values(), ids=REFUSED)
+def test_a_request_that_is_refused_has_the_code_of_its_refusal(http, log, method, path, sent, expected):
+    http.request(method, path, **sent)
+    (record,) = log.next()
+    status, code = expected
+    assert outcome(record) == (status, code or record["outcome"])
+    assert record["outcome"] != "ok"
+
+
+@pytest.mark.parametrize(
+    ("acting", "expected"),
+    [
+        ({"fail": ValueError("a secret")}, (500, "internal_error")),
+        ({"reject": CacheFull("full", 9, 2)}, (503, "overloaded")),
+    ],
+)
+def test_an_engine_that_fails_is_the_outcome(http, engine, log, acting, expected, caplog):
+    with engine.acting(**acting):
+        http.post(COMPLETIONS, json=completion("my secret prompt"))
+    assert outcome(*log.next()) == expected
+    assert "secret" not in caplog.text
+
+
+def test_a_stream_that_fails_has_its_status_its_outcome_and_its_tokens(http, engine, log):
+    with engine.acting(fail=ValueError("a secret"), fail_at=2):
+        http.post(COMPLETIONS, json=completion(stream=True, max_tokens=5))
+    (record,) = log.next()
+    assert outcome(record) == (200, "internal_error")
+    assert tokens(record) == [5, None, 2]
+
+
+def test_a_client_that_leaves_is_the_outcome(server, engine, log):
+    with engine.acting(door=threading.Event()), connected(server) as wire:
+        wire.sendall(request(COMPLETIONS, completion()))
+        while not engine.running:
+            time.sleep(0.01)
+    assert outcome(*log.next()) == (499, "client_gone")
+
+
+def test_what_a_drain_cuts_off_is_the_outcome(shared_engine, engine, log):
+    with engine.acting(door=threading.Event()):
+        with Server(shared_engine, ServeSettings(port=0, drain_seconds=0, ping_seconds=0.05)) as server:
+            with connected(server) as wire:
+                wire.sendall(request(COMPLETIONS, completion(stream=True)))
+                read_until(wire, b": still here")
+                server.stop()
+                read_to_end(wire)
+    assert outcome(*log.next()) == (200, "shutting_down")
+
+
+BROKEN = {
+    "no HTTP": (b"\x16\x03\x01\x02\r\n\r\n", (400, "invalid_http")),
+    "a forged line": (b"GET / HTTP/1.1 200 ok\r\nforged: x\r\n\r\n", (400, "invalid_http")),
+    "headers too long": (b"GET / HTTP/1.1\r\nx: " + b"x" * 70_000, (431, "headers_too_large")),
+    "too many headers": (request("/health", None, *(f"x-{i}: 1" for i in range(200))), (431, "headers_too_large")),
+    "a chunk that is none": (
+        request(COMPLETIONS, None, "Content-Type: application/json", "Transfer-Encoding: chunked", method="POST")
+        + b"zz\r\n",
+        (400, "invalid_http"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("data", "expected"), BROKEN.values(), ids=BROKEN)
+def test_a_request_that_cannot_be_read_is_logged_with_the_id_that_its_client_gets(server, engine, log, data, expected):
+    with connected(server) as wire:
+        wire.sendall(data)
+        head = read_to_end(wire) if expected[0] == 400 else read_until(wire, b"\r\n\r\n")
+        (record,) = log.next()
+    assert outcome(record) == expected
+    assert f"x-request-id: {record['request_id']}".encode() in head.lower()
+
+
+def test_a_request_that_does_not_arrive_in_time_is_logged(shared_engine, engine, log):
+    settings = ServeSettings(port=0, header_seconds=0.05, body_seconds=0.05)
+    with Server(shared_engine, settings) as server:
+        with connected(server) as wire:
+            wire.sendall(b"GET / HT")
+            read_to_end(wire)
+            assert outcome(*log.next()) == (408, "request_timeout")
+        with connected(server) as wire:
+            wire.sendall(request(COMPLETIONS, completion())[:-3])
+            read_answer(wire)
+            assert outcome(*log.next()) == (408, "request_timeout")
+
+
+def test_a_connection_too_many_is_logged(shared_engine, engine, log):
+    with Server(shared_engine, ServeSettings(port=0, max_connections=1)) as server:
+        with connected(server) as first:
+            first.sendall(request("/health"))
+            read_answer(first)
+            log.next()
+            with connected(server) as second:
+                read_to_end(second)
+                assert outcome(*log.next()) == (503, "overloaded")
+
+
+@pytest.mark.parametrize("name", ["a", "7", "req-1", "550e8400-e29b-41d4-a716-446655440000", "a.b_c:d-9", "x" * 128])
+def test_an_id_that_a_client_gives_is_the_one_in_the_log_and_in_the_response(http, log, name):
+    assert http.get("/health", headers={"x-request-id": name}).headers["x-request-id"] == name
+    assert log.next()[0]["request_id"] == name
+
+
+ODD = ["", " ", "a b", "a\tb", "-a", "x" * 129, "a=b", 'a"b', "a\x1b[31m", "h\u00e9", "a,b", "${jndi}", "<b>"]
+
+
+@pytest.mark.parametrize("name", ODD, ids=ascii)
+def test_an_id_that_could_be_read_as_something_else_is_replaced(server, engine, log, name):
+    with connected(server) as wire:
+        wire.sendall(f"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: {name}\r\n\r\n".encode("latin-1"))
+        head = read_until(wire, b"\r\n\r\n").decode("latin-1")
+    (record,) = log.next()
+    if record["status"] == 200:
+        assert f"x-request-id: {record['request_id']}" in head
+    assert record["request_id"].startswith("req-")
+
+
+def test_two_ids_are_no_id(http, log):
+    response = http.get("/health", headers=[("x-request-id", "a"), ("x-request-id", "b")])
+    assert response.headers["x-request-id"].startswith("req-")
+
+
+def test_a_path_has_no_spaces_controls_or_endless_length_in_the_log(http, log):
+    http.get("/v1/models/a%0aINFO%20forged%1b[31m%00%e2%80%a8" + "x" * 5000)
+    (record,) = log.next()
+    route = record["route"]
+    assert isinstance(route, str)
+    assert route.startswith("/v1/models/a%0AINFO%20forged%1B%5B31m%00%E2%80%A8xxx")
+    assert route.isascii()
+    assert " " not in route
+    assert len(route) < 250
+
+
+def test_concurrent_requests_have_a_line_each(server, engine, log):
+    with httpx.Client(base_url=server.url, timeout=20) as client:
+        threads = [threading.Thread(target=client.get, args=("/health",)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len({record["request_id"] for record in log.next(8)}) == 8

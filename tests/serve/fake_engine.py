@@ -39,6 +39,7 @@ class Script:
     answer: bytes | None = None  # None: the prompt
     cached: int = 0  # tokens of the prompt that came from memory
     delay: float = 0.0  # seconds between two events of a request
+    queued: bool = False  # the engine has not begun with it
     door: threading.Event | None = None  # events wait for it to be set
     reject: Exception | None = None  # raised by submit
     rejections: int | None = None  # how often; None: always
@@ -53,6 +54,10 @@ class FakeTicket:
 
     def cancel(self) -> None:
         self._engine.cancel(self._run)
+
+    @property
+    def begun(self) -> bool:
+        return not self._run.script.queued
 
 
 @dataclass(eq=False)

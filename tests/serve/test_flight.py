@@ -19,6 +19,8 @@ def piece(number: int) -> Piece:
 
 
 class Ticket:
+    begun = True
+
     def __init__(self) -> None:
         self.cancelled = 0
 

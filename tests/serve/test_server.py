@@ -126,6 +126,58 @@ def test_what_does_not_end_within_the_drain_is_told_so(engine, shared_engine):
     assert engine.cancels == 2
 
 
+WAITS = {
+    "drain_seconds": 1000.0,
+    "body_seconds": 1000.0,
+    "header_seconds": 1000.0,
+}  # only a test that fails takes so long
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_in_the_queue_is_refused_at_once_and_one_that_runs_goes_on(engine, shared_engine, stream):
+    door = threading.Event()
+    with Server(shared_engine, ServeSettings(port=0, **WAITS)) as server:
+        with connected(server) as running, connected(server) as waiting:
+            with engine.acting(door=door):
+                running.sendall(request(COMPLETIONS, completion("running")))
+                while engine.running < 1:
+                    time.sleep(0.01)
+            with engine.acting(door=threading.Event(), queued=True):
+                waiting.sendall(request(COMPLETIONS, completion("waiting", stream=stream)))
+                while engine.running < 2:
+                    time.sleep(0.01)
+            server.stop()
+            status, body = read_answer(waiting)
+            assert (status, json.loads(body)["error"]["code"]) == (503, "shutting_down")
+            assert read_to_end(waiting) == b""
+            door.set()
+            status, body = read_answer(running)
+            assert (status, json.loads(body)["choices"][0]["text"]) == (200, "running")
+    assert engine.rest()
+    assert engine.cancels == 1
+
+
+def test_a_request_whose_body_is_still_coming_is_refused_at_once(engine, shared_engine):
+    with Server(shared_engine, ServeSettings(port=0, **WAITS)) as server, connected(server) as wire:
+        wire.sendall(request(COMPLETIONS, completion(), "Expect: 100-continue")[:-3])
+        read_until(wire, b"100 Continue\r\n\r\n")  # the server has begun to read it
+        server.stop()
+        status, body = read_answer(wire)
+        assert (status, json.loads(body)["error"]["code"]) == (503, "shutting_down")
+    assert not engine.seen
+
+
+def test_a_client_that_does_not_read_holds_up_no_drain(engine, shared_engine):
+    with engine.acting(answer=b"x" * 19_000):
+        settings = ServeSettings(port=0, drain_seconds=0, write_seconds=1000, max_backlog_events=100_000)
+        with Server(shared_engine, settings) as server, connected(server) as wire:
+            body = completion(stream=True, n=8, logprobs=5, max_tokens=19_000)
+            wire.sendall(request(COMPLETIONS, body))
+            while not engine.seen:
+                time.sleep(0.01)
+    assert engine.rest()
+
+
 def test_stopping_now_waits_for_nobody(engine, shared_engine):
     with engine.acting(door=threading.Event()), Server(shared_engine, ServeSettings(port=0)) as server:
         with connected(server) as wire:

@@ -7,9 +7,10 @@ import socket
 
 import pytest
 
+from kvcellar.cli.serve import LAST_STEP
 from kvcellar.errors import BadRequest
 from kvcellar.serve import Server, ServeSettings, key_digest
-from kvcellar.serve.server import bound
+from kvcellar.serve.server import ENDING, bound
 from tests.serve.fake_engine import FakeEngine
 
 KEYS = (key_digest("secret"),)
@@ -49,6 +50,8 @@ def test_elsewhere_any_name_will_do_unless_some_are_given():
         ("write_seconds", -1),
         ("ping_seconds", float("nan")),
         ("drain_seconds", -1),
+        ("drain_seconds", float("nan")),
+        ("drain_seconds", float("inf")),
         ("key_digests", (b"secret",)),
     ],
 )
@@ -56,6 +59,10 @@ def test_values_that_cannot_work_are_named(name, value):
     with pytest.raises(BadRequest) as refusal:
         ServeSettings(**{name: value})
     assert refusal.value.param == name
+
+
+def test_a_server_is_gone_well_before_a_supervisor_kills_it():
+    assert ServeSettings().drain_seconds + ENDING + LAST_STEP < 10
 
 
 @pytest.mark.parametrize("key", ["", " ", "a b", "a\n", "\x00", "schlüssel"])

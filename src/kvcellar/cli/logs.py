@@ -83,8 +83,9 @@ class Background(logging.Handler):
 
 
 @contextmanager
-def logged(level: str, form: Format) -> Iterator[None]:
-    """Within the block the log goes to stderr. Third parties are heard from `warning` on."""
+def logged(level: str, form: Format) -> Iterator[Callable[[], None]]:
+    """Within the block the log goes to stderr. Third parties are heard from `warning` on. Gives the call that writes
+    what still waits, as far as that is possible, and ends the log."""
     write = _stderr()
     handler = logging.NullHandler() if write is None else Background(write)
     handler.setFormatter(JsonFormat() if form == "json" else TextFormat())
@@ -96,7 +97,7 @@ def logged(level: str, form: Format) -> Iterator[None]:
     server.setLevel(logging.ERROR)  # what it warns about, like bad HTTP, is a request's line here
     logging.captureWarnings(True)
     try:
-        yield
+        yield handler.close
     finally:
         logging.captureWarnings(False)
         for one, earlier in before:

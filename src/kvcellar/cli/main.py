@@ -1,6 +1,7 @@
 """main: the `kvcellar` command. Verbs are imported when they are used, so that `--help` answers at once.
 
-Exit codes: 0 done; 1 refused or failed, with one line that says why; 2 wrong usage; 130 interrupted.
+Exit codes: 0 done; 1 refused or failed, with one line that says why; 2 wrong usage; 130 interrupted; 128 and the number
+of the signal where `serve` was signalled twice.
 """
 
 import errno

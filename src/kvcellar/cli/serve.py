@@ -8,14 +8,17 @@ from typing import Any, get_args
 
 import click
 
+from kvcellar.cli.ending import Ending
 from kvcellar.cli.logs import LEVELS, Format, logged
 from kvcellar.cli.options import Size, Verb, engine_options, given
 from kvcellar.engine.engine import Engine
 from kvcellar.serve.keys import exposed, key_digests
-from kvcellar.serve.server import bound, run
+from kvcellar.serve.server import ENDING, bound, run
 from kvcellar.serve.settings import ServeSettings
 
 log = logging.getLogger("kvcellar.serve")
+
+LAST_STEP = 1.5  # seconds for the step that the engine is in when the server has ended
 
 
 @click.command("serve", cls=Verb, epilog="Example: kvcellar serve ./my-model --port 8080 --api-key-file keys.txt")
@@ -30,6 +33,14 @@ log = logging.getLogger("kvcellar.serve")
 @click.option("--allowed-host", multiple=True, help="A name that clients may call this server by. May be repeated.")
 @click.option("--allow-open", is_flag=True, help="Answer everybody who can reach HOST, without a key.")
 @click.option("--max-body", type=Size(), default="8MiB", show_default=True, help="Largest request body.")
+@click.option(
+    "--drain-timeout",
+    "drain_seconds",
+    type=float,
+    default=5.0,
+    show_default=True,
+    help="Seconds for running requests to end after SIGTERM.",
+)
 @click.option("--log-level", type=click.Choice(LEVELS), default="info", show_default=True, help="info: each request.")
 @click.option("--log-format", type=click.Choice(get_args(Format)), default="text", show_default=True)
 @engine_options
@@ -41,11 +52,17 @@ def command(
     allowed_host: tuple[str, ...],
     allow_open: bool,
     max_body: int,
+    drain_seconds: float,
     log_level: str,
     log_format: Format,
     **options: Any,
 ) -> None:
-    """Serve MODEL (a directory, a name in the local Hugging Face cache, or the embedded model) as the OpenAI API."""
+    """Serve MODEL (a directory, a name in the local Hugging Face cache, or the embedded model) as the OpenAI API.
+
+    SIGTERM or SIGINT refuses requests that have not begun, lets running ones end for as long as --drain-timeout says,
+    and ends the process at most 3 seconds later, with exit code 0; or with 1 if the engine's last step takes longer. A
+    second signal ends it at once, with 128 and the number of the signal.
+    """
     settings = ServeSettings(
         host=host,
         port=port,
@@ -53,13 +70,19 @@ def command(
         allow_open=allow_open,
         allowed_hosts=allowed_host,
         max_body_bytes=max_body,
+        drain_seconds=drain_seconds,
     )
     say = partial(log.info, "%s") if log_format == "json" else partial(click.echo, err=True)
     # The address is taken before the model is loaded: a port in use is an error at once, not after minutes.
-    with logged(log_level, log_format), bound(settings) as listener:
+    with logged(log_level, log_format) as end_log, bound(settings) as listener:
         if api_key_file is not None and (warning := exposed(api_key_file)) is not None:
             log.warning("%s", warning)
-        with Engine(model, **given(**options)) as engine:
+        ending = Ending(drain_seconds + ENDING + LAST_STEP, last=end_log)
+        with ending, Engine(model, **given(**options)) as engine:
             name = engine.model.name
             say(f"{name}: {engine.capacity()}")
-            run(engine, settings, listener=listener, ready=lambda url: say(f"Serving {name} at {url}/v1"))
+
+            def ready(url: str) -> None:
+                say(f"Serving {name} at {url}/v1")
+
+            run(engine, settings, listener=listener, ready=ready, signalled=ending.signalled)

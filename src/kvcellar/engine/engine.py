@@ -190,7 +190,7 @@ class Engine:
         seed = params.seed if params.seed is not None else fresh_seed()
         request = Request(prompt, params, deliver, session, places)
         self._loop.submit(request, self._built.line(request, seed))
-        return Ticket(lambda: self._loop.cancel(request))
+        return Ticket(lambda: self._loop.cancel(request), lambda: request.admitted is not None)
 
     @overload
     def generate(self, prompt: str, **sampling: Any) -> Result: ...  # pyright: ignore[reportOverlappingOverload]

@@ -48,8 +48,14 @@ class Result:
 class Ticket:
     """A request that has been submitted."""
 
-    def __init__(self, cancel: Callable[[], None]) -> None:
+    def __init__(self, cancel: Callable[[], None], begun: Callable[[], bool]) -> None:
         self.cancel = cancel  # from any thread, at any moment, any number of times
+        self._begun = begun
+
+    @property
+    def begun(self) -> bool:
+        """Has the request been admitted, so that it holds memory or did? May be read from any thread."""
+        return self._begun()
 
 
 class Collector:

@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from kvcellar.serve.drain import Drain
 from kvcellar.serve.failures import ApiError, api_error, to_json
 from kvcellar.serve.guard import Guard
 from kvcellar.serve.openai import openai_routes
@@ -14,8 +15,9 @@ from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.settings import ServeSettings
 
 
-def build_app(engine: ServedEngine, *, settings: ServeSettings) -> Starlette:
-    """The application for `engine`, which stays the caller's: it is not closed here."""
+def build_app(engine: ServedEngine, *, settings: ServeSettings, drain: Drain | None = None) -> Starlette:
+    """The application for `engine`, which stays the caller's: it is not closed here. `drain` ends its requests."""
+    drain = drain or Drain()
 
     async def health(request: Request) -> Response:
         if not engine.healthy:
@@ -23,8 +25,8 @@ def build_app(engine: ServedEngine, *, settings: ServeSettings) -> Starlette:
         return Response(to_json({"status": "ok", "model": engine.model.name}), media_type="application/json")
 
     app = Starlette(
-        routes=[Route("/health", health, methods=["GET"]), *openai_routes(engine, settings)],
-        middleware=[Middleware(Guard, settings=settings)],
+        routes=[Route("/health", health, methods=["GET"]), *openai_routes(engine, settings, drain)],
+        middleware=[Middleware(Guard, settings=settings, drain=drain)],
         exception_handlers={HTTPException: _no_such_route},
     )
     app.router.redirect_slashes = False  # a redirect would be an answer without the API's shape

@@ -41,7 +41,7 @@ class ServeConfig(uvicorn.Config):
             server_header=False,
             h11_max_incomplete_event_size=settings.max_header_bytes,
             timeout_keep_alive=settings.idle_seconds,
-            timeout_graceful_shutdown=settings.drain_seconds,
+            timeout_graceful_shutdown=cast(int, settings.drain_seconds),  # asyncio takes fractions, too
         )
         self.serve = settings
 

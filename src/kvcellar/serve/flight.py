@@ -18,7 +18,7 @@ from types import TracebackType
 from kvcellar.errors import EngineClosed
 from kvcellar.events import Done, Event, Failed, Finished
 from kvcellar.sample.params import SamplingParams
-from kvcellar.serve.failures import ApiError
+from kvcellar.serve.failures import ApiError, shutting_down
 from kvcellar.serve.protocols import ServedEngine, Ticket
 
 BATCH = 256  # events that are handed over at once; the loop then turns to others
@@ -105,6 +105,11 @@ class Flight:
         assert self._held is None or len(self._events) <= self._held + self._limit
         assert self._news.is_set() == bool(self._events or self._failure)
         assert not self._ended or not self._open, "a run was left behind"
+
+    def refuse_queued(self) -> None:
+        """The server stops: where the engine has begun none of the runs, none is going to be."""
+        if self._open and self._failure is None and not any(ticket.begun for ticket in self._tickets.values()):
+            self._fail(shutting_down())
 
     def _cancel(self) -> None:
         with self._gate:

@@ -1,9 +1,9 @@
 """guard: stands before every route, known or not.
 
 Always in this order: headers that are too many or too long (431), a Host that is not ours (403), no key or a wrong
-one (401). Nobody without a key learns which routes exist. There are no CORS headers at all, so no web page of another
-origin reads an answer; together with the JSON content type that bodies need, none can make a request that does
-something.
+one (401), a server that stops (503). Without a key no client learns which routes exist. There are no CORS headers at
+all, so no web page of another origin reads a response; together with the JSON content type that bodies need, none can
+make a request that does something.
 
 Whatever happened behind it, a response has the API's own shape and an `x-request-id`, and the log has one line for the
 request (`kvcellar.serve.record`).
@@ -20,6 +20,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvcellar.errors import KvcellarError
+from kvcellar.serve.drain import Drain
 from kvcellar.serve.failures import ApiError, ClientGone, api_error, shutting_down
 from kvcellar.serve.record import Record
 from kvcellar.serve.settings import ServeSettings
@@ -32,9 +33,10 @@ _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:@/\\\s]+)(:[0-9]{1,5})?")
 class Guard:
     """ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
+    def __init__(self, app: ASGIApp, settings: ServeSettings, drain: Drain) -> None:
         self._app = app
         self._settings = settings
+        self._drain = drain
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -71,6 +73,8 @@ class Guard:
         if self._settings.key_digests and not self._knows(headers.getlist("authorization")):
             message = "a valid API key is needed: Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        if self._drain.begun:
+            raise shutting_down()
 
     def _knows(self, authorizations: list[str]) -> bool:
         """Takes the same time whichever key is tried, and however much of it is right."""

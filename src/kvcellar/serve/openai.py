@@ -17,6 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvcellar.serve.answers import ChatShape, CompletionShape, Json, Scribe, Shape
 from kvcellar.serve.body import receive_json
+from kvcellar.serve.drain import Drain
 from kvcellar.serve.failures import ClientGone, api_error, shutting_down, to_json
 from kvcellar.serve.flight import Flight
 from kvcellar.serve.protocols import ServedEngine
@@ -33,10 +34,10 @@ PING = b": still here\n\n"
 DONE = b"data: [DONE]\n\n"
 
 
-def openai_routes(engine: ServedEngine, settings: ServeSettings) -> list[Route]:
+def openai_routes(engine: ServedEngine, settings: ServeSettings, drain: Drain) -> list[Route]:
     models = Models(engine)
-    completions = Answering(engine, settings, read_completion, CompletionShape())
-    chat = Answering(engine, settings, read_chat, ChatShape())
+    completions = Answering(engine, settings, drain, read_completion, CompletionShape())
+    chat = Answering(engine, settings, drain, read_chat, ChatShape())
     return [
         Route("/v1/models", models.all, methods=["GET"]),
         Route("/v1/models/{name:path}", models.one, methods=["GET"]),
@@ -70,24 +71,33 @@ class Answering:
     """A route that reads a body, runs it, and answers in one piece or as a stream. An ASGI application."""
 
     def __init__(
-        self, engine: ServedEngine, settings: ServeSettings, read: Callable[[ServedEngine, bytes], Job], shape: Shape
+        self,
+        engine: ServedEngine,
+        settings: ServeSettings,
+        drain: Drain,
+        read: Callable[[ServedEngine, bytes], Job],
+        shape: Shape,
     ) -> None:
         self._engine = engine
         self._settings = settings
+        self._drain = drain
         self._read = read
         self._shape = shape
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raw = await receive_json(scope, receive, self._settings)
+        raw = await self._drain.before(receive_json(scope, receive, self._settings))
         await attended(receive, self._answer(raw, scope, receive, send))
 
     async def _answer(self, raw: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         record = Record.of(scope)
-        job = await asyncio.to_thread(self._read, self._engine, raw)
+        job = await self._drain.before(asyncio.to_thread(self._read, self._engine, raw))
         record.asked(job.prompts)
         scribe = Scribe(self._engine, job, self._shape)
-        with Flight(self._engine, self._settings.max_backlog_events) as flight:
-            await flight.launch(job.prompts, job.params)
+        with (
+            Flight(self._engine, self._settings.max_backlog_events) as flight,
+            self._drain.refusing(flight.refuse_queued),
+        ):
+            await self._drain.before(flight.launch(job.prompts, job.params))
             if job.stream:
 
                 async def send_on(message: Message) -> None:

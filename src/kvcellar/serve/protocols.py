@@ -21,6 +21,11 @@ class ServedModel(Protocol):
 
 
 class Ticket(Protocol):
+    @property
+    def begun(self) -> bool:
+        """Has the engine taken the request out of its queue? May be read from any thread."""
+        ...
+
     def cancel(self) -> None:
         """From any thread, at any moment, any number of times. A `Done` still follows."""
         ...

@@ -1,7 +1,9 @@
 """server: uvicorn around the application, in this thread or in one of its own.
 
-The first SIGINT or SIGTERM closes the door and lets running requests end, for at most `drain_seconds`; then they are
-told that the server stops. The second cuts them off. The engine stays the caller's, to be closed afterwards.
+The first SIGINT or SIGTERM ends listening, closes idle connections, refuses requests that have not begun, and lets
+running ones end, for at most `drain_seconds`; then their clients get an error that says that the server stops. The
+second signal cuts them off. All of it takes at most `ENDING` seconds beside `drain_seconds`, whether clients read or
+not. The engine stays the caller's, to be closed afterwards.
 """
 
 import asyncio
@@ -20,11 +22,13 @@ from uvicorn.server import HANDLED_SIGNALS
 from kvcellar.errors import BadRequest
 from kvcellar.serve.app import build_app
 from kvcellar.serve.connection import ServeConfig
+from kvcellar.serve.drain import Drain
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.settings import ServeSettings
 
 BACKLOG = 512  # connections that wait to be accepted
 LAST_WORDS = 1.0  # seconds for telling clients that the server stops
+ENDING = 1.5  # seconds: those, and what uvicorn takes to notice a signal
 
 
 def run(
@@ -33,13 +37,15 @@ def run(
     *,
     listener: socket.socket | None = None,
     ready: Callable[[str], None] | None = None,
+    signalled: Callable[[int], None] = lambda number: None,
 ) -> None:
-    """Serve until a signal says stop. `ready` is called with the address once requests are answered.
+    """Serve until a signal says stop. `ready` is called with the address once requests are served, `signalled` in the
+    handler of each signal, with its number.
 
     `listener` is what `bound` returned for these settings; None: it is made now. Raises `BadRequest` where the address
     cannot be listened on.
     """
-    Server(engine, settings, listener=listener).serve(ready)
+    Server(engine, settings, listener=listener).serve(ready, signalled)
 
 
 class Server:
@@ -54,12 +60,17 @@ class Server:
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://{host}:{self.port}"
-        self._uvicorn = _Uvicorn(ServeConfig(_LastWord(build_app(engine, settings=settings)), settings))
+        drain = Drain()
+        app = _LastWord(build_app(engine, settings=settings, drain=drain))
+        self._uvicorn = _Uvicorn(ServeConfig(app, settings), drain)
         self._thread: threading.Thread | None = None
 
-    def serve(self, ready: Callable[[str], None] | None = None) -> None:
+    def serve(
+        self, ready: Callable[[str], None] | None = None, signalled: Callable[[int], None] = lambda number: None
+    ) -> None:
         """Until `stop()`, or a signal where this is the main thread."""
         self._uvicorn.when_ready = lambda: ready(self.url) if ready else None
+        self._uvicorn.when_signalled = signalled
         with self._socket:
             asyncio.run(self._uvicorn.serve([self._socket]))
 
@@ -85,9 +96,11 @@ class Server:
 class _Uvicorn(uvicorn.Server):
     """uvicorn, with signals that end the server and not the process: the engine is still to be closed."""
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig, drain: Drain) -> None:
         super().__init__(config)
+        self._drain = drain
         self.when_ready: Callable[[], None] = lambda: None
+        self.when_signalled: Callable[[int], None] = lambda number: None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -96,6 +109,7 @@ class _Uvicorn(uvicorn.Server):
         self.when_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._drain.begin()
         await super().shutdown(sockets)
         if self.server_state.tasks:  # cancelled just now, at the end of the drain: they tell their clients
             await asyncio.wait(set(self.server_state.tasks), timeout=LAST_WORDS)
@@ -114,6 +128,7 @@ class _Uvicorn(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.when_signalled(sig)
         self.stop(now=self.should_exit)
 
     def stop(self, *, now: bool) -> None:

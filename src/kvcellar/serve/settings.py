@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from kvcellar.errors import BadRequest
 
+MAX_DRAIN = 86400.0  # seconds
+
 
 def key_digest(key: str) -> bytes:
     """What is kept of an API key: its sha256, 32 bytes. Raises `BadRequest` for a key no client could send."""
@@ -37,7 +39,7 @@ class ServeSettings:
     write_seconds: float = 60.0  # for a client to read again, once its buffers are full
     ping_seconds: float = 15.0  # a stream is never silent for longer
     idle_seconds: int = 75  # between two requests of one connection
-    drain_seconds: int = 30  # for running requests to end after the first SIGTERM
+    drain_seconds: float = 5.0  # for running requests to end after the first SIGTERM
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -48,8 +50,9 @@ class ServeSettings:
         for name in ("header_seconds", "body_seconds", "write_seconds", "ping_seconds", "idle_seconds"):
             if not getattr(self, name) > 0:
                 raise BadRequest(f"{name} must be more than 0, not {getattr(self, name)}", name)
-        if self.drain_seconds < 0:
-            raise BadRequest(f"drain_seconds must be 0 or more, not {self.drain_seconds}", "drain_seconds")
+        if not 0 <= self.drain_seconds <= MAX_DRAIN:
+            message = f"drain_seconds must be from 0 to {MAX_DRAIN:g}, not {self.drain_seconds}"
+            raise BadRequest(message, "drain_seconds")
         if any(len(digest) != hashlib.sha256().digest_size for digest in self.key_digests):
             raise BadRequest("key_digests are what key_digest() returns, not the keys themselves", "key_digests")
         if not self.loopback and not self.key_digests and not self.allow_open:

@@ -38,7 +38,7 @@ def checked_between_steps(engine: Engine) -> None:
 
     def turn_and_check() -> None:
         turn()
-        engine._check()
+        engine._loop.check()
 
     engine._loop._turn = turn_and_check  # type: ignore[method-assign]
 

@@ -117,6 +117,11 @@ class Memory:
         return max((held.staging for held in self._held), default=0)
 
     @property
+    def in_step(self) -> bool:
+        """Is a step open, to be committed or abandoned?"""
+        return self._step is not None
+
+    @property
     def sequences(self) -> tuple[int, ...]:
         return tuple(self._sequences.tables)
 

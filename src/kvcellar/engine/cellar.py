@@ -8,12 +8,12 @@ Always true:
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
-from kvcellar.engine.request import Line
+from kvcellar.engine.request import Line, Stage
 from kvcellar.errors import NotSupported
 from kvcellar.spans import Span
 
@@ -190,9 +190,10 @@ class Cellar:
             self._keep(twin, Rest(seq, rest.tokens[:kept]))
 
     def forget_session(self, session: int) -> None:
-        rest = self._resting.pop(session, None)
+        rest = self._resting.get(session)
         if rest is not None:
             self.memory.drop(rest.seq)
+            del self._resting[session]
 
     def reclaim(self, sparing: Line | None = None) -> bool:
         """Forget the memory of the session that has rested longest, other than the one that `sparing` belongs to."""
@@ -201,6 +202,36 @@ class Cellar:
                 self.forget_session(session)
                 return True
         return False
+
+    def settle(self, lines: Iterable[Line]) -> None:
+        """After an error in the middle of anything: keep what `lines` and resting sessions hold, and drop all else.
+
+        A line keeps its sequence if memory has as many tokens of it as the line has read, and some are left to read:
+        the logits of a text that has been read to its end are lost. Else it holds nothing afterwards. So an error costs
+        reading again, whatever was half done.
+        """
+        if self.memory.in_step:
+            self.memory.abandon()
+        owned: set[int] = set()
+        for line in lines:
+            held = line.stage is not Stage.WAITING and line.unread > 0 and self._has(line.seq, line.read)
+            if line.seq is None or not held or line.seq in owned:
+                line.seq = None
+            else:
+                owned.add(line.seq)
+        for session, rest in list(self._resting.items()):
+            if session in self._sessions and rest.seq not in owned and self._has(rest.seq, len(rest.tokens)):
+                owned.add(rest.seq)
+            else:
+                del self._resting[session]
+        for seq in self.memory.sequences:
+            if seq not in owned:
+                self.memory.drop(seq)
+        while self._most_resting is not None and len(self._resting) > self._most_resting:
+            self.reclaim()
+
+    def _has(self, seq: int | None, tokens: int) -> bool:
+        return seq is not None and self.memory.has(seq) and self.memory.length(seq) == tokens
 
     def clear(self) -> None:
         """Forget everything there is."""

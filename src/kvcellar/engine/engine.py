@@ -250,7 +250,7 @@ class Engine:
 
     def check(self) -> None:
         """Assert every invariant of the scheduler and of memory, between two steps."""
-        self._loop.ask(self._check)
+        self._loop.ask(self._loop.check)
 
     def capacity(self) -> str:
         """How the bytes were turned into cells, in words."""
@@ -363,10 +363,6 @@ class Engine:
             rows_used=rows - (memory.free_rows() or 0),
             state_bytes=self._built.capacity.states.bytes,
         )
-
-    def _check(self) -> None:
-        self._loop.scheduler.check()
-        self._loop.cellar.check(self._loop.scheduler.running)
 
 
 def _card(built: "Built") -> ModelCard:

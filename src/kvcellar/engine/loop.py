@@ -3,9 +3,15 @@
 Others talk to it by leaving callables in its inbox, which it runs between steps; it answers through each request's
 `deliver`, and through futures.
 
+An exception that nothing expects ends the request that it belongs to, with `EngineFailed`, and no other: whatever was
+half done, memory and the scheduler are put in order again from what the other lines say, which read again what they
+lost (`_heal`). The engine ends only where that does not succeed, or where an error that belongs to no request comes
+again before the next step.
+
 Always true between steps:
   * every request that has been taken in has lines that run or wait, or it is over;
-  * a line that is over has left the scheduler, and its cells are free or rest with its session.
+  * a line that is over has left the scheduler, and its cells are free or rest with its session;
+  * `_under_way` are the requests that are not over, by their number.
 """
 
 import logging
@@ -23,7 +29,7 @@ from kvcellar.engine.cellar import Cellar
 from kvcellar.engine.request import Line, Request, Stage
 from kvcellar.engine.runner import Runner
 from kvcellar.engine.scheduler import Scheduler
-from kvcellar.errors import CacheFull, EngineClosed, EngineFailed, WrongStage
+from kvcellar.errors import CacheFull, EngineClosed, EngineFailed, KvcellarError, WrongStage
 from kvcellar.events import FinishReason
 
 T = TypeVar("T")
@@ -48,6 +54,9 @@ class Loop:
         self.cellar, self.scheduler, self._over = cellar, scheduler, over
         self._context, self._threads = context, threads
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._under_way: dict[int, Request] = {}
+        self._hurt: list[tuple[Request | None, EngineFailed]] = []  # what errors have ended since the last `_heal`
+        self._stalled_at = -1  # the number of steps when an error came that belongs to no request
         self._arrivals = count()
         self._open = True
         self._gate = threading.Lock()  # nobody puts a call into the inbox of a loop that has ended
@@ -78,15 +87,20 @@ class Loop:
                 raise EngineClosed("the engine's thread did not come along into this forked process; open a new one")
             self._inbox.put(call)
 
-    def ask(self, question: Callable[[], T]) -> T:
-        """Run `question` on the engine's thread and wait for its answer."""
+    def ask(self, question: Callable[[], T], *, changes: str = "") -> T:
+        """Run `question` on the engine's thread, between two steps. Returns what it returns, raises what it raises.
+
+        `changes` is what it changes, if it does: any other error than ours is raised as `EngineFailed` with these words
+        then, and memory is put in order.
+        """
         future: Future[T] = Future()
 
         def call() -> None:
             try:
                 future.set_result(question())
-            except Exception as error:  # noqa: BLE001 - handed to whoever asked
-                future.set_exception(error)
+            except Exception as error:  # noqa: BLE001 - raised where it was asked
+                ours = isinstance(error, KvcellarError) or not changes
+                future.set_exception(error if ours else self._contain(changes, None, error))
 
         self.check_caller()
         self.post(call)
@@ -108,9 +122,10 @@ class Loop:
         def take_in() -> None:
             request.number = next(self._arrivals)
             request.lines.append(line)
+            self._under_way[request.number] = request
             self.scheduler.add(line)
 
-        self.post(take_in)
+        self.post(lambda: self._guard("taking in the request", request, take_in))
 
     def cancel(self, request: Request) -> None:
         """End all its lines as they are. A request that is over does not notice."""
@@ -128,7 +143,7 @@ class Loop:
             for line in [*self.scheduler.running, *self.scheduler.waiting]:
                 if line.request.session == session:
                     self._cancel(line.request)
-            self.cellar.close_session(session)
+            self._guard("closing a session", None, lambda: self.cellar.close_session(session))
 
         with suppress(EngineClosed):
             self.post(end)
@@ -154,7 +169,9 @@ class Loop:
         idle = not self.scheduler.running and not self.scheduler.waiting
         try:
             while True:
-                self._inbox.get(block=idle)()
+                call = self._inbox.get(block=idle)
+                self._guard("a call", None, call)
+                self._heal()
                 idle = False
                 if not self._open:
                     return
@@ -170,41 +187,106 @@ class Loop:
         span = line.excess(self._context)
         assert span is not None, "a line without anything to forget should have ended"
         while line in self.scheduler.running:
+            self.scheduler.at = line
             try:
                 if not self.cellar.shift(line, span):
                     self.cellar.forget(line, span)
                 return
             except CacheFull:
+                self.scheduler.at = None  # what fails next is an idle session's affair
                 if not self.cellar.reclaim() and not self.scheduler.send_back_youngest(line):
+                    self.scheduler.at = line
                     self.cellar.forget(line, span)
                     return
 
     def _turn(self) -> None:
-        for line in list(self.scheduler.running):
-            if line.full(self._context):
-                self._make_room(line)
-        shares, stuck = self.scheduler.build()
-        for line in stuck:
-            self.ended(line, "length")
-        if not shares:
-            return
-        self._runner.step(shares)
-        self.steps += 1
-        for share in shares:
-            if share.line.request.deaf:
-                self._cancel(share.line.request)
+        self.scheduler.at = None
+        try:
+            for line in list(self.scheduler.running):
+                if line.full(self._context):
+                    self._make_room(line)
+            self.scheduler.at = None
+            shares, stuck = self.scheduler.build()
+            self.scheduler.at = None
+            for line in stuck:
+                self.ended(line, "length")
+            if shares and not self._hurt:
+                self._runner.step(shares)
+                self.steps += 1
+        except Exception as error:
+            at = self.scheduler.at
+            if at is None and self._stalled_at == self.steps:
+                raise
+            if at is None:
+                self._stalled_at = self.steps
+            self._contain("a step", at.request if at is not None else None, error)
+        for request in [line.request for line in self.scheduler.running if line.request.deaf]:
+            self._cancel(request)
+        self._heal()
 
     def ended(self, line: Line, over: FinishReason | Exception) -> None:
-        """A line is over. With an error its whole request is, for its answers belong together."""
-        if isinstance(over, Exception):
-            for other in line.request.lines:
-                if other.stage is not Stage.DONE:
-                    self._leave(other)
-                    other.become(Stage.DONE)
-            line.request.fail(over)
-        else:
-            self._leave(line)
-            line.finish(over)
+        """A line is over. With an error its whole request is, for its answers belong together. Raises nothing."""
+
+        def end() -> None:
+            if isinstance(over, Exception):
+                for other in line.request.lines:
+                    if other.stage is not Stage.DONE:
+                        self._leave(other)
+                        other.become(Stage.DONE)
+                line.request.fail(over)
+            else:
+                self._leave(line)
+                line.finish(over)
+            self._forget_if_over(line.request)
+
+        self._guard("ending the request", line.request, end)
+
+    # -- errors that nothing expects ----------------------------------------------------------------------------
+
+    def _guard(self, what: str, request: Request | None, act: Callable[[], None]) -> None:
+        """Do `act`, which belongs to `request`, if to any: what it raises ends that one."""
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 - logged, and given to its request
+            self._contain(what, request, error)
+
+    def _contain(self, what: str, request: Request | None, error: Exception) -> EngineFailed:
+        """`what` raised `error`, which ends `request`, if it belongs to one. The rest is for `_heal`: steps may be on
+        their way yet that have read tokens and not drawn."""
+        log.error("%s failed", what, exc_info=error)
+        failure = EngineFailed(f"{what} failed with {type(error).__name__}: {error}")
+        self._hurt.append((request, failure))
+        for line in request.lines if request is not None else ():
+            line.stage = Stage.DONE  # from whatever it was
+        return failure
+
+    def _heal(self) -> None:
+        """After errors: lines and memory agree again, and the requests that the errors belong to have failed.
+
+        Raises what `check` raises if memory is not as it must be even so. Costs the cells in use.
+        """
+        if not self._hurt:
+            return
+        hurt, self._hurt = self._hurt, []
+        try:
+            lines = [ln for request in self._under_way.values() for ln in request.lines if ln.stage is not Stage.DONE]
+            self.cellar.settle(lines)
+            self.scheduler.restore(lines)
+            self.check()
+        finally:
+            for request, failure in hurt:
+                if request is not None:
+                    request.fail(failure)
+                    self._forget_if_over(request)
+
+    def check(self) -> None:
+        """Assert every invariant of the scheduler and of memory."""
+        self.scheduler.check()
+        self.cellar.check(self.scheduler.running)
+
+    def _forget_if_over(self, request: Request) -> None:
+        if request.over:
+            self._under_way.pop(request.number, None)
 
     def _leave(self, line: Line) -> None:
         self.scheduler.leave(line)
@@ -215,38 +297,53 @@ class Loop:
             self.cellar.release(line)
 
     def split(self, line: Line, twin: Twin) -> list[Line]:
-        """The lines that write the answers of a prompt that has just been read; they share its cells."""
-        request = line.request
-        for choice in range(len(request.lines), request.params.n):
-            other = twin(line, choice)
-            self.cellar.fork(line, other)
-            other.become(Stage.READING)
-            other.become(Stage.WRITING)
-            request.lines.append(other)
-            self.scheduler.join(other)
-        return [line] if len(request.lines) == 1 or line.choice.produced else list(request.lines)
+        """The lines that draw from a text that has just been read: `line`, and if it is a prompt the lines of the other
+        answers, which share its cells. None if that fails: the request is over then."""
+        request, writers = line.request, [line]
+
+        def fork() -> None:
+            line.become(Stage.WRITING)
+            for choice in range(len(request.lines), request.params.n):
+                other = twin(line, choice)
+                self.cellar.fork(line, other)
+                other.become(Stage.READING)
+                other.become(Stage.WRITING)
+                request.lines.append(other)
+                self.scheduler.join(other)
+                writers.append(other)
+
+        self._guard("sharing the prompt among its answers", request, fork)
+        return writers if line.stage is not Stage.DONE else []
 
     def _cancel(self, request: Request) -> None:
-        for line in list(request.lines):
-            if line.stage is not Stage.DONE:
-                self._leave(line)
-                line.finish("cancelled")
+        def end() -> None:
+            for line in list(request.lines):
+                if line.stage is not Stage.DONE:
+                    self._leave(line)
+                    line.finish("cancelled")
+            self._forget_if_over(request)
+
+        self._guard("cancelling the request", request, end)
 
     def _stop(self) -> None:
         self._open = False
 
     def _finish(self, reason: Exception) -> None:
-        """Whatever happened: everybody is told, everything is given back, and later callers are refused."""
+        """However it came: every request gets its error, everything is given back, later calls are refused."""
         with self._gate:
             self._open = False
-        self._run_what_is_left()
-        for line in [*self.scheduler.running, *self.scheduler.waiting]:
-            if not line.request.over:
-                line.request.fail(reason)
-        self.scheduler.running.clear()
-        self.scheduler.waiting.clear()
-        self.cellar.clear()
-        self._over()
+        try:
+            self._run_what_is_left()
+            for request in [*self._under_way.values(), *(request for request, _ in self._hurt if request is not None)]:
+                request.fail(reason)
+            self._under_way.clear()
+            self.scheduler.running.clear()
+            self.scheduler.waiting.clear()
+            self.cellar.clear()
+        except Exception:
+            log.exception("the engine has ended, and what its memory held could not be given back")
+        finally:
+            self._over()
 
     def _run_what_is_left(self) -> None:
         """Calls that came in before the gate was shut: somebody may wait for each of them."""

@@ -44,7 +44,9 @@ class Runner:
             return
         try:
             logits = self._forward(shares)
-        except Exception as error:  # noqa: BLE001 - logged, and told to whomever it concerns
+        except Exception as error:
+            if self._memory.in_step or any(self._memory.length(_seq(line)) != line.read for line, _ in shares):
+                raise  # memory is not as it was before: the loop puts it in order
             self._apart(shares, error)
             return
         for line, count in shares:
@@ -71,7 +73,8 @@ class Runner:
             logits = self._guest.forward(self._memory, plan, *self._inputs(shares))
             self._memory.commit()
         except BaseException:
-            self._memory.abandon()
+            if self._memory.in_step:
+                self._memory.abandon()
             raise
         return logits
 
@@ -93,7 +96,6 @@ class Runner:
         drawing: list[tuple[int, Line]] = []
         for row, line in enumerate(lines):
             if line.stage is Stage.READING:
-                line.become(Stage.WRITING)
                 drawing += [(row, twin) for twin in self._split(line)]
             else:
                 drawing.append((row, line))

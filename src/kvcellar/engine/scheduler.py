@@ -8,11 +8,12 @@ its end, and then the next one is the oldest: nobody starves.
 Always true:
   * `waiting` is in order of arrival, and so is `running`; a line is in at most one of them;
   * a running line has a sequence in memory, a waiting one has none;
-  * what a step is given fits the token budget, and the free cells of every group.
+  * what a step is given fits the token budget, and the free cells of every group;
+  * while it works, `at` is the line that it does something to, or None: an error concerns that line's request only.
 """
 
 from bisect import insort
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 from kvcellar.contracts import Layout
@@ -95,6 +96,7 @@ class Scheduler:
         self.waiting: list[Line] = []
         self.running: list[Line] = []
         self.preemptions = 0
+        self.at: Line | None = None
 
     # -- coming and going ---------------------------------------------------------------------------------------
 
@@ -109,6 +111,21 @@ class Scheduler:
         """The line is over; its memory has been given back by whoever ended it."""
         (self.running if line in self.running else self.waiting).remove(line)
 
+    def restore(self, lines: Iterable[Line]) -> None:
+        """Begin again with these lines, after an error in the middle of anything. Those that hold a sequence run;
+        the others wait, to read their tokens again."""
+        self.running.clear()
+        self.waiting.clear()
+        for line in lines:
+            if line.seq is not None:
+                self.join(line)
+                continue
+            line.recall()
+            line.read = 0
+            if line.stage is not Stage.WAITING:
+                line.become(Stage.WAITING)
+            self.add(line)
+
     # -- a step -------------------------------------------------------------------------------------------------
 
     def build(self) -> tuple[list[Share], list[Line]]:
@@ -117,6 +134,7 @@ class Scheduler:
         stuck: list[Line] = []
         writers_first = sorted(self.running, key=lambda line: line.stage is Stage.READING)
         for line in writers_first:
+            self.at = line
             if step.left and not self._give(line, step):
                 stuck.append(line)
         while self._admit_next(step):
@@ -126,11 +144,12 @@ class Scheduler:
     def _give(self, line: Line, step: _Step) -> bool:
         """Let `line` read what it has, as far as that fits. False if it is alone and there is no cell even so."""
         while line in self.running:
+            self.at = line
             room = min(step.left, self._free() - step.tokens)
             if room >= 1:
                 step.give(line, min(room, min(self._cellar.border(line), self._context) - line.read))
                 return True
-            if self._cellar.reclaim():
+            if self._reclaim():
                 continue
             youngest = self.running[-1]
             if not self.send_back_youngest(line):
@@ -148,6 +167,7 @@ class Scheduler:
 
     def send_back(self, line: Line) -> None:
         """A running line gives its memory back, and waits to read its tokens again."""
+        self.at = line
         self.running.remove(line)
         self._cellar.release(line)
         line.recall()
@@ -161,17 +181,25 @@ class Scheduler:
         line = self.waiting[0]
         if sum(map(_slots, self.running)) + _slots(line) > self._max_sequences:
             return False
+        self.at = line
         while not self._fits(line, step):
-            if self._cellar.reclaim(sparing=line):
+            if self._reclaim(sparing=line):
+                self.at = line
                 continue
             if self.running:
                 return False
             break  # alone with all the memory there is: it goes as far as that carries it
+        self.at = line
         self.waiting.pop(0)
         line.read = self._cellar.admit(line)
         line.become(Stage.READING)
         insort(self.running, line, key=lambda other: other.key)
         return self._give(line, step)
+
+    def _reclaim(self, sparing: Line | None = None) -> bool:
+        """As the cellar does. What fails there is an idle session's affair, and no line's."""
+        self.at = None
+        return self._cellar.reclaim(sparing)
 
     def _fits(self, line: Line, step: _Step) -> bool:
         """Are there cells, in every group, for all its tokens and one more beside what the running lines still read?

@@ -97,7 +97,8 @@ class Session:
             twin.tokens, twin.messages, twin._turns = list(self.tokens), list(self.messages), list(self._turns)
             twin._forgotten = self._forgotten
             number, other = self._number, twin._number
-            self._engine._loop.ask(lambda: self._engine._loop.cellar.fork_session(number, other))
+            fork = self._engine._loop.cellar.fork_session
+            self._engine._loop.ask(lambda: fork(number, other), changes="forking the session")
             return twin
 
     def rewind(self, turns: int = 1) -> None:

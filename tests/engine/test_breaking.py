@@ -1,0 +1,238 @@
+"""Whatever raises on the engine's thread, at whatever call: one request fails, and the others do not notice.
+
+The network is replaced by a function of the tokens that memory shows it, in whole numbers: what a line draws depends
+on all that it may see, on nothing else, and on no rounding. A mix of requests is played again and again on one engine,
+and each time something raises at one call: the n-th of one method, before it has done anything or when it has done it
+all. The line that the method was given says whose request must fail. All others give the tokens that they give
+undisturbed, every invariant holds, and when all are over every cell is free.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcellar import Engine, EngineClosed, EngineFailed
+from kvcellar.cache.memory import Memory
+from kvcellar.engine.request import Line, Request
+from kvcellar.plan import Plan
+from kvcellar.sample.params import SamplingParams
+from tests.engine.mixes import Ear, bytes_for
+from tests.engine.test_limits import held
+from tests.zoo import ARCHS, layers
+
+CALLS = (0, 2, 9, 30)  # of a method, at which it raises
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+
+
+class Injected(Exception):
+    """What no code expects."""
+
+
+@dataclass
+class Fault:
+    """`method` raises at call number `at`: before it does anything, or, `late`, when it has done it."""
+
+    at: int
+    late: bool
+    fired: bool = False
+    request: Request | None = None  # of the line that the call was about
+    calls: int = 0
+
+    def wrap(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **named: Any) -> Any:
+            self.calls += 1
+            now = self.calls == self.at + 1
+            if now and not self.late:
+                self._fire(args)
+            made = method(*args, **named)
+            if now:
+                self._fire(args)
+            return made
+
+        return wrapped
+
+    def _fire(self, args: tuple[Any, ...]) -> None:
+        self.fired = True
+        if args and isinstance(args[0], Line):
+            self.request = args[0].request
+        raise Injected(f"at call {self.at}")
+
+
+def reads_what_it_sees(memory: Memory, plan: Plan, ids: Tensor, want: Tensor) -> Tensor:
+    """In place of a guest's forward: writes the tokens as values, and reads all that each wanted row may see."""
+    sums = dict.fromkeys(want.tolist(), 1)
+    for group, part in zip(memory.groups, plan.groups, strict=True):
+        k, v = (torch.zeros(len(ids), plane.heads, plane.size) for plane in group.planes)
+        v[:, 0, 0] = ids
+        for layer in group.layers:
+            memory.put(layer, k, v)
+            for segment, (_, values) in zip(part.segments, memory.get(layer).each_in_order(), strict=True):
+                tokens = [int(value) for value in values[:, 0, 0]]
+                for row in sums.keys() & set(range(segment.row, segment.row + len(segment.pos))):
+                    pos = segment.pos.start + row - segment.row
+                    seen = tokens[max(0, part.layout.lowest(pos) - segment.first) : pos + 1 - segment.first]
+                    for token in seen:
+                        sums[row] = (sums[row] * 31 + token + layer) % 1_000_003
+    mixed = torch.tensor(list(sums.values()), dtype=torch.long)[:, None]  # [R,1]
+    return (torch.arange(101) * (1 + mixed % 100) + mixed) % 101 * 0.05  # [R,101], each number once in a row
+
+
+@dataclass
+class Mix:
+    """One engine with little memory, and what its requests give when nothing goes wrong."""
+
+    engine: Engine
+    wanted: list[Any] = field(default_factory=list[Any])
+
+    def play(self) -> list[Ear]:
+        engine, ears = self.engine, [Ear() for _ in range(6)]
+        with engine.session(chat=False) as idle, engine.session(chat=False) as talk:
+            for session, prompt in ((idle, [7] * 9), (talk, list(range(20, 31)))):
+                first = Ear()
+                how = SamplingParams(max_tokens=3, **GREEDY)
+                engine.submit(prompt, how, deliver=first, session=session._number)
+                first.wait()
+            with held(engine):
+                self._submit(ears, talk._number)
+            for ear in ears:
+                ear.wait()
+        return ears
+
+    def _submit(self, ears: list[Ear], session: int) -> None:
+        sampled: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True}
+        asks: list[tuple[list[int], dict[str, Any], int | None]] = [
+            ([5, 6, 7], {"max_tokens": 9, **GREEDY}, None),
+            (list(range(40, 52)), {"max_tokens": 7, "n": 2, "seed": 4, **sampled}, None),
+            ([9, 8], {"max_tokens": 44, "shift": True, "num_keep": 2, **GREEDY}, None),
+            ([*range(20, 31), 60, 61], {"max_tokens": 6, **GREEDY}, session),
+            (list(range(60, 78)), {"max_tokens": 5, "seed": 2, **sampled}, None),
+            ([3, 4, 5], {"max_tokens": 30, **GREEDY}, None),
+        ]
+        for (prompt, how, of), ear in zip(asks, ears, strict=True):
+            self.engine.submit(prompt, SamplingParams(**how), deliver=ear, session=of)
+
+
+@pytest.fixture(scope="module")
+def mix() -> Iterator[Mix]:
+    """Room for 62 tokens: some lines are sent back, and idle sessions are forgotten."""
+    network = ARCHS["ministral"].build(num_hidden_layers=2, layer_types=layers("SF"))
+    settings: dict[str, Any] = {"context": 32, "step_tokens": 10, "max_sequences": 5, "threads": 1}
+    with Engine(network, cache_bytes=bytes_for(network, 62, **settings), **settings) as engine:
+        engine._built.guest.forward = reads_what_it_sees  # type: ignore[method-assign]
+        mix = Mix(engine)
+        mix.wanted = [ear.answers() for ear in mix.play()]
+        assert engine.stats().preemptions
+        yield mix
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    monkeypatch.setattr(logging.getLogger("kvcellar.engine"), "disabled", True)
+
+
+@contextmanager
+def broken(monkeypatch: pytest.MonkeyPatch, mix: Mix, part: str, name: str, fault: Fault) -> Iterator[None]:
+    built, loop = mix.engine._built, mix.engine._loop
+    parts: dict[str, Any] = {
+        "cellar": loop.cellar, "scheduler": loop.scheduler, "memory": built.memory, "guest": built.guest,
+        "runner": built.runner, "loop": loop, "line": Line,
+    }  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(parts[part], name, fault.wrap(getattr(parts[part], name)))
+        yield
+
+
+OF_A_LINE = {  # the request of the line that they are given is the one that fails
+    "cellar": ["known", "admit", "border", "fork", "release", "rest", "forget", "shift"],
+    "scheduler": ["add", "join", "leave", "_give", "_fits"],
+    "line": ["accept", "become"],
+}
+OF_MANY = {  # of a step, or of what a line's operation needs: one request fails at most
+    "cellar": ["free", "reclaim", "forget_session", "open_session", "close_session",],
+    "scheduler": ["build", "send_back", "send_back_youngest", "_admit_next", "_still"],
+    "memory": [
+        "begin", "commit", "fork", "remove", "capture", "drop", "can_cut", "length", "has", "derived", "free",
+    ],
+    "guest": ["forward"],
+    "runner": ["step", "_forward", "_write", "_drawn", "_take"],
+    "loop": ["_make_room", "split", "_leave"],
+    "line": ["finish"],  # it has told the end already
+}  # fmt: skip
+
+
+def each(methods: dict[str, list[str]]) -> Any:
+    return pytest.mark.parametrize(
+        ("part", "name"), [(part, name) for part, names in methods.items() for name in names]
+    )
+
+
+def play_broken(monkeypatch: pytest.MonkeyPatch, mix: Mix, part: str, name: str, *, late: bool, own: bool) -> None:
+    fired = 0
+    for at in CALLS:
+        fault = Fault(at, late)
+        with broken(monkeypatch, mix, part, name, fault):
+            ears = mix.play()
+            mix.engine.stats()
+        failed = [index for index, ear in enumerate(ears) if ear.error is not None]
+        assert all(isinstance(ears[index].error, EngineFailed) for index in failed)
+        assert [e.answers() for i, e in enumerate(ears) if i not in failed] == [
+            wanted for i, wanted in enumerate(mix.wanted) if i not in failed
+        ]
+        if own and fault.request is not None:
+            assert failed == [index for index, ear in enumerate(ears) if fault.request.deliver is ear]
+        else:
+            assert len(failed) <= 1
+        assert mix.engine.healthy
+        mix.engine.check()
+        stats = mix.engine.stats()
+        assert (stats.running, stats.waiting, stats.sequences, stats.cells_used, stats.rows_used) == (0, 0, 0, 0, 0)
+        fired += fault.fired
+        if not fault.fired:
+            break
+    assert fired or name in ("shift", "forget", "capture", "reclaim", "forget_session"), "it was never called"
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@each(OF_A_LINE)
+def test_an_error_ends_the_request_that_it_belongs_to(monkeypatch, mix, part, name, late) -> None:
+    play_broken(monkeypatch, mix, part, name, late=late, own=True)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@each(OF_MANY)
+def test_an_error_of_several_ends_one_request_at_most(monkeypatch, mix, part, name, late) -> None:
+    play_broken(monkeypatch, mix, part, name, late=late, own=False)
+
+
+@pytest.mark.parametrize(("part", "name"), [("memory", "capture"), ("memory", "commit")])
+def test_nor_does_an_error_lose_rows_of_recurrent_state(monkeypatch, part, name) -> None:
+    with Engine(ARCHS["lfm2"].build(), cache_bytes=4_000_000, context=32, step_tokens=10, threads=1) as engine:
+        mix = Mix(engine)
+        mix.wanted = [ear.answers() for ear in mix.play()]
+        monkeypatch.setattr(f"{__name__}.CALLS", (1, 4))
+        play_broken(monkeypatch, mix, part, name, late=True, own=False)
+
+
+def test_where_memory_cannot_be_put_in_order_the_engine_ends_and_everybody_hears_it(monkeypatch) -> None:
+    ears = [Ear() for _ in range(4)]
+    with Engine(ARCHS["llama"].build(), cache_bytes=400_000, threads=1) as engine:
+        loop = engine._loop
+        with held(engine):
+            for number, ear in enumerate(ears):
+                engine.submit([5, 6, 7 + number], SamplingParams(max_tokens=4), deliver=ear)
+            monkeypatch.setattr(loop.cellar, "border", Fault(2, late=False).wrap(loop.cellar.border))
+            monkeypatch.setattr(loop.cellar, "check", lambda _: 1 // 0)
+        errors = [ear.wait().error for ear in ears]
+        loop._thread.join(60)
+        assert not engine.healthy
+        with pytest.raises(EngineClosed, match="open a new one"):
+            engine.generate([5])
+    assert all(isinstance(error, EngineFailed) for error in errors)
+    assert sum("Injected" in str(error) for error in errors) == 1
+    assert sum("the engine stopped on ZeroDivisionError" in str(error) for error in errors) == 3

@@ -298,7 +298,7 @@ _UNUSUAL = (
     _arch("minimax-m3", "minimax_m3_vl_text", "full moe indexed",
           layer_types=["minimax_m3_sparse", "full_attention"] * 2,
           index_n_heads=2, index_block_size=4, index_topk_blocks=3),
-    _arch("deepseek-v4", "deepseek_v4", "sliding compressed moe sinks own-cache",
+    _arch("deepseek-v4", "deepseek_v4", "sliding compressed moe sinks",
           compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}),
     _arch("minimax-01", "minimax", "full linear moe own-cache", layer_types=layers("LFLF"), block_size=WINDOW),
     _arch("recurrent-gemma", "recurrent_gemma", "sliding linear own-cache", num_hidden_layers=6),

@@ -19,13 +19,12 @@ SOLO = {  # one sequence per forward, and why not flat
     ),
     **dict.fromkeys(("inkling", "inkling2"), "position_bias"),
     **dict.fromkeys(("deepseek-v3.2", "glm-moe-dsa", "hy-v4"), INDEXER),
+    **dict.fromkeys(("deepseek-v4", "minimax-m3"), "in a cache layer of their own class"),
 }
 REFUSED = {  # and why
     **dict.fromkeys(("rwkv", "openai-gpt"), "stores nothing through the cache"),
     "xlstm": "no attribute 'rnn_state'",  # a cache of its own
     "recurrent-gemma": "its logits differ",  # its state lies in the modules
-    "deepseek-v4": "its code raised IndexError",  # its cache layers are of its own making
-    "minimax-m3": "its code raised IndexError",  # its cache layers are of its own making
     "minimax-01": "MiniMax uses cache of its own",
 }  # fmt: skip
 SERVED = tuple(name for name in ARCHS if name not in REFUSED)

@@ -11,12 +11,14 @@ from kvcellar.contracts import StoredAs
 from kvcellar.errors import ModelRefused, NotSupported
 from kvcellar.models.generation import GenerationCache
 from kvcellar.models.guest import adopt
+from kvcellar.models.own_layers import OwnLayer
 from kvcellar.models.seam import SoloDoor
 from kvcellar.spans import Span
 from tests.models.timeline import BOUND, Timeline, animal, read, relative, seed_of, small_memory
 from tests.zoo import ARCHS, reference_logits
 
 INDEXED = ("deepseek-v3.2", "glm-moe-dsa", "hy-v4")
+OWN = ("deepseek-v4", "minimax-m3")  # cache layers of their own class
 
 
 def tokens(n: int) -> list[int]:
@@ -42,7 +44,30 @@ def test_layers_that_share_a_selection_keep_no_keys_of_an_indexer() -> None:
     assert [("index" in {plane.name for plane in group.planes}) for group in groups] == [True, False]
 
 
-@pytest.mark.parametrize("name", INDEXED)
+@pytest.mark.parametrize("name", OWN)
+def test_what_a_cache_layer_of_the_models_own_class_computes_from_is_stored_token_by_token(name: str) -> None:
+    guest, judge = animal(name)
+    config = judge.config
+    planes: dict[int, dict[str, int]] = {}
+    for group in guest.shape.groups:
+        sizes = {plane.name: plane.heads * plane.size for plane in group.planes if plane.name not in ("k", "v")}
+        planes |= dict.fromkeys(group.layers, sizes)
+    if name == "minimax-m3":
+        wanted = {"minimax_m3_sparse": {"index": config.index_head_dim}, "full_attention": {}}
+    else:
+        size, index = config.head_dim, config.index_head_dim
+        wanted = {
+            "sliding_attention": {},
+            "heavily_compressed_attention": {"compressor kv": size, "compressor gate": size},
+            "compressed_sparse_attention": {
+                **dict.fromkeys(("compressor kv", "compressor gate"), 2 * size),
+                **dict.fromkeys(("indexer kv", "indexer gate"), 2 * index),
+            },
+        }
+    assert planes == {layer: wanted[kind] for layer, kind in enumerate(config.layer_types)}
+
+
+@pytest.mark.parametrize("name", [*INDEXED, *OWN])
 def test_nothing_is_taken_out_of_the_middle_and_the_end_can_be_cut(name: str) -> None:
     guest, judge = animal(name)
     memory = small_memory(guest, 64)
@@ -68,27 +93,28 @@ def test_what_is_stored_in_fewer_bits_are_keys_and_values_only() -> None:
 
 
 def backwards(honest: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda self, keys, layer: honest(self, keys, layer).flip(1)
+    return lambda self, name, new, layer: honest(self, name, new, layer).flip(1)
 
 
 def only_new(honest: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Padded with zeros, so that all fits."""
 
-    def update(self: SoloDoor, keys: Tensor, layer: int) -> Tensor:
-        held = honest(self, keys, layer).clone()
-        held[:, : held.shape[1] - keys.shape[1]] = 0
+    def update(self: SoloDoor, name: str, new: Tensor, layer: int) -> Tensor:
+        held = honest(self, name, new, layer).clone()
+        held[:, : held.shape[1] - new.shape[1]] = 0
         return held
 
     return update
 
 
+@pytest.mark.parametrize("name", ["deepseek-v3.2", *OWN])
 @pytest.mark.parametrize("forget", [backwards, only_new])
-def test_who_shows_the_indexer_other_keys_is_found_out(
-    forget: Callable[..., Callable[..., Tensor]], monkeypatch: pytest.MonkeyPatch
+def test_wrong_values_beside_keys_and_values_change_the_logits(
+    forget: Callable[..., Callable[..., Tensor]], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guest = adopt(ARCHS["deepseek-v3.2"].build(), backends())
-    monkeypatch.setattr(SoloDoor, "update_index", forget(SoloDoor.update_index))
-    timeline = Timeline(guest, animal("deepseek-v3.2")[1], seed_of("deepseek-v3.2"))
+    guest = adopt(ARCHS[name].build(), backends())
+    monkeypatch.setattr(SoloDoor, "update_plane", forget(SoloDoor.update_plane))
+    timeline = Timeline(guest, animal(name)[1], seed_of(name))
     timeline.play()
     try:
         worst = timeline.judged()
@@ -97,6 +123,13 @@ def test_who_shows_the_indexer_other_keys_is_found_out(
     assert worst > 10 * BOUND
 
 
-def test_the_cache_for_generate_refuses_what_it_cannot_keep() -> None:
-    with pytest.raises(ModelRefused, match="an indexer of its own"):
-        GenerationCache.of(ARCHS["hy-v4"].build(), cells=64)
+@pytest.mark.parametrize(("name", "why"), [("hy-v4", "an indexer of its own"), ("deepseek-v4", "of their own class")])
+def test_the_cache_for_generate_refuses_what_it_cannot_keep(name: str, why: str) -> None:
+    with pytest.raises(ModelRefused, match=why):
+        GenerationCache.of(ARCHS[name].build(), cells=64)
+
+
+def test_a_method_of_a_cache_layer_that_is_not_known_is_refused_by_name() -> None:
+    layer = OwnLayer(object(), 3, lambda name, new, layer: new)
+    with pytest.raises(ModelRefused, match="layer 3 uses store_something of a cache layer of its own class"):
+        layer.store_something(torch.zeros(1))

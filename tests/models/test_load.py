@@ -11,15 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvcellar.attention.choose import backends
 from kvcellar.errors import BadRequest, ModelNotFound, ModelRefused
-from kvcellar.models.checks import MOST_JSON, MOST_TEXT
+from kvcellar.models.checks import MOST_JSON, MOST_TEXT, config_fields
 from kvcellar.models.guest import adopt
 from kvcellar.models.load import load
 from kvcellar.models.quiet import quiet
@@ -594,3 +596,24 @@ def test_a_device_that_is_not_there_is_refused_before_anything_is_built(place: P
     assert f"torch sees {torch.cuda.device_count()} CUDA devices" in refused(place, device="cuda:99")
     with pytest.raises(BadRequest, match="there is no device 'banana'"):
         load(place, device="banana")
+
+
+@pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+def test_the_default_config_of_every_type_is_within_the_limits_on_sizes(model_type: str, tmp_path: Path) -> None:
+    with quiet():
+        try:
+            config = CONFIG_MAPPING[model_type]()
+        except StrictDataclassClassValidationError as error:
+            pytest.skip(f"transformers itself refuses its default config: {error}")
+    (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
+    assert config_fields(tmp_path)["model_type"] == config.model_type
+
+
+@pytest.mark.parametrize("experts", [16_384, 1 << 17])
+def test_many_experts_that_are_rows_of_an_embedding_are_served(experts: int, tmp_path: Path) -> None:
+    place = tmp_path / "doge"
+    with quiet():
+        ARCHS["doge"].build(num_experts=experts).save_pretrained(place)
+    assert type(load(place).model).__name__ == "DogeForCausalLM"
+    message = refused(configured(place, num_experts=(1 << 17) + 1))
+    assert "num_experts is 131073; at most 131072 are built" in message

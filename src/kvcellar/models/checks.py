@@ -25,8 +25,10 @@ _SIZES = {  # numbers that must be there as whole numbers, if they are there, an
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"), 1 << 24),
     "vocab_size": 1 << 31,
 }
-_COUNT = re.compile(r"(n|num)_\w*(layer|head|expert|block)s?|\w+_(layers|heads|experts)")
-_MOST_COUNTED = 10_000  # of layers, heads, experts, blocks
+_COUNTS = (  # names of other numbers, and the most that each may be: as many modules may be built
+    (re.compile(r"(n|num)_\w*(layer|head|block)s?|\w+_(layers|heads)"), 10_000),
+    (re.compile(r"(n|num)_\w*experts?|\w+_experts"), 1 << 17),  # Doge has 16384 by default: rows of an embedding
+)
 _DROPPED = frozenset({
     "auto_map", "transformers_weights", "attn_implementation", "experts_implementation",  # other code, other files
     "return_dict", "use_return_dict", "torchscript", "output_attentions", "output_hidden_states",  # another answer
@@ -99,8 +101,9 @@ def _check_field(key: str, value: Any) -> None:
     most = _SIZES.get(key)
     if most is not None and not (whole and 0 < value <= most):
         raise ModelRefused(f"config.json says {key} is {value!r}; a whole number from 1 to {most} is needed")
-    if whole and most is None and _COUNT.fullmatch(key) and not -1 <= value <= _MOST_COUNTED:
-        raise ModelRefused(f"config.json says {key} is {value}; at most {_MOST_COUNTED} are built")
+    counted = [limit for name, limit in _COUNTS if name.fullmatch(key)] if most is None else []
+    if whole and counted and not -1 <= value <= counted[0]:
+        raise ModelRefused(f"config.json says {key} is {value}; at most {counted[0]} are built")
     if whole and abs(value) > 1 << 53:
         raise ModelRefused(f"config.json says {key} is {value}, which is no size of anything")
 

@@ -26,6 +26,7 @@ from kvcellar.contracts import Backend, StoredAs
 from kvcellar.errors import KvcellarError, ModelRefused
 from kvcellar.models.facts import context_of, embedding_rows, first_position, random_text
 from kvcellar.models.mixers import install, uninstall
+from kvcellar.models.own_layers import fresh_layers
 from kvcellar.models.quiet import quiet
 from kvcellar.models.rope import with_rotations
 from kvcellar.models.seam import ATTENTION, Door, FlatDoor, SoloDoor, current_door, opened, register
@@ -158,7 +159,7 @@ class Guest:
                 return self._through(
                     FlatDoor(memory, plan, self.seen(positions), self.shape.bindings), ids, positions, want
                 )
-            door = SoloDoor(memory, plan)
+            door = SoloDoor(memory, plan, fresh_layers(self.model))
             logits = self._through(door, ids, positions, want)
             door.put()
             return logits
@@ -293,21 +294,22 @@ class StoreProbe(ProbeDoor):
 
 def _solo(model: PreTrainedModel, tenancy: Tenancy, backends: Sequence[Backend], why: str) -> Guest:
     _own_attention(model)
-    shape = stored_shape(model, indexed=True)
+    shape = stored_shape(model, fresh=fresh_layers(model))
     return Guest(model, tenancy, shape, "solo", _choose(shape, backends), refused=why)
 
 
-def stored_shape(model: PreTrainedModel, *, indexed: bool = False) -> Shape:
+def stored_shape(model: PreTrainedModel, *, fresh: Callable[[int], Any] | None = None) -> Shape:
     """What a model stores, told by a small forward with the attention that it has. Raises `ModelRefused`.
 
-    So it does for layers with an indexer, unless whoever asks can keep its keys, too (`indexed`).
+    So it does for layers that store more of a token than keys and values (an indexer's keys, say), unless the caller
+    keeps that, too, and says with `fresh` how cache layers of the model's own class are made.
     """
-    door = StoreProbe(context_of(model), indexed=indexed)
+    door = StoreProbe(context_of(model), fresh=fresh)
     _probe(model, door, range(PROBE_TOKENS))
     if not door.held and not door.states:
         raise ModelRefused("its forward stores nothing through the cache, so there is nothing to remember")
     dtype = str(model.dtype).removeprefix("torch.")
-    return causal_shape(door.held, door.recurrent, index=door.index, dtype=dtype, device=model.device.type)
+    return causal_shape(door.held, door.recurrent, beside=door.planes, dtype=dtype, device=model.device.type)
 
 
 def _own_attention(model: PreTrainedModel) -> None:

@@ -20,6 +20,7 @@ from kvcellar.contracts import Rotation, Scoring
 from kvcellar.errors import KvcellarError, NotSupported
 from kvcellar.models.facts import context_of, first_position, random_text
 from kvcellar.models.mixers import Forward
+from kvcellar.models.own_layers import INDEX, OWN, OwnLayer
 from kvcellar.models.scan import Call
 from kvcellar.models.seam import INDEXED, opened
 from kvcellar.models.shape import Shape
@@ -49,8 +50,11 @@ class PlaceDoor:
         self.stored[layer] = {"k": k[0].transpose(0, 1), "v": v[0].transpose(0, 1)}
         return k, v
 
-    def update_index(self, keys: Tensor, layer: int) -> Tensor:
-        raise NotSupported(INDEXED)
+    def update_plane(self, name: str, new: Tensor, layer: int) -> Tensor:
+        raise NotSupported(INDEXED if name == INDEX else OWN)
+
+    def own_layer(self, layer: int) -> OwnLayer:
+        raise NotSupported(OWN)
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scoring: Scoring) -> Tensor:
         layer = self.guest.shape.bindings[module].layer

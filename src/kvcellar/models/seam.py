@@ -13,7 +13,7 @@ The door of the forward that is running travels in a context variable: transform
 module and its tensors only. One forward at a time per thread.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -28,11 +28,11 @@ from kvcellar.cache.memory import Memory
 from kvcellar.contracts import Scoring
 from kvcellar.errors import ModelRefused, NotSupported, WrongStage
 from kvcellar.models.mixers import Forward, Mixing, Turn, conv
+from kvcellar.models.own_layers import INDEX, OWN, OwnLayer, OwnLayers
 from kvcellar.models.scan import Call, recurrent
 from kvcellar.plan import Plan
 
 ATTENTION = "kvcellar"  # our name in transformers' registries
-INDEX = "index"  # the plane of an indexer's keys
 INDEXED = "it selects keys with an indexer of its own, which looks at the keys of one sequence in order"
 
 # What an attention call may carry besides q, k, v and the mask, and what we do with it.
@@ -50,8 +50,12 @@ class Door(Protocol):
         """New k [1,G,T,D] and v [1,G,T,Dv] of a layer; what the model should go on with."""
         ...
 
-    def update_index(self, keys: Tensor, layer: int) -> Tensor:
-        """New keys [1,T,D] of the indexer by which a layer selects what it attends to -> all of them [1,N,D]."""
+    def update_plane(self, name: str, new: Tensor, layer: int) -> Tensor:
+        """What a layer stores of each new token beside keys and values [1,T,D] -> the same of all tokens [1,N,D]."""
+        ...
+
+    def own_layer(self, layer: int) -> "OwnLayer":
+        """The cache layer of a class of the model's own that the model expects."""
         ...
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scoring: Scoring) -> Tensor:
@@ -114,6 +118,7 @@ class GuestCache(Cache):
 
     def __init__(self, door: Door) -> None:
         super().__init__(layers=[])
+        self.layers: Any = _Layers(door)
         self._door = door
 
     @property
@@ -153,7 +158,24 @@ class GuestCache(Cache):
         return True  # one of zeros is as good as none
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
-        return self._door.update_index(indexer_key_states, layer_idx)
+        return self._door.update_plane(INDEX, indexer_key_states, layer_idx)
+
+
+class _Layers(Sequence[OwnLayer]):
+    """`layers` of a cache: none to go through, as far as transformers itself is concerned; a model that calls the
+    methods of its own class of cache layers finds them under the layer's index."""
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+
+    def __len__(self) -> int:
+        return 0
+
+    def __iter__(self) -> Iterator[OwnLayer]:
+        return iter(())
+
+    def __getitem__(self, layer: Any) -> Any:
+        return self._door.own_layer(layer)
 
 
 def scoring_of(q: Tensor, extras: Mapping[str, Any]) -> Scoring:
@@ -237,8 +259,11 @@ class FlatDoor:
         rows = x[0].transpose(0, 1)
         return rows if self._storing is None else rows.index_select(0, self._storing)
 
-    def update_index(self, keys: Tensor, layer: int) -> Tensor:
-        raise ModelRefused(INDEXED)
+    def update_plane(self, name: str, new: Tensor, layer: int) -> Tensor:
+        raise ModelRefused(INDEXED if name == INDEX else OWN)
+
+    def own_layer(self, layer: int) -> OwnLayer:
+        raise ModelRefused(OWN)
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scoring: Scoring) -> Tensor:
         binding = self._bindings.get(module)
@@ -282,7 +307,8 @@ class FlatDoor:
 class SoloDoor:
     """One sequence in the open step, with the model's own attention: it gets its keys in order, as ever."""
 
-    def __init__(self, memory: Memory, plan: Plan) -> None:
+    def __init__(self, memory: Memory, plan: Plan, fresh: Callable[[int], Any]) -> None:
+        """`fresh` returns an empty cache layer of the model's own class, by index of the layer."""
         if len(plan.feeds) != 1:
             raise ModelRefused(f"a model that runs solo was given {len(plan.feeds)} sequences in one forward")
         if plan.look_ahead:
@@ -291,16 +317,20 @@ class SoloDoor:
             raise ModelRefused("a model that runs solo attends to its new tokens too, so none of them can only ask")
         self._memory, self._past = memory, plan.feeds[0].pos.start
         self._turn = Turn(memory, plan.states, plan.tokens, revertible=plan.feeds[0].revertible)  # of the whole forward
+        self._own_layers = OwnLayers(fresh, self.update_plane)
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         self._memory.put(layer, k[0].transpose(0, 1), v[0].transpose(0, 1))
         keys, values = self._memory.get(layer).in_order()
         return keys.transpose(0, 1)[None].to(k.dtype), values.transpose(0, 1)[None].to(v.dtype)
 
-    def update_index(self, keys: Tensor, layer: int) -> Tensor:
-        self._memory.put_plane(layer, INDEX, keys.transpose(0, 1))
-        (held,) = self._memory.get(layer).plane_in_order(INDEX)
-        return held.transpose(0, 1).to(keys.dtype)
+    def update_plane(self, name: str, new: Tensor, layer: int) -> Tensor:
+        self._memory.put_plane(layer, name, new.transpose(0, 1))
+        (held,) = self._memory.get(layer).plane_in_order(name)
+        return held.transpose(0, 1).to(new.dtype)
+
+    def own_layer(self, layer: int) -> OwnLayer:
+        return self._own_layers.of(layer)
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scoring: Scoring) -> Tensor:
         raise ModelRefused("a model that runs solo must use its own attention")

@@ -17,8 +17,9 @@ from kvcellar.cache.memory import Group
 from kvcellar.contracts import Ask, Kind, Layout, Plane, Recurrent, Scoring, StatePlane, StoredAs
 from kvcellar.errors import ModelRefused
 from kvcellar.models.mixers import Forward
+from kvcellar.models.own_layers import INDEX, OWN, OwnLayer
 from kvcellar.models.scan import Call
-from kvcellar.models.seam import INDEX, INDEXED, Binding
+from kvcellar.models.seam import INDEXED, Binding
 
 PROBE_TOKENS = 5
 
@@ -77,13 +78,14 @@ class ProbeDoor:
 
     context: int
     past: int | Tensor = 0  # what the model is told when it asks how many tokens came before
-    indexed: bool = False  # may its layers keep keys of an indexer?
+    fresh: Callable[[int], Any] | None = None  # makes cache layers of the model's own class; None: they are refused
     stored: dict[int, _Stored] = field(default_factory=dict)
-    index: dict[int, Tensor] = field(default_factory=dict)  # by layer, the keys [1,T,D] of its indexer
+    planes: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # by layer and name, [1,T,D] beside k and v
     reads: dict[nn.Module, _Read] = field(default_factory=dict)
     states: dict[tuple[int, str], StatePlane] = field(default_factory=dict)  # by layer and name
     mixers: dict[nn.Module, None] = field(default_factory=dict)  # the modules that asked for a state
     running: list[nn.Module] = field(default_factory=list)  # modules whose forward has begun, the innermost last
+    _own: dict[int, OwnLayer] = field(default_factory=dict)
     _masks: list[tuple[Tensor, Rule, int | None]] = field(default_factory=list)
     _layouts: dict[int, Layout] = field(default_factory=dict)  # by index of their mask
     _last: int | None = None
@@ -96,15 +98,23 @@ class ProbeDoor:
         self.stored[layer], self._last = _Stored(k, v), layer
         return k, v
 
-    def update_index(self, keys: Tensor, layer: int) -> Tensor:
-        if not self.indexed:
-            raise ModelRefused(INDEXED)
-        if layer in self.index:
-            raise ModelRefused(f"layer {layer} stores the keys of its indexer twice in one forward")
-        if keys.dim() != 3 or keys.shape[:2] != (1, PROBE_TOKENS):
-            raise ModelRefused(f"layer {layer} stores keys of an indexer of shape {tuple(keys.shape)}")
-        self.index[layer] = keys
-        return keys
+    def update_plane(self, name: str, new: Tensor, layer: int) -> Tensor:
+        if self.fresh is None:
+            raise ModelRefused(INDEXED if name == INDEX else OWN)
+        planes = self.planes.setdefault(layer, {})
+        if name in planes:
+            raise ModelRefused(f"layer {layer} stores {name} twice in one forward")
+        if new.dim() != 3 or new.shape[:2] != (1, PROBE_TOKENS):
+            raise ModelRefused(f"layer {layer} stores {name} of shape {tuple(new.shape)}")
+        planes[name] = new
+        return new
+
+    def own_layer(self, layer: int) -> OwnLayer:
+        if self.fresh is None:
+            raise ModelRefused(OWN)
+        if layer not in self._own:
+            self._own[layer] = OwnLayer(self.fresh(layer), layer, self.update_plane)
+        return self._own[layer]
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scoring: Scoring) -> Tensor:
         if module in self.reads:
@@ -286,21 +296,22 @@ def causal_shape(
     stored: Mapping[int, tuple[Tensor, Tensor]],
     recurrent: Recurrent | None,
     *,
-    index: Mapping[int, Tensor] | None = None,
+    beside: Mapping[int, Mapping[str, Tensor]] | None = None,
     dtype: str,
     device: str,
 ) -> Shape:
     """For a model that runs solo: every layer keeps everything, and the model's own masks hide what they must.
 
-    `index` has the keys [1,T,D] of the layers that have an indexer. They are a plane of their own beside k and v.
+    `beside` has what layers store of each token [1,T,D] beside k and v: the keys of an indexer, say. Each is a plane.
     """
-    index = index or {}
-    if strays := sorted(index.keys() - stored.keys()):
-        raise ModelRefused(f"layers {strays} store the keys of an indexer, and no keys and values beside them")
+    beside = beside or {}
+    if strays := sorted(beside.keys() - stored.keys()):
+        names = sorted({name for layer in strays for name in beside[layer]})
+        raise ModelRefused(f"layers {strays} store {names}, and no keys and values beside them")
     buckets: dict[tuple[Plane, ...], list[int]] = {}
     for layer, (k, v) in stored.items():
         planes = [Plane("k", k.shape[1], k.shape[3]), Plane("v", v.shape[1], v.shape[3])]
-        planes += [Plane(INDEX, 1, index[layer].shape[2])] if layer in index else []
+        planes += [Plane(name, 1, values.shape[2]) for name, values in beside.get(layer, {}).items()]
         buckets.setdefault(tuple(planes), []).append(layer)
     groups = tuple(
         Group(f"solo #{i}" if i else "solo", Causal(), planes, tuple(sorted(layers)))

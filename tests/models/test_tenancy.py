@@ -320,7 +320,7 @@ class Watched:
 def watched(guest: Guest, monkeypatch: pytest.MonkeyPatch) -> tuple[Watched, list[bool]]:
     """The lock of its network, and of every call of that from now on whether the lock was held."""
     lock, calls = Watched(), []
-    monkeypatch.setattr(guest._tenancy, "lock", lock)
+    monkeypatch.setattr(guest._tenancy, "_lock", lock)
     guest.model.register_forward_pre_hook(lambda *_: calls.append(lock.held > 0))
     return lock, calls
 

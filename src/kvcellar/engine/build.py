@@ -1,8 +1,9 @@
 """build: where the rooms are wired together. From settings to an engine that can be started."""
 
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,10 +27,16 @@ from kvcellar.models.guest import Guest, adopt
 from kvcellar.models.load import Loaded, load
 from kvcellar.models.packed import Packing, pack, unpack
 from kvcellar.models.tenancy import Tenancy
+from kvcellar.process import Origin
 from kvcellar.sample.choice import Choice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+log = logging.getLogger("kvcellar.engine")
+
+LOADED = Origin()  # of torch, in this process
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +116,7 @@ def build(model: "str | Path | PreTrainedModel | None", settings: Settings) -> B
 
     A network that was given is as it was if that fails, and after `Built.leave`.
     """
+    settings = _in_a_fork(settings)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     loaded = load(model, dtype=settings.dtype, device=settings.device)
@@ -121,6 +129,24 @@ def build(model: "str | Path | PreTrainedModel | None", settings: Settings) -> B
         built = _wired(loaded, packing, guest, settings)
         undo.pop_all()
     return built
+
+
+def _in_a_fork(settings: Settings) -> Settings:
+    """One thread, where torch was loaded before this process was forked.
+
+    Threads of OpenMP that torch has started do not come along into a fork, and a computation that waits for them never
+    ends; whether there were any cannot be found out afterwards.
+    """
+    if LOADED.here:
+        return settings
+    if settings.threads not in (None, 1):
+        raise BadRequest(
+            f"threads is {settings.threads}, but torch belongs to {LOADED}, and runs in one thread here. Leave threads "
+            f"out, or start the process with spawn instead of fork",
+            "threads",
+        )
+    log.warning("torch belongs to %s; this engine runs in one thread. Start processes with spawn to use more", LOADED)
+    return replace(settings, threads=1)
 
 
 def _packing(loaded: Loaded, tenancy: Tenancy, settings: Settings) -> Packing | None:

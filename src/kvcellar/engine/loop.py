@@ -12,6 +12,8 @@ Always true between steps:
   * every request that has been taken in has lines that run or wait, or it is over;
   * a line that is over has left the scheduler, and its cells are free or rest with its session;
   * `_under_way` are the requests that are not over, by their number.
+
+A forked process has no such thread: there every call raises, before it takes a lock, and closing does nothing.
 """
 
 import logging
@@ -31,6 +33,7 @@ from kvcellar.engine.runner import Runner
 from kvcellar.engine.scheduler import Scheduler
 from kvcellar.errors import CacheFull, EngineClosed, EngineFailed, KvcellarError, WrongStage
 from kvcellar.events import FinishReason
+from kvcellar.process import Origin
 
 T = TypeVar("T")
 log = logging.getLogger("kvcellar.engine")
@@ -59,6 +62,7 @@ class Loop:
         self._stalled_at = -1  # the number of steps when an error came that belongs to no request
         self._arrivals = count()
         self._open = True
+        self._origin = Origin()
         self._gate = threading.Lock()  # nobody puts a call into the inbox of a loop that has ended
         self._thread = threading.Thread(target=self._run, name="kvcellar-engine", daemon=True)
         self.steps = 0
@@ -71,7 +75,7 @@ class Loop:
 
     @property
     def alive(self) -> bool:
-        return self._open and self._thread.is_alive()
+        return self._open and self._origin.here and self._thread.is_alive()
 
     @property
     def backlog(self) -> int:
@@ -80,11 +84,11 @@ class Loop:
 
     def post(self, call: Callable[[], None]) -> None:
         """Run `call` on the engine's thread, between two steps. Raises `EngineClosed`."""
+        if not self._origin.here:
+            raise EngineClosed(f"the engine belongs to {self._origin}; make a new one after the fork")
         with self._gate:
             if not self._open:
                 raise EngineClosed("the engine is closed; open a new one")
-            if not self._thread.is_alive():
-                raise EngineClosed("the engine's thread did not come along into this forked process; open a new one")
             self._inbox.put(call)
 
     def ask(self, question: Callable[[], T], *, changes: str = "") -> T:
@@ -112,7 +116,9 @@ class Loop:
             raise WrongStage("an event's receiver runs on the engine's thread and must not wait for the engine")
 
     def close(self) -> None:
-        """End the thread. Requests that are under way are told `EngineClosed`. May be called again."""
+        """End the thread. Requests under way get `EngineClosed`. May be called again; does nothing in a fork."""
+        if not self._origin.here:
+            return
         with suppress(EngineClosed):
             self.post(self._stop)
         if threading.current_thread() is not self._thread:

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from kvcellar.errors import WrongStage
+from kvcellar.errors import EngineClosed, WrongStage
 from kvcellar.events import Done, Event, Failed, Finished, FinishReason, Piece, Timings, TokenLogprob, Usage
+from kvcellar.process import Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class Collector:
         self._pieces: list[list[Piece]] = [[] for _ in range(n)]
         self._finished: dict[int, Finished] = {}
         self._done: Done | None = None
+        self._origin = Origin()
         self.deliver = self._events.put
 
     @property
@@ -76,6 +78,8 @@ class Collector:
     def pieces(self) -> Iterator[Piece]:
         """Pieces as they come, until the request is over. Raises the request's error."""
         while self._done is None:
+            if not self._origin.here:
+                raise EngineClosed(f"the request belongs to {self._origin}; nothing more of it comes here")
             yield from self._take(self._events.get())
 
     def arrived(self) -> Iterator[Piece]:

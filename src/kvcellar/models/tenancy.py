@@ -6,6 +6,8 @@ layers may be packed. The last guest to leave takes all of that back.
 
 Always true:
   * the record of a network is with the network, from before anything is changed about it until all of that is undone;
+  * a record is used only in the process that made it: in a fork, where a thread that is not there may hold its lock,
+    the network cannot be served again, and is not given back;
   * whoever runs the network or changes something about it holds the record's lock, and is inside meanwhile: so nobody
     meets a network that is half changed, and nobody gives it back beside somebody who relies on it.
 """
@@ -20,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvcellar.errors import WrongStage
+from kvcellar.process import Origin
 
 _RECORD = "_kvcellar_tenancy"
 
@@ -38,7 +41,8 @@ class Tenancy:
     """Of one network. Begun by a visit of whoever is about to change something; the last who leaves ends it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.lock = RLock()
+        self._lock = RLock()
+        self._origin = Origin()
         self._model = model
         self._tenants: WeakSet[Tenant] = WeakSet()  # one that was forgotten without leaving keeps nobody from it
         self._undo = ExitStack()
@@ -56,6 +60,15 @@ class Tenancy:
             yield tenancy
         finally:
             tenancy.leave(visitor)
+
+    @property
+    def lock(self) -> RLock:
+        """Raises `WrongStage` in a fork of the process that serves the network."""
+        if not self._origin.here:
+            raise WrongStage(
+                f"this network is served in {self._origin}: load it anew here, or close its engine before the fork"
+            )
+        return self._lock
 
     @classmethod
     def _of(cls, model: PreTrainedModel) -> "Tenancy":
@@ -94,7 +107,7 @@ class Tenancy:
         Does not wait for those who are inside: one of them may be waiting for this.
         """
         self._tenants.discard(tenant)
-        if self._tenants:
+        if self._tenants or not self._origin.here:
             return
         with self.lock:
             if self._tenants or vars(self._model).get(_RECORD) is not self:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvcellar.engine.engine import Engine
     from kvcellar.engine.result import Result
     from kvcellar.engine.session import Session
+    from kvcellar.progress import Progress
     from kvcellar.sample.params import SamplingParams
 
 __version__ = "0.1.0"
@@ -39,6 +40,7 @@ __all__ = [
     "ModelRefused",
     "NotSupported",
     "Overloaded",
+    "Progress",
     "PromptTooLong",
     "Result",
     "SamplingParams",
@@ -47,6 +49,7 @@ __all__ = [
 
 _LIVES_IN = {
     "Engine": "kvcellar.engine.engine",
+    "Progress": "kvcellar.progress",
     "Result": "kvcellar.engine.result",
     "SamplingParams": "kvcellar.sample.params",
     "Session": "kvcellar.engine.session",

@@ -26,14 +26,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvcellar.errors import KvcellarError
-from kvcellar.places import NoPlace, cache
+from kvcellar.places import NoPlace, cache, make_private
+from kvcellar.progress import report
 
 log = logging.getLogger("kvcellar.compiled")
 
 COMPILERS = ("c++", "g++", "clang++")  # tried in this order, if $CXX names none
 OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
 PATIENCE = 300.0  # seconds that a compiler may take
-MODE = 0o700  # of the directory: what lies in it is run
 FULL = ("No space left on device", "Disk quota exceeded")  # what compilers and linkers print of a full disk
 
 
@@ -79,16 +79,13 @@ def _directory(environment: Mapping[str, str]) -> Path:
     """Where libraries are kept: ours alone, because what can be written there can make this process run anything."""
     try:
         directory = cache(environment)
-        directory.mkdir(MODE, parents=True, exist_ok=True)
-        about = directory.stat()
+        make_private(directory)
     except NoPlace as error:
         raise NotCompiled(f"its library has no place: {error}") from error
     except OSError as error:
         raise NotCompiled(
             f"its library has no place in {error.filename}: {error.strerror}; set $XDG_CACHE_HOME"
         ) from error
-    if about.st_uid != os.geteuid() or about.st_mode & 0o022:
-        raise NotCompiled(f"others can write into {directory}; take that away from them, or set $XDG_CACHE_HOME")
     return directory
 
 
@@ -111,6 +108,7 @@ def _intact(directory: Path, stem: str) -> Path | None:
 
 def _compile(compiler: Sequence[str], source: Path, directory: Path, stem: str, environment: Mapping[str, str]) -> Path:
     """Compile in a directory inside it, make the bytes durable, then name the file. Raises `NotCompiled`."""
+    report(f"compiling {source.name}, once")
     try:
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
             made = Path(scratch) / "made.so"

@@ -26,6 +26,17 @@ def state(environment: Mapping[str, str]) -> Path:
     return _below(environment, "XDG_STATE_HOME", ".local/state")
 
 
+def make_private(directory: Path) -> None:
+    """Make `directory`, if it is not there, for this user alone: what lies in the cache is run, or relied on.
+
+    Raises `OSError`, and `NoPlace` where others can write into it.
+    """
+    directory.mkdir(0o700, parents=True, exist_ok=True)
+    about = directory.stat()
+    if about.st_uid != os.geteuid() or about.st_mode & 0o022:
+        raise NoPlace(f"others can write into {directory}; take that away from them, or set $XDG_CACHE_HOME")
+
+
 def _below(environment: Mapping[str, str], variable: str, in_home: str) -> Path:
     named = environment.get(variable, "")
     if os.path.isabs(named):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -124,7 +124,11 @@ def conversation(script: Script, *, small: bool) -> dict[int, Reads]:
     for captures in CAPTURES[-1:] if small else CAPTURES:
         # An engine has as many rows for captures as fit a 32nd of its bytes, and as many for sessions that rest. There
         # is one session, so captures may have both: all but its own row, and the one that a step takes.
-        limits = {"max_sequences": 1, "cache_bytes": 16 * (captures + 2) * row - 1, "step_tokens": PIECE}
+        limits: dict[str, Any] = {
+            "max_sequences": 1,
+            "cache_bytes": 16 * (captures + 2) * row - 1,
+            "step_tokens": PIECE,
+        }
         with Engine(network, threads=1, **limits) as engine, engine.session(chat=False) as session:
             assert engine.stats().rows == captures + 2, "an engine divides its bytes otherwise"
             found[captures] = reads(play(session, script), captures=captures, piece=PIECE)

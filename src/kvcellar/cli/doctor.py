@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcellar.cli.options import Verb, engine_options, given
+from kvcellar.cli.loading import loading
+from kvcellar.cli.options import Verb, engine_options, given, quiet_option
+from kvcellar.engine.imports import imported
 from kvcellar.engine.settings import Settings, sized
 
 if TYPE_CHECKING:  # torch is imported when there is something to do, so that --help answers at once
@@ -21,14 +23,18 @@ if TYPE_CHECKING:  # torch is imported when there is something to do, so that --
     help="Measure what storing K/V in fewer bits would do. Default: for small models.",
 )
 @engine_options
-def command(model: str | None, as_json: bool, kv_quality: bool | None, **options: Any) -> None:
+@quiet_option
+def command(model: str | None, as_json: bool, kv_quality: bool | None, quiet: bool, **options: Any) -> None:
     """Load MODEL, test it, and say: what it is, its groups, bytes per token, how many tokens fit, which attention
     backend serves it and why the others refused, and what storing its K/V in fewer bits would do to its answers. Ends
     with 1 if it is refused.
     """
-    from kvcellar.engine.diagnosis import diagnose
+    settings = Settings(**given(**options))
+    with loading(quiet=quiet):
+        imported()
+        from kvcellar.engine.diagnosis import diagnose
 
-    found = diagnose(model, Settings(**given(**options)), kv_quality=kv_quality)
+        found = diagnose(model, settings, kv_quality=kv_quality)
     click.echo(json.dumps(found.as_dict()) if as_json else _in_words(found))
 
 

@@ -63,6 +63,13 @@ def _with(function: F, *options: Callable[[F], F]) -> F:
     return function
 
 
+def quiet_option(function: F) -> F:
+    """Whether stderr is silent at a terminal; elsewhere it always is."""
+    return click.option("--quiet", is_flag=True, help="At a terminal, show neither progress nor what answers cost.")(
+        function
+    )
+
+
 def model_options(function: F) -> F:
     """How a model is loaded and run. The names are those of the engine's settings."""
     return _with(

@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from kvcellar.cli.options import Verb, engine_options, given, sampling_options
+from kvcellar.cli.loading import loading
+from kvcellar.cli.options import Verb, engine_options, given, quiet_option, sampling_options
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.result import Result
 from kvcellar.engine.session import Session
@@ -37,7 +38,10 @@ _HELP = """\
 @click.option("--ids", is_flag=True, help="Prompt and answer are token ids, like 12 7 99. Needs no tokenizer.")
 @sampling_options
 @engine_options
-def command(model: str | None, prompt: str | None, as_json: bool, raw: bool, ids: bool, **options: Any) -> None:
+@quiet_option
+def command(
+    model: str | None, prompt: str | None, as_json: bool, raw: bool, ids: bool, quiet: bool, **options: Any
+) -> None:
     """Talk to MODEL: a directory, a name in the local Hugging Face cache, or (by default) the embedded model.
 
     With PROMPT, or text from a pipe, it answers that and ends; the prompt is continued as it is unless the model has a
@@ -53,13 +57,15 @@ def command(model: str | None, prompt: str | None, as_json: bool, raw: bool, ids
         raise click.UsageError("there is no prompt: give one as an argument, pipe one in, or use a terminal")
     words = _Words(ids)
     asked = None if prompt is None else words.read(prompt)  # refused, if it must be, before a model is loaded
-    with Engine(model, **given(**options)) as engine:
+    with loading(quiet=quiet):
+        engine = Engine(model, **given(**options))
+    with engine:
         if not ids:
             engine.decode(())  # a model without a tokenizer says so, and why, before anybody has typed anything
         if asked is not None:
-            _once(engine, asked, words, sampling, as_json=as_json, raw=raw)
+            _once(engine, asked, words, sampling, as_json=as_json, raw=raw, quiet=quiet)
         else:
-            _Conversation(engine, words, sampling, raw=raw).hold()
+            _Conversation(engine, words, sampling, raw=raw, quiet=quiet).hold()
 
 
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:
@@ -106,7 +112,14 @@ def _piped() -> str:
 
 
 def _once(
-    engine: Engine, prompt: str | list[int], words: _Words, sampling: dict[str, Any], *, as_json: bool, raw: bool
+    engine: Engine,
+    prompt: str | list[int],
+    words: _Words,
+    sampling: dict[str, Any],
+    *,
+    as_json: bool,
+    raw: bool,
+    quiet: bool,
 ) -> None:
     """Answer one prompt; the text goes to stdout as it comes, what it cost goes to stderr if that is a terminal."""
     session = engine.session(chat=not raw and not words.ids)
@@ -116,7 +129,7 @@ def _once(
     for text in words.told(session.stream(prompt, **sampling)):
         click.echo(text, nl=False)
     click.echo()
-    if sys.stderr.isatty() and session.last is not None:
+    if not quiet and sys.stderr.isatty() and session.last is not None:
         click.echo(_cost(session.last.usage, session.last.timings), err=True)
 
 
@@ -143,8 +156,8 @@ def _cost(usage: Usage, timings: Timings) -> str:
 class _Conversation:
     """The terminal session: lines in, answers out, commands behind a slash."""
 
-    def __init__(self, engine: Engine, words: _Words, sampling: dict[str, Any], *, raw: bool) -> None:
-        self._engine, self._words, self._sampling = engine, words, sampling
+    def __init__(self, engine: Engine, words: _Words, sampling: dict[str, Any], *, raw: bool, quiet: bool) -> None:
+        self._engine, self._words, self._sampling, self._quiet = engine, words, sampling, quiet
         self._chat = engine.model.has_chat and not raw and not words.ids
         self._session: Session = engine.session(chat=self._chat)
 
@@ -201,7 +214,7 @@ class _Conversation:
             click.echo("\n[interrupted; this turn is forgotten]")
             return
         click.echo()
-        if self._session.last is not None:
+        if self._session.last is not None and not self._quiet:
             click.secho(_cost(self._session.last.usage, self._session.last.timings), dim=True)
 
     def _command(self, verb: str = "", *words: str) -> None:

@@ -9,8 +9,9 @@ from typing import Any, get_args
 import click
 
 from kvcellar.cli.ending import Ending
+from kvcellar.cli.loading import loading
 from kvcellar.cli.logs import LEVELS, Format, logged
-from kvcellar.cli.options import Size, Verb, engine_options, given
+from kvcellar.cli.options import Size, Verb, engine_options, given, quiet_option
 from kvcellar.engine.engine import Engine
 from kvcellar.serve.keys import exposed, key_digests
 from kvcellar.serve.server import ENDING, bound, run
@@ -44,6 +45,7 @@ LAST_STEP = 1.5  # seconds for the step that the engine is in when the server ha
 @click.option("--log-level", type=click.Choice(LEVELS), default="info", show_default=True, help="info: each request.")
 @click.option("--log-format", type=click.Choice(get_args(Format)), default="text", show_default=True)
 @engine_options
+@quiet_option
 def command(
     model: str | None,
     host: str,
@@ -55,6 +57,7 @@ def command(
     drain_seconds: float,
     log_level: str,
     log_format: Format,
+    quiet: bool,
     **options: Any,
 ) -> None:
     """Serve MODEL (a directory, a name in the local Hugging Face cache, or the embedded model) as the OpenAI API.
@@ -78,7 +81,7 @@ def command(
         if api_key_file is not None and (warning := exposed(api_key_file)) is not None:
             log.warning("%s", warning)
         ending = Ending(drain_seconds + ENDING + LAST_STEP, last=end_log)
-        with ending, Engine(model, **given(**options)) as engine:
+        with ending, _loaded(model, quiet=quiet or log_format == "json", **options) as engine:
             name = engine.model.name
             say(f"{name}: {engine.capacity()}")
 
@@ -86,3 +89,8 @@ def command(
                 say(f"Serving {name} at {url}/v1")
 
             run(engine, settings, listener=listener, ready=ready, signalled=ending.signalled)
+
+
+def _loaded(model: str | None, *, quiet: bool, **options: Any) -> Engine:
+    with loading(quiet=quiet):
+        return Engine(model, **given(**options))

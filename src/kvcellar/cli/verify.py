@@ -1,12 +1,15 @@
 """verify: does the memory change what a model says? Plays through it, and compares."""
 
 import json
-import sys
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcellar.cli.options import Verb, given, model_options
+from kvcellar import progress
+from kvcellar.cli.loading import loading
+from kvcellar.cli.options import Verb, given, model_options, quiet_option
+from kvcellar.engine.imports import imported
 from kvcellar.engine.settings import Settings
 
 if TYPE_CHECKING:  # torch is imported when there is something to do, so that --help answers at once
@@ -24,7 +27,16 @@ if TYPE_CHECKING:  # torch is imported when there is something to do, so that --
     help="Measure what storing K/V in fewer bits would do. Default: for small models.",
 )
 @model_options
-def command(model: str | None, as_json: bool, tokens: int, seed: int, kv_quality: bool | None, **options: Any) -> None:
+@quiet_option
+def command(
+    model: str | None,
+    as_json: bool,
+    tokens: int,
+    seed: int,
+    kv_quality: bool | None,
+    quiet: bool,
+    **options: Any,
+) -> None:
     """Load MODEL and play with its memory what serving it plays: shared prefixes, forks, prompts in chunks, mixed
     batches, drafts that are rejected, steps that are given up, spans that are removed. All logits are compared with
     those of the model's own forward, which has no memory. Ends with 0 if they are the same in every check that applies.
@@ -33,29 +45,24 @@ def command(model: str | None, as_json: bool, tokens: int, seed: int, kv_quality
     feed is judged by its middle row and a wider bound, and a difference counts if other tokens show it, too;
     --dtype float32 says more.
     """
-    from kvcellar.engine.plays import PLAYS
-    from kvcellar.engine.verify import verify
-
     settings = Settings(**given(**options))
-    with click.progressbar(
-        length=len(PLAYS) + 1, file=sys.stderr, hidden=not sys.stderr.isatty(), item_show_func=_now
-    ) as bar:
+    with loading(quiet=quiet):
+        imported()
+        from kvcellar.engine.plays import PLAYS
+        from kvcellar.engine.verify import verify
+
+        begun = count()
         report = verify(
             model,
             settings,
             tokens=tokens,
             seed=seed,
             quality=kv_quality,
-            watch=lambda name: bar.update(1, name),
+            watch=lambda name: progress.report(f"checking {name}", next(begun), len(PLAYS) + 1),
         )
-        bar.finish()
     click.echo(json.dumps(report.as_dict()) if as_json else _in_words(report))
     if not report.holds:
         click.get_current_context().exit(1)
-
-
-def _now(check: object) -> str:
-    return str(check or "")
 
 
 def _in_words(report: "Report") -> str:

@@ -1,6 +1,8 @@
 """build: where the rooms are wired together. From settings to an engine that can be started."""
 
 import logging
+import os
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -14,7 +16,9 @@ from kvcellar.cache.group import Group
 from kvcellar.cache.memory import Memory
 from kvcellar.contracts import StoredAs
 from kvcellar.engine.cellar import Cellar
+from kvcellar.engine.depends import measures_of
 from kvcellar.engine.loop import Loop
+from kvcellar.engine.measures import Measures
 from kvcellar.engine.request import Line, Request
 from kvcellar.engine.reserve import check_room, prove, scratch
 from kvcellar.engine.runner import Runner
@@ -28,6 +32,7 @@ from kvcellar.models.load import Loaded, load
 from kvcellar.models.packed import Packing, pack, unpack
 from kvcellar.models.tenancy import Tenancy
 from kvcellar.process import Origin
+from kvcellar.progress import report
 from kvcellar.sample.choice import Choice
 
 if TYPE_CHECKING:
@@ -117,6 +122,7 @@ def build(model: "str | Path | PreTrainedModel | None", settings: Settings) -> B
     A network that was given is as it was if that fails, and after `Built.leave`.
     """
     settings = _in_a_fork(settings)
+    began = time.time_ns()
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     loaded = load(model, dtype=settings.dtype, device=settings.device)
@@ -126,7 +132,7 @@ def build(model: "str | Path | PreTrainedModel | None", settings: Settings) -> B
         packing = _packing(loaded, tenancy, settings)
         guest = adopt(loaded.model, named(settings.attention))
         undo.callback(guest.release)
-        built = _wired(loaded, packing, guest, settings)
+        built = _wired(loaded, packing, guest, settings, began)
         undo.pop_all()
     return built
 
@@ -152,20 +158,26 @@ def _in_a_fork(settings: Settings) -> Settings:
 def _packing(loaded: Loaded, tenancy: Tenancy, settings: Settings) -> Packing | None:
     if not settings.pack or loaded.model.device.type != "cpu":
         return None
+    report("packing weights")
     with tenancy.lock:
         packing = pack(loaded.model, lent=loaded.path is None)
         tenancy.afterwards(unpack, packing)
     return packing
 
 
-def _wired(loaded: Loaded, packing: Packing | None, guest: Guest, settings: Settings) -> Built:
+def _wired(loaded: Loaded, packing: Packing | None, guest: Guest, settings: Settings, began: int) -> Built:
+    """`began`: when the load began, in nanoseconds of the clock."""
     network = loaded.model
     if settings.kv_dtype is not None:
         if not guest.shape.groups:
             raise BadRequest("this model has no attention layers, so there are no keys and values to store", "kv_dtype")
         guest = guest.storing(StoredAs.parse(settings.kv_dtype), named(settings.attention))
     context = _context(settings, network)
-    capacity = _capacity(guest, settings, context)
+    limits = {"context": context, "step_tokens": settings.step_tokens, "max_sequences": settings.max_sequences}
+    measures = measures_of(guest, loaded.path, began=began, limits=limits, environment=os.environ)
+    capacity = _capacity(guest, settings, context, measures)
+    measures.keep()
+    report("allocating memory")
     memory = _memory(guest, capacity, context)
     sequences = capacity.states.sequences
     if guest.device.type == "cuda":
@@ -240,7 +252,7 @@ def _demand(guest: Guest, group: Group) -> Demand:
     )
 
 
-def _capacity(guest: Guest, settings: Settings, context: int) -> Capacity:
+def _capacity(guest: Guest, settings: Settings, context: int, measures: Measures) -> Capacity:
     kind = guest.device.type
     free = torch.cuda.mem_get_info(guest.device)[0] if kind == "cuda" else free_cpu_bytes()
     limits = {"context": context, "step_tokens": settings.step_tokens}
@@ -252,7 +264,7 @@ def _capacity(guest: Guest, settings: Settings, context: int) -> Capacity:
         [_demand(guest, group) for group in guest.shape.groups],
         budget=budget,
         because=because,
-        scratch=scratch(guest, **limits),
+        scratch=scratch(guest, measures=measures, **limits),
         max_sequences=settings.max_sequences,
         bytes_per_row=recurrent.bytes if (recurrent := guest.shape.recurrent) is not None else 0,
         **limits,

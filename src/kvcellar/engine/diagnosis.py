@@ -10,6 +10,7 @@ from kvcellar.engine.kvquality import KvQuality
 from kvcellar.engine.kvquality import kv_quality as measure
 from kvcellar.engine.settings import Settings, sized
 from kvcellar.models.facts import context_reason
+from kvcellar.progress import report
 
 SMALL = 30_000_000  # parameters of a model that is read a dozen times within seconds
 
@@ -101,6 +102,8 @@ def _diagnosed(built: Built, settings: Settings, kv_quality: bool) -> Diagnosis:
         )
         for group in guest.shape.groups
     )
+    if kv_quality:
+        report("measuring K/V stored otherwise")
     assert guest.verdict is not None, "a guest is only handed out with a verdict"
     return Diagnosis(
         name=built.loaded.name,

@@ -14,12 +14,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, overload
 
+from kvcellar.engine.imports import imported
 from kvcellar.engine.request import Request, fresh_seed
 from kvcellar.engine.result import Collector, Result, Ticket
 from kvcellar.engine.settings import Settings
 from kvcellar.engine.stream import Stream
 from kvcellar.errors import BadRequest, Overloaded, PromptTooLong
 from kvcellar.events import Event
+from kvcellar.progress import Progress, listening
 from kvcellar.sample.params import SamplingParams, check_ids
 
 if TYPE_CHECKING:
@@ -96,14 +98,24 @@ class Engine:
     A transformers model answers nobody else meanwhile; once its last engine is closed it is what it was before, with
     the same parameters and the same bits in them. Weights that only the model has may lie elsewhere in memory then.
     Engines on one model may be made and closed at any time; their forwards wait for each other.
-    Keyword arguments are the fields of `Settings`. Raises `ModelNotFound`, `ModelRefused`, `CapacityTooSmall`,
-    `BadRequest`.
+    `progress` is called on the caller's thread with what is being done while the model is loaded, which may take
+    minutes; what it raises ends the load. The other keyword arguments are the fields of `Settings`. Raises
+    `ModelNotFound`, `ModelRefused`, `CapacityTooSmall`, `BadRequest`.
     """
 
-    def __init__(self, model: "str | Path | PreTrainedModel | None" = None, **settings: Any) -> None:
-        from kvcellar.engine.build import build  # with torch and transformers: not before there is a model to load
+    def __init__(
+        self,
+        model: "str | Path | PreTrainedModel | None" = None,
+        *,
+        progress: Callable[[Progress], None] | None = None,
+        **settings: Any,
+    ) -> None:
+        checked = _settings(settings)
+        with listening(progress):
+            imported()
+            from kvcellar.engine.build import build  # not before there is a model to load
 
-        self._built: Built = build(model, _settings(settings))
+            self._built: Built = build(model, checked)
         self._loop = self._built.loop
         self._sessions = count(1)
         try:

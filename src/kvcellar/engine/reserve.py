@@ -3,7 +3,8 @@
 Two kinds of step are tried on a small memory of the model, reserved, so that nothing is remembered: one that reads
 long prompts, and one that writes a token for every sequence. Running them at full size would take seconds on a CPU, so
 small ones of a few sizes are run, and their bytes are continued to the full size along straight lines, in rows and in
-tokens remembered. Where attention works block by block, or in windows, the truth is less than that.
+tokens remembered. Where attention works block by block, or in windows, the truth is less than that. What was measured
+is kept for the next start (`measures.py`).
 """
 
 import gc
@@ -19,10 +20,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcellar.cache.memory import Memory
+from kvcellar.engine.measures import Measures
 from kvcellar.engine.settings import Capacity
 from kvcellar.errors import CapacityTooSmall
 from kvcellar.models.guest import Guest
 from kvcellar.plan import Batch, Feed
+from kvcellar.progress import report
 from kvcellar.sample.choice import Choice
 from kvcellar.sample.draw import draw
 from kvcellar.sample.params import MAX_LOGPROBS, SamplingParams
@@ -37,22 +40,33 @@ HUNGRY = SamplingParams(
 )
 
 
-def scratch(guest: Guest, *, context: int, step_tokens: int) -> Callable[[int, int, int], int]:
+def scratch(
+    guest: Guest, *, context: int, step_tokens: int, measures: Measures | None = None
+) -> Callable[[int, int, int], int]:
     """Bytes that a step of this model takes at most beside weights and planes, draws included, as a function: of how
     many tokens one sequence may have, up to `context`, how many are in memory at once, and how many sequences write.
+    A step that `measures` has is not tried.
 
     Steps here keep all of their tokens or none. One of revertible feeds also holds, until it ends, what tells recurrent
     states in between; reserved with such feeds its peak has that, and `commit` takes no more to work out a part.
     """
-    memory = guest.memory({group.name: ROWS[-1] + REMEMBERED[-1] for group in guest.shape.groups})
+    known = Measures(None, "") if measures is None else measures
 
     @cache
+    def memory() -> Memory:  # made when the first step is tried
+        return guest.memory({group.name: ROWS[-1] + REMEMBERED[-1] for group in guest.shape.groups})
+
+    def tried(feeds: Sequence[Feed]) -> int:
+        report("measuring the largest steps")
+        return _tried(guest, memory(), feeds)
+
     def read(rows: int, remembered: int) -> int:  # as if no row were among what is remembered
-        return _tried(guest, memory, _prompts(rows, min(remembered + rows, context)))
+        end = min(remembered + rows, context)
+        return known.of(f"{rows} rows to {end}", lambda: tried(_prompts(rows, end)))
 
-    @cache
     def write(writers: int, remembered: int) -> int:
-        return _tried(guest, memory, _writers(writers, min(remembered + 1, context)))
+        end = min(remembered + 1, context)
+        return known.of(f"{writers} writers at {end}", lambda: tried(_writers(writers, end)))
 
     def most(longest: int, tokens: int, sequences: int) -> int:
         rows = min(step_tokens, tokens if guest.mode == "flat" else longest)

@@ -33,6 +33,7 @@ from kvcellar.models.seam import ATTENTION, Door, FlatDoor, SoloDoor, current_do
 from kvcellar.models.shape import PROBE_TOKENS, ProbeDoor, Shape, causal_shape, describe, differing
 from kvcellar.models.tenancy import Tenancy, Tenant, attentions, set_attentions
 from kvcellar.plan import Batch, Feed, Plan
+from kvcellar.progress import report
 from kvcellar.spans import Span
 
 Mode = Literal["flat", "solo"]
@@ -188,6 +189,7 @@ def adopt(model: PreTrainedModel, backends: Sequence[Backend]) -> Guest:
         raise ModelRefused(
             f"{name} cannot be served: its context of {context_of(model)} positions is too short to test"
         )
+    report("testing the network")
     register()
     refused: dict[str, str] = {}
     installed: list[nn.Module] = []  # by this adoption

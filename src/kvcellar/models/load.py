@@ -23,6 +23,7 @@ from kvcellar.models.checks import config_fields, oversized_text, read_object
 from kvcellar.models.find import find
 from kvcellar.models.quiet import quiet
 from kvcellar.models.weights import Weights, check_depth, check_shapes, fill, opened
+from kvcellar.progress import report
 from kvcellar.sample.params import SamplingParams
 
 log = logging.getLogger("kvcellar.models")
@@ -82,6 +83,7 @@ def load(model: str | Path | PreTrainedModel | None, *, dtype: Dtype = "auto", d
         fields = config_fields(path)
         with opened(path) as weights:
             config = _config(fields, path, weights)
+            report(f"building {config.model_type}")  # transformers imports its module now
             network, notes = _build(path, config, _dtype(dtype, config, weights), weights)
         network.generation_config = _generation(path, fields)
         network.to(device=place)  # pyright: ignore[reportCallIssue, reportArgumentType] - its stub is of a decorator

@@ -3,16 +3,34 @@
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
+from kvcellar.progress import report
+
+
+class Reported(transformers_logging.EmptyTqdm):
+    """In the place of a progress bar: shows nothing, and reports how far the iteration has come."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._stage = str(kwargs.get("desc") or "loading").lower()
+
+    def __iter__(self) -> Iterator[Any]:
+        items: Any = () if self._iterator is None else self._iterator
+        total = len(items) if isinstance(items, Collection) else 0
+        for done, item in enumerate(items):
+            report(self._stage, done, total)
+            yield item
+
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within the block and on this thread, transformers logs nothing below an error and shows no progress bar.
+    """Within the block and on this thread, transformers logs nothing below an error and shows no progress bar: what a
+    bar would show is reported.
 
     Nobody's settings change: log records of other threads and libraries pass, and all is as it was afterwards. Python's
     warnings know no threads before 3.14, so they are silenced for the whole process for as long as the block runs.
@@ -25,7 +43,7 @@ def quiet() -> Iterator[None]:
 
     def bar(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if threading.get_ident() == here:
-            return transformers_logging.EmptyTqdm(*args, **kwargs)
+            return Reported(*args, **kwargs)
         return before(factory, args, kwargs) if before is not None else factory(*args, **kwargs)
 
     library = logging.getLogger("transformers")

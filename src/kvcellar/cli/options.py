@@ -44,6 +44,25 @@ class Bias(click.ParamType):
             self.fail(f"{value!r} is not a token id and a number, like 13=-100", param, ctx)
 
 
+class Ids(click.ParamType):
+    """Token ids with commas between them; with `biased`, also a number behind them that is added to a score."""
+
+    name = "ids"
+
+    def __init__(self, *, biased: bool = False) -> None:
+        self.biased = biased
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, tuple):
+            return value
+        ids, _, bias = value.partition("=")
+        try:
+            tokens = tuple(int(token) for token in ids.split(","))
+            return (tokens, float(bias)) if self.biased else tokens
+        except ValueError:
+            self.fail(f"{value!r} is not token ids like {'12,7=-5' if self.biased else '12,7'}", param, ctx)
+
+
 class Verb(click.Command):
     """What is wrong with the value of an option is said of the option, whoever found it out, and however late."""
 
@@ -106,13 +125,36 @@ def sampling_options(function: F) -> F:
         click.option("--top-p", type=float, help="Draw from the fewest that have this probability together."),
         click.option("--min-p", type=float, help="Draw from those with this share of the best one's probability."),
         click.option("--typical-p", type=float, help="The same, beginning with those that surprise as is usual."),
+        click.option("--top-h", type=float, help="Of the 100 best, those with this share of their entropy."),
+        click.option("--epsilon-cutoff", type=float, help="Draw from those with this probability."),
+        click.option("--eta-cutoff", type=float, help="The same, lower where many tokens are likely."),
         click.option("--repetition-penalty", type=float, help="Above 1: less of what is there already."),
         click.option("--presence-penalty", type=float, help="Off the score of what the answer has already."),
         click.option("--frequency-penalty", type=float, help="The same, for each time that it has it."),
         click.option("--repeat-last-n", type=int, help="Penalties look at so many last tokens; 0: off; -1: all."),
         click.option("--logit-bias", type=Bias(), multiple=True, help="Added to a token's score. May be repeated."),
+        click.option(
+            "--sequence-bias", type=Ids(biased=True), multiple=True, help="The same for the last of several: 12,7=-5."
+        ),
+        click.option("--no-repeat-ngram-size", type=int, help="So many tokens in a row come once; 0: off."),
+        click.option(
+            "--bad-words", "bad_words_ids", type=Ids(), multiple=True, help="Never these ids in a row. May be repeated."
+        ),
+        click.option(
+            "--suppress-token", "suppress_tokens", type=int, multiple=True, help="Never this token. May be repeated."
+        ),
+        click.option(
+            "--begin-suppress-token", "begin_suppress_tokens", type=int, multiple=True, help="Not as the first token."
+        ),
+        click.option(
+            "--exponential-decay",
+            "exponential_decay_length_penalty",
+            type=(int, float),
+            help="From so many tokens on the end gets likelier, by this factor a token.",
+        ),
         click.option("--seed", type=int, help="The same seed gives the same answer."),
         click.option("--min-tokens", type=int, help="The answer does not end before so many tokens."),
+        click.option("--min-length", type=int, help="The same, counted with the prompt."),
         click.option("--stop", multiple=True, help="End the answer where this text would come. May be repeated."),
         click.option(
             "--stop-id", "stop_token_ids", type=int, multiple=True, help="End it at this token. May be repeated."

@@ -25,7 +25,7 @@ from kvcellar.engine.runner import Runner
 from kvcellar.engine.scheduler import Scheduler
 from kvcellar.engine.settings import SHARE_OF_FREE, Capacity, Demand, Settings, free_cpu_bytes, resolve_capacity
 from kvcellar.engine.voice import Voice
-from kvcellar.errors import BadRequest, CapacityTooSmall, PromptTooLong
+from kvcellar.errors import BadRequest, CapacityTooSmall, ModelRefused, PromptTooLong
 from kvcellar.models.facts import context_of, context_reason, embedding_rows, padding_token
 from kvcellar.models.guest import Guest, adopt
 from kvcellar.models.load import Loaded, load
@@ -34,6 +34,7 @@ from kvcellar.models.tenancy import Tenancy
 from kvcellar.process import Origin
 from kvcellar.progress import report
 from kvcellar.sample.choice import Choice
+from kvcellar.sample.params import SamplingParams, check_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -168,6 +169,7 @@ def _packing(loaded: Loaded, tenancy: Tenancy, settings: Settings) -> Packing | 
 def _wired(loaded: Loaded, packing: Packing | None, guest: Guest, settings: Settings, began: int) -> Built:
     """`began`: when the load began, in nanoseconds of the clock."""
     network = loaded.model
+    _check_defaults(loaded)
     if settings.kv_dtype is not None:
         if not guest.shape.groups:
             raise BadRequest("this model has no attention layers, so there are no keys and values to store", "kv_dtype")
@@ -271,6 +273,14 @@ def _capacity(guest: Guest, settings: Settings, context: int, measures: Measures
     )
     check_room(capacity, guest.device, free)
     return capacity
+
+
+def _check_defaults(loaded: Loaded) -> None:
+    """Raise `ModelRefused` if the generation config names tokens that the model does not have: each request would."""
+    try:
+        check_ids(SamplingParams(**loaded.defaults), _vocabulary(loaded.model))
+    except BadRequest as error:
+        raise ModelRefused(f"the generation config of {loaded.name} cannot be followed: {error}") from error
 
 
 def _vocabulary(network: "PreTrainedModel") -> int:

@@ -8,7 +8,7 @@ import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +22,7 @@ from kvcellar.engine.stream import Stream
 from kvcellar.errors import BadRequest, Overloaded, PromptTooLong
 from kvcellar.events import Event
 from kvcellar.progress import Progress, listening
-from kvcellar.sample.params import SamplingParams, check_ids
+from kvcellar.sample.params import SamplingParams, asked, check_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 _FIELDS = frozenset(field.name for field in fields(SamplingParams))
-_OPTIONAL = frozenset(("max_tokens", "seed", "logprobs"))  # of these None says something; elsewhere it says nothing
+_OPTIONAL = frozenset(
+    ("max_tokens", "seed", "logprobs", "top_h", "exponential_decay_length_penalty")
+)  # of these None says something; elsewhere it says nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +254,7 @@ class Engine:
         if unknown:
             raise BadRequest(f"there is no sampling parameter {unknown[0]!r}; there are {sorted(_FIELDS)}", unknown[0])
         given = {name: value for name, value in sampling.items() if value is not None or name in _OPTIONAL}
-        return replace(self.model.default_sampling, **given)
+        return asked(self.model.default_sampling, given)
 
     # -- looking ------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ change our attention are dropped, and what is missing or does not fit is refused
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,19 +19,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.models import embedded
+from kvcellar.models.advice import FIELDS, Advice, advice
 from kvcellar.models.checks import config_fields, oversized_text, read_object
+from kvcellar.models.facts import context_of
 from kvcellar.models.find import find
 from kvcellar.models.quiet import quiet
 from kvcellar.models.weights import Weights, check_depth, check_shapes, fill, opened
 from kvcellar.progress import report
-from kvcellar.sample.params import SamplingParams
 
 log = logging.getLogger("kvcellar.models")
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # as safetensors calls them
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+_ALONE = "a network came alone"
 _STRANGE = (  # what transformers raises on configs, weights and tokenizers that do not fit
     OSError, ValueError, RuntimeError, LookupError, TypeError, ImportError, AttributeError, ArithmeticError,
     AssertionError, MemoryError, StrictDataclassError, SafetensorError,
@@ -68,61 +69,77 @@ def load(model: str | Path | PreTrainedModel | None, *, dtype: Dtype = "auto", d
     A network that exists already is taken as it is, where and in what type it is.
     """
     if isinstance(model, PreTrainedModel):
+        found = _advice(model).without("stop", _ALONE)
+        _log_notes(type(model).__name__, found.notes)
         return Loaded(
             name=type(model).__name__,
             path=None,
             model=model,
             end_ids=_end_ids(model),
-            defaults=_defaults(model),
+            defaults=found.sampling,
             parameters=_count(model),
-            without_text="a network came alone",
+            without_text=_ALONE,
+            notes=found.notes,
         )
     place = _device(device)
     name, path = ("embedded", embedded.path()) if model in (None, "embedded") else find(model)
     with quiet():
         fields = config_fields(path)
+        rules = _rules(path, fields)
+        advice(rules)  # refuses what cannot be followed before anything is built
         with opened(path) as weights:
-            config = _config(fields, path, weights)
+            config = _config(fields, weights)
             report(f"building {config.model_type}")  # transformers imports its module now
             network, notes = _build(path, config, _dtype(dtype, config, weights), weights)
-        network.generation_config = _generation(path, fields)
+        network.generation_config = _generation(path, rules)
         network.to(device=place)  # pyright: ignore[reportCallIssue, reportArgumentType] - its stub is of a decorator
         text = _text(path, config)
-    for note in notes:
-        log.warning("%s: %s", name, note)
+    found = advice(rules, context=context_of(network))
+    found = found.without("stop", text) if isinstance(text, str) else found
+    notes = (*notes, *found.notes)
+    _log_notes(name, notes)
     return Loaded(
         name=name,
         path=path,
         model=network,
         end_ids=_end_ids(network),
-        defaults=_defaults(network),
+        defaults=found.sampling,
         parameters=_count(network),
-        notes=tuple(notes),
+        notes=notes,
         text=None if isinstance(text, str) else text,
         without_text=text if isinstance(text, str) else "",
     )
 
 
-def _config(fields: Mapping[str, Any], path: Path, weights: Weights) -> Any:
+def _log_notes(name: str, notes: Iterable[str]) -> None:
+    for note in notes:
+        log.warning("%s: %s", name, note)
+
+
+def _rules(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What the generation config says: a file of its own, or else fields of old config files."""
+    file = path / "generation_config.json"
+    if file.is_file():
+        return read_object(file)
+    return {name: value for name, value in fields.items() if name in FIELDS}
+
+
+def _config(fields: Mapping[str, Any], weights: Weights) -> Any:
     """The transformers config, checked against the weights; nothing is built yet."""
     check_depth(fields, weights)
-    if (path / "generation_config.json").is_file():
-        _advised(read_object(path / "generation_config.json"))  # before anything is built
     try:
         return AutoConfig.for_model(**fields)
     except _STRANGE as error:
         raise ModelRefused(f"config.json does not fit {fields['model_type']}: {error}") from error
 
 
-def _generation(path: Path, fields: Mapping[str, Any]) -> GenerationConfig:
-    """As transformers has it: of its own file, else of what old configs say of it."""
-    file = path / "generation_config.json"
+def _generation(path: Path, rules: Mapping[str, Any]) -> GenerationConfig:
+    """The same as transformers' object."""
+    own = (path / "generation_config.json").is_file()
     try:
-        if file.is_file():
-            return GenerationConfig.from_dict(read_object(file))
-        return GenerationConfig.from_dict({**fields, "_from_model_config": True})
+        return GenerationConfig.from_dict({**rules, **({} if own else {"_from_model_config": True})})
     except _STRANGE as error:
-        raise ModelRefused(f"{file.name} of {path.name} is none that transformers understands: {error}") from error
+        raise ModelRefused(f"the generation config of {path.name} is none that transformers takes: {error}") from error
 
 
 def _dtype(dtype: Dtype, config: Any, weights: Weights) -> torch.dtype:
@@ -189,40 +206,10 @@ def _end_ids(model: PreTrainedModel) -> frozenset[int]:
     return frozenset()
 
 
-def _defaults(model: PreTrainedModel) -> dict[str, Any]:
+def _advice(model: PreTrainedModel) -> Advice:
+    """Of a network that was built elsewhere."""
     config: GenerationConfig | None = model.generation_config
-    return {} if config is None else _advised(vars(config))
-
-
-def _advised(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling that a generation config advises, under our names: its draws are those that transformers makes.
-
-    Without `do_sample`, or with a `top_p` that leaves only the most likely token, that is greedy, where of all the rest
-    only the repetition penalty counts. A `top_k` of -1 and a `typical_p` of 0 say that there is none.
-    """
-    greedy = not fields.get("do_sample") or _number("top_p", fields.get("top_p")) == 0
-    names = ("repetition_penalty",) if greedy else _SAMPLING
-    advised: dict[str, Any] = {name: n for name in names if (n := _number(name, fields.get(name))) is not None}
-    if greedy:
-        advised["temperature"] = 0.0
-    if advised.get("top_k") == -1:
-        advised["top_k"] = 0
-    if advised.get("typical_p") == 0:
-        advised["typical_p"] = 1.0
-    try:
-        SamplingParams(**advised)
-    except BadRequest as error:
-        raise ModelRefused(f"generation_config.json cannot be followed: {error}") from error
-    return advised
-
-
-def _number(name: str, value: Any) -> int | float | None:
-    """A whole `top_k` as int: programs write 50.0, too."""
-    if value is None:
-        return None
-    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1 << 31:
-        raise ModelRefused(f"generation_config.json says {name} is {value!r}; a number of common size is needed")
-    return int(value) if name == "top_k" and value == int(value) else value
+    return Advice({}) if config is None else advice(vars(config), context=context_of(model))
 
 
 def _text(path: Path, config: Any) -> TextAssets | str:

@@ -4,23 +4,27 @@ Always true:
   * `produced` counts every accepted token;
   * `seen_ids` names each token of the prompt (if the repetition penalty is on) and of the answer (if any penalty is on)
     once, and `seen_counts` says how often the answer has it; both of the last `repeat_last_n` tokens only, if limited;
-  * no id in `seen_ids`, `bias_ids`, `end_ids` or `never_ids` lies outside the vocabulary;
+  * no id in `seen_ids`, `end_ids` or `never_ids` lies outside the vocabulary;
   * no id in `never_ids` ends the answer: a token that ends it does not become part of its text.
 """
 
+import math
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from copy import copy
 
 from kvcellar.sample.noise import uniform
 from kvcellar.sample.params import SamplingParams
+from kvcellar.sample.rules import Rules
 
+MOST_GAIN = 1e30  # so that no score becomes infinite
 GREEDY_BELOW = 1e-5  # as in vLLM (_SAMPLING_EPS): so cold that sampling could only differ from greedy by rounding
 
 
 class Choice:
-    """The state of one of a request's `n` answers. Costs O(prompt) to make if repetition is penalised, else O(1)."""
+    """The state of one of a request's `n` answers. Costs O(prompt) to make if repetition is penalised or
+    forbidden, else O(1)."""
 
     def __init__(
         self,
@@ -28,7 +32,7 @@ class Choice:
         *,
         seed: int,
         choice: int,
-        prompt_ids: Iterable[int],
+        prompt_ids: Sequence[int],
         vocab_size: int,
         end_ids: frozenset[int],
         never_ids: frozenset[int] = frozenset(),
@@ -43,8 +47,7 @@ class Choice:
         self.end_ids = frozenset(token for token in ends if token < vocab_size)
         self.end_array = array("q", sorted(self.end_ids))
         self.never_ids = array("q", sorted(token for token in never_ids - self.end_ids if token < vocab_size))
-        self.bias_ids = array("q", (token for token in params.logit_bias if token < vocab_size))
-        self.bias_values = array("d", (params.logit_bias[token] for token in self.bias_ids))
+        self._rules = Rules(params, prompt_ids, vocab_size=vocab_size, end_ids=self.end_array, never_ids=self.never_ids)
         any_penalty = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
         self.penalised = bool(any_penalty) and params.repeat_last_n != 0
         prompt = prompt_ids if self.penalised and params.repetition_penalty != 1.0 else ()
@@ -64,12 +67,14 @@ class Choice:
         other = copy(self)
         other.choice = choice
         other.seen_ids, other.seen_counts, other._place = self.seen_ids[:], self.seen_counts[:], self._place.copy()
+        other._rules = self._rules.twin()
         other._recent, other._times = copy(self._recent), self._times.copy()
         return other
 
     def accept(self, token: int) -> None:
         """`token` is now part of the answer."""
         self.produced += 1
+        self._rules.accept(token)
         if not self.penalised:
             return
         if self._recent is not None:
@@ -109,10 +114,21 @@ class Choice:
         """Does the answer end when `token` is drawn?"""
         return token in self.end_ids
 
-    @property
-    def must_go_on(self) -> bool:
-        """Are the tokens that would end the answer still forbidden?"""
-        return self.produced < self.params.min_tokens
+    def forbidden(self) -> "array[int]":
+        """The tokens that cannot be drawn next."""
+        return self._rules.forbidden(self.produced)
+
+    def biases(self) -> tuple["array[int]", "array[float]"]:
+        """The tokens whose scores are biased next, each once, and by how much."""
+        return self._rules.biases()
+
+    def ends_gain(self) -> float:
+        """How much of its size is added to the score of each token that ends the answer: at most `MOST_GAIN`."""
+        decay = self.params.exponential_decay_length_penalty
+        if decay is None or self.produced <= decay[0] or not self.end_array:
+            return 0.0
+        start, factor = decay
+        return math.exp(min((self.produced - start) * math.log(factor), math.log(MOST_GAIN))) - 1.0
 
     def uniform(self, pos: int) -> float:
         """The chance with which the token at `pos` is drawn."""
@@ -128,5 +144,6 @@ class Choice:
             assert self._times == Counter(self._recent)
             assert set(self.seen_ids) == {token for token in self._times if token < self.vocab_size}
         assert self.end_ids.isdisjoint(self.never_ids)
-        for ids in (self.seen_ids, self.bias_ids, self.end_array, self.never_ids):
+        self._rules.check(self.produced)
+        for ids in (self.seen_ids, self.end_array, self.never_ids):
             assert all(0 <= token < self.vocab_size for token in ids)

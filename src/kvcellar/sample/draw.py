@@ -1,7 +1,8 @@
 """draw: one token for every row of a step, at once, on the device of the logits.
 
-Order: logit bias, repetition / frequency / presence penalties, tokens that may not come (yet), temperature, top-k,
-typical-p, top-p, min-p, draw. A stage that no row asks for does not run; a batch of greedy rows is one `max`.
+Order: biases, repetition / frequency / presence penalties, likelier ends, tokens that may not come, temperature, top-h,
+top-k, typical-p, top-p, min-p, epsilon, eta, draw. A stage that no row asks for does not run; a batch of greedy rows is
+one `max`.
 
 Always true of what comes out:
   * a row's answer depends on its logits, its `Choice` and its pos: never on the other rows;
@@ -79,11 +80,11 @@ def _sample(scores: Tensor, best: Tensor, choices: list[Choice], positions: list
     params = [choice.params for choice in choices]
     chances = [choice.uniform(pos) for choice, pos in zip(choices, positions, strict=True)]
     knobs = torch.tensor(
-        [(p.temperature, p.top_k, p.typical_p, p.top_p, p.min_p, u) for p, u in zip(params, chances, strict=True)],
+        [(*_knobs(p), u) for p, u in zip(params, chances, strict=True)],
         dtype=torch.float64,
         device=scores.device,
     )
-    temperature, top_k, typical_p, top_p, min_p, chance = knobs.unbind(1)
+    temperature, top_h, top_k, typical_p, top_p, min_p, epsilon, eta, chance = knobs.unbind(1)
     below, weights = processors.weigh(scores, best, temperature)
     vocab = scores.shape[1]
 
@@ -93,6 +94,7 @@ def _sample(scores: Tensor, best: Tensor, choices: list[Choice], positions: list
             at = _rows(rows, len(params), scores.device)
             weights[at] = stage(at)
 
+    run(lambda p: p.top_h is not None, lambda at: processors.keep_top_h(weights[at], scores[at], top_h[at]))
     largest_k = max((p.top_k for p in params if p.top_k < vocab), default=0)
     run(
         lambda p: 0 < p.top_k < vocab,
@@ -101,7 +103,15 @@ def _sample(scores: Tensor, best: Tensor, choices: list[Choice], positions: list
     run(lambda p: p.typical_p < 1, lambda at: processors.keep_typical(weights[at], below[at], typical_p[at]))
     run(lambda p: p.top_p < 1, lambda at: processors.keep_top_p(weights[at], scores[at], top_p[at]))
     run(lambda p: p.min_p > 0, lambda at: processors.keep_min_p(weights[at], min_p[at]))
+    run(lambda p: 0 < p.epsilon_cutoff < 1, lambda at: processors.keep_epsilon(weights[at], epsilon[at]))
+    run(lambda p: 0 < p.eta_cutoff < 1, lambda at: processors.keep_eta(weights[at], below[at], eta[at]))
     return processors.pick(weights, chance)
+
+
+def _knobs(p: SamplingParams) -> tuple[float, ...]:
+    """In the order in which they are applied."""
+    top_h = 1.0 if p.top_h is None else p.top_h
+    return p.temperature, top_h, p.top_k, p.typical_p, p.top_p, p.min_p, p.epsilon_cutoff, p.eta_cutoff
 
 
 def _logprobs(raw: Tensor, tokens: Tensor, choices: Sequence[Choice], wanting: list[int]) -> Tensor:
@@ -136,6 +146,9 @@ def _why(best: float, choice: Choice, pos: int) -> str:
     """Say why no token can be drawn when the best score is NaN or infinite."""
     where = f"no token can be drawn at pos {pos} of choice {choice.choice}"
     if best == -math.inf:
-        return f"{where}: all {choice.vocab_size} tokens are forbidden. Lower min_tokens, or check the model."
+        return (
+            f"{where}: all {choice.vocab_size} tokens are forbidden. Ask for less of "
+            f"min_tokens, suppress_tokens, bad_words_ids or no_repeat_ngram_size, or check the model."
+        )
     kind = "NaN" if math.isnan(best) else "infinity"
     return f"{where}: the scores hold {kind}. The weights may be damaged; if not, load the model with dtype float32."

@@ -4,9 +4,10 @@ Whether token ids are in the vocabulary is not known here: `check_ids` says so o
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 from kvcellar.errors import BadRequest
 
@@ -14,28 +15,43 @@ MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
 MAX_STOP_CHARS = 4096
+MAX_NGRAM = 64  # tokens of an n-gram, and of a sequence that is forbidden or biased
+MAX_SEQUENCES = 4096  # that are forbidden, or biased
+MAX_IDS = 2**16  # tokens that are suppressed
+MAX_SEQUENCE_BIAS = 1e4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to sample one request. Raises `BadRequest`, naming the field, for anything out of its bounds.
 
-    `stop` may also be given as one string, `stop` and `stop_token_ids` as lists, `logit_bias` as any mapping: the
-    record holds its own, unchangeable copies.
+    `stop` may also be given as one string, tuples as lists, `logit_bias` as any mapping, `sequence_bias` as a mapping
+    or as pairs of token ids and a bias: the record holds its own, unchangeable copies. What vLLM does not have is named
+    as in transformers' GenerationConfig.
     """
 
     max_tokens: int | None = None  # None: until the context is full
     min_tokens: int = 0  # end-of-text and stop ids cannot be drawn before this many; stop strings are not met
+    min_length: int = 0  # the same for ids, counted with the prompt
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0: all
     top_p: float = 1.0
     min_p: float = 0.0
     typical_p: float = 1.0
+    top_h: float | None = None  # of the 100 best, the most likely with this share of their entropy; None: off
+    epsilon_cutoff: float = 0.0  # only tokens with this probability
+    eta_cutoff: float = 0.0  # the same, lower where the entropy is high (arXiv 2210.15191)
     repetition_penalty: float = 1.0  # over prompt and answer, as in the CTRL paper (arXiv 1909.05858)
     presence_penalty: float = 0.0  # over the answer, as OpenAI defines it
     frequency_penalty: float = 0.0  # over the answer, as OpenAI defines it
     repeat_last_n: int = -1  # penalties look at so many of the last tokens of prompt and answer; 0: off; -1: at all
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    sequence_bias: Mapping[tuple[int, ...], float] = field(default_factory=dict)  # of the last id, behind the others
+    no_repeat_ngram_size: int = 0  # no n-gram of this size twice in prompt and answer; 0: off
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # sequences of token ids that are never completed
+    suppress_tokens: tuple[int, ...] = ()  # never drawn
+    begin_suppress_tokens: tuple[int, ...] = ()  # not drawn as the answer's first token
+    exponential_decay_length_penalty: tuple[int, float] | None = None  # (tokens, factor): then ends become likelier
     seed: int | None = None  # None: a fresh one for each request
     n: int = 1
     logprobs: int | None = None  # None: none; k: of the drawn token and of the k most likely
@@ -49,6 +65,8 @@ class SamplingParams:
         self._whole("max_tokens", self.max_tokens, 1, 2**31 - 1, optional=True)
         self._whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
         self._whole("top_k", self.top_k, 0, 2**31 - 1)
+        self._whole("min_length", self.min_length, 0, 2**31 - 1)
+        self._whole("no_repeat_ngram_size", self.no_repeat_ngram_size, 0, MAX_NGRAM)
         self._whole("num_keep", self.num_keep, -1, 2**31 - 1)
         self._whole("repeat_last_n", self.repeat_last_n, -1, 2**31 - 1)
         self._whole("n", self.n, 1, MAX_CHOICES)
@@ -58,11 +76,17 @@ class SamplingParams:
         self._real("top_p", self.top_p, 0.0, 1.0, above=True)
         self._real("min_p", self.min_p, 0.0, 1.0)
         self._real("typical_p", self.typical_p, 0.0, 1.0, above=True)
+        if self.top_h is not None:
+            self._real("top_h", self.top_h, 0.0, 1.0, above=True)
+        self._real("epsilon_cutoff", self.epsilon_cutoff, 0.0, 1.0)
+        self._real("eta_cutoff", self.eta_cutoff, 0.0, 1.0)
         self._real("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
         self._real("presence_penalty", self.presence_penalty, -2.0, 2.0)
         self._real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         self._stops()
         self._biases()
+        self._sequences()
+        self._decay()
         if self.shift and self.max_tokens is None:
             raise BadRequest("with shift an answer can go on for ever: say max_tokens", "max_tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -83,6 +107,8 @@ class SamplingParams:
             self._whole("stop_token_ids", token, 0, 2**31 - 1)
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("suppress_tokens", "begin_suppress_tokens"):
+            object.__setattr__(self, name, self._ids(name, getattr(self, name), MAX_IDS))
 
     def _biases(self) -> None:
         if not isinstance(self.logit_bias, Mapping):
@@ -91,6 +117,42 @@ class SamplingParams:
             self._whole("logit_bias", token, 0, 2**31 - 1)
             self._real("logit_bias", bias, -100.0, 100.0)
         object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
+
+    def _sequences(self) -> None:
+        """Forbidden and biased sequences of token ids."""
+        bad, biased = self.bad_words_ids, self.sequence_bias
+        if not isinstance(bad, list | tuple) or len(bad) > MAX_SEQUENCES:
+            raise BadRequest(f"bad_words_ids must be at most {MAX_SEQUENCES} lists of token ids", "bad_words_ids")
+        bad = tuple(self._ids("bad_words_ids", ids, MAX_NGRAM, least=1) for ids in bad)
+        object.__setattr__(self, "bad_words_ids", bad)
+        pairs = list(biased.items()) if isinstance(biased, Mapping) else biased
+        if not isinstance(pairs, list | tuple) or len(pairs) > MAX_SEQUENCES or not all(map(_is_pair, pairs)):
+            raise BadRequest(
+                f"sequence_bias must be at most {MAX_SEQUENCES} pairs of a list of token ids and a number",
+                "sequence_bias",
+            )
+        biases: dict[tuple[int, ...], float] = {}
+        for ids, bias in pairs:
+            self._real("sequence_bias", bias, -MAX_SEQUENCE_BIAS, MAX_SEQUENCE_BIAS)
+            biases[self._ids("sequence_bias", ids, MAX_NGRAM, least=1)] = bias
+        object.__setattr__(self, "sequence_bias", MappingProxyType(biases))
+
+    def _decay(self) -> None:
+        name, decay = "exponential_decay_length_penalty", self.exponential_decay_length_penalty
+        if decay is None:
+            return
+        if not _is_pair(decay):
+            raise BadRequest(f"{name} must be a number of tokens and a factor, not {decay!r}", name)
+        self._whole(name, decay[0], 0, 2**31 - 1)
+        self._real(name, decay[1], 0.0, 100.0, above=True)
+        object.__setattr__(self, name, (decay[0], decay[1]))
+
+    def _ids(self, name: str, ids: object, most: int, *, least: int = 0) -> tuple[int, ...]:
+        if not isinstance(ids, list | tuple) or not least <= len(ids) <= most:
+            raise BadRequest(f"{name} must be lists of {least} to {most} token ids, not {str(ids)[:80]}", name)
+        for token in ids:
+            self._whole(name, token, 0, 2**31 - 1)
+        return tuple(ids)
 
     def _whole(self, name: str, value: object, low: int, high: int, *, optional: bool = False) -> None:
         if optional and value is None:
@@ -105,9 +167,30 @@ class SamplingParams:
             raise BadRequest(f"{name} must be a finite number {border} {low:g} to {high:g}, not {value!r}", name)
 
 
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2
+
+
+def asked(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
+    """`defaults` with the fields that a request gave. A `min_tokens` that is only a default gives way to a `max_tokens`
+    that was given."""
+    most = given.get("max_tokens")
+    if "min_tokens" not in given and isinstance(most, int) and 0 < most < defaults.min_tokens:
+        given = {**given, "min_tokens": most}
+    return replace(defaults, **given)
+
+
 def check_ids(params: SamplingParams, vocab_size: int) -> None:
     """Raise `BadRequest` if `params` names a token that a model with `vocab_size` tokens does not have."""
-    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+    named: dict[str, Iterable[int]] = {
+        "logit_bias": params.logit_bias,
+        "stop_token_ids": params.stop_token_ids,
+        "suppress_tokens": params.suppress_tokens,
+        "begin_suppress_tokens": params.begin_suppress_tokens,
+        "bad_words_ids": (token for ids in params.bad_words_ids for token in ids),
+        "sequence_bias": (token for ids in params.sequence_bias for token in ids),
+    }
+    for name, ids in named.items():
         for token in ids:
             if token >= vocab_size:
                 raise BadRequest(f"{name} names token {token}; this model's tokens are 0 to {vocab_size - 1}", name)

@@ -2,8 +2,8 @@
 
 Two kinds, in the order in which `draw` applies them:
 
-  edits    on the model's scores, float32: logit bias, penalties, tokens that may not come yet, or never
-  filters  on weights: top-k, typical-p, top-p, min-p
+  edits    on the model's scores, float32: biases, penalties, likelier ends, tokens that may not come
+  filters  on weights: top-h, top-k, typical-p, top-p, min-p, epsilon, eta
 
 A weight is exp((score - best) / temperature) as a whole number of 2**-40. Sums of whole numbers do not depend on the
 order in which a device adds them, so a row gives the same token whatever rows stand beside it; float sums would not
@@ -14,13 +14,18 @@ What each does, and where that is defined:
 
   repetition penalty    arXiv 1909.05858, as transformers' RepetitionPenaltyLogitsProcessor; prompt and answer
   presence, frequency   OpenAI's API reference, as vLLM's apply_penalties; the answer only
+  biased sequences      transformers' SequenceBiasLogitsProcessor
+  likelier ends         transformers' ExponentialDecayLengthPenalty; its growth ends at 1e30, where that one overflows
+  what may not come     transformers' NoRepeatNGram-, NoBadWords-, MinLength-, MinNewTokensLength-, SuppressTokens- and
+                        SuppressTokensAtBeginLogitsProcessor; ends are also the request's own stop_token_ids
+  the filters           transformers' warpers of these names
 
 `repeat_last_n` (Ollama's name, llama.cpp's penalty_last_n) limits what the penalties above see to the last n tokens of
 prompt and answer. 0 switches them off. -1, our default, is the whole text, also what a context shift has forgotten;
 Ollama's default is 64, and its -1 is the context.
-  top-k, top-p, min-p, typical-p   transformers' TopK-, TopP-, MinP- and TypicalLogitsWarper
 
-Order of the filters: top-k, top-p, min-p as in transformers' `_get_logits_processor`. vLLM takes min-p before top-k and
+Order of the edits: as in transformers' `_get_logits_processor`, but that what is forbidden comes last, all at once.
+Order of the filters: top-h, top-k, top-p, min-p, epsilon, eta as in the same. vLLM takes min-p before top-k and
 top-p; with top-k that is the same, since neither removes the best token, with top-p it keeps slightly fewer. typical-p
 stands between top-k and top-p as in llama.cpp's default chain (transformers has it last).
 
@@ -30,7 +35,7 @@ R rows, V vocabulary.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -39,28 +44,38 @@ from kvcellar.sample.choice import Choice
 
 WEIGHT_BITS = 40
 MAX_VOCAB = 2**22  # sums of weights stay under 2**63, and a score with its id fits one int64
+ENTROPY_OF = 100  # candidates of top-h, as in transformers
 SHORTLISTS = (256, 4096)  # most nuclei are this small, and sorting everything costs ten times more
 
 
 def edit(raw: Tensor, choices: Sequence[Choice]) -> Tensor:
-    """`raw` [R,V] with bias, penalties and forbidden tokens applied, float32; `raw` itself if no row needs any."""
-    biased = [row for row, c in enumerate(choices) if c.bias_ids]
+    """`raw` [R,V] with biases, penalties and forbidden tokens applied, float32; `raw` itself if no row needs any."""
+    biased = {row: biases for row, c in enumerate(choices) if (biases := c.biases())[0]}
     penalised = [row for row, c in enumerate(choices) if c.seen_ids]
-    unending = [row for row, c in enumerate(choices) if c.must_go_on and c.end_array]
-    masked = [row for row, c in enumerate(choices) if c.never_ids]
-    if not (biased or penalised or unending or masked):
+    ending = {row: gain for row, c in enumerate(choices) if (gain := c.ends_gain())}
+    forbidden = {row: ids for row, c in enumerate(choices) if (ids := c.forbidden())}
+    if not (biased or penalised or ending or forbidden):
         return raw
     scores = raw.to(torch.float32, copy=True)
     if biased:
-        at = _places(biased, [choices[row].bias_ids for row in biased], scores.device)
-        scores[at] += _joined([choices[row].bias_values for row in biased], torch.float64, scores.device).float()
+        at = _places([*biased], [ids for ids, _ in biased.values()], scores.device)
+        scores[at] += _joined([values for _, values in biased.values()], torch.float64, scores.device).float()
     if penalised:
         _penalise(scores, penalised, [choices[row] for row in penalised])
-    if unending:
-        scores[_places(unending, [choices[row].end_array for row in unending], scores.device)] = -torch.inf
-    if masked:
-        scores[_places(masked, [choices[row].never_ids for row in masked], scores.device)] = -torch.inf
+    if ending:
+        _hurry(scores, ending, [choices[row].end_array for row in ending])
+    if forbidden:
+        scores[_places([*forbidden], [*forbidden.values()], scores.device)] = -torch.inf
     return scores
+
+
+def _hurry(scores: Tensor, gains: Mapping[int, float], ends: list["array[int]"]) -> None:
+    """Add `gains` times its size to the score of each end, in place: so that it rises where it is negative, too."""
+    at = _places([*gains], ends, scores.device)
+    each = torch.tensor([*gains.values()], device="cpu", dtype=torch.float32)
+    each = each.repeat_interleave(torch.tensor([len(ids) for ids in ends], device="cpu")).to(scores.device)  # [K]
+    there = scores[at]
+    scores[at] = torch.where(there.isfinite(), there + there.abs() * each, there)
 
 
 def _penalise(scores: Tensor, rows: list[int], choices: list[Choice]) -> None:
@@ -80,7 +95,7 @@ def _penalise(scores: Tensor, rows: list[int], choices: list[Choice]) -> None:
 
 
 def _places(rows: list[int], ids: list["array[int]"], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(row [K], id [K]) of the listed ids; each pair is there once."""
+    """(row [K], id [K]) of the listed ids."""
     sizes = torch.tensor([len(row) for row in ids], device="cpu")
     return torch.tensor(rows, device="cpu").repeat_interleave(sizes).to(device), _joined(ids, torch.int64, device)
 
@@ -155,6 +170,33 @@ def _nucleus(weights: Tensor, scores: Tensor, mass: Tensor, width: int) -> tuple
 def keep_min_p(weights: Tensor, share: Tensor) -> Tensor:
     """Those that have at least `share` [R] of the best one's probability."""
     return torch.where(weights >= share[:, None] * weights.amax(1, keepdim=True), weights, 0)
+
+
+def keep_top_h(weights: Tensor, scores: Tensor, share: Tensor) -> Tensor:
+    """Of the `ENTROPY_OF` best, the first whose entropy adds up to at most `share` [R] of that of them all, and the
+    best in any case."""
+    order = ranked(scores, min(ENTROPY_OF, scores.shape[1]))
+    chances = weights.gather(1, order).double()
+    chances /= chances.sum(1, keepdim=True)
+    terms = (torch.special.entr(chances) * 2.0**WEIGHT_BITS).round().long()  # whole numbers, as weights are
+    sums = terms.cumsum(1)
+    inside = sums <= share[:, None] * sums[:, -1:]
+    inside[:, 0] = True
+    return torch.zeros_like(weights).scatter_(1, order, weights.gather(1, order).masked_fill_(~inside, 0))
+
+
+def keep_epsilon(weights: Tensor, least: Tensor) -> Tensor:
+    """Those that have at least the probability `least` [R], and the best in any case."""
+    enough = weights >= least[:, None] * weights.sum(1, keepdim=True)
+    return torch.where(enough | (weights == weights.amax(1, keepdim=True)), weights, 0)
+
+
+def keep_eta(weights: Tensor, below: Tensor, epsilon: Tensor) -> Tensor:
+    """The same for min(epsilon, sqrt(epsilon) * exp(-entropy)) [R]."""
+    total = weights.sum(1, keepdim=True)
+    surprise = torch.where(weights > 0, -below, 0.0)
+    entropy = (weights * surprise).long().sum(1).double() / total[:, 0] + (total[:, 0] * 2.0**-WEIGHT_BITS).log()
+    return keep_epsilon(weights, torch.minimum(epsilon, epsilon.sqrt() * (-entropy).exp()))
 
 
 def pick(weights: Tensor, chance: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BeforeValidator, Field
 
 from kvcellar.errors import BadRequest
-from kvcellar.sample.params import MAX_LOGPROBS, SamplingParams
+from kvcellar.sample.params import MAX_LOGPROBS, SamplingParams, asked
 from kvcellar.serve.body import parse_object, validated
 from kvcellar.serve.failures import ApiError, printable
 from kvcellar.serve.fields import NEUTRAL, NO_EFFECT
@@ -68,6 +68,17 @@ class CommonBody(Strict):
     shift: bool | None = None
     num_keep: int | None = None
     repeat_last_n: int | None = None
+    # transformers', for what generation configs say
+    min_length: int | None = None
+    no_repeat_ngram_size: int | None = None
+    bad_words_ids: list[list[int]] | None = None
+    sequence_bias: list[list[object]] | None = None
+    suppress_tokens: list[int] | None = None
+    begin_suppress_tokens: list[int] | None = None
+    exponential_decay_length_penalty: list[object] | None = None
+    top_h: float | None = None
+    epsilon_cutoff: float | None = None
+    eta_cutoff: float | None = None
 
 
 class CompletionBody(CommonBody):
@@ -169,6 +180,8 @@ def _checked(kind: type[AnyBody], engine: ServedEngine, raw: bytes) -> AnyBody:
 _PLAIN = {  # fields that a request and SamplingParams know under one name
     *("min_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "seed", "n", "ignore_eos", "shift", "num_keep", "repeat_last_n"),
+    *("min_length", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "suppress_tokens"),
+    *("begin_suppress_tokens", "exponential_decay_length_penalty", "top_h", "epsilon_cutoff", "eta_cutoff"),
 }
 
 
@@ -180,7 +193,7 @@ def _params(body: CommonBody, engine: ServedEngine, special: dict[str, int | Non
         given["stop"] = tuple(body.stop)
     if body.stop_token_ids is not None:
         given["stop_token_ids"] = tuple(body.stop_token_ids)
-    return replace(engine.model.default_sampling, **{name: value for name, value in given.items() if value is not None})
+    return asked(engine.model.default_sampling, {name: value for name, value in given.items() if value is not None})
 
 
 def _token(key: str) -> int:

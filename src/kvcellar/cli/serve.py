@@ -63,8 +63,8 @@ def command(
     """Serve MODEL (a directory, a name in the local Hugging Face cache, or the embedded model) as the OpenAI API.
 
     SIGTERM or SIGINT refuses requests that have not begun, lets running ones end for as long as --drain-timeout says,
-    and ends the process at most 3 seconds later, with exit code 0; or with 1 if the engine's last step takes longer. A
-    second signal ends it at once, with 128 and the number of the signal.
+    and closes the engine at most 3 seconds later. Exit code 0; or 1 if the engine's last step takes longer than that. A
+    second signal ends the process at once, with 128 and the number of the signal.
     """
     settings = ServeSettings(
         host=host,

@@ -10,7 +10,7 @@ from kvcellar.attention.choose import backends
 from kvcellar.bench.network import RECURRENT, TINY, write
 from kvcellar.bench.profile import PARTS
 from kvcellar.bench.report import as_json, line
-from kvcellar.bench.run import BOOKKEEPING, NAMES, REVERTIBLE, START, TURNS, run, run_profile
+from kvcellar.bench.run import BOOKKEEPING, FRAGMENTED, NAMES, REVERTIBLE, START, TURNS, run, run_profile
 from kvcellar.bench.start import Start, lines
 from kvcellar.bench.workloads import Row
 from kvcellar.errors import BadRequest
@@ -42,7 +42,10 @@ def measured(capsys: pytest.CaptureFixture[str], **how: Any) -> tuple[list[str],
     return table, json.loads(last)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in (BOOKKEEPING, TURNS, REVERTIBLE, START)])
+ALONE = (BOOKKEEPING, TURNS, REVERTIBLE, START, FRAGMENTED)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ALONE])
 def test_workload_has_a_line_and_its_numbers(name: str, capsys: pytest.CaptureFixture[str]):
     table, last = measured(capsys, only=name)
     assert set(last) == ABOUT
@@ -73,6 +76,18 @@ def test_bookkeeping_needs_no_network(capsys: pytest.CaptureFixture[str]):
     assert last["results"] == {}
     assert list(last["bookkeeping"]["step_ms"]) == ["1000", "10000"]
     assert len(table) == 2
+
+
+def test_what_compaction_saves_attention_is_measured_over_the_same_cells(capsys: pytest.CaptureFixture[str]):
+    table, last = measured(capsys, only=FRAGMENTED)
+    found = last["fragmented"]
+    assert [line.split()[0] for line in table] == [FRAGMENTED] * len(found)
+    assert "sdpa" in found
+    for one in found.values():
+        assert (one["cells"], one["runs_after"]) == (4 * 32, 4)
+        assert one["runs_before"] > 16
+        assert one["moved"] > 0
+        assert one["ratio"] > 0
 
 
 def test_turns_are_counted_for_every_number_of_captures(capsys: pytest.CaptureFixture[str]):

@@ -8,9 +8,10 @@ from kvcellar.cache.group import PIECE, Group
 from kvcellar.cache.layouts import Causal
 from kvcellar.cache.memory import Memory
 from kvcellar.contracts import Plane, Rotation, StoredAs
+from kvcellar.errors import CacheFull
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
-from tests.laws.watch import Allocations
+from tests.laws.watch import Allocations, nothing_changes
 
 WAYS = ("auto", "float64", "bfloat16", "fp8", "int8", "int4", "int8+hadamard", "k=int4+hadamard,v=float16")
 
@@ -46,6 +47,30 @@ def test_no_edit_takes_more_than_is_said(text: str, dtype: torch.dtype, size: in
     kept.check()
     assert 0 < shift.most <= kept.staging
     assert 0 < compaction.most <= kept.staging
+
+
+@pytest.mark.parametrize("text", WAYS)
+@pytest.mark.parametrize("free", [0, 5])
+def test_keys_that_are_turned_in_place_take_what_they_held_and_no_more(text: str, free: int) -> None:
+    kept = memory(text, torch.float32, 80, 3 * PIECE)
+    read(kept, 0, 3 * PIECE - free)
+    in_place = 3 * PIECE - 2 * free - 7
+    with Allocations() as shift:
+        kept.remove(0, Span(0, 7))
+    kept.check()
+    assert shift.most <= kept.staging + in_place * kept.groups[0].undo(4)
+
+
+@pytest.mark.parametrize("less", [0, 1])
+def test_they_are_turned_only_if_the_cap_has_room_for_what_they_held(less: int) -> None:
+    kept = memory("int8+hadamard", torch.float32, 80, 64)
+    read(kept, 0, 64)
+    kept.max_bytes = kept.bytes + kept.staging + 60 * kept.groups[0].undo(4) - less
+    if less:
+        with nothing_changes(kept), pytest.raises(CacheFull, match="need 60 cells"):
+            kept.remove(0, Span(0, 4))
+    else:
+        assert kept.remove(0, Span(0, 4)) == 60
 
 
 def test_how_much_is_moved_does_not_matter() -> None:

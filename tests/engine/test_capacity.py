@@ -1,5 +1,7 @@
 """From bytes to cells: what fits is taken, no more, and every group is full at the same number of tokens."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
@@ -224,3 +226,20 @@ def test_a_setting_out_of_its_bounds_is_refused_by_name(name, value):
     with pytest.raises(BadRequest, match=name if value != "int7" else "int7") as caught:
         Settings(**{name: value})
     assert caught.value.param == name
+
+
+@given(DEMANDS, SIZES, st.integers(0, 10**8), st.integers(1, 100))
+def test_who_can_fill_the_context_can_be_shifted_there_when_it_is_alone(demands, sizes, budget, share):
+    """Keys for which no cell is free are turned in place: what they held goes into what is left for a step."""
+    demands = [replace(demand, undo=1 + (demand.bytes(2) - demand.bytes(1)) * share // 200) for demand in demands]
+    got = resolved(demands, budget, sizes)
+    assume(got is not None)
+    context = sizes["context"]
+    assert got.total <= budget
+    if all(demand.layout.most_cells(context, 1) <= got.cells[demand.name] for demand in demands):
+        room = budget - got.bytes - got.staging
+        for demand in demands:
+            held = demand.layout.most_cells(context, 0)
+            moved = min(held, context - context // 2)
+            room -= demand.undo * max(0, moved - (got.cells[demand.name] - held))
+        assert room >= 0

@@ -92,7 +92,11 @@ def test_what_is_sent_is_never_cut_and_a_session_that_cannot_make_room_says_so()
         session.send([5] * 30, **how)
         assert session.send([6] * CONTEXT, **how).usage.prompt_tokens == CONTEXT
         before = list(session.tokens)
-        for wrong in ({"text": [6] * (CONTEXT + 1)}, {"text": [6] * 9, "num_keep": 40}, {"text": [6], "num_keep": 48}):
+        for wrong in (
+            {"text": [6] * (CONTEXT + 1)},
+            {"text": [6] * 9, "num_keep": 40},
+            {"text": [6] * 2, "num_keep": 48},
+        ):
             with pytest.raises(PromptTooLong):
                 session.send(**how | wrong)
         with pytest.raises(PromptTooLong):

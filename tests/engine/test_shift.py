@@ -9,7 +9,8 @@ from tests.engine.mixes import Clock, Ear, bytes_for, mix, small_engine
 CONTEXT = 48
 LONG = {"max_tokens": 80, "ignore_eos": True, "temperature": 0.0, "shift": True, "num_keep": 2}
 MORE = ["deepseek-v3", "gemma2", "gemma3", "llama4", "bloom"]  # in place, in place, and three that read again
-ENOUGH = 75  # tokens that fit: a full context, and the half of it that moves; two lines together have too little
+ENOUGH = 75  # tokens that fit: two lines together have too little
+IN_PLACE = ("llama", "gemma2", "deepseek-v3")  # keys turn exactly, and no window is too short
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
@@ -28,6 +29,7 @@ def test_the_text_is_the_same_whoever_is_there_and_however_scarce_memory_is(name
             stats = engine.stats()
             assert stats.preemptions > 0
             assert stats.cells_used == 0
+            assert bool(stats.rereads) == (name not in IN_PLACE)
         for result, ids in zip(results, alone, strict=True):
             assert [(c.token_ids, c.finish_reason) for c in result.choices] == [(ids, "length")] * 2
 
@@ -53,13 +55,60 @@ def test_until_the_context_is_full_a_shift_changes_nothing(name):
     assert len(long.token_ids) == 80
 
 
+def test_two_lines_in_memory_for_one_write_what_they_write_alone():
+    """No cell is free when a line fills the context, and the other has been sent back by then."""
+    prompts = [[5, 6, 7, 8], [9] * 30]
+    with small_engine("llama", context=CONTEXT, cache_bytes=bytes_for("llama", CONTEXT, context=CONTEXT)) as engine:
+        alone = [engine.generate(prompt, **LONG).token_ids for prompt in prompts]
+        assert (engine.stats().groups[0].cells, engine.stats().preemptions) == (CONTEXT, 0)
+        together = engine.generate(prompts, **LONG)
+        assert engine.stats().preemptions > 0
+        assert engine.stats().rereads == {}
+        engine.check()
+    assert [result.token_ids for result in together] == alone
+
+
+def test_the_text_does_not_depend_on_how_much_is_read_in_a_step_nor_on_the_cells_that_are_free():
+    """With one sequence, as many cells are free in a full context as a step may read: fewer than keys move."""
+    sizes = {"context": 256, "max_sequences": 1}
+    told = []
+    for step_tokens, tight in ((32, False), (512, False), (32, True)):
+        cells = {"cache_bytes": bytes_for("llama", 256, step_tokens=step_tokens, **sizes)} if tight else {}
+        with small_engine("llama", step_tokens=step_tokens, **sizes, **cells) as engine:
+            told.append(engine.generate([5, 6, 7, 8], **{**LONG, "max_tokens": 270}).token_ids)
+            stats = engine.stats()
+            assert (stats.shifts, stats.rereads) == (1, {})
+            assert stats.groups[0].cells == {(32, False): 288, (512, False): 768, (32, True): 256}[step_tokens, tight]
+            engine.check()
+    assert len(told[0]) == 270
+    assert told[1:] == told[:-1]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("keep", [CONTEXT, CONTEXT - 1, 10**6])
-def test_where_nothing_may_be_forgotten_an_answer_ends(keep):
-    with small_engine("llama", context=CONTEXT) as engine:
+def test_all_but_one_token_of_the_context_can_be_kept(name, keep):
+    """Each token that is written takes the place of the one before, and nothing is read again."""
+    with small_engine(name, context=CONTEXT) as engine:
+        spans = reads(engine)
         result = engine.generate([5, 6, 7], **{**LONG, "num_keep": keep})
-        assert (len(result.token_ids), result.finish_reason) == (CONTEXT - 2, "length")
+        assert (len(result.token_ids), result.finish_reason) == (80, "length")
+        assert spans[-1] == (CONTEXT - 1, CONTEXT)
+        assert sum(end - start for start, end in spans) == 3 + 79
+        assert engine.stats().rereads == {}
+        head = [5, 6, 7, *result.token_ids][: CONTEXT - 1]
+        for last in range(CONTEXT - 4, 79, 9):
+            prompt = [*head, result.token_ids[last]]
+            asked = engine.generate(prompt, max_tokens=1, temperature=0.0, ignore_eos=True)
+            assert asked.token_ids[0] == result.token_ids[last + 1]
         whole_prompt = engine.generate([5] * CONTEXT, **{**LONG, "num_keep": -1})
-        assert (len(whole_prompt.token_ids), whole_prompt.finish_reason) == (1, "length")
+        assert len(whole_prompt.token_ids) == 80
+
+
+def test_why_text_was_read_again_is_counted():
+    with small_engine("gpt2", context=CONTEXT) as engine:
+        engine.generate([5, 6, 7], **LONG)
+        (reason,) = engine.stats().rereads
+    assert "logits change" in reason
 
 
 def reads(engine):

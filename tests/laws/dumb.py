@@ -255,9 +255,12 @@ class Dumb:
             kind.sees(q, k) != kind.sees(moved[q], moved[k]) for q in range(end, length) for k in moved if k <= q
         )
 
-    def spare(self, group: int, seq: int, end: int) -> int:
-        """Cells that a shift needs beside those it will give back."""
-        return self.members[group].turns * sum(pos >= end for pos in self.lines[seq].held[group])
+    def must_turn(self, group: int, seq: int, end: int) -> tuple[int, int]:
+        """How many of the cells behind `end` have keys to turn: those that others hold, too, and its own."""
+        moved = {cell for pos, cell in self.lines[seq].held[group].items() if pos >= end}
+        others = {cell for other, line in self.lines.items() if other != seq for cell in line.held[group].values()}
+        turning = moved if self.members[group].turns else set()
+        return len(turning & others), len(turning - others)
 
     def shift(self, seq: int, start: int, end: int) -> None:
         line, by = self.lines[seq], end - start

@@ -272,7 +272,6 @@ class Player:
 
     def _remove_middle(self, seq: int, span: Span) -> None:
         memory, dumb = self.memory, self.dumb
-        needs = [dumb.spare(index, seq, span.end) for index in range(len(self.members))]
         if dumb.parts(seq, span):
             with nothing_changes(memory):
                 assert memory.remove(seq, span) == dumb.can_cut(seq, span.start)
@@ -283,12 +282,30 @@ class Player:
         elif not dumb.can_shift(seq, span.start, span.end):
             with nothing_changes(memory):
                 assert memory.remove(seq, span) == dumb.can_cut(seq, span.start)
-        elif any(free < need for free, need in zip(memory.free().values(), needs, strict=True)):
+        elif not self._has_room_to_turn(seq, span.end):
             self._refused(CacheFull, "cells in group", lambda: memory.remove(seq, span))
         else:
             after = dumb.length(seq) - len(span)
             assert self._do("shift", lambda: memory.remove(seq, span)) == after
             dumb.shift(seq, span.start, span.end)
+
+    def _has_room_to_turn(self, seq: int, end: int) -> bool:
+        """Is each key written to a free cell, or turned where it is, with room for what was there?"""
+        memory, in_place = self.memory, 0
+        for index, m in enumerate(self.members):
+            shared, own = self.dumb.must_turn(index, seq, end)
+            missing = max(0, shared + own - memory.free()[m.group.name])
+            if missing > own:
+                return False
+            keys = sum(
+                plane.bytes_per_cell(memory.dtype.itemsize)
+                for turns in m.group.rotations.values()
+                for plane in m.group.planes
+                if plane.name in turns
+            )
+            in_place += missing * (keys + 8)  # and which cell it was
+        self.done["in place"] += in_place > 0
+        return memory.max_bytes is None or memory.bytes + memory.staging + in_place <= memory.max_bytes
 
     def drop(self, seq: int) -> None:
         self._do("drop", lambda: self.memory.drop(seq))

@@ -6,6 +6,7 @@ in `test_memory` break operations anywhere; here no place is left out.
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -68,6 +69,27 @@ def words(player: Player, n: int) -> dict[int, tuple[Tensor, Tensor]]:
     return {layer: (k, v) for layer, (k, v) in k_and_v.items()}
 
 
+@cache
+def _full(text: str) -> Player:
+    """Two and three cells are free. Sequence 0 shares its beginning, which is all of 1; 3 shares nothing."""
+    members = [
+        kept_as(replace(m, group=replace(m.group, layers=m.group.layers[:1])), StoredAs.parse(text))
+        for m in MEMBERS[:2]
+    ]
+    player = Player(members, [25, 22], wishes=Wishes("head", 8), limits={})
+    player.step(player.batch({0: 4}))
+    player.fork(0, 1, 3)
+    for feeds in ({0: 3, 3: 2}, {0: 2}, {3: 2}, {0: 2, 3: 5}, {0: 3}):
+        player.step(player.batch(feeds))
+    player.check()
+    assert (player.memory.free()["full"], player.memory.free()["memory"]) == (2, 3)
+    return player
+
+
+def full(text: str) -> Player:
+    return deepcopy(_full(text))
+
+
 Operation = Callable[[Player], Callable[[], Any]]  # what it takes is made beforehand
 AT_REST: dict[str, Operation] = {
     "begin": lambda p: partial(p.memory.begin, batch(p)),
@@ -86,6 +108,10 @@ AT_REST: dict[str, Operation] = {
     "grow": lambda p: partial(p.memory.resize, "full", 60),
     "grow inputs": lambda p: partial(p.memory.resize, "cross", 30),
     "shrink": lambda p: partial(p.memory.resize, "memory", p.memory._held[1].cells.highest),
+}
+WHERE_CELLS_ARE_SCARCE: dict[str, Operation] = {
+    "some turned in place": lambda p: partial(p.memory.remove, 0, Span(4, 5)),
+    "with keys that others share": lambda p: partial(p.memory.remove, 0, Span(1, 2)),
 }
 IN_A_STEP: dict[str, Operation] = {
     "put": lambda p: partial(p.memory.put, 0, *p.new(0)),
@@ -174,6 +200,12 @@ def breaks_everywhere(make: Callable[[str], Player], how: str, operation: Operat
 @pytest.mark.parametrize("name", AT_REST)
 def test_an_operation_that_breaks_anywhere_changes_nothing_and_works_afterwards(how, name) -> None:
     assert breaks_everywhere(small, how, AT_REST[name]) > 0
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("name", WHERE_CELLS_ARE_SCARCE)
+def test_so_it_is_where_keys_are_turned_in_the_cells_that_the_removal_frees(how, name) -> None:
+    assert breaks_everywhere(full, how, WHERE_CELLS_ARE_SCARCE[name]) > 0
 
 
 @pytest.mark.parametrize("how", WAYS)

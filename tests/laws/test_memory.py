@@ -57,6 +57,7 @@ def test_a_memory_of_any_layout_is_what_lists_of_tokens_say(layout: str) -> None
     members = LAYOUTS[layout]
     done = live(members, 0.24)
     shifts = {"shift"} if "shifting" in layout else {"NotSupported"}
+    shifts |= {"in place"} if layout == "shifting" else set()  # of windows, few cells move
     assert done >= ALWAYS | shifts | (INPUTS if INPUT in members else set()), "something was never done"
 
 

@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,6 +13,8 @@ import torch
 from kvcellar.bench import report, start
 from kvcellar.bench.bookkeeping import bookkeeping
 from kvcellar.bench.conversation import QUICK, Script, conversation
+from kvcellar.bench.fragmented import fragmented
+from kvcellar.bench.fragmented import lines as fragmented_lines
 from kvcellar.bench.network import SMALL, TINY, Size, write
 from kvcellar.bench.profile import profile
 from kvcellar.bench.revertible import forked, revertible
@@ -22,20 +25,21 @@ from kvcellar.models.load import load
 
 CACHE_BYTES = 1 << 30
 BOOKKEEPING = "bookkeeping"
-TURNS, REVERTIBLE, START = "turns", "revertible", "start"
-NAMES = (*(workload.name for workload in workloads()), BOOKKEEPING, TURNS, REVERTIBLE, START)
+TURNS, REVERTIBLE, START, FRAGMENTED = "turns", "revertible", "start", "fragmented"
+NAMES = (*(workload.name for workload in workloads()), BOOKKEEPING, TURNS, REVERTIBLE, START, FRAGMENTED)
 
 
 def run(*, quick: bool = False, only: str | None = None, threads: int = 1) -> None:
     """Print a line for each workload as soon as it is measured, and one line of JSON last.
 
-    `quick` runs everything small, to see that it works: its numbers mean nothing. `only` names one of `NAMES`; starts
-    are measured only if they are named, because each takes a process of its own.
+    `quick` runs everything small, to see that it works: its numbers mean nothing. `only` names one of `NAMES`. Starts
+    and fragmented memory are measured only if they are named: starts take processes of their own.
     """
     if only not in (None, *NAMES):
         raise BadRequest(f"there is no workload {only!r}; there are {', '.join(NAMES)}", "only")
-    if only == START:
-        run_starts(quick=quick)
+    apart = {START: partial(run_starts, quick=quick), FRAGMENTED: partial(run_fragmented, quick=quick, threads=threads)}
+    if only is not None and only in apart:
+        apart[only]()
         return
     torch.set_num_threads(threads)
     size, scale = _extent(quick)
@@ -77,6 +81,17 @@ def run_starts(*, quick: bool = False) -> None:
     about = report.about(parameters=0, threads=torch.get_num_threads(), quick=quick)
     about = {name: about[name] for name in about if name not in ("parameters", "dtype")}
     print(json.dumps({**about, "start": {name: asdict(one) for name, one in found.items()}}), flush=True)
+
+
+def run_fragmented(*, quick: bool = False, threads: int = 1) -> None:
+    """Print what compaction saves attention, for each backend, and the same as one line of JSON."""
+    torch.set_num_threads(threads)
+    found = fragmented(TINY, sequences=4, tokens=32, rounds=2) if quick else fragmented(SMALL)
+    for line in fragmented_lines(found):
+        print(line, flush=True)
+    about = report.about(parameters=0, threads=threads, quick=quick)
+    del about["parameters"]
+    print(json.dumps({**about, "fragmented": {name: one._asdict() for name, one in found.items()}}), flush=True)
 
 
 def run_profile(name: str, *, quick: bool = False, threads: int = 1) -> None:

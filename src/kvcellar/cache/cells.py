@@ -11,7 +11,7 @@ Always true:
   * pieces that touch have different numbers of holders, unless a run begins where they meet.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from kvcellar.plan import Run
 
@@ -166,11 +166,21 @@ class Cells:
             self._at[run.cell].begins -= 1
             self._let_go(run)
 
-    def hold_behind(self, run: Run, n: int) -> Run:
-        """One more holder for what lies behind the first `n` cells of a held run, which is answered; 0 < n < run.n."""
-        _, behind = self._part(run, n)
-        self.hold([behind])
-        return behind
+    def hold_part(self, run: Run, skip: int, n: int) -> Run:
+        """One more holder for `n` cells of a held run behind its first `skip`, which are returned as a run."""
+        if skip:
+            _, run = self._part(run, skip)
+        if n < run.n:
+            run, _ = self._part(run, n)
+        self.hold([run])
+        return run
+
+    def parts(self, run: Run) -> Iterator[tuple[Run, bool]]:
+        """A held run in order, in parts that its holder alone holds and parts that others hold, too (True)."""
+        piece: Piece | None = self._at[run.cell]
+        while piece is not None and piece.start < run.end:
+            yield Run(piece.start, min(piece.end, run.end) - piece.start), piece.holders > 1
+            piece = piece.next
 
     def divide(self, run: Run, n: int) -> tuple[Run, Run]:
         """The first `n` cells of a held run and the others, as two held runs; 0 < n < run.n."""

@@ -149,8 +149,9 @@ def relocate(
     except BaseException:
         cells.drop(targets)
         raise
+    sources = [move.source.cell for move in moves]
     for table in tables:
-        table.relocate(moves)
+        table.relocate(moves, sources)
     cells.drop(targets)
 
 

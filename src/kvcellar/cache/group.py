@@ -17,9 +17,9 @@ from kvcellar.cache.plans import indices, pieces
 from kvcellar.cache.pool import Pool, rotated_sizes
 from kvcellar.cache.tables import InputTable, Move, Table
 from kvcellar.contracts import GROUP, Backend, Layout, Plane, Rotation
-from kvcellar.errors import BadRequest, CacheFull, CapacityTooSmall
+from kvcellar.errors import BadRequest, CapacityTooSmall
 from kvcellar.plan import Run
-from kvcellar.spans import Span, whole
+from kvcellar.spans import whole
 
 PIECE = 1024  # cells that are copied or turned at once: bounds the staging memory of a shift or a compaction
 COPIES = 5  # of a piece of one plane, in the type it is turned in, that turning it takes at most
@@ -60,6 +60,12 @@ class Group:
         padding = 1 if self.plain else backend.padding
         rotations = sum(size * size * torch.float32.itemsize for size in rotated_sizes(self.planes))
         return -(-(cells + 1) // padding) * padding * self.bytes_per_cell(itemsize) + rotations
+
+    def undo(self, itemsize: int) -> int:
+        """Bytes of a cell that is turned where it is: what its planes that turn held, until the removal is complete."""
+        planes = {plane.name: plane.bytes_per_cell(itemsize) for plane in self.planes}
+        turning = sum(planes[name] for layer in self.layers for name in self.rotations.get(layer, {}))
+        return turning + torch.int64.itemsize if turning else 0
 
     def staging(self, cells: int, itemsize: int) -> int:
         """Bytes that a shift or a compaction takes at most beside the planes, in a group of `cells` cells."""
@@ -119,6 +125,11 @@ class Held:
         """Bytes that an edit takes for a moment, at most."""
         return self.group.staging(self.cells.capacity, self.itemsize)
 
+    @property
+    def undo(self) -> int:
+        """Bytes a cell that turning it in place takes until the removal is complete."""
+        return self.group.undo(self.itemsize)
+
     def table(self) -> Table:
         """An empty one, for a new sequence."""
         return InputTable(self.cells) if self.group.of_input else Table(self.cells)
@@ -176,30 +187,3 @@ class Held:
         self.cells.check_holders(runs)
         self.compaction.check()
         assert self.pool.bytes >= len(self.group.layers) * self.pool.layer_bytes(self.cells.capacity)
-
-
-def moved(helds: Sequence[Held], tables: Sequence[Table], gone: Span, device: torch.device) -> list[list[Run]]:
-    """For every group, cells with what lies behind `gone` as it is at its new positions, held for the caller.
-
-    Of all groups or, if that raises, of none. Groups whose planes do not turn keep their cells; the others get spare
-    ones, written piece by piece. Raises `CacheFull` before anything is taken.
-    """
-    sources = [table.since(max(gone.end, table.first)) for table in tables]
-    turning = [bool(held.group.rotations) for held in helds]
-    needs = [turns * sum(run.n for run in runs) for turns, runs in zip(turning, sources, strict=True)]
-    for held, need in zip(helds, needs, strict=True):
-        if held.cells.free < need:
-            raise CacheFull(held.group.name, need, held.cells.free)
-    taken: list[list[Run]] = []
-    try:
-        for held, table, runs, need in zip(helds, tables, sources, needs, strict=True):
-            if held.group.rotations:
-                taken.append(held.cells.take(need))
-                held.turn(runs, taken[-1], -len(gone), device)
-            else:
-                taken.append(table.hold_since(max(gone.end, table.first)))
-    except BaseException:
-        for held, runs in zip(helds, taken, strict=False):
-            held.cells.drop(runs)
-        raise
-    return taken

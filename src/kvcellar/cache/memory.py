@@ -15,21 +15,32 @@ A memory has one owner and is not re-entrant: one step is open at a time, and se
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvcellar.cache.group import Group, Held, check_groups, moved
+from kvcellar.cache.group import PIECE, Group, Held, check_groups
 from kvcellar.cache.history import Columns, StoredHistory
 from kvcellar.cache.inputs import Planes, check_planes, write
 from kvcellar.cache.plans import accepted_counts, check_query, group_plan, indices, worst_case, write_index
 from kvcellar.cache.sequences import Sequences
+from kvcellar.cache.shift import shifted
 from kvcellar.cache.states import At, States
 from kvcellar.contracts import Backend, Recurrent
 from kvcellar.errors import BadRequest, CacheFull, CapacityTooSmall, NotSupported, WrongStage, shown
 from kvcellar.plan import Batch, GroupPlan, Plan, Run, StateSegment
 from kvcellar.spans import Span, whole
+
+
+class Fragments(NamedTuple):
+    """How the cells of a group lie: cells of all sequences together (shared ones once for each), the runs that these
+    are in, how many sequences hold any, and how many cells are free."""
+
+    cells: int
+    runs: int
+    sequences: int
+    free: int
 
 
 @dataclass(slots=True)
@@ -303,12 +314,15 @@ class Memory:
 
         Answers how many tokens the sequence has now, which is `length - len(span)`. Any smaller answer means that
         nothing has changed, because going on would need what is no longer held, or a span that looked ahead would be
-        parted; that many tokens could be kept: remove all from there on, and read what is missing again. Keys that move
-        are written to spare cells first, so other holders of the old ones notice nothing. A sequence that was edited in
-        the middle is *derived*: its K/V still encode what was removed (see `derived`).
+        parted; that many tokens could be kept: remove all from there on, and read what is missing again. A sequence
+        that was edited in the middle is *derived*: its K/V still encode what was removed (see `derived`).
 
-        Raises `NotSupported` if the keys of some group cannot be turned exactly, `CacheFull` if there are too few spare
-        cells; nothing has changed then.
+        Keys that move are written to free cells. Where too few are free, those that no other sequence shares are turned
+        in the cells they are in, which the removal would free; what was there is kept until it is complete, in what
+        `max_bytes` leaves beside planes and staging (a step's scratch too: none is open).
+
+        Raises `NotSupported` if the keys of some group cannot be turned exactly, `CacheFull` if keys that are shared
+        need more cells than are free, or there is too little room for what was there; nothing has changed then.
         """
         self._idle("remove")
         if type(span) is not Span:
@@ -328,7 +342,8 @@ class Memory:
                 raise NotSupported(f"{held.group.name} layers cannot be shifted: {held.group.no_shift}", kept)
             if not held.group.layout.can_shift(table.first, length, span):
                 return kept
-        self._sequences.close_over(seq, span, moved(self._held, tables, span, self.device))
+        room = None if self.max_bytes is None else self.max_bytes - self.bytes - self.staging
+        self._sequences.close_over(seq, span, shifted(self._held, tables, span, self.device, room))
         return length - len(span)
 
     def capture(self, seq: int) -> None:
@@ -397,17 +412,35 @@ class Memory:
         self._check_room(self.bytes, scratch, self.staging, "lower cells or step_tokens")
         self.scratch = scratch
 
-    def compact(self, budget_cells: int) -> int:
+    def fragments(self) -> dict[str, Fragments]:
+        """How the cells of each group lie, for whoever decides about `compact`. Costs the sequences."""
+        found: dict[str, Fragments] = {}
+        for index, held in enumerate(self._held):
+            tables = [tables[index] for tables in self._sequences.tables.values() if tables[index].runs]
+            cells, runs = sum(table.end - table.first for table in tables), sum(len(table.runs) for table in tables)
+            found[held.group.name] = Fragments(cells, runs, len(tables), held.cells.free)
+        return found
+
+    def piece(self, group: str) -> int:
+        """How many cells of a group to `compact` at once so that no more bytes move than an edit takes anyway."""
+        held = self._named(group)
+        each = held.group.bytes_per_cell(held.itemsize)
+        return max(1, self.staging // each) if each else PIECE
+
+    def compact(self, budget_cells: int, group: str | None = None) -> int:
         """Move at most `budget_cells` cells together, towards the low ones; answers how many. Tables become fewer runs.
 
-        One piece of one group at a time, so that steps may run in between; nobody's tokens change. 0 means that there
-        is nothing to do, or no free cell to do it with. What is free then lies at the end, and `resize` can give it
-        back. Raises `BadRequest` for a budget below 1.
+        One piece of one group at a time, of `group` if it is named, so that steps may run in between; no sequence
+        changes. 0 means that there is nothing to do, or no free cell to do it with. What is free then lies at the end,
+        and `resize` can give it back. Raises `BadRequest` for a budget below 1, and for a group that is not there.
         """
         self._idle("compact")
         if whole(budget_cells, "a budget of cells") < 1:
             raise BadRequest(f"a piece of {budget_cells} cells moves nothing; give it one or more")
+        only = self._named(group) if group is not None else None
         for index, held in enumerate(self._held):
+            if only is not None and held is not only:
+                continue
             tables = {seq: tables[index] for seq, tables in self._sequences.tables.items()}
             if n := held.compact(tables, budget_cells, self.device):
                 return n
@@ -422,12 +455,9 @@ class Memory:
         was to shrink has `cells`, and layers that could not be put back, or were not reached, have room for more.
         """
         self._idle("resize")
-        held = next((held for held in self._held if held.group.name == group), None)
-        if held is None or whole(cells, "a capacity in cells") < 1:
-            names = ", ".join(held.group.name for held in self._held)
-            raise BadRequest(
-                f"{shown(group)} cannot have {shown(cells)} cells; the groups are {names}, and one cell is the least"
-            )
+        held = self._named(group)
+        if whole(cells, "a capacity in cells") < 1:
+            raise BadRequest(f"{group} cannot have {shown(cells)} cells; {self._names}, and one cell is the least")
         if cells != held.cells.capacity:
             grown = len(held.group.layers) * (held.pool.layer_bytes(cells) - held.pool.layer_bytes(held.cells.capacity))
             others = max((h.staging for h in self._held if h is not held), default=0)
@@ -453,6 +483,16 @@ class Memory:
             self.drop(seq)
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _named(self, group: str) -> Held:
+        held = next((held for held in self._held if held.group.name == group), None)
+        if held is None:
+            raise BadRequest(f"there is no group {shown(group)}; {self._names}")
+        return held
+
+    @property
+    def _names(self) -> str:
+        return "the groups are " + (", ".join(held.group.name for held in self._held) or "none")
 
     def _check_room(self, planes: int, scratch: int, staging: int, way_out: str) -> None:
         need = planes + scratch + staging

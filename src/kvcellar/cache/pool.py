@@ -9,7 +9,7 @@ Always true:
   * what is read is what is stored: new tokens are read back quantised, too.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -111,6 +111,14 @@ class StoredPlane:
         for tensor in self._tensors:
             rows = self._rows(tensor)
             rows.index_copy_(0, target, rows.index_select(0, source))
+
+    def content(self, cells: Tensor) -> list[Tensor]:
+        """A copy of what is stored in `cells`, bit for bit, for `restore`."""
+        return [self._rows(tensor).index_select(0, cells) for tensor in self._tensors]
+
+    def restore(self, cells: Tensor, content: Sequence[Tensor]) -> None:
+        for tensor, rows in zip(self._tensors, content, strict=True):
+            self._rows(tensor).index_copy_(0, cells, rows)
 
     def _rows(self, tensor: Tensor) -> Tensor:
         """[C,heads,width], a view."""
@@ -232,6 +240,10 @@ class Pool:
                 kept.copy(source, target)
             else:
                 kept.write(target, turn(self.read(layer, name, source), rotation, by))
+
+    def turn(self, layer: int, name: str, cells: Tensor, rotation: Rotation, by: int) -> None:
+        """Turn what a plane holds in `cells` by `by` positions, where it is; as `move` does it."""
+        self._of[layer][name].write(cells, turn(self.read(layer, name, cells), rotation, by))
 
     def read(self, layer: int, name: str, cells: Tensor) -> Tensor:
         """A copy [n,heads,size] of what is stored in `cells`: float32 where it is quantised."""

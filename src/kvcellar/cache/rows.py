@@ -370,12 +370,16 @@ class Rows(Part):
 
 
 class NoRows(Part):
-    """The rows of a memory without recurrent layers: nobody needs one, nothing is known, and anything goes."""
+    """The rows of a memory without recurrent layers: no sequence needs one. How many tokens each has is kept, because
+    no table says so in a memory without groups."""
 
     free = capacity = None
 
+    def __init__(self) -> None:
+        self._ends: dict[int, int] = {}
+
     def end(self, seq: int) -> int:
-        return 0
+        return self._ends.get(seq, 0)
 
     def points(self, seq: int) -> None:
         return None
@@ -395,17 +399,32 @@ class NoRows(Part):
     def writes(self, batch: Batch, counts: Sequence[int]) -> dict[int, int]:
         return {}
 
+    def commit(self, batch: Batch, counts: Sequence[int]) -> None:
+        for feed, kept in zip(batch.feeds, counts, strict=True):
+            if feed.stores:
+                self._ends[feed.seq] = feed.pos.start + kept
+
     def abandon(self) -> None:
         return
 
+    def open(self, seq: int) -> None:
+        self._ends.setdefault(seq, 0)
+
     def fork(self, src: int, dst: int, kept: int) -> None:
-        return
+        self._ends[dst] = kept
+
+    def cut(self, seq: int, kept: int) -> None:
+        self._ends[seq] = kept
+
+    def close_over(self, seq: int, gone: Span) -> None:
+        self._ends[seq] -= len(gone)
 
     def capture(self, seq: int) -> None:
         return
 
     def drop(self, seq: int) -> None:
-        return
+        self._ends.pop(seq, None)
 
     def check(self, lengths: Mapping[int, int]) -> None:
-        return
+        """Assert that a sequence is here if it is in memory, and as long."""
+        assert self._ends == lengths, f"sequences end at {self._ends}, not at {lengths}"

@@ -22,8 +22,23 @@ class Move(NamedTuple):
     target: Run
 
 
-def _source(move: Move) -> int:
-    return move.source.cell
+class Part(NamedTuple):
+    """Cells of one run of a table, from position `pos` on. `shared`: others hold them, too."""
+
+    pos: int
+    run: Run
+    shared: bool
+
+    @property
+    def n(self) -> int:
+        return self.run.n
+
+    def first(self, n: int) -> "Part":
+        return Part(self.pos, Run(self.run.cell, n), self.shared)
+
+    def last(self, n: int) -> "Part":
+        skip = self.run.n - n
+        return Part(self.pos + skip, Run(self.run.cell + skip, n), self.shared)
 
 
 class Table:
@@ -58,18 +73,21 @@ class Table:
         run = self.runs[i]
         return (Run(run.cell + skip, run.n - skip), *self.runs[i + 1 :])
 
-    def hold_since(self, pos: int) -> list[Run]:
-        """The cells of [pos, end), where first <= pos <= end, with one more holder: the caller."""
-        runs = list(self.since(pos))
-        if not runs:
-            return runs
-        whole = self.runs[-len(runs)]
-        if whole.cell == runs[0].cell:
-            self._cells.hold(runs)
-        else:
-            self._cells.hold_behind(whole, runs[0].cell - whole.cell)
-            self._cells.hold(runs[1:])
-        return runs
+    def parts_since(self, pos: int) -> list[Part]:
+        """The cells of [pos, end), where first <= pos <= end, in order."""
+        parts: list[Part] = []
+        i = max(0, bisect_right(self._starts, pos) - 1)
+        for start, run in zip(self._starts[i:], self.runs[i:], strict=True):
+            for cells, shared in self._cells.parts(run):
+                part = Part(start + cells.cell - run.cell, cells, shared)
+                if part.pos + part.n > pos:
+                    parts.append(part.last(min(part.n, part.pos + part.n - pos)))
+        return parts
+
+    def hold_part(self, part: Part) -> Run:
+        """The cells of a part of this table, with one more holder: the caller."""
+        i = bisect_right(self._starts, part.pos) - 1
+        return self._cells.hold_part(self.runs[i], part.pos - self._starts[i], part.n)
 
     def append(self, runs: Iterable[Run]) -> None:
         """Take over the holding of `runs`: they become the next positions."""
@@ -115,16 +133,21 @@ class Table:
             self.first = self.end = first
         self.append(behind)
 
-    def relocate(self, moves: Sequence[Move]) -> None:
+    def relocate(self, moves: Sequence[Move], sources: Sequence[int]) -> None:
         """Hold the targets of `moves` instead of their sources, for which the caller has copied what is in them.
 
-        They are in order of source, and each source is wholly in one of this table's runs, or in none.
+        They are in order of source, and each source is wholly in one of this table's runs, or in none. `sources` are
+        the first cells of these.
         """
-        runs, self.runs, self._starts, self.end = self.runs, [], [], self.first
-        for run in runs:
+        spans = [(bisect_left(sources, run.cell), bisect_left(sources, run.end)) for run in self.runs]
+        at = next((i for i, (start, end) in enumerate(spans) if start < end), None)
+        if at is None:
+            return
+        runs, self.end = self.runs[at:], self._starts[at]
+        del self.runs[at:], self._starts[at:]
+        for run, (start, end) in zip(runs, spans[at:], strict=True):
             left = run
-            for move in moves[bisect_left(moves, run.cell, key=_source) : bisect_left(moves, run.end, key=_source)]:
-                source, target = move.source, move.target
+            for source, target in moves[start:end]:
                 if source.cell > left.cell:
                     before, left = self._cells.divide(left, source.cell - left.cell)
                     self.append([before])
@@ -189,6 +212,10 @@ class InputTable(Table):
     def since(self, pos: int) -> tuple[Run, ...]:
         """Nothing of an input lies behind a position of the text."""
         return ()
+
+    def parts_since(self, pos: int) -> list[Part]:
+        """Nothing of an input lies behind a position of the text."""
+        return []
 
     def cut(self, pos: int) -> None:
         """The text is cut; the input stays."""

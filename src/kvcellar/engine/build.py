@@ -250,7 +250,11 @@ def _context(settings: Settings, network: "PreTrainedModel") -> int:
 def _demand(guest: Guest, group: Group) -> Demand:
     size, backend = guest.dtype.itemsize, guest.backends[group.name]
     return Demand(
-        group.name, group.layout, lambda cells: group.bytes(cells, size, backend), lambda n: group.staging(n, size)
+        group.name,
+        group.layout,
+        bytes=lambda cells: group.bytes(cells, size, backend),
+        staging=lambda cells: group.staging(cells, size),
+        undo=group.undo(size) if group.no_shift is None else 0,
     )
 
 

@@ -8,6 +8,7 @@ Always true:
 import logging
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -43,6 +44,8 @@ class Cellar:
         self._numbers = count(1)
         self._resting: dict[int, Rest] = {}  # by session, the least recently used first
         self._sessions: set[int] = set()  # those that are open
+        self.shifts = 0  # how often keys were turned so that a line could go on
+        self.rereads: Counter[str] = Counter()  # how often text was read again instead, by reason
 
     def free(self) -> Mapping[str, int]:
         return self.memory.free()
@@ -105,29 +108,36 @@ class Cellar:
         known = min(most, common_prefix(tokens, line.tokens))
         return self.memory.can_cut(seq, known if edited is None else min(known, edited))
 
-    def shift(self, line: Line, span: Span) -> bool:
-        """Forget `span` of the line; what lies behind moves down (context shift). False where that cannot be done
-        exactly. Raises `CacheFull` if there are too few spare cells for the keys that move; nothing has changed then.
+    def shift(self, line: Line, span: Span) -> str | None:
+        """Forget `span` of the line; what lies behind moves down (context shift). None if that is done, else why it
+        cannot be done exactly. Raises `CacheFull` if keys that others share need more cells than are free. Nothing has
+        changed in either case.
         """
         assert line.seq is not None
         try:
-            moved = self.memory.remove(line.seq, span) == line.read - len(span)
-        except NotSupported:
-            return False
+            kept = self.memory.remove(line.seq, span)
+        except NotSupported as refused:
+            return refused.reason
         except (RuntimeError, MemoryError) as error:  # the device has no scratch for it; memory is as it was
             log.warning("a shift of %s failed with %s: %s", span, type(error).__name__, error)
-            return False
-        if moved:
+            return f"the device failed with {type(error).__name__}"
+        if kept < line.read - len(span):
+            return "a window or a recurrent state would have to go back to what is no longer held"
+        if span.end < line.read:
             line.shift(span)
-        return moved
+            self.shifts += 1
+        else:  # nothing was behind it: what is left is the K/V of just these tokens
+            line.forget(span, kept)
+        return None
 
-    def forget(self, line: Line, span: Span) -> None:
-        """Leave `span` out of a line's text where it could not be shifted. What lies behind it is to be read again, and
-        of what lies before it only what memory needs for that."""
+    def forget(self, line: Line, span: Span, reason: str) -> None:
+        """Leave `span` out of a line's text where it could not be shifted, for `reason`. What lies behind it is to be
+        read again, and of what lies before it only what memory needs for that."""
         assert line.seq is not None
         kept = self.memory.can_cut(line.seq, min(self._plain(line), span.start))
         self.memory.remove(line.seq, Span(kept, line.read))
         line.forget(span, kept)
+        self.rereads[reason] += 1
 
     def fork(self, line: Line, twin: Line) -> None:
         """`twin` goes on where `line` is, on the same cells."""

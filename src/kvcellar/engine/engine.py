@@ -87,6 +87,9 @@ class EngineStats:
     rows: int  # of recurrent state, the null row apart
     rows_used: int
     state_bytes: int
+    shifts: int  # context shifts that turned keys
+    rereads: Mapping[str, int]  # those that read text again instead, by reason
+    compacted: int  # cells that were moved together while no request ran
 
     @property
     def cells_used(self) -> int:
@@ -376,6 +379,9 @@ class Engine:
             rows=(rows := memory.capacity_rows() or 0),
             rows_used=rows - (memory.free_rows() or 0),
             state_bytes=self._built.capacity.states.bytes,
+            shifts=self._loop.cellar.shifts,
+            rereads=dict(self._loop.cellar.rereads),
+            compacted=self._loop.compaction.moved,
         )
 
 

@@ -28,6 +28,7 @@ from typing import TypeVar
 import torch
 
 from kvcellar.engine.cellar import Cellar
+from kvcellar.engine.compaction import Compaction
 from kvcellar.engine.request import Line, Request, Stage
 from kvcellar.engine.runner import Runner
 from kvcellar.engine.scheduler import Scheduler
@@ -55,6 +56,7 @@ class Loop:
     ) -> None:
         """`over` is called on the engine's thread when everything else has ended."""
         self.cellar, self.scheduler, self._over = cellar, scheduler, over
+        self.compaction = Compaction(cellar.memory)
         self._context, self._threads = context, threads
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._under_way: dict[int, Request] = {}
@@ -171,8 +173,10 @@ class Loop:
             self._finish(reason)
 
     def _receive(self) -> None:
-        """Run what came in. Waits for something if there is nothing else to do."""
+        """Run what came in. If there is nothing else to do, compact memory until something comes, and wait for it."""
         idle = not self.scheduler.running and not self.scheduler.waiting
+        while idle and self._inbox.empty() and self.compaction.piece():
+            pass
         try:
             while True:
                 call = self._inbox.get(block=idle)
@@ -187,22 +191,21 @@ class Loop:
     def _make_room(self, line: Line) -> None:
         """A line that has filled the context forgets its oldest part behind what it keeps, to go on.
 
-        Whether memory can move what lies behind is the line's own affair: others make room for the keys that move. Else
-        the text would depend on who else is there.
+        Whether memory can move what lies behind depends on the line alone: other lines and sessions give up the cells
+        that are missing. Else the text would depend on what else runs.
         """
         span = line.excess(self._context)
-        assert span is not None, "a line without anything to forget should have ended"
         while line in self.scheduler.running:
             self.scheduler.at = line
             try:
-                if not self.cellar.shift(line, span):
-                    self.cellar.forget(line, span)
+                if (reason := self.cellar.shift(line, span)) is not None:
+                    self.cellar.forget(line, span, reason)
                 return
-            except CacheFull:
+            except CacheFull as full:
                 self.scheduler.at = None  # what fails next is an idle session's affair
                 if not self.cellar.reclaim() and not self.scheduler.send_back_youngest(line):
                     self.scheduler.at = line
-                    self.cellar.forget(line, span)
+                    self.cellar.forget(line, span, f"too few free cells in group {full.group}")
                     return
 
     def _turn(self) -> None:

@@ -129,8 +129,8 @@ class Line:
         """Would its last token stand behind the end of the context?"""
         return len(self.tokens) > context
 
-    def excess(self, context: int) -> Span | None:
-        """What to forget so that it can go on: half of what is behind what it keeps; None if that is nothing."""
+    def excess(self, context: int) -> Span:
+        """What to forget so that it can go on: half of what is behind what it keeps."""
         keep = self.request.params.num_keep
         return forgettable(context, len(self.request.prompt) if keep < 0 else keep)
 
@@ -183,7 +183,7 @@ class Line:
         self._tell(text, (token,), (logprob,) if logprob is not None else ())
         if self.output.met is not None:
             return "stop"
-        stuck = self.past(context) and (not params.shift or self.excess(context) is None)
+        stuck = self.past(context) and not params.shift
         return "length" if stuck or self.choice.produced == params.max_tokens else None
 
     def _tell(self, text: str, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> None:
@@ -200,10 +200,13 @@ class Line:
             self.request.conclude()
 
 
-def forgettable(context: int, keep: int) -> Span | None:
-    """What a text that fills the context forgets so that it can go on; None if nothing is behind what it keeps."""
-    count = (context - keep) // 2
-    return Span(keep, keep + count) if count > 0 else None
+def forgettable(context: int, keep: int) -> Span:
+    """What a text that fills the context forgets so that it can go on: half of what is behind the first `keep` tokens.
+
+    As in Ollama at least one token goes, so all but one of the context can be kept, and who asks for more gets that.
+    """
+    keep = min(keep, context - 1)
+    return Span(keep, keep + max(1, (context - keep) // 2))
 
 
 def fresh_seed() -> int:

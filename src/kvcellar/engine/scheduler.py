@@ -204,17 +204,15 @@ class Scheduler:
     def _fits(self, line: Line, step: _Step) -> bool:
         """Are there cells, in every group, for all its tokens and one more beside what the running lines still read?
 
-        A bounded layout is asked for what it holds between steps and one token: smaller steps are always possible. A
-        text that is longer than the context will be shifted on the way, which takes cells for the keys that move.
+        A bounded layout needs what it holds between steps and one token: smaller steps are always possible. A shift on
+        the way, of a text that is longer than the context, needs no more: keys can be turned in the cells they are in.
         """
         free = self._cellar.free()
         tokens = min(len(line.tokens) + 1, self._context)
         unknown = tokens - self._cellar.known(line)
-        span = line.excess(self._context) if len(line.tokens) > self._context else None
-        moving = self._context - span.end if span is not None else 0
         for name, layout in self._layouts.items():
             ahead = step.tokens + sum(self._still(other, layout, step) for other in self.running)
-            if min(unknown, layout.most_cells(tokens, 1)) + moving + ahead > free[name]:
+            if min(unknown, layout.most_cells(tokens, 1)) + ahead > free[name]:
                 return False
         return True
 

@@ -174,8 +174,10 @@ class Session:
     def _cut(self, whole: list[int], new: int, params: SamplingParams) -> list[int]:
         """`whole` as it is after the shifts that bring it within the context; its last `new` tokens all stay."""
         context, old = self._engine.model.context, len(whole) - new
-        span = forgettable(context, params.num_keep) if old else None
-        if len(whole) <= context or span is None or old <= span.start:
+        if len(whole) <= context or not old:  # a first turn may keep all of its prompt, and has nothing else
+            return whole
+        span = forgettable(context, params.num_keep)
+        if old <= span.start:
             return whole
         shifts = -(-(len(whole) - context) // len(span))
         return whole[: span.start] + whole[min(span.start + shifts * len(span), old) :]

@@ -66,12 +66,22 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What one group costs: its layout, and bytes by number of cells, of its planes and of an edit that is made."""
+    """What one group costs: its layout, and bytes by number of cells, of its planes and of an edit that is made.
+
+    `undo` are the bytes of a cell whose keys are turned in place, by a context shift for which too few cells are free.
+    """
 
     name: str
     layout: Layout
     bytes: Callable[[int], int]
     staging: Callable[[int], int]
+    undo: int = 0
+
+    def shifting(self, cells: int, context: int) -> int:
+        """Bytes that a context shift keeps to be undone, of a sequence that is alone in so many cells and fills the
+        context, at most: half of it moves, or all that a window holds."""
+        held = self.layout.most_cells(context, 0)
+        return self.undo * max(0, min(held, context - context // 2) - (cells - held))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +134,7 @@ class Capacity:
     cells: Mapping[str, int]
     by_group: Mapping[str, int]  # bytes of its planes, null cells and padding included
     states: RowShare
-    scratch: int  # bytes of a step
+    scratch: int  # bytes of a step, or of what a context shift keeps to be undone, whichever are more
     staging: int  # bytes of an edit
     budget: int
     tokens: int  # of all sequences together that fit, windows and chunks taken into account; all, if there are no cells
@@ -176,6 +186,9 @@ def resolve_capacity(
     sequences write; and the staging of one group is left for edits. Recurrent state, of `bytes_per_row` a sequence,
     comes first (`share_rows`). Without groups, tokens take nothing: a step may be as large as it is allowed to be.
 
+    A sequence that can fill the context can be shifted there, alone in memory: what that takes beside cells goes into
+    the bytes of a step, since the two never come together. If it does not fit, no sequence gets as long as the context.
+
     Raises `CapacityTooSmall`.
     """
     states = share_rows(bytes_per_row, budget=budget, because=because, max_sequences=max_sequences)
@@ -184,11 +197,12 @@ def resolve_capacity(
     def capacity(tokens: int, why: str) -> Capacity:
         cells = {d.name: min(tokens, max_sequences * d.layout.most_cells(context, 0) + step_tokens) for d in demands}
         longest = _longest(demands, cells, context)
+        shift = sum(d.shifting(cells[d.name], context) for d in demands) if longest == context else 0
         return Capacity(
             cells=cells,
             states=states,
             by_group={demand.name: demand.bytes(cells[demand.name]) for demand in demands},
-            scratch=scratch(longest, tokens, max_sequences),
+            scratch=max(scratch(longest, tokens, max_sequences), shift),
             staging=max((demand.staging(cells[demand.name]) for demand in demands), default=0),
             budget=budget,
             tokens=tokens,
@@ -198,7 +212,10 @@ def resolve_capacity(
     most = max_sequences * context + step_tokens
     if not demands:
         return _stepping(capacity(most, because))
-    low, high = 0, most
+    # From as many tokens on as let a sequence fill the context, a shift wants room, too: so more may fit where less do
+    # not, but not on either side of that border.
+    border = bisect_left(range(most), True, key=lambda n: all(d.layout.most_cells(context, 1) <= n for d in demands))
+    low, high = (border, most) if capacity(border, because).total <= budget else (0, max(0, border - 1))
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if capacity(middle, because).total <= budget else (low, middle - 1)

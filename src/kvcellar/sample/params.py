@@ -59,7 +59,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     shift: bool = False  # at the end of the context, forget the oldest part and go on, instead of ending with "length"
-    num_keep: int = 0  # with shift: tokens at the beginning that are never forgotten; -1: the whole prompt
+    # With shift: tokens at the beginning, BOS among them, that are never forgotten; -1: the whole prompt. All of the
+    # context but one at most.
+    num_keep: int = 0
 
     def __post_init__(self) -> None:
         self._whole("max_tokens", self.max_tokens, 1, 2**31 - 1, optional=True)

@@ -1,0 +1,140 @@
+"""fragmented: what attention takes over memory that has been in use for long, before and after compaction.
+
+Two memories are brought into the same state: they are full of many short sequences, which end one by one, in no order,
+while a few long ones grow in what they leave. One of the two is then compacted as an idle engine does it. A decoding
+step's attention is measured over both in turn.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from kvcellar.attention.choose import named
+from kvcellar.bench.network import Size
+from kvcellar.cache.layouts import Causal
+from kvcellar.cache.memory import Fragments, Group, Memory
+from kvcellar.contracts import Ask, Backend, Plane, Scoring
+from kvcellar.engine.compaction import Compaction
+from kvcellar.plan import Batch, Feed
+from kvcellar.spans import Span
+
+GROUP = "causal"
+SEQUENCES, TOKENS = 8, 1024  # that are there at the end, and what each of them has
+SHORT = (4, 9, 17, 30)  # tokens of those that were there before
+
+
+class Compacted(NamedTuple):
+    """One backend's attention in all layers of a step, in CPU milliseconds, and what compaction took."""
+
+    before: float
+    after: float
+    ratio: float  # median of before over after, round by round
+    runs_before: int
+    runs_after: int
+    cells: int  # of all sequences
+    moved: int
+    piece_ms: float  # CPU milliseconds of the longest piece: what a request that arrives waits for at most
+
+
+def fragmented(
+    size: Size, *, sequences: int = SEQUENCES, tokens: int = TOKENS, rounds: int = 30
+) -> dict[str, Compacted]:
+    """By the name of each backend that serves such a network in bfloat16."""
+    ask = Ask(size.query_heads, size.kv_heads, size.head_size, size.head_size, dtype="bfloat16", device="cpu")
+    found: dict[str, Compacted] = {}
+    for name in ("cpu", "sdpa"):
+        (backend,) = named(name)
+        if backend.refuse(ask) is None:
+            found[name] = _measured(size, backend, sequences, tokens, rounds)
+    return found
+
+
+def lines(found: dict[str, Compacted]) -> list[str]:
+    """A row of the table for each backend."""
+    return [
+        f"fragmented    {one.ratio:6.2f}x  {name}: {one.before:.2f} ms before and {one.after:.2f} ms after compaction; "
+        f"{one.cells} cells in {one.runs_before} runs, then in {one.runs_after}; {one.moved} moved, "
+        f"{one.piece_ms:.1f} ms the longest piece"
+        for name, one in found.items()
+    ]
+
+
+@torch.inference_mode()
+def _measured(size: Size, backend: Backend, sequences: int, tokens: int, rounds: int) -> Compacted:
+    scattered, tidy = (_used(size, backend, sequences, tokens) for _ in range(2))
+    before = scattered.fragments()[GROUP]
+    moved, piece_ms = _compact(tidy)
+    took: tuple[list[float], list[float]] = ([], [])
+    for turn in range(rounds + 1):
+        for memory, of_memory in zip((scattered, tidy), took, strict=True):
+            milliseconds = _attention(memory, size)
+            if turn:  # the first round warms up
+                of_memory.append(milliseconds)
+    ratio = statistics.median(a / b for a, b in zip(*took, strict=True))
+    after: Fragments = tidy.fragments()[GROUP]
+    return Compacted(
+        before=statistics.median(took[0]),
+        after=statistics.median(took[1]),
+        ratio=ratio,
+        runs_before=before.runs,
+        runs_after=after.runs,
+        cells=before.cells,
+        moved=moved,
+        piece_ms=piece_ms,
+    )
+
+
+def _used(size: Size, backend: Backend, sequences: int, tokens: int) -> Memory:
+    """A memory that was full; an eighth of its cells is free now. What is in the others is zeros."""
+    planes = (Plane("k", size.kv_heads, size.head_size), Plane("v", size.kv_heads, size.head_size))
+    group = Group(GROUP, Causal(), planes, tuple(range(size.layers)), no_shift=None)
+    cells = {GROUP: sequences * tokens * 8 // 7}
+    memory = Memory([group], cells=cells, dtype=torch.bfloat16, device="cpu", backend=backend)
+    draw, short = random.Random(1), list(range(sequences, sequences + cells[GROUP]))
+    for seq in short:
+        n = min(draw.choice(SHORT), memory.free()[GROUP])
+        if not n:
+            break
+        _grow(memory, [seq], n)
+    there = [seq for seq in short if memory.has(seq)]
+    draw.shuffle(there)
+    for _ in range(tokens):
+        while memory.free()[GROUP] < sequences:
+            memory.drop(there.pop())
+        _grow(memory, range(sequences), 1)
+    for seq in there:
+        memory.drop(seq)
+    return memory
+
+
+def _grow(memory: Memory, seqs: Sequence[int], tokens: int) -> None:
+    memory.begin(Batch(tuple(Feed(seq, Span(memory.length(seq), memory.length(seq) + tokens)) for seq in seqs)))
+    memory.commit()
+
+
+def _compact(memory: Memory) -> tuple[int, float]:
+    """Cells moved, and CPU milliseconds of the longest piece."""
+    compaction, longest = Compaction(memory), 0.0
+    while True:
+        start = time.process_time()
+        if not compaction.piece():
+            return compaction.moved, longest
+        longest = max(longest, 1000 * (time.process_time() - start))
+
+
+def _attention(memory: Memory, size: Size) -> float:
+    """CPU milliseconds of attention in all layers of a step of one token for each sequence."""
+    q = torch.ones(len(memory.sequences), size.query_heads, size.head_size, dtype=torch.bfloat16)  # [T,H,D]
+    scoring = Scoring(size.head_size**-0.5)
+    lengths = {seq: memory.length(seq) for seq in memory.sequences}
+    memory.begin(Batch(tuple(Feed(seq, Span(end, end + 1)) for seq, end in lengths.items())))
+    start = time.process_time()
+    for layer in range(size.layers):
+        memory.attend(layer, q, scoring)
+    took = 1000 * (time.process_time() - start)
+    memory.abandon()
+    return took

@@ -1,0 +1,108 @@
+"""What the caches of Ollama and llama.cpp do in small cases by numbers, where ours must agree: defragmentation, the
+removal of the middle of a full cache, what is forgotten when a context is full, and layouts that are empty."""
+
+import pytest
+import torch
+
+from kvcellar.attention.sdpa import Sdpa
+from kvcellar.cache.layouts import Causal
+from kvcellar.cache.memory import Group, Memory
+from kvcellar.contracts import Plane
+from kvcellar.engine.request import forgettable
+from kvcellar.plan import Batch, Feed
+from kvcellar.spans import Span
+from tests.cache.told import PLANES, Told
+from tests.laws.dumb import causal, member, shifting
+from tests.laws.player import Player
+from tests.laws.watch import Wishes
+
+
+@pytest.mark.parametrize(
+    ("context", "keep", "gone"),
+    [
+        (2048, 5, Span(5, 1026)),
+        (2048, 0, Span(0, 1024)),
+        (2048, 2047, Span(2047, 2048)),
+        (2048, 2048, Span(2047, 2048)),
+        (2048, 10**9, Span(2047, 2048)),
+        (2048, 2046, Span(2046, 2047)),
+        (1, 0, Span(0, 1)),
+        (1, 5, Span(0, 1)),
+    ],
+)
+def test_a_full_context_forgets_half_of_what_is_behind_what_it_keeps_and_at_least_one_token(
+    context, keep, gone
+) -> None:
+    assert forgettable(context, keep) == gone
+
+
+@pytest.mark.parametrize("budget", [1, 3, 100])
+def test_a_cache_with_holes_is_filled_from_the_front_and_every_token_is_where_its_sequence_says(budget: int) -> None:
+    told = Told(Sdpa(), 16, names=["full"])
+    for _ in range(4):
+        told.step(dict.fromkeys(range(4), 1))
+    for seq in (1, 3):
+        told.memory.drop(seq)
+        del told.tokens[seq]
+    while moved := told.memory.compact(budget):
+        assert moved <= budget
+        told.check()
+    assert (told.memory._held[0].cells.highest, told.runs(0)) == (8, 2)
+    told.step({7: 8})
+    assert len(told.memory._sequences.tables[7][0].runs) == 1, "what is free is one run"
+    told.check()
+
+
+def test_a_batch_goes_into_a_cache_whose_free_cells_lie_apart() -> None:
+    told = Told(Sdpa(), 16, names=["full"])
+    for _ in range(8):
+        told.step({0: 1, 1: 1})
+    told.memory.drop(1)
+    del told.tokens[1]
+    told.step({2: 8})
+    told.check()
+    assert told.memory.free() == {"full": 0}
+
+
+@pytest.mark.parametrize("gone", [Span(2, 4), Span(0, 1), Span(0, 15), Span(8, 12)])
+@pytest.mark.parametrize("wishes", [Wishes(), Wishes("transposed", 256)])
+def test_the_middle_of_one_sequence_can_be_removed_when_no_cell_is_free(gone: Span, wishes: Wishes) -> None:
+    player = Player([shifting(member("full", causal(), [0, 5], (4, 2), 16, 24), turns=True)], [16], wishes=wishes)
+    for _ in range(4):
+        player.step(player.batch({0: 4}))
+    assert player.memory.free() == {"full": 0}
+    player.remove(0, gone)
+    assert player.memory.free() == {"full": len(gone)}
+    player.check()
+    player.step(player.batch({0: len(gone)}))
+    player.check()
+
+
+def test_a_plain_group_has_no_padding_and_no_arrangement_whatever_the_backend_asks_for() -> None:
+    group = Group("plain", Causal(), PLANES, (0,), plain=True)
+    memory = Memory([group], cells={"plain": 5}, dtype=torch.float32, device="cpu", backend=Wishes("transposed", 256))
+    stored = memory._held[0].pool.stored(0, "k")
+    assert (stored.arrangement, tuple(stored.codes.shape)) == ("token", (6, 2, 4))
+
+
+NO_LAYERS = Group("none", Causal(), (Plane("k", 1, 4), Plane("v", 1, 4)), (), no_shift=None)
+
+
+@pytest.mark.parametrize("groups", [(), (NO_LAYERS,)], ids=["no groups", "a group without layers"])
+def test_a_memory_of_nothing_still_counts_tokens(groups) -> None:
+    memory = Memory(groups, cells={"none": 9}, dtype=torch.float32, device="cpu", backend=Sdpa())
+    for start in (0, 3):
+        memory.begin(Batch((Feed(0, Span(start, start + 3)),)))
+        memory.commit({0: 3 - start // 3})
+    assert memory.length(0) == 5
+    assert memory.fork(0, 1, 4) == 4
+    assert memory.remove(1, Span(1, 3)) == 2
+    assert memory.remove(0, Span(4, 5)) == 4
+    memory.check()
+    memory.drop(1)
+    for name in memory.free():
+        assert memory.piece(name) > 0
+        assert memory.compact(4, name) == 0
+    assert (memory.compact(4), memory.bytes, memory.length(0), memory.length(1)) == (0, 0, 4, 0)
+    memory.clear()
+    assert memory.free() == memory.capacity()

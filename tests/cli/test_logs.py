@@ -131,7 +131,7 @@ class Served(FakeEngine):
 def one_request(monkeypatch, path: str) -> Iterator[None]:
     """`kvcellar serve` on an engine without a model, which ends after one request of each kind."""
 
-    def run(engine, settings, *, listener, ready):
+    def run(engine, settings, *, listener, ready, signalled):
         with Server(engine, settings, listener=listener) as server, httpx.Client(base_url=server.url) as client:
             ready(server.url)
             asked = {"model": engine.model.name, "prompt": "my secret prompt", "max_tokens": 4}

@@ -32,14 +32,16 @@ class BadRequest(KvcellarError, ValueError):
 
 
 class PromptTooLong(BadRequest):
-    """The prompt alone is more than the model, or all of its memory, can hold."""
+    """The prompt alone is more than the model, or all of its memory, can hold. It has `tokens` tokens; with `at_least`
+    it may have more, and was not tokenized: its length says that there are as many."""
 
-    def __init__(self, tokens: int, limit: int, limited_by: str) -> None:
+    def __init__(self, tokens: int, limit: int, limited_by: str, *, at_least: bool = False) -> None:
+        count = f"at least {tokens}" if at_least else tokens
         super().__init__(
-            f"the prompt has {tokens} tokens; {limited_by} allows {limit}. Shorten the prompt, or raise that limit.",
+            f"the prompt has {count} tokens; {limited_by} allows {limit}. Shorten the prompt, or raise that limit.",
             "prompt",
         )
-        self.tokens, self.limit = tokens, limit
+        self.tokens, self.limit, self.at_least = tokens, limit, at_least
 
 
 class TemplateFailed(BadRequest):

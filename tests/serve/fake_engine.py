@@ -103,10 +103,12 @@ class FakeEngine:
         self._thread = threading.Thread(target=self._work, name="fake-engine")
         self._thread.start()
 
-    def encode(self, text: str, *, special: bool | None = None) -> list[int]:
+    def encode(self, text: str, *, special: bool | None = None, limit: int | None = None) -> list[int]:
         """A tokenizer that puts nothing around a text, unless it is told to: then a byte 1 in front."""
         if not self.model.has_text:
             raise BadRequest("this model has no tokenizer; send token ids", "prompt")
+        if limit is not None and len(text) > limit:
+            raise PromptTooLong(len(text), limit, "the model's context")
         return [1] * (special is True) + list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -119,13 +121,14 @@ class FakeEngine:
         variables: Mapping[str, Any] | None = None,
         effort: str | None = None,
         add_generation_prompt: bool = True,
+        limit: int | None = None,
     ) -> list[int]:
         if not self.model.has_chat:
             raise BadRequest("this model has no chat template", "messages")
         if messages[0]["role"] == "assistant":
             raise TemplateFailed("the first turn must be the user's", "messages")
         self.rendered.append({"variables": variables, "effort": effort, "add_generation_prompt": add_generation_prompt})
-        return self.encode("".join(map(_turn, checked(messages, Caps()))))
+        return self.encode("".join(map(_turn, checked(messages, Caps()))), limit=limit)
 
     def submit(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, deliver: Callable[[Event], None]

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvcellar.serve.body import parse_object
 from kvcellar.serve.failures import ApiError, printable
+from kvcellar.serve.reader import Limits
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts
@@ -15,9 +16,16 @@ values = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dic
 objects = st.dictionaries(texts, values, max_size=4)
 
 
+LIMITS = Limits(context=300_000, items=300_000, values=300_000, containers=300_000)
+
+
+def parsed(raw: bytes, limits: Limits = LIMITS) -> dict[str, object]:
+    return parse_object(raw, limits)
+
+
 @given(objects, st.booleans())
 def test_what_json_wrote_is_what_is_read(value, ascii_only):
-    assert parse_object(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
+    assert parsed(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
 
 
 @given(
@@ -31,7 +39,7 @@ def test_any_bytes_are_read_or_refused(start, end):
 
 def read(raw: bytes) -> dict[str, object] | ApiError:
     try:
-        return parse_object(raw)
+        return parsed(raw)
     except ApiError as error:
         return error
 
@@ -40,13 +48,13 @@ def read(raw: bytes) -> dict[str, object] | ApiError:
 def test_a_key_is_there_once(key, first, second):
     pair = f"{json.dumps(key)}:{json.dumps(first)},{json.dumps(key, ensure_ascii=False)}:{json.dumps(second)}"
     with pytest.raises(ApiError, match="twice"):
-        parse_object(f'{{"a":[{{{pair}}}]}}'.encode())
+        parsed(f'{{"a":[{{{pair}}}]}}'.encode())
 
 
 def test_a_key_that_is_there_twice_is_found_in_linear_time():
     keys = ",".join(f'"{i}":0' for i in range(200_000))
     with pytest.raises(ApiError, match="twice"):
-        parse_object(f'{{{keys},"199999":0}}'.encode())
+        parsed(f'{{{keys},"199999":0}}'.encode())
 
 
 @given(st.text(max_size=300), st.integers(1, 50))

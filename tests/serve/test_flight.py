@@ -53,7 +53,7 @@ def fly(play, *, prompts=1, limit=100, engine=None):
 
     async def trip():
         with Flight(engine, limit) as flight:
-            await flight.launch([[1]] * prompts, SamplingParams())
+            await asyncio.to_thread(flight.launch, [[1]] * prompts, SamplingParams())
             await play(flight, engine)
 
     asyncio.run(trip())
@@ -194,7 +194,7 @@ def test_takers_of_long_queues_let_each_other_have_their_turn():
 
     async def take(name, engine, together):
         with Flight(engine, 8) as flight:
-            await flight.launch([[1]], SamplingParams())
+            await asyncio.to_thread(flight.launch, [[1]], SamplingParams())
             for number in range(1000):
                 engine.deliver[-1](piece(number))
             engine.deliver[-1](DONE)
@@ -234,7 +234,7 @@ def test_a_run_that_is_just_being_submitted_when_everybody_leaves_is_cancelled_t
     async def trip():
         async def fly_alone():
             with Flight(engine, 100) as flight:
-                await flight.launch([[1]] * prompts, SamplingParams())
+                await asyncio.to_thread(flight.launch, [[1]] * prompts, SamplingParams())
 
         task = asyncio.create_task(fly_alone())
         await asyncio.to_thread(entered.wait, 10)
@@ -262,7 +262,7 @@ def test_a_failure_while_others_are_being_submitted_cancels_all_of_them():
 
     async def trip():
         with Flight(engine, 100) as flight:
-            launching = asyncio.create_task(flight.launch([[1]] * 4, SamplingParams()))
+            launching = asyncio.create_task(asyncio.to_thread(flight.launch, [[1]] * 4, SamplingParams()))
             await asyncio.to_thread(entered.wait, 10)
             engine.deliver[0](Failed(failure))
             await settle()

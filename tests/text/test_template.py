@@ -167,7 +167,7 @@ def test_characters_for_private_use_stay_the_clients() -> None:
 @given(st.lists(st.text("ab<|>", min_size=1, max_size=5), max_size=8), st.text("ab<|>AB ", max_size=30))
 def test_marks_are_in_every_control_token_and_split_off_again(control: list[str], text: str) -> None:
     mark = unused([text])
-    marked = Marker(control).marked(text, mark)
+    marked = Marker(control, 1000).marked(text, mark)
     assert unmarked(marked, mark)[0] == text
     longest_first = sorted(control, key=len, reverse=True)
     found = re.finditer("|".join(map(re.escape, longest_first)) or "(?!)", text, re.IGNORECASE)

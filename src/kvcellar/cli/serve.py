@@ -1,5 +1,6 @@
 """serve: a model over HTTP."""
 
+import gc
 import logging
 import os
 from functools import partial
@@ -84,6 +85,8 @@ def command(
         with ending, _loaded(model, quiet=quiet or log_format == "json", **options) as engine:
             name = engine.model.name
             say(f"{name}: {engine.capacity()}")
+            gc.collect()
+            gc.freeze()  # else requests set off collections that go through all objects of torch and transformers
 
             def ready(url: str) -> None:
                 say(f"Serving {name} at {url}/v1")

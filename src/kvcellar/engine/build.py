@@ -19,11 +19,20 @@ from kvcellar.engine.cellar import Cellar
 from kvcellar.engine.depends import measures_of
 from kvcellar.engine.loop import Loop
 from kvcellar.engine.measures import Measures
+from kvcellar.engine.prompts import Prompts
 from kvcellar.engine.request import Line, Request
 from kvcellar.engine.reserve import check_room, prove, scratch
 from kvcellar.engine.runner import Runner
 from kvcellar.engine.scheduler import Scheduler
-from kvcellar.engine.settings import SHARE_OF_FREE, Capacity, Demand, Settings, free_cpu_bytes, resolve_capacity
+from kvcellar.engine.settings import (
+    SHARE_OF_FREE,
+    Capacity,
+    Demand,
+    Settings,
+    free_cpu_bytes,
+    resolve_capacity,
+    text_bytes_of,
+)
 from kvcellar.engine.voice import Voice
 from kvcellar.errors import BadRequest, CapacityTooSmall, ModelRefused, PromptTooLong
 from kvcellar.models.facts import context_of, context_reason, embedding_rows, padding_token
@@ -59,6 +68,7 @@ class Built:
     vocab_size: int
     padding: int | None  # the token that is no text, in models that pass over it when they count positions
     voice: Voice
+    prompts: Prompts
     loop: Loop
     runner: Runner
 
@@ -184,7 +194,7 @@ def _wired(loaded: Loaded, packing: Packing | None, guest: Guest, settings: Sett
     sequences = capacity.states.sequences
     if guest.device.type == "cuda":
         prove(guest, memory, context=context, max_sequences=sequences, step_tokens=settings.step_tokens)
-    states = capacity.states
+    states, text_bytes = capacity.states, text_bytes_of(settings, context)
     cellar = Cellar(memory, resting=states.captures if states.rows else None, borders=states.most_captures)
     layouts = {group.name: group.layout for group in memory.groups}
     scheduler = Scheduler(cellar, layouts, context=context, max_sequences=sequences, step_tokens=settings.step_tokens)
@@ -201,7 +211,8 @@ def _wired(loaded: Loaded, packing: Packing | None, guest: Guest, settings: Sett
         context=context,
         vocab_size=_vocabulary(network),
         padding=padding_token(network),
-        voice=Voice(loaded.text, loaded.without_text, loaded.end_ids),
+        voice=Voice(loaded.text, loaded.without_text, loaded.end_ids, context=context, text_bytes=text_bytes // 2),
+        prompts=Prompts(text_bytes - text_bytes // 2),
         loop=loop,
         runner=runner,
     )

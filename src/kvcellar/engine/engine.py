@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +20,7 @@ from kvcellar.engine.request import Request, fresh_seed
 from kvcellar.engine.result import Collector, Result, Ticket
 from kvcellar.engine.settings import Settings
 from kvcellar.engine.stream import Stream
-from kvcellar.errors import BadRequest, Overloaded, PromptTooLong
+from kvcellar.errors import BadRequest, Overloaded, PromptTooLong, shown
 from kvcellar.events import Event
 from kvcellar.progress import Progress, listening
 from kvcellar.sample.params import SamplingParams, asked, check_ids
@@ -151,16 +152,17 @@ class Engine:
 
     # -- text ---------------------------------------------------------------------------------------------------
 
-    def encode(self, text: str, *, special: bool | None = None) -> list[int]:
-        """Token ids of a text. Raises `BadRequest` without a tokenizer.
+    def encode(self, text: str, *, special: bool | None = None, limit: int | None = None) -> list[int]:
+        """Token ids of a text. Raises `BadRequest` without a tokenizer, and for more text than `text_bytes` are for.
 
-        `special`: with what the tokenizer puts around a text (None: as the model wants it).
+        `special`: with what the tokenizer puts around a text (None: as the model wants it). `limit`: raise
+        `PromptTooLong` for more tokens, without tokenizing where the length of the text says that there must be.
         """
-        return self._built.voice.encode(text, special=special)
+        return self._built.voice.encode(text, special=special, limit=limit)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids. Raises `BadRequest` for what is no id of this model."""
-        return self._built.voice.decode([self._token(token, "ids") for token in ids])
+        return self._built.voice.decode(self._tokens(ids, "ids"))
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token adds to a text; they may be a part of a character."""
@@ -173,14 +175,16 @@ class Engine:
         variables: Mapping[str, Any] | None = None,
         effort: str | None = None,
         add_generation_prompt: bool = True,
+        limit: int | None = None,
     ) -> list[int]:
-        """Token ids of a conversation, ready for the model's answer. Raises `BadRequest`, `TemplateFailed`.
+        """Token ids of a conversation, ready for the model's answer. Raises `BadRequest`, `TemplateFailed`, and
+        `PromptTooLong` for more than `limit`.
 
         `variables` are read by the chat template (`enable_thinking`, for one), `effort` is how much the model should
         reason, in OpenAI's words ("none" to "xhigh"). Either has no effect where the template does not read it.
         """
         options = {"variables": variables, "effort": effort, "add_generation_prompt": add_generation_prompt}
-        return self._built.voice.render(messages, **options)
+        return self._built.voice.render(messages, limit=limit, **options)
 
     # -- asking -------------------------------------------------------------------------------------------------
 
@@ -206,7 +210,14 @@ class Engine:
             raise Overloaded(f"{self._loop.backlog} requests are waiting already; try again later")
         seed = params.seed if params.seed is not None else fresh_seed()
         request = Request(prompt, params, deliver, session, places)
-        self._loop.submit(request, self._built.line(request, seed))
+        size = self._built.prompts.take(len(prompt), params.n)
+        try:
+            line = self._built.line(request, seed)
+            request.ended = partial(self._built.prompts.give, size)
+            self._loop.submit(request, line)
+        except BaseException:
+            self._built.prompts.give(size)
+            raise
         return Ticket(lambda: self._loop.cancel(request), lambda: request.admitted is not None)
 
     @overload
@@ -240,7 +251,7 @@ class Engine:
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> Result:
         """The assistant's next message of a conversation."""
-        return self._wait(self.render(messages), self.params(**sampling))
+        return self._wait(self.render(messages, limit=self.model.context), self.params(**sampling))
 
     def session(self, *, chat: bool = True) -> "Session":
         """A conversation whose memory stays: each `send` reads only what is new.
@@ -319,21 +330,33 @@ class Engine:
             return False
         return True
 
-    def _ids(self, prompt: Prompt) -> list[int]:
+    def _ids(self, prompt: Prompt) -> Sequence[int]:
         if isinstance(prompt, str):
             if not prompt:
                 raise BadRequest("the prompt is empty; at least one character is needed", "prompt")
-            return self.encode(prompt)
+            return self.encode(prompt, limit=self.model.context)
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
             raise BadRequest(f"a prompt is text or a list of token ids, not {type(prompt).__name__}", "prompt")
-        return list(prompt)
+        return prompt
+
+    def _tokens(self, ids: Sequence[Any], param: str = "prompt") -> tuple[int, ...]:
+        """Token ids as plain ints: in a few passes in C, as they may be many. One by one only if something is wrong."""
+        if not len(ids):
+            return ()
+        try:
+            numbers = tuple(map(operator.index, ids))
+            if bool not in set(map(type, ids)) and min(numbers) >= 0 and max(numbers) < self.model.vocab_size:
+                return numbers
+        except TypeError:
+            pass  # one of them is no number; which one is said below
+        return tuple(self._token(token, param) for token in ids)
 
     def _token(self, token: Any, param: str = "prompt") -> int:
         """A token id as a plain int; anything that Python can use as an index may be one, numpy's integers too."""
         number = _whole(token)
         if not 0 <= number < self.model.vocab_size:
             most = self.model.vocab_size - 1
-            raise BadRequest(f"{token!r} is not a token id of this model; they are 0 to {most}", param)
+            raise BadRequest(f"{shown(token)} is not a token id of this model; they are 0 to {most}", param)
         return number
 
     def _checked(self, prompt_ids: Sequence[int], params: SamplingParams) -> tuple[int, ...]:
@@ -342,7 +365,7 @@ class Engine:
             raise BadRequest("the prompt is empty; at least one token is needed", "prompt")
         if len(prompt_ids) > self.model.context:
             raise PromptTooLong(len(prompt_ids), self.model.context, "the model's context")
-        prompt = tuple(self._token(token) for token in prompt_ids)
+        prompt = self._tokens(prompt_ids)
         self._built.check_text(prompt)
         check_ids(params, self.model.vocab_size)
         self._built.check_answers(params.n)
@@ -422,7 +445,7 @@ def _places(borders: Sequence[Any], end: int) -> tuple[int, ...]:
     """Borders as positions of a prompt that ends there, or `BadRequest`."""
     places = tuple(_whole(border) for border in borders)
     if list(places) != sorted(places) or any(not 0 <= place <= end for place in places):
-        raise BadRequest(f"borders are positions of the prompt, 0 to {end}, in order; not {borders!r}", "borders")
+        raise BadRequest(f"borders are positions of the prompt, 0 to {end}, in order; not {shown(borders)}", "borders")
     return places
 
 

@@ -55,6 +55,7 @@ class Request:
     lines: list["Line"] = field(default_factory=list["Line"])
     cached: int = 0
     over: bool = False
+    ended: Callable[[], None] | None = None  # called once, when it is over
     deaf: bool = False  # `deliver` raised: nobody listens any more, and the loop will cancel it
     submitted: float = field(default_factory=time.perf_counter)
     admitted: float | None = None
@@ -75,12 +76,18 @@ class Request:
     def fail(self, error: Exception) -> None:
         """The last thing this request hears."""
         self.tell(Failed(error))
-        self.over = True
+        self._end()
 
     def conclude(self) -> None:
         """Tell that all lines are done, once."""
         self.tell(Done(self.usage(), self.timings()))
+        self._end()
+
+    def _end(self) -> None:
         self.over = True
+        ended, self.ended = self.ended, None
+        if ended is not None:
+            ended()
 
     def usage(self) -> Usage:
         return Usage(len(self.prompt), self.cached, sum(line.choice.produced for line in self.lines))

@@ -163,7 +163,8 @@ class Session:
     def _continued(self, text: str | Sequence[int], params: SamplingParams) -> _Asked:
         """All tokens with those of `text`. `num_keep` -1 keeps the prompt of the first turn."""
         if isinstance(text, str):
-            new = self._engine.encode(text, special=False if self.tokens else None)  # what opens a text opens it once
+            special = False if self.tokens else None  # what opens a text opens it once
+            new = self._engine.encode(text, special=special, limit=self._engine.model.context)
         else:
             new = self._engine._ids(text)
         if params.num_keep < 0 and self._turns:
@@ -188,7 +189,7 @@ class Session:
             raise BadRequest("the turns of a chat are texts; open a session with chat=False for token ids", "prompt")
         messages = [*self.messages, {"role": "user", "content": text}]
         forgotten = self._forgotten
-        prompt = self._engine.render(messages[forgotten:])
+        prompt = self._engine.render(messages[forgotten:], limit=None if params.shift else self._engine.model.context)
         if params.shift and len(prompt) > self._engine.model.context:
             starts = range(forgotten + 2, len(messages), 2)  # a user's message is followed by its answer
             half = self._engine.model.context // 2

@@ -10,9 +10,14 @@ from typing import Literal
 
 from kvcellar.contracts import Layout, StoredAs
 from kvcellar.errors import BadRequest, CapacityTooSmall
+from kvcellar.text.room import SHORT, bytes_for
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 MOST_CAPTURES = 1024  # states kept to go back to
+BYTES_PER_TOKEN = 8  # of text; twice as many as texts commonly have
+USUAL_TEXT = 256 * 2**10  # bytes of a text that any engine should be able to tokenize
+LEAST_TEXT_BYTES = 2 * bytes_for(SHORT)
+MOST_TEXT_BYTES = 4 * 2**30  # unless more is asked for
 SHARE_OF_FREE = {"cpu": 0.3, "cuda": 0.85}  # a CPU's memory is also everybody else's
 
 
@@ -36,6 +41,7 @@ class Settings:
     max_sequences: int = 64  # answers being written at once
     step_tokens: int = 512  # new tokens in one step
     max_waiting: int = 512  # requests that wait for admission
+    text_bytes: int | None = None  # of the CPU's memory, half for tokenizing, half for prompts; None: by the context
     attention: str | None = None  # an attention backend by name; None: the first that can
     threads: int | None = None  # torch's CPU threads; None: leave them as they are
     kv_dtype: str | None = None  # like int8 or k=int8+hadamard,v=int4 (`StoredAs.parse`); None: as the model computes
@@ -55,13 +61,20 @@ class Settings:
             StoredAs.parse(self.kv_dtype)
         for name, least in (("max_sequences", 1), ("step_tokens", 1), ("max_waiting", 1)):
             self._whole(name, getattr(self, name), least)
-        for name in ("cache_bytes", "context", "threads"):
+        for name, least in (("cache_bytes", 1), ("context", 1), ("threads", 1), ("text_bytes", LEAST_TEXT_BYTES)):
             if getattr(self, name) is not None:
-                self._whole(name, getattr(self, name), 1)
+                self._whole(name, getattr(self, name), least)
 
     def _whole(self, name: str, value: object, least: int) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
             raise BadRequest(f"{name} must be a whole number of at least {least}, not {value!r}", name)
+
+
+def text_bytes_of(settings: Settings, context: int) -> int:
+    """Memory for texts: as was set, or enough to tokenize a prompt that fills the context with `BYTES_PER_TOKEN`."""
+    if settings.text_bytes is not None:
+        return settings.text_bytes
+    return min(MOST_TEXT_BYTES, 2 * bytes_for(max(USUAL_TEXT, BYTES_PER_TOKEN * context)))
 
 
 @dataclass(frozen=True, slots=True)

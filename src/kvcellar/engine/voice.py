@@ -1,28 +1,38 @@
 """voice: the model's words: text to ids and back, conversations, and the text of answers. Or why there are none."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvcellar.errors import BadRequest
 from kvcellar.models.load import TextAssets
 from kvcellar.text.output import Output
+from kvcellar.text.room import longest_text
+from kvcellar.text.sandbox import Caps
 from kvcellar.text.stops import Stops
 from kvcellar.text.stream import open_stream
 from kvcellar.text.template import ChatTemplate
 from kvcellar.text.tokens import Words
 
+LEAST_MESSAGE_CHARS = 2**20
+SPARE = 4  # messages may have so many times the text that fits the context, as templates leave some out (reasoning)
+
 
 class Voice:
     """Safe to use from several threads."""
 
-    def __init__(self, assets: TextAssets | None, why_not: str, end_ids: frozenset[int]) -> None:
+    def __init__(
+        self, assets: TextAssets | None, why_not: str, end_ids: frozenset[int], *, context: int, text_bytes: int
+    ) -> None:
+        """`text_bytes` of memory are for tokenizing."""
         self._words: Words | None = None
         self._template: ChatTemplate | None = None
         self._why_not = why_not
         if assets is not None:
-            self._words = Words(assets.tokenizer, end_ids=end_ids, special_tokens=assets.special)
+            most = longest_text(text_bytes)
+            self._words = Words(assets.tokenizer, end_ids=end_ids, special_tokens=assets.special, most_bytes=most)
             if assets.chat_template is not None:
-                self._template = ChatTemplate(assets.chat_template, self._words)
+                self._template = ChatTemplate(assets.chat_template, self._words, _caps(self._words, context))
 
     @property
     def has_text(self) -> bool:
@@ -32,18 +42,18 @@ class Voice:
     def has_chat(self) -> bool:
         return self._template is not None
 
-    def encode(self, text: str, *, special: bool | None = None) -> list[int]:
-        return self._known().encode(text, special=special)
+    def encode(self, text: str, *, special: bool | None = None, limit: int | None = None) -> list[int]:
+        return self._known().encode(text, special=special, limit=limit)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._known().decode(ids)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+    def render(self, messages: Sequence[Mapping[str, Any]], *, limit: int | None = None, **options: Any) -> list[int]:
         """`options` are those of `ChatTemplate.render`."""
         words = self._known()
         if self._template is None:
             raise BadRequest("this model has no chat template; give it a prompt instead of messages", "messages")
-        return self._template.render(messages, **options).encode(words)
+        return self._template.render(messages, **options).encode(words, limit=limit)
 
     def output(self, stops: Stops, prompt: Sequence[int]) -> Output:
         """The text of one answer: what is to be written behind the prompt's text."""
@@ -64,3 +74,12 @@ class Voice:
                 "prompt",
             )
         return self._words
+
+
+def _caps(words: Words, context: int) -> Caps:
+    """What a conversation may cost, given how much text could be of use."""
+    caps = Caps()
+    if words.reach.characters is None:
+        return caps
+    useful = max(LEAST_MESSAGE_CHARS, SPARE * context * words.reach.characters)
+    return replace(caps, message_chars=min(caps.message_chars, useful))

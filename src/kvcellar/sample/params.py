@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from kvcellar.errors import BadRequest
+from kvcellar.errors import BadRequest, shown
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
@@ -19,6 +19,8 @@ MAX_NGRAM = 64  # tokens of an n-gram, and of a sequence that is forbidden or bi
 MAX_SEQUENCES = 4096  # that are forbidden, or biased
 MAX_IDS = 2**16  # tokens that are suppressed
 MAX_SEQUENCE_BIAS = 1e4
+MAX_STOP_IDS = 4096
+MAX_BIASES = 2**14  # each costs something in every step, for everybody in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,14 +99,16 @@ class SamplingParams:
     def _stops(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stop, list | tuple):
-            raise BadRequest(f"stop must be strings, not {stop!r}", "stop")
+            raise BadRequest(f"stop must be strings, not {shown(stop)}", "stop")
         if len(stop) > MAX_STOPS:
             raise BadRequest(f"stop has {len(stop)} strings; {MAX_STOPS} are allowed", "stop")
         for text in stop:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
                 raise BadRequest(f"every stop string needs 1 to {MAX_STOP_CHARS} characters", "stop")
         if not isinstance(self.stop_token_ids, list | tuple):
-            raise BadRequest(f"stop_token_ids must be token ids, not {self.stop_token_ids!r}", "stop_token_ids")
+            raise BadRequest(f"stop_token_ids must be token ids, not {shown(self.stop_token_ids)}", "stop_token_ids")
+        if (count := len(self.stop_token_ids)) > MAX_STOP_IDS:
+            raise BadRequest(f"stop_token_ids has {count} ids; {MAX_STOP_IDS} are allowed", "stop_token_ids")
         for token in self.stop_token_ids:
             self._whole("stop_token_ids", token, 0, 2**31 - 1)
         object.__setattr__(self, "stop", tuple(stop))
@@ -114,7 +118,9 @@ class SamplingParams:
 
     def _biases(self) -> None:
         if not isinstance(self.logit_bias, Mapping):
-            raise BadRequest(f"logit_bias must map token ids to numbers, not {self.logit_bias!r}", "logit_bias")
+            raise BadRequest(f"logit_bias must map token ids to numbers, not {shown(self.logit_bias)}", "logit_bias")
+        if (count := len(self.logit_bias)) > MAX_BIASES:
+            raise BadRequest(f"logit_bias has {count} entries; {MAX_BIASES} are allowed", "logit_bias")
         for token, bias in self.logit_bias.items():
             self._whole("logit_bias", token, 0, 2**31 - 1)
             self._real("logit_bias", bias, -100.0, 100.0)
@@ -160,13 +166,13 @@ class SamplingParams:
         if optional and value is None:
             return
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise BadRequest(f"{name} must be a whole number from {low} to {high}, not {value!r}", name)
+            raise BadRequest(f"{name} must be a whole number from {low} to {high}, not {shown(value)}", name)
 
     def _real(self, name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
         ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if not ok or not low <= value <= high or (above and value == low):  # type: ignore[operator]
             border = "above" if above else "from"
-            raise BadRequest(f"{name} must be a finite number {border} {low:g} to {high:g}, not {value!r}", name)
+            raise BadRequest(f"{name} must be a finite number {border} {low:g} to {high:g}, not {shown(value)}", name)
 
 
 def _is_pair(value: object) -> bool:

@@ -8,7 +8,7 @@ Beside OpenAI's fields a choice has `stop_reason` (the stop string that was met,
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 from uuid import uuid4
@@ -88,7 +88,9 @@ class Shape(Protocol):
 
     def part(self, text: str | None) -> Json: ...
     def whole(self, text: str) -> Json: ...
-    def logprobs(self, entries: Sequence[TokenLogprob], offsets: Sequence[int], spelling: Spelling) -> Json: ...
+    def logprobs(self, entries: Sequence[TokenLogprob], offsets: Sequence[int], spelling: Spelling) -> Json:
+        """With iterators for lists that are as long as the answer: they are written piece by piece."""
+        ...
 
 
 class ChatShape:
@@ -109,7 +111,7 @@ class ChatShape:
         def one(token: int, logprob: float) -> Json:
             return {"token": spelling.text(token), "logprob": _finite(logprob), "bytes": spelling.utf8(token)}
 
-        content = [one(e.token_id, e.logprob) | {"top_logprobs": [one(*top) for top in e.top]} for e in entries]
+        content = (one(e.token_id, e.logprob) | {"top_logprobs": [one(*top) for top in e.top]} for e in entries)
         return {"content": content, "refusal": None}
 
 
@@ -129,10 +131,10 @@ class CompletionShape:
 
     def logprobs(self, entries: Sequence[TokenLogprob], offsets: Sequence[int], spelling: Spelling) -> Json:
         return {
-            "tokens": [spelling.text(entry.token_id) for entry in entries],
-            "token_logprobs": [_finite(entry.logprob) for entry in entries],
-            "top_logprobs": [self._top(entry, spelling) for entry in entries],
-            "text_offset": list(offsets),
+            "tokens": (spelling.text(entry.token_id) for entry in entries),
+            "token_logprobs": (_finite(entry.logprob) for entry in entries),
+            "top_logprobs": (self._top(entry, spelling) for entry in entries),
+            "text_offset": iter(offsets),
         }
 
     def _top(self, entry: TokenLogprob, spelling: Spelling) -> dict[str, float]:
@@ -150,7 +152,7 @@ class Scribe:
         self._job = job
         self._shape = shape
         self._spelling = Spelling(engine, job.tokens_as_ids)
-        self._lines = [Line(index) for index in range(len(job.prompts) * job.params.n)]
+        self._lines = [Line(index) for index in range(len(job.prompt_tokens) * job.params.n)]
         self._done: list[Done] = []
         self._head: Json = {
             "id": shape.prefix + uuid4().hex,
@@ -173,10 +175,10 @@ class Scribe:
         choices = [self._whole(line) for line in self._lines]
         return self._record(self._shape.kind, choices) | {"usage": self._usage(), "timings": self._timings()}
 
-    def opening(self) -> list[Json]:
+    def opening(self) -> Iterator[Json]:
         """The chunks before the first text."""
         first = self._shape.opening()
-        return [] if first is None else [self._chunk(line, first) for line in self._lines]
+        return iter(()) if first is None else (self._chunk(line, first) for line in self._lines)
 
     def chunks(self, batch: Sequence[tuple[int, Event]]) -> list[Json]:
         """The chunks that tell of `batch`; after the last `Done`, if it was asked for, the one with the usage."""
@@ -191,7 +193,7 @@ class Scribe:
                     told.append(self._chunk(line, self._shape.part(None) | self._ending(line)))
                 case _:
                     continue
-        if self._job.include_usage and len(self._done) == len(self._job.prompts):
+        if self._job.include_usage and len(self._done) == len(self._job.prompt_tokens):
             last = self._record(self._shape.chunk_kind, [])
             told.append(last | {"usage": self._usage(), "timings": self._timings()})
         return told
@@ -218,7 +220,7 @@ class Scribe:
 
     def _usage_so_far(self, line: Line) -> Json:
         """Of one choice, without `prompt_tokens_details`: what came from memory is known at the end."""
-        prompt = len(self._job.prompts[line.index // self._job.params.n])
+        prompt = self._job.prompt_tokens[line.index // self._job.params.n]
         return {"prompt_tokens": prompt, "completion_tokens": line.written, "total_tokens": prompt + line.written}
 
     def _whole(self, line: Line) -> Json:
@@ -226,7 +228,7 @@ class Scribe:
         if self._job.params.logprobs is not None:
             choice["logprobs"] = self._shape.logprobs(line.logprobs, line.offsets, self._spelling)
         if self._job.token_ids:
-            choice["token_ids"] = line.token_ids
+            choice["token_ids"] = iter(line.token_ids)
         return choice
 
     def _ending(self, line: Line) -> Json:

@@ -10,13 +10,15 @@ from starlette.routing import Route
 from kvcellar.serve.drain import Drain
 from kvcellar.serve.failures import ApiError, api_error, to_json
 from kvcellar.serve.guard import Guard
+from kvcellar.serve.lanes import Lanes
 from kvcellar.serve.openai import openai_routes
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.settings import ServeSettings
 
 
-def build_app(engine: ServedEngine, *, settings: ServeSettings, drain: Drain | None = None) -> Starlette:
-    """The application for `engine`, which stays the caller's: it is not closed here. `drain` ends its requests."""
+def build_app(engine: ServedEngine, *, settings: ServeSettings, lanes: Lanes, drain: Drain | None = None) -> Starlette:
+    """The application for `engine`. Requests are read on `lanes`, and `drain` ends them. All three stay the caller's:
+    nothing is closed here."""
     drain = drain or Drain()
 
     async def health(request: Request) -> Response:
@@ -25,7 +27,7 @@ def build_app(engine: ServedEngine, *, settings: ServeSettings, drain: Drain | N
         return Response(to_json({"status": "ok", "model": engine.model.name}), media_type="application/json")
 
     app = Starlette(
-        routes=[Route("/health", health, methods=["GET"]), *openai_routes(engine, settings, drain)],
+        routes=[Route("/health", health, methods=["GET"]), *openai_routes(engine, settings, lanes, drain)],
         middleware=[Middleware(Guard, settings=settings, drain=drain)],
         exception_handlers={HTTPException: _no_such_route},
     )

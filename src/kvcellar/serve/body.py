@@ -2,27 +2,77 @@
 
 Stricter than `json`, because a server and what stands before it must not read one document in two ways: UTF-8 without a
 mark at its start, every key once, no NaN or Infinity, no half surrogates, nothing behind the end.
+
+Always true:
+  * the bodies that are under way, each less its first `SHORT_BODY` bytes, take at most as many bytes as were set.
 """
 
 import asyncio
-import json
-import re
-from typing import NoReturn, TypeVar
+import threading
+from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
-from kvcellar.serve.failures import ApiError, ClientGone, printable
+from kvcellar.errors import BadRequest
+from kvcellar.serve.failures import RETRY_SECONDS, ApiError, ClientGone, printable
+from kvcellar.serve.reader import Limits, read
 from kvcellar.serve.settings import ServeSettings
 
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+SHORT_BODY = 16 * 2**10  # bytes
 
 Body = TypeVar("Body", bound=BaseModel)
 
 
-async def receive_json(scope: Scope, receive: Receive, settings: ServeSettings) -> bytes:
-    """The whole body. Raises `ApiError` 408, 413 or 415, and `ClientGone`.
+class Bodies:
+    """Counts the bytes of bodies that are arriving, or wait to be read. Safe to use from several threads."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.taken = most, 0
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> None:
+        """Raises `ApiError` 503."""
+        with self._lock:
+            if self.taken + size > self.most:
+                message = f"{self.taken} bytes of other requests are under way; {self.most} are taken at once"
+                raise ApiError(503, message, code="overloaded", headers={"retry-after": RETRY_SECONDS})
+            self.taken += size
+
+    def give(self, size: int) -> None:
+        with self._lock:
+            self.taken -= size
+            assert self.taken >= 0, "a body was given back twice"
+
+
+class Arrival:
+    """One body, and what of it is counted until nothing holds it any more: when its connection has `left`, unless it
+    was `handed` to a thread that reads it; when that is `over`, then."""
+
+    def __init__(self, bodies: Bodies) -> None:
+        self.data, self.handed = bytearray(), False
+        self._bodies = bodies
+        self._counted = 0
+
+    def add(self, data: bytes) -> None:
+        """Raises `ApiError` 503 if there is too much of other requests."""
+        more = max(0, len(self.data) + len(data) - SHORT_BODY) - self._counted
+        self._bodies.take(more)
+        self._counted += more
+        self.data += data
+
+    def left(self) -> None:
+        if not self.handed:
+            self.over()
+
+    def over(self) -> None:
+        self._bodies.give(self._counted)
+        self._counted = 0
+
+
+async def receive_json(scope: Scope, receive: Receive, settings: ServeSettings, arrival: Arrival) -> None:
+    """The whole body, into `arrival`. Raises `ApiError` 408, 413, 415 or 503, and `ClientGone`.
 
     A body that is too long is not read to its end here: the connection throws away what still comes, so that the client
     gets to read the refusal.
@@ -37,25 +87,22 @@ async def receive_json(scope: Scope, receive: Receive, settings: ServeSettings) 
         raise _too_long(settings)
     try:
         async with asyncio.timeout(settings.body_seconds):
-            return await _collect(receive, settings)
+            await _collect(receive, settings, arrival)
     except TimeoutError:
         message = f"the body did not arrive within {settings.body_seconds:g} seconds"
         raise ApiError(408, message, code="request_timeout", headers={"connection": "close"}) from None
 
 
-def parse_object(raw: bytes) -> dict[str, object]:
-    """The JSON object that `raw` holds. Raises `ApiError` 400."""
+def parse_object(raw: bytes | bytearray, limits: Limits) -> dict[str, object]:
+    """The JSON object that `raw` holds. Raises `ApiError` 400 and `PromptTooLong`."""
     try:
-        text = raw.decode("utf-8")
-        value = json.loads(text, object_pairs_hook=_each_key_once, parse_constant=_no_constant)
-        if _SURROGATE.search(text):  # pairs are fine, and only a look at the result tells them from halves
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        value = read(raw.decode("utf-8"), limits)
     except UnicodeDecodeError as error:
         raise _malformed(f"byte {error.start} is not UTF-8") from None
     except UnicodeEncodeError:
         raise _malformed("a string has half of a surrogate pair") from None
-    except RecursionError:
-        raise _malformed("it is nested too deeply") from None
+    except BadRequest:
+        raise
     except ValueError as error:
         raise _malformed(printable(str(error))) from None
     if not isinstance(value, dict):
@@ -72,24 +119,29 @@ def validated(kind: type[Body], fields: dict[str, object]) -> Body:
         param = printable(_path(first["loc"]))
         match first["type"]:
             case "extra_forbidden":
-                raise ApiError(400, f"unknown parameter: {param}", param, "unknown_parameter") from None
+                raise unknown_parameter(param) from None
             case "missing":
                 raise ApiError(400, f"{param} is required", param, "missing_required_parameter") from None
             case _:
                 raise ApiError(400, f"{param}: {first['msg']}", param, "invalid_value") from None
 
 
-async def _collect(receive: Receive, settings: ServeSettings) -> bytes:
-    body = bytearray()
+def unknown_parameter(name: str) -> ApiError:
+    param = printable(name)
+    return ApiError(400, f"unknown parameter: {param}", param, "unknown_parameter")
+
+
+async def _collect(receive: Receive, settings: ServeSettings, arrival: Arrival) -> None:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
-        body += message.get("body", b"")
-        if len(body) > settings.max_body_bytes:
+        data = message.get("body", b"")
+        if len(arrival.data) + len(data) > settings.max_body_bytes:
             raise _too_long(settings)
+        arrival.add(data)
         if not message.get("more_body", False):
-            return bytes(body)
+            return
 
 
 def _is_json(content_types: list[str]) -> bool:
@@ -97,19 +149,6 @@ def _is_json(content_types: list[str]) -> bool:
         return False
     kind, *parameters = (part.strip().lower() for part in content_types[0].split(";"))
     return kind == "application/json" and all(p in ("", "charset=utf-8", 'charset="utf-8"') for p in parameters)
-
-
-def _each_key_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"the key {key!r} is there twice")
-        found[key] = value
-    return found
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _path(loc: tuple[int | str, ...]) -> str:

@@ -5,7 +5,8 @@ read, within limits of time; there is a limit on connections.
 
 Always true:
   * a connection without a running request has a timer, ours or uvicorn's for idle ones, at whose end it closes;
-  * a connection whose client does not read has a timer, at whose end it is cut, with whatever was still to be sent.
+  * a connection whose client does not read has a timer, at whose end it is cut, with whatever was still to be sent;
+  * no turn of the event loop parses more than `READ` bytes of one connection.
 """
 
 import asyncio
@@ -23,6 +24,8 @@ from kvcellar.serve.failures import RETRY_SECONDS, ApiError
 from kvcellar.serve.guard import headers_too_large
 from kvcellar.serve.record import Record, new_id
 from kvcellar.serve.settings import ServeSettings
+
+READ = 8 * 2**10  # bytes
 
 
 class ServeConfig(uvicorn.Config):
@@ -68,7 +71,9 @@ class Timer:
         self._call()
 
 
-class Connection(H11Protocol):
+class Connection(H11Protocol, asyncio.BufferedProtocol):
+    """What has arrived is taken `READ` bytes at a time: a chunk of one byte costs as much as one of thousands."""
+
     def __init__(
         self,
         config: ServeConfig,
@@ -78,6 +83,7 @@ class Connection(H11Protocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._settings = config.serve
+        self._arrived = bytearray(READ)
         self._arrival = Timer(config.serve.header_seconds, self._too_slow)
         self._unread = Timer(config.serve.write_seconds, self._cut)
 
@@ -88,6 +94,12 @@ class Connection(H11Protocol):
             self._refuse(ApiError(503, message, code="overloaded", headers={"retry-after": RETRY_SECONDS}))
         else:
             self._arrival.set()
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self._arrived
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(bytes(self._arrived[:nbytes]))
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -132,14 +144,14 @@ class Connection(H11Protocol):
 
     def _cut(self) -> None:
         if self._answering:
-            Record.of(self.cycle.scope).refused(499, "client_too_slow")
+            Record.of(cast(Any, self.cycle.scope)).refused(499, "client_too_slow")
         self.transport.abort()
 
     def _refuse(self, error: ApiError) -> None:
         """Respond without an application, if that is still possible, and close."""
         if self.transport.is_closing():
             return
-        record = Record.of(self.cycle.scope) if self._answering else Record(new_id())
+        record = Record.of(cast(Any, self.cycle.scope)) if self._answering else Record(new_id())
         record.refused(error.status, error.code)
         if not self._answering:  # else the application writes the line, when it has ended
             record.write()

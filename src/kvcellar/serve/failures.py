@@ -5,8 +5,10 @@ clients repeat 408, 429 and 5xx by themselves. What was not expected is answered
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from itertools import islice
 
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -14,6 +16,7 @@ from starlette.responses import Response
 from kvcellar.errors import BadRequest, CacheFull, EngineClosed, NotSupported, Overloaded, PromptTooLong
 
 RETRY_SECONDS = "1"
+PIECE = 64  # items of a list
 
 
 @dataclass(eq=False)
@@ -43,7 +46,36 @@ class ClientGone(Exception):
 
 def to_json(value: object) -> bytes:
     """ASCII only, on one line: some clients take U+2028 and U+0085 for the end of a line of a stream."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
+    return json.dumps(value, allow_nan=False, separators=(",", ":"), default=_listed).encode("ascii")
+
+
+def json_pieces(value: object) -> Iterator[bytes]:
+    """The same bytes in pieces. An iterator is a list, of which `PIECE` items are taken at a time."""
+    if isinstance(value, dict):
+        for number, (key, item) in enumerate(value.items()):
+            yield (b"," if number else b"{") + to_json(key) + b":"
+            yield from json_pieces(item)
+        yield b"}" if value else b"{}"
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        for number, item in enumerate(value):
+            yield b"," if number else b"["
+            yield from json_pieces(item)
+        yield b"]"
+    elif isinstance(value, Iterator):
+        start = b"["
+        while items := list(islice(value, PIECE)):
+            yield start + to_json(items)[1:-1]
+            start = b","
+        yield b"]" if start == b"," else b"[]"
+    else:
+        yield to_json(value)
+
+
+def _listed(value: object) -> object:
+    """An iterator as the list that it stands for."""
+    if isinstance(value, Iterator):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 def printable(text: str, limit: int = 200) -> str:

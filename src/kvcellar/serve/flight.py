@@ -21,7 +21,7 @@ from kvcellar.sample.params import SamplingParams
 from kvcellar.serve.failures import ApiError, shutting_down
 from kvcellar.serve.protocols import ServedEngine, Ticket
 
-BATCH = 256  # events that are handed over at once; the loop then turns to others
+BATCH = 64  # events that are handed over at once; the loop then turns to others
 
 
 class Flight:
@@ -41,16 +41,15 @@ class Flight:
         self._grounded = False  # nothing is submitted any more
         self._ended = False
 
-    async def launch(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+    def launch(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
         """Submit all of them, or none: an error of one ends the flight. Raises what `submit` raises.
 
-        Checking a long prompt takes its time, which is not the event loop's.
+        On any thread but the event loop's: checking a long prompt takes its time. The flight may end meanwhile.
         """
-        self._open.update(range(len(prompts)))
-        await asyncio.to_thread(self._submit, prompts, params)
-
-    def _submit(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
-        """On a thread of its own, which goes on even if nobody waits for it any more."""
+        with self._gate:
+            if self._grounded:
+                return
+            self._open.update(range(len(prompts)))
         for run, prompt in enumerate(prompts):
             if self._grounded:
                 return

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast
 
 from kvcellar.serve.failures import ApiError
 
@@ -58,9 +58,9 @@ class ToolCall(Strict):
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Annotated[list[TextPart] | None, BeforeValidator(_as_parts)] = None
+    content: Annotated[list[TextPart] | None, FailFast(), BeforeValidator(_as_parts)] = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall] | None, FailFast()] = None
     tool_call_id: str | None = None
     function_call: FunctionCall | None = None
     reasoning_content: str | None = None

@@ -8,7 +8,8 @@ status as long as nothing has been sent; later it is one more `data:` line with 
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
+from itertools import islice
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,13 +17,14 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from kvcellar.serve.answers import ChatShape, CompletionShape, Json, Scribe, Shape
-from kvcellar.serve.body import receive_json
+from kvcellar.serve.body import Arrival, Bodies, receive_json
 from kvcellar.serve.drain import Drain
-from kvcellar.serve.failures import ClientGone, api_error, shutting_down, to_json
+from kvcellar.serve.failures import PIECE, ClientGone, api_error, json_pieces, shutting_down, to_json
 from kvcellar.serve.flight import Flight
+from kvcellar.serve.lanes import Lanes
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.record import Record
-from kvcellar.serve.requests import Job, model_not_found, read_chat, read_completion
+from kvcellar.serve.requests import Job, Read, model_not_found, read_chat, read_completion
 from kvcellar.serve.settings import ServeSettings
 
 STREAM_HEADERS = [
@@ -32,12 +34,13 @@ STREAM_HEADERS = [
 ]
 PING = b": still here\n\n"
 DONE = b"data: [DONE]\n\n"
+SENT = 2**18  # bytes of an answer that are sent at once
 
 
-def openai_routes(engine: ServedEngine, settings: ServeSettings, drain: Drain) -> list[Route]:
-    models = Models(engine)
-    completions = Answering(engine, settings, drain, read_completion, CompletionShape())
-    chat = Answering(engine, settings, drain, read_chat, ChatShape())
+def openai_routes(engine: ServedEngine, settings: ServeSettings, lanes: Lanes, drain: Drain) -> list[Route]:
+    models, bodies = Models(engine), Bodies(settings.bodies_bytes)
+    completions = Answering(engine, settings, lanes, bodies, drain, read_completion, CompletionShape())
+    chat = Answering(engine, settings, lanes, bodies, drain, read_chat, ChatShape())
     return [
         Route("/v1/models", models.all, methods=["GET"]),
         Route("/v1/models/{name:path}", models.one, methods=["GET"]),
@@ -74,30 +77,42 @@ class Answering:
         self,
         engine: ServedEngine,
         settings: ServeSettings,
+        lanes: Lanes,
+        bodies: Bodies,
         drain: Drain,
-        read: Callable[[ServedEngine, bytes], Job],
+        read: Read,
         shape: Shape,
     ) -> None:
         self._engine = engine
         self._settings = settings
+        self._lanes = lanes
+        self._bodies = bodies
         self._drain = drain
         self._read = read
         self._shape = shape
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raw = await self._drain.before(receive_json(scope, receive, self._settings))
-        await attended(receive, self._answer(raw, scope, receive, send))
+        arrival = Arrival(self._bodies)
+        try:
+            await self._drain.before(receive_json(scope, receive, self._settings, arrival))
+            await attended(receive, self._answer(arrival, Record.of(scope), send))
+        finally:
+            arrival.left()
 
-    async def _answer(self, raw: bytes, scope: Scope, receive: Receive, send: Send) -> None:
-        record = Record.of(scope)
-        job = await self._drain.before(asyncio.to_thread(self._read, self._engine, raw))
-        record.asked(job.prompts)
-        scribe = Scribe(self._engine, job, self._shape)
+    async def _answer(self, arrival: Arrival, record: Record, send: Send) -> None:
         with (
             Flight(self._engine, self._settings.max_backlog_events) as flight,
             self._drain.refusing(flight.refuse_queued),
         ):
-            await self._drain.before(flight.launch(job.prompts, job.params))
+
+            def read_and_launch() -> Job:
+                job, prompts = self._read(self._engine, arrival.data)
+                record.asked(prompts)
+                flight.launch(prompts, job.params)
+                return job
+
+            job = await self._drain.before(self._lanes.run(arrival, read_and_launch))
+            scribe = Scribe(self._engine, job, self._shape)
             if job.stream:
 
                 async def send_on(message: Message) -> None:
@@ -110,7 +125,7 @@ class Answering:
                 batch = await flight.next_batch()
                 record.tally(batch)
                 scribe.take(batch)
-        await _json(scribe.answer())(scope, receive, send)
+        await _send_whole(send, scribe.answer())
 
     async def _stream(self, flight: Flight, scribe: Scribe, record: Record, send: Send) -> None:
         """The status is 200 once something was said, or once it has taken so long that the client needs a sign."""
@@ -118,7 +133,9 @@ class Answering:
         batch = await flight.next_batch(patience)
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         try:
-            await _send_lines(send, scribe.opening())
+            opening = scribe.opening()
+            while chunks := list(islice(opening, PIECE)):
+                await _send_lines(send, chunks)
             while True:
                 record.tally(batch)
                 chunks = scribe.chunks(batch)
@@ -157,6 +174,19 @@ async def attended(receive: Receive, work: Coroutine[None, None, None]) -> None:
 async def _departure(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def _send_whole(send: Send, value: Json) -> None:
+    """Written and sent in pieces; between long ones the event loop turns to others."""
+    body = bytearray()
+    for number, piece in enumerate(json_pieces(value)):
+        body += piece
+        if len(piece) > 1000 or number % PIECE == 0:
+            await asyncio.sleep(0)
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    for at in range(0, len(body), SENT):
+        await _send(send, bytes(body[at : at + SENT]), more=at + SENT < len(body))
 
 
 def _json(value: object) -> Response:

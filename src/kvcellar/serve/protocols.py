@@ -32,15 +32,18 @@ class Ticket(Protocol):
 
 
 class ServedEngine(Protocol):
-    """On the event loop `model` and `healthy` are asked, and `decode` for a token or two: they must not hold it up. All
-    else is called on several threads at once, and may take its time."""
+    """On the event loop `model` and `healthy` are read, and `decode` is called for a token or two: they must not hold
+    it up. All else is called on several threads at once. It may take long, but not keep the interpreter for long."""
 
     @property
     def model(self) -> ServedModel: ...
     @property
     def healthy(self) -> bool: ...
 
-    def encode(self, text: str, *, special: bool | None = None) -> list[int]: ...
+    def encode(self, text: str, *, special: bool | None = None, limit: int | None = None) -> list[int]:
+        """Raises `PromptTooLong` for more than `limit` tokens, where the length tells without tokenizing."""
+        ...
+
     def decode(self, ids: Sequence[int]) -> str: ...
     def render(
         self,
@@ -49,7 +52,10 @@ class ServedEngine(Protocol):
         variables: Mapping[str, Any] | None = None,
         effort: str | None = None,
         add_generation_prompt: bool = True,
-    ) -> list[int]: ...
+        limit: int | None = None,
+    ) -> list[int]:
+        """Raises `PromptTooLong` for more than `limit` tokens."""
+        ...
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, *, deliver: Callable[[Event], None]) -> Ticket:
         """Events come on the engine's own thread. Raises `BadRequest`, `Overloaded` or `EngineClosed` at once."""

@@ -12,25 +12,35 @@ docs/openai-fields.md lists all of them; a test compares it with the code. What 
 model's generation config. `model` may be left out; if it is there it must be the one that is served.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, FailFast, Field
 
 from kvcellar.errors import BadRequest
-from kvcellar.sample.params import MAX_LOGPROBS, SamplingParams, asked
-from kvcellar.serve.body import parse_object, validated
+from kvcellar.sample.params import MAX_BIASES, MAX_LOGPROBS, SamplingParams, asked
+from kvcellar.serve.body import parse_object, unknown_parameter, validated
 from kvcellar.serve.failures import ApiError, printable
 from kvcellar.serve.fields import NEUTRAL, NO_EFFECT
 from kvcellar.serve.messages import Message, Strict, plain
 from kvcellar.serve.protocols import ServedEngine
+from kvcellar.serve.reader import Limits
 
 MAX_PROMPTS = 256
+MAX_ANSWERS = 4096  # prompts times n
 MAX_MESSAGES = 4096
 COMPLETION_TOKENS = 16  # where neither request nor model says max_tokens; OpenAI's number. A chat answer has no limit
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def _not_many(value: object) -> object:
+    """No more keys than a bias may have: pydantic would check them all, and name each that is wrong."""
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(f"{len(value)} biases; {MAX_BIASES} are allowed")
+    return value
 
 
 def _as_list(value: object) -> object:
@@ -59,11 +69,11 @@ class CommonBody(Strict):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_not_many)] = None
     seed: int | None = None
     n: int | None = None
-    stop: Annotated[list[str] | None, BeforeValidator(_as_list)] = None
-    stop_token_ids: list[int] | None = None
+    stop: Annotated[list[str] | None, FailFast(), BeforeValidator(_as_list)] = None
+    stop_token_ids: Annotated[list[int] | None, FailFast()] = None
     ignore_eos: bool | None = None
     shift: bool | None = None
     num_keep: int | None = None
@@ -95,7 +105,7 @@ class Reasoning(Strict):
 
 
 class ChatBody(CommonBody):
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
@@ -112,7 +122,7 @@ AnyBody = TypeVar("AnyBody", bound=CommonBody)
 class Job:
     """A request that has been checked, as the engine takes it. Choice i of prompt p has the number p * n + i."""
 
-    prompts: tuple[list[int], ...]
+    prompt_tokens: tuple[int, ...]  # of each prompt
     params: SamplingParams
     stream: bool
     include_usage: bool  # a last chunk with the usage of the whole request
@@ -121,7 +131,11 @@ class Job:
     tokens_as_ids: bool  # in logprobs, write a token as "token_id:N"
 
 
-def read_completion(engine: ServedEngine, raw: bytes) -> Job:
+Prompts = list[list[int]]
+Read = Callable[[ServedEngine, bytes | bytearray], tuple[Job, Prompts]]
+
+
+def read_completion(engine: ServedEngine, raw: bytes | bytearray) -> tuple[Job, Prompts]:
     """Body of `/v1/completions`. Raises `ApiError` and `BadRequest`. Takes its time: not for the event loop."""
     body = _checked(CompletionBody, engine, raw)
     params = _params(body, engine, {"logprobs": body.logprobs, "max_tokens": body.max_tokens})
@@ -134,7 +148,7 @@ def read_completion(engine: ServedEngine, raw: bytes) -> Job:
     return _job(engine, body, params, _prompts(engine, body.prompt, body.add_special_tokens))
 
 
-def read_chat(engine: ServedEngine, raw: bytes) -> Job:
+def read_chat(engine: ServedEngine, raw: bytes | bytearray) -> tuple[Job, Prompts]:
     """Body of `/v1/chat/completions`. Raises `ApiError` and `BadRequest`. Takes its time: not for the event loop."""
     body = _checked(ChatBody, engine, raw)
     if body.top_logprobs is not None and not body.logprobs:
@@ -150,6 +164,7 @@ def read_chat(engine: ServedEngine, raw: bytes) -> Job:
         variables=body.chat_template_kwargs,
         effort=_effort(body),
         add_generation_prompt=body.add_generation_prompt is not False,
+        limit=engine.model.context,
     )
     return _job(engine, body, params, [prompt])
 
@@ -163,12 +178,15 @@ def _effort(body: ChatBody) -> Effort | None:
     return body.reasoning_effort or other
 
 
-def _checked(kind: type[AnyBody], engine: ServedEngine, raw: bytes) -> AnyBody:
-    fields = parse_object(raw)
+def _checked(kind: type[AnyBody], engine: ServedEngine, raw: bytes | bytearray) -> AnyBody:
+    fields = parse_object(raw, Limits(context=engine.model.context))
     for name in (fields.keys() & (NEUTRAL.keys() | NO_EFFECT.keys())) - kind.model_fields.keys():
         value = fields.pop(name)
         if name in NEUTRAL and not any(type(value) is type(same) and value == same for same in NEUTRAL[name]):
             raise _unsupported(name, f"{name} is not supported; leave it out")
+    for name in fields:
+        if name not in kind.model_fields:
+            raise unknown_parameter(name)
     body = validated(kind, fields)
     if body.model not in (None, engine.model.name):
         raise model_not_found(body.model or "")
@@ -202,9 +220,10 @@ def _token(key: str) -> int:
     return int(key)
 
 
-def _prompts(engine: ServedEngine, prompt: object, special: bool | None) -> list[list[int]]:
+def _prompts(engine: ServedEngine, prompt: object, special: bool | None) -> Prompts:
+    limit = engine.model.context
     if isinstance(prompt, str) and prompt:
-        return [engine.encode(prompt, special=special)]
+        return [engine.encode(prompt, special=special, limit=limit)]
     if isinstance(prompt, list) and prompt and "" not in prompt:
         if _are_ids(prompt):
             return [prompt]
@@ -212,7 +231,7 @@ def _prompts(engine: ServedEngine, prompt: object, special: bool | None) -> list
             message = f"prompt has {len(prompt)} items; {MAX_PROMPTS} prompts are taken in one request"
             raise ApiError(400, message, "prompt", "invalid_value")
         if all(isinstance(item, str) for item in prompt):
-            return [engine.encode(item, special=special) for item in prompt]
+            return [engine.encode(item, special=special, limit=limit) for item in prompt]
         if all(isinstance(item, list) and item and _are_ids(item) for item in prompt):
             return prompt
     message = "prompt must be a string, a list of strings, a list of token ids, or a list of such lists; none empty"
@@ -220,13 +239,18 @@ def _prompts(engine: ServedEngine, prompt: object, special: bool | None) -> list
 
 
 def _are_ids(items: list[object]) -> bool:
-    return all(type(item) is int for item in items)
+    return set(map(type, items)) == {int}
 
 
-def _job(engine: ServedEngine, body: CommonBody, params: SamplingParams, prompts: list[list[int]]) -> Job:
+def _job(engine: ServedEngine, body: CommonBody, params: SamplingParams, prompts: Prompts) -> tuple[Job, Prompts]:
+    if len(prompts) * params.n > MAX_ANSWERS:
+        message = (
+            f"{len(prompts)} prompts with n {params.n} are too many; {MAX_ANSWERS} answers are given to one request"
+        )
+        raise ApiError(400, message, "n", "invalid_value")
     include, continuous = _usage_asked(body.stream_options)
-    return Job(
-        prompts=tuple(prompts),
+    job = Job(
+        prompt_tokens=tuple(map(len, prompts)),
         params=params,
         stream=bool(body.stream),
         include_usage=include,
@@ -234,6 +258,7 @@ def _job(engine: ServedEngine, body: CommonBody, params: SamplingParams, prompts
         token_ids=bool(body.return_token_ids) or not engine.model.has_text,
         tokens_as_ids=bool(body.return_tokens_as_token_ids) or not engine.model.has_text,
     )
+    return job, prompts
 
 
 def _usage_asked(options: StreamOptions | None) -> tuple[bool, bool]:

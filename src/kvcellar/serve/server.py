@@ -23,6 +23,7 @@ from kvcellar.errors import BadRequest
 from kvcellar.serve.app import build_app
 from kvcellar.serve.connection import ServeConfig
 from kvcellar.serve.drain import Drain
+from kvcellar.serve.lanes import Lanes
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.settings import ServeSettings
 
@@ -60,8 +61,8 @@ class Server:
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://{host}:{self.port}"
-        drain = Drain()
-        app = _LastWord(build_app(engine, settings=settings, drain=drain))
+        drain, self._lanes = Drain(), Lanes()
+        app = _LastWord(build_app(engine, settings=settings, lanes=self._lanes, drain=drain))
         self._uvicorn = _Uvicorn(ServeConfig(app, settings), drain)
         self._thread: threading.Thread | None = None
 
@@ -71,7 +72,7 @@ class Server:
         """Until `stop()`, or a signal where this is the main thread."""
         self._uvicorn.when_ready = lambda: ready(self.url) if ready else None
         self._uvicorn.when_signalled = signalled
-        with self._socket:
+        with self._socket, contextlib.closing(self._lanes):
             asyncio.run(self._uvicorn.serve([self._socket]))
 
     def stop(self, *, now: bool = False) -> None:

@@ -30,6 +30,7 @@ class ServeSettings:
     allow_open: bool = False  # answer everybody who can reach `host`, without a key
     allowed_hosts: tuple[str, ...] = ()  # names for the Host header, beside those of the loopback interface
     max_body_bytes: int = 8 * 2**20
+    max_bodies_bytes: int | None = None  # of all that arrive or wait to be read; None: 8 times max_body_bytes
     max_header_bytes: int = 64 * 2**10  # request line and headers together
     max_headers: int = 100
     max_connections: int = 512  # well below the 1024 files that a process may commonly open
@@ -47,6 +48,11 @@ class ServeSettings:
         for name in ("max_body_bytes", "max_header_bytes", "max_headers", "max_connections", "max_backlog_events"):
             if getattr(self, name) < 1:
                 raise BadRequest(f"{name} must be at least 1, not {getattr(self, name)}", name)
+        if self.bodies_bytes < self.max_body_bytes:
+            message = (
+                f"max_bodies_bytes must be at least max_body_bytes, {self.max_body_bytes}, not {self.bodies_bytes}"
+            )
+            raise BadRequest(message, "max_bodies_bytes")
         for name in ("header_seconds", "body_seconds", "write_seconds", "ping_seconds", "idle_seconds"):
             if not getattr(self, name) > 0:
                 raise BadRequest(f"{name} must be more than 0, not {getattr(self, name)}", name)
@@ -61,6 +67,10 @@ class ServeSettings:
                 f"127.0.0.1, or say with allow_open that everybody may use this server.",
                 "host",
             )
+
+    @property
+    def bodies_bytes(self) -> int:
+        return 8 * self.max_body_bytes if self.max_bodies_bytes is None else self.max_bodies_bytes
 
     @property
     def loopback(self) -> bool:

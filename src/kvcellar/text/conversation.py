@@ -11,9 +11,11 @@ from itertools import accumulate, chain
 from typing import Any, cast
 
 from kvcellar.errors import BadRequest
+from kvcellar.pace import Pace
 from kvcellar.text.sandbox import Caps
 from kvcellar.text.tokens import check_unicode
 
+PIECE = 32 * 2**10  # characters that are looked through at once
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 REASONING = ("reasoning_content", "thinking", "reasoning")  # one thing under three names; templates know the first two
 
@@ -138,9 +140,11 @@ class Copier:
     def __init__(self, caps: Caps, param: str) -> None:
         self._caps, self._param = caps, param
         self._left = caps.message_chars
+        self._pace = Pace()
 
     def copy(self, value: object, where: str, depth: int = 0) -> Any:
         """A copy of `value`, which is found at `where`."""
+        self._pace.breathe()
         self._left -= 1 + (len(value) if isinstance(value, str) else 0)
         if self._left < 0:
             raise _wrong(f"{self._param}: more than {self._caps.message_chars} characters together", self._param)
@@ -173,46 +177,86 @@ class Marker:
 
     A mark stands behind the first character of whatever reads like a control token, in any case of letters. A text that
     ends with the beginning of one has a mark there, too: the next text may begin with the rest of it.
+
+    No more than `most` marks are made of one conversation.
     """
 
-    def __init__(self, control: Iterable[str]) -> None:
+    def __init__(self, control: Iterable[str], most: int) -> None:
+        self._most = most
         tokens = sorted({token.lower() for token in control if token})
         self._whole = re.compile(_any_of(tokens) if tokens else "(?!)", re.IGNORECASE)
         self._beginnings = frozenset(token[:n] for token in tokens for n in range(1, len(token)))
-        self._longest = max(map(len, self._beginnings), default=0)
+        self._longest = max(map(len, tokens), default=0)
 
     def marked(self, value: Any, mark: str) -> Any:
-        """`value`, JSON, with marks in all its texts."""
+        """`value`, JSON, with marks in all its texts. Raises `BadRequest` for more than `most` of them."""
+        return self._marked(value, _Marking(mark, self._most))
+
+    def _marked(self, value: Any, marking: "_Marking") -> Any:
+        marking.pace.breathe()
         if isinstance(value, str):
-            return self._text(value, mark)
+            return self._text(value, marking)
         if isinstance(value, list):
-            return [self.marked(item, mark) for item in cast("list[Any]", value)]
+            return [self._marked(item, marking) for item in cast("list[Any]", value)]
         if isinstance(value, dict):
             pairs = cast("dict[str, Any]", value).items()
-            return dict(self._pair(key, item, mark) for key, item in pairs)
+            return dict(self._pair(key, item, marking) for key, item in pairs)
         return value
 
-    def _pair(self, key: str, item: Any, mark: str) -> tuple[str, Any]:
+    def _pair(self, key: str, item: Any, marking: "_Marking") -> tuple[str, Any]:
         if key == "arguments":
-            return key, self._everything(item, mark)
+            return key, self._everything(item, marking)
         if key in ("role", "type") and isinstance(item, str) and item in _WORDS:
             return key, item
-        return key if key in _FIELDS else self._text(key, mark), self.marked(item, mark)
+        return key if key in _FIELDS else self._text(key, marking), self._marked(item, marking)
 
-    def _everything(self, value: Any, mark: str) -> Any:
+    def _everything(self, value: Any, marking: "_Marking") -> Any:
+        marking.pace.breathe()
         if isinstance(value, dict):
             pairs = cast("dict[str, Any]", value).items()
-            return {self._text(key, mark): self._everything(item, mark) for key, item in pairs}
+            return {self._text(key, marking): self._everything(item, marking) for key, item in pairs}
         if isinstance(value, list):
-            return [self._everything(item, mark) for item in cast("list[Any]", value)]
-        return self._text(value, mark) if isinstance(value, str) else value
+            return [self._everything(item, marking) for item in cast("list[Any]", value)]
+        return self._text(value, marking) if isinstance(value, str) else value
 
-    def _text(self, text: str, mark: str) -> str:
+    def _text(self, text: str, marking: "_Marking") -> str:
         end = len(text.rstrip())  # templates like to trim
         tail = text[max(0, end - self._longest) : end].lower()
         open_ended = any(tail[at:] in self._beginnings for at in range(len(tail)))
-        body = self._whole.sub(lambda found: found[0][0] + mark + found[0][1:], text[:end])
-        return body + (mark if open_ended else "") + text[end:]
+        parts: list[str] = []
+        copied = 0
+        for found in self._found(text, end, marking.pace):
+            marking.count()
+            parts += text[copied : found + 1], marking.mark
+            copied = found + 1
+        parts += text[copied:end], marking.mark if open_ended else "", text[end:]
+        return "".join(parts)
+
+    def _found(self, text: str, end: int, pace: Pace) -> Iterator[int]:
+        """Where what reads like a control token begins. It is looked for in pieces, and seen whole in its first."""
+        at = 0
+        for start in range(0, end, PIECE):
+            pace.breathe()
+            stop = min(start + PIECE, end)
+            while at < stop and (found := self._whole.search(text, max(at, start), min(stop + self._longest, end))):
+                if found.start() >= stop:
+                    break
+                yield found.start()
+                at = found.end()
+
+
+class _Marking:
+    """One conversation that is being marked."""
+
+    def __init__(self, mark: str, most: int) -> None:
+        self.mark, self.pace = mark, Pace()
+        self._most = self._left = most
+
+    def count(self) -> None:
+        self._left -= 1
+        self.pace.breathe()
+        if self._left < 0:
+            raise _wrong(f"more than {self._most} pieces of these messages read like control tokens")
 
 
 def unmarked(text: str, mark: str) -> tuple[str, tuple[int, ...]]:
@@ -223,9 +267,18 @@ def unmarked(text: str, mark: str) -> tuple[str, tuple[int, ...]]:
 
 
 def unused(texts: Iterable[str]) -> str:
-    """A character that is in none of the texts, and in no text that means anything: it is for private use."""
-    used = {char for text in texts for char in _PRIVATE.findall(text)}
-    return next(char for char in map(chr, range(0xF0000, 0xFFFFE)) if char not in used)
+    """A character that is in none of the texts, and in no text that means anything: it is for private use.
+
+    Raises `BadRequest` if the texts have all of them.
+    """
+    pace, free = Pace(), set(map(chr, range(0xF0000, 0xFFFFE)))
+    for text in texts:
+        for start in range(0, 0 if text.isascii() else len(text), PIECE):
+            pace.breathe()
+            free.difference_update(text[start : start + PIECE])
+    if not free:
+        raise _wrong("these messages have every character of a plane that is for private use; one must be left over")
+    return min(free)
 
 
 # What templates look up or compare with, and so must stay as it is, in messages and in definitions of tools.
@@ -236,8 +289,6 @@ _FIELDS = frozenset(
         *("description", "parameters", "properties", "required", "enum", "items", "title"),
     }
 )
-
-_PRIVATE = re.compile("[\U000f0000-\U000ffffd]")
 
 
 def _any_of(tokens: list[str]) -> str:

@@ -11,7 +11,8 @@ Always true while a template runs:
   * no value that it made weighs more than `caps.value_chars` (characters and items, however deep they are nested,
     counted as often as they would be written out), so neither printing nor comparing one takes long;
   * all that it made together, by length, is at most `caps.work_chars`;
-  * between two checks of the CPU time it does no more than one operation on such values.
+  * between two checks of the CPU time, at which it also rests (`Pace`), it does no more than one operation on such
+    values.
 """
 
 import functools
@@ -33,6 +34,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
+from kvcellar.pace import Pace
+
 
 @dataclass(frozen=True, slots=True)
 class Caps:
@@ -41,6 +44,7 @@ class Caps:
     messages: int = 10_000
     message_chars: int = 2**23  # all strings of the messages together
     depth: int = 32  # of lists and objects within a message
+    marks: int = 100_000  # pieces of the messages' text that read like control tokens
     seconds: float = 2.0  # CPU time of the rendering thread: other load on the machine does not count
     output_chars: int = 2**24
     value_chars: int = 2**25
@@ -64,14 +68,16 @@ class Meter:
 
     def __init__(self, caps: Caps) -> None:
         self._caps = caps
+        self._pace = Pace()
         self._end = time.thread_time() + caps.seconds  # a template is rendered by one thread, from start to end
         self._spent = 0
         self._weights: dict[int, tuple[object, int]] = {}  # id -> (the container itself, so that it lives; its weight)
 
     def tick(self) -> None:
-        """Raise if the CPU time is used up."""
+        """Raise if the CPU time is used up; rest, if it is time to."""
         if time.thread_time() > self._end:
             raise OverCaps(f"ran for more than {self._caps.seconds:g} seconds of CPU time")
+        self._pace.breathe()
 
     def admit(self, size: int) -> None:
         """Something of this size is about to be made."""

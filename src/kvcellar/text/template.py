@@ -54,9 +54,12 @@ class Rendered:
     text: str
     marks: tuple[int, ...] = ()
 
-    def encode(self, words: Words) -> list[int]:
-        """The ids: exactly those of `text`, but control tokens with a mark inside are spelled out as ordinary text."""
-        return words.encode_marked(self.text, self.marks)
+    def encode(self, words: Words, *, limit: int | None = None) -> list[int]:
+        """The ids: exactly those of `text`, but control tokens with a mark inside are spelled out as ordinary text.
+
+        Raises `PromptTooLong` for more than `limit`, and `BadRequest`, as `Words.encode` does.
+        """
+        return words.encode_marked(self.text, self.marks, limit=limit)
 
 
 class ChatTemplate:
@@ -74,7 +77,7 @@ class ChatTemplate:
         except _FAULTS as error:
             raise ModelRefused(f"the chat template does not compile: {error}") from error
         self.variables = CappedEnvironment(self._caps).variables(source)  # that it reads
-        self._marker = Marker(words.control.values())
+        self._marker = Marker(words.control.values(), self._caps.marks)
         self._reads_text, self._reads_parts = self._probed()
 
     def render(

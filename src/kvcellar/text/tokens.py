@@ -8,14 +8,19 @@ and a prompt cut in silence is a wrong answer), and it can be told that some of 
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
-from kvcellar.errors import BadRequest
+from kvcellar.errors import BadRequest, PromptTooLong
+from kvcellar.text.room import BYTE_ALPHABET, Desk, reach_of
+
+ONE_GO = 4096  # bytes of text that are tokenized without giving the interpreter up: that takes some milliseconds
+MOST_BYTES = 2**31  # of one text, where there is no other limit
 
 
 class Manner(Enum):
@@ -30,7 +35,8 @@ class Words:
     """A tokenizer with what a model says about it. Takes ownership of `tokenizer`. Safe to use from several threads.
 
     `end_ids` end an answer, `special_tokens` are the names by which templates know some tokens (`bos_token`, ...), and
-    `add_special` says whether `encode` puts begin- and end-of-text around a prompt, as far as the tokenizer does.
+    `add_special` says whether `encode` puts begin- and end-of-text around a prompt, as far as the tokenizer does. Texts
+    of more than `most_bytes` in UTF-8 are refused.
     """
 
     def __init__(
@@ -40,6 +46,7 @@ class Words:
         end_ids: Iterable[int] = (),
         special_tokens: Mapping[str, str] | None = None,
         add_special: bool = True,
+        most_bytes: int = MOST_BYTES,
     ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -56,17 +63,22 @@ class Words:
         kinds = _decoder_kinds(tokenizer)
         self.manner = _manner(kinds)
         self._byte_fallback = any(kind["type"] == "ByteFallback" for kind in kinds)
+        self.reach = reach_of(tokenizer)
+        self.desk = Desk(most_bytes)
 
-    def encode(self, text: str, *, special: bool | None = None, param: str = "prompt") -> list[int]:
+    def encode(
+        self, text: str, *, special: bool | None = None, param: str = "prompt", limit: int | None = None
+    ) -> list[int]:
         """The ids of `text`. `special`: add begin- and end-of-text (None: as this model wants it).
 
-        Raises `BadRequest`, naming `param`, for text that is not Unicode.
+        Raises `PromptTooLong` for more than `limit` tokens (None: any number), before anything is done where the length
+        of the text tells; and `BadRequest`, naming `param`, for text that is not Unicode, or too long to be tokenized.
         """
-        check_unicode(text, param)
         add = self._add_special if special is None else special
-        return self._tokenizer.encode(text, add_special_tokens=add).ids
+        with self._encoding(text, param, limit, special=add, offsets=False) as encoding:
+            return encoding.ids
 
-    def encode_marked(self, text: str, marks: Sequence[int]) -> list[int]:
+    def encode_marked(self, text: str, marks: Sequence[int], *, limit: int | None = None) -> list[int]:
         """The ids of `text`, in which control tokens that have a mark inside are spelled out as plain text.
 
         `marks` are places between characters, ascending; a mark directly behind a control token of one character counts
@@ -74,21 +86,48 @@ class Words:
         marks, the tokenizer still decides what a control token is; it is only overruled afterwards, so whatever stands
         around is encoded as ever.
         """
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        if not marks:
-            return encoding.ids
-        ids: list[int] = []
+        with self._encoding(text, "messages", limit, special=False, offsets=bool(marks)) as encoding:
+            return self._overruled(text, marks, encoding) if marks else encoding.ids
+
+    def _overruled(self, text: str, marks: Sequence[int], encoding: Encoding) -> list[int]:
+        """Its ids, with the control tokens that have a mark inside spelled out."""
+        read, ids, copied = encoding.ids, list[int](), 0
         spelled: dict[str, list[int]] = {}
-        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+        for index in [index for index, token in enumerate(read) if token in self.control]:
+            start, end = cast("tuple[int, int]", encoding.token_to_chars(index))
             nearest = bisect_right(marks, start)  # the first mark behind the token's start
-            if token not in self.control or nearest == len(marks) or marks[nearest] >= max(end, start + 2):
-                ids.append(token)
+            if nearest == len(marks) or marks[nearest] >= max(end, start + 2):
                 continue
             written = text[start:end]
             if written not in spelled:
                 spelled[written] = self._spelled(written)
+            ids += read[copied:index]
             ids += spelled[written]
-        return ids
+            copied = index + 1
+        return ids + read[copied:]
+
+    @contextmanager
+    def _encoding(
+        self, text: str, param: str, limit: int | None, *, special: bool, offsets: bool
+    ) -> Generator[Encoding]:
+        """What the tokenizer makes of `text`, for as long as there is room for it on the desk.
+
+        Only batches are encoded without the interpreter, so a long text is one.
+        """
+        least = self.reach.least(len(text))
+        if limit is not None and least > limit:
+            raise PromptTooLong(least, limit, "the model's context", at_least=True)
+        size = check_unicode(text, param)
+        with self.desk.room(size, param):
+            if size <= ONE_GO:
+                found = self._tokenizer.encode(text, add_special_tokens=special)
+            elif offsets:
+                found = self._tokenizer.encode_batch([text], add_special_tokens=special)[0]
+            else:
+                found = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
+            if limit is not None and len(found) > limit:
+                raise PromptTooLong(len(found), limit, "the model's context")
+            yield found
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of `ids`; ids without a token give nothing. Raises `BadRequest` for what cannot be an id."""
@@ -136,10 +175,10 @@ class Words:
         return [token.id for part in parts for token in self._tokenizer.model.tokenize(part)]
 
 
-def check_unicode(text: str, param: str) -> None:
-    """Raise `BadRequest`, naming `param`, if `text` holds half a surrogate pair, which no encoding can write."""
+def check_unicode(text: str, param: str) -> int:
+    """The bytes of `text` in UTF-8. Raises `BadRequest`, naming `param`, for half of a surrogate pair: it has none."""
     try:
-        text.encode()
+        return len(text.encode())
     except UnicodeEncodeError as error:
         raise BadRequest(
             f"{param} is not Unicode text: half of a surrogate pair at character {error.start}", param
@@ -149,20 +188,10 @@ def check_unicode(text: str, param: str) -> None:
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """How byte-level vocabularies write bytes: printable Latin-1 as itself, the rest from U+0100 on."""
-    printable = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-    others = (byte for byte in range(256) if byte not in printable)
-    return {chr(b): b for b in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-_BYTES = MappingProxyType(_byte_alphabet())
-
-
 def _byte_level(written: str) -> bytes:
     """The bytes of a byte-level token. One with a character outside the alphabet was added as it is."""
     try:
-        return bytes([_BYTES[char] for char in written])
+        return bytes([BYTE_ALPHABET[char] for char in written])
     except KeyError:
         return written.encode()
 

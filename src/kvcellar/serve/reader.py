@@ -1,0 +1,168 @@
+"""reader: JSON in pieces. `json` reads a document in one go, and nothing else runs in the process until it has.
+
+Strings, numbers and constants are read by `json`, one by one, and runs of whole numbers by the thousand; what holds
+them together is read here, and the thread rests in between (`Pace`). The grammar is that of `json`, but every key of
+an object must be there once, NaN and Infinity are refused, and so are half surrogates and anything behind the end.
+
+Always true:
+  * between two rests at most one string or `RUN` numbers are read;
+  * no more is kept than `Limits` allow.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from kvcellar.errors import PromptTooLong
+from kvcellar.pace import Pace
+from kvcellar.serve.failures import ApiError
+
+RUN = 1000  # whole numbers
+TOO_MANY = "too_many_values"
+_SPACE = re.compile(r"[ \t\n\r]*+")
+_NUMBERS = re.compile(r"(?:-?(?:0|[1-9][0-9]{0,18})[ \t\n\r]*+,[ \t\n\r]*+){1,1000}+")  # RUN of them
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a body may hold. Far above what requests need; `validated` then says what each field may have."""
+
+    context: int  # token ids of a prompt
+    values: int = 100_000  # all but the whole numbers in lists
+    containers: int = 2**14  # lists and objects
+    items: int = 2**14  # of a list, unless it is a prompt, and keys of an object
+    depth: int = 64
+
+
+class Malformed(ValueError):
+    """This is not JSON, or not as we take it."""
+
+
+def read(text: str, limits: Limits) -> Any:
+    """What `text` says. Raises `Malformed`, and `ApiError` or `PromptTooLong` for more than `limits`."""
+    return Reader(text, limits).read()
+
+
+class Reader:
+    """One document on its way. Containers that are open are on a stack, the innermost last."""
+
+    def __init__(self, text: str, limits: Limits) -> None:
+        self._text, self._limits = text, limits
+        self._at = 0
+        self._open: list[list[Any] | dict[str, Any]] = []
+        self._values = self._containers = 0
+        self._halves = _SURROGATE.search(text) is not None  # pairs are fine; only a look at each string tells
+        self._decoder = json.JSONDecoder(parse_constant=_no_constant)
+        self._pace = Pace()
+
+    def read(self) -> Any:
+        self._skip()
+        root = self._value()
+        while self._open:
+            self._pace.breathe()
+            inner = self._open[-1]
+            (self._member if isinstance(inner, dict) else self._item)(inner)  # type: ignore[operator]
+        self._skip()
+        if self._at != len(self._text):
+            raise self._wrong("something stands behind the end")
+        return root
+
+    def _value(self) -> Any:
+        """The value that begins here; a container is opened, and filled by and by."""
+        self._values += 1
+        if self._values > self._limits.values:
+            raise ApiError(400, f"the body has more than {self._limits.values} values", code=TOO_MANY)
+        char = self._char()
+        if char not in ("[", "{"):
+            return self._scalar()
+        if len(self._open) == self._limits.depth:
+            raise self._wrong("it is nested too deeply")
+        self._containers += 1
+        if self._containers > self._limits.containers:
+            raise ApiError(400, f"the body has more than {self._limits.containers} lists and objects", code=TOO_MANY)
+        inner: list[Any] | dict[str, Any] = [] if char == "[" else {}
+        self._open.append(inner)
+        self._step()
+        return inner
+
+    def _item(self, items: list[Any]) -> None:
+        """The next of a list, with whole numbers before it; or its end."""
+        if self._ends("]", empty=not items):
+            return
+        while (found := _NUMBERS.match(self._text, self._at)) is not None:
+            items += json.loads(f"[{found[0][: found[0].rindex(',')]}]")
+            self._at = found.end()
+            self._check_length(items)
+            self._pace.breathe()
+        items.append(self._value())
+        self._check_length(items)
+
+    def _member(self, members: dict[str, Any]) -> None:
+        """The next key and value of an object; or its end."""
+        if self._ends("}", empty=not members):
+            return
+        if self._char() != '"':
+            raise self._wrong("a key is expected")
+        key = self._scalar()
+        if key in members:
+            raise Malformed(f"the key {key[:80]!r} is there twice")
+        if len(members) == self._limits.items:
+            raise ApiError(400, f"an object has more than {self._limits.items} keys", code=TOO_MANY)
+        self._skip()
+        if self._char() != ":":
+            raise self._wrong("a colon is expected")
+        self._step()
+        members[key] = self._value()
+        self._skip()
+
+    def _ends(self, bracket: str, *, empty: bool) -> bool:
+        """Behind a value or a bracket: does the container end here? If not, the comma is passed over."""
+        self._skip()
+        char = self._char()
+        if char == bracket:
+            self._open.pop()
+            self._step()
+            return True
+        if not empty:
+            if char != ",":
+                raise self._wrong(f"a comma or {bracket} is expected")
+            self._step()
+        return False
+
+    def _check_length(self, items: list[Any]) -> None:
+        """A list is too long for every field, or for a prompt."""
+        root = self._open[0]
+        field = next(reversed(root)) if isinstance(root, dict) else None
+        if field == "prompt" and len(items) > max(self._limits.context, self._limits.items):
+            raise PromptTooLong(len(items), self._limits.context, "the model's context", at_least=True)
+        if field != "prompt" and len(items) > self._limits.items:
+            raise ApiError(400, f"a list has more than {self._limits.items} items", field, TOO_MANY)
+
+    def _scalar(self) -> Any:
+        value, self._at = self._decoder.raw_decode(self._text, self._at)
+        if self._halves and isinstance(value, str):
+            value.encode("utf-8")
+        return value
+
+    def _char(self) -> str:
+        """The character that is next; empty at the end."""
+        return self._text[self._at : self._at + 1]
+
+    def _step(self) -> None:
+        """Past one character, and blanks."""
+        self._at += 1
+        self._skip()
+
+    def _skip(self) -> None:
+        found = _SPACE.match(self._text, self._at)
+        assert found is not None
+        self._at = found.end()
+
+    def _wrong(self, what: str) -> Malformed:
+        return Malformed(f"{what} at character {self._at}")
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise Malformed(f"{name} is not JSON")

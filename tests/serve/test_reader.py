@@ -1,0 +1,285 @@
+"""Bodies are read in small pieces, in bounded memory, and mean what `json` says that they mean."""
+
+import asyncio
+import json
+import threading
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvcellar.errors import PromptTooLong
+from kvcellar.serve import Server, ServeSettings
+from kvcellar.serve.body import SHORT_BODY, Arrival, Bodies
+from kvcellar.serve.connection import READ, Connection
+from kvcellar.serve.failures import ApiError, json_pieces, to_json
+from kvcellar.serve.openai import _send_whole
+from kvcellar.serve.reader import RUN, Limits, Reader, read
+from tests.serve.wire import COMPLETIONS, completion, connected, error_of, read_answer, request
+
+LIMITS = Limits(context=10_000)
+
+
+def strict(text: str) -> Any:
+    """The same by `json` alone, in one go."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        assert len(dict(pairs)) == len(pairs)
+        return dict(pairs)
+
+    def no_constant(name: str) -> None:
+        raise AssertionError(name)
+
+    value = json.loads(text, object_pairs_hook=once, parse_constant=no_constant)
+    json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+def outcome(parse: Any, text: str) -> str | None:
+    try:
+        return repr(parse(text))
+    except (AssertionError, ValueError, RecursionError):
+        return None
+
+
+parts = st.sampled_from(
+    [*'[]{},:" \n\t', "1", "-0", "12,", "3 ,\n", "0.5", "1e9", "01", "-", "1.", '"a"', '"a":', "true", "nul", "null"]
+)
+soup = st.lists(
+    parts | st.sampled_from(['"\\ud83c\\udf47"', '"\\ud83c"', "NaN", '"\\x"', "\u00a0", "\u0661"]), max_size=14
+).map("".join)
+
+
+@given(soup | soup.map(lambda text: f"[{text}]") | soup.map(lambda text: f'{{"a":{text}}}'))
+@example("[1,2,]")
+@example("[1,2,,3]")
+@example("[1,2 3]")
+@example('{"a":1,}')
+@example("[,1]")
+@example("[1,2,[3,4,{}],5,6]")
+def test_what_is_read_is_what_json_reads_and_the_rest_is_refused(text: str) -> None:
+    assert outcome(lambda given: read(given, LIMITS), text) == outcome(strict, text)
+
+
+blanks = st.sampled_from(["", " ", "\n", " \t\r\n "])
+
+
+@given(
+    st.lists(st.integers(-(10**20), 10**20) | st.floats(allow_nan=False, allow_infinity=False) | st.none(), max_size=8),
+    st.integers(0, 2 * RUN + 3),
+    blanks,
+    blanks,
+)
+def test_long_lists_of_numbers_are_read_whole(some: list[Any], count: int, before: str, after: str) -> None:
+    items = [*range(count), *some, *range(count)]
+    text = "[" + f"{before},{after}".join(map(json.dumps, items)) + "]"
+    assert repr(read(text, LIMITS)) == repr(items)
+
+
+class Watch:
+    """Instead of a pace: how far the reader comes between two rests."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader, self._last = reader, 0
+        self.longest = 0
+
+    def breathe(self) -> None:
+        self.longest = max(self.longest, self._reader._at - self._last)
+        self._last = self._reader._at
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        list(range(9_000)),
+        [[10**18] * 900] * 9,
+        [{}] * 9000,
+        [[[[[]]]]] * 3000,
+        {str(n): n for n in range(9000)},
+        ["ab"] * 9000,
+    ],
+    ids=["ids", "lists of ids", "objects", "deep", "keys", "texts"],
+)
+def test_between_two_rests_only_a_little_is_read(value: object) -> None:
+    reader = Reader(json.dumps({"user": value}), LIMITS)
+    watch = reader._pace = Watch(reader)  # type: ignore[assignment]
+    assert reader.read() == {"user": value}
+    assert watch.longest < 25 * RUN
+
+
+MANY = {
+    "values": ('{"user":[' + ("[" + '"",' * 99 + '""],') * 11, "more than 999 values", None),
+    "lists": ('{"user":[' + "[]," * 100, "more than 99 lists and objects", None),
+    "items": ('{"stop":["a"' + ',"a"' * 500, "more than 500 items", "stop"),
+    "numbers": ('{"user":[' + "1," * 10_000, "more than 500 items", "user"),
+    "keys": ("{" + ",".join(f'"{n}":1' for n in range(501)), "more than 500 keys", None),
+}
+
+
+@pytest.mark.parametrize(("text", "says", "param"), MANY.values(), ids=MANY)
+def test_more_than_is_allowed_is_refused_where_it_begins_to_be(text: str, says: str, param: str | None) -> None:
+    """What comes behind is not read: it is not even JSON."""
+    with pytest.raises(ApiError, match=says) as refused:
+        read(text + " what is this", Limits(context=2000, values=999, containers=99, items=500))
+    assert (refused.value.status, refused.value.param, refused.value.code) == (400, param, "too_many_values")
+
+
+@pytest.mark.parametrize("opening", ['{"prompt":[', '{"n":1,"prompt":[[', '{"prompt":[[1],['])
+def test_ids_that_cannot_fit_are_refused_before_all_are_read(opening: str) -> None:
+    limits = Limits(context=20_000)
+    text = opening + "7," * 20_001
+    with pytest.raises(PromptTooLong) as refused:
+        read(text + " what is this", limits)
+    assert 20_000 < refused.value.tokens <= 20_000 + RUN
+    with pytest.raises(ValueError, match="Expecting value"):
+        read(opening + "7," * 20_000 + " what is this", limits)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=4),
+    )
+)
+def test_json_in_pieces_is_the_json_of_the_whole(value: object) -> None:
+    assert b"".join(json_pieces(value)) == to_json(value)
+
+
+@pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 1000])
+def test_an_iterator_is_written_as_a_list_in_pieces(count: int) -> None:
+    pieces = list(json_pieces({"a": [{"b": iter(range(count))}]}))
+    assert (
+        json.loads(b"".join(pieces))
+        == {"a": [{"b": list(range(count))}]}
+        == json.loads(to_json({"a": [{"b": iter(range(count))}]}))
+    )
+    assert max(map(len, pieces)) < 64 * 5
+
+
+def test_while_a_long_answer_is_written_the_event_loop_turns_to_others() -> None:
+    turns, sent = 0, list[bytes]()
+    entries = [{"token": "x" * 20, "top": list(range(20))} for _ in range(6400)]
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    async def main() -> None:
+        counting = asyncio.create_task(others())
+        await _send_whole(send, {"choices": [{"logprobs": {"content": iter(entries)}}]})
+        counting.cancel()
+
+    asyncio.run(main())
+    assert json.loads(b"".join(sent))["choices"][0]["logprobs"]["content"] == entries
+    assert turns >= 6400 // 64
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40_000)), max_size=30))
+def test_bodies_under_way_take_no_more_than_was_set_and_all_is_given_back(parts: list[tuple[int, int]]) -> None:
+    bodies = Bodies(50_000)
+    arrivals = [Arrival(bodies) for _ in range(4)]
+    for which, size in parts:
+        arrival = arrivals[which]
+        before = len(arrival.data)
+        with suppress(ApiError):
+            arrival.add(bytes(size))
+        assert len(arrival.data) in (before, before + size)
+        counted = sum(max(0, len(one.data) - SHORT_BODY) for one in arrivals)
+        assert bodies.taken == counted <= bodies.most
+    for arrival in arrivals:
+        arrival.left()
+        arrival.left()
+    assert bodies.taken == 0
+
+
+def test_long_bodies_beyond_the_limit_are_refused_and_short_ones_are_not(engine, monkeypatch) -> None:
+    entered, go_on = threading.Semaphore(0), threading.Event()
+    encode = engine.encode
+
+    def held(text: str, **kwargs: Any) -> list[int]:
+        if len(text) > 1:
+            entered.release()
+            assert go_on.wait(20)
+        return encode(text, **kwargs)
+
+    monkeypatch.setattr(engine, "encode", held)
+    settings = ServeSettings(port=0, max_body_bytes=40_000, max_bodies_bytes=60_000)
+    long = request(COMPLETIONS, completion("a" * 19_000, max_tokens=1, user="b" * 20_000))
+    with (
+        Server(engine, settings) as server,
+        connected(server) as first,
+        connected(server) as second,
+        connected(server) as third,
+    ):
+        for wire in (first, second):
+            wire.sendall(long)
+            assert entered.acquire(timeout=20)
+        third.sendall(long)
+        status, body = read_answer(third)
+        assert (status, json.loads(body)["error"]["code"]) == (503, "overloaded")
+        third.sendall(request(COMPLETIONS, completion("a", max_tokens=1)))
+        assert read_answer(third)[0] == 200
+        go_on.set()
+        assert [read_answer(wire)[0] for wire in (first, second)] == [200, 200]
+        third.sendall(long)
+        assert read_answer(third)[0] == 200
+
+
+def test_what_arrives_is_parsed_in_small_pieces(server, monkeypatch) -> None:
+    sizes: list[int] = []
+    receive = Connection.data_received
+
+    def watched(self: Connection, data: bytes) -> None:
+        sizes.append(len(data))
+        receive(self, data)
+
+    monkeypatch.setattr(Connection, "data_received", watched)
+    body = json.dumps(completion("a" * 15_000, max_tokens=1)).encode()
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+    with connected(server) as wire:
+        wire.sendall(
+            request(COMPLETIONS, None, "Content-Type: application/json", "Transfer-Encoding: chunked", method="POST")
+            + chunks
+            + b"0\r\n\r\n"
+        )
+        assert read_answer(wire)[0] == 200
+    assert sum(sizes) > len(chunks)
+    assert max(sizes) <= READ
+
+
+@pytest.mark.parametrize("fields", [{"prompt": "hello"}, {"prompt": ["hello", "you"]}])
+def test_the_context_is_known_before_a_text_is_tokenized(http, engine, monkeypatch, fields) -> None:
+    limits: list[int | None] = []
+    encode = engine.encode
+
+    def noted(text: str, *, limit: int | None = None, **kwargs: Any) -> list[int]:
+        limits.append(limit)
+        return encode(text, limit=limit, **kwargs)
+
+    monkeypatch.setattr(engine, "encode", noted)
+    assert http.post(COMPLETIONS, json=fields).status_code == 200
+    assert set(limits) == {engine.model.context}
+
+
+def test_a_request_has_a_limit_on_its_answers(http, engine) -> None:
+    error = error_of(http.post(COMPLETIONS, json=completion(["a"] * 256, n=17)))
+    assert error["param"] == "n"
+    assert not engine.seen
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("logit_bias", {str(n): "x" for n in range(16_384)}), ("stop_token_ids", ["x"] * 16_000), ("stop", [1] * 16_000)],
+)
+def test_of_many_wrong_items_one_is_named(http, name: str, value: object) -> None:
+    answer = http.post(COMPLETIONS, json=completion(**{name: value}))
+    assert answer.status_code == 400
+    assert len(answer.content) < 500
+    assert (error_of(answer)["param"] or "").startswith(name)

@@ -1,0 +1,188 @@
+"""How much text is tokenized at once, and what its length says of its tokens."""
+
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
+
+from kvcellar.errors import BadRequest, PromptTooLong
+from kvcellar.models import embedded
+from kvcellar.text.room import SHORT, Desk, Reach, bytes_for, longest_text, reach_of
+from kvcellar.text.tokens import ONE_GO, Words
+from tests.text.made import CONTROL, KINDS, byte_level, gemma_like, words
+
+BOUNDED = ("byte_level", "llama_like", "gemma_like", "metaspace")
+SHRINKING = {
+    "composed": normalizers.NFC(),
+    "composed by looks": normalizers.NFKC(),
+    "three to one": normalizers.Replace("abc", "x"),
+    "both": normalizers.Sequence([normalizers.NFC(), normalizers.Replace("..", ".")]),
+}
+VANISHING = {
+    "stripped": normalizers.Strip(),
+    "without accents": normalizers.StripAccents(),
+    "replaced by nothing": normalizers.Replace("a", ""),
+    "replaced by a pattern": normalizers.Replace(Regex(" +"), " "),
+    "of BERT": normalizers.BertNormalizer(),
+}
+ODD = st.sampled_from(
+    [
+        "a",
+        " ",
+        "\n",
+        "\t",
+        ".",
+        "é",
+        "\u03b1\u0313\u0300\u0345",
+        "\u1100\u1161\u11a8",
+        "好",
+        "😀",
+        "\u0301",
+        "<s>",
+        "abc",
+    ]
+)
+texts = st.one_of(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=200),
+    st.lists(st.tuples(ODD, st.integers(1, 60)), max_size=6).map(lambda runs: "".join(text * n for text, n in runs)),
+    st.sampled_from([*CONTROL, "The cellar is cool and dark", "<|im", "\r\n \n"]).flatmap(
+        lambda part: st.integers(1, 200).map(lambda n: part * n)
+    ),
+)
+
+
+OWN = Words(Tokenizer.from_file(str(embedded.path() / "tokenizer.json")))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "embedded"])
+@given(text=texts, special=st.booleans())
+def test_no_text_has_fewer_tokens_than_its_length_says(kind: str, text: str, special: bool) -> None:
+    vocabulary = OWN if kind == "embedded" else words(kind)
+    assert (vocabulary.reach.characters is not None) == (kind in (*BOUNDED, "strange", "embedded"))
+    ids = vocabulary.encode(text, special=special)
+    assert len(ids) >= vocabulary.reach.least(len(text))
+    assert vocabulary.encode(text, special=special, limit=len(ids)) == ids
+    if ids:
+        with pytest.raises(PromptTooLong):
+            vocabulary.encode(text, special=special, limit=len(ids) - 1)
+
+
+@pytest.mark.parametrize("name", SHRINKING)
+@given(text=texts)
+def test_a_normalizer_that_shortens_is_allowed_for(name: str, text: str) -> None:
+    for made in (byte_level(), gemma_like()):
+        made.normalizer = SHRINKING[name]
+        vocabulary = Words(made)
+        assert len(vocabulary.encode(text, special=False)) >= vocabulary.reach.least(len(text)) >= (1 if text else 0)
+
+
+@pytest.mark.parametrize("name", VANISHING)
+def test_where_characters_can_vanish_the_length_says_nothing(name: str) -> None:
+    made = byte_level()
+    made.normalizer = VANISHING[name]
+    assert reach_of(made) == Reach(None)
+    assert len(Words(made).encode("a" * 10_000, special=False, limit=10_000)) <= 10_000
+
+
+def test_splitters_that_drop_what_they_split_at_have_no_reach() -> None:
+    for splitter in (
+        pre_tokenizers.Split(" ", "removed"),
+        pre_tokenizers.WhitespaceSplit(),
+        pre_tokenizers.Punctuation("removed"),
+        pre_tokenizers.CharDelimiterSplit("a"),
+    ):
+        made = byte_level()
+        made.pre_tokenizer = pre_tokenizers.Sequence([splitter, made.pre_tokenizer])
+        assert reach_of(made) == Reach(None)
+        assert len(Words(made).encode("a" + " a." * 500, special=False)) >= 0
+
+
+def test_a_control_token_that_swallows_blanks_leaves_no_reach() -> None:
+    made = byte_level()
+    assert reach_of(made).characters is not None
+    made.add_special_tokens([AddedToken("<|end|>", rstrip=True, special=True)])
+    assert reach_of(made) == Reach(None)
+    assert len(Words(made).encode("<|end|>" + "\n" * 10_000, special=False, limit=1)) == 1
+
+
+class Untouched:
+    """A tokenizer that must not be asked for tokens."""
+
+    def __init__(self, made: Tokenizer) -> None:
+        self._made = made
+        self.armed = False
+
+    def __getattr__(self, name: str) -> object:
+        assert not (self.armed and name.startswith("encode")), f"{name} was called"
+        return getattr(self._made, name)
+
+
+def untouched(**limits: int) -> tuple[Words, Untouched]:
+    fake = Untouched(byte_level())
+    return Words(fake, **limits), fake  # type: ignore[arg-type]
+
+
+def test_a_text_that_is_too_long_is_refused_before_it_is_tokenized() -> None:
+    vocabulary, fake = untouched()
+    most = 100 * (vocabulary.reach.characters or 0)
+    assert vocabulary.encode("a" * 40, limit=100)
+    fake.armed = True
+    for ask in (
+        lambda text: vocabulary.encode(text, limit=100),
+        lambda text: vocabulary.encode_marked(text, [3], limit=100),
+    ):
+        with pytest.raises(PromptTooLong, match="at least 101 tokens") as refused:
+            ask("\n" * (most + 1))
+        assert (refused.value.tokens, refused.value.limit, refused.value.at_least) == (101, 100, True)
+
+
+def test_more_text_than_there_is_memory_for_is_refused_before_it_is_tokenized() -> None:
+    vocabulary, fake = untouched(most_bytes=5000)
+    assert vocabulary.encode("é" * 2500, special=False)
+    fake.armed = True
+    with pytest.raises(BadRequest, match="5002 bytes of text; at most 5000") as refused:
+        vocabulary.encode("é" * 2501, param="messages")
+    assert refused.value.param == "messages"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(text=texts, repeat=st.sampled_from([1, 50]))
+def test_long_texts_have_the_tokens_that_the_tokenizer_gives_them(kind: str, text: str, repeat: int) -> None:
+    text, vocabulary = text * repeat, words(kind)
+    expected = vocabulary._tokenizer.encode(text, add_special_tokens=False).ids
+    assert vocabulary.encode(text, special=False) == vocabulary.encode_marked(text, []) == expected
+
+
+@pytest.mark.parametrize("filler", ["", "a" * (ONE_GO + 1)])
+def test_marks_overrule_in_long_texts_as_in_short_ones(filler: str) -> None:
+    text = "<s>hello<s>" + filler
+    short = words("byte_level").encode_marked("<s>hello<s>", [1])
+    assert words("byte_level").encode_marked(text, [1])[: len(short)] == short
+
+
+@given(st.integers(0, 10**9))
+def test_a_desk_takes_the_memory_that_it_was_given(memory: int) -> None:
+    most = longest_text(memory)
+    assert bytes_for(most) <= memory < bytes_for(most + 1)
+    assert Desk(most).bytes == bytes_for(most)
+
+
+def test_long_texts_come_one_at_a_time_and_short_ones_beside_them() -> None:
+    desk = Desk(10 * SHORT)
+    inside, entered = threading.Event(), threading.Event()
+
+    def second() -> None:
+        with desk.room(SHORT + 1, "prompt"):
+            entered.set()
+            inside.wait(10)
+
+    with desk.room(SHORT + 1, "prompt"):
+        other = threading.Thread(target=second)
+        other.start()
+        with desk.room(SHORT, "prompt"), desk.room(1, "prompt"):  # nothing long is waited for
+            assert not entered.wait(0.05)
+    assert entered.wait(10)
+    inside.set()
+    other.join()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from threading import RLock
 from typing import Any, NoReturn
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -81,9 +81,11 @@ class Tenancy:
             if vars(self._model).get(_RECORD) is not self:
                 return False
             if not self._begun:
-                modules, weights = [*self._model.modules()], [*self._model.parameters()]
-                self._undo.callback(_set_modes, [(module, module.training) for module in modules])
-                self._undo.callback(_set_gradients, [(weight, weight.requires_grad) for weight in weights])
+                # Weak references: what is replaced for good, as the plain layers of a network of our own are, must be
+                # freed, and there are twice as many weights otherwise.
+                modules, weights = self._model.modules(), self._model.parameters()
+                self._undo.callback(_set_modes, [(ref(module), module.training) for module in modules])
+                self._undo.callback(_set_gradients, [(ref(weight), weight.requires_grad) for weight in weights])
                 self._undo.callback(set_attentions, attentions(self._model))
                 self._begun = True
             return True
@@ -147,11 +149,13 @@ def _configs(model: PreTrainedModel) -> Iterator[Any]:
             yield config
 
 
-def _set_modes(modes: list[tuple[nn.Module, bool]]) -> None:
-    for module, training in modes:
-        module.training = training
+def _set_modes(modes: "list[tuple[ref[nn.Module], bool]]") -> None:
+    for found, training in modes:
+        if (module := found()) is not None:
+            module.training = training
 
 
-def _set_gradients(weights: list[tuple[nn.Parameter, bool]]) -> None:
-    for weight, wanted in weights:
-        weight.requires_grad_(wanted)
+def _set_gradients(weights: "list[tuple[ref[nn.Parameter], bool]]") -> None:
+    for found, wanted in weights:
+        if (weight := found()) is not None:
+            weight.requires_grad_(wanted)

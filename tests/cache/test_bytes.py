@@ -1,6 +1,10 @@
 """Bytes that a memory says it takes are those of the tensors that are really there."""
 
 import gc
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +13,9 @@ from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.group import Group
 from kvcellar.cache.layouts import Causal, Sliding
 from kvcellar.cache.memory import Memory
-from kvcellar.contracts import Arrangement, Plane, Storage
+from kvcellar.cache.pool import Pool
+from kvcellar.cache.states import States
+from kvcellar.contracts import Arrangement, Kind, Plane, Recurrent, StatePlane, Storage
 
 GROUPS = [
     Group("full", Causal(), (Plane("k", 2, 24), Plane("v", 2, 40)), (0, 3, 5)),
@@ -73,3 +79,60 @@ def test_scales_are_counted() -> None:
         [Group("full", Causal(), planes, (0,))], cells={"full": 9}, dtype=torch.float32, device="cpu", backend=Sdpa()
     )
     assert memory.bytes == 10 * 2 * ((64 + 2) + (32 + 2))
+
+
+ROW = (StatePlane("state", (64, 64), "float32"), StatePlane("conv", (64, 3), "bfloat16"))
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the resident set is read from Linux's /proc")
+@pytest.mark.parametrize("arrangement", ["token", "head", "transposed"])
+@pytest.mark.parametrize("kind", ["float32", "int4"])
+def test_cells_and_rows_take_no_memory_before_they_are_used(arrangement: Arrangement, kind: Kind) -> None:
+    storage = Storage(kind, hadamard=kind == "int4")
+    groups = [Group("full", Causal(), (Plane("k", 2, 64, storage), Plane("v", 2, 64, storage)), (0, 1, 2))]
+    before = resident()
+    memory = Memory(
+        groups,
+        cells={"full": 300_000 if kind == "float32" else 2_000_000},
+        dtype=torch.float32,
+        device="cpu",
+        backend=Wishes(arrangement, 1),
+        recurrent=Recurrent({3: ROW, 4: ROW}),
+        rows=8000,
+    )
+    assert memory.bytes > 700 << 20
+    assert resident() - before < 32 << 20
+    memory.check()
+
+
+@pytest.fixture
+def undefined_is_nan() -> Iterator[None]:
+    """What torch allocates without a value is NaN, or the largest integer."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("undefined_is_nan")
+@pytest.mark.parametrize("arrangement", ["token", "head", "transposed"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "fp8", "int8", "int4"])
+def test_only_the_null_place_is_defined_when_planes_are_made(arrangement: Arrangement, kind: Kind) -> None:
+    plane = Plane("k", 2, 64, Storage(kind))
+    how = {"dtype": torch.float32, "device": torch.device("cpu"), "arrangement": arrangement}
+    pool = Pool((plane,), (0,), cells=5, **how)
+    pool.resize(0, 9)
+    assert torch.equal(pool.read(0, "k", torch.tensor([0])), torch.zeros(1, 2, 64))
+    assert pool.read(0, "k", torch.tensor([9])).ne(0).all()
+
+
+@pytest.mark.usefixtures("undefined_is_nan")
+def test_only_the_null_row_is_defined_when_states_are_made() -> None:
+    states = States(Recurrent({3: ROW}), rows=2, captures=0, device=torch.device("cpu"))
+    states.check()
+    assert all(plane[1:].isnan().all() for plane in states._planes[3].values())

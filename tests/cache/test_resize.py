@@ -22,10 +22,10 @@ law = settings(derandomize=True, deadline=None, max_examples=40)
 def allocations(memory: Memory, fails: set[int]) -> Iterator[list[int]]:
     """Every plane that is made, as the bytes of planes that are there then; those numbered in `fails` are not made."""
     seen: list[int] = []
-    really = torch.zeros
+    really = torch.empty
     made: list[torch.Tensor] = []
 
-    def zeros(*args: object, **named: object) -> torch.Tensor:
+    def empty(*args: object, **named: object) -> torch.Tensor:
         if len(seen) in fails:
             seen.append(0)
             raise MemoryError("no room for a plane")
@@ -38,7 +38,7 @@ def allocations(memory: Memory, fails: set[int]) -> Iterator[list[int]]:
         seen.append(memory.bytes + new)
         return made[-1]
 
-    with mock.patch.object(torch, "zeros", zeros):
+    with mock.patch.object(torch, "empty", empty):
         yield seen
 
 
@@ -116,7 +116,7 @@ def test_a_cap_that_the_planes_do_not_fit_is_refused_before_they_are_made() -> N
     fits = Told(Sdpa(), 30, names=["full"]).memory
     need = fits.bytes + fits.staging
     Told(Sdpa(), 30, names=["full"], max_bytes=need)
-    with mock.patch.object(torch, "zeros", side_effect=AssertionError):
+    with mock.patch.object(torch, "empty", side_effect=AssertionError):
         with pytest.raises(CapacityTooSmall, match=f"{need} bytes would be needed: {fits.bytes} for planes"):
             Told(Sdpa(), 30, names=["full"], max_bytes=need - 1)
     told = Told(Sdpa(), 30, names=["full"], max_bytes=need + 7)

@@ -4,7 +4,8 @@ Always true:
   * every plane of every layer has `cells + 1` places, the first of them null, rounded up to what the backend asked for,
     in the arrangement it asked for; a plain group has them as [places,heads,size], and none too many;
   * a layer may have more places than that only where a resize failed and could not be undone;
-  * planes are allocated zeroed, and zeros read back as zeros in every storage;
+  * only the null place is defined when a plane is allocated: it is zero, which reads back as zero in every storage.
+    What the others hold is undefined until a step writes them, so that on a CPU they take no memory before;
   * all planes whose vectors have the same size share one rotation; `bytes` is exactly what planes and rotations take;
   * what is read is what is stored: new tokens are read back quantised, too.
 """
@@ -48,18 +49,21 @@ class StoredPlane:
         self.arrangement: Arrangement = arrangement
         kind, size = storage.kind, plane.size
         width = (size + 1) // 2 if kind == "int4" else size
-        self._codes = self._zeros(places, width, CODES[kind], device)
+        self._codes = self._allocated(places, width, CODES[kind], device)
         self.scales: Tensor | None = None
         if storage.quantised:
-            self.scales = self._zeros(places, storage.scales(size), torch.float16, device)
+            self.scales = self._allocated(places, storage.scales(size), torch.float16, device)
         self._rotation = rotation
 
-    def _zeros(self, places: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def _allocated(self, places: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """`places` of `heads` vectors of `width` elements, as they are arranged; all but the null one undefined."""
         axes = AXES[self.arrangement]
         shape = [0, 0, 0]
         for axis, length in zip(axes, (places, self.plane.heads, width), strict=True):
             shape[axis] = length
-        return torch.zeros(shape, dtype=dtype, device=device)
+        made = torch.empty(shape, dtype=dtype, device=device)
+        self._rows(made)[0] = 0
+        return made
 
     @property
     def codes(self) -> Tensor:

@@ -6,7 +6,7 @@
 Always true:
   * row 0 of every plane is zero, which is what a layer that has read nothing remembers;
   * a row that a sequence holds has, in every plane of every layer, what the step that took it left there; steps write
-    only to rows of their own.
+    only to rows of their own. What the other rows hold is undefined: on a CPU they take no memory before they are used.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,10 +56,7 @@ class States:
         self.device = device
         self.rows = Rows(rows, captures, spare) if recurrent.layers else NoRows()
         self._planes: dict[int, dict[str, Tensor]] = {
-            layer: {
-                plane.name: torch.zeros(rows + 1, *plane.shape, dtype=getattr(torch, plane.kind), device=device)
-                for plane in planes
-            }
+            layer: {plane.name: _rows(rows + 1, plane.shape, getattr(torch, plane.kind), device) for plane in planes}
             for layer, planes in recurrent.layers.items()
         }
         self.end()
@@ -183,3 +180,10 @@ class States:
             for name, plane in planes.items():
                 assert self.rows.capacity is not None and len(plane) == self.rows.capacity + 1
                 assert not plane[0].any(), f"somebody wrote to the null row of {name}"
+
+
+def _rows(n: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[n,*shape], of which only row 0 is defined: it is zero."""
+    plane = torch.empty(n, *shape, dtype=dtype, device=device)
+    plane[0] = 0
+    return plane

@@ -1,6 +1,9 @@
-"""A packed linear layer answers what the plain one does, and the plain weight is gone."""
+"""A packed linear layer answers what the plain one does, the plain weight is gone, and oneDNN compiles few kernels."""
 
+import random
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -8,8 +11,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvcellar.attention.choose import backends
+from kvcellar.engine.engine import Engine
 from kvcellar.models.guest import adopt
-from kvcellar.models.packed import PackedLinear, pack
+from kvcellar.models.packed import BLOCK, PADDED, PackedLinear, pack, padded
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 DTYPES = sorted(BOUND, key=str)
@@ -44,6 +48,73 @@ def test_packed_answers_what_plain_does(inner: int, outer: int, bias: bool, dtyp
         torch.testing.assert_close(
             got, plain, rtol=0, atol=BOUND[dtype] * float(plain.abs().amax() if plain.numel() else 1)
         )
+
+
+@contextmanager
+def calls() -> Iterator[list[tuple[int, ...]]]:
+    """What oneDNN is called with: the shape of the rows, and that of the weight."""
+    seen: list[tuple[int, ...]] = []
+    real = torch.ops.mkldnn._linear_pointwise
+
+    def watched(rows: Tensor, packed: Tensor, *more: object) -> Tensor:
+        assert rows.is_contiguous(), "strides are a part of what a kernel is compiled for"
+        seen.append((*rows.shape, *packed.shape))
+        return real(rows, packed, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.ops.mkldnn, "_linear_pointwise", watched)
+        yield seen
+
+
+def test_few_rows_are_padded_little():
+    assert PADDED == tuple(sorted(set(PADDED)))
+    assert (PADDED[0], PADDED[-1], len(PADDED)) == (1, BLOCK, 20)
+    for n in range(1, BLOCK + 1):
+        assert n <= padded(n) <= max(n + 1, 4 * n / 3)
+        assert n <= 8 or padded(n) <= n + max(3, n / 4)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_any_number_of_rows_is_a_few_shapes_to_onednn_and_answers_as_before(bias: bool):
+    model = stack(torch.float32, nn.Linear(24, 40, bias=bias))
+    plain = [part.clone() for part in model.parameters()]
+    assert pack(model).layers == 1
+    draw = random.Random(0)
+    with calls() as seen:
+        for n in [*range(2 * BLOCK + 2), *(draw.randrange(5000) for _ in range(20))]:
+            x = torch.randn(n, 24)
+            got, expected = model(x), nn.functional.linear(x, *plain)
+            assert got.shape == expected.shape
+            torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+    assert {rows for rows, *_ in seen} == set(PADDED)
+    assert len(set(seen)) == len(PADDED)
+
+
+def test_rows_do_not_hear_of_the_padding_beside_them():
+    model = stack(torch.float32, nn.Linear(24, 40))
+    assert pack(model).layers == 1
+    for n in (1, 5, 9, BLOCK - 1, BLOCK + 5):
+        x = torch.randn(n, 24)
+        before = torch.empty(4096).fill_(torch.nan)  # what an allocation may find
+        del before
+        assert torch.equal(model(x), model(x.clone()))
+        assert model(x).isfinite().all()
+
+
+def test_an_engine_calls_onednn_with_few_shapes_whatever_it_is_asked():
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512,
+    )  # fmt: skip
+    draw = random.Random(1)
+    with Engine(LlamaForCausalLM(config), cache_bytes=4 << 20, threads=1, max_sequences=48) as engine, calls() as seen:
+        for _ in range(12):
+            prompts = [[draw.randrange(97) for _ in range(draw.randrange(1, 300))] for _ in range(draw.randrange(1, 9))]
+            engine.generate(prompts, max_tokens=3, n=draw.choice((1, 3)), ignore_eos=True)
+    weights = {weight for _, _, *weight in map(tuple, seen) for weight in [tuple(weight)]}
+    assert len(weights) == 5, "q and o; k and v; gate and up; down; the head"
+    assert len({rows for rows, *_ in seen}) > 5
+    assert len(set(seen)) <= len(PADDED) * len(weights)
 
 
 def test_plain_weights_are_freed_one_by_one():

@@ -14,6 +14,12 @@ import click
 from kvcellar import __version__
 from kvcellar.errors import KvcellarError
 
+ENVIRONMENT = {  # of this process, for libraries that read it when they are first used; what is set already stays
+    "TOKENIZERS_PARALLELISM": "false",
+    # Kernels that oneDNN keeps, one for each shape that it meets, half a megabyte each; 1024 if nothing is said. Linear
+    # layers need about 20 for each shape of weights; convolutions and products of bfloat16 may meet any number.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
+}
 VERBS = {
     "run": "Talk to a model, or let it answer one prompt.",
     "serve": "Serve a model over HTTP, as the OpenAI API.",
@@ -51,7 +57,8 @@ def cli() -> None:
 
 def main() -> None:
     """The console script."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     try:
         code = cli.main(standalone_mode=False)
     except click.ClickException as error:

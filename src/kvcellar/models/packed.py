@@ -3,9 +3,14 @@
 On a CPU, torch's linear with few rows reorders the weights each time it is called. The operators are private to torch,
 so every layer's packed form is compared with the plain one before it is used, and a layer for which they differ stays
 as it was. On a CPU that cannot multiply bfloat16, such weights are not packed but widened (`widened.py`).
+
+oneDNN compiles a kernel for every number of rows that it is called with, and keeps up to 1024 of them in a cache of the
+process: about half a megabyte each, outside every cap of ours. So a packed layer calls it with few numbers of rows only
+(`PADDED`): it cuts its rows into blocks of `BLOCK`, and pads what is left with rows of zeros.
 """
 
 import os
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,6 +22,20 @@ from torch import Tensor, nn
 from kvcellar.models.widened import Kernel, StandIn, WidenedLinear, kernel
 
 ROWS = 16  # what oneDNN is told to expect; the order that it then chooses is as good for one row and for thousands
+BLOCK = 128  # rows in one call at most: a block of so many takes as little time a row as thousands do
+# The numbers of rows that oneDNN is called with. At most a quarter of them are padding, less than a fifth from 13 on.
+PADDED = (1, 2, 3, 4, 6, 8, *range(12, 32, 4), *range(32, 64, 8), *range(64, BLOCK + 1, 16))
+
+
+def padded(rows: int) -> int:
+    """Number of rows, of 1 to `BLOCK`, that a packed layer calls oneDNN with for so many."""
+    return PADDED[bisect_left(PADDED, rows)]
+
+
+def with_padding(rows: int) -> int:
+    """Number of rows that a packed layer computes for so many."""
+    blocks, rest = divmod(rows, BLOCK)
+    return blocks * BLOCK + (padded(rest) if rest else 0)
 
 
 class PackedLinear(StandIn):
@@ -33,8 +52,25 @@ class PackedLinear(StandIn):
         return self.packed.to_dense()
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [...,in] -> [...,out]."""
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        """x [...,in] -> [...,out]. A row's output depends on the rows beside it only as oneDNN's own sums do."""
+        rows = x.reshape(-1, self.in_features)  # [n,in]
+        n = len(rows)
+        if n <= BLOCK:
+            out = self._block(rows)
+        else:
+            out = rows.new_empty(n, self.out_features)
+            for start in range(0, n, BLOCK):
+                out[start : start + BLOCK] = self._block(rows[start : start + BLOCK])
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def _block(self, rows: Tensor) -> Tensor:
+        """rows [n,in] -> [n,out], n up to `BLOCK`."""
+        n = len(rows)
+        if n == 0:
+            return rows.new_empty(0, self.out_features)
+        if (size := padded(n)) > n:
+            rows = nn.functional.pad(rows, (0, 0, 0, size - n))
+        return torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")[:n]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,25 @@
+"""What the command sets in its own process before a library reads it."""
+
+import os
+import sys
+
+import pytest
+
+from kvcellar.cli.main import ENVIRONMENT, main
+
+
+@pytest.mark.parametrize("given", [None, "7"])
+def test_it_limits_the_kernels_that_onednn_keeps_unless_that_is_said_already(
+    given: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+        if given is not None:
+            monkeypatch.setenv(name, given)
+    monkeypatch.setattr(sys, "argv", ["kvcellar", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    found = {name: os.environ.pop(name) for name in ENVIRONMENT}
+    assert ended.value.code == 0, capsys.readouterr().err
+    assert found == (ENVIRONMENT if given is None else dict.fromkeys(ENVIRONMENT, given))
+    assert ENVIRONMENT["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "256"

@@ -31,6 +31,28 @@ def test_half_precision(dtype, scoring) -> None:
         texts.step(feeds, scorings(6, 32)[scoring])
 
 
+@pytest.mark.parametrize(("multiplies", "wanted"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_values_are_multiplied_in_bfloat16_only_where_the_cpu_does_that(multiplies, wanted, monkeypatch) -> None:
+    """And the weights are rounded to bfloat16 in both cases, so that both answer the same but for the order of sums."""
+    seen: list[tuple[torch.dtype, torch.Tensor]] = []
+    real = torch.bmm
+
+    def watched(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        assert a.dtype is b.dtype
+        seen.append((a.dtype, a))
+        return real(a, b)
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: multiplies)
+    monkeypatch.setattr(torch, "bmm", watched)
+    texts = Texts(Causal(), (4, 2, 16, 16), 64, dtype=torch.bfloat16)
+    for feeds in ({0: 12, 1: 1}, {1: 1, 0: 2}):
+        texts.step(feeds, scorings(4, 16)["plain"])
+    weights = seen[1::2]  # behind the queries
+    assert {dtype for dtype, _ in seen[::2]} == {torch.float32}
+    assert {dtype for dtype, _ in weights} == {wanted}
+    assert all(torch.equal(w.float(), w.bfloat16().float()) for _, w in weights)
+
+
 def test_scores_beyond_the_largest_half_are_no_nan() -> None:
     """60 * 60 * 64 is more than float16 has; one key wins."""
     texts = Texts(Causal(), (2, 1, 64, 8), 32, dtype=torch.float16)

@@ -1,7 +1,7 @@
 """sdpa: portable attention in plain torch, sequence by sequence, on the cells where they are.
 
-On a CPU it is two matrix products around a softmax, for a block of rows at a time: scores in float32, weights in the
-type of the values. That is as exact there as torch's scaled_dot_product_attention. Elsewhere it is
+On a CPU it is two matrix products around a softmax, for a block of rows at a time: scores in float32, weights rounded
+to the type of the values. That is as exact there as torch's scaled_dot_product_attention. Elsewhere it is
 scaled_dot_product_attention, except with softcap or sinks, which that does not know.
 
 The query heads that share a KV head are folded into rows that read it once.
@@ -158,9 +158,9 @@ class _Rows:
         self._scoring, self._groups = scoring, groups
         self._fused = fused and scoring.softcap is None and scoring.sinks is None
         wide = torch.promote_types(q.dtype, torch.float32)
-        # Products of float16 are a hundred times as slow as those of float32 on CPUs that do not know it.
         self.key_dtype = q.dtype if self._fused else wide
-        self.value_dtype = wide if q.dtype is torch.float16 and not self._fused else q.dtype
+        self.value_dtype = q.dtype if self._fused or _multiplies(q.dtype, q.device) else wide
+        self._weight_dtype = wide if q.dtype is torch.float16 else q.dtype  # that the weights are rounded to
         if not self._fused:
             q = q.to(wide) * scoring.scale
         self._q = q.view(q.shape[0], groups, -1, q.shape[-1])  # [T,G,H/G,D]
@@ -179,15 +179,19 @@ class _Rows:
     def _one_row(self, row: int, k: Tensor, v: Tensor) -> Tensor:
         """[G,H/G,Dv], of a row that sees everything."""
         scores = torch.bmm(self._q[row], k.transpose(1, 2))  # [G,H/G,n]
-        return torch.bmm(self._weights(scores, 1).to(v.dtype), v)
+        return torch.bmm(self._rounded(self._weights(scores, 1)), v)
 
     def _by_products(self, a: int, b: int, k: Tensor, v: Tensor, veils: Sequence[Veil]) -> Tensor:
         """[b-a,H,Dv], of rows a to b over k [G,n,D] and v [G,n,Dv]."""
         rows = self._q[a:b].permute(1, 2, 0, 3).reshape(self._groups, -1, k.shape[-1])  # [G,H/G*L,D]
         scores = torch.bmm(rows, k.transpose(1, 2))  # [G,H/G*L,n]
         weights = self._weights(scores, b - a, veils)
-        seen = torch.bmm(weights.to(v.dtype), v)  # [G,H/G*L,Dv]
+        seen = torch.bmm(self._rounded(weights), v)  # [G,H/G*L,Dv]
         return seen.view(-1, b - a, v.shape[-1]).transpose(0, 1)
+
+    def _rounded(self, weights: Tensor) -> Tensor:
+        """Weights as the product with the values takes them."""
+        return weights.to(self._weight_dtype).to(self.value_dtype)
 
     def _weights(self, scores: Tensor, length: int, veils: Sequence[Veil] = ()) -> Tensor:
         """Scores [G,H/G*L,n] of L rows, made into weights; overwrites them."""
@@ -212,3 +216,13 @@ class _Rows:
         keys, values = (x[:, None].expand(-1, q.shape[2], -1, -1) for x in (k, v))
         seen = F.scaled_dot_product_attention(q.permute(1, 2, 0, 3), keys, values, attn_mask=visible, scale=scale)
         return seen.permute(2, 0, 1, 3).reshape(b - a, -1, v.shape[-1])  # of [G,H/G,L,Dv]
+
+
+def _multiplies(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a product in `dtype` is as fast as one in float32. On CPUs without instructions for it, torch takes ten
+    times as long in bfloat16, and a hundred times in float16, which no CPU is asked for here."""
+    if dtype is torch.float16:
+        return False
+    if dtype is not torch.bfloat16 or device.type != "cpu":
+        return True
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()

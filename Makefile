@@ -2,7 +2,7 @@
 #
 #   PYTHON=python3.12     which Python makes the environment (default: the first one found that is 3.11 or newer)
 #   MODEL=DIR_OR_NAME     which model `make run` talks to (default: the embedded one)
-#   ARGS='...'            more words for the command behind run, test, test-long, bench and train-embedded
+#   ARGS='...'            more words for the command behind run, test, test-long, bench, soak and train-embedded
 
 PYTHON ?=
 MODEL ?=
@@ -14,7 +14,7 @@ TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-long lint format docs bench train-embedded clean
+.PHONY: help run test test-long lint format docs bench soak train-embedded clean
 
 help:
 	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/  make \1 \2/p' Makefile | awk '{t = $$2; $$1 = $$2 = ""; printf "  make %-15s%s\n", t, $$0}'
@@ -54,6 +54,9 @@ docs: $(VENV)/.dev ## rewrite the documents that are made from the code
 
 bench: $(VENV)/.run ## ours against transformers, in one run; a table, then one line of JSON
 	@$(BIN)/kvcellar bench $(ARGS)
+
+soak: $(VENV)/.run ## twenty minutes of random requests on three models: does memory grow? (ARGS='--minutes 3')
+	@$(BIN)/python -m kvcellar.bench.soak $(ARGS)
 
 train-embedded: $(VENV)/.run ## train the embedded model again, from the Python standard library
 	$(BIN)/python scripts/train_embedded.py $(ARGS)

@@ -1,0 +1,224 @@
+"""soak: random requests for minutes, a third of them cancelled, while the memory of the process stays what it is.
+
+`make soak`, or `python -m kvcellar.bench.soak --minutes 3`, runs it on three models at once, each in a process of its
+own: the embedded model, a random network in float32 and the same one in bfloat16. After the first two minutes the
+resident set (RSS) of none of them may grow by more than 5 %. It prints a table and one line of JSON, and exits with 1
+where one grew.
+
+Cells take no memory before they are used for the first time, so all of them are used once before the clock starts.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from kvcellar.bench.network import Size, write
+from kvcellar.engine.engine import Engine
+
+MODELS = ("embedded", "float32", "bfloat16")
+MINUTES = 20.0
+WARM = 2.0  # minutes, at most half of all, in which memory may grow
+MOST_GROWTH = 0.05
+EVERY = 5.0  # seconds between two samples
+CLIENTS = 6
+CACHE_BYTES = 24 << 20
+NETWORK = Size(256, 4, 4, 2, 64, 704, 2000, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a process holds so many seconds after its clock started, and what it has done by then."""
+
+    seconds: float
+    rss: int  # bytes
+    finished: int
+    cancelled: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Soaked:
+    """What became of one model. `warm` and `most` are bytes: when the first minutes were over, and the most after."""
+
+    model: str
+    warm: int
+    least: int
+    most: int
+    finished: int
+    cancelled: int
+    steps: int
+
+    @property
+    def growth(self) -> float:
+        return self.most / self.warm - 1
+
+    @property
+    def passed(self) -> bool:
+        grew = self.most - self.warm
+        return grew <= MOST_GROWTH * self.warm and self.finished > 0 and self.cancelled > 0
+
+
+def judged(model: str, samples: Sequence[Sample], warm: float) -> Soaked:
+    """`warm` is in seconds. The middle of the last samples until then is what the others are compared with, so that a
+    step which is under way in one of them does not count. Raises `ValueError` without samples on both sides."""
+    before = [sample.rss for sample in samples if sample.seconds <= warm]
+    after = [sample.rss for sample in samples if sample.seconds > warm]
+    if not before or not after:
+        raise ValueError(f"{len(samples)} samples are not on both sides of {warm} seconds")
+    last = samples[-1]
+    return Soaked(model, int(median(before[-6:])), min(after), max(after), last.finished, last.cancelled, last.steps)
+
+
+def resident(root: Path = Path("/")) -> int:
+    """The resident set of this process, in bytes. Raises `OSError` where there is no Linux to say it."""
+    return int((root / "proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def soak(engine: Engine, seconds: float, seed: int, *, every: float = EVERY) -> Iterator[Sample]:
+    """Let clients ask for so long, and look at the process again and again."""
+    fill(engine, seed)
+    stop, counts = threading.Event(), [[0, 0] for _ in range(CLIENTS)]
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        clients = [
+            pool.submit(ask, engine, random.Random(f"{seed} {i}"), count, stop.is_set) for i, count in enumerate(counts)
+        ]
+        began = time.perf_counter()
+        try:
+            while (passed := time.perf_counter() - began) < seconds and not any(client.done() for client in clients):
+                time.sleep(min(every, seconds - passed))
+                finished, cancelled = (sum(of) for of in zip(*counts, strict=True))
+                yield Sample(time.perf_counter() - began, resident(), finished, cancelled, engine.stats().steps)
+        finally:
+            stop.set()
+    for client in clients:
+        client.result()  # raises what ended it
+    engine.check()
+
+
+def fill(engine: Engine, seed: int) -> None:
+    """Use every cell once."""
+    draw, length = random.Random(seed), longest(engine)
+    count = max(group.cells for group in engine.stats().groups) // length + 1
+    prompts = [_ids(draw, engine.model.vocab_size, length) for _ in range(count)]
+    engine.generate(prompts, max_tokens=1, temperature=0.0, ignore_eos=True)
+
+
+def longest(engine: Engine) -> int:
+    """Tokens of a prompt for which there are cells in every group, and one token of an answer."""
+    return min(engine.model.context, *(group.cells for group in engine.stats().groups)) - 1
+
+
+def ask(engine: Engine, draw: random.Random, counts: list[int], over: Callable[[], bool]) -> None:
+    """One request after the other, short ones more often than long ones. Of three, one is cancelled: at any time, or
+    after any of its pieces. `counts` are of those that were read to their end, and of those that were not."""
+    most = longest(engine) // 2
+    while not over():
+        ids, tokens = _ids(draw, engine.model.vocab_size, int(most ** draw.random())), int(64 ** draw.random())
+        how: dict[str, Any] = {
+            "max_tokens": tokens,
+            "n": draw.choice((1, 1, 1, 2, 3)),
+            "temperature": draw.choice((0.0, 1.0)),
+            "top_k": draw.choice((0, 40)),
+            "logprobs": draw.choice((None, None, 3)),
+            "seed": draw.randrange(1 << 30),
+            "ignore_eos": True,
+        }
+        fate = draw.randrange(6)
+        if fate == 0:
+            ticket = engine.submit(ids, engine.params(**how), deliver=lambda _: None)
+            time.sleep(draw.random())
+            ticket.cancel()
+        else:
+            stream = engine.stream(ids, **how)
+            for index, _ in enumerate(stream):
+                if over() or (fate == 1 and index >= tokens // 2):
+                    break
+            stream.close()
+        counts[fate < 2] += 1
+        if draw.random() < 0.1:  # so that not always as many ask at once
+            time.sleep(draw.random())
+
+
+def _ids(draw: random.Random, vocabulary: int, n: int) -> list[int]:
+    return [draw.randrange(vocabulary) for _ in range(n)]
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def run_one(model: str, minutes: float, seed: int) -> None:
+    """Soak one model in this process, and print a line of JSON for each sample."""
+    settings: dict[str, Any] = {"cache_bytes": CACHE_BYTES, "threads": 1, "max_sequences": 16, "device": "cpu"}
+    with tempfile.TemporaryDirectory() as directory:
+        if model == "embedded":
+            engine = Engine(**settings)
+        else:
+            write(NETWORK, Path(directory))
+            engine = Engine(directory, dtype=model, **settings)
+        with engine:
+            for sample in soak(engine, 60 * minutes, seed):
+                print(json.dumps(asdict(sample)), flush=True)
+
+
+def watch(model: str, minutes: float, seed: int) -> list[Sample]:
+    """Run one model in a process of its own. Raises `RuntimeError` if that fails."""
+    command = [sys.executable, "-m", "kvcellar.bench.soak", "--model", model]
+    command += ["--minutes", str(minutes), "--seed", str(seed)]
+    samples: list[Sample] = []
+    said = 0.0
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            samples.append(sample := Sample(**json.loads(line)))
+            if sample.seconds >= said:
+                said += 60
+                print(f"{sample.seconds / 60:5.1f} min  {model:9} {sample.rss / 1e6:7.1f} MB", flush=True)
+    if process.returncode:
+        raise RuntimeError(f"the soak of {model} ended with {process.returncode}")
+    return samples
+
+
+def table(found: Sequence[Soaked]) -> list[str]:
+    names = ("warm, MB", "least", "most", "growth", "steps", "finished", "cancelled")
+    head = f"{'model':9} " + " ".join(f"{name:>9}" for name in names)
+    rows = (
+        f"{one.model:9} {one.warm / 1e6:9.1f} {one.least / 1e6:9.1f} {one.most / 1e6:9.1f} {one.growth:9.1%} "
+        f"{one.steps:9} {one.finished:9} {one.cancelled:9}{'' if one.passed else '  FAILED'}"
+        for one in found
+    )
+    return [head, *rows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m kvcellar.bench.soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"how long ({MINUTES:g})")
+    parser.add_argument("--seed", type=int, default=0, help="of the requests (0)")
+    parser.add_argument("--model", choices=MODELS, help="only this one, in this process, as samples")
+    given = parser.parse_args()
+    if given.model is not None:
+        run_one(given.model, given.minutes, given.seed)
+        return
+    warm = min(WARM, given.minutes / 2)
+    with ThreadPoolExecutor(len(MODELS)) as threads:
+        every = list(threads.map(lambda model: watch(model, given.minutes, given.seed), MODELS))
+    found = [judged(model, samples, 60 * warm) for model, samples in zip(MODELS, every, strict=True)]
+    print("\n".join(table(found)))
+    results = {one.model: {**asdict(one), "growth": round(one.growth, 4), "passed": one.passed} for one in found}
+    print(json.dumps({"minutes": given.minutes, "warm_minutes": warm, "most_growth": MOST_GROWTH, "results": results}))
+    sys.exit(not all(one.passed for one in found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""The soak judges what it sees, and its clients leave nothing behind. No time is looked at."""
+
+import sys
+
+import pytest
+
+from kvcellar import Engine
+from kvcellar.bench.soak import MOST_GROWTH, Sample, fill, judged, resident, soak, table
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="the resident set is read from Linux's /proc")
+
+
+def samples(*rss: int, cancelled: int = 3) -> list[Sample]:
+    """One every ten seconds."""
+    return [Sample(10.0 * (i + 1), size, 7, cancelled, 99) for i, size in enumerate(rss)]
+
+
+@pytest.mark.parametrize(
+    ("after", "passed"),
+    [([1000, 1050], True), ([1000, 1051, 1000], False), ([500, 1000], True)],
+    ids=["within", "above for a moment", "below"],
+)
+def test_only_growth_after_the_first_minutes_fails(after: list[int], passed: bool) -> None:
+    found = judged("some", samples(1, 1000, 3000, 1000, *after), warm=40.0)
+    assert (found.warm, found.most, found.least) == (1000, max(after), min(after))
+    assert found.passed is passed
+    assert ("FAILED" in table([found])[1]) is not passed
+    assert MOST_GROWTH == 0.05
+
+
+def test_a_soak_in_which_nothing_was_cancelled_has_not_passed() -> None:
+    assert not judged("some", samples(1000, 1000, cancelled=0), warm=10.0).passed
+
+
+@pytest.mark.parametrize("warm", [0.0, 99.0])
+def test_samples_on_one_side_only_are_no_verdict(warm: float) -> None:
+    with pytest.raises(ValueError, match="both sides"):
+        judged("some", samples(1000, 1000), warm=warm)
+
+
+@linux
+def test_clients_ask_and_leave_and_nothing_stays() -> None:
+    with Engine(cache_bytes=32 << 20, context=128, threads=1) as engine:
+        fill(engine, seed=1)
+        assert engine.stats().cells_used == 0
+        seen = list(soak(engine, 1.0, seed=1, every=0.3))
+        assert seen
+        assert 0 < seen[-1].rss <= 2 * resident()
+        stats = engine.stats()
+        assert (stats.running, stats.waiting, stats.sequences, stats.cells_used) == (0, 0, 0, 0)
+
+
+def test_a_client_that_fails_ends_the_soak(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine(cache_bytes=32 << 20, context=128, threads=1) as engine:
+        monkeypatch.setattr(engine, "params", _raise)
+        monkeypatch.setattr(engine, "stream", _raise)
+        clients = soak(engine, 600.0, seed=1, every=0.1)
+        monkeypatch.setattr("kvcellar.bench.soak.fill", lambda *_: None)
+        with pytest.raises(RuntimeError, match="the request failed"):
+            list(clients)
+
+
+def _raise(*_: object, **__: object) -> None:
+    raise RuntimeError("the request failed")

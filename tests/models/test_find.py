@@ -21,7 +21,7 @@ from tests.zoo import ARCHS, reference_logits
 
 COMMIT, OTHER = "a" * 40, "b" * 40
 NAMES = ("owner/tiny", "gpt2", "owner.x/tiny-1.5_b", "tiny-1.5_b")
-BESIDE = ("README.md", ".gitattributes", "pytorch_model.bin", "merges.txt", "onnx/model.onnx", "LICENSE")
+BESIDE = ("README.md", ".gitattributes", "pytorch_model.bin", "merges.txt", "onnx/model.onnx", "adapter_config.json")
 TEXT = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 

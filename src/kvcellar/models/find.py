@@ -11,7 +11,7 @@ from kvcellar.errors import ModelNotFound, ModelRefused
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}")
 # Files that decide what a model answers, and whose absence nothing else would show. Weights are not among them: which
 # of them are needed stands in their index, and all are missed when they are read.
-_DECIDING = ("config.json", "generation_config.json", "adapter_config.json")
+_DECIDING = ("config.json", "generation_config.json")
 _TEXT = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "chat_template.json",

@@ -86,7 +86,7 @@ def run_starts(*, quick: bool = False) -> None:
 def run_fragmented(*, quick: bool = False, threads: int = 1) -> None:
     """Print what compaction saves attention, for each backend, and the same as one line of JSON."""
     torch.set_num_threads(threads)
-    found = fragmented(TINY, sequences=4, tokens=32, rounds=2) if quick else fragmented(SMALL)
+    found = fragmented(TINY, sequences=4, tokens=128, rounds=2) if quick else fragmented(SMALL)
     for line in fragmented_lines(found):
         print(line, flush=True)
     about = report.about(parameters=0, threads=threads, quick=quick)

@@ -6,14 +6,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvcellar.attention.choose import named
 from kvcellar.engine import build as building
 from kvcellar.engine.engine import Engine
-from kvcellar.engine.reserve import ROWS, continued, peak, prove, scratch
+from kvcellar.engine.reserve import ROWS, _draw, continued, peak, prove, scratch
 from kvcellar.errors import BadRequest, CapacityTooSmall
 from kvcellar.models.guest import Guest, adopt
+from kvcellar.models.packed import pack
 from kvcellar.plan import Batch, Feed
 from kvcellar.sample.choice import Choice
 from kvcellar.sample.draw import draw
@@ -103,6 +104,26 @@ def test_a_step_of_full_size_takes_no_more_than_was_said(attention: str) -> None
     assert max(truth) <= said <= 2 * max(truth)
     memory.check()
     assert memory.free() == memory.capacity()
+
+
+def test_rows_that_packed_layers_pad_are_in_what_a_step_takes() -> None:
+    writers = 33
+    config = LlamaConfig(
+        vocab_size=4000, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    network = LlamaForCausalLM(config)
+    assert pack(network).layers == 8
+    model = adopt(network, named("sdpa"))
+    said = scratch(model, context=64, step_tokens=writers)(64, writers * 64, writers)
+    memory = model.memory({group.name: writers * 64 for group in model.shape.groups})
+    batch = Batch(tuple(Feed(seq, Span(63, 64)) for seq in range(writers)))
+    with peak(CPU) as meter:
+        plan = memory.begin(batch, reserve=True)
+        logits = model.forward(memory, plan, torch.zeros(writers, dtype=torch.long), torch.arange(writers))
+        _draw(logits)
+        memory.abandon()
+    assert meter.bytes <= said
 
 
 def test_what_a_step_takes_is_not_turned_into_cells() -> None:

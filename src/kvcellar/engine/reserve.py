@@ -24,6 +24,7 @@ from kvcellar.engine.measures import Measures
 from kvcellar.engine.settings import Capacity
 from kvcellar.errors import CapacityTooSmall
 from kvcellar.models.guest import Guest
+from kvcellar.models.packed import with_padding
 from kvcellar.plan import Batch, Feed
 from kvcellar.progress import report
 from kvcellar.sample.choice import Choice
@@ -71,6 +72,8 @@ def scratch(
     def most(longest: int, tokens: int, sequences: int) -> int:
         rows = min(step_tokens, tokens if guest.mode == "flat" else longest)
         writers = min(sequences, step_tokens, tokens) if guest.mode == "flat" else 1
+        if guest.device.type == "cpu":
+            writers = with_padding(writers)  # the few that are tried have none
         prompts = continued(read, (rows, longest), (ROWS, REMEMBERED))
         return max(prompts, continued(write, (writers, max(1, longest - 1)), (WRITERS, REMEMBERED)))
 

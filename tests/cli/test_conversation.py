@@ -150,7 +150,7 @@ def test_it_shows_who_attends(tmp_path, monkeypatch, name, attends):
 @pytest.mark.parametrize("last", ["/bye\r", "/exit\r", "\x04"])
 def test_it_ends_when_the_user_wants_to(tmp_path, monkeypatch, last):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    ran = kvcellar(*WORDS, "--raw", typed="   \x15\r" + last)
+    ran = kvcellar(*WORDS, "--raw", "--quiet", typed="   \x15\r" + last)
     assert (ran.code, ran.err) == (0, "")
     assert "continues what you write" in ran.out
 

@@ -25,7 +25,7 @@ from kvcellar.serve.guard import headers_too_large
 from kvcellar.serve.record import Record, new_id
 from kvcellar.serve.settings import ServeSettings
 
-READ = 8 * 2**10  # bytes
+READ = 2 * 2**10  # bytes
 
 
 class ServeConfig(uvicorn.Config):

@@ -22,7 +22,6 @@ RUN = 1000  # whole numbers
 TOO_MANY = "too_many_values"
 _SPACE = re.compile(r"[ \t\n\r]*+")
 _NUMBERS = re.compile(r"(?:-?(?:0|[1-9][0-9]{0,18})[ \t\n\r]*+,[ \t\n\r]*+){1,1000}+")  # RUN of them
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class Reader:
         self._at = 0
         self._open: list[list[Any] | dict[str, Any]] = []
         self._values = self._containers = 0
-        self._halves = _SURROGATE.search(text) is not None  # pairs are fine; only a look at each string tells
+        self._halves = "\\ud" in text or "\\uD" in text  # pairs are fine; only a look at each string tells
         self._decoder = json.JSONDecoder(parse_constant=_no_constant)
         self._pace = Pace()
 

@@ -25,6 +25,7 @@ ROWS = 16  # what oneDNN is told to expect; the order that it then chooses is as
 BLOCK = 128  # rows in one call at most: a block of so many takes as little time a row as thousands do
 # The numbers of rows that oneDNN is called with. At most a quarter of them are padding, less than a fifth from 13 on.
 PADDED = (1, 2, 3, 4, 6, 8, *range(12, 32, 4), *range(32, 64, 8), *range(64, BLOCK + 1, 16))
+_PADDED = frozenset(PADDED)
 
 
 def padded(rows: int) -> int:
@@ -53,8 +54,10 @@ class PackedLinear(StandIn):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [...,in] -> [...,out]. A row's output depends on the rows beside it only as oneDNN's own sums do."""
-        rows = x.reshape(-1, self.in_features)  # [n,in]
-        n = len(rows)
+        n = x.numel() // self.in_features
+        if n in _PADDED and x.is_contiguous():  # as when decoding: nothing to cut, to pad or to copy
+            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        rows = x.reshape(-1, self.in_features).contiguous()  # [n,in]: a kernel is for strides, too
         if n <= BLOCK:
             out = self._block(rows)
         else:

@@ -1,4 +1,9 @@
-"""Every error of kvcellar on one screen. Each message has the numbers and the way out."""
+"""Every error of kvcellar on one screen. Each message has the numbers and the way out.
+
+A `BadRequest` is read in two places. Its `message` is for the author of the request, in Python as over HTTP, where the
+fields have the same names; its `hint` is for the owner of the engine: it may name settings and files, and `str()` has
+it, but it is never sent to an HTTP client.
+"""
 
 import reprlib
 from collections.abc import Mapping
@@ -26,20 +31,21 @@ class KvcellarError(Exception):
 class BadRequest(KvcellarError, ValueError):
     """What was asked is wrong; asking again will not help. `param` names the field at fault."""
 
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
+    def __init__(self, message: str, param: str | None = None, *, hint: str | None = None) -> None:
+        super().__init__(message if hint is None else f"{message}. {hint}")
+        self.message, self.param, self.hint = message, param, hint
 
 
 class PromptTooLong(BadRequest):
     """The prompt alone is more than the model, or all of its memory, can hold. It has `tokens` tokens; with `at_least`
     it may have more, and was not tokenized: its length says that there are as many."""
 
-    def __init__(self, tokens: int, limit: int, limited_by: str, *, at_least: bool = False) -> None:
+    def __init__(
+        self, tokens: int, limit: int, limited_by: str, *, at_least: bool = False, hint: str | None = None
+    ) -> None:
         count = f"at least {tokens}" if at_least else tokens
         super().__init__(
-            f"the prompt has {count} tokens; {limited_by} allows {limit}. Shorten the prompt, or raise that limit.",
-            "prompt",
+            f"the prompt has {count} tokens; {limited_by} allows {limit}. Shorten the prompt", "prompt", hint=hint
         )
         self.tokens, self.limit, self.at_least = tokens, limit, at_least
 

@@ -164,7 +164,7 @@ def test_padding_is_no_text_where_positions_are_counted_without_it():
     with Engine(AutoModelForCausalLM.from_config(config).eval(), cache_bytes=10**6, context=64) as engine:
         assert len(engine.generate([5, 6, 7], max_tokens=3, ignore_eos=True, logit_bias={1: -100}).token_ids) == 3
         for ask in (lambda: engine.generate([5, 1, 6]), lambda: engine.session().send([1, 5, 6])):
-            with pytest.raises(BadRequest, match=r"token 1 at \d is padding.* Leave it out") as caught:
+            with pytest.raises(BadRequest, match=r"token 1 at \d, which is padding.* Leave it out") as caught:
                 ask()
             assert caught.value.param == "prompt"
 

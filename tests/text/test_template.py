@@ -177,10 +177,10 @@ def test_marks_are_in_every_control_token_and_split_off_again(control: list[str]
 # What a client may send.
 
 WRONG: list[tuple[Any, str]] = [
-    ([], "there are 0 messages"),
+    ([], "messages has 0 items"),
     ("hi", "must be a list, not str"),
     (None, "must be a list"),
-    ([user("a")] * 10_001, "there are 10001 messages; 1 to 10000 are allowed"),
+    ([user("a")] * 10_001, "messages has 10001 items; 1 to 10000 are allowed"),
     (["a"], r"messages\[0\] must be an object"),
     ([{"content": "a"}], r"messages\[0\].role must be one of assistant, developer"),
     ([{"role": "root", "content": "a"}], "role must be one of"),

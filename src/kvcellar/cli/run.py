@@ -61,7 +61,7 @@ def command(
         engine = Engine(model, **given(**options))
     with engine:
         if not ids:
-            engine.decode(())  # a model without a tokenizer says so, and why, before anybody has typed anything
+            _check_text(engine)  # before anything is typed
         if asked is not None:
             _once(engine, asked, words, sampling, as_json=as_json, raw=raw, quiet=quiet)
         else:
@@ -102,6 +102,14 @@ class _Words:
             for token in piece.token_ids:
                 yield f"{gap}{token}"
                 gap = " "
+
+
+def _check_text(engine: Engine) -> None:
+    """Raise `BadRequest`, which says why, for a model that has no tokenizer."""
+    try:
+        engine.decode(())
+    except BadRequest as error:
+        raise BadRequest(f"{error} With --ids, prompt and answer are token ids.", error.param) from error
 
 
 def _piped() -> str:

@@ -100,8 +100,8 @@ class Built:
         """
         if self.padding is not None and self.padding in prompt:
             raise BadRequest(
-                f"token {self.padding} at {prompt.index(self.padding)} is padding: this model passes over it when it "
-                f"counts positions, so it cannot stand in a text. Leave it out.",
+                f"prompt has token {self.padding} at {prompt.index(self.padding)}, which is padding: this model does "
+                f"not count it as a position, so it cannot be part of a text. Leave it out",
                 "prompt",
             )
 
@@ -115,16 +115,17 @@ class Built:
         for group in self.memory.groups:
             most = self.capacity.cells[group.name]
             if group.layout.most_cells(tokens, 1) > most:
-                raise PromptTooLong(tokens, most, f"the memory of its {group.name} layers (cache_bytes)")
+                held = f"the memory for {group.name} layers"
+                raise PromptTooLong(tokens, most, held, hint="Or raise cache_bytes.")
 
     def check_answers(self, n: int) -> None:
         """Raise `BadRequest` if so many answers could never be written at once."""
         most, asked = self.capacity.states.sequences, self.settings.max_sequences
         if n > most:
-            why = "raise max_sequences"
+            hint = "Or raise max_sequences."
             if most < asked:
-                why = f"max_sequences is {asked}, but there are rows of recurrent state for no more; raise cache_bytes"
-            raise BadRequest(f"n is {n}; at most {most} answers are written at once ({why})", "n")
+                hint = f"Or raise cache_bytes: max_sequences is {asked}, but there are no more rows of recurrent state."
+            raise BadRequest(f"n is {n}; at most {most} answers to one request are generated at once", "n", hint=hint)
 
 
 def build(model: "str | Path | PreTrainedModel | None", settings: Settings) -> Built:

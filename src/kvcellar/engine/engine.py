@@ -356,7 +356,9 @@ class Engine:
         number = _whole(token)
         if not 0 <= number < self.model.vocab_size:
             most = self.model.vocab_size - 1
-            raise BadRequest(f"{shown(token)} is not a token id of this model; they are 0 to {most}", param)
+            raise BadRequest(
+                f"{param}: {shown(token)} is not a token id of this model, whose ids are 0 to {most}", param
+            )
         return number
 
     def _checked(self, prompt_ids: Sequence[int], params: SamplingParams) -> tuple[int, ...]:

@@ -52,7 +52,7 @@ class Voice:
         """`options` are those of `ChatTemplate.render`."""
         words = self._known()
         if self._template is None:
-            raise BadRequest("this model has no chat template; give it a prompt instead of messages", "messages")
+            raise BadRequest("this model has no chat template; send a prompt instead of messages", "messages")
         return self._template.render(messages, **options).encode(words, limit=limit)
 
     def output(self, stops: Stops, prompt: Sequence[int]) -> Output:
@@ -69,9 +69,9 @@ class Voice:
     def _known(self) -> Words:
         if self._words is None:
             raise BadRequest(
-                f"this model has no tokenizer ({self._why_not}); give it token ids instead of text: "
-                "with `kvcellar run --ids`, or as a list from Python or over HTTP",
+                "this model has no tokenizer; send a prompt of token ids instead of text",
                 "prompt",
+                hint=f"The reason: {self._why_not}.",
             )
         return self._words
 

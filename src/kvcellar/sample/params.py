@@ -92,7 +92,7 @@ class SamplingParams:
         self._sequences()
         self._decay()
         if self.shift and self.max_tokens is None:
-            raise BadRequest("with shift an answer can go on for ever: say max_tokens", "max_tokens")
+            raise BadRequest("shift needs max_tokens: with it, the context does not end an answer", "max_tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise BadRequest(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}", "min_tokens")
 

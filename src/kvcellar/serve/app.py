@@ -23,7 +23,7 @@ def build_app(engine: ServedEngine, *, settings: ServeSettings, lanes: Lanes, dr
 
     async def health(request: Request) -> Response:
         if not engine.healthy:
-            raise ApiError(503, "the engine does not run", code="engine_unhealthy")
+            raise ApiError(503, "the engine has stopped; the server must be started again", code="engine_unhealthy")
         return Response(to_json({"status": "ok", "model": engine.model.name}), media_type="application/json")
 
     app = Starlette(

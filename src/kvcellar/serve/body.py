@@ -8,7 +8,12 @@ Always true:
 """
 
 import asyncio
+import json
+import sys
 import threading
+from codecs import BOM_UTF8
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -17,10 +22,30 @@ from starlette.types import Receive, Scope
 
 from kvcellar.errors import BadRequest
 from kvcellar.serve.failures import RETRY_SECONDS, ApiError, ClientGone, printable
-from kvcellar.serve.reader import Limits, read
+from kvcellar.serve.reader import Limits, Malformed, read
 from kvcellar.serve.settings import ServeSettings
 
 SHORT_BODY = 16 * 2**10  # bytes
+
+# What a field must be, by pydantic's name of the error; in JSON's words, where pydantic uses Python's.
+MUST: Mapping[str, str] = MappingProxyType(
+    {
+        "bool_type": "be true or false",
+        "dict_type": "be an object",
+        "finite_number": "be a finite number",
+        "float_type": "be a number",
+        "greater_than_equal": "be at least {ge}",
+        "int_type": "be an integer",
+        "less_than_equal": "be at most {le}",
+        "list_type": "be an array",
+        "literal_error": "be {expected}",
+        "model_type": "be an object",
+        "none_required": "be null",
+        "string_type": "be a string",
+        "too_long": "have at most {max_length} items",
+        "too_short": "not be empty",
+    }
+)
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -36,7 +61,7 @@ class Bodies:
         """Raises `ApiError` 503."""
         with self._lock:
             if self.taken + size > self.most:
-                message = f"{self.taken} bytes of other requests are under way; {self.most} are taken at once"
+                message = "the bodies of other requests fill the memory for them; try again later"
                 raise ApiError(503, message, code="overloaded", headers={"retry-after": RETRY_SECONDS})
             self.taken += size
 
@@ -79,7 +104,7 @@ async def receive_json(scope: Scope, receive: Receive, settings: ServeSettings, 
     """
     headers = Headers(scope=scope)
     if (coding := headers.get("content-encoding", "identity").strip().lower()) != "identity":
-        raise ApiError(415, f"send the body as it is, not with Content-Encoding {printable(coding, 40)}")
+        raise ApiError(415, f"Content-Encoding {printable(coding, 40)} is not supported; send the body uncompressed")
     if not _is_json(headers.getlist("content-type")):
         raise ApiError(415, "the body must be JSON in UTF-8; send it with Content-Type: application/json")
     declared = headers.get("content-length", "0")  # h11 has checked that it is a number, and the only one
@@ -95,6 +120,8 @@ async def receive_json(scope: Scope, receive: Receive, settings: ServeSettings, 
 
 def parse_object(raw: bytes | bytearray, limits: Limits) -> dict[str, object]:
     """The JSON object that `raw` holds. Raises `ApiError` 400 and `PromptTooLong`."""
+    if raw.startswith(BOM_UTF8):
+        raise _malformed("it begins with a byte order mark")
     try:
         value = read(raw.decode("utf-8"), limits)
     except UnicodeDecodeError as error:
@@ -103,10 +130,12 @@ def parse_object(raw: bytes | bytearray, limits: Limits) -> dict[str, object]:
         raise _malformed("a string has half of a surrogate pair") from None
     except BadRequest:
         raise
-    except ValueError as error:
+    except (Malformed, json.JSONDecodeError) as error:
         raise _malformed(printable(str(error))) from None
+    except ValueError:  # Python reads no longer numbers, and says so in its own words
+        raise _malformed(f"a number has more than {sys.get_int_max_str_digits()} digits") from None
     if not isinstance(value, dict):
-        raise _malformed("it must be an object")
+        raise _malformed("this is JSON, but no object")
     return value
 
 
@@ -115,20 +144,21 @@ def validated(kind: type[Body], fields: dict[str, object]) -> Body:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        first = error.errors(include_url=False, include_input=False)[0]
         param = printable(_path(first["loc"]))
         match first["type"]:
             case "extra_forbidden":
                 raise unknown_parameter(param) from None
             case "missing":
                 raise ApiError(400, f"{param} is required", param, "missing_required_parameter") from None
-            case _:
-                raise ApiError(400, f"{param}: {first['msg']}", param, "invalid_value") from None
+            case kind_of_error:
+                must = MUST.get(kind_of_error, "have another value").format_map(_in_json(first.get("ctx", {})))
+                raise ApiError(400, f"{param} must {must}", param, "invalid_value") from None
 
 
 def unknown_parameter(name: str) -> ApiError:
     param = printable(name)
-    return ApiError(400, f"unknown parameter: {param}", param, "unknown_parameter")
+    return ApiError(400, f"unknown parameter: {param}; leave it out", param, "unknown_parameter")
 
 
 async def _collect(receive: Receive, settings: ServeSettings, arrival: Arrival) -> None:
@@ -144,6 +174,12 @@ async def _collect(receive: Receive, settings: ServeSettings, arrival: Arrival) 
             return
 
 
+def _in_json(context: Mapping[str, object]) -> dict[str, object]:
+    """The numbers and values of an error, with the values that are allowed written as in JSON."""
+    expected = str(context.get("expected")).replace("'", '"').replace("False", "false")
+    return {**context, "expected": expected}
+
+
 def _is_json(content_types: list[str]) -> bool:
     if len(content_types) != 1:
         return False
@@ -156,8 +192,9 @@ def _path(loc: tuple[int | str, ...]) -> str:
 
 
 def _malformed(why: str) -> ApiError:
-    return ApiError(400, f"the body is not the JSON object that this route takes: {why}", code="invalid_json")
+    return ApiError(400, f"the body must be a JSON object: {why}", code="invalid_json")
 
 
 def _too_long(settings: ServeSettings) -> ApiError:
-    return ApiError(413, f"the body is longer than {settings.max_body_bytes} bytes", code="request_too_large")
+    message = f"the body is longer than {settings.max_body_bytes} bytes, which is the limit of this server"
+    return ApiError(413, message, code="request_too_large")

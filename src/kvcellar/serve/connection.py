@@ -90,7 +90,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self._settings.max_connections:
-            message = f"{self._settings.max_connections} connections are open; no more are taken"
+            message = f"{self._settings.max_connections} connections are open already; try again later"
             self._refuse(ApiError(503, message, code="overloaded", headers={"retry-after": RETRY_SECONDS}))
         else:
             self._arrival.set()

@@ -1,5 +1,7 @@
 """failures: everything that can go wrong, in the shape that OpenAI's clients read.
 
+Messages name fields of the API and nothing of the command line or of Python; tests/serve/test_messages.py has each.
+
 `{"error": {"message", "type", "param", "code"}}` with 4xx for what the client can change and 5xx for what it cannot;
 clients repeat 408, 429 and 5xx by themselves. What was not expected is answered without details: those are in the log.
 """
@@ -89,23 +91,29 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):
-        phrase = HTTPStatus(error.status_code).phrase
-        return ApiError(error.status_code, phrase, code=_code_of(phrase), headers=dict(error.headers or {}))
+        message = "this route does not have that method; the header Allow lists those that it has"
+        if error.status_code == HTTPStatus.NOT_FOUND:
+            message = "there is no such route"
+        code = _code_of(HTTPStatus(error.status_code).phrase)
+        return ApiError(error.status_code, message, code=code, headers=dict(error.headers or {}))
     if isinstance(error, BadRequest):
         code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
-        return ApiError(400, printable(str(error), 2000), error.param, code)
+        return ApiError(400, printable(error.message, 2000), error.param, code)
     if isinstance(error, NotSupported):
-        return ApiError(400, printable(str(error), 2000), code="not_supported")
-    if isinstance(error, Overloaded | CacheFull):
+        return ApiError(400, printable(error.reason, 2000), code="not_supported")
+    if isinstance(error, Overloaded):
         return ApiError(503, str(error), code="overloaded", headers={"retry-after": RETRY_SECONDS})
+    if isinstance(error, CacheFull):
+        message = "the memory for keys and values is full; try again later"
+        return ApiError(503, message, code="overloaded", headers={"retry-after": RETRY_SECONDS})
     if isinstance(error, EngineClosed):
         return shutting_down()
-    return ApiError(500, "the server met an error that it did not expect; its log says more", code="internal_error")
+    return ApiError(500, "the server met an unexpected error; its log has the details", code="internal_error")
 
 
 def shutting_down() -> ApiError:
     headers = {"retry-after": RETRY_SECONDS, "connection": "close"}
-    return ApiError(503, "the server is shutting down", code="shutting_down", headers=headers)
+    return ApiError(503, "the server is shutting down; try again later", code="shutting_down", headers=headers)
 
 
 def _code_of(phrase: str) -> str:

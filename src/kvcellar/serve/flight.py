@@ -133,7 +133,8 @@ class Flight:
             case Finished(reason="cancelled"):
                 self._fail(EngineClosed("the engine gave this request up"))
             case _ if self._held is not None and len(self._events) >= self._held + self._limit:
-                self._fail(ApiError(503, f"{self._limit} events wait for a client that does not read", code="too_slow"))
+                message = f"the stream was not read in time: {self._limit} events were waiting"
+                self._fail(ApiError(503, message, code="too_slow"))
             case _:
                 if isinstance(event, Done):
                     self._open.discard(run)

@@ -69,7 +69,7 @@ class Guard:
         headers = Headers(scope=scope)
         names = self._settings.hosts  # HTTP/1.0 may come without a Host; a browser never does
         if names is not None and not all(_name_of(host) in names for host in headers.getlist("host")):
-            raise ApiError(403, "this Host is not one that the server answers to", code="host_not_allowed")
+            raise ApiError(403, "the header Host does not name this server", code="host_not_allowed")
         if self._settings.key_digests and not self._knows(headers.getlist("authorization")):
             message = "a valid API key is needed: Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
@@ -108,7 +108,8 @@ class Reply:
 
 
 def headers_too_large(settings: ServeSettings) -> ApiError:
-    message = f"more than {settings.max_headers} headers, or more than {settings.max_header_bytes} bytes of them"
+    most = f"{settings.max_headers} headers of {settings.max_header_bytes} bytes together"
+    message = f"the headers are too many or too long; at most {most} are allowed"
     return ApiError(431, message, code="headers_too_large", headers={"connection": "close"})
 
 

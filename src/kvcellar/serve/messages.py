@@ -112,7 +112,7 @@ def plain(messages: Sequence[Message]) -> list[dict[str, object]]:
 
 
 def _no_content(where: str, role: str) -> ApiError:
-    message = f"{where}.content is required: a string, or a list of text parts that is not empty"
-    if role == "assistant":
-        message += ". Only beside tool_calls, function_call, reasoning_content or refusal may it be null or left out"
+    beside = "tool_calls, function_call, reasoning_content or refusal"
+    unless = f". It may be null or left out beside {beside}" if role == "assistant" else ""
+    message = f"{where}.content is required: a string, or a list of text parts that is not empty{unless}"
     return ApiError(400, message, f"{where}.content", "missing_required_parameter")

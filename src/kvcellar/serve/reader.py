@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from kvcellar.errors import PromptTooLong
 from kvcellar.pace import Pace
-from kvcellar.serve.failures import ApiError
+from kvcellar.serve.failures import ApiError, printable
 
 RUN = 1000  # whole numbers
 TOO_MANY = "too_many_values"
@@ -106,7 +106,7 @@ class Reader:
             raise self._wrong("a key is expected")
         key = self._scalar()
         if key in members:
-            raise Malformed(f"the key {key[:80]!r} is there twice")
+            raise Malformed(f"the key {key[:80]!r} appears twice")
         if len(members) == self._limits.items:
             raise ApiError(400, f"an object has more than {self._limits.items} keys", code=TOO_MANY)
         self._skip()
@@ -137,7 +137,9 @@ class Reader:
         if field == "prompt" and len(items) > max(self._limits.context, self._limits.items):
             raise PromptTooLong(len(items), self._limits.context, "the model's context", at_least=True)
         if field != "prompt" and len(items) > self._limits.items:
-            raise ApiError(400, f"a list has more than {self._limits.items} items", field, TOO_MANY)
+            where = "the body" if field is None else printable(field)
+            message = f"{where} has a list of more than {self._limits.items} items"
+            raise ApiError(400, message, where if field else None, TOO_MANY)
 
     def _scalar(self) -> Any:
         value, self._at = self._decoder.raw_decode(self._text, self._at)

@@ -12,6 +12,7 @@ docs/openai-fields.md lists all of them; a test compares it with the code. What 
 model's generation config. `model` may be left out; if it is there it must be the one that is served.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, TypeVar
@@ -141,7 +142,8 @@ def read_completion(engine: ServedEngine, raw: bytes | bytearray) -> tuple[Job, 
     params = _params(body, engine, {"logprobs": body.logprobs, "max_tokens": body.max_tokens})
     if body.best_of not in (None, params.n):
         raise _unsupported(
-            "best_of", f"best_of {body.best_of} is not n {params.n}; the best of more is not chosen here"
+            "best_of",
+            f"best_of is {body.best_of}, which is not supported; leave it out, or send n, which is {params.n}",
         )
     if params.max_tokens is None:
         params = replace(params, max_tokens=COMPLETION_TOKENS)
@@ -152,9 +154,9 @@ def read_chat(engine: ServedEngine, raw: bytes | bytearray) -> tuple[Job, Prompt
     """Body of `/v1/chat/completions`. Raises `ApiError` and `BadRequest`. Takes its time: not for the event loop."""
     body = _checked(ChatBody, engine, raw)
     if body.top_logprobs is not None and not body.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs", "invalid_value")
+        raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs", "invalid_value")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
-        message = f"max_completion_tokens {body.max_completion_tokens} and max_tokens {body.max_tokens} differ"
+        message = "max_completion_tokens and max_tokens differ; send one of them"
         raise ApiError(400, message, "max_completion_tokens", "invalid_value")
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -183,7 +185,8 @@ def _checked(kind: type[AnyBody], engine: ServedEngine, raw: bytes | bytearray) 
     for name in (fields.keys() & (NEUTRAL.keys() | NO_EFFECT.keys())) - kind.model_fields.keys():
         value = fields.pop(name)
         if name in NEUTRAL and not any(type(value) is type(same) and value == same for same in NEUTRAL[name]):
-            raise _unsupported(name, f"{name} is not supported; leave it out")
+            neutral = " or ".join(json.dumps(same) for same in NEUTRAL[name])
+            raise _unsupported(name, f"{name} is not supported; leave it out, or send {neutral}")
     for name in fields:
         if name not in kind.model_fields:
             raise unknown_parameter(name)
@@ -191,7 +194,7 @@ def _checked(kind: type[AnyBody], engine: ServedEngine, raw: bytes | bytearray) 
     if body.model not in (None, engine.model.name):
         raise model_not_found(body.model or "")
     if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options needs stream: true", "stream_options", "invalid_value")
+        raise ApiError(400, "stream_options needs stream to be true", "stream_options", "invalid_value")
     return body
 
 
@@ -216,7 +219,8 @@ def _params(body: CommonBody, engine: ServedEngine, special: dict[str, int | Non
 
 def _token(key: str) -> int:
     if not (key.isascii() and key.isdigit() and len(key) <= 10):
-        raise BadRequest(f"logit_bias maps token ids to numbers; {printable(key, 40)!r} is no token id", "logit_bias")
+        message = f"logit_bias must map token ids to numbers; {printable(repr(key), 40)} is not a token id"
+        raise BadRequest(message, "logit_bias")
     return int(key)
 
 
@@ -228,13 +232,15 @@ def _prompts(engine: ServedEngine, prompt: object, special: bool | None) -> Prom
         if _are_ids(prompt):
             return [prompt]
         if len(prompt) > MAX_PROMPTS:
-            message = f"prompt has {len(prompt)} items; {MAX_PROMPTS} prompts are taken in one request"
+            message = f"prompt has {len(prompt)} items; at most {MAX_PROMPTS} prompts are allowed in one request"
             raise ApiError(400, message, "prompt", "invalid_value")
         if all(isinstance(item, str) for item in prompt):
             return [engine.encode(item, special=special, limit=limit) for item in prompt]
         if all(isinstance(item, list) and item and _are_ids(item) for item in prompt):
             return prompt
-    message = "prompt must be a string, a list of strings, a list of token ids, or a list of such lists; none empty"
+    message = (
+        "prompt must be a string, a list of strings, a list of token ids, or a list of such lists; none of them empty"
+    )
     raise ApiError(400, message, "prompt", "invalid_value")
 
 
@@ -244,9 +250,8 @@ def _are_ids(items: list[object]) -> bool:
 
 def _job(engine: ServedEngine, body: CommonBody, params: SamplingParams, prompts: Prompts) -> tuple[Job, Prompts]:
     if len(prompts) * params.n > MAX_ANSWERS:
-        message = (
-            f"{len(prompts)} prompts with n {params.n} are too many; {MAX_ANSWERS} answers are given to one request"
-        )
+        asked = f"{len(prompts)} prompts with n {params.n}"
+        message = f"{asked} are too many; at most {MAX_ANSWERS} answers to one request are allowed"
         raise ApiError(400, message, "n", "invalid_value")
     include, continuous = _usage_asked(body.stream_options)
     job = Job(
@@ -272,7 +277,7 @@ def _usage_asked(options: StreamOptions | None) -> tuple[bool, bool]:
 
 
 def model_not_found(name: str) -> ApiError:
-    message = f"the model {printable(name)!r} is not served here; see /v1/models"
+    message = f"the model {printable(repr(name))} is not served here; /v1/models lists what is"
     return ApiError(404, message, "model", "model_not_found")
 
 

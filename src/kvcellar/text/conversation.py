@@ -26,7 +26,7 @@ def checked(messages: object, caps: Caps) -> list[dict[str, Any]]:
         raise _wrong(f"messages must be a list, not {type(messages).__name__}")
     given = cast("Sequence[object]", messages)
     if not 1 <= len(given) <= caps.messages:
-        raise _wrong(f"there are {len(given)} messages; 1 to {caps.messages} are allowed")
+        raise _wrong(f"messages has {len(given)} items; 1 to {caps.messages} are allowed")
     copier = Copier(caps, "messages")
     copies: list[dict[str, Any]] = []
     history = _Calls()
@@ -256,7 +256,7 @@ class _Marking:
         self._left -= 1
         self.pace.breathe()
         if self._left < 0:
-            raise _wrong(f"more than {self._most} pieces of these messages read like control tokens")
+            raise _wrong(f"messages has more than {self._most} pieces of text that read like control tokens")
 
 
 def unmarked(text: str, mark: str) -> tuple[str, tuple[int, ...]]:
@@ -277,7 +277,7 @@ def unused(texts: Iterable[str]) -> str:
             pace.breathe()
             free.difference_update(text[start : start + PIECE])
     if not free:
-        raise _wrong("these messages have every character of a plane that is for private use; one must be left over")
+        raise _wrong("messages has every character of a plane for private use; leave one of them out")
     return min(free)
 
 

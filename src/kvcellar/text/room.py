@@ -42,9 +42,9 @@ class Desk:
         """For one text of `size` bytes. Raises `BadRequest`, naming `param`, if there is never so much."""
         if size > self.most:
             raise BadRequest(
-                f"{param} has {size} bytes of text; at most {self.most} are tokenized at once. Send less, send token "
-                f"ids, or raise text_bytes.",
+                f"{param} has {size} bytes of text; at most {self.most} are tokenized at once. Send less, or token ids",
                 param,
+                hint="Or raise text_bytes.",
             )
         with self._short if size <= SHORT else self._long:
             yield

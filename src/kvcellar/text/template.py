@@ -174,5 +174,7 @@ def _failed(error: Exception, mark: str) -> TemplateFailed:
     if isinstance(error, Refused):
         return TemplateFailed(f"the chat template refused these messages: {reason}", "messages")
     if isinstance(error, OverCaps):
-        return TemplateFailed(f"the chat template was stopped: it {reason}. Send less, or mend it.", "messages")
-    return TemplateFailed(f"the chat template failed on these messages: {type(error).__name__}: {reason}", "messages")
+        message, hint = f"the chat template was stopped: it {reason}. Send shorter messages", "Or correct the template."
+        return TemplateFailed(message, "messages", hint=hint)
+    message, hint = f"the chat template failed on these messages: {reason}", f"It raised {type(error).__name__}."
+    return TemplateFailed(message, "messages", hint=hint)

@@ -1,0 +1,553 @@
+"""Every message that can reach an HTTP client, word for word. Read it as the style guide for new ones:
+
+* it names the field of the API that is wrong, says what is allowed, and what to do;
+* it uses the words of the API and of JSON: no option of the command line, no setting of the owner, nothing of Python;
+* plain English, one sentence or two, without a full stop at the end.
+
+A message that is raised anywhere in `SOURCES` and is not provoked here fails `test_every_message_in_the_code_is_here`.
+"""
+
+import ast
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvcellar import Engine
+from kvcellar.engine.settings import Settings
+from kvcellar.engine.voice import Voice
+from kvcellar.errors import CacheFull, EngineClosed, EngineFailed, NotSupported
+from kvcellar.serve import Server, ServeSettings, key_digest
+from kvcellar.serve.body import Bodies
+from kvcellar.serve.failures import ApiError
+from kvcellar.text.template import ChatTemplate
+from kvcellar.text.tokens import Words
+from tests.serve.fake_engine import FakeEngine
+from tests.serve.wire import CHAT, COMPLETIONS, chat, completion, connected, error_of, read_answer, request
+from tests.text.made import byte_level
+
+MOST = 16 * 2**20  # bytes of a body
+JSON = {"content-type": "application/json"}
+USER = {"role": "user", "content": "hi"}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+RESULT = {"role": "tool", "tool_call_id": "c1", "content": "14"}
+DEEP = '{"a":' * 40 + "1" + "}" * 40
+DEEPER = '{"a":' * 100_000 + "1" + "}" * 100_000
+MANY = {  # more than a body may hold
+    "the body has more than 100000 values": {"user": [["a"] * 16_000] * 7},
+    "the body has more than 16384 lists and objects": {"user": [[[]]] * 9_000},
+}
+MANY_KEYS = "an object has more than 16384 keys"
+PRIVATE = "".join(map(chr, range(0xF0000, 0xFFFFE)))
+CROWDED = "the bodies of other requests fill the memory for them; try again later"
+
+
+def talk(*messages: object, **fields: object) -> dict[str, Any]:
+    return {"messages": list(messages), **fields}
+
+
+# The fields of a request. Each is sent to both routes, or to the one that is named.
+FIELDS: list[tuple[dict[str, object], str]] = [
+    ({"temprature": 1}, "unknown parameter: temprature; leave it out"),
+    ({"stream": "yes"}, "stream must be true or false"),
+    ({"max_tokens": "5"}, "max_tokens must be an integer"),
+    ({"temperature": "1"}, "temperature must be a number"),
+    ({"model": 5}, "model must be a string"),
+    ({"stop": 5}, "stop must be an array"),
+    ({"stop": [5]}, "stop[0] must be a string"),
+    ({"logit_bias": [1]}, "logit_bias must be an object"),
+    ({"logit_bias": {"a": 1}}, "logit_bias must map token ids to numbers; 'a' is not a token id"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias names token 99999; this model's tokens are 0 to 2047"),
+    ({"stop_token_ids": [99999]}, "stop_token_ids names token 99999; this model's tokens are 0 to 2047"),
+    ({"logit_bias": {"1": 101}}, "logit_bias must be a finite number from -100 to 100, not 101.0"),
+    ({"max_tokens": 0}, "max_tokens must be a whole number from 1 to 2147483647, not 0"),
+    ({"top_p": 0}, "top_p must be a finite number above 0 to 1, not 0.0"),
+    ({"n": 3, "best_of": 4}, "best_of is 4, which is not supported; leave it out, or send n, which is 3"),
+    ({"n": 100}, "n is 100; at most 4 answers to one request are generated at once"),
+    ({"stop": ""}, "every stop string needs 1 to 4096 characters"),
+    ({"stop": ["a"] * 65}, "stop has 65 strings; 64 are allowed"),
+    ({"max_tokens": 4, "min_tokens": 5}, "min_tokens 5 is more than max_tokens 4"),
+    ({"stream_options": {}}, "stream_options needs stream to be true"),
+    ({"stream_options": 5}, "stream_options must be an object"),
+    (
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        "stream_options.include_obfuscation must be false",
+    ),
+    ({"tools": [{}]}, "tools is not supported; leave it out, or send null or []"),
+    ({"echo": True}, "echo is not supported; leave it out, or send null or false"),
+    ({"response_format": {}}, 'response_format is not supported; leave it out, or send null or {"type": "text"}'),
+    ({"stop_token_ids": [1] * 4097}, "stop_token_ids has 4097 ids; 4096 are allowed"),
+    ({"logit_bias": {str(n): 1 for n in range(16_384)} | {"16384": 1}}, MANY_KEYS),
+    ({"stop": ["a"] * 20_000}, "stop has a list of more than 16384 items"),
+    ({"model": "gpt-4"}, "the model 'gpt-4' is not served here; /v1/models lists what is"),
+]
+
+PROMPT = "prompt must be a string, a list of strings, a list of token ids, or a list of such lists; none of them empty"
+PROMPTS: list[tuple[dict[str, object], str]] = [
+    ({}, "prompt is required"),
+    ({"prompt": 5}, PROMPT),
+    ({"prompt": [[]]}, PROMPT),
+    ({"prompt": ["a"] * 257}, "prompt has 257 items; at most 256 prompts are allowed in one request"),
+    ({"prompt": [5, 2048]}, "prompt: 2048 is not a token id of this model, whose ids are 0 to 2047"),
+    (
+        {"prompt": [5] * 20_000},
+        "the prompt has at least 17000 tokens; the model's context allows 256. Shorten the prompt",
+    ),
+    (
+        {"prompt": ["a"] * 256, "n": 100},
+        "256 prompts with n 100 are too many; at most 4096 answers to one request are allowed",
+    ),
+    ({"prompt": [5] * 300}, "the prompt has 300 tokens; the model's context allows 256. Shorten the prompt"),
+]
+
+CONTENT = "content is required: a string, or a list of text parts that is not empty"
+BESIDE = "It may be null or left out beside tool_calls, function_call, reasoning_content or refusal"
+MESSAGES: list[tuple[dict[str, object], str]] = [
+    ({}, "messages is required"),
+    (talk(), "messages must not be empty"),
+    (talk(*[USER] * 4097), "messages must have at most 4096 items"),
+    (talk("hi"), "messages[0] must be an object"),
+    (
+        talk({"role": "wizard", "content": "hi"}),
+        'messages[0].role must be "system", "developer", "user", "assistant", "tool" or "function"',
+    ),
+    (talk({"role": "user"}), f"messages[0].{CONTENT}"),
+    (talk({"role": "assistant"}), f"messages[0].{CONTENT}. {BESIDE}"),
+    (talk(USER | {"content": [{"type": "image_url"}]}), 'messages[0].content[0].type must be "text"'),
+    (talk(USER | {"audio": {}}), "messages[0].audio must be null"),
+    (
+        talk({"role": "assistant", "content": "a", "refusal": "b"}),
+        "messages[0] has both content and refusal; send one of them",
+    ),
+    (
+        talk(CALLING | {"function_call": {"name": "f"}}),
+        "messages[0] has both tool_calls and function_call; send one of them",
+    ),
+    (
+        talk(USER | {"tool_calls": [CALL]}),
+        "messages[0].tool_calls: only messages of the role assistant have tool calls",
+    ),
+    (
+        talk(CALLING | {"tool_calls": [CALL | {"function": {"name": "f", "arguments": [1]}}]}),
+        "messages[0].tool_calls[0].function.arguments must be a string that holds a JSON object, or an object",
+    ),
+    (talk(USER, RESULT), "messages[1] is the result of a tool call, but no message before it has tool_calls"),
+    (
+        talk(CALLING, RESULT | {"tool_call_id": "c2"}),
+        "messages[1].tool_call_id is not the id of a call in the tool_calls of a message before it",
+    ),
+    (
+        talk(CALLING | {"tool_calls": [CALL | {"function": {"name": "f", "arguments": json.loads(DEEP)}}]}),
+        f"messages[0].tool_calls[0].function.arguments{'.a' * 29} is nested more than 32 deep",
+    ),
+    (
+        talk(CALLING | {"tool_calls": [CALL | {"function": {"name": "f", "arguments": DEEPER}}]}),
+        "messages[0].tool_calls[0].function.arguments is nested too deep",
+    ),
+    (talk(*[USER | {"content": "x" * 2**21}] * 5), "messages: more than 1048576 characters together"),
+    (
+        talk(USER | {"content": "<|bos|>" * 100_001}),
+        "messages has more than 100000 pieces of text that read like control tokens",
+    ),
+    (
+        talk(USER | {"content": PRIVATE}),
+        "messages has every character of a plane for private use; leave one of them out",
+    ),
+    (talk(USER, logprobs=1), "logprobs must be true or false"),
+    (talk(USER, top_logprobs=1), "top_logprobs needs logprobs to be true"),
+    (talk(USER, top_logprobs=21, logprobs=True), "top_logprobs must be at most 20"),
+    (talk(USER, top_logprobs=-1, logprobs=True), "top_logprobs must be at least 0"),
+    (
+        talk(USER, max_completion_tokens=4, max_tokens=5),
+        "max_completion_tokens and max_tokens differ; send one of them",
+    ),
+    (talk(USER, shift=True), "shift needs max_tokens: with it, the context does not end an answer"),
+    (
+        talk(USER, reasoning={"effort": "low"}, reasoning_effort="high"),
+        "reasoning_effort and reasoning.effort differ; send one of them",
+    ),
+    (
+        talk(USER, chat_template_kwargs={"tools": []}),
+        "chat_template_kwargs.tools cannot be set: the template gets it from the server",
+    ),
+]
+
+BODIES: list[tuple[bytes, str]] = [
+    (b"{", "a key is expected at character 1"),
+    (b'{"a": x}', "Expecting value: line 1 column 7 (char 6)"),
+    (b"[]", "this is JSON, but no object"),
+    (b"\xff", "byte 0 is not UTF-8"),
+    (b"\xef\xbb\xbf{}", "it begins with a byte order mark"),
+    (b'{"a": "\\ud800"}', "a string has half of a surrogate pair"),
+    (b"[" * 100_000, "it is nested too deeply at character 64"),
+    (b'{"seed": ' + b"9" * 5000 + b"}", "a number has more than 4300 digits"),
+    (b'{"a": 1, "a": 2}', "the key 'a' appears twice"),
+    (b'{"a": NaN}', "NaN is not JSON"),
+]
+
+CASES = [(route, fields | extra, message) for extra, message in FIELDS for route, fields in (
+    (COMPLETIONS, completion() | {"model": "embedded"}), (CHAT, chat() | {"model": "embedded"}))
+    if route == COMPLETIONS or "best_of" not in extra]  # fmt: skip
+CASES += [(COMPLETIONS, body, message) for body, message in PROMPTS]
+CASES += [(CHAT, body, message) for body, message in MESSAGES]
+
+
+def told(answer: httpx.Response) -> str:
+    """The message of an error, after a look at it as at each of them."""
+    error = error_of(answer)
+    check_style(error["message"], error["param"])
+    return error["message"]
+
+
+STRANGE = re.compile(  # nothing of the command line, of Python or of the owner's settings; no persons; no boasting
+    r"--\w|`|kvcellar|\w\(\)|\w+=|\b(None|True|NoneType|dict|tuple|str|int|float|bool|pydantic|Python|Engine|"
+    r"[nN]obody|[sS]omebody|[wW]hoever|we|us|our|told|please|sorry|oops)\b|\w+Error\b"
+)
+SETTINGS = {field.name for kind in (Settings, ServeSettings) for field in dataclasses.fields(kind)} - {"context"}
+
+
+def check_style(message: str, param: str | None) -> None:
+    assert message.isprintable()
+    assert message == message.strip()
+    assert not message.endswith((".", "!", ":"))
+    assert len(message) < 300
+    assert not STRANGE.search(message), STRANGE.search(message)
+    assert not SETTINGS & set(re.findall(r"\w+", message)) - {"host", "port"}
+    field = re.split(r"\W", param or "")[0]
+    assert re.search(rf"\b{field}\b", message), f"{message!r} does not name {field}"
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[Engine]:
+    with Engine(context=256, cache_bytes=16_000_000, max_sequences=4, threads=1, device="cpu") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def client(real: Engine) -> Iterator[httpx.Client]:
+    settings = ServeSettings(port=0, max_body_bytes=MOST)
+    with Server(real, settings) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+@pytest.mark.parametrize(("route", "body", "message"), CASES, ids=count())
+def test_requests(client: httpx.Client, route: str, body: dict[str, Any], message: str) -> None:
+    answer = client.post(route, json=body)
+    assert told(answer) == message
+    assert 400 <= answer.status_code < 500
+
+
+@pytest.mark.parametrize(("body", "message"), BODIES, ids=count())
+def test_bodies(client: httpx.Client, body: bytes, message: str) -> None:
+    answer = client.post(COMPLETIONS, content=body, headers=JSON)
+    assert told(answer) == f"the body must be a JSON object: {message}"
+
+
+@pytest.mark.parametrize(("message", "body"), MANY.items())
+def test_bodies_that_hold_too_much(client: httpx.Client, body: dict[str, Any], message: str) -> None:
+    assert told(client.post(COMPLETIONS, json=body)) == message
+
+
+HEADERS: list[tuple[dict[str, str], bytes, str]] = [
+    ({}, b"{}", "the body must be JSON in UTF-8; send it with Content-Type: application/json"),
+    (JSON | {"content-encoding": "gzip"}, b"", "Content-Encoding gzip is not supported; send the body uncompressed"),
+    (JSON, b" " * (MOST + 1), "the body is longer than 16777216 bytes, which is the limit of this server"),
+    ({"host": "other"}, b"", "the header Host does not name this server"),
+    (
+        {f"x-{n}": "" for n in range(100)},
+        b"",
+        "the headers are too many or too long; at most 100 headers of 65536 bytes together are allowed",
+    ),
+]
+
+
+@pytest.mark.parametrize(("headers", "body", "message"), HEADERS, ids=count())
+def test_headers(client: httpx.Client, headers: dict[str, str], body: bytes, message: str) -> None:
+    assert told(client.post(COMPLETIONS, content=body, headers=headers)) == message
+
+
+ROUTES = {
+    "/nowhere": "there is no such route",
+    CHAT: "this route does not have that method; the header Allow lists those that it has",
+    "/v1/models/gpt-4": "the model 'gpt-4' is not served here; /v1/models lists what is",
+}
+
+
+@pytest.mark.parametrize(("path", "message"), ROUTES.items(), ids=count())
+def test_routes(client: httpx.Client, path: str, message: str) -> None:
+    assert told(client.get(path)) == message
+
+
+BUSY = "1000000 requests are waiting already; try again later"
+PADDING = (
+    "prompt has token 5 at 0, which is padding: this model does not count it as a position, so it cannot be part of a "
+    "text. Leave it out"
+)
+
+
+def test_the_memory_and_the_queue(client: httpx.Client, real: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"prompt": [5] * 200}
+    built, group = real._built, real._built.memory.groups[0].name
+    capacity = dataclasses.replace(built.capacity, cells=dict.fromkeys(built.capacity.cells, 100))
+    monkeypatch.setattr(real, "_built", dataclasses.replace(built, capacity=capacity))
+    held = f"the prompt has 200 tokens; the memory for {group} layers allows 100. Shorten the prompt"
+    assert told(client.post(COMPLETIONS, json=asked)) == held
+    monkeypatch.setattr(real, "_built", dataclasses.replace(built, padding=5))
+    assert told(client.post(COMPLETIONS, json=asked)) == PADDING
+    monkeypatch.setattr(real, "_built", built)
+    monkeypatch.setattr(type(real._loop), "backlog", 10**6)
+    assert told(client.post(COMPLETIONS, json=asked)) == BUSY
+
+
+NO_TEXT = "this model has no tokenizer; send a prompt of token ids instead of text"
+NO_STOP = "stop strings need a tokenizer, and this model has none; use stop_token_ids"
+
+
+def test_models_without_text(client: httpx.Client, real: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    mute = Voice(None, "the file /a/secret/place is not there", frozenset(), context=256, text_bytes=2**20)
+    monkeypatch.setattr(real, "_built", dataclasses.replace(real._built, voice=mute))
+    monkeypatch.setattr(real, "model", dataclasses.replace(real.model, has_text=False))
+    assert told(client.post(COMPLETIONS, json={"prompt": "hi"})) == NO_TEXT
+    assert told(client.post(CHAT, json=talk(USER))) == NO_TEXT
+    assert told(client.post(COMPLETIONS, json={"prompt": [5], "stop": "x"})) == NO_STOP
+
+
+TEMPLATES = {  # the last part is the template's own words, or those of Jinja
+    "": "this model has no chat template; send a prompt instead of messages",
+    "{{ raise_exception('Roles must alternate') }}": "the chat template refused these messages: Roles must alternate",
+    "{{ messages[0].content * 10 ** 9 }}": "the chat template was stopped: it asked for a value of 3000000000 "
+    "characters; 33554432 are allowed. Send shorter messages",
+    "{{ 1 / 0 }}": "the chat template failed on these messages: division by zero",
+}
+
+
+@pytest.mark.parametrize(("source", "message"), TEMPLATES.items(), ids=count())
+def test_templates(
+    client: httpx.Client, real: Engine, monkeypatch: pytest.MonkeyPatch, source: str, message: str
+) -> None:
+    template = ChatTemplate(source, Words(byte_level())) if source else None
+    monkeypatch.setattr(real._built.voice, "_template", template)
+    assert told(client.post(CHAT, json=talk(USER))) == message
+
+
+FAILURES = [
+    (CacheFull("a", 5, 4), "the memory for keys and values is full; try again later"),
+    (EngineClosed("closed"), "the server is shutting down; try again later"),
+    (EngineFailed("a secret"), "the server met an unexpected error; its log has the details"),
+    (NotSupported("this cannot be done"), "this cannot be done"),
+]
+
+
+@pytest.mark.parametrize(("error", "message"), FAILURES, ids=[type(error).__name__ for error, _ in FAILURES])
+def test_failures(http: httpx.Client, engine: FakeEngine, error: Exception, message: str) -> None:
+    with engine.acting(reject=error):
+        assert told(http.post(COMPLETIONS, json=completion())) == message
+
+
+STOPPED = "the engine has stopped; the server must be started again"
+KEY = "a valid API key is needed: Authorization: Bearer KEY"
+
+
+def test_health_and_keys(http: httpx.Client, shared_engine: FakeEngine, engine: FakeEngine) -> None:
+    engine.healthy = False
+    assert told(http.get("/health")) == STOPPED
+    with Server(shared_engine, ServeSettings(port=0, key_digests=(key_digest("good"),))) as server:
+        assert told(httpx.get(f"{server.url}/health")) == KEY
+
+
+def test_bodies_that_find_no_room() -> None:
+    with pytest.raises(ApiError) as refused:
+        Bodies(10).take(11)
+    assert (refused.value.status, refused.value.message) == (503, CROWDED)
+
+
+SENT = {  # bytes on a connection
+    b"hello\r\n\r\n": "this is not a valid HTTP request",
+    b"GET /health HTTP/1.1\r\n": "a whole request did not arrive within 1.5 seconds",
+    request(COMPLETIONS, completion())[:-5]: "the body did not arrive within 1.5 seconds",
+}
+FULL = "1 connections are open already; try again later"
+
+
+def test_connections(shared_engine: FakeEngine, engine: FakeEngine) -> None:
+    settings = ServeSettings(port=0, max_connections=1, header_seconds=1.5, body_seconds=1.5)
+    with Server(shared_engine, settings) as server:
+        for sent, message in SENT.items():
+            with connected(server) as wire:
+                wire.sendall(sent)
+                assert json.loads(read_answer(wire)[1])["error"]["message"] == message
+        with connected(server) as first, connected(server) as second:
+            first.sendall(request("/health"))
+            assert read_answer(first)[0] == 200
+            assert json.loads(read_answer(second)[1])["error"]["message"] == FULL
+
+
+# The code has no message that is not here.
+
+ROOT = Path(__file__).parents[2] / "src" / "kvcellar"
+SOURCES = [
+    *sorted(
+        {*(ROOT / "serve").glob("*.py")} - {ROOT / "serve" / name for name in ("settings.py", "server.py", "keys.py")}
+    ),
+    *((ROOT / "text" / f"{name}.py") for name in ("calls", "conversation", "template", "tokens")),
+    *((ROOT / "engine" / f"{name}.py") for name in ("build", "engine", "voice")),
+    ROOT / "sample" / "params.py",
+]
+RAISED = {"BadRequest": 0, "TemplateFailed": 0, "Overloaded": 0, "ApiError": 1}  # where the message is
+HANDED_ON = {"message", "why"}  # what a function calls a message that it is given
+
+ELSEWHERE = {  # messages that no HTTP client gets, and why
+    "the stream was not read in time: {} events were waiting": "only a client that does not read gets it: test_wire.py",
+    "there is no sampling parameter {}; there are {}": "Python: over HTTP it is an unknown parameter",
+    "there is no engine setting {}; there are {}": "start",
+    "the prompt is empty; at least one character is needed": "Python: over HTTP the prompt was looked at before",
+    "the prompt is empty; at least one token is needed": "Python: likewise",
+    "a prompt is text or a list of token ids, not {}": "Python: likewise",
+    "borders are positions of the prompt, 0 to {}, in order; not {}": "Python",
+    "this model has no attention layers, so there are no keys and values to store": "start",
+    "dtype is {}, but the network that was given is in {}": "start",
+    "device is {}, but the network that was given is on {}": "start",
+    "context is {}; this model is {}": "start",
+    "logit_bias has {} entries; {} are allowed": "Python: over HTTP an object has no more keys",
+    "bad_words_ids must be at most {} lists of token ids": "the model's generation config",
+    "sequence_bias must be at most {} pairs of a list of token ids and a number": "the model's generation config",
+    "{} must be a number of tokens and a factor, not {}": "the model's generation config",
+    "{} must be lists of {} to {} token ids, not {}": "the model's generation config",
+    "threads is {}, but torch belongs to {}, and runs in one thread here. Leave threads out, or start the process with "
+    "spawn instead of fork": "start",
+    "messages must be a list, not {}": "Python: over HTTP the type was looked at before, as in all these",
+    "messages has {} items; 1 to {} are allowed": "Python",
+    "{} must be an object with role and content, not {}": "Python",
+    "{}.role must be one of {}": "Python",
+    "{}.content must be a string or a list of text parts": "Python",
+    "{}.content is required, and must not be an empty list": "Python",
+    "{}.type must be text; images, audio and files are not supported": "Python",
+    "{}.text must be a string": "Python",
+    "{}.tool_calls must be a list": "Python",
+    "{}.function must be an object with name and arguments": "Python",
+    "{} must be JSON, not {}": "Python",
+    "the keys of {} must be strings, not {}": "Python",
+    "{} is not Unicode text: half of a surrogate pair at character {}": "Python: over HTTP the body is refused",
+    "{} is not a token id; they are 0 to {}": "Python: no route decodes ids of a client",
+    "stop must be strings, not {}": "Python",
+    "stop_token_ids must be token ids, not {}": "Python",
+    "logit_bias must map token ids to numbers, not {}": "Python",
+}
+
+
+HERE = {
+    *(message for cases in (CASES, BODIES, HEADERS, FAILURES) for *_, message in cases),
+    *(f"the body must be a JSON object: {message}" for _, message in BODIES),
+    *(message for cases in (ROUTES, TEMPLATES, SENT) for message in cases.values()),
+    *MANY,
+    *(CROWDED, BUSY, PADDING, NO_TEXT, NO_STOP, STOPPED, KEY, FULL),
+}
+
+
+@pytest.mark.parametrize("message", [CROWDED, BUSY, PADDING, NO_TEXT, NO_STOP, STOPPED, KEY, FULL, *SENT.values()])
+def test_all_of_them_are_in_this_style(message: str) -> None:
+    """The others were looked at as they came."""
+    check_style(message, None)
+
+
+def test_every_message_in_the_code_is_here() -> None:
+    sites = {pattern: where for path in SOURCES for pattern, where in messages_of(path)}
+    assert len(sites) > 60
+    missing = [
+        f"{where}: {shown(pattern)}"
+        for pattern, where in sites.items()
+        if shown(pattern) not in ELSEWHERE and not any(re.fullmatch(pattern, message) for message in HERE)
+    ]
+    assert not missing, "provoke each of these in this file:\n" + "\n".join(missing)
+    stale = ELSEWHERE.keys() - set(map(shown, sites))
+    assert not stale, f"no longer in the code: {stale}"
+
+
+def shown(pattern: str) -> str:
+    return re.sub(r"\\(.)", r"\1", pattern.replace("(.+)", "{}"))
+
+
+def messages_of(path: Path) -> Iterator[tuple[str, str]]:
+    """Each message that a file raises, as a pattern, with its place. A function that hands a message on is no place."""
+    tree = ast.parse(path.read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    owner = {id(inner): function for function in functions for inner in ast.walk(function)}  # the innermost is last
+    raised: dict[str, tuple[int, str]] = {name: (at, "(.+)") for name, at in RAISED.items()}
+    for function in functions:
+        for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+            name = call.func.id if isinstance(call.func, ast.Name) else ""
+            given = [a.arg for a in function.args.args]
+            if name in RAISED and len(call.args) > RAISED[name] and HANDED_ON & {*given}:
+                handed = next(arg for arg in given if arg in HANDED_ON)
+                if handed in {n.id for n in ast.walk(call.args[RAISED[name]]) if isinstance(n, ast.Name)}:
+                    (around,) = patterns(call.args[RAISED[name]], function)
+                    raised[function.name] = (given.index(handed), around)
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        inside = owner.get(id(call))
+        name = call.func.id if isinstance(call.func, ast.Name) else ""
+        if name not in raised or len(call.args) <= raised[name][0] or (inside and inside.name in raised):
+            continue
+        at, around = raised[name]
+        for pattern in patterns(call.args[at], inside):
+            if pattern != "(.+)":  # the message of another error, handed on
+                yield around.replace("(.+)", pattern, 1), f"{path.name}:{call.lineno}"
+
+
+def patterns(message: ast.expr, function: ast.FunctionDef | None) -> list[str]:
+    match message:
+        case ast.Constant(value=str(text)):
+            return [re.escape(text)]
+        case ast.JoinedStr(values=parts):
+            return ["".join(re.escape(str(p.value)) if isinstance(p, ast.Constant) else "(.+)" for p in parts)]
+        case ast.Name(id=name) if function is not None:
+            return list(assigned(name, function)) or ["(.+)"]
+        case _:
+            return ["(.+)"]
+
+
+def assigned(name: str, function: ast.FunctionDef) -> Iterator[str]:
+    """What a message may be that is put together before it is raised."""
+    for node in ast.walk(function):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=found)], value=value) if found == name:
+                yield from patterns(value, None)
+            case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
+                for target, value in zip(names, values, strict=True):
+                    if isinstance(target, ast.Name) and target.id == name:
+                        yield from patterns(value, None)
+
+
+def test_the_search_sees_all_ways_to_write_a_message(tmp_path: Path) -> None:
+    source = tmp_path / "some.py"
+    source.write_text(
+        'def f(x):\n    raise BadRequest("one", "x")\n'
+        'def g(x):\n    message = f"two {x}"\n    raise ApiError(400, message)\n'
+        'def _wrong(why):\n    return BadRequest(f"it is wrong: {why}")\n'
+        'def h():\n    raise _wrong("three")\n'
+        'def i(e):\n    a, hint = "four", "b"\n    raise BadRequest(a, hint=hint)\n'
+        "def j(e):\n    raise ApiError(400, e.message)\n"
+    )
+    assert [shown(pattern) for pattern, _ in messages_of(source)] == ["one", "two {}", "it is wrong: three", "four"]
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    "an option": lambda: check_style("use --port", None),
+    "a setting": lambda: check_style("raise cache_bytes", None),
+    "Python": lambda: check_style("n must not be None", "n"),
+    "a call": lambda: check_style("use Engine.render()", None),
+    "no field": lambda: check_style("this is wrong", "n"),
+    "a full stop": lambda: check_style("leave it out.", None),
+}
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+def test_the_style_is_checked(check: Callable[[], None]) -> None:
+    with pytest.raises(AssertionError):
+        check()

@@ -8,15 +8,15 @@ from kvcellar.errors import BadRequest, shown
 _MOST = 2**63 - 1  # of a whole number: what `len` returns, tensors hold and messages print
 
 
-def whole(number: object, what: str) -> int:
+def whole(number: object, what: str, param: str | None = None) -> int:
     """`number` as a plain int of 64 bits: callers without a type checker pass other integers, numpy's for one. Raises
     `BadRequest` if it is none."""
     try:
         plain = int.__int__(operator.index(number))  # type: ignore[arg-type]  # an int of a subclass as a plain one, too
     except TypeError:
-        raise BadRequest(f"{what} is a whole number, not {shown(number)}") from None
+        raise BadRequest(f"{what} is a whole number, not {shown(number)}", param) from None
     if not -_MOST <= plain <= _MOST:
-        raise BadRequest(f"{what} is a whole number of at most 63 bits, not {shown(plain)}")
+        raise BadRequest(f"{what} is a whole number of at most 63 bits, not {shown(plain)}", param)
     return plain
 
 

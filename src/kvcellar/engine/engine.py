@@ -4,7 +4,6 @@ with Engine() as engine:
     print(engine.generate("def main():", max_tokens=32).text)
 """
 
-import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +14,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, overload
 
+from kvcellar.engine import intake
 from kvcellar.engine.imports import imported
 from kvcellar.engine.request import Request, fresh_seed
 from kvcellar.engine.result import Collector, Result, Ticket
 from kvcellar.engine.settings import Settings
 from kvcellar.engine.stream import Stream
-from kvcellar.errors import BadRequest, Overloaded, PromptTooLong, shown
+from kvcellar.errors import BadRequest, Overloaded, shown
 from kvcellar.events import Event
 from kvcellar.progress import Progress, listening
 from kvcellar.sample.params import SamplingParams, asked, check_ids
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from kvcellar.engine.session import Session
 
 Prompt = str | Sequence[int]
-_FIELDS = frozenset(field.name for field in fields(SamplingParams))
 _OPTIONAL = frozenset(
     ("max_tokens", "seed", "logprobs", "top_h", "exponential_decay_length_penalty")
 )  # of these None says something; elsewhere it says nothing
@@ -158,15 +157,19 @@ class Engine:
         `special`: with what the tokenizer puts around a text (None: as the model wants it). `limit`: raise
         `PromptTooLong` for more tokens, without tokenizing where the length of the text says that there must be.
         """
+        if not isinstance(text, str):
+            raise BadRequest(f"text is a string, not {shown(text)}", "text")
+        if special is not None and not isinstance(special, bool):
+            raise BadRequest(f"special is True, False or None, not {shown(special)}", "special")
         return self._built.voice.encode(text, special=special, limit=limit)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids. Raises `BadRequest` for what is no id of this model."""
-        return self._built.voice.decode(self._tokens(ids, "ids"))
+        return self._built.voice.decode(intake.tokens(ids, self.model.vocab_size, "ids"))
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token adds to a text; they may be a part of a character."""
-        return self._built.voice.token_bytes(self._token(token, "ids"))
+        return self._built.voice.token_bytes(intake.token(token, self.model.vocab_size, "ids"))
 
     def render(
         self,
@@ -183,6 +186,10 @@ class Engine:
         `variables` are read by the chat template (`enable_thinking`, for one), `effort` is how much the model should
         reason, in OpenAI's words ("none" to "xhigh"). Either has no effect where the template does not read it.
         """
+        if variables is not None and not isinstance(variables, Mapping):
+            raise BadRequest(f"variables of a template are given by name, not as {shown(variables)}", "variables")
+        if effort is not None and not isinstance(effort, str):
+            raise BadRequest(f"effort is a word, not {shown(effort)}", "effort")
         options = {"variables": variables, "effort": effort, "add_generation_prompt": add_generation_prompt}
         return self._built.voice.render(messages, limit=limit, **options)
 
@@ -204,8 +211,10 @@ class Engine:
 
         Raises `BadRequest`, `PromptTooLong`, `Overloaded` or `EngineClosed`; nothing will be delivered then.
         """
+        params, deliver = intake.parameters(params), intake.receiver(deliver)
+        session = intake.session_number(session)
         prompt = self._checked(prompt_ids, params)
-        places = _places(borders, len(prompt))
+        places = intake.places(borders, len(prompt))
         if self._loop.backlog >= self._built.settings.max_waiting:
             raise Overloaded(f"{self._loop.backlog} requests are waiting already; try again later")
         seed = params.seed if params.seed is not None else fresh_seed()
@@ -264,9 +273,10 @@ class Engine:
 
     def params(self, **sampling: Any) -> SamplingParams:
         """Sampling parameters: the model's own defaults, with these fields instead."""
-        unknown = sorted(set(sampling) - _FIELDS)
+        unknown = sorted(set(sampling) - intake.FIELDS)
         if unknown:
-            raise BadRequest(f"there is no sampling parameter {unknown[0]!r}; there are {sorted(_FIELDS)}", unknown[0])
+            names = sorted(intake.FIELDS)
+            raise BadRequest(f"there is no sampling parameter {shown(unknown[0])}; there are {names}", unknown[0])
         given = {name: value for name, value in sampling.items() if value is not None or name in _OPTIONAL}
         return asked(self.model.default_sampling, given)
 
@@ -335,39 +345,11 @@ class Engine:
             if not prompt:
                 raise BadRequest("the prompt is empty; at least one character is needed", "prompt")
             return self.encode(prompt, limit=self.model.context)
-        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
-            raise BadRequest(f"a prompt is text or a list of token ids, not {type(prompt).__name__}", "prompt")
-        return prompt
-
-    def _tokens(self, ids: Sequence[Any], param: str = "prompt") -> tuple[int, ...]:
-        """Token ids as plain ints: in a few passes in C, as they may be many. One by one only if something is wrong."""
-        if not len(ids):
-            return ()
-        try:
-            numbers = tuple(map(operator.index, ids))
-            if bool not in set(map(type, ids)) and min(numbers) >= 0 and max(numbers) < self.model.vocab_size:
-                return numbers
-        except TypeError:
-            pass  # one of them is no number; which one is said below
-        return tuple(self._token(token, param) for token in ids)
-
-    def _token(self, token: Any, param: str = "prompt") -> int:
-        """A token id as a plain int; anything that Python can use as an index may be one, numpy's integers too."""
-        number = _whole(token)
-        if not 0 <= number < self.model.vocab_size:
-            most = self.model.vocab_size - 1
-            raise BadRequest(
-                f"{param}: {shown(token)} is not a token id of this model, whose ids are 0 to {most}", param
-            )
-        return number
+        return intake.prompt_ids(prompt, vocab_size=self.model.vocab_size, context=self.model.context)
 
     def _checked(self, prompt_ids: Sequence[int], params: SamplingParams) -> tuple[int, ...]:
         """The prompt as a tuple, or why this model cannot be asked so."""
-        if not len(prompt_ids):
-            raise BadRequest("the prompt is empty; at least one token is needed", "prompt")
-        if len(prompt_ids) > self.model.context:
-            raise PromptTooLong(len(prompt_ids), self.model.context, "the model's context")
-        prompt = self._tokens(prompt_ids)
+        prompt = intake.prompt_ids(prompt_ids, vocab_size=self.model.vocab_size, context=self.model.context)
         self._built.check_text(prompt)
         check_ids(params, self.model.vocab_size)
         self._built.check_answers(params.n)
@@ -431,24 +413,8 @@ def _settings(given: Mapping[str, Any]) -> Settings:
     known = {field.name for field in fields(Settings)}
     unknown = sorted(set(given) - known)
     if unknown:
-        raise BadRequest(f"there is no engine setting {unknown[0]!r}; there are {sorted(known)}", unknown[0])
+        raise BadRequest(f"there is no engine setting {shown(unknown[0])}; there are {sorted(known)}", unknown[0])
     return Settings(**given)
-
-
-def _whole(value: Any) -> int:
-    """A whole number that is not negative, as a plain int; -1 is what is none."""
-    try:
-        return -1 if isinstance(value, bool) else max(-1, operator.index(value))
-    except TypeError:
-        return -1
-
-
-def _places(borders: Sequence[Any], end: int) -> tuple[int, ...]:
-    """Borders as positions of a prompt that ends there, or `BadRequest`."""
-    places = tuple(_whole(border) for border in borders)
-    if list(places) != sorted(places) or any(not 0 <= place <= end for place in places):
-        raise BadRequest(f"borders are positions of the prompt, 0 to {end}, in order; not {shown(borders)}", "borders")
-    return places
 
 
 def _is_batch(prompt: Any) -> bool:

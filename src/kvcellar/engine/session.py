@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from kvcellar.engine.cellar import common_prefix
 from kvcellar.engine.request import forgettable
 from kvcellar.engine.result import Collector, Result
-from kvcellar.errors import BadRequest
+from kvcellar.errors import BadRequest, shown
 from kvcellar.events import Piece
 from kvcellar.sample.params import SamplingParams
 
@@ -104,9 +104,10 @@ class Session:
     def rewind(self, turns: int = 1) -> None:
         """Forget the last `turns` turns. What they left in memory is cut when the next turn is sent."""
         with self._alone():
-            if not isinstance(turns, int) or isinstance(turns, bool) or not 0 <= turns <= len(self._turns):
-                raise BadRequest(f"{turns!r} turns cannot be forgotten; there are {len(self._turns)}", "turns")
-            for _ in range(turns):
+            plain = int.__int__(turns) if isinstance(turns, int) and not isinstance(turns, bool) else -1
+            if not 0 <= plain <= len(self._turns):
+                raise BadRequest(f"{shown(turns)} turns cannot be forgotten; there are {len(self._turns)}", "turns")
+            for _ in range(plain):
                 turn = self._turns.pop()
                 self.tokens[turn.common :] = turn.rest
                 del self.messages[turn.messages :]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvcellar.contracts import Layout, StoredAs
-from kvcellar.errors import BadRequest, CapacityTooSmall
+from kvcellar.errors import BadRequest, CapacityTooSmall, shown
 from kvcellar.text.room import SHORT, bytes_for
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -48,15 +48,15 @@ class Settings:
     pack: bool = True  # let oneDNN reorder the weights of linear layers once, on CPUs
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
-            raise BadRequest(f"dtype must be auto, float32, bfloat16 or float16, not {self.dtype!r}", "dtype")
+        if not isinstance(self.dtype, str) or self.dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise BadRequest(f"dtype must be auto, float32, bfloat16 or float16, not {shown(self.dtype)}", "dtype")
         if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
-            raise BadRequest(f"device must be auto, cpu, cuda or cuda:N, not {self.device!r}", "device")
+            raise BadRequest(f"device must be auto, cpu, cuda or cuda:N, not {shown(self.device)}", "device")
         for name in ("attention", "kv_dtype"):
             if not isinstance(value := getattr(self, name), str | None):
-                raise BadRequest(f"{name} must be a name, not {value!r}", name)
+                raise BadRequest(f"{name} must be a name, not {shown(value)}", name)
         if not isinstance(self.pack, bool):
-            raise BadRequest(f"pack must be True or False, not {self.pack!r}", "pack")
+            raise BadRequest(f"pack must be True or False, not {shown(self.pack)}", "pack")
         if self.kv_dtype is not None:
             StoredAs.parse(self.kv_dtype)
         for name, least in (("max_sequences", 1), ("step_tokens", 1), ("max_waiting", 1)):
@@ -66,8 +66,10 @@ class Settings:
                 self._whole(name, getattr(self, name), least)
 
     def _whole(self, name: str, value: object, least: int) -> None:
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
-            raise BadRequest(f"{name} must be a whole number of at least {least}, not {value!r}", name)
+        plain = int.__int__(value) if isinstance(value, int) and not isinstance(value, bool) else -1
+        if not least <= plain < 2**63:
+            raise BadRequest(f"{name} must be a whole number of at least {least}, not {shown(value)}", name)
+        object.__setattr__(self, name, plain)  # an int of a subclass may compare as it likes
 
 
 def text_bytes_of(settings: Settings, context: int) -> int:

@@ -3,7 +3,6 @@
 Whether token ids are in the vocabulary is not known here: `check_ids` says so once the model is.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -91,6 +90,11 @@ class SamplingParams:
         self._biases()
         self._sequences()
         self._decay()
+        for name in ("ignore_eos", "shift"):
+            if not isinstance(getattr(self, name), bool):
+                raise BadRequest(f"{name} is True or False, not {shown(getattr(self, name))}", name)
+        for name in _NUMBERS:
+            object.__setattr__(self, name, _plain(getattr(self, name)))
         if self.shift and self.max_tokens is None:
             raise BadRequest("shift needs max_tokens: with it, the context does not end an answer", "max_tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -109,10 +113,8 @@ class SamplingParams:
             raise BadRequest(f"stop_token_ids must be token ids, not {shown(self.stop_token_ids)}", "stop_token_ids")
         if (count := len(self.stop_token_ids)) > MAX_STOP_IDS:
             raise BadRequest(f"stop_token_ids has {count} ids; {MAX_STOP_IDS} are allowed", "stop_token_ids")
-        for token in self.stop_token_ids:
-            self._whole("stop_token_ids", token, 0, 2**31 - 1)
-        object.__setattr__(self, "stop", tuple(stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop", tuple(str.__str__(text) for text in stop))
+        object.__setattr__(self, "stop_token_ids", self._ids("stop_token_ids", self.stop_token_ids, MAX_STOP_IDS))
         for name in ("suppress_tokens", "begin_suppress_tokens"):
             object.__setattr__(self, name, self._ids(name, getattr(self, name), MAX_IDS))
 
@@ -121,10 +123,11 @@ class SamplingParams:
             raise BadRequest(f"logit_bias must map token ids to numbers, not {shown(self.logit_bias)}", "logit_bias")
         if (count := len(self.logit_bias)) > MAX_BIASES:
             raise BadRequest(f"logit_bias has {count} entries; {MAX_BIASES} are allowed", "logit_bias")
-        for token, bias in self.logit_bias.items():
+        biases = {_plain(token): _plain(bias) for token, bias in self.logit_bias.items()}
+        for token, bias in biases.items():
             self._whole("logit_bias", token, 0, 2**31 - 1)
             self._real("logit_bias", bias, -100.0, 100.0)
-        object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
+        object.__setattr__(self, "logit_bias", MappingProxyType(biases))
 
     def _sequences(self) -> None:
         """Forbidden and biased sequences of token ids."""
@@ -142,7 +145,7 @@ class SamplingParams:
         biases: dict[tuple[int, ...], float] = {}
         for ids, bias in pairs:
             self._real("sequence_bias", bias, -MAX_SEQUENCE_BIAS, MAX_SEQUENCE_BIAS)
-            biases[self._ids("sequence_bias", ids, MAX_NGRAM, least=1)] = bias
+            biases[self._ids("sequence_bias", ids, MAX_NGRAM, least=1)] = _plain(bias)
         object.__setattr__(self, "sequence_bias", MappingProxyType(biases))
 
     def _decay(self) -> None:
@@ -150,29 +153,46 @@ class SamplingParams:
         if decay is None:
             return
         if not _is_pair(decay):
-            raise BadRequest(f"{name} must be a number of tokens and a factor, not {decay!r}", name)
+            raise BadRequest(f"{name} must be a number of tokens and a factor, not {shown(decay)}", name)
         self._whole(name, decay[0], 0, 2**31 - 1)
         self._real(name, decay[1], 0.0, 100.0, above=True)
-        object.__setattr__(self, name, (decay[0], decay[1]))
+        object.__setattr__(self, name, (_plain(decay[0]), _plain(decay[1])))
 
     def _ids(self, name: str, ids: object, most: int, *, least: int = 0) -> tuple[int, ...]:
         if not isinstance(ids, list | tuple) or not least <= len(ids) <= most:
-            raise BadRequest(f"{name} must be lists of {least} to {most} token ids, not {str(ids)[:80]}", name)
-        for token in ids:
+            raise BadRequest(f"{name} must be lists of {least} to {most} token ids, not {shown(ids)}", name)
+        plain = tuple(map(_plain, ids))
+        for token in plain:
             self._whole(name, token, 0, 2**31 - 1)
-        return tuple(ids)
+        return plain
 
     def _whole(self, name: str, value: object, low: int, high: int, *, optional: bool = False) -> None:
         if optional and value is None:
             return
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        plain = _plain(value)
+        if type(plain) is not int or not low <= plain <= high:
             raise BadRequest(f"{name} must be a whole number from {low} to {high}, not {shown(value)}", name)
 
     def _real(self, name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
-        ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not ok or not low <= value <= high or (above and value == low):  # type: ignore[operator]
+        """NaN is between no two numbers."""
+        plain = _plain(value)
+        if type(plain) not in (int, float) or not low <= plain <= high or (above and plain == low):
             border = "above" if above else "from"
             raise BadRequest(f"{name} must be a finite number {border} {low:g} to {high:g}, not {shown(value)}", name)
+
+
+_NUMBERS = (
+    "max_tokens", "min_tokens", "min_length", "temperature", "top_k", "top_p", "min_p", "typical_p", "top_h",
+    "epsilon_cutoff", "eta_cutoff", "repetition_penalty", "presence_penalty", "frequency_penalty", "repeat_last_n",
+    "no_repeat_ngram_size", "seed", "n", "logprobs", "num_keep",
+)  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    """An int or a float of a subclass, which may compare as it likes, as a plain one; all else as it is."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return int.__int__(value)
+    return float.__float__(value) if isinstance(value, float) else value
 
 
 def _is_pair(value: object) -> bool:

@@ -83,6 +83,18 @@ FIELDS: list[tuple[dict[str, object], str]] = [
     ({"tools": [{}]}, "tools is not supported; leave it out, or send null or []"),
     ({"echo": True}, "echo is not supported; leave it out, or send null or false"),
     ({"response_format": {}}, 'response_format is not supported; leave it out, or send null or {"type": "text"}'),
+    ({"bad_words_ids": [[1]] * 4097}, "bad_words_ids must be at most 4096 lists of token ids"),
+    ({"bad_words_ids": [[]]}, "bad_words_ids must have 1 to 64 token ids in a list"),
+    ({"bad_words_ids": [[-1]]}, "bad_words_ids must be a whole number from 0 to 2147483647, not -1"),
+    (
+        {"sequence_bias": [[[1]]]},
+        "sequence_bias must be at most 4096 pairs of a list of token ids and a number",
+    ),
+    ({"sequence_bias": [[[1], True]]}, "sequence_bias must be a finite number from -10000 to 10000, not true"),
+    (
+        {"exponential_decay_length_penalty": [5]},
+        "exponential_decay_length_penalty must be a pair: a number of tokens, and a factor",
+    ),
     ({"stop_token_ids": [1] * 4097}, "stop_token_ids has 4097 ids; 4096 are allowed"),
     ({"logit_bias": {str(n): 1 for n in range(16_384)} | {"16384": 1}}, MANY_KEYS),
     ({"stop": ["a"] * 20_000}, "stop has a list of more than 16384 items"),
@@ -397,7 +409,7 @@ SOURCES = [
         {*(ROOT / "serve").glob("*.py")} - {ROOT / "serve" / name for name in ("settings.py", "server.py", "keys.py")}
     ),
     *((ROOT / "text" / f"{name}.py") for name in ("calls", "conversation", "template", "tokens")),
-    *((ROOT / "engine" / f"{name}.py") for name in ("build", "engine", "voice")),
+    *((ROOT / "engine" / f"{name}.py") for name in ("build", "engine", "intake", "voice")),
     ROOT / "sample" / "params.py",
 ]
 RAISED = {"BadRequest": 0, "TemplateFailed": 0, "Overloaded": 0, "ApiError": 1}  # where the message is
@@ -406,6 +418,15 @@ HANDED_ON = {"message", "why"}  # what a function calls a message that it is giv
 ELSEWHERE = {  # messages that no HTTP client gets, and why
     "the stream was not read in time: {} events were waiting": "only a client that does not read gets it: test_wire.py",
     "there is no sampling parameter {}; there are {}": "Python: over HTTP it is an unknown parameter",
+    "text is a string, not {}": "Python",
+    "params is SamplingParams(...), not {}": "Python",
+    "deliver is called with every event, and {} cannot be": "Python",
+    "a session is named by its number, not by {}": "Python",
+    "the prompt has a length of {}, and {} tokens": "Python",
+    "special is True, False or None, not {}": "Python",
+    "variables of a template are given by name, not as {}": "Python",
+    "effort is a word, not {}": "Python",
+    "{} is True or False, not {}": "Python: over HTTP the type was looked at before",
     "there is no engine setting {}; there are {}": "start",
     "the prompt is empty; at least one character is needed": "Python: over HTTP the prompt was looked at before",
     "the prompt is empty; at least one token is needed": "Python: likewise",
@@ -416,10 +437,6 @@ ELSEWHERE = {  # messages that no HTTP client gets, and why
     "device is {}, but the network that was given is on {}": "start",
     "context is {}; this model is {}": "start",
     "logit_bias has {} entries; {} are allowed": "Python: over HTTP an object has no more keys",
-    "bad_words_ids must be at most {} lists of token ids": "the model's generation config",
-    "sequence_bias must be at most {} pairs of a list of token ids and a number": "the model's generation config",
-    "{} must be a number of tokens and a factor, not {}": "the model's generation config",
-    "{} must be lists of {} to {} token ids, not {}": "the model's generation config",
     "threads is {}, but torch belongs to {}, and runs in one thread here. Leave threads out, or start the process with "
     "spawn instead of fork": "start",
     "messages must be a list, not {}": "Python: over HTTP the type was looked at before, as in all these",

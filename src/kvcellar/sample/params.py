@@ -3,6 +3,7 @@
 Whether token ids are in the vocabulary is not known here: `check_ids` says so once the model is.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -153,14 +154,14 @@ class SamplingParams:
         if decay is None:
             return
         if not _is_pair(decay):
-            raise BadRequest(f"{name} must be a number of tokens and a factor, not {shown(decay)}", name)
+            raise BadRequest(f"{name} must be a pair: a number of tokens, and a factor", name)
         self._whole(name, decay[0], 0, 2**31 - 1)
         self._real(name, decay[1], 0.0, 100.0, above=True)
         object.__setattr__(self, name, (_plain(decay[0]), _plain(decay[1])))
 
     def _ids(self, name: str, ids: object, most: int, *, least: int = 0) -> tuple[int, ...]:
         if not isinstance(ids, list | tuple) or not least <= len(ids) <= most:
-            raise BadRequest(f"{name} must be lists of {least} to {most} token ids, not {shown(ids)}", name)
+            raise BadRequest(f"{name} must have {least} to {most} token ids in a list", name)
         plain = tuple(map(_plain, ids))
         for token in plain:
             self._whole(name, token, 0, 2**31 - 1)
@@ -171,14 +172,14 @@ class SamplingParams:
             return
         plain = _plain(value)
         if type(plain) is not int or not low <= plain <= high:
-            raise BadRequest(f"{name} must be a whole number from {low} to {high}, not {shown(value)}", name)
+            raise BadRequest(f"{name} must be a whole number from {low} to {high}, not {_sent(value)}", name)
 
     def _real(self, name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
         """NaN is between no two numbers."""
         plain = _plain(value)
         if type(plain) not in (int, float) or not low <= plain <= high or (above and plain == low):
             border = "above" if above else "from"
-            raise BadRequest(f"{name} must be a finite number {border} {low:g} to {high:g}, not {shown(value)}", name)
+            raise BadRequest(f"{name} must be a finite number {border} {low:g} to {high:g}, not {_sent(value)}", name)
 
 
 _NUMBERS = (
@@ -193,6 +194,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, int) and not isinstance(value, bool):
         return int.__int__(value)
     return float.__float__(value) if isinstance(value, float) else value
+
+
+def _sent(value: object) -> str:
+    """A value as the request has it: where it came as JSON, in JSON's words."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else shown(value)
 
 
 def _is_pair(value: object) -> bool:

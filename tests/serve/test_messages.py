@@ -430,7 +430,6 @@ ELSEWHERE = {  # messages that no HTTP client gets, and why
     "there is no engine setting {}; there are {}": "start",
     "the prompt is empty; at least one character is needed": "Python: over HTTP the prompt was looked at before",
     "the prompt is empty; at least one token is needed": "Python: likewise",
-    "a prompt is text or a list of token ids, not {}": "Python: likewise",
     "borders are positions of the prompt, 0 to {}, in order; not {}": "Python",
     "this model has no attention layers, so there are no keys and values to store": "start",
     "dtype is {}, but the network that was given is in {}": "start",

@@ -120,10 +120,10 @@ class Mix:
 
 @pytest.fixture(scope="module")
 def mix() -> Iterator[Mix]:
-    """Room for 62 tokens: some lines are sent back, and idle sessions are forgotten."""
+    """Room for 50 tokens: some lines are sent back, and idle sessions are forgotten."""
     network = ARCHS["ministral"].build(num_hidden_layers=2, layer_types=layers("SF"))
     settings: dict[str, Any] = {"context": 32, "step_tokens": 10, "max_sequences": 5, "threads": 1}
-    with Engine(network, cache_bytes=bytes_for(network, 62, **settings), **settings) as engine:
+    with Engine(network, cache_bytes=bytes_for(network, 50, **settings), **settings) as engine:
         engine._built.guest.forward = reads_what_it_sees  # type: ignore[method-assign]
         mix = Mix(engine)
         mix.wanted = [ear.answers() for ear in mix.play()]
@@ -141,7 +141,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, mix: Mix, part: str, name: str, faul
     built, loop = mix.engine._built, mix.engine._loop
     parts: dict[str, Any] = {
         "cellar": loop.cellar, "scheduler": loop.scheduler, "memory": built.memory, "guest": built.guest,
-        "runner": built.runner, "loop": loop, "line": Line,
+        "runner": built.runner, "loop": loop, "line": Line, "compaction": loop.compaction,
     }  # fmt: skip
     with monkeypatch.context() as patch:
         patch.setattr(parts[part], name, fault.wrap(getattr(parts[part], name)))
@@ -162,6 +162,7 @@ OF_MANY = {  # of a step, or of what a line's operation needs: one request fails
     "guest": ["forward"],
     "runner": ["step", "_forward", "_write", "_drawn", "_take"],
     "loop": ["_make_room", "split", "_leave"],
+    "compaction": ["piece"],
     "line": ["finish"],  # it has told the end already
 }  # fmt: skip
 

@@ -96,7 +96,11 @@ def model_options(function: F) -> F:
         click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16."),
         click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
         click.option("--attention", help="An attention backend by name. Default: the first that can."),
-        click.option("--threads", type=int, help="CPU threads. Default: torch's."),
+        click.option(
+            "--threads",
+            type=int,
+            help="CPU threads, at most 4 for each CPU. Default: torch's, within the CPU quota.",
+        ),
     )
 
 

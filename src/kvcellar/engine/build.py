@@ -16,6 +16,7 @@ from kvcellar.cache.group import Group
 from kvcellar.cache.memory import Memory
 from kvcellar.contracts import StoredAs
 from kvcellar.engine.cellar import Cellar
+from kvcellar.engine.cpus import Threads, threads_of
 from kvcellar.engine.depends import measures_of
 from kvcellar.engine.loop import Loop
 from kvcellar.engine.measures import Measures
@@ -62,6 +63,7 @@ class Built:
     loaded: Loaded
     guest: Guest
     packing: Packing | None
+    threads: Threads
     memory: Memory
     capacity: Capacity
     context: int
@@ -135,8 +137,9 @@ def build(model: "str | Path | PreTrainedModel | None", settings: Settings) -> B
     """
     settings = _in_a_fork(settings)
     began = time.time_ns()
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    threads = threads_of(settings.threads, torch.get_num_threads())
+    if threads.count != torch.get_num_threads():
+        torch.set_num_threads(threads.count)
     loaded = load(model, dtype=settings.dtype, device=settings.device)
     if loaded.path is None:
         _check_as_it_is(loaded.model, settings)
@@ -144,7 +147,7 @@ def build(model: "str | Path | PreTrainedModel | None", settings: Settings) -> B
         packing = _packing(loaded, tenancy, settings)
         guest = adopt(loaded.model, named(settings.attention))
         undo.callback(guest.release)
-        built = _wired(loaded, packing, guest, settings, began)
+        built = _wired(loaded, packing, guest, settings, threads, began)
         undo.pop_all()
     return built
 
@@ -177,7 +180,9 @@ def _packing(loaded: Loaded, tenancy: Tenancy, settings: Settings) -> Packing | 
     return packing
 
 
-def _wired(loaded: Loaded, packing: Packing | None, guest: Guest, settings: Settings, began: int) -> Built:
+def _wired(
+    loaded: Loaded, packing: Packing | None, guest: Guest, settings: Settings, threads: Threads, began: int
+) -> Built:
     """`began`: when the load began, in nanoseconds of the clock."""
     network = loaded.model
     _check_defaults(loaded)
@@ -199,7 +204,7 @@ def _wired(loaded: Loaded, packing: Packing | None, guest: Guest, settings: Sett
     cellar = Cellar(memory, resting=states.captures if states.rows else None, borders=states.most_captures)
     layouts = {group.name: group.layout for group in memory.groups}
     scheduler = Scheduler(cellar, layouts, context=context, max_sequences=sequences, step_tokens=settings.step_tokens)
-    loop = Loop(cellar, scheduler, context=context, threads=settings.threads, over=lambda: built.leave())
+    loop = Loop(cellar, scheduler, context=context, threads=threads.count, over=lambda: built.leave())
 
     runner = Runner(guest, memory, context=context, split=lambda line: loop.split(line, built.twin), ended=loop.ended)
     built = Built(
@@ -207,6 +212,7 @@ def _wired(loaded: Loaded, packing: Packing | None, guest: Guest, settings: Sett
         loaded=loaded,
         guest=guest,
         packing=packing,
+        threads=threads,
         memory=memory,
         capacity=capacity,
         context=context,

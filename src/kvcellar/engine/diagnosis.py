@@ -141,7 +141,7 @@ def _recurrent(built: Built) -> RecurrentDiagnosis | None:
 
 
 def _notes(built: Built) -> list[str]:
-    notes: list[str] = [*built.loaded.notes]
+    notes = [f"CPU threads: {built.threads.count} ({built.threads.because})", *built.loaded.notes]
     if not built.voice.has_text:
         notes.append(f"no text: {built.loaded.without_text}; it is asked in token ids")
     elif not built.voice.has_chat:

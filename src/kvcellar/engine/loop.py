@@ -51,7 +51,7 @@ class Loop:
         scheduler: Scheduler,
         *,
         context: int,
-        threads: int | None,
+        threads: int,
         over: Callable[[], None] = lambda: None,
     ) -> None:
         """`over` is called on the engine's thread when everything else has ended."""
@@ -159,8 +159,7 @@ class Loop:
     # -- on the engine's thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
+        torch.set_num_threads(self._threads)
         reason: Exception = EngineClosed("the engine was closed before the answer was complete")
         try:
             while self._open:
@@ -175,7 +174,7 @@ class Loop:
     def _receive(self) -> None:
         """Run what came in. If there is nothing else to do, compact memory until something comes, and wait for it."""
         idle = not self.scheduler.running and not self.scheduler.waiting
-        while idle and self._inbox.empty() and self.compaction.piece():
+        while idle and self._inbox.empty() and self._compact():
             pass
         try:
             while True:
@@ -187,6 +186,15 @@ class Loop:
                     return
         except Empty:
             return
+
+    def _compact(self) -> bool:
+        """Move a piece; False if there is none. An error there belongs to no request, and is no reason to try again."""
+        try:
+            return bool(self.compaction.piece())
+        except Exception as error:  # noqa: BLE001 - logged
+            self._contain("compacting memory", None, error)
+            self._heal()
+            return False
 
     def _make_room(self, line: Line) -> None:
         """A line that has filled the context forgets its oldest part behind what it keeps, to go on.

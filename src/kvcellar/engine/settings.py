@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvcellar.contracts import Layout, StoredAs
+from kvcellar.engine.cpus import PER_CPU, control_groups, most_threads, read
 from kvcellar.errors import BadRequest, CapacityTooSmall, shown
 from kvcellar.text.room import SHORT, bytes_for
 
@@ -43,7 +44,7 @@ class Settings:
     max_waiting: int = 512  # requests that wait for admission
     text_bytes: int | None = None  # of the CPU's memory, half for tokenizing, half for prompts; None: by the context
     attention: str | None = None  # an attention backend by name; None: the first that can
-    threads: int | None = None  # torch's CPU threads; None: leave them as they are
+    threads: int | None = None  # torch's CPU threads; None: torch's default within a quota (`cpus.threads_of`)
     kv_dtype: str | None = None  # like int8 or k=int8+hadamard,v=int4 (`StoredAs.parse`); None: as the model computes
     pack: bool = True  # let oneDNN reorder the weights of linear layers once, on CPUs
 
@@ -64,6 +65,13 @@ class Settings:
         for name, least in (("cache_bytes", 1), ("context", 1), ("threads", 1), ("text_bytes", LEAST_TEXT_BYTES)):
             if getattr(self, name) is not None:
                 self._whole(name, getattr(self, name), least)
+        self._threads()
+
+    def _threads(self) -> None:
+        if self.threads is not None and self.threads > (most := most_threads()):
+            raise BadRequest(
+                f"threads is {self.threads}; at most {most} are allowed here, {PER_CPU} for each logical CPU", "threads"
+            )
 
     def _whole(self, name: str, value: object, least: int) -> None:
         plain = int.__int__(value) if isinstance(value, int) and not isinstance(value, bool) else -1
@@ -284,33 +292,19 @@ def _free_of_machine(root: Path) -> int:
 
 def _free_of_groups(root: Path) -> Iterator[int]:
     """What each control group with a limit that this process is in, the nearest first, has left."""
-    membership = root / "proc/self/cgroup"
-    if not membership.is_file():
-        return
-    for line in membership.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:  # version 2
-            top, limit, used, files = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):  # version 1
-            top, files = root / "sys/fs/cgroup/memory", "total_inactive_file"
-            limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        group = top / path.lstrip("/")
-        for folder in (group, *group.parents):
-            if folder == top.parent:
-                break
-            most = _text(folder / limit)
-            if most.isdigit():
-                yield int(most) - int(_text(folder / used) or 0) + _stat(folder / "memory.stat", files)
+    for folder, version in control_groups(root, "memory"):
+        limit, used, files = (
+            ("memory.max", "memory.current", "inactive_file")
+            if version == 2
+            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        )
+        most = read(folder / limit)
+        if most.isdigit():
+            yield int(most) - int(read(folder / used) or 0) + _stat(folder / "memory.stat", files)
 
 
 def _stat(file: Path, name: str) -> int:
-    for line in _text(file).splitlines():
+    for line in read(file).splitlines():
         if line.split()[:1] == [name]:
             return int(line.split()[1])
     return 0
-
-
-def _text(file: Path) -> str:
-    return file.read_text().strip() if file.is_file() else ""

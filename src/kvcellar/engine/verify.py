@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from kvcellar.attention.choose import named
+from kvcellar.engine.cpus import threads_of
 from kvcellar.engine.kvquality import KvQuality, kv_quality
 from kvcellar.engine.plays import PLAYS, NotHere, Play
 from kvcellar.engine.settings import Settings
@@ -120,8 +121,7 @@ def verify(
     settings = settings or Settings()
     if isinstance(model, Guest):
         return _report(type(model.model).__name__, model, settings, tokens, seed, quality, watch)
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    torch.set_num_threads(threads_of(settings.threads, torch.get_num_threads()).count)
     loaded = load(model, dtype=settings.dtype, device=settings.device)
     guest = adopt(loaded.model, named(settings.attention))
     try:

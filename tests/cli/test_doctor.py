@@ -15,7 +15,8 @@ from kvcellar.engine.settings import sized
 from tests.cli.command import kvcellar
 from tests.zoo import ARCHS
 
-SMALL = ("--cache-bytes", "1M", "--threads", "1")
+SMALL = ("--cache-bytes", "1M", "--threads", "1", "--step-tokens", "32", "--max-sequences", "4")
+SMALL_ENGINE = {"cache_bytes": 10**6, "threads": 1, "step_tokens": 32, "max_sequences": 4}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def test_it_says_in_words_what_a_model_is(folder):
     path = folder("gemma3")
     ran = kvcellar("doctor", path, "--no-kv-quality", *SMALL)
     assert (ran.code, ran.err) == (0, "")
-    with Engine(path, cache_bytes=10**6, threads=1) as engine:
+    with Engine(path, **SMALL_ENGINE) as engine:
         stats, capacity = engine.stats(), engine.capacity()
     for group in stats.groups:
         assert f"group {group.name}: {group.layers} layers" in ran.out
@@ -80,7 +81,7 @@ def test_json_has_the_same_in_numbers(folder):
     assert ran.code == 0
     (line,) = ran.out.splitlines()
     said = json.loads(line)
-    with Engine(path, cache_bytes=10**6, threads=1) as engine:
+    with Engine(path, **SMALL_ENGINE) as engine:
         stats = engine.stats()
     assert said["architecture"] == "GptOssForCausalLM"
     assert (said["mode"], said["context"], said["vocab_size"]) == ("flat", 256, 101)

@@ -62,7 +62,7 @@ def kvcellar(*words: str, stdin: bytes = b"", stdout: io.BytesIO | None = None, 
 
 
 def environment(home: Path) -> dict[str, str]:
-    """For a process of its own: quiet, offline, and with a home that is the test's. Libraries are compiled once for all."""
+    """For a process of its own: quiet, offline, with a home that is the test's; libraries are compiled once for all."""
     return {
         "XDG_CACHE_HOME": str(Path.home() / ".cache"),
         **os.environ,

@@ -230,6 +230,14 @@ def async_client(server: Server) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "owner/name", "a.b-c_1"])
+def test_a_name_with_or_without_an_owner_is_one(name):
+    with FakeEngine(FakeModel(name=name)) as engine, Server(engine, ServeSettings(port=0)) as server:
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
+            assert client.models.retrieve(name).id == name
+            assert client.completions.create(model=name, prompt="x").model == name
+
+
 def test_many_clients_at_once(server, engine):
     async def one(client, number):
         if number % 3 == 0:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvcellar.errors import BadRequest
 from kvcellar.text.calls import Arguments
+from kvcellar.text.conversation import Marker, unmarked, unused
 from kvcellar.text.sandbox import Caps
 from kvcellar.text.template import ChatTemplate
 from kvcellar.text.tokens import Words
@@ -189,3 +190,14 @@ def test_arguments_count_towards_what_a_conversation_may_have() -> None:
     small = ChatTemplate(templates.LLAMA3, WORDS, Caps(message_chars=100))
     with pytest.raises(BadRequest, match="more than 100 characters"):
         small.render([USER, calling(json.dumps({"a": "x" * 100}))])
+
+
+def test_in_arguments_even_words_that_templates_look_up_are_a_clients_text() -> None:
+    marker, mark = Marker(["user", "name"], 100), unused([])
+    call = {"role": "user", "name": "x", "arguments": {"name": "x", "role": "user", "list": [{"name": "user"}]}}
+    marked = marker.marked(call, mark)
+    inside = json.dumps(marked["arguments"], ensure_ascii=False)
+    assert (marked["role"], marked["name"]) == ("user", "x")
+    assert "user" not in inside
+    assert "name" not in inside
+    assert unmarked(inside, mark)[0] == json.dumps(call["arguments"])

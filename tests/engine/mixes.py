@@ -10,17 +10,22 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import PreTrainedModel
 
 from kvcellar import Engine
 from kvcellar.engine.build import _demand
+from kvcellar.engine.depends import flags, measures_of, model, shape
+from kvcellar.engine.measures import Measures, digest
 from kvcellar.engine.reserve import scratch
 from kvcellar.engine.settings import resolve_capacity
 from kvcellar.errors import CapacityTooSmall
 from kvcellar.events import Done, Event, Failed, Finished, Piece, TokenLogprob
+from kvcellar.models.guest import Guest
 from kvcellar.sample.params import SamplingParams
 from tests.zoo import ARCHS, reference_logits
 
@@ -148,8 +153,25 @@ def mix(which: object, *, longest: int = 40, count: int = 10, **sampling: Any) -
     ]
 
 
+@cache
+def measures(inputs: str) -> Measures:
+    return Measures(None, inputs)
+
+
+def measured_once(guest: Guest, path: Path | None = None, **how: Any) -> Measures:
+    """As `measures_of`, but what the steps of a network of the zoo take is measured once in a process of tests."""
+    if path is not None:
+        return measures_of(guest, path, **how)
+    return measures(digest({"model": model(guest), "shape": shape(guest), "flags": flags()}))
+
+
+def made(network: PreTrainedModel, **settings: Any) -> Engine:
+    with mock.patch("kvcellar.engine.build.measures_of", measured_once):
+        return Engine(network, **{"threads": 1, **settings})
+
+
 def small_engine(name: str, **settings: Any) -> Engine:
-    return Engine(ARCHS[name].build(), **{"threads": 1, "cache_bytes": 40_000_000, **settings})
+    return made(ARCHS[name].build(), **{"cache_bytes": 40_000_000, **settings})
 
 
 def bytes_for(model: str | PreTrainedModel, tokens: int, **settings: Any) -> int:
@@ -158,10 +180,10 @@ def bytes_for(model: str | PreTrainedModel, tokens: int, **settings: Any) -> int
     `settings` are those of the engine that will be given the bytes: they decide what a step takes.
     """
     network = ARCHS[model].build() if isinstance(model, str) else model
-    with Engine(network, **{"threads": 1, "cache_bytes": 2**29, **settings}) as engine:
+    with made(network, **{"cache_bytes": 2**29, **settings}) as engine:
         built, given = engine._built, engine._built.settings
         limits = {"context": built.context, "step_tokens": given.step_tokens}
-        step = scratch(built.guest, **limits)
+        step = scratch(built.guest, measures=measured_once(built.guest), **limits)
         recurrent = built.guest.shape.recurrent
 
         def enough(budget: int) -> bool:

@@ -89,6 +89,8 @@ class Texts:
         self.memory.check()
         texts: Mapping[int, list[int]] = {seq: tokens for seq, tokens in self.tokens.items() if tokens}
         asks = tuple(Feed(seq, Span(len(text) - 1, len(text)), stores=False) for seq, text in texts.items())
+        if not asks:
+            return
         self.memory.begin(Batch(asks))
         for group in GROUPS:
             for layer in group.layers:

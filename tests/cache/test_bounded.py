@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvcellar.attention.reference import Reference
+from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.group import Group
 from kvcellar.cache.layouts import Chunked, Sliding
 from kvcellar.cache.memory import Memory
@@ -32,8 +33,10 @@ def memory_of(cells: dict[str, int]) -> Memory:
 
 
 def begin(memory: Memory, sizes: dict[int, int]) -> None:
+    """A step in which every sequence gets so many tokens, stored but not committed."""
     starts = {seq: memory.length(seq) for seq in sizes}
-    memory.begin(Batch(tuple(Feed(seq, Span(starts[seq], starts[seq] + n)) for seq, n in sizes.items())))
+    plan = memory.begin(Batch(tuple(Feed(seq, Span(starts[seq], starts[seq] + n)) for seq, n in sizes.items())))
+    put_zeros(memory, plan)
 
 
 def test_a_long_text_holds_a_window_and_a_step() -> None:

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.attention.reference import Reference
+from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.group import Group
 from kvcellar.cache.layouts import Causal
 from kvcellar.cache.memory import Memory
@@ -37,7 +38,7 @@ def test_what_was_read_behind_a_removal_is_derived(operations: list[tuple[str, i
         here = marks.get(seq, [])
         at = at % (len(here) + 1)
         if what == "read":
-            memory.begin(Batch((Feed(seq, Span(len(here), len(here) + n)),)))
+            put_zeros(memory, memory.begin(Batch((Feed(seq, Span(len(here), len(here) + n)),))))
             memory.commit()
             marks[seq] = here + [True in here] * n
         elif what == "middle" and at + n < len(here):
@@ -58,7 +59,7 @@ def edited_at_two() -> Memory:
     """Sequence 0 has 7 tokens; what stands at 2 and behind was read with something before it that is gone."""
     group = Group("full", Causal(), (Plane("k", 1, 8), Plane("v", 1, 8)), (0,), no_shift=None)
     memory = Memory([group], cells={"full": 40}, dtype=torch.float32, device="meta", backend=Reference())
-    memory.begin(Batch((Feed(0, Span(0, 9)),)))
+    put_zeros(memory, memory.begin(Batch((Feed(0, Span(0, 9)),))))
     memory.commit()
     assert memory.derived(0) is None
     memory.remove(0, Span(2, 4))
@@ -82,6 +83,6 @@ def test_who_is_gone_is_not_derived() -> None:
     memory = edited_at_two()
     memory.drop(0)
     assert memory.derived(0) is None
-    memory.begin(Batch((Feed(0, Span(0, 9)),)))
+    put_zeros(memory, memory.begin(Batch((Feed(0, Span(0, 9)),))))
     memory.commit()
     assert memory.derived(0) is None

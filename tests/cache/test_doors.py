@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvcellar.attention.reference import Reference
+from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.group import Group
 from kvcellar.cache.layouts import Causal, Input, Sliding
 from kvcellar.cache.memory import Memory
@@ -54,7 +55,7 @@ def test_a_group_may_have_no_cells_and_is_full() -> None:
 
 def test_a_count_that_is_no_whole_number_changes_nothing() -> None:
     kept = memory()
-    kept.begin(Batch((Feed(0, Span(0, 3)),)))
+    put_zeros(kept, kept.begin(Batch((Feed(0, Span(0, 3)),))))
     with pytest.raises(BadRequest, match=r"a number of new tokens is a whole number, not 1.5"), nothing_changes(kept):
         kept.commit({0: 1.5})  # pyright: ignore[reportArgumentType]
     kept.commit({0: torch.tensor(2)})  # pyright: ignore[reportArgumentType]  # whoever counted on a tensor

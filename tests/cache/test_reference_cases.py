@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from kvcellar.attention.sdpa import Sdpa
+from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.layouts import Causal
 from kvcellar.cache.memory import Group, Memory
 from kvcellar.contracts import Plane
@@ -92,7 +93,7 @@ NO_LAYERS = Group("none", Causal(), (Plane("k", 1, 4), Plane("v", 1, 4)), (), no
 def test_a_memory_of_nothing_still_counts_tokens(groups) -> None:
     memory = Memory(groups, cells={"none": 9}, dtype=torch.float32, device="cpu", backend=Sdpa())
     for start in (0, 3):
-        memory.begin(Batch((Feed(0, Span(start, start + 3)),)))
+        put_zeros(memory, memory.begin(Batch((Feed(0, Span(start, start + 3)),))))
         memory.commit({0: 3 - start // 3})
     assert memory.length(0) == 5
     assert memory.fork(0, 1, 4) == 4

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from kvcellar.attention.reference import Reference
+from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.layouts import Causal, Sliding
 from kvcellar.cache.memory import Group, Memory
 from kvcellar.contracts import Plane, Rotation
-from kvcellar.plan import Batch, Feed
+from kvcellar.plan import Batch, Feed, Plan
 from kvcellar.spans import Span
 from tests.laws.watch import Allocations
 
@@ -44,7 +45,7 @@ class Crowd:
         )
         self.prompt: dict[int, int] = {}  # by sequence
         self.answer: dict[int, int] = {}
-        self.next = self.turn = 0
+        self.next = self.turn = self.last = 0  # `last` of the open step's sequences
         self.lowest = CELLS
         self.moved = 0
         while len(self.prompt) < LINES:
@@ -54,6 +55,10 @@ class Crowd:
         self.lowest = CELLS
 
     def step(self) -> None:
+        put_zeros(self.memory, self.begin())
+        self.commit()
+
+    def begin(self) -> Plan:
         memory = self.memory
         for seq in [seq for seq in self.prompt if memory.length(seq) >= self.prompt[seq] + self.answer[seq]]:
             memory.drop(seq)
@@ -67,10 +72,14 @@ class Crowd:
             budget -= n if at < prompt else 0
             if n:
                 feeds.append(Feed(seq, Span(at, at + n)))
+        self.last = feeds[-1].seq
         need = sum(len(feed.pos) for feed in feeds)
         assert min(memory.free().values()) >= need, "the test asks for more than there is"
-        memory.begin(Batch(tuple(feeds)))
-        memory.commit({feeds[-1].seq: 0} if self.random.random() < 0.01 else None)
+        return memory.begin(Batch(tuple(feeds)))
+
+    def commit(self) -> None:
+        memory = self.memory
+        memory.commit({self.last: 0} if self.random.random() < 0.01 else None)
         assert memory.bytes + memory.scratch + memory.staging <= (memory.max_bytes or 0)
         self.lowest = min(self.lowest, memory.free()["full"])
 
@@ -121,7 +130,10 @@ def play(steps: int) -> None:
         if number % 50:
             crowd.step()
         else:
-            costs.append(calls(crowd.step))
+            plans: list[Plan] = []
+            begun = calls(lambda plans=plans: plans.append(crowd.begin()))
+            put_zeros(crowd.memory, plans[0])
+            costs.append(begun + calls(crowd.commit))
         if number % 100 == 99:
             crowd.tidy()
         if number % (steps // 4) == 0:

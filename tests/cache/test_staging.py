@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvcellar.attention.sdpa import Sdpa
+from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.group import PIECE, Group
 from kvcellar.cache.layouts import Causal
 from kvcellar.cache.memory import Memory
@@ -25,7 +26,7 @@ def memory(text: str, dtype: torch.dtype, size: int, cells: int) -> Memory:
 
 
 def read(kept: Memory, seq: int, count: int) -> None:
-    kept.begin(Batch((Feed(seq, Span(kept.length(seq), kept.length(seq) + count)),)))
+    put_zeros(kept, kept.begin(Batch((Feed(seq, Span(kept.length(seq), kept.length(seq) + count)),))))
     kept.commit()
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.attention.sdpa import Sdpa
+from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.layouts import Causal, Input
 from kvcellar.cache.memory import Group, Memory
 from kvcellar.contracts import Plane, Recurrent, StatePlane
@@ -82,6 +83,7 @@ class Spelling:
 
     def step(self, sizes: Mapping[int, int], accepted: Mapping[int, int] | None = None, **feed: bool) -> None:
         plan = self.begin(sizes, **feed)
+        put_zeros(self.memory, plan)
         self.put(plan)
         self.commit(plan, accepted)
         self.check()

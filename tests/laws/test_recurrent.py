@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from kvcellar.attention.sdpa import Sdpa
+from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.layouts import Input
 from kvcellar.cache.memory import Group, Memory
 from kvcellar.contracts import Plane
@@ -257,6 +258,7 @@ class Timeline(RuleBasedStateMachine):
             return None
         self.before = all_of(self.memory)
         plan = self.memory.begin(batch)
+        put_zeros(self.memory, plan)  # the rows are what is judged here
         self.new: dict[int, State] = {}
         for feed in plan.feeds:
             new = tuple(range(self.tokens, self.tokens + len(feed.pos)))

@@ -15,6 +15,7 @@ import torch
 
 from kvcellar.attention.choose import named
 from kvcellar.bench.network import Size
+from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.layouts import Causal
 from kvcellar.cache.memory import Fragments, Group, Memory
 from kvcellar.contracts import Ask, Backend, Plane, Scoring
@@ -112,7 +113,8 @@ def _used(size: Size, backend: Backend, sequences: int, tokens: int) -> Memory:
 
 
 def _grow(memory: Memory, seqs: Sequence[int], tokens: int) -> None:
-    memory.begin(Batch(tuple(Feed(seq, Span(memory.length(seq), memory.length(seq) + tokens)) for seq in seqs)))
+    feeds = (Feed(seq, Span(memory.length(seq), memory.length(seq) + tokens)) for seq in seqs)
+    put_zeros(memory, memory.begin(Batch(tuple(feeds))))
     memory.commit()
 
 

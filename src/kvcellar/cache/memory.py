@@ -8,6 +8,7 @@
 Always true:
   * every cell is held exactly as often as tables hold it, plus once if the open step set it aside;
   * a sequence that an open step began has nothing but what is set aside for that step, and goes with it;
+  * every cell that a sequence holds was written since it was taken, in all planes of all layers of its group;
   * an operation that raises has changed nothing; `abandon` leaves the memory as it was before `begin`.
 
 A memory has one owner and is not re-entrant: one step is open at a time, and sequences are not edited while it is.
@@ -272,6 +273,9 @@ class Memory:
     def commit(self, accepted: Mapping[int, int] | None = None) -> None:
         """Keep the step: of each sequence its first `accepted[seq]` new tokens, all if it is not named.
 
+        Raises `WrongStage` if a new token would be kept and a layer has not put all its planes: the step stays open.
+        Nothing has to be put where no token is kept: no sequence stores any, or none of them is accepted.
+
         A span that looks ahead is accepted whole or not at all. What the next token of a sequence cannot need any more
         is forgotten now, and not before.
         """
@@ -279,6 +283,7 @@ class Memory:
         if step.reserved:
             raise WrongStage("commit() of a reserved step: nothing of it was stored; abandon() it")
         counts = accepted_counts(step.batch, accepted or {})
+        self._check_written(step, counts)
         self._states.settle(step.batch, counts)
         self._states.end()
         self._step = None
@@ -510,6 +515,22 @@ class Memory:
         if self._step is None:
             raise WrongStage(f"{what}() needs an open step: begin() one first")
         return self._step
+
+    def _check_written(self, step: _Step, counts: Sequence[int]) -> None:
+        """Else a cell would show what a dropped sequence has left in it. Costs O(groups) where all was put."""
+        if not any(count for feed, count in zip(step.batch.feeds, counts, strict=True) if feed.stores):
+            return
+        tokens = [held.group for held in self._held if not held.group.of_input]
+        if len(step.written) == sum(len(group.layers) * len(group.planes) for group in tokens):
+            return
+        missing: dict[str, list[str]] = {}
+        for group in tokens:
+            for layer in group.layers:
+                names = [plane.name for plane in group.planes if (layer, plane.name) not in step.written]
+                if names:
+                    missing.setdefault(group.name, []).append(f"{layer} ({', '.join(names)})")
+        said = "; ".join(f"layers {', '.join(layers)} of group {name}" for name, layers in missing.items())
+        raise WrongStage(f"commit() before all was put: {said}. Run the whole model, or abandon() the step")
 
     def _index_of(self, layer: int) -> int:
         index = self._group_of.get(layer)

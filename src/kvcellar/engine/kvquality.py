@@ -125,8 +125,9 @@ def _read(guest: Guest, memory: Memory, texts: Mapping[int, list[int]], start: i
     ids = torch.tensor([token for piece in texts.values() for token in piece], device=guest.device)
     try:
         logits = guest.forward(memory, plan, ids, torch.arange(len(ids), device=guest.device))
+        memory.commit()
     except BaseException:
-        memory.abandon()
+        if memory.in_step:
+            memory.abandon()
         raise
-    memory.commit()
     return logits.float()

@@ -44,7 +44,7 @@ def put(memory: Memory, plan: Plan, value: float, layers: tuple[int, ...] = (0, 
             memory.put_plane(layer, "index", torch.full((rows, 1, 2), value))
 
 
-UNWRITTEN: dict[str, tuple[Callable[[Memory, Plan], None], str]] = {
+UNWRITTEN: dict[str, tuple[Callable[[Memory, Plan], object], str]] = {
     "nothing": (
         lambda m, p: None,
         r"layers 0 \(k, v, index\), 2 \(k, v, index\) of group full; layers 1 \(k, v\) of group window",
@@ -58,7 +58,7 @@ UNWRITTEN: dict[str, tuple[Callable[[Memory, Plan], None], str]] = {
         lambda m, p: (put(m, p, NEW, (0, 1)), m.put_plane(2, "v", torch.ones(p.stored, 1, 8))),
         r"put: layers 2 \(k, index\) of group full\.",
     ),
-}  # pyright: ignore[reportAssignmentType]
+}
 
 
 @pytest.mark.parametrize("name", UNWRITTEN)

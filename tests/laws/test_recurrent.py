@@ -510,8 +510,10 @@ class Timeline(RuleBasedStateMachine):
     def a_step_breaks(self, feeds: list[Fed], end: Ends, order: int, first: int) -> None:
         """An operation on tensors raises: in begin, in the forward, in commit. Then all goes on as if it had not."""
         feeds = [fed for fed in feeds if fed.kind != "asks" or self._can_ask(fed)]
+        if not feeds:
+            return
         batch = self._batch(feeds)
-        if not feeds or sum(feed.stores for feed in batch.feeds) > self.memory.free_rows():
+        if sum(feed.stores for feed in batch.feeds) > self.memory.free_rows():
             return
         before = all_of(self.memory)
         for failing in failures():

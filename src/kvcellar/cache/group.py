@@ -5,7 +5,7 @@ Always true:
   * an operation that raises leaves cells and what is in them as they were.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -17,8 +17,8 @@ from kvcellar.cache.plans import indices, pieces
 from kvcellar.cache.pool import Pool, rotated_sizes
 from kvcellar.cache.tables import InputTable, Move, Table
 from kvcellar.contracts import GROUP, Backend, Layout, Plane, Rotation
-from kvcellar.errors import BadRequest, CapacityTooSmall
-from kvcellar.plan import Run
+from kvcellar.errors import BadRequest, CapacityTooSmall, WrongStage
+from kvcellar.plan import Batch, Run
 from kvcellar.spans import whole
 
 PIECE = 1024  # cells that are copied or turned at once: bounds the staging memory of a shift or a compaction
@@ -100,6 +100,27 @@ def check_groups(groups: Sequence[Group], cells: Mapping[str, int], backend: Bac
             raise BadRequest(f"layer {layer} is in two groups")
     if groups and all(group.of_input for group in groups):
         raise BadRequest("a memory remembers tokens; it needs a group whose layout is not Input")
+
+
+def check_written(groups: Sequence[Group], written: Set[tuple[int, str]], batch: Batch, counts: Sequence[int]) -> None:
+    """Raise `WrongStage` unless every plane of every layer of tokens was `written` in a step, by layer and plane.
+
+    Else a cell would show what a dropped sequence left in it. Where no token is kept (no feed stores
+    any, or `counts` accepts none) nothing has to be written. Costs O(groups) where all was.
+    """
+    if not any(count for feed, count in zip(batch.feeds, counts, strict=True) if feed.stores):
+        return
+    tokens = [group for group in groups if not group.of_input]
+    if len(written) == sum(len(group.layers) * len(group.planes) for group in tokens):
+        return
+    missing: dict[str, list[str]] = {}
+    for group in tokens:
+        for layer in group.layers:
+            names = [plane.name for plane in group.planes if (layer, plane.name) not in written]
+            if names:
+                missing.setdefault(group.name, []).append(f"{layer} ({', '.join(names)})")
+    said = "; ".join(f"layers {', '.join(layers)} of group {name}" for name, layers in missing.items())
+    raise WrongStage(f"commit() before all was put: {said}. Run the whole model, or abandon() the step")
 
 
 @dataclass(slots=True)

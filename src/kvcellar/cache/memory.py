@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvcellar.cache.group import PIECE, Group, Held, check_groups
+from kvcellar.cache.group import PIECE, Group, Held, check_groups, check_written
 from kvcellar.cache.history import Columns, StoredHistory
 from kvcellar.cache.inputs import Planes, check_planes, write
 from kvcellar.cache.plans import accepted_counts, check_query, group_plan, indices, worst_case, write_index
@@ -91,8 +91,7 @@ class Memory:
         captures: int = 0,
         spare_rows: int | None = None,
     ) -> None:
-        self.device = torch.device(device)
-        self.dtype = dtype
+        self.device, self.dtype = torch.device(device), dtype
         self.max_bytes, self.scratch = max_bytes, 0
         check_groups(groups, cells, backend)
         recurrent = recurrent if recurrent is not None else Recurrent({})
@@ -273,17 +272,14 @@ class Memory:
     def commit(self, accepted: Mapping[int, int] | None = None) -> None:
         """Keep the step: of each sequence its first `accepted[seq]` new tokens, all if it is not named.
 
-        Raises `WrongStage` if a new token would be kept and a layer has not put all its planes: the step stays open.
-        Nothing has to be put where no token is kept: no sequence stores any, or none of them is accepted.
-
-        A span that looks ahead is accepted whole or not at all. What the next token of a sequence cannot need any more
-        is forgotten now, and not before.
+        Raises `WrongStage`, and the step stays open, if any token is kept and a layer has not put all its planes.
+        A span that looks ahead is accepted whole or not at all. What no next token can need is forgotten only now.
         """
         step = self._open("commit")
         if step.reserved:
             raise WrongStage("commit() of a reserved step: nothing of it was stored; abandon() it")
         counts = accepted_counts(step.batch, accepted or {})
-        self._check_written(step, counts)
+        check_written(self.groups, step.written, step.batch, counts)
         self._states.settle(step.batch, counts)
         self._states.end()
         self._step = None
@@ -515,22 +511,6 @@ class Memory:
         if self._step is None:
             raise WrongStage(f"{what}() needs an open step: begin() one first")
         return self._step
-
-    def _check_written(self, step: _Step, counts: Sequence[int]) -> None:
-        """Else a cell would show what a dropped sequence has left in it. Costs O(groups) where all was put."""
-        if not any(count for feed, count in zip(step.batch.feeds, counts, strict=True) if feed.stores):
-            return
-        tokens = [held.group for held in self._held if not held.group.of_input]
-        if len(step.written) == sum(len(group.layers) * len(group.planes) for group in tokens):
-            return
-        missing: dict[str, list[str]] = {}
-        for group in tokens:
-            for layer in group.layers:
-                names = [plane.name for plane in group.planes if (layer, plane.name) not in step.written]
-                if names:
-                    missing.setdefault(group.name, []).append(f"{layer} ({', '.join(names)})")
-        said = "; ".join(f"layers {', '.join(layers)} of group {name}" for name, layers in missing.items())
-        raise WrongStage(f"commit() before all was put: {said}. Run the whole model, or abandon() the step")
 
     def _index_of(self, layer: int) -> int:
         index = self._group_of.get(layer)

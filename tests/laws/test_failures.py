@@ -90,6 +90,15 @@ def full(text: str) -> Player:
     return deepcopy(_full(text))
 
 
+def written(player: Player) -> Player:
+    """Every layer has put what is new in the open step."""
+    step = player.memory._step
+    assert step is not None
+    for layer in {0, 1, 2, 3, 4} - {layer for layer, _ in step.written}:
+        player.memory.put(layer, *player.new(layer))
+    return player
+
+
 Operation = Callable[[Player], Callable[[], Any]]  # what it takes is made beforehand
 AT_REST: dict[str, Operation] = {
     "begin": lambda p: partial(p.memory.begin, batch(p)),
@@ -118,7 +127,7 @@ IN_A_STEP: dict[str, Operation] = {
     "dense": lambda p: lambda: [p.memory.get(layer).dense() for layer in (0, 7)],
     "in order": lambda p: lambda: p.memory.get(1).each_in_order(),
     "attend": lambda p: partial(p.memory.attend, 0, torch.ones(11, 2, 16), Scoring(1.0)),
-    "commit": lambda p: partial(p.memory.commit, {0: torch.tensor(2)}),  # who counts on a tensor has to read it
+    "commit": lambda p: partial(written(p).memory.commit, {0: torch.tensor(2)}),  # who counts on a tensor has to read it
 }
 NEVER_FAILS: dict[str, Operation] = {
     "remove": lambda p: partial(p.memory.remove, 0, Span(9, 10)),
@@ -127,7 +136,7 @@ NEVER_FAILS: dict[str, Operation] = {
     "clear": lambda p: p.memory.clear,
 }
 NEVER_FAILS_IN_A_STEP: dict[str, Operation] = {
-    "commit": lambda p: partial(p.memory.commit, {0: 1}),
+    "commit": lambda p: partial(written(p).memory.commit, {0: 1}),
     "abandon": lambda p: p.memory.abandon,
     "clear": lambda p: p.memory.clear,
 }
@@ -144,6 +153,8 @@ def asked(player: Player, see: Callable[[StoredHistory], Any]) -> list[Any]:
     """What `see` says of every layer when all sequences ask."""
     memory = player.memory
     asks = [Feed(seq, Span(end - 1, end), stores=False) for seq in memory.sequences if (end := memory.length(seq))]
+    if not asks:
+        return []
     memory.begin(Batch(tuple(asks)))
     seen = [see(memory.get(layer)) for m in player.members for layer in m.group.layers]
     memory.abandon()
@@ -164,9 +175,7 @@ def outcome(player: Player, answer: Any) -> list[Any]:
         else:
             player.dumb.begin(batch(player))
     if memory._step is not None:
-        for layer in {0, 1, 2, 3, 4} - {layer for layer, _ in memory._step.written}:
-            memory.put(layer, *player.new(layer))
-        memory.commit()
+        written(player).memory.commit()
     memory.check()
     seen = [memory.sequences, memory.free(), memory.capacity(), memory.bytes, memory.scratch]
     seen.append(asked(player, lambda history: history.each_in_order()))

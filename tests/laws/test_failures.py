@@ -127,7 +127,7 @@ IN_A_STEP: dict[str, Operation] = {
     "dense": lambda p: lambda: [p.memory.get(layer).dense() for layer in (0, 7)],
     "in order": lambda p: lambda: p.memory.get(1).each_in_order(),
     "attend": lambda p: partial(p.memory.attend, 0, torch.ones(11, 2, 16), Scoring(1.0)),
-    "commit": lambda p: partial(written(p).memory.commit, {0: torch.tensor(2)}),  # who counts on a tensor has to read it
+    "commit": lambda p: partial(written(p).memory.commit, {0: torch.tensor(2)}),  # a tensor has to be read
 }
 NEVER_FAILS: dict[str, Operation] = {
     "remove": lambda p: partial(p.memory.remove, 0, Span(9, 10)),

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from kvcellar.attention.choose import named
 from kvcellar.engine import build as building
 from kvcellar.engine.engine import Engine
-from kvcellar.engine.reserve import ROWS, _draw, continued, peak, prove, scratch
+from kvcellar.engine.reserve import ROWS, _draw, continued, peak, prove, scratch, uncollected
 from kvcellar.errors import BadRequest, CapacityTooSmall
 from kvcellar.models.guest import Guest, adopt
 from kvcellar.models.packed import pack
@@ -118,12 +118,25 @@ def test_rows_that_packed_layers_pad_are_in_what_a_step_takes() -> None:
     said = scratch(model, context=64, step_tokens=writers)(64, writers * 64, writers)
     memory = model.memory({group.name: writers * 64 for group in model.shape.groups})
     batch = Batch(tuple(Feed(seq, Span(63, 64)) for seq in range(writers)))
-    with peak(CPU) as meter:
+    with uncollected(), peak(CPU) as meter:
         plan = memory.begin(batch, reserve=True)
         logits = model.forward(memory, plan, torch.zeros(writers, dtype=torch.long), torch.arange(writers))
         _draw(logits)
         memory.abandon()
     assert meter.bytes <= said
+
+
+def test_what_fresh_memory_holds_does_not_change_what_a_step_is_measured_to_take() -> None:
+    config = LlamaConfig(
+        vocab_size=500, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    model = adopt(LlamaForCausalLM(config), named("sdpa"))
+    fresh, said = torch.empty, []
+    for value in (0.0, torch.nan, torch.inf):
+        with mock.patch("torch.empty", lambda *shape, value=value, **how: fresh(*shape, **how).fill_(value)):
+            said.append(scratch(model, context=64, step_tokens=9)(64, 9 * 64, 9))
+    assert said[1:] == said[:1] * 2
 
 
 def test_what_a_step_takes_is_not_turned_into_cells() -> None:

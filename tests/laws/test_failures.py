@@ -124,9 +124,9 @@ WHERE_CELLS_ARE_SCARCE: dict[str, Operation] = {
 }
 IN_A_STEP: dict[str, Operation] = {
     "put": lambda p: partial(p.memory.put, 0, *p.new(0)),
-    "dense": lambda p: lambda: [p.memory.get(layer).dense() for layer in (0, 7)],
-    "in order": lambda p: lambda: p.memory.get(1).each_in_order(),
-    "attend": lambda p: partial(p.memory.attend, 0, torch.ones(11, 2, 16), Scoring(1.0)),
+    "dense": lambda p: partial(dense, written(p), (0, 7)),
+    "in order": lambda p: partial(in_order, written(p), 1),
+    "attend": lambda p: partial(written(p).memory.attend, 0, torch.ones(11, 2, 16), Scoring(1.0)),
     "commit": lambda p: partial(written(p).memory.commit, {0: torch.tensor(2)}),  # a tensor has to be read
 }
 NEVER_FAILS: dict[str, Operation] = {
@@ -147,6 +147,14 @@ def in_a_step(text: str) -> Player:
     player.dumb.begin(new := batch(player))
     player.memory.begin(new)
     return player
+
+
+def dense(player: Player, layers: tuple[int, ...]) -> list[Any]:
+    return [player.memory.get(layer).dense() for layer in layers]
+
+
+def in_order(player: Player, layer: int) -> Any:
+    return player.memory.get(layer).each_in_order()
 
 
 def asked(player: Player, see: Callable[[StoredHistory], Any]) -> list[Any]:

@@ -55,7 +55,9 @@ def scratch(
 
     @cache
     def memory() -> Memory:  # made when the first step is tried
-        return guest.memory({group.name: ROWS[-1] + REMEMBERED[-1] for group in guest.shape.groups})
+        made = guest.memory({group.name: ROWS[-1] + REMEMBERED[-1] for group in guest.shape.groups})
+        _define(made)
+        return made
 
     def tried(feeds: Sequence[Feed]) -> int:
         report("measuring the largest steps")
@@ -114,6 +116,20 @@ def _writers(writers: int, end: int) -> list[Feed]:
     return [Feed(seq, Span(end - 1, end)) for seq in range(writers)]
 
 
+def _define(memory: Memory) -> None:
+    """Write zeros to every cell. Else routers and samplers would work on what fresh memory holds, and a step would take
+    other bytes each time."""
+    cells = min(memory.capacity().values(), default=0)
+    if not cells:
+        return
+    memory.begin(Batch((Feed(0, Span(0, cells)),)))
+    for group in memory.groups:
+        for layer in () if group.of_input else group.layers:
+            for plane in group.planes:
+                memory.put_plane(layer, plane.name, torch.zeros(cells, plane.heads, plane.size, device=memory.device))
+    memory.abandon()
+
+
 def _tried(guest: Guest, memory: Memory, feeds: Sequence[Feed]) -> int:
     """Bytes of one reserved step, of which nothing stays."""
     batch = Batch(tuple(feeds))
@@ -130,10 +146,11 @@ def _tried(guest: Guest, memory: Memory, feeds: Sequence[Feed]) -> int:
 
 @torch.inference_mode()
 def _draw(logits: Tensor) -> None:
-    """Draw from logits [R,V] with everything that a request may ask for."""
+    """Draw with everything that a request may ask for, from zeros, written over logits [R,V]: cells of the memory that
+    serves may hold NaN by now, and drawing from NaN takes fewer bytes."""
     vocab = min(logits.shape[1], MAX_VOCAB)
     choice = Choice(HUNGRY, seed=0, choice=0, prompt_ids=(), vocab_size=vocab, end_ids=frozenset())
-    draw(logits, [choice] * len(logits), [0] * len(logits))
+    draw(logits.zero_(), [choice] * len(logits), [0] * len(logits))
 
 
 @contextmanager

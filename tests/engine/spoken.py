@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from kvcellar import Engine
+from kvcellar.bench.zeros import put_zeros
 from kvcellar.engine.result import Result
 from tests.text import made
 from tests.zoo import ARCHS
@@ -31,6 +32,7 @@ class Spoken:
         self.script: list[int] = []
 
     def _forward(self, memory: Any, plan: Any, ids: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+        put_zeros(memory, plan)
         logits = torch.zeros(len(want), self.vocab)
         for row, at in enumerate(want.tolist()):
             pos = plan.positions[at]

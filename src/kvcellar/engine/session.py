@@ -166,6 +166,8 @@ class Session:
         if isinstance(text, str):
             special = False if self.tokens else None  # what opens a text opens it once
             new = self._engine.encode(text, special=special, limit=self._engine.model.context)
+        elif self.tokens and isinstance(text, Sequence) and not len(text):
+            new = []  # the answer before goes on
         else:
             new = self._engine._ids(text)
         if params.num_keep < 0 and self._turns:

@@ -55,7 +55,7 @@ def scratch(
 
     @cache
     def memory() -> Memory:  # made when the first step is tried
-        made = guest.memory({group.name: ROWS[-1] + REMEMBERED[-1] for group in guest.shape.groups})
+        made = guest.memory({group.name: ROWS[-1] + REMEMBERED[-1] for group in guest.shape.groups}, rows=1)
         _define(made)
         return made
 

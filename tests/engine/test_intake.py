@@ -1,4 +1,4 @@
-"""Every argument of every public function, wrong in every way: it is refused as ours, or it works; nobody is hurt."""
+"""Every argument of every public function, wrong in every way, is refused as ours or works; no other request fails."""
 
 import enum
 import math

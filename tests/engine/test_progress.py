@@ -1,4 +1,4 @@
-"""What is being done while a model is loaded is reported to whoever asked, on his thread, and to nobody else."""
+"""What is being done while a model is loaded is reported to the callback that was passed, on the thread that loads."""
 
 import threading
 from pathlib import Path

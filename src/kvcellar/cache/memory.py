@@ -414,7 +414,7 @@ class Memory:
         self.scratch = scratch
 
     def fragments(self) -> dict[str, Fragments]:
-        """How the cells of each group lie, for whoever decides about `compact`. Costs the sequences."""
+        """How the cells of each group lie, for deciding about `compact`. Costs the sequences."""
         found: dict[str, Fragments] = {}
         for index, held in enumerate(self._held):
             tables = [tables[index] for tables in self._sequences.tables.values() if tables[index].runs]

@@ -3,7 +3,7 @@
 Only the command line configures logging, for as long as the command runs; the library never does.
 
 Always true:
-  * whoever logs never waits for stderr and never gets its errors: lines are written by a thread of their own, and those
+  * logging never waits for stderr and never raises its errors: lines are written by a thread of their own, and those
     that cannot be written (a pipe that is full or closed, a full disk) are dropped and counted;
   * a record begins with a timestamp, and a line that does not begin a record begins with spaces: control characters are
     escaped, so that nothing that is logged can look like another record, or change a terminal.

@@ -25,7 +25,7 @@ class Lanes:
         self._long = ThreadPoolExecutor(LONG, "kvcellar-read-long")
 
     async def run(self, arrival: Arrival, work: Callable[[], Read]) -> Read:
-        """`work` on the body that has arrived, which is `over` afterwards: also if nobody waits for it any more."""
+        """`work` on the body that has arrived, which is `over` afterwards: also if its request was cancelled."""
         lane = self._short if len(arrival.data) <= SHORT_BODY else self._long
         future = lane.submit(work)
         arrival.handed = True

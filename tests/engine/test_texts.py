@@ -6,6 +6,7 @@ import numpy
 import pytest
 
 from kvcellar import Engine
+from kvcellar.engine.intake import prompt_ids
 from kvcellar.engine.prompts import COPY_BYTES, TOKEN_BYTES, Prompts
 from kvcellar.engine.settings import LEAST_TEXT_BYTES, MOST_TEXT_BYTES, Settings, text_bytes_of
 from kvcellar.errors import BadRequest, EngineClosed, Overloaded, PromptTooLong, shown
@@ -64,8 +65,9 @@ def test_a_text_may_be_tokenized_without_a_limit(engine) -> None:
     ids=lambda ids: str(type(ids)),
 )
 def test_token_ids_may_be_any_whole_numbers(engine, ids) -> None:
-    assert engine._tokens(ids) == (3, 4, 5)
-    assert all(type(token) is int for token in engine._tokens(ids))
+    found = prompt_ids(ids, vocab_size=engine.model.vocab_size, context=CONTEXT)
+    assert found == (3, 4, 5)
+    assert all(type(token) is int for token in found)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,7 @@ def test_a_token_that_is_none_is_named_and_the_message_is_short(engine, wrong, a
     ids = [3] * 64
     ids[at] = wrong
     with pytest.raises(BadRequest, match="is not a token id") as refused:
-        engine._tokens(ids)
+        prompt_ids(ids, vocab_size=engine.model.vocab_size, context=CONTEXT)
     assert shown(wrong) in str(refused.value)
     assert len(str(refused.value)) < 300
 

@@ -96,7 +96,7 @@ def test_values_that_ask_for_nothing_are_not_reported() -> None:
         ({"guidance_scale": 1.5}, "guidance_scale is 1.5: each score would be made of two forwards"),
         ({"no_repeat_ngram_size": 65}, "no_repeat_ngram_size must be a whole number from 0 to 64"),
         ({"no_repeat_ngram_size": "3"}, "no_repeat_ngram_size is '3'"),
-        ({"suppress_tokens": [-1]}, "suppress_tokens must have"),
+        ({"suppress_tokens": [-1]}, "suppress_tokens must be a whole number from 0"),
         ({"suppress_tokens": 5}, "suppress_tokens must have"),
         ({"bad_words_ids": [5]}, "bad_words_ids is [5]"),
         ({"bad_words_ids": [[]]}, "bad_words_ids must have"),

@@ -6,12 +6,15 @@ read, within limits of time; there is a limit on connections.
 Always true:
   * a connection without a running request has a timer, ours or uvicorn's for idle ones, at whose end it closes;
   * a connection whose client does not read has a timer, at whose end it is cut, with whatever was still to be sent;
-  * no turn of the event loop parses more than `READ` bytes of one connection.
+  * no turn of the event loop parses more than `READ` bytes of one connection; what costs much CPU time waits for its
+    turn, and nothing is read meanwhile (see `turns`).
 """
 
 import asyncio
 import sys
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import h11
@@ -24,6 +27,7 @@ from kvcellar.serve.failures import RETRY_SECONDS, ApiError
 from kvcellar.serve.guard import headers_too_large
 from kvcellar.serve.record import Record, new_id
 from kvcellar.serve.settings import ServeSettings
+from kvcellar.serve.turns import Allowance, Turns
 
 READ = 2 * 2**10  # bytes
 
@@ -47,6 +51,7 @@ class ServeConfig(uvicorn.Config):
             timeout_graceful_shutdown=cast(int, settings.drain_seconds),  # asyncio takes fractions, too
         )
         self.serve = settings
+        self.turns = Turns()
 
 
 class Timer:
@@ -82,7 +87,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self._settings = config.serve
+        self._settings, self._turns = config.serve, config.turns
+        self._allowance = Allowance()
         self._arrived = bytearray(READ)
         self._arrival = Timer(config.serve.header_seconds, self._too_slow)
         self._unread = Timer(config.serve.write_seconds, self._cut)
@@ -99,7 +105,24 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         return self._arrived
 
     def buffer_updated(self, nbytes: int) -> None:
-        self.data_received(bytes(self._arrived[:nbytes]))
+        data = bytes(self._arrived[:nbytes])
+        if self._allowance.used_up:
+            self.transport.pause_reading()
+            self._turns.wait(partial(self._parse_in_turn, data))
+        else:
+            self._parse(data)
+
+    def _parse_in_turn(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        self._parse(data)
+        if not self.flow.read_paused:
+            self.transport.resume_reading()
+
+    def _parse(self, data: bytes) -> None:
+        began = time.thread_time()
+        self.data_received(data)
+        self._allowance.spend(time.thread_time() - began)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

@@ -176,6 +176,15 @@ def test_a_name_of_nothing_is_not_found(name: str, unbuilt: None) -> None:
     assert len(str(missing.value)) < 6000
 
 
+@pytest.mark.parametrize(
+    "model", [5, b"embedded", True, ["embedded"], {}, torch.nn.Linear(2, 2), torch.zeros(2)], ids=type
+)
+def test_what_is_neither_a_name_nor_a_model_is_named(model: Any, unbuilt: None) -> None:
+    with pytest.raises(BadRequest, match="a directory, a name, or a model of transformers, not ") as refused:
+        load(model)
+    assert refused.value.param == "model"
+
+
 def test_a_file_is_not_a_model(place: Path, unbuilt: None) -> None:
     assert "is a file; a model is a directory" in refused(place / "model.safetensors")
 

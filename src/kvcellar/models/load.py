@@ -17,7 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from kvcellar.errors import BadRequest, ModelRefused
+from kvcellar.errors import BadRequest, ModelRefused, shown
 from kvcellar.models import embedded
 from kvcellar.models.advice import FIELDS, Advice, advice
 from kvcellar.models.checks import config_fields, oversized_text, read_object
@@ -64,7 +64,8 @@ class Loaded:
 
 
 def load(model: str | Path | PreTrainedModel | None, *, dtype: Dtype = "auto", device: str = "auto") -> Loaded:
-    """Build the network of a directory, a name, or (None) the embedded model. Raises `ModelNotFound`, `ModelRefused`.
+    """Build the network of a directory, a name, or (None) the embedded model. Raises `ModelNotFound`, `ModelRefused`,
+    and `BadRequest` for what is none of these.
 
     A network that exists already is taken as it is, where and in what type it is.
     """
@@ -81,6 +82,8 @@ def load(model: str | Path | PreTrainedModel | None, *, dtype: Dtype = "auto", d
             without_text=_ALONE,
             notes=found.notes,
         )
+    if model is not None and not isinstance(model, str | Path):
+        raise BadRequest(f"model is a directory, a name, or a model of transformers, not {shown(model)}", "model")
     place = _device(device)
     name, path = ("embedded", embedded.path()) if model in (None, "embedded") else find(model)
     with quiet():

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.attention.reference import Reference, attend_dense
-from kvcellar.attention.sdpa import BLOCK, Sdpa
+from kvcellar.attention.sdpa import BLOCK, Sdpa, _room
 from kvcellar.cache.layouts import Causal, Chunked, Sliding
 from kvcellar.contracts import Scoring
 from tests.attention.texts import LAYOUTS, SHAPES, Texts, assert_scores_are_as_exact_as_float32, scorings
@@ -31,9 +31,9 @@ def test_half_precision(dtype, scoring) -> None:
         texts.step(feeds, scorings(6, 32)[scoring])
 
 
-@pytest.mark.parametrize(("multiplies", "wanted"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_values_are_multiplied_in_bfloat16_only_where_the_cpu_does_that(multiplies, wanted, monkeypatch) -> None:
-    """And the weights are rounded to bfloat16 in both cases, so that both answer the same but for the order of sums."""
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, torch.Tensor]]:
+    """What torch.bmm is called with: of each product the type, and the left side."""
     seen: list[tuple[torch.dtype, torch.Tensor]] = []
     real = torch.bmm
 
@@ -42,15 +42,43 @@ def test_values_are_multiplied_in_bfloat16_only_where_the_cpu_does_that(multipli
         seen.append((a.dtype, a))
         return real(a, b)
 
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: multiplies)
     monkeypatch.setattr(torch, "bmm", watched)
-    texts = Texts(Causal(), (4, 2, 16, 16), 64, dtype=torch.bfloat16)
-    for feeds in ({0: 12, 1: 1}, {1: 1, 0: 2}):
+    return seen
+
+
+@pytest.mark.parametrize(("multiplies", "wanted"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_whole_blocks_are_multiplied_in_bfloat16_where_the_cpu_does_that(
+    multiplies, wanted, products, monkeypatch
+) -> None:
+    """And weights are rounded to bfloat16 everywhere, so that all answer the same but for the order of sums."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: multiplies)
+    texts = Texts(Causal(), (4, 2, 16, 16), 2 * BLOCK + 99, dtype=torch.bfloat16)
+    for feeds, types in (({0: 12, 1: 1}, {torch.float32}), ({1: 1, 0: BLOCK + 2}, {torch.float32, wanted})):
+        products.clear()
         texts.step(feeds, scorings(4, 16)["plain"])
-    weights = seen[1::2]  # behind the queries
-    assert {dtype for dtype, _ in seen[::2]} == {torch.float32}
-    assert {dtype for dtype, _ in weights} == {wanted}
-    assert all(torch.equal(w.float(), w.bfloat16().float()) for _, w in weights)
+        weights = products[1::2]  # behind the queries
+        assert {dtype for dtype, _ in products[::2]} == {torch.float32}
+        assert {dtype for dtype, _ in weights} == types
+        assert all(torch.equal(w.float(), w.bfloat16().float()) for _, w in weights)
+
+
+@pytest.mark.parametrize("layout", [Causal(), Sliding(BLOCK + 9), Chunked(2 * BLOCK)], ids=str)
+def test_products_in_bfloat16_have_few_shapes(layout, products, monkeypatch) -> None:
+    """oneDNN compiles a kernel for each of them, and keeps it."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    texts = Texts(layout, (2, 1, 8, 8), 12 * BLOCK, dtype=torch.bfloat16)
+    for n in (5, BLOCK, BLOCK + 1, 3 * BLOCK - 7, BLOCK + 50, 2 * BLOCK + 3):
+        texts.step({0: n}, scorings(2, 8)["plain"])
+    shapes = {w.shape for dtype, w in products if dtype is torch.bfloat16}
+    assert len([w for dtype, w in products if dtype is torch.bfloat16]) > len(shapes) > 0
+    assert {shape[:2] for shape in shapes} == {(1, 2 * BLOCK)}
+    assert all(shape[2] % BLOCK == 0 for shape in shapes)
+
+
+def test_the_keys_that_a_block_is_multiplied_with_are_of_few_numbers() -> None:
+    rooms = [_room(slice(7, 7 + n)) for n in range(1, 1 << 17)]
+    assert all(n <= room <= max(BLOCK, n + BLOCK, n * 9 / 8) for n, room in enumerate(rooms, 1))
+    assert len(set(rooms)) == 8 + 8 * 7  # up to 1024, and for each doubling up to 131072
 
 
 def test_scores_beyond_the_largest_half_are_no_nan() -> None:

@@ -4,6 +4,10 @@ On a CPU it is two matrix products around a softmax, for a block of rows at a ti
 to the type of the values. That is as exact there as torch's scaled_dot_product_attention. Elsewhere it is
 scaled_dot_product_attention, except with softcap or sinks, which that does not know.
 
+A CPU's products in bfloat16 are oneDNN's, which compiles a kernel for every shape and keeps it. That takes longer than
+most of the products do. So only blocks of `BLOCK` rows are multiplied so, with zeros behind their keys up to one of few
+numbers (`_room`); other products are in float32, by MKL, which keeps nothing.
+
 The query heads that share a KV head are folded into rows that read it once.
 """
 
@@ -85,7 +89,7 @@ class Sdpa:
             if not one.blocks:
                 out[one.start : one.end] = 0
                 continue
-            k, v = _read(keys, one.cells, rows.key_dtype), _read(values, one.cells, rows.value_dtype)
+            k, v = _read(keys, one.cells, rows.key_dtype), _read(values, one.cells, rows.value_dtype(one.blocks))
             rows.attend(one.start, one.blocks, k, v, out)
 
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:
@@ -94,7 +98,8 @@ class Sdpa:
         blocks = [Block(a, min(a + BLOCK, q.shape[0]), every, (Veil(every, ~visible[a : a + BLOCK]),)) for a in starts]
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])  # [T,H,Dv]
         rows = _Rows(q, k.shape[1], scoring, fused=self._fuses(q))
-        rows.attend(0, blocks, k.transpose(0, 1).to(rows.key_dtype), v.transpose(0, 1).to(rows.value_dtype), out)
+        values = v.transpose(0, 1).to(rows.value_dtype(blocks))
+        rows.attend(0, blocks, k.transpose(0, 1).to(rows.key_dtype), values, out)
         return out.masked_fill_(~visible.any(-1)[:, None, None], 0)
 
 
@@ -157,16 +162,24 @@ class _Rows:
     def __init__(self, q: Tensor, groups: int, scoring: Scoring, *, fused: bool) -> None:
         self._scoring, self._groups = scoring, groups
         self._fused = fused and scoring.softcap is None and scoring.sinks is None
-        wide = torch.promote_types(q.dtype, torch.float32)
+        self._wide = wide = torch.promote_types(q.dtype, torch.float32)
         self.key_dtype = q.dtype if self._fused else wide
-        self.value_dtype = q.dtype if self._fused or _multiplies(q.dtype, q.device) else wide
+        self._narrow = q.dtype if self._fused or _multiplies(q.dtype, q.device) else wide  # type of values, where ...
+        self._in_blocks = not self._fused and q.device.type == "cpu" and self._narrow is not wide  # ... only in these
         self._weight_dtype = wide if q.dtype is torch.float16 else q.dtype  # that the weights are rounded to
         if not self._fused:
             q = q.to(wide) * scoring.scale
         self._q = q.view(q.shape[0], groups, -1, q.shape[-1])  # [T,G,H/G,D]
 
+    def value_dtype(self, blocks: Sequence[Block]) -> torch.dtype:
+        """What the values of these blocks are read as."""
+        return self._wide if self._in_blocks and not any(map(_is_whole, blocks)) else self._narrow
+
     def attend(self, start: int, blocks: Sequence[Block], k: Tensor, v: Tensor, out: Tensor) -> None:
         """The rows of a part that begins at `start`, over its k [G,N,D] and v [G,N,Dv], into out [T,H,Dv]."""
+        if self._in_blocks and v.dtype is self._narrow:
+            ends = (block.keys.start + _room(block.keys) for block in filter(_is_whole, blocks))
+            v = _with_zeros(v, max(v.shape[1], *ends), v.shape[2], v.dtype)
         for block in blocks:
             a, b = start + block.start, start + block.end
             if self._fused:
@@ -174,24 +187,31 @@ class _Rows:
             elif b - a == 1 and len(blocks) == 1 and not block.veils:  # a row behind other blocks may see less
                 out[a] = self._one_row(a, k, v).view(out.shape[1:])
             else:
-                out[a:b] = self._by_products(a, b, k[:, block.keys], v[:, block.keys], block.veils)
+                out[a:b] = self._by_products(a, b, k[:, block.keys], v, block)
 
     def _one_row(self, row: int, k: Tensor, v: Tensor) -> Tensor:
         """[G,H/G,Dv], of a row that sees everything."""
         scores = torch.bmm(self._q[row], k.transpose(1, 2))  # [G,H/G,n]
-        return torch.bmm(self._rounded(self._weights(scores, 1)), v)
+        return torch.bmm(self._rounded(self._weights(scores, 1), v.dtype), v)
 
-    def _by_products(self, a: int, b: int, k: Tensor, v: Tensor, veils: Sequence[Veil]) -> Tensor:
-        """[b-a,H,Dv], of rows a to b over k [G,n,D] and v [G,n,Dv]."""
+    def _by_products(self, a: int, b: int, k: Tensor, v: Tensor, block: Block) -> Tensor:
+        """[b-a,H,Dv], of rows a to b over the block's k [G,n,D] and the part's v [G,N,Dv]."""
         rows = self._q[a:b].permute(1, 2, 0, 3).reshape(self._groups, -1, k.shape[-1])  # [G,H/G*L,D]
         scores = torch.bmm(rows, k.transpose(1, 2))  # [G,H/G*L,n]
-        weights = self._weights(scores, b - a, veils)
-        seen = torch.bmm(self._rounded(weights), v)  # [G,H/G*L,Dv]
+        weights = self._weights(scores, b - a, block.veils)
+        if not self._in_blocks or v.dtype is self._wide:
+            seen = torch.bmm(self._rounded(weights, v.dtype), v[:, block.keys])  # [G,H/G*L,Dv]
+        elif _is_whole(block):
+            room = _room(block.keys)
+            weights = _with_zeros(weights, weights.shape[1], room, v.dtype)  # [G,H/G*L,room]
+            seen = torch.bmm(weights, v[:, block.keys.start : block.keys.start + room])
+        else:
+            seen = torch.bmm(self._rounded(weights, self._wide), v[:, block.keys].to(self._wide))
         return seen.view(-1, b - a, v.shape[-1]).transpose(0, 1)
 
-    def _rounded(self, weights: Tensor) -> Tensor:
-        """Weights as the product with the values takes them."""
-        return weights.to(self._weight_dtype).to(self.value_dtype)
+    def _rounded(self, weights: Tensor, dtype: torch.dtype) -> Tensor:
+        """Weights as the product with values of this type takes them."""
+        return weights.to(self._weight_dtype).to(dtype)
 
     def _weights(self, scores: Tensor, length: int, veils: Sequence[Veil] = ()) -> Tensor:
         """Scores [G,H/G*L,n] of L rows, made into weights; overwrites them."""
@@ -216,6 +236,26 @@ class _Rows:
         keys, values = (x[:, None].expand(-1, q.shape[2], -1, -1) for x in (k, v))
         seen = F.scaled_dot_product_attention(q.permute(1, 2, 0, 3), keys, values, attn_mask=visible, scale=scale)
         return seen.permute(2, 0, 1, 3).reshape(b - a, -1, v.shape[-1])  # of [G,H/G,L,Dv]
+
+
+def _is_whole(block: Block) -> bool:
+    return block.end - block.start == BLOCK
+
+
+def _room(keys: slice) -> int:
+    """How many keys a whole block is multiplied with: one of eight numbers a doubling, at most an eighth too many."""
+    n = keys.stop - keys.start
+    step = max(BLOCK, (1 << (n - 1).bit_length()) >> 4)
+    return -(-n // step) * step
+
+
+def _with_zeros(x: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """x [G,m,n] as [G,rows,columns], with zeros below it and beside it."""
+    out = x.new_empty(x.shape[0], rows, columns, dtype=dtype)
+    out[:, : x.shape[1], : x.shape[2]] = x
+    out[:, x.shape[1] :] = 0
+    out[:, :, x.shape[2] :] = 0
+    return out
 
 
 def _multiplies(dtype: torch.dtype, device: torch.device) -> bool:

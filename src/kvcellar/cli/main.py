@@ -16,9 +16,9 @@ from kvcellar.errors import KvcellarError
 
 ENVIRONMENT = {  # of this process, for libraries that read it when they are first used; what is set already stays
     "TOKENIZERS_PARALLELISM": "false",
-    # Kernels that oneDNN keeps, one for each shape that it meets, half a megabyte each; 1024 if nothing is said. Linear
-    # layers need about 20 for each shape of weights; convolutions and products of bfloat16 may meet any number.
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
+    # Kernels that oneDNN keeps, one for each shape that it meets, up to half a megabyte each; 1024 if nothing is said.
+    # What we call it with has a few hundred shapes; a model's own code may call it with any number.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "512",
 }
 VERBS = {
     "run": "Talk to a model, or let it answer one prompt.",

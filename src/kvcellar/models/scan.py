@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvcellar.models.convolutions import CAUSAL, of_few_lengths
+
 Function = Callable[..., Any]
 
 
@@ -198,16 +200,20 @@ class Scans(Protocol):
 
 
 def in_our_hands(module: nn.Module, door: Callable[[], Scans | None]) -> Function:
-    """The forward of a mixer, which scans as the open door does. The mixer's own if it names none of the scans, or if
-    somebody stands in for it: then it is his."""
+    """The forward of a mixer, which scans as the open door does, and whose convolutions have few lengths. The mixer's
+    own if it names none of them, or if somebody stands in for it: then it is his."""
     if "forward" in vars(module):
         return module.forward
     own = inspect.unwrap(type(module).forward)
-    found = SCANS.keys() & set(own.__code__.co_names)
-    if not found:
+    names = {*SCANS, CAUSAL} & set(own.__code__.co_names)
+    if not names:
         return module.forward
     layer: Any = module.layer_idx
-    named = {name: _stand_in(SCANS[name], own.__globals__[name], layer, door) for name in found}
+    named = {
+        name: of_few_lengths(theirs) if name == CAUSAL else _stand_in(SCANS[name], theirs, layer, door)
+        for name in names
+        for theirs in (own.__globals__[name],)
+    }
     forward = FunctionType(own.__code__, own.__globals__ | named, own.__name__, own.__defaults__, own.__closure__)
     forward.__kwdefaults__ = own.__kwdefaults__
     return MethodType(forward, module)

@@ -140,7 +140,7 @@ def test_a_context_beyond_the_models_is_refused():
         5,
         b"abc",
         {5, 6},
-        numpy.array([5, 6]),
+        numpy.array([[5, 6]]),
         [numpy.float64(5)],
         torch.tensor([5, 6]),
         (token for token in (5, 6)),
@@ -153,7 +153,7 @@ def test_what_is_no_prompt_is_refused(engine, bad):
     assert caught.value.param == "prompt"
 
 
-@pytest.mark.parametrize("good", [[5, 6], (5, 6), range(5, 7), array("q", [5, 6])])
+@pytest.mark.parametrize("good", [[5, 6], (5, 6), range(5, 7), array("q", [5, 6]), numpy.array([5, 6])])
 def test_what_is_a_sequence_of_ids_is_a_prompt(engine, good):
     assert engine.generate(good, max_tokens=3).token_ids == engine.generate([5, 6], max_tokens=3).token_ids
 

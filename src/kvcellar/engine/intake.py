@@ -10,8 +10,6 @@ from dataclasses import fields
 from itertools import islice
 from typing import Any
 
-import numpy as np
-
 from kvcellar.errors import BadRequest, PromptTooLong, shown
 from kvcellar.events import Event
 from kvcellar.sample.params import SamplingParams
@@ -72,14 +70,16 @@ def prompt_ids(prompt: Any, *, vocab_size: int, context: int) -> tuple[int, ...]
 
 
 def items(values: Any, what: str, param: str) -> list[Any]:
-    """What a sequence other than a text or bytes has, as many as it says; an array's as plain numbers."""
+    """What a sequence other than a text or bytes has, as many as it says."""
     values = _sequence(values, what, param)
-    return values.tolist() if isinstance(values, np.ndarray) else list(islice(values, len(values)))
+    return list(islice(values, len(values)))
 
 
-def _sequence(values: Any, what: str, param: str) -> "Sequence[Any] | np.ndarray[Any, Any]":
+def _sequence(values: Any, what: str, param: str) -> Sequence[Any]:
+    import numpy as np  # not before there are values: the command's help is shown without it
+
     if isinstance(values, np.ndarray) and values.ndim == 1:
-        return values
+        return values.tolist()
     if not isinstance(values, Sequence) or isinstance(values, str | bytes | bytearray | memoryview):
         raise BadRequest(f"{what}, not {shown(values)}", param)
     return values

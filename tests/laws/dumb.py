@@ -109,11 +109,32 @@ class Line:
 
 
 @dataclass
+class Claimed:
+    """A claim: for each group without a window the cells of its span, for each checkpoint those of the windows."""
+
+    span: Span
+    held: dict[int, dict[int, Cell]]  # by group, position
+    checkpoints: dict[int, dict[int, dict[int, Cell]]]  # by position, group, position
+    ahead: list[Span]
+    derived: int | None
+    digest: str | None
+
+    def cells(self, group: int) -> list[Cell]:
+        """With those of every checkpoint."""
+        found = list(self.held.get(group, {}).values())
+        return found + [cell for windows in self.checkpoints.values() for cell in windows.get(group, {}).values()]
+
+    def parts(self, pos: int) -> bool:
+        return any(span.start < pos < span.end for span in self.ahead)
+
+
+@dataclass
 class Dumb:
     """What the memory should know."""
 
     members: Sequence[Member]
     lines: dict[int, Line] = field(default_factory=dict)
+    claims: dict[int, Claimed] = field(default_factory=dict)
     written: int = 0
     batch: Batch | None = None  # of the open step
     pending: dict[int, list[int]] = field(default_factory=dict)  # its new tokens, by sequence
@@ -133,6 +154,7 @@ class Dumb:
 
     def used(self, group: int) -> int:
         held = {cell for line in self.lines.values() for cell in line.held[group].values()}
+        held |= {cell for claim in self.claims.values() for cell in claim.cells(group)}
         return len(held) + (0 if self.kinds[group].of_input else sum(map(len, self.pending.values())))
 
     def new_tokens(self, n: int) -> list[int]:
@@ -259,6 +281,7 @@ class Dumb:
         """How many of the cells behind `end` have keys to turn: those that others hold, too, and its own."""
         moved = {cell for pos, cell in self.lines[seq].held[group].items() if pos >= end}
         others = {cell for other, line in self.lines.items() if other != seq for cell in line.held[group].values()}
+        others |= {cell for claim in self.claims.values() for cell in claim.cells(group)}
         turning = moved if self.members[group].turns else set()
         return len(turning & others), len(turning - others)
 
@@ -278,21 +301,134 @@ class Dumb:
                 behind = {p: Cell(cell.token, cell.turned - by, cell.times + 1) for p, cell in behind.items()}
             line.held[index] = {p: c for p, c in (before | behind).items() if m.kind.stays(len(line.tokens), p)}
 
+    # -- claims ---------------------------------------------------------------------------------------------------
+
+    def bounded(self, group: int) -> bool:
+        """Does some token of a long text see less than all before it?"""
+        return not self.kinds[group].of_input and not self.kinds[group].sees(1000, 0)
+
+    def window(self, seq: int, pos: int) -> dict[int, dict[int, Cell]] | None:
+        """By group with a window what a token at `pos` sees before it; None if some of it is not held."""
+        found: dict[int, dict[int, Cell]] = {}
+        for index, (kind, held) in enumerate(zip(self.kinds, self.lines[seq].held, strict=True)):
+            if self.bounded(index):
+                seen = [k for k in range(pos) if kind.sees(pos, k)]
+                if any(k not in held for k in seen):
+                    return None
+                found[index] = {k: held[k] for k in seen}
+        return found
+
+    def claim(self, seq: int, span: Span, checkpoints: Sequence[int]) -> Claimed | None:
+        """None if it is refused."""
+        line = self.lines[seq]
+        windows = {pos: self.window(seq, pos) for pos in checkpoints}
+        made = Claimed(span, {}, {}, list(line.ahead), None, line.digest)
+        if not len(span) or span.end > self.length(seq) or None in windows.values():
+            return None
+        if any(made.parts(pos) for pos in (span.start, span.end, *checkpoints)):
+            return None
+        if any(not span.start < pos <= span.end for pos in checkpoints):
+            return None
+        for index, held in enumerate(line.held):
+            if self.kinds[index].of_input:
+                made.held[index] = dict(held)
+            elif not self.bounded(index):
+                made.held[index] = {pos: held[pos] for pos in range(span.start, span.end)}
+        made.checkpoints = {pos: found for pos, found in windows.items() if found is not None}
+        made.ahead = [one for one in line.ahead if span.start <= one.start < span.end]
+        if line.derived is not None and line.derived < span.end:
+            made.derived = max(span.start, line.derived)
+        return made
+
+    def assembled(self, path: Sequence[int], pos: int) -> Line | None:
+        """None if it is refused."""
+        claims = [self.claims[number] for number in path]
+        ends = [0, *(claim.span.end for claim in claims)]
+        if not claims or any(claim.span.start != end for claim, end in zip(claims, ends, strict=False)):
+            return None
+        last = claims[-1]
+        resumes = pos in last.checkpoints or not any(map(self.bounded, range(len(self.kinds))))
+        if not last.span.start < pos <= last.span.end or last.parts(pos) or not resumes:
+            return None
+        line = Line([], [{} for _ in self.kinds], digest=claims[0].digest)
+        for index, kind in enumerate(self.kinds):
+            if kind.of_input:
+                if any(claim.held[index] != claims[0].held[index] for claim in claims):
+                    return None
+                line.held[index] = dict(claims[0].held[index])
+            elif self.bounded(index):
+                line.held[index] = dict(last.checkpoints[pos][index])
+            else:
+                for claim in claims:
+                    line.held[index] |= {k: cell for k, cell in claim.held[index].items() if k < pos}
+        line.tokens = [-1] * pos
+        line.ahead = [span for claim in claims for span in claim.ahead if span.end <= pos]
+        line.derived = min((c.derived for c in claims if c.derived is not None and c.derived < pos), default=None)
+        return line
+
+    def split(self, number: int, pos: int) -> Claimed | None:
+        """The right part, taken from the claim; None if it is refused."""
+        left = self.claims[number]
+        if not left.span.start < pos < left.span.end or left.parts(pos):
+            return None
+        right = Claimed(Span(pos, left.span.end), {}, {}, [s for s in left.ahead if s.start >= pos], None, left.digest)
+        for index, held in left.held.items():
+            of_input = self.kinds[index].of_input
+            right.held[index] = {k: cell for k, cell in held.items() if of_input or k >= pos}
+            left.held[index] = {k: cell for k, cell in held.items() if of_input or k < pos}
+        right.checkpoints = {at: found for at, found in left.checkpoints.items() if at > pos}
+        left.checkpoints = {at: found for at, found in left.checkpoints.items() if at <= pos}
+        right.derived = None if left.derived is None else max(pos, left.derived)
+        left.derived = left.derived if left.derived is not None and left.derived < pos else None
+        left.ahead = [span for span in left.ahead if span.start < pos]
+        left.span = Span(left.span.start, pos)
+        return right
+
+    def join(self, number: int, following: int) -> bool:
+        left, right = self.claims[number], self.claims[following]
+        inputs = [index for index, kind in enumerate(self.kinds) if kind.of_input]
+        if left.span.end != right.span.start or any(left.held[i] != right.held[i] for i in inputs):
+            return False
+        for index in left.held:
+            left.held[index] |= right.held[index]
+        left.checkpoints |= right.checkpoints
+        left.ahead += right.ahead
+        left.derived = right.derived if left.derived is None else left.derived
+        left.span = Span(left.span.start, right.span.end)
+        del self.claims[following]
+        return True
+
+    def exclusive(self, number: int, group: int, checkpoint: int | None) -> int:
+        """Cells that no line and no other claim holds, or, of a checkpoint, nothing else."""
+        claim = self.claims[number]
+        others = {cell for line in self.lines.values() for cell in line.held[group].values()}
+        others |= {cell for other, one in self.claims.items() if other != number for cell in one.cells(group)}
+        mine = set(claim.cells(group))
+        if checkpoint is not None:
+            mine = set(claim.checkpoints[checkpoint].get(group, {}).values())
+            others |= set(claim.held.get(group, {}).values())
+            for at, windows in claim.checkpoints.items():
+                others |= set(windows.get(group, {}).values()) if at != checkpoint else set()
+        return len(mine - others)
+
     # -- inputs ---------------------------------------------------------------------------------------------------
 
-    def holder(self, digest: str | None) -> int | None:
-        """A sequence that has the input of this digest."""
-        return next((seq for seq, line in self.lines.items() if digest is not None and line.digest == digest), None)
+    def input(self, digest: str | None) -> dict[int, dict[int, Cell]] | None:
+        """By group, the input of this digest, if a line or a claim has it."""
+        for one in (*self.lines.values(), *self.claims.values()):
+            if digest is not None and one.digest == digest:
+                return {index: one.held[index] for index, kind in enumerate(self.kinds) if kind.of_input}
+        return None
 
     def give_input(self, seq: int, digest: str | None, n: int) -> list[int]:
         """The tokens that it is written as: new ones, unless somebody has it."""
-        source = self.holder(digest)
-        shared = [cell.token for cell in self.input_of(source)] if source is not None else []
+        source = self.input(digest)
+        shared = [cell.token for cell in next(iter(source.values())).values()] if source is not None else []
         tokens = shared or self.new_tokens(n)
         line = self.lines.setdefault(seq, Line([], [{} for _ in self.kinds]))
         line.digest = digest
         for index, kind in enumerate(self.kinds):
             if kind.of_input:
-                held = self.lines[source].held[index] if source is not None else dict(enumerate(map(Cell, tokens)))
+                held = source[index] if source is not None else dict(enumerate(map(Cell, tokens)))
                 line.held[index] = dict(held)
         return tokens

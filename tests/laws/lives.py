@@ -22,7 +22,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OPERATIONS = {  # and how often, compared with the others
     "some_tokens": 8, "one_prompt": 2, "one_token_each": 2, "only_ask": 1, "reserve": 1, "fork": 3, "fork_to_many": 1,
     "remove_the_end": 2, "remove_from_the_middle": 5, "drop": 1, "clear": 0.2, "ask": 1, "write_input": 3,
-    "share_input": 2, "read_inputs": 1, "compact": 2, "compact_all_and_shrink": 0.5, "resize": 2, "leave_room": 1,
+    "share_input": 2, "read_inputs": 1, "claim": 3, "assemble": 3, "split": 1, "join": 1.5, "drop_claim": 1,
+    "drop_checkpoint": 1, "ask_claim": 0.5, "compact": 2, "compact_all_and_shrink": 0.5, "resize": 2, "leave_room": 1,
 }  # fmt: skip
 OF_INPUTS = {"write_input", "share_input", "read_inputs"}
 
@@ -152,6 +153,77 @@ class Life:
     def ask(self) -> None:
         seq = self._known()
         self.player.ask(seq, [self._pos(seq) for _ in range(3)])
+
+    # -- claims ---------------------------------------------------------------------------------------------------
+
+    def _claim(self) -> int:
+        """One that is there, made if there is none."""
+        if not self.player.dumb.claims:
+            self.player.step(self.player.batch({0: 1}))
+            length = self.player.dumb.length(0)
+            self.player.claim(0, Span(0, length), [length] if self.draw.random() < 0.8 else [])
+        return self.draw.choice(sorted(self.player.dumb.claims) or [0])
+
+    def claim(self) -> None:
+        seq, draw = self._known(), self.draw
+        length = self.player.dumb.length(seq)
+        start = draw.choice([0, draw.randint(0, length), *(c.span.end for c in self.player.dumb.claims.values())])
+        end = draw.choice([length, length, draw.randint(0, length + 1)])
+        checkpoints = {draw.choice([end, end, length, self._pos(seq)]) for _ in range(draw.randint(0, 3))}
+        self.player.claim(seq, Span(min(start, end), end), sorted(checkpoints))
+
+    def _path(self) -> tuple[list[int], int]:
+        """Claims, and how many of their tokens to assemble."""
+        claims, draw, path, end = self.player.dumb.claims, self.draw, [], 0
+        while fitting := [number for number, claim in claims.items() if claim.span.start == end]:
+            path.append(draw.choice(fitting))
+            end = claims[path[-1]].span.end
+            if draw.random() < 0.4:
+                break
+        if path and draw.random() < 0.1:
+            path.insert(draw.randrange(len(path)), draw.choice(sorted(claims)))
+        places = [*claims[path[-1]].checkpoints, end] if path else [1]
+        return path, draw.choice([*places, draw.randint(0, 30)])
+
+    def assemble(self) -> None:
+        self._claim()
+        tries = [self._path() for _ in range(6)]
+        path, pos = next((one for one in tries if self.player.dumb.assembled(*one)), tries[0])
+        without = [seq for seq in range(SEQS) if seq not in self.player.dumb.lines]
+        self.player.assemble(self.draw.choice(without or [self._seq()]), path, pos)
+
+    def split(self) -> None:
+        number = self._claim()
+        if number in self.player.dumb.claims:
+            span = self.player.dumb.claims[number].span
+            self.player.split(number, self.draw.randint(span.start, span.end))
+
+    def _neighbours(self) -> list[tuple[int, int]]:
+        claims = self.player.dumb.claims
+        return [(a, b) for a in claims for b in claims if claims[a].span.end == claims[b].span.start]
+
+    def join(self) -> None:
+        if not self._neighbours():
+            self.split()
+        claims = sorted(self.player.dumb.claims)
+        if len(claims) > 1:
+            self.player.join(*self.draw.choice(self._neighbours() or [tuple(self.draw.sample(claims, 2))]))
+
+    def drop_claim(self) -> None:
+        number = self._claim()
+        if number in self.player.dumb.claims:
+            self.player.drop_claim(number)
+
+    def drop_checkpoint(self) -> None:
+        number = self._claim()
+        claims = {n: c for n, c in self.player.dumb.claims.items() if c.checkpoints or n == number}
+        if claims:
+            number, claim = self.draw.choice(sorted(claims.items()))
+            self.player.drop_checkpoint(number, self.draw.choice([*claim.checkpoints, claim.span.end]))
+
+    def ask_claim(self) -> None:
+        for number in self.player.dumb.claims:
+            self.player.ask_claim(number)
 
     # -- inputs ---------------------------------------------------------------------------------------------------
 

@@ -322,12 +322,71 @@ class Player:
                 assert self.memory.can_cut(seq, pos) == kept
                 assert self.memory.can_resume(seq, pos) == (kept == pos)
 
+    # -- claims ---------------------------------------------------------------------------------------------------
+
+    def claim(self, seq: int, span: Span, checkpoints: Sequence[int]) -> None:
+        made = self.dumb.claim(seq, span, checkpoints)
+        act = partial(self.memory.claims.make, seq, span, checkpoints)
+        if made is None:
+            self._refused(BadRequest, "claim|inside|needs", act)
+        else:
+            self.dumb.claims[self._do("claim", act)] = made
+
+    def assemble(self, seq: int, path: Sequence[int], pos: int) -> None:
+        line = self.dumb.assembled(path, pos) if path else None
+        act = partial(self.memory.claims.assemble, seq, path, pos)
+        if seq in self.dumb.lines or line is None:
+            self._refused(
+                BadRequest, "there already|follow each other|end in|inside|inputs|no checkpoint|may have", act
+            )
+        elif pos > self.limits.get(seq, pos):
+            self._refused(BadRequest, "may have", act)
+        else:
+            self._do("assemble", act)
+            self.dumb.lines[seq] = line
+
+    def split(self, claim: int, pos: int) -> None:
+        act = partial(self.memory.claims.split, claim, pos)
+        right = self.dumb.split(claim, pos)
+        if right is None:
+            self._refused(BadRequest, "cannot be split|inside", act)
+        else:
+            self.dumb.claims[self._do("split", act)] = right
+
+    def join(self, claim: int, following: int) -> None:
+        act = partial(self.memory.claims.join, claim, following)
+        if self.dumb.join(claim, following):
+            self._do("join", act)
+        else:
+            self._refused(BadRequest, "does not follow|inputs", act)
+
+    def drop_claim(self, claim: int) -> None:
+        self._do("drop_claim", partial(self.memory.claims.drop, claim))
+        del self.dumb.claims[claim]
+
+    def drop_checkpoint(self, claim: int, pos: int) -> None:
+        act = partial(self.memory.claims.drop_checkpoint, claim, pos)
+        if pos in self.dumb.claims[claim].checkpoints:
+            self._do("drop_checkpoint", act)
+            del self.dumb.claims[claim].checkpoints[pos]
+        else:
+            self._refused(BadRequest, "no checkpoint", act)
+
+    def ask_claim(self, claim: int) -> None:
+        """How many cells it alone holds, and each of its checkpoints."""
+        names = [m.group.name for m in self.members]
+        with nothing_changes(self.memory):
+            for pos in (None, *self.dumb.claims[claim].checkpoints):
+                cells, rows = self.memory.claims.exclusive(claim, pos)
+                assert cells == {name: self.dumb.exclusive(claim, index, pos) for index, name in enumerate(names)}
+                assert rows == 0
+
     # -- inputs ---------------------------------------------------------------------------------------------------
 
     def write_input(self, seq: int, n: int, digest: str | None) -> None:
         memory, dumb = self.memory, self.dumb
         inputs = [m for m in self.members if m.kind.of_input]
-        source = dumb.holder(digest)
+        source = dumb.input(digest)
         tokens = range(dumb.written, dumb.written + n)
         planes = {layer: tuple(self.words(layer, tokens)) for m in inputs for layer in m.group.layers}
 
@@ -337,7 +396,7 @@ class Player:
         short = [m for m in inputs if memory.free()[m.group.name] < n]
         if dumb.input_of(seq):
             self._refused(BadRequest, "has an input", act)
-        elif source is not None and len(dumb.input_of(source)) != n:
+        elif source is not None and any(len(held) != n for held in source.values()):
             self._refused(BadRequest, "positions, not", act)
         elif source is None and short:
             assert self._refused(CacheFull, "cells in group", act).group == short[0].group.name
@@ -348,7 +407,7 @@ class Player:
     def share_input(self, seq: int, digest: str) -> None:
         if self.dumb.input_of(seq):
             self._refused(BadRequest, "has an input", lambda: self.memory.share_input(seq, digest))
-        elif self.dumb.holder(digest) is None:
+        elif self.dumb.input(digest) is None:
             with nothing_changes(self.memory):
                 assert not self.memory.share_input(seq, digest)
         else:
@@ -425,3 +484,26 @@ class Player:
                 runs += memory._sequences.tables[seq][index].runs
                 cells += [line.held[index][pos] for pos in sorted(line.held[index])]
             self._check_runs(m, runs, cells)
+            self._check_claims(index, m)
+        for number, claim in dumb.claims.items():
+            known = memory.claims.of(number)
+            assert (known.span, list(known.ahead), known.derived) == (claim.span, claim.ahead, claim.derived)
+            assert (known.digest, known.checkpoints.keys()) == (claim.digest, claim.checkpoints.keys())
+        assert set(memory.claims) == set(dumb.claims)
+
+    def _check_claims(self, index: int, m: Member) -> None:
+        runs: list[Any] = []
+        cells: list[Cell] = []
+        for number, claim in self.dumb.claims.items():
+            known = self.memory.claims.of(number)
+            tables = [(known.tables.get(index), claim.held.get(index))]
+            tables += [
+                (known.checkpoints[pos].windows.get(index), of.get(index)) for pos, of in claim.checkpoints.items()
+            ]
+            for table, held in tables:
+                assert (table is None) == (held is None)
+                if table is not None and held is not None:
+                    assert list(range(table.first, table.end)) == sorted(held)
+                    runs += table.runs
+                    cells += [held[pos] for pos in sorted(held)]
+        self._check_runs(m, runs, cells)

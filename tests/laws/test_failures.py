@@ -99,6 +99,12 @@ def written(player: Player) -> Player:
     return player
 
 
+def claims(player: Player) -> list[int]:
+    """Two that follow each other, on sequence 0."""
+    made = player.memory.claims.make
+    return [made(0, Span(0, 4)), made(0, Span(4, 10), [10])]
+
+
 Operation = Callable[[Player], Callable[[], Any]]  # what it takes is made beforehand
 AT_REST: dict[str, Operation] = {
     "begin": lambda p: partial(p.memory.begin, batch(p)),
@@ -112,6 +118,9 @@ AT_REST: dict[str, Operation] = {
     "write_input, known": lambda p: partial(p.memory.write_input, 9, 4, words(p, 4), digest="cat"),
     "share_input": lambda p: partial(p.memory.share_input, 1, "cat"),
     "share_input, new": lambda p: partial(p.memory.share_input, 9, "cat"),
+    "claim": lambda p: partial(p.memory.claims.make, 0, Span(3, 10), [10]),
+    "assemble": lambda p: partial(p.memory.claims.assemble, 9, claims(p), 10),
+    "split": lambda p: partial(p.memory.claims.split, claims(p)[1], 7),
     "read_input": lambda p: partial(p.memory.read_input, 8, "v", [0, 2]),
     "compact": lambda p: partial(p.memory.compact, 9),
     "grow": lambda p: partial(p.memory.resize, "full", 60),
@@ -133,6 +142,9 @@ NEVER_FAILS: dict[str, Operation] = {
     "remove": lambda p: partial(p.memory.remove, 0, Span(9, 10)),
     "leave_room": lambda p: partial(p.memory.leave_room, 99),
     "drop": lambda p: partial(p.memory.drop, 0),
+    "join": lambda p: partial(p.memory.claims.join, *claims(p)),
+    "drop a claim": lambda p: partial(p.memory.claims.drop, claims(p)[1]),
+    "drop a checkpoint": lambda p: partial(p.memory.claims.drop_checkpoint, claims(p)[1], 10),
     "clear": lambda p: p.memory.clear,
 }
 NEVER_FAILS_IN_A_STEP: dict[str, Operation] = {
@@ -160,7 +172,7 @@ def in_order(player: Player, layer: int) -> Any:
 def asked(player: Player, see: Callable[[StoredHistory], Any]) -> list[Any]:
     """What `see` says of every layer when all sequences ask."""
     memory = player.memory
-    asks = [Feed(seq, Span(end - 1, end), stores=False) for seq in memory.sequences if (end := memory.length(seq))]
+    asks = [Feed(seq, Span(end, end + 1), stores=False) for seq in memory.sequences if (end := memory.length(seq))]
     if not asks:
         return []
     memory.begin(Batch(tuple(asks)))

@@ -40,6 +40,7 @@ LAYOUTS: dict[str, tuple[Member, ...]] = {
 STORED = ("fp8", "int8", "int4", "int8+hadamard", "k=int4+hadamard,v=fp8", "k=fp8+hadamard,v=int4", "k=float64,v=int8")
 
 ALWAYS = {"begin", "put", "attend", "commit", "accept", "abandon", "reserve", "fork", "remove", "drop", "clear"}
+ALWAYS |= {"claim", "assemble", "split", "join", "drop_claim", "drop_checkpoint"}
 ALWAYS |= {"compact", "moved", "resize", "leave_room", "broken", "BadRequest", "CacheFull", "CapacityTooSmall"}
 INPUTS = {"write_input", "share_input", "read_input"}
 
@@ -48,7 +49,7 @@ def live(members: Sequence[Member], share: float, dtypes: Sequence[torch.dtype] 
     """So many lives as the profile has examples, times `share`; what was done in them."""
     done: Counter[str] = Counter()
     for seed in range(max(1, int(settings.default.max_examples * share))):
-        done += Life(members, seed, dtypes).play(28)
+        done += Life(members, seed, dtypes).play(40)
     return set(done)
 
 

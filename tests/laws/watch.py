@@ -46,16 +46,20 @@ def stored(memory: Memory, layer: int, plane: str, runs: Iterable[Run]) -> Tenso
 def everything(memory: Memory) -> list[Any]:
     """All that a memory knows: tables, pieces, the stage it is in, and the bytes of every cell that a table holds.
 
-    And what it knows of sequences beside their tables: where they were edited, looked ahead, and what their inputs are.
+    And what it knows of sequences and claims beside their tables: where they were edited or looked ahead, their inputs.
     """
     known: list[Any] = [id(memory._step), memory.sequences, memory.free(), memory.capacity(), memory.bytes]
     known += [memory.scratch, dict(memory._sequences.derived._of), deepcopy(memory._sequences.ahead._of)]
     known += [dict(memory._sequences.digests._of), deepcopy(memory._sequences.digests._who)]
+    for claim in map(memory.claims.of, memory.claims):
+        known.append((claim.span, sorted(claim.checkpoints), claim.ahead, claim.derived, claim.digest))
     for index, held in enumerate(memory._held):
         known.append(pieces(held.cells))
         tables = {seq: tables[index] for seq, tables in memory._sequences.tables.items()}
         known.append([(seq, t.first, t.end, tuple(t.runs), tuple(t._starts)) for seq, t in tables.items()])
-        runs = [run for table in tables.values() for run in table.runs]
+        claimed = memory.claims.tables(index)
+        known.append([(t.first, t.end, tuple(t.runs), tuple(t._starts)) for t in claimed])
+        runs = [run for table in (*tables.values(), *claimed) for run in table.runs]
         for layer in held.group.layers:
             for plane in held.group.planes:
                 content = stored(memory, layer, plane.name, runs)

@@ -175,6 +175,18 @@ class Cells:
         self.hold([run])
         return run
 
+    def exclusive(self, runs: Iterable[Run]) -> int:
+        """How many cells no run but these held ones holds: as many as dropping all of them would free."""
+        times: dict[int, int] = {}
+        found: dict[int, Piece] = {}
+        for run in runs:
+            piece: Piece | None = self._at[run.cell]
+            while piece is not None and piece.start < run.end:  # a held run ends where a piece ends
+                times[piece.start] = times.get(piece.start, 0) + 1
+                found[piece.start] = piece
+                piece = piece.next
+        return sum(len(piece) for start, piece in found.items() if piece.holders == times[start])
+
     def parts(self, run: Run) -> Iterator[tuple[Run, bool]]:
         """A held run in order, in parts that its holder alone holds and parts that others hold, too (True)."""
         piece: Piece | None = self._at[run.cell]

@@ -6,7 +6,7 @@ than twice. Steps may run between the pieces: whatever they add or free is found
 
 Always true:
   * `at` is the frontier of the pass: what lies below it is settled, as far as this pass is concerned;
-  * the pass is laying out sequence `seq`, or is about to choose one;
+  * the pass is laying out `table`, or is about to choose one;
   * a piece either clears the way or lays out, so its targets were free and its sources stay whole until all is copied.
 """
 
@@ -23,21 +23,21 @@ class Compaction:
 
     def __init__(self) -> None:
         self.at = 1
-        self.seq: int | None = None
+        self.table: Table | None = None  # one that was closed meanwhile holds nothing, so the next one is chosen
 
-    def piece(self, cells: Cells, tables: Mapping[int, Table], budget: int) -> list[Move]:
+    def piece(self, cells: Cells, tables: Sequence[Table], budget: int) -> list[Move]:
         """Moves of at most `budget` cells. None if all is compact, or if there is no free cell to do it with."""
         if not cells.free:
             return []
         began = self.at > 1
         moves = self._advance(cells, tables, budget)
         if not moves:
-            self.at, self.seq = 1, None  # the pass is over, and the next may find what it left
+            self.at, self.table = 1, None  # the pass is over, and the next may find what it left
             if began:
                 moves = self._advance(cells, tables, budget)
         return moves
 
-    def _advance(self, cells: Cells, tables: Mapping[int, Table], budget: int) -> list[Move]:
+    def _advance(self, cells: Cells, tables: Sequence[Table], budget: int) -> list[Move]:
         free = cells.free_runs()
         while extents := self._unsettled(tables):
             for number, run in enumerate(extents):
@@ -45,23 +45,23 @@ class Compaction:
                     left = extents[number:]
                     return self._lay_out(left, free, budget) or self._clear(left, free, min(budget, cells.free))
                 self.at = run.end
-            self.seq = None
+            self.table = None
         return []
 
-    def _unsettled(self, tables: Mapping[int, Table]) -> list[Run]:
-        """What is not settled of the sequence that is being laid out, or of the next one; empty if the pass is over."""
-        table = tables.get(self.seq) if self.seq is not None else None
-        if table is not None and (extents := self._above(table)):
+    def _unsettled(self, tables: Sequence[Table]) -> list[Run]:
+        """What is not settled of the table that is being laid out, or of the next one; empty if the pass is over."""
+        if self.table is not None and (extents := self._above(self.table)):
             return extents
-        self.seq = None
-        found = {seq: extents for seq, table in tables.items() if (extents := self._above(table))}
+        self.table = None
+        found = {i: extents for i, table in enumerate(tables) if (extents := self._above(table))}
         if not found:
             return []
-        # By position first: whoever begins earlier in a text that is shared is laid out before who begins later in it.
-        first = {seq: (self._position(tables[seq]), extents[0].cell) for seq, extents in found.items()}
+        # By position first: of tables that share a text, the one that begins earliest in it is laid out first.
+        first = {i: (self._position(tables[i]), extents[0].cell) for i, extents in found.items()}
         lowest = min(first.values())
-        self.seq = _heaviest({seq: extents for seq, extents in found.items() if first[seq] == lowest})
-        return found[self.seq]
+        chosen = _heaviest({i: extents for i, extents in found.items() if first[i] == lowest})
+        self.table = tables[chosen]
+        return found[chosen]
 
     def _position(self, table: Table) -> int:
         """Of the first cell above the frontier."""
@@ -113,7 +113,7 @@ class Compaction:
 
 
 def _heaviest(sharing: Mapping[int, list[Run]]) -> int:
-    """Which of these sequences, whose extents begin with the same cell, to lay out in one.
+    """Which of these tables, whose extents begin with the same cell, to lay out in one.
 
     Where they part, go with the most of them: each of the others will have one run more.
     """

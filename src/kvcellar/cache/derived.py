@@ -20,6 +20,11 @@ class Derived(Part):
     def of(self, seq: int) -> int | None:
         return self._of.get(seq)
 
+    def mark(self, seq: int, pos: int | None) -> None:
+        """A sequence that is not here is derived from `pos` on; None: it is not."""
+        if pos is not None:
+            self._of[seq] = pos
+
     def fork(self, src: int, dst: int, kept: int) -> None:
         self._of.pop(dst, None)
         if (mark := self._of.get(src, kept)) < kept:

@@ -26,6 +26,7 @@ COPIES = 5  # of a piece of one plane, in the type it is turned in, that turning
 QUANTISED = 8  # the same, if it is read from codes, rotated and quantised again
 INDEX = 24  # bytes a cell: where it is and where it goes, and one of them in parts before they are put together
 ANGLES = 12  # bytes an element of a vector
+_FAR = 1 << 62  # a position behind every window
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,11 @@ class Group:
     def of_input(self) -> bool:
         """Its cells are those of an encoder's input, not of tokens."""
         return isinstance(self.layout, Input)
+
+    @property
+    def bounded(self) -> bool:
+        """Does a sequence hold a window only, and not all of its tokens?"""
+        return not self.of_input and self.layout.keep(_FAR) > 0
 
     def bytes_per_cell(self, itemsize: int) -> int:
         """Of all layers, scales included; `itemsize` is that of the memory's own type."""
@@ -163,7 +169,7 @@ class Held:
                 turns = self.group.rotations.get(layer, {}) if by else {}
                 self.pool.move(layer, old, new, turns, by)
 
-    def compact(self, tables: Mapping[int, Table], budget: int, device: torch.device) -> int:
+    def compact(self, tables: Sequence[Table], budget: int, device: torch.device) -> int:
         """Move one piece of at most `budget` cells; answers how many were moved."""
         moves = self.compaction.piece(self.cells, tables, budget)
 
@@ -171,7 +177,7 @@ class Held:
             self.turn([move.source for move in moves], [move.target for move in moves], 0, device)
 
         if moves:
-            relocate(self.cells, tables.values(), moves, copy)
+            relocate(self.cells, tables, moves, copy)
         return sum(move.source.n for move in moves)
 
     def peak(self, cells: int) -> int:

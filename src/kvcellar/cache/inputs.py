@@ -28,6 +28,9 @@ class Digests(Part):
         self._of: dict[int, str] = {}
         self._who: dict[str, set[int]] = {}
 
+    def of(self, seq: int) -> str | None:
+        return self._of.get(seq)
+
     def holder(self, digest: str) -> int | None:
         """A sequence that has this input, if there is one."""
         return next(iter(self._who.get(digest, ())), None)

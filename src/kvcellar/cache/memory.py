@@ -6,7 +6,7 @@
     memory.commit()                     # or commit({seq: k}), or abandon()
 
 Always true:
-  * every cell is held exactly as often as tables hold it, plus once if the open step set it aside;
+  * every cell is held as often as tables of sequences and claims hold it, plus once if the open step set it aside;
   * a sequence that an open step began has nothing but what is set aside for that step, and goes with it;
   * every cell that a sequence holds was written since it was taken, in all planes of all layers of its group;
   * an operation that raises has changed nothing; `abandon` leaves the memory as it was before `begin`.
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvcellar.cache.claims import Claims
 from kvcellar.cache.group import PIECE, Group, Held, check_groups, check_written
 from kvcellar.cache.history import Columns, StoredHistory
 from kvcellar.cache.inputs import Planes, check_planes, write
@@ -28,6 +29,7 @@ from kvcellar.cache.plans import accepted_counts, check_query, group_plan, indic
 from kvcellar.cache.sequences import Sequences
 from kvcellar.cache.shift import shifted
 from kvcellar.cache.states import At, States
+from kvcellar.cache.tables import Table, share_all
 from kvcellar.contracts import Backend, Recurrent
 from kvcellar.errors import BadRequest, CacheFull, CapacityTooSmall, NotSupported, WrongStage, shown
 from kvcellar.plan import Batch, GroupPlan, Plan, Run, StateSegment
@@ -108,6 +110,9 @@ class Memory:
             self._group_of.update(dict.fromkeys(group.layers, index))
         self._states = States(recurrent, rows=rows, captures=captures, spare=spare_rows, device=self.device)
         self._sequences = Sequences(self._held, self._states.rows)
+        self.claims = Claims(
+            self._held, self._sequences, self._states.rows, idle=self._idle, check_limit=self._check_limit
+        )
         self._limits = limits
         self._step: _Step | None = None
 
@@ -379,7 +384,7 @@ class Memory:
         return True
 
     def share_input(self, seq: int, digest: str | None, n: int | None = None) -> bool:
-        """Give `seq`, which may be new, the input of this digest, if a sequence in memory has it; answers whether.
+        """Give `seq`, which may be new, the input of this digest, if a sequence or claim has it; answers whether.
 
         So the encoder need not even run. Raises `BadRequest` if `seq` has an input, or if that one is not `n` long.
         """
@@ -387,12 +392,12 @@ class Memory:
         seq = whole(seq, "a sequence")
         if length := self.input_length(seq):
             raise BadRequest(f"sequence {seq} has an input of {length} positions, and can have no other")
-        source = self._sequences.digests.holder(digest) if digest is not None else None
-        if source is None:
+        tables = (self._sequences.input(digest) or self.claims.input(digest)) if digest is not None else None
+        if tables is None:
             return False
-        if n not in (None, length := self.input_length(source)):
+        if n not in (None, length := tables[0].end):
             raise BadRequest(f"the input of digest {shown(digest)} has {length} positions, not {n}")
-        self._sequences.share_input(seq, digest, source)
+        self._sequences.give_input(seq, digest, lambda: share_all(tables, 0))
         return True
 
     def read_input(self, layer: int, plane: str, seqs: Sequence[int]) -> Tensor:
@@ -417,7 +422,7 @@ class Memory:
         """How the cells of each group lie, for deciding about `compact`. Costs the sequences."""
         found: dict[str, Fragments] = {}
         for index, held in enumerate(self._held):
-            tables = [tables[index] for tables in self._sequences.tables.values() if tables[index].runs]
+            tables = [table for table in self._tables(index) if table.runs]
             cells, runs = sum(table.end - table.first for table in tables), sum(len(table.runs) for table in tables)
             found[held.group.name] = Fragments(cells, runs, len(tables), held.cells.free)
         return found
@@ -442,8 +447,7 @@ class Memory:
         for index, held in enumerate(self._held):
             if only is not None and held is not only:
                 continue
-            tables = {seq: tables[index] for seq, tables in self._sequences.tables.items()}
-            if n := held.compact(tables, budget_cells, self.device):
+            if n := held.compact(self._tables(index), budget_cells, self.device):
                 return n
         return 0
 
@@ -480,10 +484,16 @@ class Memory:
         """Forget everything, an open step too."""
         if self._step is not None:
             self.abandon()
+        self.claims.clear()
         for seq in self.sequences:
             self.drop(seq)
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _tables(self, index: int) -> list[Table]:
+        """All that hold cells of a group: sequences first, then claims."""
+        of_sequences = [tables[index] for tables in self._sequences.tables.values()]
+        return of_sequences + self.claims.tables(index)
 
     def _named(self, group: str) -> Held:
         held = next((held for held in self._held if held.group.name == group), None)
@@ -590,7 +600,7 @@ class Memory:
     def check(self) -> None:
         """Assert every invariant of the memory, its sequences and its cells."""
         for index, held in enumerate(self._held):
-            runs = [run for tables in self._sequences.tables.values() for run in tables[index].runs]
+            runs = [run for table in self._tables(index) for run in table.runs]
             if self._step is not None:
                 runs += [run for of_feed in self._step.taken[index] for run in of_feed]
             held.check(runs)
@@ -598,3 +608,4 @@ class Memory:
             assert not any(map(self.length, self._step.opened)), "a sequence has tokens of a step that was not kept"
         self._states.check()
         self._sequences.check()
+        self.claims.check()

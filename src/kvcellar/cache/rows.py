@@ -13,6 +13,7 @@ Always true:
 """
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import count, pairwise
@@ -51,12 +52,13 @@ class Track:
 class Row:
     """A row that somebody holds. `number` says when it was taken; `saves` are the tokens that its captures save."""
 
-    __slots__ = ("captors", "number", "own", "saves", "stands", "taken", "used")
+    __slots__ = ("captors", "held", "number", "own", "saves", "stands", "taken", "used")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.taken = True  # by the open step
         self.own = 0  # tracks whose state it is
+        self.held = 0  # checkpoints of claims
         self.captors: dict[Track, int] = {}  # tracks that have captured it, and at which position
         self.saves = 0
         self.stands = 1  # captures, itself and those behind it that were let go: who wants them comes here
@@ -65,7 +67,7 @@ class Row:
     @property
     def kept(self) -> bool:
         """Only for going back to."""
-        return bool(self.captors) and not self.own
+        return bool(self.captors) and not self.own and not self.held
 
 
 class Rows(Part):
@@ -218,6 +220,44 @@ class Rows(Part):
             self._forget(track)
             self._thin()
 
+    # -- claims -------------------------------------------------------------------------------------------------
+
+    def row(self, seq: int, pos: int) -> int:
+        """The row of a position whose state is there."""
+        return self._tracks[seq].at(pos)
+
+    def hold(self, row: int) -> None:
+        """One more holder for a row that is held already; 0 is nobody's."""
+        if row:
+            self._change_holds(row, 1)
+
+    def drop_hold(self, row: int) -> None:
+        if row:
+            self._change_holds(row, -1)
+            self._give_back(row)
+            self._thin()
+
+    def _change_holds(self, row: int, by: int) -> None:
+        kept = self._rows[row].kept
+        self._rows[row].held += by
+        self._count(row, kept)
+
+    def exclusive(self, rows: Iterable[int]) -> int:
+        """How many rows would be free without these holds."""
+        times = Counter(row for row in rows if row)
+        found = {row: self._rows[row] for row in times}
+        return sum(not (one.taken or one.own or one.captors) and one.held == times[row] for row, one in found.items())
+
+    def resume(self, seq: int, pos: int, row: int) -> None:
+        """A sequence that was opened just now goes on from `row`, of `pos` tokens."""
+        track = self._tracks[seq]
+        self._become(track, row, pos)
+        self._use(row)
+
+    def check_holds(self, holds: Mapping[int, int]) -> None:
+        """Assert that claims hold just these rows, so often."""
+        assert holds == {row: found.held for row, found in self._rows.items() if found.held}
+
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _take(self) -> int:
@@ -290,7 +330,7 @@ class Rows(Part):
     def _give_back(self, row: int) -> None:
         """Unless somebody holds it."""
         found = self._rows[row]
-        if not (found.taken or found.own or found.captors):
+        if not (found.taken or found.own or found.captors or found.held):
             del self._rows[row]
             self._free.append(row)
 
@@ -356,7 +396,8 @@ class Rows(Part):
                 captors.setdefault(row, {})[track] = pos
                 saves[row] = saves.get(row, 0) + pos - before
         taken = {segment.write for segment in self._step} - {0}
-        assert self._rows.keys() == taken | own.keys() | captors.keys()
+        holds = {row for row, found in self._rows.items() if found.held}
+        assert self._rows.keys() == taken | own.keys() | captors.keys() | holds
         for row, found in self._rows.items():
             assert found.taken == (row in taken)
             assert found.own == own.get(row, 0), f"row {row} is the state of {own.get(row, 0)}, counted {found.own}"
@@ -389,6 +430,25 @@ class NoRows(Part):
 
     def begin(self, batch: Batch) -> tuple[StateSegment, ...]:
         return ()
+
+    def row(self, seq: int, pos: int) -> int:
+        return 0
+
+    def hold(self, row: int) -> None:
+        return
+
+    def drop_hold(self, row: int) -> None:
+        return
+
+    def exclusive(self, rows: Iterable[int]) -> int:
+        return 0
+
+    def resume(self, seq: int, pos: int, row: int) -> None:
+        self._ends[seq] = pos
+
+    def check_holds(self, holds: Mapping[int, int]) -> None:
+        """Assert that there are none."""
+        assert not holds
 
     def null(self, batch: Batch) -> tuple[StateSegment, ...]:
         return ()

@@ -52,6 +52,11 @@ class Sequences:
         tables = self.tables.get(seq)
         return tables[self._inputs[0]].end if tables and self._inputs else 0
 
+    def input(self, digest: str) -> list[Table] | None:
+        """The tables of an input that a sequence has; None if no sequence has it."""
+        source = self.digests.holder(digest)
+        return None if source is None else [self.tables[source][index] for index in self._inputs]
+
     def can_cut(self, seq: int, pos: int) -> int:
         """The largest `kept <= pos` at which all groups and parts could go on. Changes nothing."""
         kept = min(pos, self.length(seq))
@@ -75,6 +80,16 @@ class Sequences:
         """A sequence that has read nothing."""
         self._enter(seq, self._empty())
 
+    def enter(
+        self, seq: int, tables: list[Table], *, ahead: Iterable[Span], derived: int | None, digest: str | None
+    ) -> None:
+        """A sequence that is not there yet, with these tables, which are handed over here, and what is known of it."""
+        self._enter(seq, tables)
+        self.ahead.add(seq, ahead)
+        self.derived.mark(seq, derived)
+        if digest is not None:
+            self.digests.add(seq, digest)
+
     def give_input(self, seq: int, digest: str | None, make: Callable[[], Iterable[Table]]) -> None:
         """`seq`, which may be new, has the tables that `make` answers, one for each group of an input.
 
@@ -86,11 +101,6 @@ class Sequences:
         self._enter(seq, tables)
         if digest is not None:
             self.digests.add(seq, digest)
-
-    def share_input(self, seq: int, digest: str | None, source: int) -> None:
-        """`seq`, which may be new, has the input of `source`, which has this digest."""
-        tables = self.known(source)
-        self.give_input(seq, digest, lambda: share_all((tables[index] for index in self._inputs), 0))
 
     def commit(self, batch: Batch, counts: Sequence[int], taken: Sequence[Sequence[Sequence[Run]]]) -> None:
         """So many tokens of each feed are kept. `taken[group][feed]` are the cells they are in, handed over here."""

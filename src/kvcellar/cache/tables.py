@@ -167,15 +167,14 @@ class Table:
         """Give back all cells: the sequence is no more."""
         self.cut(0)
 
-    def share(self, upto: int) -> Self:
-        """Another table over the same cells of [first, upto); every cell gets one more holder."""
-        twin = type(self)(self._cells, min(self.first, upto))
-        for start, run in zip(self._starts, self.runs, strict=True):
-            if start >= upto:
-                break
-            twin.runs.append(Run(run.cell, min(run.n, upto - start)))
-            twin._starts.append(start)
-        self._cells.hold(twin.runs)
+    def share(self, upto: int, start: int = 0) -> Self:
+        """Another table over the same cells of [max(first, start), upto); every cell gets one more holder."""
+        twin = type(self)(self._cells, min(max(self.first, start), upto))
+        for pos, run in zip(self._starts, self.runs, strict=True):
+            skip, n = max(0, twin.first - pos), min(run.n, upto - pos)
+            if skip < n:
+                twin.runs.append(self._cells.hold_part(run, skip, n - skip))
+                twin._starts.append(pos + skip)
         twin.end = upto
         return twin
 
@@ -191,12 +190,12 @@ class Table:
         assert at == self.end, f"the runs end at {at}, the table at {self.end}"
 
 
-def share_all(tables: Iterable[Table], upto: int) -> list[Table]:
-    """Of each table another over the same cells of [first, upto): of all of them or, if that raises, of none."""
+def share_all(tables: Iterable[Table], upto: int, start: int = 0) -> list[Table]:
+    """Of each table what `share` returns: of all of them or, if that raises, of none."""
     twins: list[Table] = []
     try:
         for table in tables:
-            twins.append(table.share(upto))
+            twins.append(table.share(upto, start))
     except BaseException:
         for twin in twins:
             twin.close()
@@ -226,6 +225,6 @@ class InputTable(Table):
     def close(self) -> None:
         super().cut(0)
 
-    def share(self, upto: int) -> Self:
+    def share(self, upto: int, start: int = 0) -> Self:
         """All of it, however much of the text is shared."""
         return super().share(self.end)

@@ -1,0 +1,363 @@
+"""claims: holds on cells and state rows that are not sequences. No torch.
+
+A claim covers a span [a,b) of a text: in groups without a window it holds the cells of the span; in the others, and of
+recurrent state, it holds checkpoints: what resuming at a position needs. A claim is made from a sequence, and a
+sequence can be assembled from claims again. Every operation here costs runs, not tokens, and copies integers, no K/V.
+
+Always true:
+  * the tables of a claim hold exactly the cells of its span; in groups of an input, all of the input or nothing;
+  * the checkpoints of a claim are at positions in (a,b], none of them inside a span that looks ahead; each holds, in
+    every group with a window, the cells [lowest(pos),pos), which may begin before the claim does, and the state row
+    of `pos` in a model with recurrent layers;
+  * `derived` lies within the span: from there on K/V encode text that was removed;
+  * an operation that raises has changed nothing.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count, pairwise
+
+from kvcellar.cache.group import Held
+from kvcellar.cache.rows import NoRows, Rows
+from kvcellar.cache.sequences import Sequences
+from kvcellar.cache.tables import Table, share_all
+from kvcellar.errors import BadRequest, shown
+from kvcellar.spans import Span, whole
+
+
+@contextmanager
+def _undone(undo: Callable[[], None]) -> Iterator[None]:
+    """Call `undo` if the block raises."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
+
+
+def _within(mark: int | None, span: Span) -> int | None:
+    """Where K/V that are derived from `mark` on begin in `span`."""
+    return max(mark, span.start) if mark is not None and mark < span.end else None
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """What resuming at a position needs beside the cells of the span. `windows` has a table for each group with a
+    window, by index of the group; `row` is 0 in a model without recurrent layers."""
+
+    windows: dict[int, Table]
+    row: int
+
+
+@dataclass(slots=True)
+class Claim:
+    """One claim. `tables` has a table for each group without a window, by index of the group."""
+
+    span: Span
+    tables: dict[int, Table]
+    checkpoints: dict[int, Checkpoint] = field(default_factory=dict)  # by position
+    ahead: tuple[Span, ...] = ()
+    derived: int | None = None
+    digest: str | None = None  # of the input
+
+    def parts(self, pos: int) -> bool:
+        """Is `pos` inside a span that looked ahead?"""
+        return any(span.start < pos < span.end for span in self.ahead)
+
+
+class Claims:
+    """The claims of one memory, by number."""
+
+    def __init__(
+        self,
+        held: Sequence[Held],
+        sequences: Sequences,
+        rows: Rows | NoRows,
+        *,
+        idle: Callable[[str], None],
+        check_limit: Callable[[int, int, str], None],
+    ) -> None:
+        """`idle(operation)` raises `WrongStage` while a step is open, `check_limit(seq, length, operation)` raises
+        `BadRequest` for more tokens than a sequence may have."""
+        self._held, self._sequences, self._rows = held, sequences, rows
+        self._idle, self._check_limit = idle, check_limit
+        self._bounded = [index for index, one in enumerate(held) if one.group.bounded]
+        self._unbounded = [index for index, one in enumerate(held) if not one.group.bounded]
+        self._claims: dict[int, Claim] = {}
+        self._numbers = count(1)
+
+    # -- looking ------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(tuple(self._claims))
+
+    def of(self, claim: int) -> Claim:
+        """To be read, not changed. Raises `BadRequest` for a number that is no claim's."""
+        found = self._claims.get(claim)
+        if found is None:
+            raise BadRequest(f"there is no claim {shown(claim)}")
+        return found
+
+    def input(self, digest: str) -> list[Table] | None:
+        """The tables of an input that a claim has; None if no claim has it."""
+        found = next((claim for claim in self._claims.values() if claim.digest == digest), None)
+        if found is None:
+            return None
+        return [found.tables[index] for index in self._unbounded if self._held[index].group.of_input]
+
+    def tables(self, index: int) -> list[Table]:
+        """All tables that claims have in one group."""
+        found = [claim.tables[index] for claim in self._claims.values() if index in claim.tables]
+        for claim in self._claims.values():
+            found += [one.windows[index] for one in claim.checkpoints.values() if index in one.windows]
+        return found
+
+    def exclusive(self, claim: int, checkpoint: int | None = None) -> tuple[dict[str, int], int]:
+        """Cells by group, and state rows, that dropping the claim would free; or only its checkpoint at a position."""
+        found = self.of(claim)
+        some = found.checkpoints if checkpoint is None else {checkpoint: self._checkpoint(found, checkpoint)}
+        cells: dict[str, int] = {}
+        for index, held in enumerate(self._held):
+            tables = [one.windows[index] for one in some.values() if index in one.windows]
+            if checkpoint is None and index in found.tables:
+                tables.append(found.tables[index])
+            cells[held.group.name] = held.cells.exclusive(run for table in tables for run in table.runs)
+        return cells, self._rows.exclusive([one.row for one in some.values()])
+
+    # -- changes ------------------------------------------------------------------------------------------------
+
+    def make(self, seq: int, span: Span, checkpoints: Iterable[int] = ()) -> int:
+        """A claim on `span` of a sequence, with checkpoints at these positions; returns its number.
+
+        Raises `BadRequest` if the span is empty, or is not wholly in the sequence, or if one of its ends or checkpoints
+        is inside a span that looked ahead, or if what resuming at a checkpoint needs is no longer held.
+        """
+        self._idle("make")
+        tables, length = self._sequences.known(seq), self._sequences.length(seq)
+        if type(span) is not Span or not len(span) or span.end > length:
+            raise BadRequest(f"a claim is a span of the {length} tokens of sequence {seq}, not {shown(span)}")
+        positions = sorted({whole(pos, "the position of a checkpoint") for pos in checkpoints})
+        if positions and not span.start < positions[0] <= positions[-1] <= span.end:
+            raise BadRequest(f"checkpoints of a claim on {span} are at positions behind {span.start}, not {positions}")
+        for pos in (span.start, span.end, *positions):
+            self._check_whole(self._sequences.ahead.of(seq), pos)
+        for pos in positions:
+            self._check_resume(seq, tables, pos)
+        claim = Claim(span, {}, derived=_within(self._sequences.derived.of(seq), span))
+        claim.ahead = tuple(one for one in self._sequences.ahead.of(seq) if span.start <= one.start < span.end)
+        claim.digest = self._sequences.digests.of(seq)
+        with _undone(lambda: self._free(claim)):
+            self._share(claim.tables, tables, self._unbounded, span)
+            for pos in positions:
+                self._hold(claim, pos, {index: tables[index] for index in self._bounded}, self._rows.row(seq, pos))
+        return self._enter(claim)
+
+    def assemble(self, seq: int, path: Sequence[int], pos: int) -> None:
+        """Make `seq`, which must not be there, of the first `pos` tokens of claims that follow each other from 0 on.
+
+        The windows and the state come from the checkpoint at `pos` of the last claim; where no group has a window and
+        no layer a state, any position inside it will do. Raises `BadRequest` if the claims do not follow each other, or
+        have different inputs, or if there is no checkpoint at `pos`.
+        """
+        self._idle("assemble")
+        seq, pos = whole(seq, "a sequence"), whole(pos, "a position")
+        claims = [self.of(number) for number in path]
+        if seq in self._sequences.tables:
+            raise BadRequest(f"sequence {seq} is there already; drop it before")
+        ends = [0, *(claim.span.end for claim in claims)]
+        if not claims or any(claim.span.start != end for claim, end in zip(claims, ends, strict=False)):
+            spans = ", ".join(str(claim.span) for claim in claims)
+            raise BadRequest(f"claims that follow each other from 0 on are needed, not {spans or 'none'}")
+        last = claims[-1]
+        if not last.span.start < pos <= last.span.end:
+            raise BadRequest(f"the last claim is on {last.span}; a sequence of {pos} tokens does not end in it")
+        self._check_limit(seq, pos, "assembly")
+        self._check_whole(last.ahead, pos)
+        for claim in claims[1:]:
+            self._check_same_input(claims[0], claim)
+        checkpoint = last.checkpoints.get(pos)
+        if checkpoint is None:
+            if self._bounded or self._rows.capacity is not None:
+                there = sorted(last.checkpoints)
+                raise BadRequest(f"the last claim has no checkpoint at {pos}, only at {there or 'no position'}")
+            checkpoint = Checkpoint({}, 0)
+        whole_claim = Claim(Span(0, pos), {})
+        with _undone(lambda: self._free(whole_claim)):
+            for claim in claims:
+                self._append(whole_claim, claim, Span(claim.span.start, min(pos, claim.span.end)))
+            self._hold(whole_claim, pos, checkpoint.windows, checkpoint.row)
+        resumed = whole_claim.checkpoints.pop(pos)
+        ahead = [span for claim in claims for span in claim.ahead if span.end <= pos]
+        marks = [claim.derived for claim in claims if claim.derived is not None and claim.derived < pos]
+        self._sequences.enter(
+            seq,
+            [(whole_claim.tables | resumed.windows)[index] for index in range(len(self._held))],
+            ahead=ahead,
+            derived=min(marks, default=None),
+            digest=claims[0].digest,
+        )
+        self._rows.resume(seq, pos, resumed.row)
+        self._rows.drop_hold(resumed.row)
+
+    def split(self, claim: int, pos: int) -> int:
+        """Part a claim at `pos`: it keeps what lies before; returns the number of a new one that has the rest.
+
+        Checkpoints go by their positions, and none is made at `pos`. Raises `BadRequest` if `pos` is not inside the
+        claim, or is inside a span that looked ahead.
+        """
+        self._idle("split")
+        left, pos = self.of(claim), whole(pos, "a position")
+        if not left.span.start < pos < left.span.end:
+            raise BadRequest(f"a claim on {left.span} cannot be split at {pos}")
+        self._check_whole(left.ahead, pos)
+        right = Claim(Span(pos, left.span.end), {}, digest=left.digest)
+        with _undone(lambda: self._free(right)):
+            self._share(right.tables, left.tables, self._unbounded, right.span)
+        for table in left.tables.values():
+            table.cut(pos)
+        right.checkpoints = {at: left.checkpoints.pop(at) for at in sorted(left.checkpoints) if at > pos}
+        right.ahead = tuple(span for span in left.ahead if span.start >= pos)
+        left.ahead = tuple(span for span in left.ahead if span.start < pos)
+        right.derived, left.span = _within(left.derived, right.span), Span(left.span.start, pos)
+        left.derived = _within(left.derived, left.span)
+        return self._enter(right)
+
+    def join(self, claim: int, following: int) -> None:
+        """Let a claim have what the claim behind it has, which is no more afterwards.
+
+        Raises `BadRequest` if the second does not begin where the first ends, or if their inputs differ.
+        """
+        self._idle("join")
+        left, right = self.of(claim), self.of(following)
+        if left.span.end != right.span.start:
+            raise BadRequest(f"a claim on {right.span} does not follow one on {left.span}")
+        self._check_same_input(left, right)
+        for index, table in right.tables.items():
+            if self._held[index].group.of_input:
+                table.close()
+            else:
+                left.tables[index].append(table.runs)
+        left.checkpoints |= right.checkpoints
+        left.ahead += right.ahead
+        left.span = Span(left.span.start, right.span.end)
+        left.derived = left.derived if left.derived is not None else right.derived
+        del self._claims[following]
+
+    def drop(self, claim: int) -> None:
+        """Free what only this claim holds. Never fails for one that is there."""
+        self._idle("drop")
+        found = self.of(claim)
+        del self._claims[claim]
+        self._free(found)
+
+    def drop_checkpoint(self, claim: int, pos: int) -> None:
+        """Free what only the checkpoint of a claim at `pos` holds. Raises `BadRequest` if there is none."""
+        self._idle("drop_checkpoint")
+        found = self.of(claim)
+        checkpoint = self._checkpoint(found, pos)
+        del found.checkpoints[pos]
+        self._release(checkpoint)
+
+    def clear(self) -> None:
+        for claim in self:
+            self.drop(claim)
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _enter(self, claim: Claim) -> int:
+        number = next(self._numbers)
+        self._claims[number] = claim
+        return number
+
+    @staticmethod
+    def _checkpoint(claim: Claim, pos: int) -> Checkpoint:
+        found = claim.checkpoints.get(pos)
+        if found is None:
+            there = sorted(claim.checkpoints)
+            raise BadRequest(f"there is no checkpoint at {shown(pos)}, only at {there or 'no position'}")
+        return found
+
+    def _check_whole(self, ahead: Iterable[Span], pos: int) -> None:
+        for span in ahead:
+            if span.start < pos < span.end:
+                raise BadRequest(f"{pos} is inside {span}, which looked ahead and is kept whole")
+
+    def _check_resume(self, seq: int, tables: Sequence[Table], pos: int) -> None:
+        for index in self._bounded:
+            group, table = self._held[index].group, tables[index]
+            if (lowest := group.layout.lowest(pos)) < min(table.first, pos):
+                raise BadRequest(
+                    f"resuming at {pos} needs [{lowest},{pos}) in group {group.name}; sequence {seq} holds "
+                    f"[{table.first},{table.end})"
+                )
+        points = self._rows.points(seq)
+        if points is not None and pos not in points:
+            raise BadRequest(f"sequence {seq} has a recurrent state at {list(points)}, not at {pos}")
+
+    def _check_same_input(self, one: Claim, other: Claim) -> None:
+        for index in self._unbounded:
+            if self._held[index].group.of_input and one.tables[index].runs != other.tables[index].runs:
+                raise BadRequest(f"claims on {one.span} and {other.span} have different inputs")
+
+    def _share(
+        self, into: dict[int, Table], tables: Mapping[int, Table] | Sequence[Table], indices: Sequence[int], span: Span
+    ) -> None:
+        """Tables over the cells of `span`, of the groups of these indices: all of them, or, if it raises, none."""
+        shared = share_all([tables[index] for index in indices], span.end, span.start)
+        into.update(zip(indices, shared, strict=True))
+
+    def _hold(self, claim: Claim, pos: int, tables: Mapping[int, Table], row: int) -> None:
+        """Give a claim a checkpoint at `pos`, on the cells of these tables and on `row`."""
+        windows: dict[int, Table] = {}
+        with _undone(lambda: self._release(Checkpoint(windows, 0))):
+            for index, table in tables.items():
+                windows[index] = table.share(pos, self._held[index].group.layout.lowest(pos))
+        self._rows.hold(row)
+        claim.checkpoints[pos] = Checkpoint(windows, row)
+
+    def _append(self, whole_claim: Claim, claim: Claim, span: Span) -> None:
+        """Let `whole_claim` also hold the cells that `claim` has of `span`."""
+        more: dict[int, Table] = {}
+        self._share(more, claim.tables, self._unbounded, span)
+        for index, table in more.items():
+            if index not in whole_claim.tables:
+                whole_claim.tables[index] = table
+            elif self._held[index].group.of_input:
+                table.close()
+            else:
+                whole_claim.tables[index].append(table.runs)
+
+    def _free(self, claim: Claim) -> None:
+        for table in claim.tables.values():
+            table.close()
+        for checkpoint in claim.checkpoints.values():
+            self._release(checkpoint)
+
+    def _release(self, checkpoint: Checkpoint) -> None:
+        for table in checkpoint.windows.values():
+            table.close()
+        self._rows.drop_hold(checkpoint.row)
+
+    def check(self) -> None:
+        """Assert what is always true of claims; which cells are held how often is asserted by `Memory.check`."""
+        for claim in self._claims.values():
+            assert claim.tables.keys() == set(self._unbounded)
+            for index, table in claim.tables.items():
+                table.check()
+                if not self._held[index].group.of_input:
+                    assert (table.first, table.end) == (claim.span.start, claim.span.end)
+            for pos, checkpoint in claim.checkpoints.items():
+                assert claim.span.start < pos <= claim.span.end
+                assert not claim.parts(pos), f"a checkpoint at {pos} is inside a span that looked ahead"
+                assert checkpoint.windows.keys() == set(self._bounded)
+                assert (checkpoint.row > 0) == (self._rows.capacity is not None)
+                for index, table in checkpoint.windows.items():
+                    table.check()
+                    assert (table.first, table.end) == (self._held[index].group.layout.lowest(pos), pos)
+            assert all(claim.span.start <= span.start and span.end <= claim.span.end for span in claim.ahead)
+            assert all(one.end <= two.start for one, two in pairwise(claim.ahead))
+            assert claim.derived is None or claim.span.start <= claim.derived < claim.span.end
+        rows = [one.row for claim in self._claims.values() for one in claim.checkpoints.values() if one.row]
+        self._rows.check_holds(Counter(rows))

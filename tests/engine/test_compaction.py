@@ -71,8 +71,8 @@ def test_every_piece_leaves_memory_as_it_was_and_the_last_leaves_long_runs(seed:
         moved = compaction.moved
         told.check()
     after = told.memory.fragments()["full"]
-    assert (after.cells, after.sequences) == (before.cells, before.sequences)
-    assert after.runs <= after.sequences + 1 or not worth_compacting(before, 0), "a fork has a run of its own behind"
+    assert (after.cells, after.tables) == (before.cells, before.tables)
+    assert after.runs <= after.tables + 1 or not worth_compacting(before, 0), "a fork has a run of its own behind"
     assert moved <= PASSES * sum(found.cells for found in told.memory.fragments().values())
     with nothing_changes(told.memory):
         assert not compaction.piece(), "what was compacted is not compacted again"
@@ -156,7 +156,7 @@ def test_an_idle_engine_compacts_what_rests_and_answers_as_before(monkeypatch) -
             engine.check()
         assert engine.stats().compacted > 0
         for found in loop.ask(engine._built.memory.fragments).values():
-            assert found.runs <= found.sequences + 1
+            assert found.runs <= found.tables + 1
         for session in sessions:
             prompt = [*session.tokens, 7]
             answer = session.send([7], **greedy)

@@ -16,8 +16,9 @@ import torch
 from kvcellar.attention.choose import named
 from kvcellar.bench.network import Size
 from kvcellar.bench.zeros import put_zeros
+from kvcellar.cache.group import Fragments
 from kvcellar.cache.layouts import Causal
-from kvcellar.cache.memory import Fragments, Group, Memory
+from kvcellar.cache.memory import Group, Memory
 from kvcellar.contracts import Ask, Backend, Plane, Scoring
 from kvcellar.engine.compaction import Compaction
 from kvcellar.plan import Batch, Feed

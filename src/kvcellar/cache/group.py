@@ -7,6 +7,7 @@ Always true:
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -78,6 +79,16 @@ class Group:
         widest = max((_turning(plane, itemsize) for plane in self.planes), default=0)
         angles = max((plane.size for plane in self.planes), default=0) * ANGLES
         return min(PIECE, cells) * (widest + INDEX) + angles
+
+
+class Fragments(NamedTuple):
+    """How the cells of a group lie: cells of all tables together (shared ones once for each), the runs that these are
+    in, how many tables hold any, and how many cells are free."""
+
+    cells: int
+    runs: int
+    tables: int
+    free: int
 
 
 def _turning(plane: Plane, itemsize: int) -> int:
@@ -179,6 +190,12 @@ class Held:
         if moves:
             relocate(self.cells, tables, moves, copy)
         return sum(move.source.n for move in moves)
+
+    def fragments(self, tables: Sequence[Table]) -> Fragments:
+        """Where `tables` are all that hold cells of the group."""
+        used = [table for table in tables if table.runs]
+        cells, runs = sum(table.end - table.first for table in used), sum(len(table.runs) for table in used)
+        return Fragments(cells, runs, len(used), self.cells.free)
 
     def peak(self, cells: int) -> int:
         """Bytes that are there beside those of now at the worst moment of `resize(cells)`."""

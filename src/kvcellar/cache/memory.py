@@ -16,13 +16,13 @@ A memory has one owner and is not re-entrant: one step is open at a time, and se
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvcellar.cache.claims import Claims
-from kvcellar.cache.group import PIECE, Group, Held, check_groups, check_written
+from kvcellar.cache.group import PIECE, Fragments, Group, Held, check_groups, check_written
 from kvcellar.cache.history import Columns, StoredHistory
 from kvcellar.cache.inputs import Planes, check_planes, write
 from kvcellar.cache.plans import accepted_counts, check_query, group_plan, indices, worst_case, write_index
@@ -34,16 +34,6 @@ from kvcellar.contracts import Backend, Recurrent
 from kvcellar.errors import BadRequest, CacheFull, CapacityTooSmall, NotSupported, WrongStage, shown
 from kvcellar.plan import Batch, GroupPlan, Plan, Run, StateSegment
 from kvcellar.spans import Span, whole
-
-
-class Fragments(NamedTuple):
-    """How the cells of a group lie: cells of all sequences together (shared ones once for each), the runs that these
-    are in, how many sequences hold any, and how many cells are free."""
-
-    cells: int
-    runs: int
-    sequences: int
-    free: int
 
 
 @dataclass(slots=True)
@@ -419,13 +409,8 @@ class Memory:
         self.scratch = scratch
 
     def fragments(self) -> dict[str, Fragments]:
-        """How the cells of each group lie, for deciding about `compact`. Costs the sequences."""
-        found: dict[str, Fragments] = {}
-        for index, held in enumerate(self._held):
-            tables = [table for table in self._tables(index) if table.runs]
-            cells, runs = sum(table.end - table.first for table in tables), sum(len(table.runs) for table in tables)
-            found[held.group.name] = Fragments(cells, runs, len(tables), held.cells.free)
-        return found
+        """How the cells of each group lie, for deciding about `compact`. Costs the sequences and claims."""
+        return {held.group.name: held.fragments(self._tables(index)) for index, held in enumerate(self._held)}
 
     def piece(self, group: str) -> int:
         """How many cells of a group to `compact` at once so that no more bytes move than an edit takes anyway."""

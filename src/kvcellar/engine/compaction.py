@@ -28,7 +28,7 @@ class Fragments(Protocol):
 
     @property
     def cells(self) -> int:
-        """Cells of all sequences together; those that several share, once for each."""
+        """Cells of all tables together; those that several share, once for each."""
         ...
 
     @property
@@ -37,8 +37,8 @@ class Fragments(Protocol):
         ...
 
     @property
-    def sequences(self) -> int:
-        """Sequences that hold any."""
+    def tables(self) -> int:
+        """Tables that hold any."""
         ...
 
     @property
@@ -62,7 +62,7 @@ class Compactable(Protocol):
 def worth_compacting(found: Fragments, settled: int) -> bool:
     """Are the runs of a group short, and twice as many as they have to be? `settled`: runs after the last pass."""
     short = found.runs * SHORT > found.cells
-    return short and found.runs >= 2 * max(1, found.sequences, settled) and found.free >= SHORT
+    return short and found.runs >= 2 * max(1, found.tables, settled) and found.free >= SHORT
 
 
 class Compaction:

@@ -16,10 +16,10 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvcellar.attention.choose import backends
-from kvcellar.engine.verify import Report, verify
 from kvcellar.errors import ModelRefused
 from kvcellar.models.guest import adopt
 from kvcellar.models.quiet import quiet
+from kvcellar.verify.run import Report, verify
 from tests.zoo import ARCHS
 from tests.zoo_test_support.sweep import NO_MODEL, of_type
 

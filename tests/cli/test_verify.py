@@ -17,16 +17,16 @@ from kvcellar.cache.layouts import Sliding
 from kvcellar.cache.rows import Rows
 from kvcellar.cache.states import States
 from kvcellar.cache.tables import Table
-from kvcellar.engine import verify as library
-from kvcellar.engine.plays import PLAYS
 from kvcellar.models.guest import Guest
 from kvcellar.models.mixers import Turn
 from kvcellar.models.seam import FlatDoor
 from kvcellar.plan import Batch, StateSegment
+from kvcellar.verify import run
+from kvcellar.verify.checks import CHECKS
 from tests.cli.command import Ran, kvcellar
 from tests.zoo import ARCHS, WINDOW
 
-NAMES = {play.name for play in PLAYS}
+NAMES = {check.name for check in CHECKS}
 
 
 @pytest.fixture(scope="module")
@@ -253,14 +253,14 @@ def test_who_breaks_the_memory_is_named_and_the_exit_code_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The model is adopted before: what the self-test of that finds is not to the credit of these checks."""
-    honest = library.adopt
+    honest = run.adopt
 
     def adopt(*args: Any) -> Guest:
         guest = honest(*args)
         mutate(monkeypatch, guest)
         return guest
 
-    monkeypatch.setattr(library, "adopt", adopt)
+    monkeypatch.setattr(run, "adopt", adopt)
     ran = verified(folder(name), "--json", "--tokens", "40")
     assert (ran.code, ran.err) == (1, "")
     said = json.loads(ran.out)

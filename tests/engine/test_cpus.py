@@ -6,8 +6,8 @@ import pytest
 
 from kvcellar import BadRequest
 from kvcellar.engine.cpus import Threads, most_threads, threads_of
-from kvcellar.engine.diagnosis import diagnose
 from kvcellar.engine.settings import Settings
+from kvcellar.verify.diagnosis import diagnose
 from tests.zoo import ARCHS
 
 FREE: dict[str, str] = {}  # an environment that says nothing

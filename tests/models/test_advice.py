@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from kvcellar.engine.diagnosis import diagnose
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.models.advice import FIELDS, advice
 from kvcellar.models.load import load
 from kvcellar.models.quiet import quiet
+from kvcellar.verify.diagnosis import diagnose
 from tests.cli.command import kvcellar
 from tests.zoo import ARCHS
 

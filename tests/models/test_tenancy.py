@@ -16,16 +16,16 @@ from kvcellar import BadRequest, CapacityTooSmall, Engine, ModelRefused
 from kvcellar.attention.choose import backends
 from kvcellar.engine import build as builds
 from kvcellar.engine import engine as engines
-from kvcellar.engine.diagnosis import diagnose
 from kvcellar.engine.loop import Loop
 from kvcellar.engine.settings import Settings
-from kvcellar.engine.verify import verify
 from kvcellar.errors import EngineFailed, WrongStage
 from kvcellar.models import guest as guests
 from kvcellar.models.guest import Guest, Verdict, adopt
 from kvcellar.models.mixers import Mixed
 from kvcellar.models.packed import PackedLinear, Packing, unpack
 from kvcellar.models.tenancy import Tenancy, Tenant
+from kvcellar.verify.diagnosis import diagnose
+from kvcellar.verify.run import verify
 from tests.models.timeline import BOUND, read, relative, small_memory
 from tests.zoo import ARCHS
 

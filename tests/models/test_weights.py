@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from kvcellar.engine.diagnosis import diagnose
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import ModelRefused
 from kvcellar.models import weights as reading
 from kvcellar.models.load import load
 from kvcellar.models.quiet import quiet
+from kvcellar.verify.diagnosis import diagnose
 from tests.zoo import ARCHS, reference_logits
 
 TOKENS = list(range(3, 40))

@@ -12,8 +12,8 @@ from dataclasses import asdict
 
 from kvcellar.attention.choose import named
 from kvcellar.engine.build import build
-from kvcellar.engine.kvquality import WAYS, KvQuality, kv_quality
 from kvcellar.engine.settings import Settings
+from kvcellar.verify.kv_quality import WAYS, KvQuality, kv_quality
 
 TOKENS = 2000
 

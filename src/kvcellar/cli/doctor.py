@@ -11,7 +11,7 @@ from kvcellar.engine.imports import imported
 from kvcellar.engine.settings import Settings, sized
 
 if TYPE_CHECKING:  # torch is imported when there is something to do, so that --help answers at once
-    from kvcellar.engine.diagnosis import Diagnosis
+    from kvcellar.verify.diagnosis import Diagnosis
 
 
 @click.command("doctor", cls=Verb, epilog="Example: kvcellar doctor ./my-model --cache-bytes 2G")
@@ -32,7 +32,7 @@ def command(model: str | None, as_json: bool, kv_quality: bool | None, quiet: bo
     settings = Settings(**given(**options))
     with loading(quiet=quiet):
         imported()
-        from kvcellar.engine.diagnosis import diagnose
+        from kvcellar.verify.diagnosis import diagnose
 
         found = diagnose(model, settings, kv_quality=kv_quality)
     click.echo(json.dumps(found.as_dict()) if as_json else _in_words(found))

@@ -1,4 +1,4 @@
-"""verify: does the memory change what a model says? Plays through it, and compares."""
+"""verify: does the memory change the logits of a model? Runs the checks and prints the comparison."""
 
 import json
 from itertools import count
@@ -13,7 +13,7 @@ from kvcellar.engine.imports import imported
 from kvcellar.engine.settings import Settings
 
 if TYPE_CHECKING:  # torch is imported when there is something to do, so that --help answers at once
-    from kvcellar.engine.verify import Check, Report
+    from kvcellar.verify.run import CheckResult, Report
 
 
 @click.command("verify", cls=Verb, epilog="Example: kvcellar verify ./my-model --dtype float32")
@@ -37,7 +37,7 @@ def command(
     quiet: bool,
     **options: Any,
 ) -> None:
-    """Load MODEL and play with its memory what serving it plays: shared prefixes, forks, prompts in chunks, mixed
+    """Load MODEL and do with its memory what serving does: shared prefixes, forks, prompts in chunks, mixed
     batches, drafts that are rejected, steps that are given up, spans that are removed. All logits are compared with
     those of the model's own forward, which has no memory. Ends with 0 if they are the same in every check that applies.
 
@@ -48,8 +48,8 @@ def command(
     settings = Settings(**given(**options))
     with loading(quiet=quiet):
         imported()
-        from kvcellar.engine.plays import PLAYS
-        from kvcellar.engine.verify import verify
+        from kvcellar.verify.checks import CHECKS
+        from kvcellar.verify.run import verify
 
         begun = count()
         report = verify(
@@ -58,7 +58,7 @@ def command(
             tokens=tokens,
             seed=seed,
             quality=kv_quality,
-            watch=lambda name: progress.report(f"checking {name}", next(begun), len(PLAYS) + 1),
+            watch=lambda name: progress.report(f"checking {name}", next(begun), len(CHECKS) + 1),
         )
     click.echo(json.dumps(report.as_dict()) if as_json else _in_words(report))
     if not report.holds:
@@ -89,12 +89,12 @@ def _in_words(report: "Report") -> str:
     return "\n".join(lines)
 
 
-def _row(check: "Check") -> tuple[str, ...]:
+def _row(check: "CheckResult") -> tuple[str, ...]:
     bound = f"{check.bound:.0e}" if check.outcome != "not applicable" else ""
     return check.name, ", ".join(check.layers) or "-", check.outcome, _difference(check), bound
 
 
-def _difference(check: "Check") -> str:
+def _difference(check: "CheckResult") -> str:
     if check.difference is None or check.largest is None:
         return ""
     middle = f" (middle {check.difference:.1e})" if check.difference != check.largest else ""

@@ -12,13 +12,13 @@ import torch
 from kvcellar.attention.choose import backends
 from kvcellar.cache.layouts import Causal, Sliding
 from kvcellar.contracts import StoredAs
-from kvcellar.engine import verify as library
-from kvcellar.engine.plays import PLAYS
-from kvcellar.engine.stage import Stage, gap_of, other_text
-from kvcellar.engine.verify import WAYS, verify
 from kvcellar.errors import BadRequest
 from kvcellar.models.guest import Guest, adopt, worst
 from kvcellar.models.mixers import Turn
+from kvcellar.verify import run
+from kvcellar.verify.checks import CHECKS
+from kvcellar.verify.harness import Harness, gap_of, other_text
+from kvcellar.verify.run import WAYS, verify
 from tests.zoo import ARCHS, WINDOW, reference_logits
 
 NOT_APPLICABLE = {  # and a word of why
@@ -37,7 +37,7 @@ LAYERS = {
     "mamba": ("conv", "recurrent"),
     "lfm3": (f"sliding {WINDOW}", "causal", "conv"),
 }
-NAMES = [play.name for play in PLAYS]
+NAMES = [check.name for check in CHECKS]
 
 
 def guest_of(name: str) -> Guest:
@@ -77,13 +77,13 @@ def test_every_check_is_announced_before_it_runs() -> None:
 
 @pytest.mark.parametrize("tokens", [8, 9, 10, 13, 33])
 @pytest.mark.parametrize("name", ["gemma3", "lfm2"])
-def test_short_texts_are_played_too(name: str, tokens: int) -> None:
+def test_short_texts_are_checked_too(name: str, tokens: int) -> None:
     report = verify(guest_of(name), tokens=tokens, quality=False)
     assert report.holds, report.broken
     assert report.tokens == tokens
 
 
-def test_a_model_of_the_shortest_context_is_played() -> None:
+def test_a_model_of_the_shortest_context_is_checked() -> None:
     report = verify(ARCHS["gpt2"].build(n_positions=8), quality=False)
     assert report.holds, report.broken
     assert report.tokens == 8
@@ -158,17 +158,17 @@ def test_in_half_precision_the_middle_row_of_a_feed_counts_and_short_feeds_count
 def test_in_half_precision_a_difference_counts_if_other_tokens_show_it_too(
     dtype: torch.dtype, wrong: int, holds: bool, tries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first `wrong` plays of the first check differ."""
+    """The first `wrong` tries of the first check differ."""
     tried: list[tuple[int, ...]] = []
-    honest = Stage.judged
+    honest = Harness.gaps
 
-    def judged(self: Stage, bound: float) -> tuple[list[torch.Tensor], int]:
+    def gaps_of_try(self: Harness, bound: float) -> tuple[list[torch.Tensor], int]:
         gaps, other = honest(self, bound)
         tried.append(self._seen[0].text)
         return ([torch.full((5,), 0.5)], 0) if len(tried) <= wrong else (gaps, other)
 
-    monkeypatch.setattr(Stage, "judged", judged)
-    monkeypatch.setattr(library, "PLAYS", PLAYS[:1])
+    monkeypatch.setattr(Harness, "gaps", gaps_of_try)
+    monkeypatch.setattr(run, "CHECKS", CHECKS[:1])
     (check,) = verify(ARCHS["llama"].build().to(dtype), tokens=12, quality=False).checks
     assert (check.outcome == "holds") == holds
     assert len(tried) == len(set(tried)) == tries

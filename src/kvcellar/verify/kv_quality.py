@@ -1,4 +1,4 @@
-"""kvquality: what storing K/V in fewer bits would do to the answers of a model, measured on the model itself.
+"""kv_quality: what storing K/V in fewer bits would do to the answers of a model, measured on the model itself.
 
 The model writes a sample of its own, at temperature 1, with K/V as it computes them. Then it reads that sample again
 for every way of storing, through a memory that stores so, and its predictions are compared place by place: the same
@@ -30,7 +30,7 @@ CHUNK = 64  # rows compared at once: bounds the logits
 
 @dataclass(frozen=True, slots=True)
 class KvQuality:
-    """One way of storing. `refused` says why nobody can read it; it has no numbers then.
+    """One way of storing. `refused` is the reason why no backend reads it; it has no numbers then.
 
     `kl` is the mean divergence in nats of its predictions from those with K/V as computed; `agreement` is the share of
     places at which the most likely token is the same.
@@ -108,11 +108,11 @@ def _written(guest: Guest, memory: Memory, lines: int, tokens: int) -> dict[int,
     return texts
 
 
-def _compare(plain: Guest, judge: Memory, tried: Sequence[_Tried], texts: Mapping[int, list[int]]) -> None:
+def _compare(plain: Guest, reference: Memory, tried: Sequence[_Tried], texts: Mapping[int, list[int]]) -> None:
     for seq, ids in texts.items():
         for start in range(0, len(ids), CHUNK):
             piece = {seq: ids[start : start + CHUNK]}
-            expected = _read(plain, judge, piece, start).log_softmax(-1)
+            expected = _read(plain, reference, piece, start).log_softmax(-1)
             for one in tried:
                 got = _read(one.guest, one.memory, piece, start).log_softmax(-1)
                 one.kl += float((expected.exp() * (expected - got)).nan_to_num(torch.inf).sum().clamp(min=0))

@@ -1,10 +1,10 @@
-"""stage: where `verify` plays. A memory of the guest, the texts that are in it, and what was seen of them.
+"""harness: a memory for one check, the texts that are in it, and the logits that came out.
 
-Other text was read in the memory before and dropped, so that whoever reads cells or rows that he has not written finds
-something wrong there. A stage keeps the logits of rows of every feed, with the text that was before them; a `Judge`
-knows what they must be.
+Other text was read into the memory before and dropped, so that reading a cell or row that was not written gives wrong
+logits. A harness keeps the logits of some rows of every feed, with the text up to them; a `ColdReference` computes what
+they must be.
 
-Always true: `texts` are the tokens that each sequence has in memory, if memory does what it says.
+Always true: `texts` are the tokens that each sequence has in memory, if the memory is right.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,11 +28,11 @@ LOOKED_AT = 16  # rows of a feed whose logits are kept, at most
 Piece = tuple[int, Sequence[int]]  # a sequence and the tokens that it reads next
 
 
-class Broken(Exception):
-    """Something other than logits is not as it must be; says what."""
+class CheckFailed(Exception):
+    """Something other than logits is wrong; the message says what."""
 
 
-class Judge:
+class ColdReference:
     """The model's own eager forward over a whole text, without a cache."""
 
     def __init__(self, guest: Guest) -> None:
@@ -41,7 +41,7 @@ class Judge:
         self._logits = torch.empty(0, device=guest.device)
 
     def logits(self, text: tuple[int, ...]) -> Tensor:
-        """[L,V] in float32. Costs nothing for the beginning of the text that was asked for before."""
+        """[L,V] in float32. Costs nothing for a prefix of the last text."""
         if self._text[: len(text)] != text:
             with self._guest.lock, _own_attention(self._guest), torch.inference_mode():
                 ids = torch.tensor([text], device=self._guest.device)
@@ -52,7 +52,7 @@ class Judge:
 
 @contextmanager
 def _own_attention(guest: Guest) -> Iterator[None]:
-    if guest.mode == "solo":  # it has it always
+    if guest.mode == "solo":  # it always uses its own
         yield
         return
     guest.model.set_attn_implementation("eager")
@@ -62,16 +62,16 @@ def _own_attention(guest: Guest) -> Iterator[None]:
         guest.model.set_attn_implementation(ATTENTION)
 
 
-class Ground:
-    """What all plays of one guest share: the judge, how long texts may be, and memories that were used before."""
+class Setup:
+    """What all checks of one guest share: the reference, the lengths of texts, and memories that were used before."""
 
     def __init__(self, guest: Guest, tokens: int) -> None:
-        self.guest, self.judge = guest, Judge(guest)
+        self.guest, self.reference = guest, ColdReference(guest)
         self.most, self.length = tokens, min(tokens, SHORT)
         self._spare: list[Memory] = []
 
     def draw(self, draw: torch.Generator, n: int) -> list[int]:
-        """So many random tokens, which are the same on every machine."""
+        """`n` random tokens, the same on every machine."""
         return random_text(self.guest.model, n, draw)
 
     def take(self) -> Memory:
@@ -80,7 +80,7 @@ class Ground:
             return self._spare.pop()
         cells = {group.name: SEQUENCES * self.length + self.most for group in self.guest.shape.groups}
         memory = self.guest.memory(cells, rows=6 * SEQUENCES, captures=3 * SEQUENCES)
-        noise = Stage(self, seed=-1, memory=memory)
+        noise = Harness(self, seed=-1, memory=memory)
         noise.read(*((seq, noise.draw(self.length)) for seq in range(SEQUENCES)))
         memory.clear()
         return memory
@@ -93,7 +93,7 @@ class Ground:
 class Seen:
     """Logits [n,V] of some rows of a feed, those at the positions `at` of `text`, which ends with the feed.
 
-    `derived`: the K/V before them are not what the text alone would give, so the judge knows nothing of them.
+    `derived`: the K/V before them are not what the text alone would give, so the reference does not apply to them.
     """
 
     text: tuple[int, ...]
@@ -106,28 +106,28 @@ class Seen:
         return {self.text[: pos + 1]: row for pos, row in zip(self.at, self.logits, strict=True)}
 
 
-class Stage:
-    """One memory, for one play."""
+class Harness:
+    """One memory, for one check."""
 
-    def __init__(self, ground: Ground, seed: int, memory: Memory | None = None) -> None:
-        self.guest, self.most, self.length = ground.guest, ground.most, ground.length
+    def __init__(self, setup: Setup, seed: int, memory: Memory | None = None) -> None:
+        self.guest, self.most, self.length = setup.guest, setup.most, setup.length
         self.texts: dict[int, list[int]] = {}
         self.derived: set[int] = set()  # sequences of which some K/V were not read
-        self._ground, self._seed, self._memory = ground, seed, memory
+        self._setup, self._seed, self._memory = setup, seed, memory
         self._draw = torch.Generator().manual_seed(seed % 2**63)
         self._seen: list[Seen] = []
         self._gaps: list[Tensor] = []  # of rows that were compared with other rows of ours
-        self._twins: list[Stage] = []
+        self._twins: list[Harness] = []
 
     @property
     def memory(self) -> Memory:
-        """Taken when it is first asked for: some plays find out that they need none."""
+        """Allocated at first use: some checks find that they do not apply before."""
         if self._memory is None:
-            self._memory = self._ground.take()
+            self._memory = self._setup.take()
         return self._memory
 
     def draw(self, n: int) -> list[int]:
-        return self._ground.draw(self._draw, n)
+        return self._setup.draw(self._draw, n)
 
     # -- what can be done ---------------------------------------------------------------------------------------
 
@@ -176,20 +176,20 @@ class Stage:
             self.texts[seq] = [*self.texts.get(seq, ()), *ids[:count]]
 
     def fork(self, src: int, dst: int, upto: int) -> int:
-        """`dst` begins as `src` does; answers how many tokens it need not read again."""
+        """`dst` begins as `src` does; returns how many tokens it need not read again."""
         could = self.memory.can_cut(src, upto)
         kept = self.memory.fork(src, dst, upto)
         if kept != could or kept > upto:
-            raise Broken(f"can_cut says that {could} of {upto} tokens can be kept; a fork kept {kept}")
+            raise CheckFailed(f"can_cut says that {could} of {upto} tokens can be kept; a fork kept {kept}")
         self.texts[dst] = self.texts[src][:kept]
         return kept
 
     def remove_end(self, seq: int, start: int) -> int:
-        """Forget all from `start` on, or from the place that memory offers instead; answers how many are kept."""
+        """Remove all from `start` on, or from what the memory offers instead; returns how many are kept."""
         length = len(self.texts[seq])
         kept = self.memory.remove(seq, Span(start, length))
         if kept < start and (again := self.memory.remove(seq, Span(kept, length))) != kept:
-            raise Broken(f"memory said that {kept} of {length} tokens could be kept, and then kept {again}")
+            raise CheckFailed(f"remove() returned that {kept} of {length} tokens could be kept, and then kept {again}")
         self.texts[seq] = self.texts[seq][:kept]
         return kept
 
@@ -199,15 +199,15 @@ class Stage:
         self.texts.clear()
         self.derived.clear()
 
-    def twin(self) -> "Stage":
-        """Another stage, to do the same there in another way."""
-        self._twins.append(Stage(self._ground, self._seed))
+    def twin(self) -> "Harness":
+        """Another harness, to do the same there in another way."""
+        self._twins.append(Harness(self._setup, self._seed))
         return self._twins[-1]
 
     # -- what came of it ----------------------------------------------------------------------------------------
 
-    def compare(self, other: "Stage") -> None:
-        """Every row that this stage and `other` have both seen is the same in both."""
+    def compare(self, other: "Harness") -> None:
+        """Every row that this harness and `other` have both seen is the same in both."""
         theirs: dict[tuple[int, ...], Tensor] = {}
         for seen in other._seen:
             theirs |= seen.rows()
@@ -218,34 +218,34 @@ class Stage:
                 ours, expected = (torch.stack(rows) for rows in zip(*pairs, strict=True))
                 gaps.append(gap_of(ours, expected))
         if not gaps:
-            raise Broken("two ways of reading the same texts have no row in common")
+            raise CheckFailed("two ways of reading the same texts have no row in common")
         self._gaps += gaps
 
-    def judged(self, bound: float) -> tuple[list[Tensor], int]:
+    def gaps(self, bound: float) -> tuple[list[Tensor], int]:
         """Gaps [n] of the rows of every feed, and in how many rows another token is the most likely one."""
         gaps, other = list(self._gaps), 0
-        everything = [seen for stage in (self, *self._twins) for seen in stage._seen if not seen.derived]
+        everything = [seen for harness in (self, *self._twins) for seen in harness._seen if not seen.derived]
         for seen in sorted(everything, key=lambda seen: seen.text, reverse=True):  # a text, then its beginnings
-            expected = self._ground.judge.logits(seen.text)[list(seen.at)]
+            expected = self._setup.reference.logits(seen.text)[list(seen.at)]
             gaps.append(gap_of(seen.logits, expected))
             other += other_text(seen.logits, expected, bound)
         if not gaps:
-            raise Broken("no row was compared")
+            raise CheckFailed("no row was compared")
         return gaps, other
 
     def close(self) -> None:
-        """All sequences go. Raises `Broken` if something of them stays."""
+        """All sequences go. Raises `CheckFailed` if something of them stays."""
         for twin in self._twins:
             twin.close()
         memory = self.memory
         memory.check()
         lengths = {seq: memory.length(seq) for seq in memory.sequences}
         if lengths != (read := {seq: len(text) for seq, text in self.texts.items()}):
-            raise Broken(f"sequences have {lengths} tokens in memory, and read {read}")
+            raise CheckFailed(f"sequences have {lengths} tokens in memory, and read {read}")
         memory.clear()
         if (memory.free(), memory.free_rows()) != (memory.capacity(), memory.capacity_rows()):
-            raise Broken(f"when no sequence is left, only {memory.free()} cells and {memory.free_rows()} rows are free")
-        self._ground.give(memory)
+            raise CheckFailed(f"without sequences only {memory.free()} cells and {memory.free_rows()} rows are free")
+        self._setup.give(memory)
 
 
 def _some(n: int) -> list[int]:

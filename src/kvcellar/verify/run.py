@@ -1,8 +1,8 @@
-"""verify: does a model's warm answer equal its cold one? On this machine, with this model's weights, check by check.
+"""run: does a model's warm answer equal its cold one? On this machine, with this model's weights, check by check.
 
-Each check plays something through a memory of its own (`plays`) and compares every row of logits that it looked at with
-the model's own eager forward over the same tokens, which has no memory at all. What a check cannot say about a model,
-it says why.
+Each check (`checks`) runs operations on a memory of its own and compares every row of logits that it kept with the
+model's own eager forward over the same tokens, which uses no cache. The note of a check that does
+not apply to a model is the reason.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,33 +14,36 @@ import torch
 
 from kvcellar.attention.choose import named
 from kvcellar.engine.cpus import threads_of
-from kvcellar.engine.kvquality import KvQuality, kv_quality
-from kvcellar.engine.plays import PLAYS, NotHere, Play
 from kvcellar.engine.settings import Settings
-from kvcellar.engine.stage import Broken, Ground, Stage
 from kvcellar.errors import BadRequest, KvcellarError
 from kvcellar.models.facts import context_of
 from kvcellar.models.guest import STRANGE, TOLERANCE, Guest, adopt, worst
 from kvcellar.models.load import load
 from kvcellar.models.quiet import quiet
+from kvcellar.verify.checks import CHECKS, Check, NotApplicable
+from kvcellar.verify.harness import CheckFailed, Harness, Setup
+from kvcellar.verify.kv_quality import KvQuality, kv_quality
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Outcome = Literal["holds", "does not hold", "not applicable"]
-EXACT = (torch.float32, torch.float64)  # in these text must be the same, too; in others it is told
-TOKENS = 512  # of the longest text, where nothing else is said
+EXACT = (
+    torch.float32,
+    torch.float64,
+)  # in these the most likely tokens must be the same, too
+TOKENS = 512  # of the longest text, by default
 SOLO = "solo"  # layers that read all K/V through the model's own masks
-LEAST = 8  # tokens without which there is nothing to play
+LEAST = 8  # fewest tokens that the checks can work with
 TRIES = 3  # in half precision, before a difference is believed
 FAR = 1_000_003  # from the seed of a try to that of the next
-WAYS = ("fp8", "int8", "int8+hadamard", "int4+hadamard")  # of storing K/V, whose divergence is told
+WAYS = ("fp8", "int8", "int8+hadamard", "int4+hadamard")  # of storing K/V, whose divergence is reported
 SAMPLE = 64  # tokens of the text on which it is measured
 SMALL = 30_000_000  # parameters of a model that writes and reads such a text in no time
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class CheckResult:
     """One check. `difference` is what counts of all rows, `largest` that of any row, relative to max(1, max|logit|).
 
     Both are None if no row was compared, or if logits were no numbers. `other_text` counts the rows whose most likely
@@ -81,7 +84,7 @@ class Report:
     tokens: int
     seed: int
     promised: bool
-    checks: tuple[Check, ...]
+    checks: tuple[CheckResult, ...]
     kv_quality: tuple[KvQuality, ...] = ()
 
     @property
@@ -90,11 +93,11 @@ class Report:
         return not self.broken
 
     @property
-    def broken(self) -> tuple[Check, ...]:
+    def broken(self) -> tuple[CheckResult, ...]:
         return tuple(check for check in self.checks if check.outcome == "does not hold")
 
     @property
-    def applied(self) -> tuple[Check, ...]:
+    def applied(self) -> tuple[CheckResult, ...]:
         return tuple(check for check in self.checks if check.outcome != "not applicable")
 
     def as_dict(self) -> dict[str, Any]:
@@ -110,7 +113,9 @@ def verify(
     quality: bool | None = None,
     watch: Callable[[str], None] = lambda check: None,
 ) -> Report:
-    """Play all checks with texts of up to `tokens` random tokens, drawn by `seed`; `watch` is told each before it runs.
+    """Run all checks with texts of up to `tokens` random tokens, drawn by `seed`.
+
+    `watch` is called with the name of each check before it runs.
 
     Of `settings`, dtype, device, attention and threads count. `quality` also measures what storing K/V in fewer bits
     would do; None does so for small models. Raises what `load` and `adopt` raise, and `BadRequest` for too few tokens
@@ -172,53 +177,53 @@ def kinds(guest: Guest) -> list[str]:
 
 def _checks(
     guest: Guest, tokens: int, seed: int, layers: Sequence[str], watch: Callable[[str], None]
-) -> Iterator[Check]:
-    ground = Ground(guest, tokens)
-    for number, play in enumerate(PLAYS):
-        watch(play.name)
+) -> Iterator[CheckResult]:
+    setup = Setup(guest, tokens)
+    for number, check in enumerate(CHECKS):
+        watch(check.name)
         with quiet():
-            yield _tried(play, ground, seed * len(PLAYS) + number, layers)
+            yield _tried(check, setup, seed * len(CHECKS) + number, layers)
 
 
-def _tried(play: Play, ground: Ground, seed: int, layers: Sequence[str]) -> Check:
-    """In half precision a difference is believed if other tokens differ, too: what is wrong is wrong with all.
+def _tried(check: Check, setup: Setup, seed: int, layers: Sequence[str]) -> CheckResult:
+    """In half precision a difference counts only if other tokens show it, too: a fault shows with all tokens.
 
-    There a router's near tie falls either way once in a while, and all that lies behind it differs.
+    A router's near tie may fall either way there, and then everything after it differs.
     """
-    first = check = _check(play, Stage(ground, seed), layers)
-    for again in range(1, 1 if ground.guest.dtype in EXACT else TRIES):
-        if check.outcome != "does not hold" or check.largest is None:
+    first = result = _result(check, Harness(setup, seed), layers)
+    for again in range(1, 1 if setup.guest.dtype in EXACT else TRIES):
+        if result.outcome != "does not hold" or result.largest is None:
             break
-        check = _check(play, Stage(ground, seed + again * FAR), layers)
-    if check is first or check.outcome != "holds":
+        result = _result(check, Harness(setup, seed + again * FAR), layers)
+    if result is first or result.outcome != "holds":
         return first
     assert first.largest is not None
-    said = f"the first texts differed by {first.largest:.1e}, and others do not: a near tie, or rounding"
-    return replace(check, note=f"{check.note}; {said}" if check.note else said)
+    why = f"the first texts differed by {first.largest:.1e}, and others do not: a near tie, or rounding"
+    return replace(result, note=f"{result.note}; {why}" if result.note else why)
 
 
-def _check(play: Play, stage: Stage, layers: Sequence[str]) -> Check:
-    """Play it, and compare. Whatever the model's code or ours raises is a finding, and no reason to stop."""
-    bound = TOLERANCE[stage.guest.dtype]
-    check = Check(play.name, play.says, tuple(filter(play.about, layers)), "holds", None, None, bound, 0, 0)
+def _result(check: Check, harness: Harness, layers: Sequence[str]) -> CheckResult:
+    """Run it and compare. Whatever the model's code or ours raises is a finding, and no reason to stop."""
+    bound = TOLERANCE[harness.guest.dtype]
+    result = CheckResult(check.name, check.says, tuple(filter(check.about, layers)), "holds", None, None, bound, 0, 0)
     try:
-        note = play.act(stage) or ""
-        stage.close()
-        gaps, other = stage.judged(bound)
-    except NotHere as why:
-        return replace(check, outcome="not applicable", note=str(why))
-    except Broken as why:
-        return replace(check, outcome="does not hold", note=str(why))
+        note = check.act(harness) or ""
+        harness.close()
+        gaps, other = harness.gaps(bound)
+    except NotApplicable as why:
+        return replace(result, outcome="not applicable", note=str(why))
+    except CheckFailed as why:
+        return replace(result, outcome="does not hold", note=str(why))
     except STRANGE as error:
-        said = str(error) if isinstance(error, KvcellarError) else f"{type(error).__name__}: {error}"
-        return replace(check, outcome="does not hold", note=f"an operation raised {said}")
+        text = str(error) if isinstance(error, KvcellarError) else f"{type(error).__name__}: {error}"
+        return replace(result, outcome="does not hold", note=f"an operation raised {text}")
     rows = sum(map(len, gaps))
     if not all(bool(gap.isfinite().all()) for gap in gaps):
-        return replace(check, outcome="does not hold", rows=rows, note="logits are no numbers")
-    difference = worst(gaps, stage.guest.dtype)
-    fine = difference <= bound and not (other and stage.guest.dtype in EXACT)
+        return replace(result, outcome="does not hold", rows=rows, note="logits are no numbers")
+    difference = worst(gaps, harness.guest.dtype)
+    fine = difference <= bound and not (other and harness.guest.dtype in EXACT)
     return replace(
-        check,
+        result,
         outcome="holds" if fine else "does not hold",
         difference=difference,
         largest=max(float(gap.max()) for gap in gaps),

@@ -6,11 +6,11 @@ from typing import Any
 
 from kvcellar.attention.choose import backends, named
 from kvcellar.engine.build import Built, build
-from kvcellar.engine.kvquality import KvQuality
-from kvcellar.engine.kvquality import kv_quality as measure
 from kvcellar.engine.settings import Settings, sized
 from kvcellar.models.facts import context_reason
 from kvcellar.progress import report
+from kvcellar.verify.kv_quality import KvQuality
+from kvcellar.verify.kv_quality import kv_quality as measure
 
 SMALL = 30_000_000  # parameters of a model that is read a dozen times within seconds
 

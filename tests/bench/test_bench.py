@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvcellar.attention.choose import backends
+from kvcellar.bench import hf_baseline
 from kvcellar.bench.network import RECURRENT, TINY, write
 from kvcellar.bench.profile import PARTS
 from kvcellar.bench.report import as_json, line
@@ -14,7 +15,6 @@ from kvcellar.bench.run import BOOKKEEPING, FRAGMENTED, NAMES, REVERTIBLE, START
 from kvcellar.bench.start import Start, lines
 from kvcellar.bench.workloads import Row
 from kvcellar.errors import BadRequest
-from kvcellar.models import theirs
 from kvcellar.models.load import load
 
 ABOUT = {
@@ -166,7 +166,7 @@ def test_both_sides_say_the_same_on_the_same_weights(tmp_path):
     with Engine(tmp_path, dtype="float32", device="cpu", cache_bytes=1 << 20) as engine:
         ours = [engine.generate(prompt, temperature=0.0, max_tokens=6, ignore_eos=True) for prompt in prompts]
     steps: list[int] = []
-    answered = theirs.generate(network, prompts, 6, lambda: steps.append(1))
+    answered = hf_baseline.generate(network, prompts, 6, lambda: steps.append(1))
     assert [list(result.token_ids) for result in ours] == answered[:, -6:].tolist()
     assert len(steps) == 6
 

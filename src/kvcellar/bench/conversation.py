@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvcellar.bench import hf_baseline
 from kvcellar.bench.network import hybrid
 from kvcellar.engine.build import build
 from kvcellar.engine.cellar import common_prefix
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.session import Session
 from kvcellar.engine.settings import Settings
-from kvcellar.models import theirs
 
 CAPTURES = (2, 4, 8, 32)
 PIECE = 512  # tokens of a prompt that are read in one step
@@ -118,7 +118,7 @@ def ideal(turns: Sequence[Turn], *, captures: int, piece: int) -> int:
 
 def conversation(script: Script, *, small: bool) -> dict[int, Reads]:
     """What is read with room for so many captures, of a network with gated delta rules and attention."""
-    network = theirs.network(hybrid("qwen3_5_text", hidden=256, layers=4, head=64), torch.bfloat16)
+    network = hf_baseline.network(hybrid("qwen3_5_text", hidden=256, layers=4, head=64), torch.bfloat16)
     found: dict[int, Reads] = {}
     row = build(network, Settings(cache_bytes=1 << 28)).capacity.states.bytes_per_row
     for captures in CAPTURES[-1:] if small else CAPTURES:

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 
 from kvcellar.attention.choose import backends
+from kvcellar.bench import hf_baseline
 from kvcellar.bench.network import RECURRENT, hybrid
 from kvcellar.cache.memory import Memory
-from kvcellar.models import theirs
 from kvcellar.models.guest import Guest, adopt
 from kvcellar.models.packed import pack
 from kvcellar.plan import Batch, Feed
@@ -61,7 +61,7 @@ def forked(*, small: bool) -> dict[str, Forked]:
 
 def _guest(kind: str, *, small: bool) -> Guest:
     size = {"hidden": 64, "layers": 4, "head": 16} if small else {"hidden": 512, "layers": 4, "head": 64}
-    network = theirs.network(hybrid(kind, **size), torch.bfloat16)
+    network = hf_baseline.network(hybrid(kind, **size), torch.bfloat16)
     pack(network)
     return adopt(network, backends())
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from kvcellar.bench import hf_baseline
 from kvcellar.bench.layouts import layouts
 from kvcellar.bench.network import SMALL, TINY
 from kvcellar.bench.turns import Side, sides
 from kvcellar.engine.engine import Engine
 from kvcellar.events import Event, Failed, Piece
-from kvcellar.models import theirs
 from kvcellar.sample.params import SamplingParams
 
 Prompts = list[list[int]]
@@ -114,9 +114,9 @@ def _ragged(name: str, rivals: Rivals, scale: Scale, target: float | None) -> Ro
     what = f"a step of {len(prompts)} sequences of {len(prompts[0])} to {len(prompts[-1])} tokens"
     also: dict[str, float | str] = {}
     # Its first sequences write while it still reads the last: only then do all of them write together.
-    reading = sum(map(len, prompts)) // theirs.STEP_TOKENS + len(prompts)
+    reading = sum(map(len, prompts)) // hf_baseline.STEP_TOKENS + len(prompts)
     try:
-        seconds = theirs.generate_batch(rivals.batching, prompts, reading + 3 * scale.burst)
+        seconds = hf_baseline.generate_batch(rivals.batching, prompts, reading + 3 * scale.burst)
         also["generate_batch_ms"] = _milliseconds(seconds)
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, NotImplementedError) as error:
         also["generate_batch_ms"] = f"does not run: {error}"
@@ -137,7 +137,7 @@ def _decode(rivals: Rivals, scale: Scale, prompts: Prompts) -> "_Measured":
     try:
         our_side.ready()
         with ThreadPoolExecutor(1) as thread:
-            answer = thread.submit(theirs.generate, rivals.theirs, prompts, steps + 1, their_side.step)
+            answer = thread.submit(hf_baseline.generate, rivals.theirs, prompts, steps + 1, their_side.step)
             answer.add_done_callback(lambda _: their_side.end())
             their_side.ready()
             our_side.go()
@@ -180,7 +180,7 @@ def _prefill(rivals: Rivals, scale: Scale) -> Row:
     measured = _in_turn(
         scale.repeats,
         lambda: rivals.ours.generate(prompt, temperature=0.0, max_tokens=1, ignore_eos=True),
-        lambda: theirs.generate(rivals.theirs, [prompt], 1),
+        lambda: hf_baseline.generate(rivals.theirs, [prompt], 1),
     )
     return Row("prefill-2048", f"{len(prompt)} tokens to the first new one", *measured.row(1.1))
 
@@ -195,7 +195,7 @@ def _shared(rivals: Rivals, scale: Scale) -> Row:
         lambda: rivals.ours.generate(prompts, temperature=0.0, max_tokens=new, ignore_eos=True),
     )
     start = time.perf_counter()
-    theirs.generate(rivals.theirs, [prompt] * count, new)
+    hf_baseline.generate(rivals.theirs, [prompt] * count, new)
     also: dict[str, float | str] = {"generate_ms": _milliseconds([time.perf_counter() - start])}
     what = f"{count} answers of {new} tokens to one prompt of {len(prompt)}, against {count} such prompts, both ours"
     return Row("shared-1500", what, *measured.row(6.0), also)

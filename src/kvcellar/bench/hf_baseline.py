@@ -1,4 +1,4 @@
-"""theirs: transformers' own ways of going on from a prompt, as it ships them. What the bench compares ours with."""
+"""hf_baseline: `generate` and `generate_batch` of transformers, with which the bench compares ours."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -10,21 +10,21 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, PreTrainedModel
 
 PAGE = 256  # tokens of a page of its continuous batching
-STEP_TOKENS = 512  # most tokens of one of its steps
+STEP_TOKENS = 512  # most tokens of a step of it
 SPARE = 0.2  # of its pages: it begins no sequence while fewer than 15 % are free
 
 
-class _Listener:
-    """A streamer: hears of the prompt first, then of every new token."""
+class _StepStreamer:
+    """A streamer for `generate`: calls `step` for each new token, not for the prompt."""
 
     def __init__(self, step: Callable[[], None]) -> None:
         self._step = step
-        self._prompt_heard = False
+        self._prompt_seen = False
 
     def put(self, value: Tensor) -> None:
-        if self._prompt_heard:
+        if self._prompt_seen:
             self._step()
-        self._prompt_heard = True
+        self._prompt_seen = True
 
     def end(self) -> None:
         pass
@@ -42,7 +42,7 @@ def generate(
 ) -> Tensor:
     """`model.generate` with its dynamic cache: `new` greedy tokens behind each prompt, padded on the left.
 
-    `step` is called when a token of every sequence has been drawn. Answers ids [B,longest+new].
+    `step` is called when a token of every sequence has been drawn. Returns ids [B,longest+new].
     """
     longest = max(map(len, prompts))
     ids = torch.zeros(len(prompts), longest, dtype=torch.long)
@@ -52,14 +52,14 @@ def generate(
         mask[row, longest - len(prompt) :] = 1
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0}
     if step is not None:
-        options["streamer"] = _Listener(step)
+        options["streamer"] = _StepStreamer(step)
     return model.generate(ids, attention_mask=mask, **options)  # pyright: ignore[reportCallIssue, reportReturnType]
 
 
 def generate_batch(model: PreTrainedModel, prompts: Sequence[Sequence[int]], new: int) -> list[float]:
     """Its continuous batching: seconds of each step in which every sequence got a token.
 
-    It is given as many pages as the prompts need, and what it keeps free, because by itself it takes most of the
+    It gets as many pages as the prompts need plus those it keeps free; by default it would allocate most of the
     machine's memory. Raises `RuntimeError` if it does not run here, or never serves all of them at once.
     """
     pages = ceil(sum((len(prompt) + new) // PAGE + 2 for prompt in prompts) / (1 - SPARE))

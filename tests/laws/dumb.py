@@ -398,6 +398,20 @@ class Dumb:
         del self.claims[following]
         return True
 
+    def copied(self, number: int) -> Claimed:
+        """The same in new cells. A cell that several of its windows share is still one, an input has no digest."""
+        claim = self.claims[number]
+        new: dict[tuple[int, Cell], Cell] = {}
+
+        def copy(index: int, held: Mapping[int, Cell]) -> dict[int, Cell]:
+            return {pos: new.setdefault((index, cell), replace(cell)) for pos, cell in held.items()}
+
+        held = {index: copy(index, of) for index, of in claim.held.items()}
+        checkpoints = {
+            pos: {index: copy(index, of) for index, of in windows.items()} for pos, windows in claim.checkpoints.items()
+        }
+        return Claimed(claim.span, held, checkpoints, list(claim.ahead), claim.derived, None)
+
     def exclusive(self, number: int, group: int, checkpoint: int | None) -> int:
         """Cells that no line and no other claim holds, or, of a checkpoint, nothing else."""
         claim = self.claims[number]

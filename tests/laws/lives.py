@@ -22,8 +22,9 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OPERATIONS = {  # and how often, compared with the others
     "some_tokens": 8, "one_prompt": 2, "one_token_each": 2, "only_ask": 1, "reserve": 1, "fork": 3, "fork_to_many": 1,
     "remove_the_end": 2, "remove_from_the_middle": 5, "drop": 1, "clear": 0.2, "ask": 1, "write_input": 3,
-    "share_input": 2, "read_inputs": 1, "claim": 3, "assemble": 3, "split": 1, "join": 1.5, "drop_claim": 1,
-    "drop_checkpoint": 1, "ask_claim": 0.5, "compact": 2, "compact_all_and_shrink": 0.5, "resize": 2, "leave_room": 1,
+    "share_input": 3, "read_inputs": 1, "claim": 3, "assemble": 3, "split": 1, "join": 1.5, "drop_claim": 1,
+    "drop_checkpoint": 1, "ask_claim": 0.5, "copy_claim": 2, "damaged_copy": 0.3,
+    "compact": 2, "compact_all_and_shrink": 0.5, "resize": 2, "leave_room": 1,
 }  # fmt: skip
 OF_INPUTS = {"write_input", "share_input", "read_inputs"}
 
@@ -220,6 +221,16 @@ class Life:
         if claims:
             number, claim = self.draw.choice(sorted(claims.items()))
             self.player.drop_checkpoint(number, self.draw.choice([*claim.checkpoints, claim.span.end]))
+
+    def copy_claim(self) -> None:
+        number = self._claim()
+        if number in self.player.dumb.claims:
+            self.player.copy_claim(number)
+
+    def damaged_copy(self) -> None:
+        for number in self.player.dumb.claims:
+            self.player.damaged_copy(number, self.draw)
+            return
 
     def ask_claim(self) -> None:
         for number in self.player.dumb.claims:

@@ -6,8 +6,10 @@ raises changes nothing, be it that something was refused, or that there was no r
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from random import Random
 from typing import Any
 
 import pytest
@@ -359,6 +361,38 @@ class Player:
             self._do("join", act)
         else:
             self._refused(BadRequest, "does not follow|inputs", act)
+
+    def copy_claim(self, claim: int) -> None:
+        """Read it out, and write it back as another claim, which reads out as the same bytes."""
+        claims, free = self.memory.claims, self.memory.free()
+        with claims.reading(claim) as reading:
+            record, chunks = reading.record, list(reading)
+        copy = self.dumb.copied(claim)
+        need = {m.group.name: len(set(copy.cells(index))) for index, m in enumerate(self.members)}
+        act = partial(claims.write_back, record, chunks)
+        if any(n > free[name] for name, n in need.items()):
+            self._refused(CacheFull, "cells in group", act)
+            return
+        number = self._do("copy", act)
+        self.dumb.claims[number] = copy
+        with claims.reading(number) as again:
+            assert again.record == replace(record, digest=None)
+            assert [chunk.numpy().tobytes() for chunk in again] == [chunk.numpy().tobytes() for chunk in chunks]
+
+    def damaged_copy(self, claim: int, draw: Random) -> None:
+        """Bytes that are not those of the record leave everything as it was."""
+        claims = self.memory.claims
+        with claims.reading(claim) as reading:
+            record, chunks = reading.record, list(reading)
+        ways = [chunks[:-1], [*chunks, torch.zeros(3, dtype=torch.uint8)]]
+        if chunks:
+            at = draw.randrange(len(chunks))
+            ways.append([*chunks[:at], chunks[at][:-1], *chunks[at + 1 :]])
+        for wrong in ways if chunks else ways[1:]:
+            with nothing_changes(self.memory), pytest.raises((BadRequest, CacheFull)):
+                claims.write_back(record, wrong)
+        with nothing_changes(self.memory), pytest.raises(BadRequest, match="another shape"):
+            claims.write_back(replace(record, shape="0" * 64), chunks)
 
     def drop_claim(self, claim: int) -> None:
         self._do("drop_claim", partial(self.memory.claims.drop, claim))

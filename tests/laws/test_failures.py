@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from kvcellar.cache.history import StoredHistory
+from kvcellar.cache.readout import Record
 from kvcellar.contracts import Scoring, StoredAs
 from kvcellar.plan import Batch, Feed, Plan
 from kvcellar.spans import Span
@@ -105,6 +106,11 @@ def claims(player: Player) -> list[int]:
     return [made(0, Span(0, 4)), made(0, Span(4, 10), [10])]
 
 
+def read_out(player: Player, claim: int) -> tuple[Record, list[Tensor]]:
+    with player.memory.claims.reading(claim) as reading:
+        return reading.record, list(reading)
+
+
 Operation = Callable[[Player], Callable[[], Any]]  # what it takes is made beforehand
 AT_REST: dict[str, Operation] = {
     "begin": lambda p: partial(p.memory.begin, batch(p)),
@@ -120,6 +126,8 @@ AT_REST: dict[str, Operation] = {
     "share_input, new": lambda p: partial(p.memory.share_input, 9, "cat"),
     "claim": lambda p: partial(p.memory.claims.make, 0, Span(3, 10), [10]),
     "assemble": lambda p: partial(p.memory.claims.assemble, 9, claims(p), 10),
+    "read out": lambda p: partial(read_out, p, claims(p)[1]),
+    "write back": lambda p: partial(p.memory.claims.write_back, *read_out(p, claims(p)[1])),
     "split": lambda p: partial(p.memory.claims.split, claims(p)[1], 7),
     "read_input": lambda p: partial(p.memory.read_input, 8, "v", [0, 2]),
     "compact": lambda p: partial(p.memory.compact, 9),

@@ -1,4 +1,4 @@
-"""claims: holds on cells and state rows that are not sequences. No torch.
+"""claims: holds on cells and state rows that are not sequences.
 
 A claim covers a span [a,b) of a text: in groups without a window it holds the cells of the span; in the others, and of
 recurrent state, it holds checkpoints: what resuming at a position needs. A claim is made from a sequence, and a
@@ -15,56 +15,23 @@ Always true:
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import count, pairwise
 
+from torch import Tensor
+
+from kvcellar.cache.claim import Checkpoint, Claim, undone
 from kvcellar.cache.group import Held
-from kvcellar.cache.rows import NoRows, Rows
+from kvcellar.cache.readout import Reading, Record, check_record, written
 from kvcellar.cache.sequences import Sequences
+from kvcellar.cache.states import States
 from kvcellar.cache.tables import Table, share_all
 from kvcellar.errors import BadRequest, shown
 from kvcellar.spans import Span, whole
 
 
-@contextmanager
-def _undone(undo: Callable[[], None]) -> Iterator[None]:
-    """Call `undo` if the block raises."""
-    try:
-        yield
-    except BaseException:
-        undo()
-        raise
-
-
 def _within(mark: int | None, span: Span) -> int | None:
     """Where K/V that are derived from `mark` on begin in `span`."""
     return max(mark, span.start) if mark is not None and mark < span.end else None
-
-
-@dataclass(slots=True)
-class Checkpoint:
-    """What resuming at a position needs beside the cells of the span. `windows` has a table for each group with a
-    window, by index of the group; `row` is 0 in a model without recurrent layers."""
-
-    windows: dict[int, Table]
-    row: int
-
-
-@dataclass(slots=True)
-class Claim:
-    """One claim. `tables` has a table for each group without a window, by index of the group."""
-
-    span: Span
-    tables: dict[int, Table]
-    checkpoints: dict[int, Checkpoint] = field(default_factory=dict)  # by position
-    ahead: tuple[Span, ...] = ()
-    derived: int | None = None
-    digest: str | None = None  # of the input
-
-    def parts(self, pos: int) -> bool:
-        """Is `pos` inside a span that looked ahead?"""
-        return any(span.start < pos < span.end for span in self.ahead)
 
 
 class Claims:
@@ -74,18 +41,20 @@ class Claims:
         self,
         held: Sequence[Held],
         sequences: Sequences,
-        rows: Rows | NoRows,
-        *,
+        states: States,
+        shape: str,
         idle: Callable[[str], None],
         check_limit: Callable[[int, int, str], None],
     ) -> None:
-        """`idle(operation)` raises `WrongStage` while a step is open, `check_limit(seq, length, operation)` raises
-        `BadRequest` for more tokens than a sequence may have."""
-        self._held, self._sequences, self._rows = held, sequences, rows
+        """`shape` is the memory's (see `readout`). `idle(operation)` raises `WrongStage` while a step is open,
+        `check_limit(seq, length, operation)` raises `BadRequest` for more tokens than a sequence may have."""
+        self._held, self._sequences, self._states, self._rows = held, sequences, states, states.rows
+        self.shape = shape
         self._idle, self._check_limit = idle, check_limit
         self._bounded = [index for index, one in enumerate(held) if one.group.bounded]
         self._unbounded = [index for index, one in enumerate(held) if not one.group.bounded]
         self._claims: dict[int, Claim] = {}
+        self._readings: list[Reading] = []
         self._numbers = count(1)
 
     # -- looking ------------------------------------------------------------------------------------------------
@@ -112,7 +81,9 @@ class Claims:
         found = [claim.tables[index] for claim in self._claims.values() if index in claim.tables]
         for claim in self._claims.values():
             found += [one.windows[index] for one in claim.checkpoints.values() if index in one.windows]
-        return found
+        self._readings = [reading for reading in self._readings if reading.parts or reading.rows]
+        parts = [part for reading in self._readings for part in reading.parts]
+        return found + [part.table for part in parts if part.held is self._held[index]]
 
     def exclusive(self, claim: int, checkpoint: int | None = None) -> tuple[dict[str, int], int]:
         """Cells by group, and state rows, that dropping the claim would free; or only its checkpoint at a position."""
@@ -148,7 +119,7 @@ class Claims:
         claim = Claim(span, {}, derived=_within(self._sequences.derived.of(seq), span))
         claim.ahead = tuple(one for one in self._sequences.ahead.of(seq) if span.start <= one.start < span.end)
         claim.digest = self._sequences.digests.of(seq)
-        with _undone(lambda: self._free(claim)):
+        with undone(lambda: claim.close(self._rows)):
             self._share(claim.tables, tables, self._unbounded, span)
             for pos in positions:
                 self._hold(claim, pos, {index: tables[index] for index in self._bounded}, self._rows.row(seq, pos))
@@ -184,7 +155,7 @@ class Claims:
                 raise BadRequest(f"the last claim has no checkpoint at {pos}, only at {there or 'no position'}")
             checkpoint = Checkpoint({}, 0)
         whole_claim = Claim(Span(0, pos), {})
-        with _undone(lambda: self._free(whole_claim)):
+        with undone(lambda: whole_claim.close(self._rows)):
             for claim in claims:
                 self._append(whole_claim, claim, Span(claim.span.start, min(pos, claim.span.end)))
             self._hold(whole_claim, pos, checkpoint.windows, checkpoint.row)
@@ -213,7 +184,7 @@ class Claims:
             raise BadRequest(f"a claim on {left.span} cannot be split at {pos}")
         self._check_whole(left.ahead, pos)
         right = Claim(Span(pos, left.span.end), {}, digest=left.digest)
-        with _undone(lambda: self._free(right)):
+        with undone(lambda: right.close(self._rows)):
             self._share(right.tables, left.tables, self._unbounded, right.span)
         for table in left.tables.values():
             table.cut(pos)
@@ -250,7 +221,7 @@ class Claims:
         self._idle("drop")
         found = self.of(claim)
         del self._claims[claim]
-        self._free(found)
+        found.close(self._rows)
 
     def drop_checkpoint(self, claim: int, pos: int) -> None:
         """Free what only the checkpoint of a claim at `pos` holds. Raises `BadRequest` if there is none."""
@@ -258,11 +229,35 @@ class Claims:
         found = self.of(claim)
         checkpoint = self._checkpoint(found, pos)
         del found.checkpoints[pos]
-        self._release(checkpoint)
+        checkpoint.close(self._rows)
 
     def clear(self) -> None:
+        """Drop all claims, and close what is being read out."""
+        for reading in self._readings:
+            reading.close()
         for claim in self:
             self.drop(claim)
+
+    # -- bytes --------------------------------------------------------------------------------------------------
+
+    def reading(self, claim: int) -> Reading:
+        """The content of a claim, to be read out chunk by chunk, also while steps run; the claim may go meanwhile."""
+        reading = Reading.of(self.of(claim), self._held, self._states, self.shape)
+        self._readings.append(reading)
+        return reading
+
+    def write_back(self, record: Record, chunks: Iterable[Tensor]) -> int:
+        """A new claim with what was read out of one, here or in a memory of the same shape; returns its number.
+
+        Raises `BadRequest` if the record does not fit or contradicts itself, or if the chunks are not those of the
+        record, `CacheFull` if there are too few free cells or rows; nothing has changed then.
+        """
+        self._idle("write_back")
+        check_record(record, self.shape, self._held)
+        claim = written(record, chunks, self._held, self._states)
+        if claim.digest is not None and (self._sequences.input(claim.digest) or self.input(claim.digest)):
+            claim.digest = None  # all that have a digest share the cells of one input
+        return self._enter(claim)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -311,7 +306,7 @@ class Claims:
     def _hold(self, claim: Claim, pos: int, tables: Mapping[int, Table], row: int) -> None:
         """Give a claim a checkpoint at `pos`, on the cells of these tables and on `row`."""
         windows: dict[int, Table] = {}
-        with _undone(lambda: self._release(Checkpoint(windows, 0))):
+        with undone(lambda: Checkpoint(windows, 0).close(self._rows)):
             for index, table in tables.items():
                 windows[index] = table.share(pos, self._held[index].group.layout.lowest(pos))
         self._rows.hold(row)
@@ -328,17 +323,6 @@ class Claims:
                 table.close()
             else:
                 whole_claim.tables[index].append(table.runs)
-
-    def _free(self, claim: Claim) -> None:
-        for table in claim.tables.values():
-            table.close()
-        for checkpoint in claim.checkpoints.values():
-            self._release(checkpoint)
-
-    def _release(self, checkpoint: Checkpoint) -> None:
-        for table in checkpoint.windows.values():
-            table.close()
-        self._rows.drop_hold(checkpoint.row)
 
     def check(self) -> None:
         """Assert what is always true of claims; which cells are held how often is asserted by `Memory.check`."""
@@ -360,4 +344,5 @@ class Claims:
             assert all(one.end <= two.start for one, two in pairwise(claim.ahead))
             assert claim.derived is None or claim.span.start <= claim.derived < claim.span.end
         rows = [one.row for claim in self._claims.values() for one in claim.checkpoints.values() if one.row]
+        rows += [row for reading in self._readings for row in reading.rows]
         self._rows.check_holds(Counter(rows))

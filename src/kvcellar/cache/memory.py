@@ -26,6 +26,7 @@ from kvcellar.cache.group import PIECE, Fragments, Group, Held, check_groups, ch
 from kvcellar.cache.history import Columns, StoredHistory
 from kvcellar.cache.inputs import Planes, check_planes, write
 from kvcellar.cache.plans import accepted_counts, check_query, group_plan, indices, worst_case, write_index
+from kvcellar.cache.readout import shape_of
 from kvcellar.cache.sequences import Sequences
 from kvcellar.cache.shift import shifted
 from kvcellar.cache.states import At, States
@@ -100,9 +101,8 @@ class Memory:
             self._group_of.update(dict.fromkeys(group.layers, index))
         self._states = States(recurrent, rows=rows, captures=captures, spare=spare_rows, device=self.device)
         self._sequences = Sequences(self._held, self._states.rows)
-        self.claims = Claims(
-            self._held, self._sequences, self._states.rows, idle=self._idle, check_limit=self._check_limit
-        )
+        shape = shape_of(self.groups, dtype, recurrent)
+        self.claims = Claims(self._held, self._sequences, self._states, shape, self._idle, self._check_limit)
         self._limits = limits
         self._step: _Step | None = None
 

@@ -120,6 +120,10 @@ class StoredPlane:
         """A copy of what is stored in `cells`, bit for bit, for `restore`."""
         return [self._rows(tensor).index_select(0, cells) for tensor in self._tensors]
 
+    def empty(self, n: int) -> list[Tensor]:
+        """What `content` returns for n cells, with anything in it."""
+        return [tensor.new_empty(n, *self._rows(tensor).shape[1:]) for tensor in self._tensors]
+
     def restore(self, cells: Tensor, content: Sequence[Tensor]) -> None:
         for tensor, rows in zip(self._tensors, content, strict=True):
             self._rows(tensor).index_copy_(0, cells, rows)

@@ -231,6 +231,14 @@ class Rows(Part):
         if row:
             self._change_holds(row, 1)
 
+    def take_hold(self) -> int:
+        """A free row with one holder. Raises `CacheFull` if there is none."""
+        if not self._free:
+            raise CacheFull(NAME, 1, 0, unit="rows")
+        row = self._take()
+        self._rows[row].taken, self._rows[row].held = False, 1
+        return row
+
     def drop_hold(self, row: int) -> None:
         if row:
             self._change_holds(row, -1)
@@ -436,6 +444,9 @@ class NoRows(Part):
 
     def hold(self, row: int) -> None:
         return
+
+    def take_hold(self) -> int:
+        return 0
 
     def drop_hold(self, row: int) -> None:
         return

@@ -9,7 +9,7 @@ Always true:
     only to rows of their own. What the other rows hold is undefined: on a CPU they take no memory before they are used.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -90,6 +90,16 @@ class States:
             write.plane.index_copy_(0, write.rows, write.values)
         written.update(rows)
         self._puts.append(_Put(layer, segments, at))
+
+    def content(self, row: int) -> list[Tensor]:
+        """A copy of what a row holds, bit for bit, for `restore`: by layer, plane."""
+        return [plane[row].clone() for planes in self._planes.values() for plane in planes.values()]
+
+    def restore(self, row: int, content: Iterable[Tensor]) -> None:
+        """Into a row that no step and no sequence reads yet."""
+        stored = (plane for planes in self._planes.values() for plane in planes.values())
+        for plane, values in zip(stored, content, strict=True):
+            plane[row].copy_(values)
 
     def settle(self, batch: Batch, counts: Sequence[int]) -> None:
         """Let the rows of feeds that keep a part of their tokens be of that part.

@@ -73,6 +73,16 @@ class Table:
         run = self.runs[i]
         return (Run(run.cell + skip, run.n - skip), *self.runs[i + 1 :])
 
+    def within(self, span: Span) -> list[Run]:
+        """The cells of a span of positions, all of which the table has, in order."""
+        runs: list[Run] = []
+        left = len(span)
+        for run in Table.since(self, span.start):
+            if left:
+                runs.append(Run(run.cell, min(left, run.n)))
+                left -= runs[-1].n
+        return runs
+
     def parts_since(self, pos: int) -> list[Part]:
         """The cells of [pos, end), where first <= pos <= end, in order."""
         parts: list[Part] = []

@@ -1,0 +1,330 @@
+"""readout: what claims hold, as bytes: read out, and written back bit for bit, also into another memory.
+
+    with memory.claims.reading(claim) as reading:
+        record, chunks = reading.record, list(reading)
+    other.claims.write_back(record, chunks)            # a new claim, in any cells and rows that are free
+
+A record says in integers what the bytes are. Chunks follow it in a fixed order: by stretch, piece, layer, plane (codes,
+then scales), and then the state rows by checkpoint, layer, plane. A chunk has the elements as stored, cell by cell and
+head by head, in the byte order of this machine, whatever the arrangement of the planes.
+
+Always true:
+  * a chunk is of one plane of one layer, and of at most `PIECE` cells;
+  * a cell that several windows of a claim share is read out once, and is shared again after it was written back;
+  * while it is open, a reading holds its cells and rows, which no step changes; they may be moved in between.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from kvcellar.cache.claim import Checkpoint, Claim, undone
+from kvcellar.cache.group import PIECE, Group, Held
+from kvcellar.cache.layouts.encoder import Input
+from kvcellar.cache.plans import indices
+from kvcellar.cache.rows import NAME
+from kvcellar.cache.states import States
+from kvcellar.cache.tables import Table
+from kvcellar.contracts import Layout, Recurrent
+from kvcellar.errors import BadRequest, CacheFull
+from kvcellar.spans import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Consecutive positions of a group whose cells are stored one after the other; of an input, its places."""
+
+    group: str
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A checkpoint: its windows by group, each in order of position as spans of stretches, which go by their index."""
+
+    pos: int
+    windows: tuple[tuple[str, tuple[tuple[int, Span], ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What the chunks of a claim are. `shape` is the digest of the memory's groups (`shape_of`)."""
+
+    shape: str
+    span: Span
+    stretches: tuple[Stretch, ...]
+    checkpoints: tuple[Mark, ...]
+    ahead: tuple[Span, ...] = ()
+    derived: int | None = None
+    digest: str | None = None
+
+
+def shape_of(groups: Sequence[Group], dtype: torch.dtype, recurrent: Recurrent) -> str:
+    """A digest of everything that decides which bytes a memory of these groups stores. Memories with the same one can
+    take over each other's claims."""
+    own = str(dtype).removeprefix("torch.")
+    described = {
+        "groups": [
+            [
+                group.name,
+                repr(group.layout),
+                group.layers,
+                [[plane.name, plane.heads, plane.size, str(plane.storage or own)] for plane in group.planes],
+            ]
+            for group in groups
+        ],
+        "recurrent": [
+            [layer, [[plane.name, plane.shape, plane.kind] for plane in planes]]
+            for layer, planes in sorted(recurrent.layers.items())
+        ],
+    }
+    return hashlib.sha256(json.dumps(described).encode()).hexdigest()
+
+
+class Part:
+    """A stretch with its cells. They are held by `table`, which its owner closes."""
+
+    __slots__ = ("held", "table")
+
+    def __init__(self, held: Held, table: Table) -> None:
+        self.held, self.table = held, table
+
+    @property
+    def span(self) -> Span:
+        return Span(self.table.first, self.table.end)
+
+    def pieces(self) -> Iterator[Span]:
+        for start in range(self.table.first, self.table.end, PIECE):
+            yield Span(start, min(start + PIECE, self.table.end))
+
+    def cells(self, span: Span, device: torch.device) -> Tensor:
+        """[n], where they are now."""
+        return indices(self.table.within(span), device)
+
+
+def distinct(held: Held, windows: Mapping[int, Table], parts: list[Part]) -> dict[int, list[tuple[int, Span]]]:
+    """Add the cells of windows to `parts`, each cell once; returns each window as spans of parts, by their index.
+
+    Windows go by their position, in order, so where two of them have a position in the same cell, the later one goes on
+    where the earlier one ends.
+    """
+    spans: dict[int, list[tuple[int, Span]]] = {}
+    last: dict[int, int] = {}  # by cell less position, the part that was made last
+    for pos, window in sorted(windows.items()):
+        spans[pos] = []
+        start = window.first
+        for run in window.runs:
+            span, diagonal = Span(start, start + run.n), run.cell - start
+            number = last.get(diagonal)
+            if number is None or parts[number].table.end < span.start:
+                number = last[diagonal] = len(parts)
+                parts.append(Part(held, window.share(span.end, span.start)))
+            elif parts[number].table.end < span.end:
+                more = window.share(span.end, parts[number].table.end)
+                parts[number].table.append(more.runs)
+            spans[pos].append((number, span))
+            start += run.n
+    return spans
+
+
+class Reading:
+    """The content of one claim, chunk by chunk, as flat tensors of bytes on the CPU. Close it, or use it in `with`."""
+
+    record: Record
+
+    def __init__(self, states: States) -> None:
+        self.parts: list[Part] = []
+        self.rows: list[int] = []
+        self._states = states
+
+    def hold(self, row: int) -> None:
+        """The state of the next checkpoint; 0 in a model without recurrent layers."""
+        if row:
+            self._states.rows.hold(row)
+            self.rows.append(row)
+
+    @classmethod
+    def of(cls, claim: Claim, helds: Sequence[Held], states: States, shape: str) -> Self:
+        """The content of a claim of a memory of this shape."""
+        reading = cls(states)
+        windows: dict[int, list[tuple[str, tuple[tuple[int, Span], ...]]]] = {pos: [] for pos in claim.checkpoints}
+        with undone(reading.close):
+            for index, table in sorted(claim.tables.items()):
+                reading.parts.append(Part(helds[index], table.share(claim.span.end, claim.span.start)))
+            for index in (index for index, held in enumerate(helds) if held.group.bounded):
+                tables = {pos: checkpoint.windows[index] for pos, checkpoint in claim.checkpoints.items()}
+                for pos, spans in distinct(helds[index], tables, reading.parts).items():
+                    windows[pos].append((helds[index].group.name, tuple(spans)))
+            for pos in sorted(windows):
+                reading.hold(claim.checkpoints[pos].row)
+        stretches = tuple(Stretch(part.held.group.name, part.span) for part in reading.parts)
+        marks = tuple(Mark(pos, tuple(windows[pos])) for pos in sorted(windows))
+        reading.record = Record(shape, claim.span, stretches, marks, claim.ahead, claim.derived, claim.digest)
+        return reading
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for part in self.parts:
+            for span in part.pieces():
+                for layer in part.held.group.layers:
+                    for plane in part.held.group.planes:
+                        stored = part.held.pool.stored(layer, plane.name)
+                        for content in stored.content(part.cells(span, self._states.device)):
+                            yield as_bytes(content)
+        for row in self.rows:
+            yield from map(as_bytes, self._states.content(row))
+
+    def close(self) -> None:
+        """May be called again."""
+        for part in self.parts:
+            part.table.close()
+        for row in self.rows:
+            self._states.rows.drop_hold(row)
+        self.parts, self.rows = [], []
+
+
+def as_bytes(content: Tensor) -> Tensor:
+    """Flat, as uint8, on the CPU."""
+    return content.detach().cpu().contiguous().view(-1).view(torch.uint8)
+
+
+def from_bytes(chunk: Tensor, like: Tensor) -> Tensor:
+    """The elements of a chunk, as a tensor of the shape, type and device of `like`. Raises `BadRequest` if they are not
+    as many."""
+    if chunk.dtype is not torch.uint8 or chunk.numel() != like.nbytes:
+        raise BadRequest(f"a chunk of {like.nbytes} bytes is next, not {chunk.numel()} elements of {chunk.dtype}")
+    return chunk.clone().view(-1).view(like.dtype).view(like.shape).to(like.device)  # a copy is aligned
+
+
+def check_record(record: Record, shape: str, helds: Sequence[Held]) -> None:
+    """Raise `BadRequest` unless a record is of claims of this shape, and says what it must, so that it can be read from
+    a file: nothing is allocated for one that does not fit."""
+    if record.shape != shape:
+        raise BadRequest(f"what is written back is of groups of another shape ({record.shape[:12]}, not {shape[:12]})")
+    of_group = {held.group.name: held.group for held in helds}
+    bounded = [held.group for held in helds if held.group.bounded]
+    whole = [one for one in record.stretches if one.group in of_group and not of_group[one.group].bounded]
+    wanted = [held.group.name for held in helds if not held.group.bounded]
+    positions = [mark.pos for mark in record.checkpoints]
+    sound = (
+        len(record.span) > 0
+        and [one.group for one in whole] == wanted
+        and all(one.span == record.span for one in whole if not of_group[one.group].of_input)
+        and all(_is_input(one.span, of_group[one.group].layout) for one in whole if of_group[one.group].of_input)
+        and all(one.group in of_group for one in record.stretches)
+        and positions == sorted(set(positions))
+        and all(record.span.start < pos <= record.span.end for pos in positions)
+        and all(record.span.start <= one.start < one.end <= record.span.end for one in record.ahead)
+        and all(one.end <= two.start for one, two in pairwise(record.ahead))
+        and not any(one.start < pos < one.end for one in record.ahead for pos in positions)
+        and (record.derived is None or record.span.start <= record.derived < record.span.end)
+        and all(_is_window(record, mark, bounded) for mark in record.checkpoints)
+    )
+    if not sound:
+        raise BadRequest("the record of what is written back contradicts itself")
+
+
+def _is_input(span: Span, layout: Layout) -> bool:
+    return isinstance(layout, Input) and span.start == 0 and len(span) <= layout.most
+
+
+def _is_window(record: Record, mark: Mark, bounded: Sequence[Group]) -> bool:
+    """Has a checkpoint exactly the window of each group, in stretches of that group?"""
+    if [name for name, _ in mark.windows] != [group.name for group in bounded]:
+        return False
+    for group, (_, pieces) in zip(bounded, mark.windows, strict=True):
+        at = group.layout.lowest(mark.pos)
+        for number, span in pieces:
+            known = record.stretches[number] if 0 <= number < len(record.stretches) else None
+            if known is None or known.group != group.name or span.start != at or not len(span):
+                return False
+            if span.start < known.span.start or span.end > known.span.end:
+                return False
+            at = span.end
+        if at != mark.pos:
+            return False
+    return True
+
+
+def written(record: Record, chunks: Iterable[Tensor], helds: Sequence[Held], states: States) -> Claim:
+    """A claim with what `chunks` hold, in new cells and rows. `check_record` has passed.
+
+    Raises `CacheFull` before anything is written, and `BadRequest` for chunks that are not those of the record.
+    """
+    _check_free(record, helds, states)
+    indices_of = {held.group.name: index for index, held in enumerate(helds)}
+    claim = Claim(record.span, {}, ahead=record.ahead, derived=record.derived, digest=record.digest)
+    with Reading(states) as new, undone(lambda: claim.close(states.rows)):
+        for stretch in record.stretches:
+            held = helds[indices_of[stretch.group]]
+            new.parts.append(Part(held, _empty(held, stretch.span.start)))
+            new.parts[-1].table.append(held.cells.take(len(stretch.span)))
+        for _ in record.checkpoints:
+            if row := states.rows.take_hold():
+                new.rows.append(row)
+        _fill(new, iter(chunks), states)
+        for part, stretch in zip(new.parts, record.stretches, strict=True):
+            if not part.held.group.bounded:
+                claim.tables[indices_of[stretch.group]] = part.table.share(part.table.end, part.table.first)
+        for mark, row in zip(record.checkpoints, new.rows or [0] * len(record.checkpoints), strict=True):
+            checkpoint = claim.checkpoints[mark.pos] = Checkpoint({}, row)
+            states.rows.hold(row)
+            for name, pieces in mark.windows:
+                held = helds[indices_of[name]]
+                window = checkpoint.windows[indices_of[name]] = _empty(held, held.group.layout.lowest(mark.pos))
+                for number, span in pieces:
+                    window.append(new.parts[number].table.share(span.end, span.start).runs)
+    return claim
+
+
+def _empty(held: Held, start: int) -> Table:
+    """A table that begins at `start`."""
+    table = held.table()
+    table.first = table.end = start
+    return table
+
+
+def _check_free(record: Record, helds: Sequence[Held], states: States) -> None:
+    need = dict.fromkeys((held.group.name for held in helds), 0)
+    for stretch in record.stretches:
+        need[stretch.group] += len(stretch.span)
+    for held in helds:
+        if need[held.group.name] > held.cells.free:
+            raise CacheFull(held.group.name, need[held.group.name], held.cells.free)
+    rows = states.rows.free
+    if rows is not None and len(record.checkpoints) > rows:
+        raise CacheFull(NAME, len(record.checkpoints), rows, unit="rows")
+
+
+def _fill(reading: Reading, chunks: Iterator[Tensor], states: States) -> None:
+    def following() -> Tensor:
+        chunk = next(chunks, None)
+        if chunk is None:
+            raise BadRequest("there are fewer chunks than the record says")
+        return chunk
+
+    for part in reading.parts:
+        for span in part.pieces():
+            cells = part.cells(span, states.device)
+            for layer in part.held.group.layers:
+                for plane in part.held.group.planes:
+                    stored = part.held.pool.stored(layer, plane.name)
+                    stored.restore(cells, [from_bytes(following(), like) for like in stored.empty(len(cells))])
+    for row in reading.rows:
+        states.restore(row, [from_bytes(following(), like) for like in states.content(row)])
+    if next(chunks, None) is not None:
+        raise BadRequest("there are more chunks than the record says")

@@ -14,7 +14,7 @@ import transformers
 
 from kvcellar.attention.choose import backends
 from kvcellar.errors import ModelRefused
-from kvcellar.models.guest import STRANGE, adopt
+from kvcellar.models.adopt import STRANGE, adopt
 from kvcellar.models.quiet import quiet
 from tests.models.served import expected
 from tests.models.timeline import BOUND, Timeline, seed_of

@@ -15,7 +15,8 @@ from kvcellar.cache.layouts import Causal, Sliding
 from kvcellar.cache.memory import Group, Memory
 from kvcellar.contracts import Arrangement, Ask, Kind, Layout, Plane, Scoring, StoredAs
 from kvcellar.errors import NoBackend
-from kvcellar.models.guest import Guest, adopt
+from kvcellar.models.adopt import adopt
+from kvcellar.models.guest import Guest
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
 from tests.zoo import ARCHS

@@ -4,8 +4,8 @@ import pytest
 from transformers import PreTrainedModel
 
 from kvcellar.errors import ModelRefused
+from kvcellar.models.adopt import adopt as honest
 from kvcellar.models.guest import Guest
-from kvcellar.models.guest import adopt as honest
 from scripts import canary
 
 

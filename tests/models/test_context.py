@@ -11,8 +11,8 @@ from kvcellar.attention.choose import backends
 from kvcellar.engine.build import build
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import BadRequest, ModelRefused
+from kvcellar.models.adopt import adopt
 from kvcellar.models.facts import context_of, context_reason
-from kvcellar.models.guest import adopt
 from kvcellar.verify.diagnosis import diagnose
 from tests.models.timeline import BOUND, animal, read, relative, small_memory
 from tests.zoo import ARCHS, ROPE_LONG, reference_logits

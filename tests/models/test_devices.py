@@ -18,7 +18,8 @@ from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.memory import Memory
 from kvcellar.contracts import Backend, StoredAs
 from kvcellar.errors import NotSupported
-from kvcellar.models.guest import Guest, adopt
+from kvcellar.models.adopt import adopt
+from kvcellar.models.guest import Guest
 from kvcellar.plan import Batch, Feed
 from kvcellar.sample.choice import Choice
 from kvcellar.sample.draw import Drawn, draw

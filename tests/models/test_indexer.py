@@ -9,8 +9,8 @@ from torch import Tensor
 from kvcellar.attention.choose import backends
 from kvcellar.contracts import StoredAs
 from kvcellar.errors import ModelRefused, NotSupported
+from kvcellar.models.adopt import adopt
 from kvcellar.models.generation import GenerationCache
-from kvcellar.models.guest import adopt
 from kvcellar.models.own_layers import OwnLayer
 from kvcellar.models.seam import SoloDoor
 from kvcellar.spans import Span

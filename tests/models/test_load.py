@@ -21,8 +21,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from kvcellar.attention.choose import backends
 from kvcellar.errors import BadRequest, ModelNotFound, ModelRefused
+from kvcellar.models.adopt import adopt
 from kvcellar.models.checks import MOST_JSON, MOST_TEXT, config_fields
-from kvcellar.models.guest import adopt
 from kvcellar.models.load import load
 from kvcellar.models.quiet import quiet
 from kvcellar.sample.params import SamplingParams

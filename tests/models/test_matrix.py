@@ -6,7 +6,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from kvcellar.attention.choose import named
 from kvcellar.errors import ModelRefused
-from kvcellar.models.guest import adopt
+from kvcellar.models.adopt import adopt
 from kvcellar.models.quiet import quiet
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span

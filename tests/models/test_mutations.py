@@ -12,7 +12,8 @@ from kvcellar.attention.choose import backends
 from kvcellar.cache.layouts import Causal
 from kvcellar.errors import ModelRefused
 from kvcellar.models import seam
-from kvcellar.models.guest import Guest, adopt
+from kvcellar.models.adopt import adopt
+from kvcellar.models.guest import Guest
 from kvcellar.models.seam import FlatDoor
 from tests.models.timeline import BOUND, Timeline, seed_of
 from tests.zoo import ARCHS

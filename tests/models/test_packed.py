@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvcellar.attention.choose import backends
 from kvcellar.engine.engine import Engine
-from kvcellar.models.guest import adopt
+from kvcellar.models.adopt import adopt
 from kvcellar.models.packed import BLOCK, PADDED, PackedLinear, pack, padded
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}

@@ -12,7 +12,7 @@ import pytest
 from transformers.utils import logging as transformers_logging
 
 from kvcellar.attention.choose import backends
-from kvcellar.models.guest import adopt
+from kvcellar.models.adopt import adopt
 from kvcellar.models.load import load
 from kvcellar.models.quiet import quiet
 from tests.zoo import ARCHS
@@ -23,7 +23,7 @@ PROGRAM = """
 import sys
 from kvcellar.attention.choose import backends
 from kvcellar.errors import ModelRefused
-from kvcellar.models.guest import adopt
+from kvcellar.models.adopt import adopt
 from kvcellar.models.load import load
 for path in sys.argv[1:]:
     try:

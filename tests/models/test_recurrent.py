@@ -27,9 +27,10 @@ from kvcellar.cache.rows import Rows, Track
 from kvcellar.cache.states import States
 from kvcellar.engine.reserve import peak, uncollected
 from kvcellar.errors import ModelRefused, NotSupported
-from kvcellar.models import guest as guests
+from kvcellar.models import adopt as adoption
 from kvcellar.models import scan
-from kvcellar.models.guest import Guest, Verdict, adopt
+from kvcellar.models.adopt import adopt
+from kvcellar.models.guest import Guest, Verdict
 from kvcellar.models.mixers import Mixing, Turn
 from kvcellar.models.scan import SCANS, Call, selective_scan
 from kvcellar.models.tenancy import Tenancy
@@ -475,7 +476,7 @@ def test_outside_of_our_forwards_a_model_is_what_it_was(name: str) -> None:
 def test_a_refused_model_is_left_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = ARCHS[name].build()
     before = own_answers(model)
-    monkeypatch.setattr(guests, "_verdict", lambda *_: Verdict(1.0, BOUND))
+    monkeypatch.setattr(adoption, "verdict_of", lambda *_: Verdict(1.0, BOUND))
     with pytest.raises(ModelRefused, match="its logits differ"):
         adopt(model, backends())
     assert not [module for module in model.modules() if "forward" in vars(module)]
@@ -493,7 +494,7 @@ def test_a_refusal_leaves_the_guest_that_a_model_has_already(
     told.read({0: text(5, 1), 1: text(3, 2)})
     with monkeypatch.context() as patch:
         if reason == "another verdict":
-            patch.setattr(guests, "_verdict", lambda *_: Verdict(1.0, BOUND))
+            patch.setattr(adoption, "verdict_of", lambda *_: Verdict(1.0, BOUND))
         else:
             weights = model.get_input_embeddings().weight
             patch.setattr(weights, "data", torch.full_like(weights, torch.nan))
@@ -542,7 +543,7 @@ def test_sums_have_32_bits_in_a_model_of_16(name: str) -> None:
 def test_a_solo_model_with_sums_keeps_all_of_a_feed_or_nothing() -> None:
     judge = animal("qwen3.5")[1]
     model = ARCHS["qwen3.5"].build()
-    told = Told(guests._solo(model, Tenancy(model), backends(), "to see how it would be"), judge)
+    told = Told(adoption._solo(model, Tenancy(model), backends(), "to see how it would be"), judge)
     told.read({0: text(5, 1)})
     for accepted in (3, 0):
         told.feed({0: text(3, 2)}, judged=False, revertible=True)

@@ -7,7 +7,7 @@ import pytest
 from kvcellar.attention.choose import backends
 from kvcellar.cache.layouts import Causal, Chunked, Sliding
 from kvcellar.errors import ModelRefused
-from kvcellar.models.guest import adopt
+from kvcellar.models.adopt import adopt
 from tests.models.served import FLAT, REFUSED, SERVED, SOLO
 from tests.models.timeline import animal
 from tests.zoo import ARCHS, ATTENTION, WINDOW

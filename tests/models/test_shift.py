@@ -9,7 +9,8 @@ from torch import Tensor
 from kvcellar.attention.choose import backends
 from kvcellar.cache.memory import Memory
 from kvcellar.errors import NotSupported
-from kvcellar.models.guest import Guest, adopt
+from kvcellar.models.adopt import adopt
+from kvcellar.models.guest import Guest
 from kvcellar.models.rope import TOKENS, stored_at
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span

@@ -14,7 +14,7 @@ from transformers.models.llama import modeling_llama
 from kvcellar.attention.choose import backends, named
 from kvcellar.cache.layouts import Causal, Sliding
 from kvcellar.errors import ModelRefused
-from kvcellar.models.guest import adopt
+from kvcellar.models.adopt import adopt
 from kvcellar.models.seam import ATTENTION, scoring_of
 from kvcellar.models.shape import recognise
 from tests.models.timeline import BOUND, Timeline, animal, read, relative, run, small_memory

@@ -19,8 +19,9 @@ from kvcellar.engine import engine as engines
 from kvcellar.engine.loop import Loop
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import EngineFailed, WrongStage
-from kvcellar.models import guest as guests
-from kvcellar.models.guest import Guest, Verdict, adopt
+from kvcellar.models import adopt as adoption
+from kvcellar.models.adopt import adopt
+from kvcellar.models.guest import Guest, Verdict
 from kvcellar.models.mixers import Mixed
 from kvcellar.models.packed import PackedLinear, Packing, unpack
 from kvcellar.models.tenancy import Tenancy, Tenant
@@ -107,7 +108,7 @@ def test_so_does_an_engine_that_cannot_be_built(name: str) -> None:
     assert_untouched_by(model, refused(CapacityTooSmall, cache_bytes=100))
     assert_untouched_by(model, refused(BadRequest, context=10**6))
     assert_untouched_by(model, refused(BadRequest, attention="magic"))
-    with mock.patch.object(guests, "_verdict", return_value=Verdict(1.0, BOUND)):
+    with mock.patch.object(adoption, "verdict_of", return_value=Verdict(1.0, BOUND)):
         assert_untouched_by(model, refused(ModelRefused))
     with mock.patch.object(Loop, "start", side_effect=RuntimeError("can't start new thread")):
         assert_untouched_by(model, refused(RuntimeError))
@@ -366,7 +367,7 @@ def test_a_network_is_run_and_changed_by_one_at_a_time(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("succeeds", [True, False])
 def test_an_engine_may_be_closed_while_another_is_built(succeeds: bool) -> None:
     model = owned("llama")
-    real = guests._trial
+    real = adoption.trial_of
 
     def use() -> None:
         first = Engine(model, **SMALL)
@@ -378,7 +379,7 @@ def test_an_engine_may_be_closed_while_another_is_built(succeeds: bool) -> None:
                 raise RuntimeError("its own forward cannot stand it")
             return real(*args, **kwargs)
 
-        with mock.patch.object(guests, "_trial", trial):
+        with mock.patch.object(adoption, "trial_of", trial):
             if not succeeds:
                 with pytest.raises(ModelRefused):
                     Engine(model, **SMALL)
@@ -466,19 +467,19 @@ def test_a_flat_guest_stays_right_where_a_second_one_could_only_run_solo() -> No
     first = adopt(model, backends())
     said = heard(first)
     with (
-        mock.patch.object(guests, "_verdict", never("flat")),
+        mock.patch.object(adoption, "verdict_of", never("flat")),
         pytest.raises(ModelRefused, match="solo: it has a guest that runs it flat"),
     ):
         adopt(model, backends())
     assert relative(heard(first), said) == 0
     first.release()
-    with mock.patch.object(guests, "_verdict", never("flat")):
+    with mock.patch.object(adoption, "verdict_of", never("flat")):
         assert adopt(model, backends()).mode == "solo"
 
 
 def test_a_solo_guest_stays_right_where_a_second_one_could_run_flat() -> None:
     model = owned("llama")
-    with mock.patch.object(guests, "_verdict", never("flat")):
+    with mock.patch.object(adoption, "verdict_of", never("flat")):
         first = adopt(model, backends())
     said = heard(first)
     second = adopt(model, backends())

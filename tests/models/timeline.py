@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 from kvcellar.attention.choose import backends
 from kvcellar.cache.memory import Memory
 from kvcellar.errors import CacheFull
+from kvcellar.models.adopt import adopt
 from kvcellar.models.facts import context_of, padding_token
-from kvcellar.models.guest import Guest, adopt
+from kvcellar.models.guest import Guest
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
 from tests.zoo import ARCHS, WINDOW, reference_logits

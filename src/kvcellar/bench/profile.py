@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from kvcellar.attention.choose import backends
 from kvcellar.cache.memory import Memory
 from kvcellar.contracts import Arrangement, Ask, Backend, History, Scoring
-from kvcellar.models.guest import Guest, adopt
+from kvcellar.models.adopt import adopt
+from kvcellar.models.guest import Guest
 from kvcellar.models.load import load
 from kvcellar.models.packed import PackedLinear, pack
 from kvcellar.models.widened import WidenedLinear

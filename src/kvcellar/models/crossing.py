@@ -32,7 +32,7 @@ from kvcellar.cache.memory import Group, Memory
 from kvcellar.errors import BadRequest, ModelRefused, NotSupported
 from kvcellar.models.facts import context_of, embedding_rows
 from kvcellar.models.generation import GenerationCache
-from kvcellar.models.guest import StoreProbe
+from kvcellar.models.probe import StoreProbe
 from kvcellar.models.seam import GuestCache
 from kvcellar.models.shape import PROBE_TOKENS, causal_shape
 from kvcellar.spans import Span

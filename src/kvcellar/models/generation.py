@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.memory import Group, Memory
 from kvcellar.errors import BadRequest, ModelRefused, NotSupported
-from kvcellar.models.guest import stored_shape
+from kvcellar.models.probe import stored_shape
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
 

@@ -8,7 +8,7 @@ too (learned embeddings, a temperature that grows with position) cannot be shift
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +19,12 @@ from kvcellar.cache.turn import turn
 from kvcellar.contracts import Rotation, Scoring
 from kvcellar.errors import KvcellarError, NotSupported
 from kvcellar.models.facts import context_of, first_position, random_text
+from kvcellar.models.guest import Guest
 from kvcellar.models.mixers import Forward
 from kvcellar.models.own_layers import INDEX, OWN, OwnLayer
 from kvcellar.models.scan import Call
 from kvcellar.models.seam import INDEXED, opened
 from kvcellar.models.shape import Shape
-
-if TYPE_CHECKING:
-    from kvcellar.models.guest import Guest
 
 TOKENS = 12
 NEAR = 37  # no multiple of any head size or window: a wrong frequency shows
@@ -42,7 +40,7 @@ RECURRENT = "what was read cannot be taken out of the state of its recurrent lay
 class PlaceDoor:
     """A forward of one fresh sequence whose first token is at `start`. Records what is stored; attends by reference."""
 
-    guest: "Guest"
+    guest: Guest
     positions: Tensor  # [T]
     stored: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # layer -> plane -> [T,heads,size]
 
@@ -90,7 +88,7 @@ class PlaceDoor:
         raise NotSupported(RECURRENT)
 
 
-def with_rotations(guest: "Guest") -> Shape:
+def with_rotations(guest: Guest) -> Shape:
     """The guest's shape, with the rotations of its planes, or with the reason why its positions cannot change."""
     try:
         found = _certify(guest) if guest.shape.recurrent is None else RECURRENT
@@ -106,7 +104,7 @@ def with_rotations(guest: "Guest") -> Shape:
     return replace(guest.shape, groups=groups)
 
 
-def _certify(guest: "Guest") -> dict[int, dict[str, Rotation]] | str:
+def _certify(guest: Guest) -> dict[int, dict[str, Rotation]] | str:
     """The rotation of every plane that turns, by layer and plane; or why there is none."""
     if guest.mode != "flat":
         return "the model runs solo, with positions of its own"
@@ -136,14 +134,14 @@ def _certify(guest: "Guest") -> dict[int, dict[str, Rotation]] | str:
     return found
 
 
-def _step(guest: "Guest") -> int:
+def _step(guest: Guest) -> int:
     """Places that are as good as the beginning: multiples of this (the chunk size, where there are chunks)."""
     sizes = [group.layout.size for group in guest.shape.groups if isinstance(group.layout, Chunked)]
     return max(sizes, default=1)
 
 
 @torch.inference_mode()
-def stored_at(guest: "Guest", place: int) -> tuple[dict[int, dict[str, Tensor]], Tensor, Tensor]:
+def stored_at(guest: Guest, place: int) -> tuple[dict[int, dict[str, Tensor]], Tensor, Tensor]:
     """When the probe's tokens begin at `place`: planes [T,heads,size] of every layer, logits [T,V], token ids [T]."""
     generator = torch.Generator().manual_seed(7)
     ids = torch.tensor([random_text(guest.model, TOKENS, generator)], device=guest.device)

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvcellar.cache.memory import Memory
@@ -178,6 +178,11 @@ class _Layers(Sequence[OwnLayer]):
         return self._door.own_layer(layer)
 
 
+def cache_argument(accepts: frozenset[str]) -> str:
+    """What a model's forward calls its cache; some that have only recurrent layers call it otherwise."""
+    return "past_key_values" if "past_key_values" in accepts or "cache_params" not in accepts else "cache_params"
+
+
 def scoring_of(q: Tensor, extras: Mapping[str, Any]) -> Scoring:
     """From the keyword arguments of an attention call. Raises `ModelRefused` for any that we do not know."""
     unknown = {
@@ -223,6 +228,17 @@ def register() -> None:
     """Put our two functions into transformers' registries, under our name. They hold no state."""
     AttentionInterface.register(ATTENTION, _attention)
     AttentionMaskInterface.register(ATTENTION, _mask)
+
+
+def own_attention(model: PreTrainedModel) -> None:
+    """The model attends with the eager attention of transformers from now on, if it can be chosen."""
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation("eager")
+
+
+def our_attention(model: PreTrainedModel) -> None:
+    """The model attends through the open door from now on."""
+    model.set_attn_implementation(ATTENTION)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,12 @@ from kvcellar.attention.choose import named
 from kvcellar.engine.cpus import threads_of
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import BadRequest, KvcellarError
+from kvcellar.models.adopt import STRANGE, adopt
 from kvcellar.models.facts import context_of
-from kvcellar.models.guest import STRANGE, TOLERANCE, Guest, adopt, worst
+from kvcellar.models.guest import Guest
 from kvcellar.models.load import load
 from kvcellar.models.quiet import quiet
+from kvcellar.models.selftest import TOLERANCE, worst
 from kvcellar.verify.checks import CHECKS, Check, NotApplicable
 from kvcellar.verify.harness import CheckFailed, Harness, Setup
 from kvcellar.verify.kv_quality import KvQuality, kv_quality

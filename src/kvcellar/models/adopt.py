@@ -1,0 +1,146 @@
+"""adopt: how a model becomes a guest, after it has shown that it gives the right logits.
+
+Always true:
+  * a guest exists only if a mixed batch through our memory (chunked prompts, a fork, decoding) gave the logits of the
+    model's own eager forward over the same tokens, on the real weights.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from math import isfinite
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvcellar.contracts import Backend
+from kvcellar.errors import KvcellarError, ModelRefused
+from kvcellar.models.facts import context_of
+from kvcellar.models.guest import Guest, backends_for
+from kvcellar.models.mixers import install, uninstall
+from kvcellar.models.own_layers import fresh_layers
+from kvcellar.models.probe import probe, stored_shape
+from kvcellar.models.quiet import quiet
+from kvcellar.models.rope import with_rotations
+from kvcellar.models.seam import current_door, our_attention, own_attention, register
+from kvcellar.models.selftest import TOLERANCE, Trial, trial_of, verdict_of
+from kvcellar.models.shape import PROBE_TOKENS, ProbeDoor, describe, differing
+from kvcellar.models.tenancy import Tenancy, Tenant, attentions, set_attentions
+from kvcellar.progress import report
+
+LEAST_CONTEXT = 8  # positions without which the self-test has nothing to test
+STRANGE = (
+    # What a stranger's code may raise under our doors. It means that a way does not work, and is reported.
+    KvcellarError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError,
+    ImportError, OSError,
+)  # fmt: skip
+
+
+def adopt(model: PreTrainedModel, backends: Sequence[Backend]) -> Guest:
+    """Learn the model's shape and test it. Raises `ModelRefused`, with the reason of every way that was tried.
+
+    The model is in eval mode, without gradients and with our attention, until its guest is released. One that is
+    refused is as it was. One that has another guest goes on serving that, and is run as that runs it, or refused: it
+    can have only one attention. The forwards of other guests wait until it is adopted.
+    """
+    name = type(model).__name__
+    if model.dtype not in TOLERANCE:
+        raise ModelRefused(f"{name} cannot be served: its weights are {model.dtype}, not a float of 16, 32 or 64 bits")
+    if context_of(model) < LEAST_CONTEXT:
+        raise ModelRefused(
+            f"{name} cannot be served: its context of {context_of(model)} positions is too short to test"
+        )
+    report("testing the network")
+    register()
+    refused: dict[str, str] = {}
+    installed: list[nn.Module] = []  # by this adoption
+    with Tenancy.visited(model) as tenancy, tenancy.lock, quiet(), ExitStack() as undo:
+        ways = {
+            "flat": lambda: _flat(model, tenancy, backends, installed, offsets=True),
+            "flat, told that nothing came before": lambda: _flat(model, tenancy, backends, installed, offsets=False),
+            "solo": lambda: _solo(model, tenancy, backends, refused["flat"]),
+        }
+        undo.callback(set_attentions, attentions(model))
+        undo.callback(uninstall, installed)
+        model.eval().requires_grad_(False)
+        try:
+            trial = trial_of(model, seed=0)
+        except STRANGE as error:
+            raise ModelRefused(f"{name} cannot be served: its own forward fails. {_told(error)}") from error
+        for mode, way in ways.items():
+            other = tenancy.tenant
+            found = _attempt(way, trial) if other is None or mode.startswith(other.mode) else _told_by(other)
+            if isinstance(found, Guest):
+                found.shape = with_rotations(found)
+                undo.pop_all()
+                tenancy.afterwards(uninstall, installed)
+                found.settle()
+                return found
+            refused[mode] = found
+    raise ModelRefused(_refusal(model, refused))
+
+
+def _told_by(other: Tenant) -> str:
+    """Why a network that has a guest is not run in another way."""
+    return other.refused or f"it has a guest that runs it {other.mode}, and it can have only one attention at a time"
+
+
+def _attempt(way: Callable[[], Guest], trial: Trial) -> Guest | str:
+    """A guest that passed, or why this way does not work."""
+    try:
+        guest = way()
+        verdict = verdict_of(guest, trial)
+        if not verdict.passed and isfinite(verdict.difference):
+            # A router's tie may fall either way, once in a while. What is wrong is wrong with other tokens, too.
+            verdict = verdict_of(guest, trial_of(guest.model, seed=1))
+    except STRANGE as error:
+        return _told(error)
+    guest.verdict = verdict
+    if verdict.passed:
+        return guest
+    return f"its logits differ by {verdict.difference:.1e} from its own forward ({verdict.bound:.0e} is allowed)"
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, KvcellarError) else f"its code raised {type(error).__name__}: {error}"
+
+
+def _refusal(model: PreTrainedModel, refused: Mapping[str, str]) -> str:
+    """Every reason once, with the first way that it holds for where they differ."""
+    ways: dict[str, str] = {}
+    for mode, why in refused.items():
+        ways.setdefault(why, mode)
+    reasons = [f"{mode}: {why}" for why, mode in ways.items()] if len(ways) > 1 else list(ways)
+    return f"{type(model).__name__} cannot be served: " + "; ".join(reasons)
+
+
+def _flat(
+    model: PreTrainedModel, tenancy: Tenancy, backends: Sequence[Backend], installed: list[nn.Module], *, offsets: bool
+) -> Guest:
+    """Adds to `installed` the mixers that it lets the doors call."""
+    context = context_of(model)
+    near = ProbeDoor(context)
+    if not model._can_set_attn_implementation():
+        raise ModelRefused("its attention does not go through transformers' attention interface")
+    our_attention(model)
+    probe(model, near, range(PROBE_TOKENS))
+    if near.reads and "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ModelRefused("its forward takes no positions")
+    installed += install(list(near.mixers), current_door)
+    shape = describe(near, dtype=str(model.dtype).removeprefix("torch."), device=model.device.type)
+    guest = Guest(model, tenancy, shape, "flat", backends_for(shape, backends), offsets=offsets)
+    positions = [*range(PROBE_TOKENS - 1), context - 1]
+    # A model that is told nothing about what came before must not care what it is told.
+    past = guest.seen(torch.tensor(positions, device=model.device)) if offsets else context - PROBE_TOKENS
+    far = ProbeDoor(context, past)
+    probe(model, far, positions)
+    if (why := differing(near, far, PROBE_TOKENS - 1)) is not None:
+        raise ModelRefused(why)
+    return guest
+
+
+def _solo(model: PreTrainedModel, tenancy: Tenancy, backends: Sequence[Backend], why: str) -> Guest:
+    own_attention(model)
+    shape = stored_shape(model, fresh=fresh_layers(model))
+    return Guest(model, tenancy, shape, "solo", backends_for(shape, backends), refused=why)

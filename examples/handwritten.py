@@ -11,8 +11,8 @@ from torch import Tensor
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.layouts import Causal, Sliding
 from kvcellar.cache.memory import Group, Memory
-from kvcellar.contracts import Plane, Scoring
 from kvcellar.plan import Batch, Feed, Plan
+from kvcellar.shapes import Plane, Scoring
 from kvcellar.spans import Span
 
 HIDDEN, HEADS, KV_HEADS, SIZE, VOCAB, WINDOW = 32, 4, 2, 8, 50, 8

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from kvcellar.contracts import Layout
 from kvcellar.errors import BadRequest, shown
+from kvcellar.layout import Layout
 from kvcellar.spans import Span, whole
 
 

@@ -7,8 +7,8 @@ import pytest
 from kvcellar.attention.choose import backends, choose, named
 from kvcellar.attention.reference import Reference
 from kvcellar.attention.sdpa import Sdpa
-from kvcellar.contracts import Ask
 from kvcellar.errors import BadRequest, ModelRefused, NoBackend
+from kvcellar.shapes import Ask
 
 ASK = Ask(8, 2, 64, 64, "bfloat16", "cpu")
 UNEVEN = replace(ASK, query_heads=7, softcap=True, sinks=True)

@@ -22,10 +22,12 @@ from kvcellar.cache.group import Group
 from kvcellar.cache.layouts import Causal, Chunked, Input, Sliding
 from kvcellar.cache.memory import Memory
 from kvcellar.compiled import COMPILERS
-from kvcellar.contracts import Ask, Backend, Layout, Plane, Scoring, StoredAs
+from kvcellar.contracts import Backend
 from kvcellar.errors import NoBackend
+from kvcellar.layout import Layout
 from kvcellar.models import widened
 from kvcellar.plan import Batch, Feed, GroupPlan, Run, Segment
+from kvcellar.shapes import Ask, Plane, Scoring, StoredAs
 from kvcellar.spans import Span
 from tests.attention.texts import LAYOUTS, SHAPES, Texts, assert_scores_are_as_exact_as_float32, scorings
 from tests.cache.told import Told

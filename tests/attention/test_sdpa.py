@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvcellar.attention.reference import Reference, attend_dense
 from kvcellar.attention.sdpa import BLOCK, Sdpa, _room
 from kvcellar.cache.layouts import Causal, Chunked, Sliding
-from kvcellar.contracts import Scoring
+from kvcellar.shapes import Scoring
 from tests.attention.texts import LAYOUTS, SHAPES, Texts, assert_scores_are_as_exact_as_float32, scorings
 
 

@@ -13,11 +13,12 @@ from kvcellar.attention.reference import Reference, attend_dense
 from kvcellar.attention.sdpa import BLOCK, Sdpa
 from kvcellar.cache.layouts import Causal, Sliding
 from kvcellar.cache.memory import Group, Memory
-from kvcellar.contracts import Arrangement, Ask, Kind, Layout, Plane, Scoring, StoredAs
 from kvcellar.errors import NoBackend
+from kvcellar.layout import Layout
 from kvcellar.models.adopt import adopt
 from kvcellar.models.guest import Guest
 from kvcellar.plan import Batch, Feed
+from kvcellar.shapes import Arrangement, Ask, Kind, Plane, Scoring, StoredAs
 from kvcellar.spans import Span
 from tests.zoo import ARCHS
 

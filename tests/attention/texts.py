@@ -10,8 +10,10 @@ from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.group import Group
 from kvcellar.cache.layouts import Causal, Chunked, Sliding
 from kvcellar.cache.memory import Memory
-from kvcellar.contracts import Backend, Layout, Plane, Scoring
+from kvcellar.contracts import Backend
+from kvcellar.layout import Layout
 from kvcellar.plan import Batch, Feed
+from kvcellar.shapes import Plane, Scoring
 from kvcellar.spans import Span
 
 LAYOUTS = [Causal(), Sliding(5), Sliding(4, 9), Chunked(6)]

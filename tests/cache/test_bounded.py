@@ -10,9 +10,10 @@ from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.group import Group
 from kvcellar.cache.layouts import Chunked, Sliding
 from kvcellar.cache.memory import Memory
-from kvcellar.contracts import Layout, Plane
 from kvcellar.errors import CacheFull
+from kvcellar.layout import Layout
 from kvcellar.plan import Batch, Feed
+from kvcellar.shapes import Plane
 from kvcellar.spans import Span
 
 POSITIONS = 100_000

@@ -15,7 +15,7 @@ from kvcellar.cache.layouts import Causal, Sliding
 from kvcellar.cache.memory import Memory
 from kvcellar.cache.pool import Pool
 from kvcellar.cache.states import States
-from kvcellar.contracts import Arrangement, Kind, Plane, Recurrent, StatePlane, Storage
+from kvcellar.shapes import Arrangement, Kind, Plane, Recurrent, StatePlane, Storage
 
 GROUPS = [
     Group("full", Causal(), (Plane("k", 2, 24), Plane("v", 2, 40)), (0, 3, 5)),

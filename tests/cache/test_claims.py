@@ -6,9 +6,9 @@ import torch
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.layouts import Causal, Sliding
 from kvcellar.cache.memory import Group, Memory
-from kvcellar.contracts import Plane, Recurrent, StatePlane
 from kvcellar.errors import BadRequest, WrongStage
 from kvcellar.plan import Batch, Feed
+from kvcellar.shapes import Plane, Recurrent, StatePlane
 from kvcellar.spans import Span
 
 PLANES = (Plane("k", 1, 4), Plane("v", 1, 4))

@@ -15,8 +15,8 @@ from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.group import Group
 from kvcellar.cache.layouts import Causal, Chunked, Sliding
 from kvcellar.cache.memory import Memory
-from kvcellar.contracts import Plane
 from kvcellar.plan import Batch, Feed, Plan
+from kvcellar.shapes import Plane
 from kvcellar.spans import Span
 
 OURS = str(Path(kvcellar.__file__).parent)

@@ -9,8 +9,8 @@ from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.group import Group
 from kvcellar.cache.layouts import Causal
 from kvcellar.cache.memory import Memory
-from kvcellar.contracts import Plane
 from kvcellar.plan import Batch, Feed
+from kvcellar.shapes import Plane
 from kvcellar.spans import Span
 
 WHAT = st.sampled_from(["read", "read", "middle", "middle", "end", "fork"])

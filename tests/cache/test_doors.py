@@ -11,9 +11,9 @@ from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.group import Group
 from kvcellar.cache.layouts import Causal, Input, Sliding
 from kvcellar.cache.memory import Memory
-from kvcellar.contracts import Plane, Scoring
 from kvcellar.errors import BadRequest, CacheFull, CapacityTooSmall, NotSupported, UnknownSequence, WrongStage
 from kvcellar.plan import Batch, Feed
+from kvcellar.shapes import Plane, Scoring
 from kvcellar.spans import Span
 from tests.laws.watch import everything, nothing_changes
 

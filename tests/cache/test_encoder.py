@@ -15,9 +15,10 @@ from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.layouts import Causal, Input, Sliding
 from kvcellar.cache.memory import Group, Memory
 from kvcellar.cache.pool import Pool
-from kvcellar.contracts import Backend, Plane, Rotation, Scoring, StoredAs
+from kvcellar.contracts import Backend
 from kvcellar.errors import BadRequest, CacheFull, CapacityTooSmall, UnknownSequence, WrongStage
 from kvcellar.plan import Batch, Feed
+from kvcellar.shapes import Plane, Rotation, Scoring, StoredAs
 from kvcellar.spans import Span
 from tests.laws import identity
 from tests.laws.watch import nothing_changes

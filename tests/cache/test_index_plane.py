@@ -17,9 +17,10 @@ from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.group import Group
 from kvcellar.cache.layouts import Causal
 from kvcellar.cache.memory import Memory
-from kvcellar.contracts import Backend, Plane, Storage
+from kvcellar.contracts import Backend
 from kvcellar.errors import BadRequest, WrongStage
 from kvcellar.plan import Batch, Feed
+from kvcellar.shapes import Plane, Storage
 from kvcellar.spans import Span
 from tests.laws.watch import nothing_changes
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from kvcellar.cache.layouts import Causal, Sliding
 from kvcellar.cache.memory import Group, Memory
 from kvcellar.cache.readout import Mark, Record, Stretch
-from kvcellar.contracts import Arrangement, Plane, Recurrent, StatePlane, Storage
 from kvcellar.errors import BadRequest, CacheFull
 from kvcellar.plan import Batch, Feed
+from kvcellar.shapes import Arrangement, Plane, Recurrent, StatePlane, Storage
 from kvcellar.spans import Span
 from tests.laws.watch import Wishes, nothing_changes
 

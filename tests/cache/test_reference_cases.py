@@ -8,9 +8,9 @@ from kvcellar.attention.sdpa import Sdpa
 from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.layouts import Causal
 from kvcellar.cache.memory import Group, Memory
-from kvcellar.contracts import Plane
 from kvcellar.engine.request import forgettable
 from kvcellar.plan import Batch, Feed
+from kvcellar.shapes import Plane
 from kvcellar.spans import Span
 from tests.cache.told import PLANES, Told
 from tests.laws.dumb import causal, member, shifting

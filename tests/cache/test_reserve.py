@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from kvcellar.attention.reference import Reference
 from kvcellar.attention.sdpa import Sdpa
-from kvcellar.contracts import Scoring
 from kvcellar.errors import CapacityTooSmall, WrongStage
 from kvcellar.plan import Batch, Feed
+from kvcellar.shapes import Scoring
 from kvcellar.spans import Span
 from tests.cache.told import Told
 from tests.laws.watch import nothing_changes

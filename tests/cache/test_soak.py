@@ -17,8 +17,8 @@ from kvcellar.attention.reference import Reference
 from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.layouts import Causal, Sliding
 from kvcellar.cache.memory import Group, Memory
-from kvcellar.contracts import Plane, Rotation
 from kvcellar.plan import Batch, Feed, Plan
+from kvcellar.shapes import Plane, Rotation
 from kvcellar.spans import Span
 from tests.laws.watch import Allocations
 

@@ -8,9 +8,9 @@ from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.group import PIECE, Group
 from kvcellar.cache.layouts import Causal
 from kvcellar.cache.memory import Memory
-from kvcellar.contracts import Plane, Rotation, StoredAs
 from kvcellar.errors import CacheFull
 from kvcellar.plan import Batch, Feed
+from kvcellar.shapes import Plane, Rotation, StoredAs
 from kvcellar.spans import Span
 from tests.laws.watch import Allocations, nothing_changes
 

@@ -11,9 +11,9 @@ from kvcellar.attention.sdpa import Sdpa
 from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.layouts import Causal, Input
 from kvcellar.cache.memory import Group, Memory
-from kvcellar.contracts import Plane, Recurrent, StatePlane
 from kvcellar.errors import BadRequest, CacheFull, CapacityTooSmall, NotSupported, WrongStage
 from kvcellar.plan import Batch, Feed, Plan, StateSegment
+from kvcellar.shapes import Plane, Recurrent, StatePlane
 from kvcellar.spans import Span
 from tests.laws.prefixes import (
     RECURRENT,

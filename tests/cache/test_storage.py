@@ -15,9 +15,9 @@ from kvcellar.cache.memory import Group, Memory
 from kvcellar.cache.pool import Pool
 from kvcellar.cache.quantise import LARGEST, dequantise, hadamard, quantise, rotate
 from kvcellar.cache.turn import turn
-from kvcellar.contracts import Arrangement, Kind, Plane, Rotation, Storage, StoredAs
 from kvcellar.errors import BadRequest
 from kvcellar.plan import Batch, Feed
+from kvcellar.shapes import Arrangement, Kind, Plane, Rotation, Storage, StoredAs
 from kvcellar.spans import Span
 
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ from kvcellar.attention.reference import Reference
 from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.layouts import Causal, Input, Sliding
 from kvcellar.cache.memory import Group, Memory
-from kvcellar.contracts import Plane
 from kvcellar.errors import WrongStage
 from kvcellar.plan import Batch, Feed, Plan
+from kvcellar.shapes import Plane
 from kvcellar.spans import Span
 from tests.cache.test_cost import lines
 from tests.laws.watch import nothing_changes

@@ -8,8 +8,10 @@ import torch
 from kvcellar.attention.reference import attend_dense
 from kvcellar.cache.layouts import Causal, Chunked, Sliding
 from kvcellar.cache.memory import Group, Memory
-from kvcellar.contracts import Backend, Layout, Plane, Scoring
+from kvcellar.contracts import Backend
+from kvcellar.layout import Layout
 from kvcellar.plan import Batch, Feed, Plan
+from kvcellar.shapes import Plane, Scoring
 from kvcellar.spans import Span
 
 PLANES = (Plane("k", 2, 4), Plane("v", 2, 8))

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.cells import Cells
 from kvcellar.cache.memory import Fragments
-from kvcellar.contracts import StoredAs
 from kvcellar.engine.compaction import PASSES, SHORT, Compaction, worth_compacting
+from kvcellar.shapes import StoredAs
 from tests.cache.told import Told
 from tests.engine.mixes import small_engine
 from tests.laws.dumb import causal, chunked, kept_as, member, shifting, sliding

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from kvcellar import Engine
 from kvcellar.attention.choose import named
-from kvcellar.contracts import StoredAs
 from kvcellar.engine import depends, reserve
 from kvcellar.engine.depends import Unsettled, facts, identities, installed, measures_of, source_digest
 from kvcellar.engine.measures import MOST_BYTES, MOST_FILES, Measures, digest, directory_for, sealed
 from kvcellar.models.adopt import adopt
 from kvcellar.models.guest import Guest
+from kvcellar.shapes import StoredAs
 from tests.zoo import ARCHS
 
 INPUTS = digest({"of": "these tests"})

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 from kvcellar.cache.cells import Cells
 from kvcellar.cache.tables import Table
-from kvcellar.contracts import Layout
 from kvcellar.engine.cellar import Cellar
 from kvcellar.engine.request import Line, Request, Stage
 from kvcellar.engine.scheduler import Scheduler, Share
 from kvcellar.events import Done, Event, Failed, Finished, Piece
+from kvcellar.layout import Layout
 from kvcellar.sample.choice import Choice
 from kvcellar.sample.params import SamplingParams
 from kvcellar.spans import Span

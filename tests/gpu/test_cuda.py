@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from kvcellar import Engine
 from kvcellar.attention.choose import backends
-from kvcellar.contracts import StoredAs
 from kvcellar.engine import settings
 from kvcellar.models.adopt import adopt
 from kvcellar.models.guest import Guest
+from kvcellar.shapes import StoredAs
 from tests.models.timeline import BOUND, read, relative, small_memory
 from tests.zoo import ARCHS
 

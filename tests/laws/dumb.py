@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 
 from kvcellar.cache.layouts import Causal, Chunked, Input, Sliding
 from kvcellar.cache.memory import Group
-from kvcellar.contracts import Layout, Plane, StoredAs
+from kvcellar.layout import Layout
 from kvcellar.plan import Batch, Feed
+from kvcellar.shapes import Plane, StoredAs
 from kvcellar.spans import Span
 from tests.laws import identity
 from tests.laws.identity import Spelt

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.cache.quantise import LARGEST, rotate
-from kvcellar.contracts import Plane, Rotation
+from kvcellar.shapes import Plane, Rotation
 
 LANES = 32
 TOKEN, LAYER, PLANE = 20, 6, 2  # bits

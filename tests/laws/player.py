@@ -18,9 +18,9 @@ from torch import Tensor
 
 from kvcellar.attention.reference import attend_dense
 from kvcellar.cache.memory import Memory
-from kvcellar.contracts import Scoring
 from kvcellar.errors import BadRequest, CacheFull, CapacityTooSmall, NotSupported, WrongStage
 from kvcellar.plan import Batch, Feed, GroupPlan, Plan
+from kvcellar.shapes import Scoring
 from kvcellar.spans import Span
 from tests.laws import identity
 from tests.laws.breaking import Fault, try_with

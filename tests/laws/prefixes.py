@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcellar.cache.memory import Memory
-from kvcellar.contracts import Recurrent, StatePlane
 from kvcellar.plan import StateSegment
+from kvcellar.shapes import Recurrent, StatePlane
 from tests.laws.watch import everything
 
 Tokens = tuple[int, ...]

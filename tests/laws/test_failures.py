@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_map
 
 from kvcellar.cache.history import StoredHistory
 from kvcellar.cache.readout import Record
-from kvcellar.contracts import Scoring, StoredAs
 from kvcellar.plan import Batch, Feed, Plan
+from kvcellar.shapes import Scoring, StoredAs
 from kvcellar.spans import Span
 from tests.laws.breaking import Fault, try_with
 from tests.laws.dumb import causal, chunked, encoder, kept_as, member, shifting, sliding

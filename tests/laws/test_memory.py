@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from kvcellar.contracts import StoredAs
+from kvcellar.shapes import StoredAs
 from tests.laws.dumb import Member, causal, chunked, encoder, kept_as, member, shifting, sliding
 from tests.laws.lives import FLOATS, Life
 

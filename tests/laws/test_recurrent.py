@@ -21,9 +21,9 @@ from kvcellar.attention.sdpa import Sdpa
 from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.layouts import Input
 from kvcellar.cache.memory import Group, Memory
-from kvcellar.contracts import Plane
 from kvcellar.errors import BadRequest, CacheFull, WrongStage
 from kvcellar.plan import Batch, Feed, Plan, StateSegment
+from kvcellar.shapes import Plane
 from kvcellar.spans import Span
 from tests.laws.dumb import Kind, causal, chunked, sliding
 from tests.laws.prefixes import (

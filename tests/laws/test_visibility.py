@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 
 from kvcellar.cache.layouts import Chunked, Input, Sliding
-from kvcellar.contracts import Layout
+from kvcellar.layout import Layout
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
 from tests.laws.dumb import Kind, Member, causal, chunked, encoder, member, shifting, sliding

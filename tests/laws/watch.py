@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.cells import Cells
 from kvcellar.cache.memory import Memory
-from kvcellar.contracts import Arrangement
 from kvcellar.plan import Run
+from kvcellar.shapes import Arrangement
 
 
 class Wishes(Sdpa):

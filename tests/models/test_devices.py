@@ -16,7 +16,7 @@ from kvcellar.attention.choose import backends
 from kvcellar.attention.reference import Reference
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.memory import Memory
-from kvcellar.contracts import Backend, StoredAs
+from kvcellar.contracts import Backend
 from kvcellar.errors import NotSupported
 from kvcellar.models.adopt import adopt
 from kvcellar.models.guest import Guest
@@ -24,6 +24,7 @@ from kvcellar.plan import Batch, Feed
 from kvcellar.sample.choice import Choice
 from kvcellar.sample.draw import Drawn, draw
 from kvcellar.sample.params import SamplingParams
+from kvcellar.shapes import StoredAs
 from kvcellar.spans import Span
 from tests.zoo import ARCHS
 

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from kvcellar.attention.choose import backends
-from kvcellar.contracts import StoredAs
 from kvcellar.errors import ModelRefused, NotSupported
 from kvcellar.models.adopt import adopt
 from kvcellar.models.generation import GenerationCache
 from kvcellar.models.own_layers import OwnLayer
 from kvcellar.models.seam import SoloDoor
+from kvcellar.shapes import StoredAs
 from kvcellar.spans import Span
 from tests.models.timeline import BOUND, Timeline, animal, read, relative, seed_of, small_memory
 from tests.zoo import ARCHS, reference_logits

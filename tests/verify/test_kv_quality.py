@@ -8,10 +8,10 @@ from click.testing import CliRunner
 from kvcellar.attention.choose import backends
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cli.main import cli
-from kvcellar.contracts import Kind
 from kvcellar.errors import BadRequest
 from kvcellar.models.adopt import adopt
 from kvcellar.models.guest import Guest
+from kvcellar.shapes import Kind
 from kvcellar.verify.kv_quality import WAYS, KvQuality, kv_quality
 from tests.zoo import ARCHS
 

@@ -11,12 +11,12 @@ import torch
 
 from kvcellar.attention.choose import backends
 from kvcellar.cache.layouts import Causal, Sliding
-from kvcellar.contracts import StoredAs
 from kvcellar.errors import BadRequest
 from kvcellar.models.adopt import adopt
 from kvcellar.models.guest import Guest
 from kvcellar.models.mixers import Turn
 from kvcellar.models.selftest import worst
+from kvcellar.shapes import StoredAs
 from kvcellar.verify import run
 from kvcellar.verify.checks import CHECKS
 from kvcellar.verify.harness import Harness, gap_of, other_text

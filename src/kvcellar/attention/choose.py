@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from kvcellar.attention.cpu import Cpu
 from kvcellar.attention.reference import Reference
 from kvcellar.attention.sdpa import Sdpa
-from kvcellar.contracts import Ask, Backend
+from kvcellar.contracts import Backend
 from kvcellar.errors import BadRequest, NoBackend
+from kvcellar.shapes import Ask
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,11 @@ from torch import Tensor
 
 from kvcellar.attention.sdpa import Part, Sdpa, part
 from kvcellar.compiled import NotCompiled, library
-from kvcellar.contracts import Arrangement, Ask, History, Kind, Layout, Scoring, Stored, unread
+from kvcellar.contracts import History, Stored
 from kvcellar.errors import NoBackend
+from kvcellar.layout import Layout
 from kvcellar.plan import GroupPlan, Segment
+from kvcellar.shapes import Arrangement, Ask, Kind, Scoring
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 SHORT = 16  # rows of a sequence up to which the kernel serves them
@@ -98,7 +100,7 @@ class Cpu:
     def refuse(self, ask: Ask) -> str | None:
         if ask.device != "cpu":
             return f"it runs on a CPU, not on {ask.device}"
-        if (reason := self._products.refuse(ask) or unread(self, ask)) is not None:
+        if (reason := self._products.refuse(ask) or ask.unreadable(self.kinds)) is not None:
             return reason
         try:
             self._compiled()

@@ -6,8 +6,9 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from kvcellar.contracts import Arrangement, Ask, History, Kind, Scoring, unread
+from kvcellar.contracts import History
 from kvcellar.plan import GroupPlan
+from kvcellar.shapes import Arrangement, Ask, Kind, Scoring
 
 
 class Reference:
@@ -19,7 +20,7 @@ class Reference:
     kinds: frozenset[Kind] = frozenset(get_args(Kind))
 
     def refuse(self, ask: Ask) -> str | None:
-        return unread(self, ask)
+        return ask.unreadable(self.kinds)
 
     def prepare(self, plan: GroupPlan, device: torch.device) -> None:
         return None

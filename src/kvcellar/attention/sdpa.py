@@ -18,8 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcellar.contracts import Arrangement, Ask, History, Kind, Layout, Scoring, Stored, unread
+from kvcellar.contracts import History, Stored
+from kvcellar.layout import Layout
 from kvcellar.plan import GroupPlan, Segment
+from kvcellar.shapes import Arrangement, Ask, Kind, Scoring
 
 BLOCK = 128  # rows scored at once: bounds the scores, and skips the keys that no row of a block sees
 LONG_RUN = 32  # cells of a run, on average, from which on runs are copied one by one instead of cell by cell
@@ -68,7 +70,7 @@ class Sdpa:
     def refuse(self, ask: Ask) -> str | None:
         if ask.query_heads % ask.kv_heads:
             return f"{ask.query_heads} query heads cannot share {ask.kv_heads} KV heads evenly"
-        return unread(self, ask)
+        return ask.unreadable(self.kinds)
 
     def _fuses(self, q: Tensor) -> bool:
         return q.device.type != "cpu" if self._fused is None else self._fused

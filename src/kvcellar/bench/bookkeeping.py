@@ -13,8 +13,8 @@ from kvcellar.bench.network import Size
 from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.layouts import Causal
 from kvcellar.cache.memory import Group, Memory
-from kvcellar.contracts import Plane
 from kvcellar.plan import Batch, Feed
+from kvcellar.shapes import Plane
 from kvcellar.spans import Span
 
 SEQUENCES = 32

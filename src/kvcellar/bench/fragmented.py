@@ -19,9 +19,10 @@ from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.group import Fragments
 from kvcellar.cache.layouts import Causal
 from kvcellar.cache.memory import Group, Memory
-from kvcellar.contracts import Ask, Backend, Plane, Scoring
+from kvcellar.contracts import Backend
 from kvcellar.engine.compaction import Compaction
 from kvcellar.plan import Batch, Feed
+from kvcellar.shapes import Ask, Plane, Scoring
 from kvcellar.spans import Span
 
 GROUP = "causal"

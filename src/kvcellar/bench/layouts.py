@@ -16,8 +16,9 @@ from kvcellar.attention.sdpa import Sdpa
 from kvcellar.bench.network import Size
 from kvcellar.cache.layouts import Causal
 from kvcellar.cache.memory import Group, Memory
-from kvcellar.contracts import Arrangement, History, Plane, Scoring, Storage, Stored
+from kvcellar.contracts import History, Stored
 from kvcellar.plan import Batch, Feed, GroupPlan
+from kvcellar.shapes import Arrangement, Plane, Scoring, Storage
 from kvcellar.spans import Span
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kvcellar.attention.choose import backends
 from kvcellar.cache.memory import Memory
-from kvcellar.contracts import Arrangement, Ask, Backend, History, Scoring
+from kvcellar.contracts import Backend, History
 from kvcellar.models.adopt import adopt
 from kvcellar.models.guest import Guest
 from kvcellar.models.load import load
@@ -23,6 +23,7 @@ from kvcellar.plan import Batch, Feed, GroupPlan
 from kvcellar.sample.choice import Choice
 from kvcellar.sample.draw import draw
 from kvcellar.sample.params import SamplingParams
+from kvcellar.shapes import Arrangement, Ask, Scoring
 from kvcellar.spans import Span
 
 PARTS = ("linear layers", "attention", "rest of the network", "begin and commit", "draw")

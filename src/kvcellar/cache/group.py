@@ -17,9 +17,11 @@ from kvcellar.cache.layouts.encoder import Input
 from kvcellar.cache.plans import indices, pieces
 from kvcellar.cache.pool import Pool, rotated_sizes
 from kvcellar.cache.tables import InputTable, Move, Table
-from kvcellar.contracts import GROUP, Backend, Layout, Plane, Rotation
+from kvcellar.contracts import Backend
 from kvcellar.errors import BadRequest, CapacityTooSmall, WrongStage
+from kvcellar.layout import Layout
 from kvcellar.plan import Batch, Run
+from kvcellar.shapes import GROUP, Plane, Rotation
 from kvcellar.spans import whole
 
 PIECE = 1024  # cells that are copied or turned at once: bounds the staging memory of a shift or a compaction

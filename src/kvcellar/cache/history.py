@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kvcellar.cache.plans import indices
 from kvcellar.cache.pool import Pool, StoredPlane
-from kvcellar.contracts import Arrangement
 from kvcellar.plan import GroupPlan, Run
+from kvcellar.shapes import Arrangement
 
 HOST = torch.device("cpu")
 

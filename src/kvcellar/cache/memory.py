@@ -31,9 +31,10 @@ from kvcellar.cache.sequences import Sequences
 from kvcellar.cache.shift import shifted
 from kvcellar.cache.states import At, States
 from kvcellar.cache.tables import Table, share_all
-from kvcellar.contracts import Backend, Recurrent
+from kvcellar.contracts import Backend
 from kvcellar.errors import BadRequest, CacheFull, CapacityTooSmall, NotSupported, WrongStage, shown
 from kvcellar.plan import Batch, GroupPlan, Plan, Run, StateSegment
+from kvcellar.shapes import Recurrent
 from kvcellar.spans import Span, whole
 
 

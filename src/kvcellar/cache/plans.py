@@ -7,8 +7,8 @@ from torch import Tensor
 
 from kvcellar.cache.layouts.encoder import Input
 from kvcellar.cache.tables import Table
-from kvcellar.contracts import Layout
 from kvcellar.errors import BadRequest, CapacityTooSmall, shown
+from kvcellar.layout import Layout
 from kvcellar.plan import Batch, Feed, GroupPlan, Run, Segment
 from kvcellar.spans import Span, whole
 

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from kvcellar.cache.quantise import dequantise, hadamard, quantise, rotate
 from kvcellar.cache.turn import turn
-from kvcellar.contracts import Arrangement, Backend, Kind, Plane, Rotation, Storage
+from kvcellar.contracts import Backend
 from kvcellar.errors import BadRequest
+from kvcellar.shapes import Arrangement, Kind, Plane, Rotation, Storage
 
 PLAIN: Mapping[Kind, torch.dtype] = {
     "float64": torch.float64,

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcellar.contracts import GROUP, Kind
+from kvcellar.shapes import GROUP, Kind
 
 LARGEST: dict[Kind, float] = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
 SMALLEST_SCALE = 2.0**-24  # the least float16 above zero

@@ -32,8 +32,9 @@ from kvcellar.cache.plans import indices
 from kvcellar.cache.rows import NAME
 from kvcellar.cache.states import States
 from kvcellar.cache.tables import Table
-from kvcellar.contracts import Layout, Recurrent
 from kvcellar.errors import BadRequest, CacheFull
+from kvcellar.layout import Layout
+from kvcellar.shapes import Recurrent
 from kvcellar.spans import Span
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from kvcellar.cache.rows import NoRows, Rows
-from kvcellar.contracts import Recurrent
 from kvcellar.errors import BadRequest, NotSupported, WrongStage
 from kvcellar.plan import Batch, StateSegment
+from kvcellar.shapes import Recurrent
 
 # What planes [b,*shape] would be, had the segments of these b indices got so many of their tokens each, and no more.
 # Who got most comes first.

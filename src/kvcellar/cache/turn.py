@@ -8,7 +8,7 @@ are float32 or wider; a key of lower precision loses one rounding each time it i
 import torch
 from torch import Tensor
 
-from kvcellar.contracts import Rotation
+from kvcellar.shapes import Rotation
 
 
 def turn(x: Tensor, rotation: Rotation, by: int) -> Tensor:

@@ -14,7 +14,6 @@ import torch
 from kvcellar.attention.choose import named
 from kvcellar.cache.group import Group
 from kvcellar.cache.memory import Memory
-from kvcellar.contracts import StoredAs
 from kvcellar.engine.cellar import Cellar
 from kvcellar.engine.cpus import Threads, threads_of
 from kvcellar.engine.depends import measures_of
@@ -46,6 +45,7 @@ from kvcellar.process import Origin
 from kvcellar.progress import report
 from kvcellar.sample.choice import Choice
 from kvcellar.sample.params import SamplingParams, check_ids
+from kvcellar.shapes import StoredAs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-import kvcellar
 from kvcellar.engine.measures import Measures, digest, directory_for
 from kvcellar.models.guest import Guest
 
@@ -56,7 +55,7 @@ def facts(
     """
     return {
         "installed": installed(sys.path),
-        "kvcellar": source_digest(Path(kvcellar.__file__).parent),
+        "kvcellar": source_digest(Path(__file__).parents[1]),
         "interpreter": [sys.version, platform.machine(), sys.flags.optimize],
         "torch": [torch.__version__, torch.version.git_version, torch.__config__.show()],
         "flags": flags(),

@@ -16,8 +16,8 @@ from bisect import insort
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
 
-from kvcellar.contracts import Layout
 from kvcellar.engine.request import Line, Stage
+from kvcellar.layout import Layout
 
 
 class Cellar(Protocol):

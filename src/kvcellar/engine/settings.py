@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from kvcellar.contracts import Layout, StoredAs
 from kvcellar.engine.cpus import PER_CPU, control_groups, most_threads, read
 from kvcellar.errors import BadRequest, CapacityTooSmall, shown
+from kvcellar.layout import Layout
+from kvcellar.shapes import StoredAs
 from kvcellar.text.room import SHORT, bytes_for
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")

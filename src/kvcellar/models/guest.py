@@ -18,13 +18,14 @@ from transformers import PreTrainedModel
 
 from kvcellar.attention.choose import Chosen, choose
 from kvcellar.cache.memory import Memory
-from kvcellar.contracts import Backend, StoredAs
+from kvcellar.contracts import Backend
 from kvcellar.models.facts import first_position
 from kvcellar.models.own_layers import fresh_layers
 from kvcellar.models.seam import Door, FlatDoor, SoloDoor, cache_argument, opened
 from kvcellar.models.shape import Shape
 from kvcellar.models.tenancy import Tenancy, Tenant
 from kvcellar.plan import Plan
+from kvcellar.shapes import StoredAs
 
 Mode = Literal["flat", "solo"]
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from kvcellar.attention.reference import attend_dense
 from kvcellar.cache.layouts import Chunked
 from kvcellar.cache.turn import turn
-from kvcellar.contracts import Rotation, Scoring
 from kvcellar.errors import KvcellarError, NotSupported
 from kvcellar.models.facts import context_of, first_position, random_text
 from kvcellar.models.guest import Guest
@@ -25,6 +24,7 @@ from kvcellar.models.own_layers import INDEX, OWN, OwnLayer
 from kvcellar.models.scan import Call
 from kvcellar.models.seam import INDEXED, opened
 from kvcellar.models.shape import Shape
+from kvcellar.shapes import Rotation, Scoring
 
 TOKENS = 12
 NEAR = 37  # no multiple of any head size or window: a wrong frequency shows

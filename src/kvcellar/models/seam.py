@@ -25,12 +25,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import Cache
 
 from kvcellar.cache.memory import Memory
-from kvcellar.contracts import Scoring
 from kvcellar.errors import ModelRefused, NotSupported, WrongStage
 from kvcellar.models.mixers import Forward, Mixing, Turn, conv
 from kvcellar.models.own_layers import INDEX, OWN, OwnLayer, OwnLayers
 from kvcellar.models.scan import Call, recurrent
 from kvcellar.plan import Plan
+from kvcellar.shapes import Scoring
 
 ATTENTION = "kvcellar"  # our name in transformers' registries
 INDEXED = "it selects keys with an indexer of its own, which looks at the keys of one sequence in order"

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from kvcellar.cache.layouts import Causal, Chunked, Sliding
 from kvcellar.cache.memory import Group
-from kvcellar.contracts import Ask, Kind, Layout, Plane, Recurrent, Scoring, StatePlane, StoredAs
 from kvcellar.errors import ModelRefused
+from kvcellar.layout import Layout
 from kvcellar.models.mixers import Forward
 from kvcellar.models.own_layers import INDEX, OWN, OwnLayer
 from kvcellar.models.scan import Call
 from kvcellar.models.seam import INDEXED, Binding
+from kvcellar.shapes import Ask, Kind, Plane, Recurrent, Scoring, StatePlane, StoredAs
 
 PROBE_TOKENS = 5
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from kvcellar.cache.layouts import Chunked, Sliding
 from kvcellar.cache.memory import Memory
-from kvcellar.contracts import Layout
 from kvcellar.errors import NotSupported
+from kvcellar.layout import Layout
 from kvcellar.models.rope import RECURRENT, stored_at
 from kvcellar.models.rope import TOKENS as PROBE
 from kvcellar.spans import Span

@@ -7,6 +7,7 @@ Always true:
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass
 from threading import RLock
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from kvcellar.attention.choose import Chosen, choose
 from kvcellar.cache.memory import Memory
 from kvcellar.contracts import Backend
+from kvcellar.errors import ModelRefused
 from kvcellar.models.facts import first_position
 from kvcellar.models.own_layers import fresh_layers
 from kvcellar.models.seam import Door, FlatDoor, SoloDoor, cache_argument, opened
@@ -141,6 +143,24 @@ class Guest:
             logits = self._through(door, ids, positions, want)
             door.put()
             return logits
+
+    @torch.inference_mode()
+    def forward_with_hidden(self, memory: Memory, plan: Plan, ids: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, and the hidden states [R,hidden] of these rows: what the output head reads, so after the last layer
+        and the final norm. Raises `ModelRefused` if the network does not call one output head once."""
+        head = self.model.get_output_embeddings()
+        read: list[Tensor] = []  # [1,R,hidden], or of all rows [1,T,hidden]
+        with self.lock, ExitStack() as hooked:
+            if head is not None:
+                hooked.callback(head.register_forward_pre_hook(lambda _, args: read.append(args[0])).remove)
+            logits = self.forward(memory, plan, ids, want)
+        if len(read) != 1:
+            raise ModelRefused(
+                f"{type(self.model).__name__} calls its output head {len(read)} times in a forward, not once: which "
+                f"hidden states it reads is not known"
+            )
+        hidden = read[0][0]
+        return logits, hidden if "logits_to_keep" in self._accepts else hidden.index_select(0, want)
 
     def _through(self, door: Door, ids: Tensor, positions: Tensor, want: Tensor) -> Tensor:
         with opened(door) as cache:

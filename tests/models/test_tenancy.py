@@ -114,7 +114,7 @@ def test_so_does_an_engine_that_cannot_be_built(name: str) -> None:
         assert_untouched_by(model, refused(RuntimeError))
     with mock.patch.object(Loop, "start", side_effect=KeyboardInterrupt):
         assert_untouched_by(model, refused(KeyboardInterrupt))
-    with mock.patch.object(engines, "ModelCard", side_effect=ZeroDivisionError):
+    with mock.patch.object(engines, "model_card", side_effect=ZeroDivisionError):
         assert_untouched_by(model, refused(ZeroDivisionError))
 
 

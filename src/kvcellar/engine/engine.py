@@ -7,7 +7,7 @@ with Engine() as engine:
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -19,6 +19,7 @@ from kvcellar.engine.imports import imported
 from kvcellar.engine.request import Request, fresh_seed
 from kvcellar.engine.result import Collector, Result, Ticket
 from kvcellar.engine.settings import Settings
+from kvcellar.engine.stats import EngineStats, model_card, stats
 from kvcellar.engine.stream import Stream
 from kvcellar.errors import BadRequest, Overloaded, shown
 from kvcellar.events import Event
@@ -35,65 +36,6 @@ Prompt = str | Sequence[int]
 _OPTIONAL = frozenset(
     ("max_tokens", "seed", "logprobs", "top_h", "exponential_decay_length_penalty")
 )  # of these None says something; elsewhere it says nothing
-
-
-@dataclass(frozen=True, slots=True)
-class ModelCard:
-    """What is served. `mode` is how it runs ("flat" or "solo"), `groups` what it remembers."""
-
-    name: str
-    path: Path | None
-    architecture: str
-    context: int
-    vocab_size: int
-    dtype: str
-    device: str
-    mode: str
-    has_text: bool
-    has_chat: bool
-    default_sampling: SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class GroupStats:
-    """One group's cells. `backend` is None where the model attends by itself."""
-
-    name: str
-    layers: int
-    cells: int
-    used: int
-    bytes: int
-    backend: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """How an engine is doing, at one moment between two steps.
-
-    `cache_bytes` are held; a step takes up to `scratch_bytes` more and an edit up to `staging_bytes`. All three
-    together never exceed `limit_bytes`.
-    """
-
-    running: int
-    waiting: int
-    sequences: int
-    steps: int
-    preemptions: int
-    cache_bytes: int
-    scratch_bytes: int
-    staging_bytes: int
-    limit_bytes: int
-    groups: tuple[GroupStats, ...]
-    rows: int  # of recurrent state, the null row apart
-    rows_used: int
-    state_bytes: int
-    shifts: int  # context shifts that turned keys
-    rereads: Mapping[str, int]  # those that read text again instead, by reason
-    compacted: int  # cells that were moved together while no request ran
-
-    @property
-    def cells_used(self) -> int:
-        return sum(group.used for group in self.groups)
 
 
 class Engine:
@@ -124,7 +66,7 @@ class Engine:
         self._loop = self._built.loop
         self._sessions = count(1)
         try:
-            self.model = _card(self._built)
+            self.model = model_card(self._built)
             self._loop.start(self._built.runner)
         except BaseException:  # there will be no engine that somebody could close
             self._built.leave()
@@ -269,7 +211,7 @@ class Engine:
         """
         from kvcellar.engine.session import Session
 
-        return Session(self, next(self._sessions), chat=chat and self.model.has_chat)
+        return Session(self, self._loop, self._sessions, chat=chat and self.model.has_chat)
 
     def params(self, **sampling: Any) -> SamplingParams:
         """Sampling parameters: the model's own defaults, with these fields instead."""
@@ -284,7 +226,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """How it is doing now. Waits for the step that is running."""
-        return self._loop.ask(self._stats)
+        return self._loop.ask(partial(stats, self._built))
 
     def check(self) -> None:
         """Assert every invariant of the scheduler and of memory, between two steps."""
@@ -358,56 +300,6 @@ class Engine:
         self._built.check_fits(len(prompt))
         return prompt
 
-    def _stats(self) -> EngineStats:
-        memory, scheduler, guest = self._built.memory, self._loop.scheduler, self._built.guest
-        free, capacity = memory.free(), memory.capacity()
-        groups = tuple(
-            GroupStats(
-                group.name,
-                len(group.layers),
-                capacity[group.name],
-                capacity[group.name] - free[group.name],
-                group.bytes(capacity[group.name], guest.dtype.itemsize, guest.backends[group.name]),
-                guest.backends[group.name].name if guest.mode == "flat" else None,
-            )
-            for group in memory.groups
-        )
-        return EngineStats(
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            sequences=len(memory.sequences),
-            steps=self._loop.steps,
-            preemptions=scheduler.preemptions,
-            cache_bytes=memory.bytes,
-            scratch_bytes=memory.scratch,
-            staging_bytes=memory.staging,
-            limit_bytes=self._built.capacity.budget,
-            groups=groups,
-            rows=(rows := memory.capacity_rows() or 0),
-            rows_used=rows - (memory.free_rows() or 0),
-            state_bytes=self._built.capacity.states.bytes,
-            shifts=self._loop.cellar.shifts,
-            rereads=dict(self._loop.cellar.rereads),
-            compacted=self._loop.compaction.moved,
-        )
-
-
-def _card(built: "Built") -> ModelCard:
-    guest, loaded = built.guest, built.loaded
-    return ModelCard(
-        name=loaded.name,
-        path=loaded.path,
-        architecture=type(guest.model).__name__,
-        context=built.context,
-        vocab_size=built.vocab_size,
-        dtype=str(guest.dtype).removeprefix("torch."),
-        device=str(guest.device),
-        mode=guest.mode,
-        has_text=built.voice.has_text,
-        has_chat=built.voice.has_chat,
-        default_sampling=SamplingParams(**loaded.defaults) if loaded.defaults else SamplingParams(temperature=0.0),
-    )
-
 
 def _settings(given: Mapping[str, Any]) -> Settings:
     known = {field.name for field in fields(Settings)}
@@ -425,6 +317,3 @@ def _is_batch(prompt: Any) -> bool:
         and len(prompt) > 0
         and isinstance(prompt[0], Sequence)
     )
-
-
-__all__ = ["Engine", "EngineStats", "GroupStats", "ModelCard", "Ticket"]

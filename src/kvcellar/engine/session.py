@@ -15,20 +15,35 @@ made again once memory was needed for others. Half a context is forgotten at onc
 
 import threading
 from bisect import bisect_left
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from kvcellar.engine import intake
 from kvcellar.engine.cellar import common_prefix
 from kvcellar.engine.request import forgettable
-from kvcellar.engine.result import Collector, Result
+from kvcellar.engine.result import Collector, Result, Ticket
+from kvcellar.engine.stats import ModelCard
 from kvcellar.errors import BadRequest, shown
 from kvcellar.events import Piece
 from kvcellar.sample.params import SamplingParams
 
 if TYPE_CHECKING:
-    from kvcellar.engine.engine import Engine
+    from kvcellar.engine.loop import Loop
+
+
+class Host(Protocol):
+    """What a session calls on its engine."""
+
+    model: ModelCard
+
+    def encode(self, text: str, *, special: bool | None = None, limit: int | None = None) -> list[int]: ...
+    def render(self, messages: Sequence[Mapping[str, Any]], *, limit: int | None = None) -> list[int]: ...
+    def params(self, **sampling: Any) -> SamplingParams: ...
+    def start(
+        self, ids: Sequence[int], params: SamplingParams, session: int, borders: Sequence[int]
+    ) -> tuple[Collector, Ticket]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +71,13 @@ class _Turn:
 class Session:
     """Made by `Engine.session`. In a chat, texts that are sent are the user's messages; else they are just text."""
 
-    def __init__(self, engine: "Engine", number: int, *, chat: bool) -> None:
-        self._engine, self._number, self._chat = engine, number, chat
+    def __init__(self, engine: Host, loop: "Loop", numbers: Iterator[int], *, chat: bool) -> None:
+        """`numbers`: of the sessions to come, this one the next."""
+        self._engine, self._loop, self._numbers, self._chat = engine, loop, numbers, chat
+        self._number = next(numbers)
         self._busy = threading.Lock()
         self._closed = False
-        engine._loop.open_session(number)
+        loop.open_session(self._number)
         self.tokens: list[int] = []  # all of the text; of a chat, the last turn's prompt and answer
         self.messages: list[dict[str, Any]] = []  # of a chat, all of them
         self.last: Result | None = None  # of the last turn that came to its end
@@ -93,12 +110,12 @@ class Session:
     def fork(self) -> "Session":
         """A second conversation that goes on from here, sharing this one's memory."""
         with self._alone():
-            twin = self._engine.session(chat=self._chat)
+            twin = Session(self._engine, self._loop, self._numbers, chat=self._chat)
             twin.tokens, twin.messages, twin._turns = list(self.tokens), list(self.messages), list(self._turns)
             twin._forgotten = self._forgotten
             number, other = self._number, twin._number
-            fork = self._engine._loop.cellar.fork_session
-            self._engine._loop.ask(lambda: fork(number, other), changes="forking the session")
+            fork = self._loop.cellar.fork_session
+            self._loop.ask(lambda: fork(number, other), changes="forking the session")
             return twin
 
     def rewind(self, turns: int = 1) -> None:
@@ -116,7 +133,7 @@ class Session:
     def close(self) -> None:
         """Give back what the session holds in memory. A turn that is under way is cancelled. May be called again."""
         self._closed = True
-        self._engine._loop.end_session(self._number)
+        self._loop.end_session(self._number)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -128,7 +145,7 @@ class Session:
                 raise BadRequest(f"n is {params.n}; a turn of a session has one answer. Fork the session instead.", "n")
             asked = self._chatted(text, params) if self._chat else self._continued(text, params)
             borders = self._borders(asked.prompt)
-            collector, ticket = self._engine.start(asked.prompt, asked.params, session=self._number, borders=borders)
+            collector, ticket = self._engine.start(asked.prompt, asked.params, self._number, borders)
             try:
                 yield collector
                 yield from collector.pieces()
@@ -169,7 +186,8 @@ class Session:
         elif self.tokens and isinstance(text, Sequence) and not len(text):
             new = []  # the answer before goes on
         else:
-            new = self._engine._ids(text)
+            model = self._engine.model
+            new = intake.prompt_ids(text, vocab_size=model.vocab_size, context=model.context)
         if params.num_keep < 0 and self._turns:
             params = replace(params, num_keep=self._turns[0].prompt)
         whole = [*self.tokens, *new]

@@ -1,0 +1,122 @@
+"""stats: what an engine serves and how it is doing, as records."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvcellar.sample.params import SamplingParams
+
+if TYPE_CHECKING:
+    from kvcellar.engine.build import Built
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What is served. `mode` is how it runs ("flat" or "solo"), `groups` what it remembers."""
+
+    name: str
+    path: Path | None
+    architecture: str
+    context: int
+    vocab_size: int
+    dtype: str
+    device: str
+    mode: str
+    has_text: bool
+    has_chat: bool
+    default_sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStats:
+    """One group's cells. `backend` is None where the model attends by itself."""
+
+    name: str
+    layers: int
+    cells: int
+    used: int
+    bytes: int
+    backend: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """How an engine is doing, at one moment between two steps.
+
+    `cache_bytes` are held; a step takes up to `scratch_bytes` more and an edit up to `staging_bytes`. All three
+    together never exceed `limit_bytes`.
+    """
+
+    running: int
+    waiting: int
+    sequences: int
+    steps: int
+    preemptions: int
+    cache_bytes: int
+    scratch_bytes: int
+    staging_bytes: int
+    limit_bytes: int
+    groups: tuple[GroupStats, ...]
+    rows: int  # of recurrent state, the null row apart
+    rows_used: int
+    state_bytes: int
+    shifts: int  # context shifts that turned keys
+    rereads: Mapping[str, int]  # those that read text again instead, by reason
+    compacted: int  # cells that were moved together while no request ran
+
+    @property
+    def cells_used(self) -> int:
+        return sum(group.used for group in self.groups)
+
+
+def model_card(built: "Built") -> ModelCard:
+    guest, loaded = built.guest, built.loaded
+    return ModelCard(
+        name=loaded.name,
+        path=loaded.path,
+        architecture=type(guest.model).__name__,
+        context=built.context,
+        vocab_size=built.vocab_size,
+        dtype=str(guest.dtype).removeprefix("torch."),
+        device=str(guest.device),
+        mode=guest.mode,
+        has_text=built.voice.has_text,
+        has_chat=built.voice.has_chat,
+        default_sampling=SamplingParams(**loaded.defaults) if loaded.defaults else SamplingParams(temperature=0.0),
+    )
+
+
+def stats(built: "Built") -> EngineStats:
+    """Call it on the engine's thread, between two steps."""
+    loop, memory, scheduler, guest = built.loop, built.memory, built.loop.scheduler, built.guest
+    free, capacity = memory.free(), memory.capacity()
+    groups = tuple(
+        GroupStats(
+            group.name,
+            len(group.layers),
+            capacity[group.name],
+            capacity[group.name] - free[group.name],
+            group.bytes(capacity[group.name], guest.dtype.itemsize, guest.backends[group.name]),
+            guest.backends[group.name].name if guest.mode == "flat" else None,
+        )
+        for group in memory.groups
+    )
+    return EngineStats(
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting),
+        sequences=len(memory.sequences),
+        steps=loop.steps,
+        preemptions=scheduler.preemptions,
+        cache_bytes=memory.bytes,
+        scratch_bytes=memory.scratch,
+        staging_bytes=memory.staging,
+        limit_bytes=built.capacity.budget,
+        groups=groups,
+        rows=(rows := memory.capacity_rows() or 0),
+        rows_used=rows - (memory.free_rows() or 0),
+        state_bytes=built.capacity.states.bytes,
+        shifts=loop.cellar.shifts,
+        rereads=dict(loop.cellar.rereads),
+        compacted=loop.compaction.moved,
+    )

@@ -133,6 +133,6 @@ def test_only_the_null_place_is_defined_when_planes_are_made(arrangement: Arrang
 
 @pytest.mark.usefixtures("undefined_is_nan")
 def test_only_the_null_row_is_defined_when_states_are_made() -> None:
-    states = States(Recurrent({3: ROW}), rows=2, captures=0, device=torch.device("cpu"))
+    states = States(Recurrent({3: ROW}), rows=2, device=torch.device("cpu"))
     states.check()
     assert all(plane[1:].isnan().all() for plane in states._planes[3].values())

@@ -23,7 +23,6 @@ def memory(*, recurrent: bool = True, cells: int = 64, rows: int = 8) -> Memory:
         backend=Sdpa(),
         recurrent=Recurrent({2: (StatePlane("sum", (1,), "float32"),)}) if recurrent else None,
         rows=rows if recurrent else 0,
-        captures=4 if recurrent else 0,
     )
 
 
@@ -101,7 +100,6 @@ def test_a_model_of_recurrent_layers_alone_is_claimed_and_assembled() -> None:
         backend={},
         recurrent=Recurrent({2: (StatePlane("sum", (1,), "float32"),)}),
         rows=6,
-        captures=2,
     )
     plan = made.begin(Batch((Feed(0, Span(0, 5)),)))
     made.put_state(2, plan.states, {"sum": torch.tensor([[7.0]])})

@@ -36,7 +36,6 @@ def memory(
         backend=Wishes(arrangement, padding),
         recurrent=Recurrent({2: (StatePlane("sum", (3,), "float32"), StatePlane("conv", (2, 2), "bfloat16"))}),
         rows=rows,
-        captures=2,
     )
 
 

@@ -36,7 +36,7 @@ FIRST = next(iter(RECURRENT.layers))
 class Spelling:
     """A memory, and a fake model whose states say of which tokens they are: token p of sequence s is 100 s + p."""
 
-    def __init__(self, *, rows: int = 8, captures: int = 3, groups: Sequence[Group] = (), **more: int) -> None:
+    def __init__(self, *, rows: int = 8, groups: Sequence[Group] = (), **more: int) -> None:
         self.memory = Memory(
             groups,
             cells={group.name: 64 for group in groups},
@@ -45,7 +45,6 @@ class Spelling:
             backend=Sdpa(),
             recurrent=RECURRENT,
             rows=rows,
-            captures=captures,
             **more,
         )
         self.tokens: dict[int, tuple[int, ...]] = {}
@@ -142,7 +141,7 @@ def test_states_of_other_types_are_stored_as_planes_are_and_without_their_graph(
 
 
 def test_a_recycled_row_shows_nothing_of_who_had_it() -> None:
-    spelling = Spelling(rows=2, captures=0)
+    spelling = Spelling(rows=2)
     for _ in range(5):
         spelling.step({0: 3})
         spelling.memory.drop(0)
@@ -181,7 +180,7 @@ def test_a_fork_costs_one_row_of_every_layer_once_it_goes_on() -> None:
     """A row is counted in bytes: the same in every layer, and no more."""
     elements = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
     one = sum(torch.Size(p.shape).numel() * elements[p.kind] for planes in RECURRENT.layers.values() for p in planes)
-    spelling = Spelling(rows=8, captures=0)
+    spelling = Spelling(rows=8)
     memory = spelling.memory
     assert memory.bytes == 9 * one
 
@@ -196,7 +195,12 @@ def test_a_fork_costs_one_row_of_every_layer_once_it_goes_on() -> None:
     spelling.step({1: 2})
     assert taken() == 2 * one
     spelling.step({0: 1, 1: 1})
+    assert taken() == 3 * one, "where they part is kept to go back to"
+    (parting,) = memory.rows.candidates()
+    memory.rows.evict(parting.key)
     assert taken() == 2 * one
+    with pytest.raises(BadRequest, match="not kept just for going back to"):
+        memory.rows.evict(parting.key)
 
 
 def test_the_rows_of_a_step_are_told_once_for_all_layers() -> None:

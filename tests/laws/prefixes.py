@@ -71,7 +71,7 @@ def all_of(memory: Memory) -> list[Any]:
     rows = memory._states.rows
     known = everything(memory)
     known.append({seq: (track.end, track.row, dict(track.captured)) for seq, track in rows._tracks.items()})
-    known += [rows.capacity, rows.captures, rows.free, rows.captured]
+    known += [rows.capacity, rows.free, rows.kept]
     held = sorted({row for track in rows._tracks.values() for row in (track.row, *track.captured.values())} | {0})
     for planes in memory._states._planes.values():
         known += [plane[held].contiguous().view(torch.uint8).numpy().tobytes() for plane in planes.values()]

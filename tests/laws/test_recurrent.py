@@ -23,6 +23,7 @@ from kvcellar.cache.layouts import Input
 from kvcellar.cache.memory import Group, Memory
 from kvcellar.errors import BadRequest, CacheFull, WrongStage
 from kvcellar.plan import Batch, Feed, Plan, StateSegment
+from kvcellar.policy import trim
 from kvcellar.shapes import Plane
 from kvcellar.spans import Span
 from tests.laws.dumb import Kind, causal, chunked, sliding
@@ -103,7 +104,7 @@ class Dumb:
 
     def thin(self) -> None:
         """One at a time goes. What one costs, in all lines, is the tokens since the point before it, for each that it
-        stands for. Of the 16 that cost least it is the one that costs least for its age; older ones first."""
+        stands for. It is the one that costs least for its age; older ones first."""
         while len(kept := self.kept()) > self.captures and self.rows - self.used() < self.spare:
             costs: dict[State, int] = dict.fromkeys(kept, 0)
             for line in self.lines.values():
@@ -111,8 +112,7 @@ class Dumb:
                 for before, state in zip(places, line.points, strict=False):
                     if state in costs:
                         costs[state] += (len(state.tokens) - before) * state.stands
-            low = sorted(costs, key=lambda state: (costs[state], state.number))[:16]
-            gone = min(low, key=lambda state: (costs[state] / (1 + self.uses - state.used), state.number))
+            gone = min(costs, key=lambda state: (costs[state] / (1 + self.uses - state.used), state.number))
             pairs = (pair for line in self.lines.values() for pair in pairwise(line.points))
             for heir in {before for before, state in pairs if state is gone}:
                 heir.stands += gone.stands
@@ -199,14 +199,17 @@ class Timeline(RuleBasedStateMachine):
             backend=Sdpa(),
             recurrent=RECURRENT,
             rows=rows,
-            captures=captures,
-            spare_rows=spare,
         )
         for layer in self.memory._states._planes.values():
             for plane in layer.values():
                 plane[1:] = torch.nan  # whoever reads a row that nobody wrote will know
         self.dumb = Dumb(self.kinds, captures, rows, rows if spare is None else spare)
         self.tokens = 0
+
+    def _trim(self) -> None:
+        """As an engine does between two operations."""
+        trim(self.memory.rows, most=self.dumb.captures, spare=self.dumb.spare)
+        self.dumb.thin()
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -341,7 +344,7 @@ class Timeline(RuleBasedStateMachine):
                 held.intersection_update([pos for pos in held if kind.stays(len(line.tokens), pos)])
             if feed.capture and count == len(feed.pos):
                 self.dumb.capture(line)
-        self.dumb.thin()
+        self._trim()
 
     # -- sequences --------------------------------------------------------------------------------------------------
 
@@ -365,7 +368,7 @@ class Timeline(RuleBasedStateMachine):
         self.dumb.point(line, twin.state)
         self.dumb.capture(twin)
         self.dumb.lines[dst] = twin
-        self.dumb.thin()
+        self._trim()
 
     @staticmethod
     def _place(line: Line, number: int, how: str) -> int:
@@ -390,7 +393,7 @@ class Timeline(RuleBasedStateMachine):
         if kept < length:
             self.dumb.use(line.at(kept) if kept else None)
         self.dumb.lines[seq] = self.dumb.cut(line, kept)
-        self.dumb.thin()
+        self._trim()
 
     @precondition(lambda self: self.dumb.lines)
     @rule(seq=NUMBERS, start=NUMBERS, n=st.integers(1, 3))
@@ -419,7 +422,7 @@ class Timeline(RuleBasedStateMachine):
         seq = self._known(seq)
         self.memory.drop(seq)
         del self.dumb.lines[seq]
-        self.dumb.thin()
+        self._trim()
 
     @precondition(lambda self: len(self.dumb.lines) > 3)
     @rule(feeds=FEEDS)

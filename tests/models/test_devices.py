@@ -64,7 +64,7 @@ class Life:
     def __init__(self, guest: Guest, *, draws: bool = True) -> None:
         self.guest, self.draws = guest, draws
         cells = {group.name: 96 for group in guest.shape.groups}
-        self.memory: Memory = guest.memory(cells, rows=12, captures=4)
+        self.memory: Memory = guest.memory(cells, rows=12)
         self.seen: list[Tensor] = []
         self.drawn: list[Drawn] = []
         self.shifted = False

@@ -57,9 +57,9 @@ def text(length: int, seed: int) -> list[int]:
 class Told:
     """A guest's memory with NaN in every row, what each sequence has read, and how far its logits were ever off."""
 
-    def __init__(self, guest: Guest, judge: PreTrainedModel, *, rows: int = 60, captures: int = 8) -> None:
+    def __init__(self, guest: Guest, judge: PreTrainedModel, *, rows: int = 60) -> None:
         self.guest, self.judge = guest, judge
-        self.memory = guest.memory({g.name: 2000 for g in guest.shape.groups}, rows=rows, captures=captures)
+        self.memory = guest.memory({g.name: 2000 for g in guest.shape.groups}, rows=rows)
         for planes in self.memory._states._planes.values():
             for plane in planes.values():
                 plane[1:] = torch.nan
@@ -416,7 +416,7 @@ def test_a_step_of_which_a_part_is_kept_takes_no_more_memory_than_reserving_it_t
     guest, _ = animal(name)
     if guest.mode == "solo":
         pytest.skip("a model that runs solo gets one sequence a forward, and cannot keep a part of sums")
-    memory = guest.memory({group.name: 40 for group in guest.shape.groups}, rows=12, captures=2)
+    memory = guest.memory({group.name: 40 for group in guest.shape.groups}, rows=12)
 
     def taken(*, reserve: bool) -> int:
         feeds = tuple(Feed(seq, Span(0, 8), revertible=True) for seq in range(4))

@@ -47,7 +47,7 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 def small_memory(guest: Guest, tokens: int, sequences: int = 3) -> Memory:
     """Room for so many sequences of so many tokens; NaN in every cell."""
     cells = {g.name: sequences * g.layout.most_cells(tokens, CHUNK) for g in guest.shape.groups}
-    memory = guest.memory(cells, rows=len(SEQUENCES) + sequences + CAPTURES, captures=CAPTURES)
+    memory = guest.memory(cells, rows=len(SEQUENCES) + sequences + CAPTURES)
     for planes in memory._states._planes.values():
         for plane in planes.values():
             plane[1:] = torch.nan

@@ -69,7 +69,7 @@ def _guest(kind: str, *, small: bool) -> Guest:
 
 def _forked(guest: Guest) -> Forked:
     def memory_of(rows: int) -> Memory:
-        return guest.memory({group.name: 2 * READ for group in guest.shape.groups}, rows=rows, captures=0)
+        return guest.memory({group.name: 2 * READ for group in guest.shape.groups}, rows=rows)
 
     row = memory_of(5).bytes - memory_of(4).bytes
     memory = memory_of(4)
@@ -85,7 +85,7 @@ def _forked(guest: Guest) -> Forked:
 
 def _cost(guest: Guest, width: int, rounds: int) -> Cost:
     cells = {group.name: width * (READ + NEW) for group in guest.shape.groups}
-    memory = guest.memory(cells, rows=3 * width, captures=width)
+    memory = guest.memory(cells, rows=3 * width)
     _step(guest, memory, [Feed(seq, Span(0, READ), capture=True) for seq in range(width)], {})
     draw = random.Random(0)
     taken: tuple[list[float], list[float], list[float]] = ([], [], [])

@@ -27,6 +27,7 @@ from kvcellar.cache.history import Columns, StoredHistory
 from kvcellar.cache.inputs import Planes, check_planes, write
 from kvcellar.cache.plans import accepted_counts, check_query, group_plan, indices, worst_case, write_index
 from kvcellar.cache.readout import shape_of
+from kvcellar.cache.rows import NoRows, Rows
 from kvcellar.cache.sequences import Sequences
 from kvcellar.cache.shift import shifted
 from kvcellar.cache.states import At, States
@@ -61,7 +62,7 @@ class Memory:
     `recurrent` every layer that keeps a state.
 
     `cells` is how many cells each group gets, by its name. Of `rows` states each sequence has one, and takes another in
-    each step; up to `captures` are kept for going back to, and more while `spare_rows` others are free (None: never).
+    each step. Those that are only kept to go back to are for the owner to evict: see `policy.trim`.
     `backend` serves all groups, or is given by group name. `limits` is how many tokens a sequence may have: one number
     for all, or by sequence (others have no limit).
 
@@ -82,8 +83,6 @@ class Memory:
         max_bytes: int | None = None,
         recurrent: Recurrent | None = None,
         rows: int = 0,
-        captures: int = 0,
-        spare_rows: int | None = None,
     ) -> None:
         self.device, self.dtype = torch.device(device), dtype
         self.max_bytes, self.scratch = max_bytes, 0
@@ -100,7 +99,7 @@ class Memory:
         for index, group in enumerate(sorted(groups, key=lambda group: group.of_input)):
             self._held.append(Held.new(group, chosen[group.name], cells[group.name], dtype, self.device))
             self._group_of.update(dict.fromkeys(group.layers, index))
-        self._states = States(recurrent, rows=rows, captures=captures, spare=spare_rows, device=self.device)
+        self._states = States(recurrent, rows=rows, device=self.device)
         self._sequences = Sequences(self._held, self._states.rows)
         shape = shape_of(self.groups, dtype, recurrent)
         self.claims = Claims(self._held, self._sequences, self._states, shape, self._idle, self._check_limit)
@@ -125,7 +124,6 @@ class Memory:
 
     @property
     def in_step(self) -> bool:
-        """Is a step open, to be committed or abandoned?"""
         return self._step is not None
 
     @property
@@ -140,8 +138,13 @@ class Memory:
         """Cells of each group, free or not."""
         return {held.group.name: held.cells.capacity for held in self._held}
 
+    @property
+    def rows(self) -> Rows | NoRows:
+        """Of recurrent state, for `policy.trim`."""
+        return self._states.rows
+
     def free_rows(self) -> int | None:
-        """Free rows of recurrent state; None in a model without."""
+        """None in a model without recurrent layers."""
         return self._states.rows.free
 
     def capacity_rows(self) -> int | None:

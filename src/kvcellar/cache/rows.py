@@ -8,23 +8,23 @@ Always true:
   * row 0 is null, the state of a sequence that has read nothing; nobody takes it or gives it back;
   * every other row is free, or somebody holds it: the open step that took it, tracks whose state it is, or tracks that
     have captured it;
-  * the captures of a track are in order, all behind position 0 and none beyond its end;
-  * no more rows are captured than are allowed, those apart that are some track's own state; or there are spare ones.
+  * the captures of a track are in order, all behind position 0 and none beyond its end.
+
+Nothing here decides what is kept: rows are only counted, and `policy` ranks what could go.
 """
 
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from heapq import heappop, heappush
 from itertools import count, pairwise
 
 from kvcellar.cache.parts import Part
-from kvcellar.errors import BadRequest, CacheFull
+from kvcellar.errors import BadRequest, CacheFull, shown
 from kvcellar.plan import Batch, StateSegment
+from kvcellar.policy import Candidate
 from kvcellar.spans import Span
 
 NAME = "recurrent"  # what messages and reports call the rows
-LOOKED_AT = 16  # captures that are compared when one has to go
 
 
 class Track:
@@ -71,27 +71,17 @@ class Row:
 
 
 class Rows(Part):
-    """The rows of one memory. `capacity` of them, the null row apart; up to `captures` are kept for going back, and
-    more as long as `spare` others are free for the next step (None: never more).
+    """The rows of one memory: `capacity` of them, the null row apart."""
 
-    When there would be too many, the one goes of which least is lost: what it saves, times the captures that it stands
-    for, over its age. What it saves is the tokens since the capture before it; one that several tracks share is a
-    branch point, and saves that for each of them. It stands for itself and for those behind it that went. Its age is
-    how often some state was captured or gone back to since it was itself. So captures lie the more densely the nearer
-    they are to what was read last. Of the `LOOKED_AT` of which least would be lost at the same age the one goes of
-    which least is lost at its own, so that a choice costs the same however many there are.
-    """
-
-    def __init__(self, capacity: int, captures: int, spare: int | None = None) -> None:
-        self.capacity, self.captures, self.spare = capacity, captures, capacity if spare is None else spare
-        self.captured = 0  # rows that are kept for going back, and for nothing else
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
         self._free = list(range(capacity, 0, -1))
         self._rows: dict[int, Row] = {}
+        self._kept: set[int] = set()  # rows that are kept for going back to, and for nothing else
         self._tracks: dict[int, Track] = {}
         self._step: list[StateSegment] = []
         self._numbers = count()
         self._uses = 0
-        self._ranks: list[tuple[int, int, int]] = []  # a heap of `_rank` of all kept rows, and of what is so no more
 
     @property
     def free(self) -> int:
@@ -174,7 +164,6 @@ class Rows(Part):
             if feed.capture and kept == len(feed.pos):
                 self._capture(track, track.end, track.row)
             self._let_go(segment.write)
-        self._thin()
 
     def abandon(self) -> None:
         """Give back what the step took."""
@@ -195,7 +184,6 @@ class Rows(Part):
             self._capture(track, pos, source.captured[pos])
         if before is not None:  # not sooner: what it was may be all that holds what is shared
             self._forget(before)
-        self._thin()
 
     def open(self, seq: int) -> None:
         self._tracks.setdefault(seq, Track())
@@ -206,19 +194,16 @@ class Rows(Part):
             self._use(track.at(kept))
         self._become(track, track.at(kept), kept)
         self._release(track, track.places[bisect_right(track.places, kept) :])
-        self._thin()
 
     def capture(self, seq: int) -> None:
         """Keep the state that `seq` has now."""
         track = self._tracks[seq]
         self._capture(track, track.end, track.row)
-        self._thin()
 
     def drop(self, seq: int) -> None:
         track = self._tracks.pop(seq, None)
         if track is not None:
             self._forget(track)
-            self._thin()
 
     # -- claims -------------------------------------------------------------------------------------------------
 
@@ -243,7 +228,6 @@ class Rows(Part):
         if row:
             self._change_holds(row, -1)
             self._give_back(row)
-            self._thin()
 
     def _change_holds(self, row: int, by: int) -> None:
         kept = self._rows[row].kept
@@ -327,9 +311,7 @@ class Rows(Part):
         self._count(row, kept)
         self._give_back(row)
         if i < len(track.places):
-            row = track.captured[track.places[i]]
-            self._rows[row].saves += saved
-            self._count(row, self._rows[row].kept)
+            self._rows[track.captured[track.places[i]]].saves += saved
 
     def _forget(self, track: Track) -> None:
         self._release(track, track.places[::-1])
@@ -343,47 +325,36 @@ class Rows(Part):
             self._free.append(row)
 
     def _count(self, row: int, was_kept: bool) -> None:
-        """Who holds a row, or what it saves, has changed."""
+        """Who holds a row has changed."""
         kept = self._rows[row].kept
-        self.captured += kept - was_kept
-        if kept:
-            heappush(self._ranks, self._rank(row))
-        if len(self._ranks) > 4 * self.captured + 16:  # most is of the past; so seldom that a push costs no more
-            self._ranks = sorted({rank for rank in self._ranks if self._is_rank(rank)})
+        if kept != was_kept:
+            (self._kept.add if kept else self._kept.discard)(row)
 
-    def _rank(self, row: int) -> tuple[int, int, int]:
-        """What would be lost with a row that is kept, were all of the same age."""
+    # -- what could go ------------------------------------------------------------------------------------------
+
+    @property
+    def kept(self) -> int:
+        """How many rows are kept for going back to, and for nothing else."""
+        return len(self._kept)
+
+    def candidates(self) -> list[Candidate]:
+        """These, as the policy ranks them. Costs the rows that are kept."""
+        found = ((row, self._rows[row]) for row in self._kept)
+        return [Candidate(row, one.saves, one.stands, self._uses - one.used, one.number) for row, one in found]
+
+    def evict(self, row: int) -> None:
+        """Give up a row that is kept only for going back to: what wanted it resumes from the one before."""
+        if row not in self._kept:
+            raise BadRequest(f"row {shown(row)} is not kept just for going back to")
         found = self._rows[row]
-        return found.saves * found.stands, found.number, row
-
-    def _is_rank(self, rank: tuple[int, int, int]) -> bool:
-        row = rank[-1]
-        return row in self._rows and self._rows[row].kept and self._rank(row) == rank
-
-    def _thin(self) -> None:
-        """Let go of captures until no more are there than are allowed, or enough rows are free even so."""
-        while self.captured > self.captures and self.free < self.spare:
-            found = self._rows[self._least()]
-            heirs: set[int] = set()
-            for track, pos in list(found.captors.items()):
-                before = bisect_right(track.places, pos) - 2
-                if before >= 0:
-                    heirs.add(track.captured[track.places[before]])
-                self._release_one(track, pos)
-            for heir in heirs:  # once, in however many tracks it comes before: `saves` counts those
-                self._rows[heir].stands += found.stands
-                self._count(heir, self._rows[heir].kept)
-
-    def _least(self) -> int:
-        """The row that goes first of those that are kept."""
-        low: list[tuple[int, int, int]] = []
-        while len(low) < min(LOOKED_AT, self.captured):
-            rank = heappop(self._ranks)
-            if self._is_rank(rank) and rank not in low:
-                low.append(rank)
-        for rank in low:
-            heappush(self._ranks, rank)
-        return min(low, key=lambda rank: (rank[0] / (1 + self._uses - self._rows[rank[-1]].used), rank[1]))[-1]
+        heirs: set[int] = set()
+        for track, pos in list(found.captors.items()):
+            before = bisect_right(track.places, pos) - 2
+            if before >= 0:
+                heirs.add(track.captured[track.places[before]])
+            self._release_one(track, pos)
+        for heir in heirs:  # once, in however many tracks it comes before: `saves` counts those
+            self._rows[heir].stands += found.stands
 
     def check(self, lengths: Mapping[int, int]) -> None:
         """Assert what is always true, where `lengths` are those of all sequences."""
@@ -412,9 +383,7 @@ class Rows(Part):
             assert (found.captors, found.saves) == (captors.get(row, {}), saves.get(row, 0))
             assert len(set(found.captors.values())) <= 1, f"row {row} was captured at different positions"
             assert found.stands >= 1 and 0 <= found.used <= self._uses
-            assert not found.kept or self._rank(row) in self._ranks
-        assert self.captured == sum(found.kept for found in self._rows.values())
-        assert self.captured <= self.captures or self.free + len(taken) >= self.spare
+        assert self._kept == {row for row, found in self._rows.items() if found.kept}
         assert sorted([*self._free, *self._rows]) == list(range(1, self.capacity + 1))
 
 
@@ -423,6 +392,7 @@ class NoRows(Part):
     no table says so in a memory without groups."""
 
     free = capacity = None
+    kept = 0
 
     def __init__(self) -> None:
         self._ends: dict[int, int] = {}
@@ -438,6 +408,12 @@ class NoRows(Part):
 
     def begin(self, batch: Batch) -> tuple[StateSegment, ...]:
         return ()
+
+    def candidates(self) -> list[Candidate]:
+        return []
+
+    def evict(self, row: int) -> None:
+        raise BadRequest("this memory has no rows: no layer is recurrent")
 
     def row(self, seq: int, pos: int) -> int:
         return 0

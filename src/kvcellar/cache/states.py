@@ -44,17 +44,14 @@ class _Write:
 
 
 class States:
-    """The rows of all recurrent layers: `rows` of them and the null row, of which up to `captures` are kept, and more
-    while `spare` others are free.
+    """The rows of all recurrent layers: `rows` of them and the null row.
 
     Where there are no such layers nothing is asked of a step, and nothing is kept.
     """
 
-    def __init__(
-        self, recurrent: Recurrent, *, rows: int, captures: int, device: torch.device, spare: int | None = None
-    ) -> None:
+    def __init__(self, recurrent: Recurrent, *, rows: int, device: torch.device) -> None:
         self.device = device
-        self.rows = Rows(rows, captures, spare) if recurrent.layers else NoRows()
+        self.rows = Rows(rows) if recurrent.layers else NoRows()
         self._planes: dict[int, dict[str, Tensor]] = {
             layer: {plane.name: _rows(rows + 1, plane.shape, getattr(torch, plane.kind), device) for plane in planes}
             for layer, planes in recurrent.layers.items()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,7 @@ from kvcellar.models.guest import Guest
 from kvcellar.models.load import Loaded, load
 from kvcellar.models.packed import Packing, pack, unpack
 from kvcellar.models.tenancy import Tenancy
+from kvcellar.policy import trim
 from kvcellar.process import Origin
 from kvcellar.progress import report
 from kvcellar.sample.choice import Choice
@@ -207,7 +209,14 @@ def _wired(
     scheduler = Scheduler(cellar, layouts, context=context, max_sequences=sequences, step_tokens=settings.step_tokens)
     loop = Loop(cellar, scheduler, context=context, threads=threads.count, over=lambda: built.leave())
 
-    runner = Runner(guest, memory, context=context, split=lambda line: loop.split(line, built.twin), ended=loop.ended)
+    runner = Runner(
+        guest,
+        memory,
+        context=context,
+        split=lambda line: loop.split(line, built.twin),
+        ended=loop.ended,
+        trim=partial(trim, memory.rows, most=states.captures, spare=states.sequences),
+    )
     built = Built(
         settings=settings,
         loaded=loaded,
@@ -241,8 +250,6 @@ def _memory(guest: Guest, capacity: Capacity, context: int) -> Memory:
         memory = guest.memory(
             capacity.cells,
             rows=capacity.states.rows,
-            captures=capacity.states.captures,
-            spare_rows=capacity.states.sequences,
             limits=context,
             max_bytes=capacity.budget,
         )

@@ -23,11 +23,14 @@ Ended = Callable[[Line, FinishReason | Exception], None]
 
 
 class Runner:
-    """Runs steps of `guest` on `memory`. `split` forks a prompt into its answers, `ended` hears of lines that end."""
+    """Runs steps of `guest` on `memory`. `split` forks a prompt into its answers, `ended` hears of lines that end.
+    `trim` evicts what memory keeps beyond its share, so that a step has the rows that it needs."""
 
-    def __init__(self, guest: Guest, memory: Memory, *, context: int, split: Split, ended: Ended) -> None:
+    def __init__(
+        self, guest: Guest, memory: Memory, *, context: int, split: Split, ended: Ended, trim: Callable[[], None]
+    ) -> None:
         self._guest, self._memory, self._context = guest, memory, context
-        self._split, self._ended = split, ended
+        self._split, self._ended, self._trim = split, ended, trim
 
     def step(self, shares: Sequence[Share]) -> None:
         """Read every share's tokens, and draw for each line that has read all it has."""
@@ -68,6 +71,7 @@ class Runner:
         Keeping it may raise, too: a model that passes over one of its recurrent layers has left no state there.
         """
         feeds = tuple(_feed(line, count) for line, count in shares)
+        self._trim()
         plan = self._memory.begin(Batch(feeds))
         try:
             logits = self._guest.forward(self._memory, plan, *self._inputs(shares))

@@ -87,8 +87,6 @@ class Guest:
         cells: Mapping[str, int],
         *,
         rows: int = 0,
-        captures: int = 0,
-        spare_rows: int | None = None,
         limits: int | None = None,
         max_bytes: int | None = None,
     ) -> Memory:
@@ -101,8 +99,6 @@ class Guest:
             backend=self.backends,
             recurrent=self.shape.recurrent,
             rows=rows,
-            captures=captures,
-            spare_rows=spare_rows,
             limits=limits,
             max_bytes=max_bytes,
         )

@@ -79,7 +79,7 @@ def worst(gaps: Sequence[Tensor], dtype: torch.dtype) -> float:
 def _played(guest: Guest, texts: Mapping[int, list[int]]) -> dict[int, list[Tensor]]:
     """Logits [l,V] of each text by feed: chunks of prompts beside decoding, 1 forked from 0, then single tokens."""
     cells = {group.name: 4 * len(texts[0]) for group in guest.shape.groups}
-    memory = guest.memory(cells, rows=8, captures=1)
+    memory = guest.memory(cells, rows=8)
     got: dict[int, list[Tensor]] = {seq: [] for seq in texts}
     a, b, c = (len(texts[seq]) for seq in texts)
     half = a // 2

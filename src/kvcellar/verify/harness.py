@@ -19,6 +19,7 @@ from kvcellar.models.facts import random_text
 from kvcellar.models.guest import Guest
 from kvcellar.models.seam import ATTENTION
 from kvcellar.plan import Batch, Feed, Plan
+from kvcellar.policy import trim
 from kvcellar.spans import Span
 
 SHORT = 96  # tokens of a text that need not be long: more than the blocks in which most recurrent layers compute
@@ -79,7 +80,7 @@ class Setup:
         if self._spare:
             return self._spare.pop()
         cells = {group.name: SEQUENCES * self.length + self.most for group in self.guest.shape.groups}
-        memory = self.guest.memory(cells, rows=6 * SEQUENCES, captures=3 * SEQUENCES)
+        memory = self.guest.memory(cells, rows=6 * SEQUENCES)
         noise = Harness(self, seed=-1, memory=memory)
         noise.read(*((seq, noise.draw(self.length)) for seq in range(SEQUENCES)))
         memory.clear()
@@ -146,6 +147,7 @@ class Harness:
         for seq, ids in pieces:
             end = len(self.texts.get(seq, ()))
             feeds.append(Feed(seq, Span(end, end + len(ids)), capture=capture, revertible=revertible))
+        trim(self.memory.rows, most=3 * SEQUENCES, spare=6 * SEQUENCES)
         return self.memory.begin(Batch(tuple(feeds)))
 
     def step(self, pieces: Sequence[Piece], *, capture: bool = False, revertible: bool = False) -> None:

@@ -30,11 +30,10 @@ from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.layouts import Input
 from kvcellar.cache.memory import Group, Memory
 from kvcellar.errors import BadRequest, ModelRefused, NotSupported
-from kvcellar.models.facts import context_of, embedding_rows
+from kvcellar.models.facts import embedding_rows
 from kvcellar.models.generation import GenerationCache
-from kvcellar.models.probe import StoreProbe
 from kvcellar.models.seam import GuestCache
-from kvcellar.models.shape import PROBE_TOKENS, causal_shape
+from kvcellar.models.shape import PROBE_TOKENS, StoreProbe, causal_shape
 from kvcellar.spans import Span
 
 Stored = Mapping[int, tuple[Tensor, Tensor]]  # by layer: k [B,G,n,D] and v [B,G,n,Dv]
@@ -282,24 +281,24 @@ def crossing(model: PreTrainedModel, *, cells: int, input_cells: int) -> Crossin
 
 def _with_encoder(model: PreTrainedModel) -> tuple[Stored, Stored]:
     """What the decoder stores of its own tokens, and of the encoder's output."""
-    own, cross = StoreProbe(context_of(model)), StoreProbe(context_of(model))
+    own, cross = StoreProbe(), StoreProbe()
     size = model.get_encoder().config.hidden_size
     seen = torch.zeros(1, PROBE_TOKENS, size, dtype=model.dtype, device=model.device)
     caches = EncoderDecoderCache(GuestCache(own), GuestCache(cross))
     _run(model, encoder_outputs=BaseModelOutput(last_hidden_state=seen), decoder_input_ids=_ids(model), cache=caches)
-    return own.held, cross.held
+    return own.stored, cross.stored
 
 
 def _interleaved(model: PreTrainedModel) -> tuple[Stored, Stored]:
     """Layers that store only if there is something to look at look at it; the others store tokens."""
     if "cross_attention_states" not in inspect.signature(model.forward).parameters:
         return {}, {}
-    without, both = StoreProbe(context_of(model)), StoreProbe(context_of(model))
+    without, both = StoreProbe(), StoreProbe()
     _run(model, input_ids=_ids(model), cache=GuestCache(without))
     size = model.config.get_text_config(decoder=True).hidden_size
     seen = torch.zeros(1, PROBE_TOKENS, size, dtype=model.dtype, device=model.device)
     _run(model, input_ids=_ids(model), cross_attention_states=seen, cache=GuestCache(both))
-    return without.held, {layer: held for layer, held in both.held.items() if layer not in without.held}
+    return without.stored, {layer: held for layer, held in both.stored.items() if layer not in without.stored}
 
 
 def _ids(model: PreTrainedModel) -> Tensor:

@@ -5,43 +5,30 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvcellar.errors import ModelRefused
-from kvcellar.models.facts import context_of, embedding_rows, first_position
+from kvcellar.models.facts import embedding_rows, first_position
 from kvcellar.models.seam import cache_argument, opened
-from kvcellar.models.shape import PROBE_TOKENS, ProbeDoor, Shape, causal_shape
-
-
-class StoreProbe(ProbeDoor):
-    """For a model with its own attention: only what it stores is watched."""
-
-    @property
-    def held(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """By layer, k [1,G,T,D] and v [1,G,T,Dv]."""
-        return {layer: (stored.k, stored.v) for layer, stored in self.stored.items()}
-
-    def mask(self, rule: Any, local_size: int | None, q_length: int, device: torch.device) -> Tensor:
-        raise ModelRefused("a model that runs solo must use its own masks")
+from kvcellar.models.shape import PROBE_TOKENS, Shape, StoreProbe, causal_shape
 
 
 def stored_shape(model: PreTrainedModel, *, fresh: Callable[[int], Any] | None = None) -> Shape:
-    """What a model stores, told by a small forward with the attention that it has. Raises `ModelRefused`.
+    """What a model stores, found by a small forward with its own attention. Raises `ModelRefused`.
 
     So it does for layers that store more of a token than keys and values (an indexer's keys, say), unless the caller
     keeps that, too, and says with `fresh` how cache layers of the model's own class are made.
     """
-    door = StoreProbe(context_of(model), fresh=fresh)
+    door = StoreProbe(fresh=fresh)
     probe(model, door, range(PROBE_TOKENS))
-    if not door.held and not door.states:
+    if not door.stored and not door.states:
         raise ModelRefused("its forward stores nothing through the cache, so there is nothing to remember")
     dtype = str(model.dtype).removeprefix("torch.")
-    return causal_shape(door.held, door.recurrent, beside=door.planes, dtype=dtype, device=model.device.type)
+    return causal_shape(door.stored, door.recurrent, beside=door.planes, dtype=dtype, device=model.device.type)
 
 
 @torch.inference_mode()
-def probe(model: PreTrainedModel, door: ProbeDoor, positions: Sequence[int]) -> None:
+def probe(model: PreTrainedModel, door: StoreProbe, positions: Sequence[int]) -> None:
     ids = (torch.arange(PROBE_TOKENS, device=model.device)[None] + first_position(model)) % embedding_rows(model)
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": True}
     accepts = frozenset(inspect.signature(model.forward).parameters)

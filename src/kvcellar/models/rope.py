@@ -16,13 +16,10 @@ from torch import Tensor, nn
 from kvcellar.attention.reference import attend_dense
 from kvcellar.cache.layouts import Chunked
 from kvcellar.cache.turn import turn
-from kvcellar.errors import KvcellarError, NotSupported
+from kvcellar.errors import KvcellarError
 from kvcellar.models.facts import context_of, first_position, random_text
 from kvcellar.models.guest import Guest
-from kvcellar.models.mixers import Forward
-from kvcellar.models.own_layers import INDEX, OWN, OwnLayer
-from kvcellar.models.scan import Call
-from kvcellar.models.seam import INDEXED, opened
+from kvcellar.models.seam import Door, opened
 from kvcellar.models.shape import Shape
 from kvcellar.shapes import Rotation, Scoring
 
@@ -37,7 +34,7 @@ RECURRENT = "what was read cannot be taken out of the state of its recurrent lay
 
 
 @dataclass(slots=True)
-class PlaceDoor:
+class PlaceDoor(Door):
     """A forward of one fresh sequence whose first token is at `start`. Records what is stored; attends by reference."""
 
     guest: Guest
@@ -47,12 +44,6 @@ class PlaceDoor:
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         self.stored[layer] = {"k": k[0].transpose(0, 1), "v": v[0].transpose(0, 1)}
         return k, v
-
-    def update_plane(self, name: str, new: Tensor, layer: int) -> Tensor:
-        raise NotSupported(INDEXED if name == INDEX else OWN)
-
-    def own_layer(self, layer: int) -> OwnLayer:
-        raise NotSupported(OWN)
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scoring: Scoring) -> Tensor:
         layer = self.guest.shape.bindings[module].layer
@@ -68,24 +59,6 @@ class PlaceDoor:
 
     def seen(self, layer: int) -> int | Tensor:
         return self.guest.seen(self.positions)
-
-    def mask_sizes(self, q_length: int, layer: int) -> tuple[int, int]:
-        return q_length, 0
-
-    def state(self, layer: int, name: str) -> Tensor:
-        raise NotSupported(RECURRENT)
-
-    def shift_in(self, new: Tensor, layer: int, name: str, kernel: int | None) -> Tensor:
-        raise NotSupported(RECURRENT)
-
-    def update_state(self, value: Tensor, layer: int, name: str) -> Tensor:
-        raise NotSupported(RECURRENT)
-
-    def mix(self, forward: Forward, args: Any, kwargs: Any) -> Any:
-        raise NotSupported(RECURRENT)
-
-    def scan(self, layer: int, call: Call) -> Any:
-        raise NotSupported(RECURRENT)
 
 
 def with_rotations(guest: Guest) -> Shape:

@@ -13,11 +13,12 @@ The door of the forward that is running travels in a context variable: transform
 module and its tensors only. One forward at a time per thread.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from kvcellar.plan import Plan
 from kvcellar.shapes import Scoring
 
 ATTENTION = "kvcellar"  # our name in transformers' registries
+STATELESS = "it keeps a recurrent state, and kept none when its shape was learned"
 INDEXED = "it selects keys with an indexer of its own, which looks at the keys of one sequence in order"
 
 # What an attention call may carry besides q, k, v and the mask, and what we do with it.
@@ -43,56 +45,56 @@ _HARMLESS = frozenset({  # they change nothing in inference, or repeat what the 
 })  # fmt: skip
 
 
-class Door(Protocol):
-    """Who answers the model's calls during one forward."""
+class Door(ABC):
+    """Handles the model's calls during one forward. A call that a door does not override is refused."""
 
+    @abstractmethod
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """New k [1,G,T,D] and v [1,G,T,Dv] of a layer; what the model should go on with."""
-        ...
+        """New k [1,G,T,D] and v [1,G,T,Dv] of a layer; returns what the model should go on with."""
 
     def update_plane(self, name: str, new: Tensor, layer: int) -> Tensor:
         """What a layer stores of each new token beside keys and values [1,T,D] -> the same of all tokens [1,N,D]."""
-        ...
+        raise ModelRefused(INDEXED if name == INDEX else OWN)
 
-    def own_layer(self, layer: int) -> "OwnLayer":
+    def own_layer(self, layer: int) -> OwnLayer:
         """The cache layer of a class of the model's own that the model expects."""
-        ...
+        raise ModelRefused(OWN)
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scoring: Scoring) -> Tensor:
         """q [1,H,T,D] -> [1,T,H,Dv]."""
-        ...
+        raise ModelRefused("a model that runs solo must use its own attention")
 
     def mask(self, rule: Any, local_size: int | None, q_length: int, device: torch.device) -> Tensor:
         """What the model gets as its attention mask."""
-        ...
+        raise ModelRefused("a model that runs solo must use its own masks")
 
+    @abstractmethod
     def seen(self, layer: int) -> int | Tensor:
         """How many tokens came before: the model adds a range over its rows to this."""
-        ...
 
     def mask_sizes(self, q_length: int, layer: int) -> tuple[int, int]:
         """(length, offset) of the keys that a mask must cover."""
-        ...
+        return q_length, 0
 
     def state(self, layer: int, name: str) -> Tensor | None:
-        """What a recurrent layer remembers [B,*shape], to be overwritten at will; None if that is nothing yet."""
-        ...
+        """The state of a recurrent layer [B,*shape], which may be overwritten; None if there is none yet."""
+        raise ModelRefused(STATELESS)
 
     def shift_in(self, new: Tensor, layer: int, name: str, kernel: int | None) -> Tensor:
-        """Inputs of a convolution, `new` [B,C,L] behind those that it remembers [B,C,kernel]."""
-        ...
+        """Inputs of a convolution, `new` [B,C,L] behind those of its state [B,C,kernel]."""
+        raise ModelRefused(STATELESS)
 
     def update_state(self, value: Tensor, layer: int, name: str) -> Tensor:
-        """What a recurrent layer remembers now [B,*shape]."""
-        ...
+        """The new state of a recurrent layer [B,*shape]."""
+        raise ModelRefused(STATELESS)
 
     def mix(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         """Call a module that keeps a state."""
-        ...
+        return forward(*args, **kwargs)
 
     def scan(self, layer: int, call: Call) -> Any:
-        """Make the scan that such a module of `layer` asks for."""
-        ...
+        """Run the scan that such a module of `layer` asks for."""
+        raise ModelRefused(STATELESS)
 
 
 _door: ContextVar[Door] = ContextVar("kvcellar_door")
@@ -252,7 +254,7 @@ class Binding:
     direct: bool
 
 
-class FlatDoor:
+class FlatDoor(Door):
     """All sequences of the open step in one row. K/V are written and read here."""
 
     def __init__(self, memory: Memory, plan: Plan, seen: int | Tensor, bindings: Mapping[nn.Module, Binding]) -> None:
@@ -275,12 +277,6 @@ class FlatDoor:
         rows = x[0].transpose(0, 1)
         return rows if self._storing is None else rows.index_select(0, self._storing)
 
-    def update_plane(self, name: str, new: Tensor, layer: int) -> Tensor:
-        raise ModelRefused(INDEXED if name == INDEX else OWN)
-
-    def own_layer(self, layer: int) -> OwnLayer:
-        raise ModelRefused(OWN)
-
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scoring: Scoring) -> Tensor:
         binding = self._bindings.get(module)
         if binding is None:
@@ -295,9 +291,6 @@ class FlatDoor:
 
     def seen(self, layer: int) -> int | Tensor:
         return self._seen
-
-    def mask_sizes(self, q_length: int, layer: int) -> tuple[int, int]:
-        return q_length, 0
 
     def _turn(self, layer: int) -> Turn:
         if self._mixing.turn is None:
@@ -320,7 +313,7 @@ class FlatDoor:
         return self._turn(layer).scan(layer, call)
 
 
-class SoloDoor:
+class SoloDoor(Door):
     """One sequence in the open step, with the model's own attention: it gets its keys in order, as ever."""
 
     def __init__(self, memory: Memory, plan: Plan, fresh: Callable[[int], Any]) -> None:
@@ -348,12 +341,6 @@ class SoloDoor:
     def own_layer(self, layer: int) -> OwnLayer:
         return self._own_layers.of(layer)
 
-    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scoring: Scoring) -> Tensor:
-        raise ModelRefused("a model that runs solo must use its own attention")
-
-    def mask(self, rule: Any, local_size: int | None, q_length: int, device: torch.device) -> Tensor:
-        raise ModelRefused("a model that runs solo must use its own masks")
-
     def seen(self, layer: int) -> int:
         return self._past
 
@@ -368,9 +355,6 @@ class SoloDoor:
 
     def update_state(self, value: Tensor, layer: int, name: str) -> Tensor:
         return self._turn.update(value, layer, name)
-
-    def mix(self, forward: Forward, args: Any, kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
 
     def scan(self, layer: int, call: Call) -> Any:
         return self._turn.scan(layer, call)

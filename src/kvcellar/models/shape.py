@@ -6,7 +6,7 @@ model that we cannot describe so is refused, with the reason.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast, get_args
 
 import torch
@@ -16,10 +16,9 @@ from kvcellar.cache.layouts import Causal, Chunked, Sliding
 from kvcellar.cache.memory import Group
 from kvcellar.errors import ModelRefused
 from kvcellar.layout import Layout
-from kvcellar.models.mixers import Forward
-from kvcellar.models.own_layers import INDEX, OWN, OwnLayer
+from kvcellar.models.own_layers import OwnLayer, OwnLayers
 from kvcellar.models.scan import Call
-from kvcellar.models.seam import INDEXED, Binding
+from kvcellar.models.seam import Binding, Door
 from kvcellar.shapes import Ask, Kind, Plane, Recurrent, Scoring, StatePlane, StoredAs
 
 PROBE_TOKENS = 5
@@ -52,14 +51,6 @@ class Shape:
 
 
 @dataclass(slots=True)
-class _Stored:
-    """What one layer stored."""
-
-    k: Tensor
-    v: Tensor
-
-
-@dataclass(slots=True)
 class _Read:
     """One attention call: q [1,H,T,D], and what is known about it."""
 
@@ -73,35 +64,31 @@ class _Read:
     scoring: Scoring
 
 
-@dataclass(slots=True)
-class ProbeDoor:
-    """Records a forward of one fresh sequence. What it answers keeps the forward going; the output means nothing."""
+class StoreProbe(Door):
+    """Records what a forward of one fresh sequence stores; the model attends by itself. The output means nothing."""
 
-    context: int
-    past: int | Tensor = 0  # what the model is told when it asks how many tokens came before
-    fresh: Callable[[int], Any] | None = None  # makes cache layers of the model's own class; None: they are refused
-    stored: dict[int, _Stored] = field(default_factory=dict)
-    planes: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # by layer and name, [1,T,D] beside k and v
-    reads: dict[nn.Module, _Read] = field(default_factory=dict)
-    states: dict[tuple[int, str], StatePlane] = field(default_factory=dict)  # by layer and name
-    mixers: dict[nn.Module, None] = field(default_factory=dict)  # the modules that asked for a state
-    running: list[nn.Module] = field(default_factory=list)  # modules whose forward has begun, the innermost last
-    _own: dict[int, OwnLayer] = field(default_factory=dict)
-    _masks: list[tuple[Tensor, Rule, int | None]] = field(default_factory=list)
-    _layouts: dict[int, Layout] = field(default_factory=dict)  # by index of their mask
-    _last: int | None = None
+    def __init__(self, past: int | Tensor = 0, fresh: Callable[[int], Any] | None = None) -> None:
+        """`past`: how many tokens came before, as far as the model knows. `fresh` makes cache layers of the model's own
+        class; None refuses them."""
+        self.stored: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, k [1,G,T,D] and v [1,G,T,Dv]
+        self.planes: dict[int, dict[str, Tensor]] = {}  # by layer and name, [1,T,D] beside k and v
+        self.states: dict[tuple[int, str], StatePlane] = {}  # by layer and name
+        self.mixers: dict[nn.Module, None] = {}  # the modules that asked for a state
+        self.running: list[nn.Module] = []  # modules whose forward has begun, the innermost last
+        self._past = past
+        self._own = OwnLayers(fresh, self.update_plane) if fresh is not None else None
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         if layer in self.stored:
             raise ModelRefused(f"layer {layer} stores keys and values twice in one forward")
         if k.dim() != 4 or k.shape[0] != 1 or k.shape[2] != PROBE_TOKENS or v.shape[:3] != (1, v.shape[1], k.shape[2]):
             raise ModelRefused(f"layer {layer} stores keys of shape {tuple(k.shape)}, values {tuple(v.shape)}")
-        self.stored[layer], self._last = _Stored(k, v), layer
+        self.stored[layer] = k, v
         return k, v
 
     def update_plane(self, name: str, new: Tensor, layer: int) -> Tensor:
-        if self.fresh is None:
-            raise ModelRefused(INDEXED if name == INDEX else OWN)
+        if self._own is None:
+            return super().update_plane(name, new, layer)
         planes = self.planes.setdefault(layer, {})
         if name in planes:
             raise ModelRefused(f"layer {layer} stores {name} twice in one forward")
@@ -111,37 +98,10 @@ class ProbeDoor:
         return new
 
     def own_layer(self, layer: int) -> OwnLayer:
-        if self.fresh is None:
-            raise ModelRefused(OWN)
-        if layer not in self._own:
-            self._own[layer] = OwnLayer(self.fresh(layer), layer, self.update_plane)
-        return self._own[layer]
-
-    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scoring: Scoring) -> Tensor:
-        if module in self.reads:
-            raise ModelRefused(f"{type(module).__name__} attends twice in one forward")
-        self.reads[module] = _Read(
-            q,
-            self._binding(module, k, v),
-            self._layout(module, mask),
-            q.shape[1],
-            k.shape[1],
-            q.shape[3],
-            v.shape[3],
-            scoring,
-        )
-        return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
-
-    def mask(self, rule: Rule, local_size: int | None, q_length: int, device: torch.device) -> Tensor:
-        made = torch.ones(1, 1, q_length, q_length, dtype=torch.bool, device=device)
-        self._masks.append((made, rule, local_size))
-        return made
+        return super().own_layer(layer) if self._own is None else self._own.of(layer)
 
     def seen(self, layer: int) -> int | Tensor:
-        return self.past
-
-    def mask_sizes(self, q_length: int, layer: int) -> tuple[int, int]:
-        return q_length, 0
+        return self._past
 
     def state(self, layer: int, name: str) -> Tensor | None:
         self.mixers[self.running[-1]] = None
@@ -156,9 +116,6 @@ class ProbeDoor:
         # Sums are kept in at least 32 bits: what is added to them becomes ever smaller beside them.
         self._remembers(layer, name, tuple(value.shape[1:]), torch.promote_types(value.dtype, torch.float32))
         return value
-
-    def mix(self, forward: Forward, args: Any, kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
 
     def scan(self, layer: int, call: Call) -> Any:
         return call.made()
@@ -180,23 +137,54 @@ class ProbeDoor:
             layers[layer] = (*layers.get(layer, ()), plane)
         return Recurrent(layers) if layers else None
 
+
+class ProbeDoor(StoreProbe):
+    """Records also which layer each attention call reads, by which rule."""
+
+    def __init__(self, context: int, past: int | Tensor = 0) -> None:
+        super().__init__(past)
+        self.reads: dict[nn.Module, _Read] = {}
+        self._context = context
+        self._masks: list[tuple[Tensor, Rule, int | None]] = []
+        self._layouts: dict[int, Layout] = {}  # by index of their mask
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scoring: Scoring) -> Tensor:
+        if module in self.reads:
+            raise ModelRefused(f"{type(module).__name__} attends twice in one forward")
+        self.reads[module] = _Read(
+            q,
+            self._binding(module, k, v),
+            self._layout(module, mask),
+            q.shape[1],
+            k.shape[1],
+            q.shape[3],
+            v.shape[3],
+            scoring,
+        )
+        return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
+
+    def mask(self, rule: Rule, local_size: int | None, q_length: int, device: torch.device) -> Tensor:
+        made = torch.ones(1, 1, q_length, q_length, dtype=torch.bool, device=device)
+        self._masks.append((made, rule, local_size))
+        return made
+
     def _binding(self, module: nn.Module, k: Tensor, v: Tensor) -> Binding:
-        for layer, stored in self.stored.items():
-            if stored.k is k and stored.v is v:
+        for layer, (stored_k, stored_v) in self.stored.items():
+            if stored_k is k and stored_v is v:
                 return Binding(layer, direct=True)
-        if self._last is None:
+        if not self.stored:
             raise ModelRefused(f"{type(module).__name__} attends to keys that were never stored")
-        return Binding(self._last, direct=False)
+        return Binding(next(reversed(self.stored)), direct=False)
 
     def _layout(self, module: nn.Module, mask: Any) -> Layout:
-        """Of the rule whose mask this is: the very tensor that `mask` answered, or a slice of it, still all True."""
+        """Of the rule whose mask this is: the very tensor that `mask` returned, or a slice of it, still all True."""
         found = [i for i, (made, *_) in enumerate(self._masks) if isinstance(mask, Tensor) and _of_one(made, mask)]
         if not found or not bool(mask.all()):
             raise ModelRefused(f"{type(module).__name__} attends with a mask that the model made or changed by itself")
         index = found[0]
         if index not in self._layouts:  # asked only for masks that are read: some models make one that no layer uses
             _, rule, local_size = self._masks[index]
-            self._layouts[index] = recognise(rule, local_size, self.context, mask.device)
+            self._layouts[index] = recognise(rule, local_size, self._context, mask.device)
         return self._layouts[index]
 
 
@@ -207,7 +195,7 @@ def _of_one(a: Tensor, b: Tensor) -> bool:
 def differing(near: ProbeDoor, far: ProbeDoor, rows: int) -> str | None:
     """Why the first `rows` rows, the same in two probes, did not store or ask the same in both; None if they did."""
     for layer, stored in near.stored.items():
-        for what, a, b in (("keys", stored.k, far.stored[layer].k), ("values", stored.v, far.stored[layer].v)):
+        for what, a, b in zip(("keys", "values"), stored, far.stored[layer], strict=True):
             if not _same(a[:, :, :rows], b[:, :, :rows]):
                 return f"the {what} that layer {layer} stores for a token depend on how far other tokens are"
     for module, read in near.reads.items():
@@ -276,8 +264,8 @@ def describe(door: ProbeDoor, *, dtype: str, device: str) -> Shape:
     if unread:
         raise ModelRefused(f"layers {unread} store keys that no attention call was seen to read")
     buckets: dict[tuple[Any, ...], list[int]] = {}
-    for layer, stored in door.stored.items():
-        k, v, read = stored.k, stored.v, by_layer[layer]
+    for layer, (k, v) in door.stored.items():
+        read = by_layer[layer]
         heads = (read.query_heads, read.kv_heads, read.key_size, read.value_size)
         extras = (read.scoring.softcap is not None, read.scoring.sinks is not None)
         key = (layouts[layer], k.shape[1], k.shape[3], v.shape[1], v.shape[3], heads, extras)

@@ -1,0 +1,50 @@
+"""What a door does not handle it refuses, with the reason: a model never goes on with values that mean nothing."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kvcellar.errors import ModelRefused
+from kvcellar.models.seam import Door, GuestCache
+from kvcellar.shapes import Scoring
+
+X = torch.zeros(1, 1, 2, 4)
+
+
+class StoringDoor(Door):
+    """Overrides what has to be overridden, and no more."""
+
+    def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        return k, v
+
+    def seen(self, layer: int) -> int:
+        return 0
+
+
+CACHE = {
+    "update_indexer": (X[0], 0),
+    "get_conv_state": (0,),
+    "update_conv_state": (X[0], 0),
+    "get_recurrent_state": (0,),
+    "update_recurrent_state": (X, 0),
+}
+OTHERS: dict[str, tuple[Any, ...]] = {
+    "own_layer": (0,),
+    "attend": (nn.Identity(), X, X, X, None, Scoring(1.0)),
+    "mask": (None, None, 2, X.device),
+    "scan": (0, None),
+}
+
+
+@pytest.mark.parametrize("name", CACHE)
+def test_a_call_of_the_cache_is_refused(name: str) -> None:
+    with pytest.raises(ModelRefused):
+        getattr(GuestCache(StoringDoor()), name)(*CACHE[name])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_any_other_call_is_refused(name: str) -> None:
+    with pytest.raises(ModelRefused):
+        getattr(StoringDoor(), name)(*OTHERS[name])

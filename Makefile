@@ -49,6 +49,7 @@ format: $(VENV)/.dev ## rewrite the code the way lint wants it
 
 docs: $(VENV)/.dev ## rewrite the documents that are made from the code
 	$(BIN)/python scripts/rooms.py
+	$(BIN)/python -m scripts.reference
 	$(BIN)/python -m scripts.models_page
 	$(BIN)/python -m scripts.theirs
 

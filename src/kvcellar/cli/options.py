@@ -84,9 +84,7 @@ def _with(function: F, *options: Callable[[F], F]) -> F:
 
 def quiet_option(function: F) -> F:
     """Whether stderr is silent at a terminal; elsewhere it always is."""
-    return click.option("--quiet", is_flag=True, help="At a terminal, show neither progress nor what answers cost.")(
-        function
-    )
+    return click.option("--quiet", is_flag=True, help="At a terminal, print neither progress nor timings.")(function)
 
 
 def model_options(function: F) -> F:
@@ -95,7 +93,7 @@ def model_options(function: F) -> F:
         function,
         click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16."),
         click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
-        click.option("--attention", help="An attention backend by name. Default: the first that can."),
+        click.option("--attention", help="An attention backend by name. Default: the first that supports the model."),
         click.option(
             "--threads",
             type=int,
@@ -109,12 +107,10 @@ def engine_options(function: F) -> F:
     return _with(
         function,
         model_options,
-        click.option(
-            "--cache-bytes", type=Size(), help="For K/V and what steps take, like 2G. Default: a share of what is free."
-        ),
-        click.option("--kv-dtype", help="How K/V are stored: int8, or k=int8+hadamard,v=int4. Default: as computed."),
-        click.option("--context", type=int, help="Tokens of one sequence. Default: what the model is made for."),
-        click.option("--max-sequences", type=int, default=64, show_default=True, help="Answers written at once."),
+        click.option("--cache-bytes", type=Size(), help="For K/V and steps, like 2G. Default: a share of free memory."),
+        click.option("--kv-dtype", help="Storage of K/V: int8, or k=int8+hadamard,v=int4. Default: as computed."),
+        click.option("--context", type=int, help="Tokens of one sequence. Default: what the config of the model says."),
+        click.option("--max-sequences", type=int, default=64, show_default=True, help="Completions that run at once."),
         click.option("--step-tokens", type=int, default=512, show_default=True, help="New tokens in one step."),
     )
 
@@ -125,22 +121,27 @@ def sampling_options(function: F) -> F:
         function,
         click.option("--max-tokens", type=int, default=512, show_default=True, help="Most tokens of an answer."),
         click.option("--temperature", type=float, help="0 always takes the most likely token."),
-        click.option("--top-k", type=int, help="Draw from so many of the most likely; 0: from all."),
-        click.option("--top-p", type=float, help="Draw from the fewest that have this probability together."),
-        click.option("--min-p", type=float, help="Draw from those with this share of the best one's probability."),
-        click.option("--typical-p", type=float, help="The same, beginning with those that surprise as is usual."),
-        click.option("--top-h", type=float, help="Of the 100 best, those with this share of their entropy."),
-        click.option("--epsilon-cutoff", type=float, help="Draw from those with this probability."),
-        click.option("--eta-cutoff", type=float, help="The same, lower where many tokens are likely."),
-        click.option("--repetition-penalty", type=float, help="Above 1: less of what is there already."),
-        click.option("--presence-penalty", type=float, help="Off the score of what the answer has already."),
-        click.option("--frequency-penalty", type=float, help="The same, for each time that it has it."),
-        click.option("--repeat-last-n", type=int, help="Penalties look at so many last tokens; 0: off; -1: all."),
-        click.option("--logit-bias", type=Bias(), multiple=True, help="Added to a token's score. May be repeated."),
+        click.option("--top-k", type=int, help="Only so many of the most likely tokens; 0: all."),
+        click.option("--top-p", type=float, help="Only the fewest tokens that have this probability together."),
+        click.option("--min-p", type=float, help="Only tokens with this share of the highest probability."),
+        click.option("--typical-p", type=float, help="As --top-p, those of the most typical information first."),
+        click.option("--top-h", type=float, help="Of the 100 best, the most likely with this share of their entropy."),
+        click.option("--epsilon-cutoff", type=float, help="Only tokens with this probability."),
+        click.option("--eta-cutoff", type=float, help="As --epsilon-cutoff, lower where the entropy is high."),
+        click.option("--repetition-penalty", type=float, help="Above 1: tokens of prompt and answer get less likely."),
+        click.option("--presence-penalty", type=float, help="Subtracted from the logits of tokens of the answer."),
+        click.option("--frequency-penalty", type=float, help="The same, times the number of times that it has them."),
+        click.option("--repeat-last-n", type=int, help="Penalties read so many of the last tokens; 0: none; -1: all."),
         click.option(
-            "--sequence-bias", type=Ids(biased=True), multiple=True, help="The same for the last of several: 12,7=-5."
+            "--logit-bias",
+            type=Bias(),
+            multiple=True,
+            help="Added to the logit of a token, like 13=-100. May be repeated.",
         ),
-        click.option("--no-repeat-ngram-size", type=int, help="So many tokens in a row come once; 0: off."),
+        click.option(
+            "--sequence-bias", type=Ids(biased=True), multiple=True, help="Added to the last of several: 12,7=-5."
+        ),
+        click.option("--no-repeat-ngram-size", type=int, help="No n-gram of this size twice; 0: off."),
         click.option(
             "--bad-words", "bad_words_ids", type=Ids(), multiple=True, help="Never these ids in a row. May be repeated."
         ),
@@ -148,24 +149,33 @@ def sampling_options(function: F) -> F:
             "--suppress-token", "suppress_tokens", type=int, multiple=True, help="Never this token. May be repeated."
         ),
         click.option(
-            "--begin-suppress-token", "begin_suppress_tokens", type=int, multiple=True, help="Not as the first token."
+            "--begin-suppress-token",
+            "begin_suppress_tokens",
+            type=int,
+            multiple=True,
+            help="Not this token first. May be repeated.",
         ),
         click.option(
             "--exponential-decay",
             "exponential_decay_length_penalty",
             type=(int, float),
-            help="From so many tokens on the end gets likelier, by this factor a token.",
+            help="From so many tokens on ends get likelier, by this factor per token.",
         ),
         click.option("--seed", type=int, help="The same seed gives the same answer."),
         click.option("--min-tokens", type=int, help="The answer does not end before so many tokens."),
-        click.option("--min-length", type=int, help="The same, counted with the prompt."),
+        click.option("--min-length", type=int, help="As --min-tokens, counted with the prompt."),
         click.option("--stop", multiple=True, help="End the answer where this text would come. May be repeated."),
         click.option(
             "--stop-id", "stop_token_ids", type=int, multiple=True, help="End it at this token. May be repeated."
         ),
-        click.option("--shift", is_flag=True, default=None, help="At the end of the context, forget and go on."),
-        click.option("--num-keep", type=int, help="With --shift: first tokens that stay; -1: the prompt."),
-        click.option("--ignore-eos", is_flag=True, default=None, help="Go on past the end of the text."),
+        click.option(
+            "--shift",
+            is_flag=True,
+            default=None,
+            help="At the end of the context, drop the oldest tokens and continue.",
+        ),
+        click.option("--num-keep", type=int, help="With --shift: first tokens that are never dropped; -1: the prompt."),
+        click.option("--ignore-eos", is_flag=True, default=None, help="Continue past the end of text."),
     )
 
 

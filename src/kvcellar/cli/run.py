@@ -33,8 +33,8 @@ _HELP = """\
 @click.argument("model", required=False)
 @click.argument("prompt", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with text, ids, usage and timings.")
-@click.option("--logprobs", type=int, help="With --json: of each token, and of so many of the likeliest in its place.")
-@click.option("--raw", is_flag=True, help="Go on from the text as it is, without a chat template.")
+@click.option("--logprobs", type=int, help="With --json: of each token, and of so many of the most likely.")
+@click.option("--raw", is_flag=True, help="Continue the text as it is, without a chat template.")
 @click.option("--ids", is_flag=True, help="Prompt and answer are token ids, like 12 7 99. Needs no tokenizer.")
 @sampling_options
 @engine_options

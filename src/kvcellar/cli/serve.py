@@ -25,15 +25,15 @@ LAST_STEP = 1.5  # seconds for the step that the engine is in when the server ha
 
 @click.command("serve", cls=Verb, epilog="Example: kvcellar serve ./my-model --port 8080 --api-key-file keys.txt")
 @click.argument("model", required=False)
-@click.option("--host", default="127.0.0.1", show_default=True)
-@click.option("--port", default=8080, show_default=True, help="0 takes any free one.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=8080, show_default=True, help="0: any free port.")
 @click.option(
     "--api-key-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="UTF-8 text, one key per line; # begins a comment line. $KVCELLAR_API_KEY is one more key.",
 )
-@click.option("--allowed-host", multiple=True, help="A name that clients may call this server by. May be repeated.")
-@click.option("--allow-open", is_flag=True, help="Answer everybody who can reach HOST, without a key.")
+@click.option("--allowed-host", multiple=True, help="Accepted in the Host header. May be repeated.")
+@click.option("--allow-open", is_flag=True, help="Without keys, serve every client that can reach HOST.")
 @click.option("--max-body", type=Size(), default="8MiB", show_default=True, help="Largest request body.")
 @click.option(
     "--drain-timeout",
@@ -43,8 +43,10 @@ LAST_STEP = 1.5  # seconds for the step that the engine is in when the server ha
     show_default=True,
     help="Seconds for running requests to end after SIGTERM.",
 )
-@click.option("--log-level", type=click.Choice(LEVELS), default="info", show_default=True, help="info: each request.")
-@click.option("--log-format", type=click.Choice(get_args(Format)), default="text", show_default=True)
+@click.option(
+    "--log-level", type=click.Choice(LEVELS), default="info", show_default=True, help="info: a line per request."
+)
+@click.option("--log-format", type=click.Choice(get_args(Format)), default="text", show_default=True, help="Of stderr.")
 @engine_options
 @quiet_option
 def command(

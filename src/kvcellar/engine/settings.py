@@ -34,20 +34,24 @@ def sized(count: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What an engine may be told. Raises `BadRequest`, naming the field, for what cannot be."""
+    """What an engine is asked for. Raises `BadRequest`, naming the field, for a value out of its bounds.
 
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: as stored
-    device: str = "auto"  # auto: CUDA if there is one
-    cache_bytes: int | None = None  # for K/V, with what a step and an edit take; None: a share of what is free
-    context: int | None = None  # tokens of one sequence; None: what the model is made for
-    max_sequences: int = 64  # answers being written at once
+    docs/reference/settings.md is made from the comments.
+    """
+
+    # type that the model computes in; auto: the type of its weights
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "auto"  # auto, cpu, cuda or cuda:N; auto: CUDA if there is a device
+    cache_bytes: int | None = None  # bytes of K/V, steps and edits together; None: a share of free memory
+    context: int | None = None  # tokens of one sequence; None: what the config of the model says
+    max_sequences: int = 64  # completions that run at once
     step_tokens: int = 512  # new tokens in one step
-    max_waiting: int = 512  # requests that wait for admission
-    text_bytes: int | None = None  # of the CPU's memory, half for tokenizing, half for prompts; None: by the context
-    attention: str | None = None  # an attention backend by name; None: the first that can
-    threads: int | None = None  # torch's CPU threads; None: torch's default within a quota (`cpus.threads_of`)
-    kv_dtype: str | None = None  # like int8 or k=int8+hadamard,v=int4 (`StoredAs.parse`); None: as the model computes
-    pack: bool = True  # let oneDNN reorder the weights of linear layers once, on CPUs
+    max_waiting: int = 512  # requests that wait for admission; more are refused with `Overloaded`
+    text_bytes: int | None = None  # CPU memory for texts, half for tokenizing, half for prompts; None: by context
+    attention: str | None = None  # name of an attention backend; None: the first that supports the model
+    threads: int | None = None  # CPU threads of torch; None: its default, within the CPU quota
+    kv_dtype: str | None = None  # storage of K/V: int8, or k=int8+hadamard,v=int4; None: as `dtype`
+    pack: bool = True  # on CPUs, reorder the weights of linear layers for oneDNN at load
 
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, str) or self.dtype not in ("auto", "float32", "bfloat16", "float16"):

@@ -32,37 +32,39 @@ class SamplingParams:
     as in transformers' GenerationConfig.
     """
 
-    max_tokens: int | None = None  # None: until the context is full
-    min_tokens: int = 0  # end-of-text and stop ids cannot be drawn before this many; stop strings are not met
-    min_length: int = 0  # the same for ids, counted with the prompt
-    temperature: float = 1.0  # 0 is greedy
-    top_k: int = 0  # 0: all
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
+    max_tokens: int | None = None  # new tokens at most; None: until the context is full
+    min_tokens: int = 0  # end-of-text and stop ids cannot be drawn before so many, and stop strings do not end it
+    min_length: int = 0  # as min_tokens, counted with the prompt
+    temperature: float = 1.0  # 0: always the most likely token
+    top_k: int = 0  # only so many of the most likely tokens; 0: all
+    top_p: float = 1.0  # only the fewest tokens that have this probability together
+    min_p: float = 0.0  # only tokens with this share of the highest probability
+    typical_p: float = 1.0  # as top_p, those of the most typical information first (arXiv 2202.00666)
     top_h: float | None = None  # of the 100 best, the most likely with this share of their entropy; None: off
     epsilon_cutoff: float = 0.0  # only tokens with this probability
-    eta_cutoff: float = 0.0  # the same, lower where the entropy is high (arXiv 2210.15191)
+    eta_cutoff: float = 0.0  # as epsilon_cutoff, lower where the entropy is high (arXiv 2210.15191)
     repetition_penalty: float = 1.0  # over prompt and answer, as in the CTRL paper (arXiv 1909.05858)
     presence_penalty: float = 0.0  # over the answer, as OpenAI defines it
     frequency_penalty: float = 0.0  # over the answer, as OpenAI defines it
-    repeat_last_n: int = -1  # penalties look at so many of the last tokens of prompt and answer; 0: off; -1: at all
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    sequence_bias: Mapping[tuple[int, ...], float] = field(default_factory=dict)  # of the last id, behind the others
+    repeat_last_n: int = -1  # penalties read so many of the last tokens of prompt and answer; 0: none; -1: all
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logit of a token
+    # added to the logit of the last id where the others stand before it
+    sequence_bias: Mapping[tuple[int, ...], float] = field(default_factory=dict)
     no_repeat_ngram_size: int = 0  # no n-gram of this size twice in prompt and answer; 0: off
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # sequences of token ids that are never completed
     suppress_tokens: tuple[int, ...] = ()  # never drawn
     begin_suppress_tokens: tuple[int, ...] = ()  # not drawn as the answer's first token
-    exponential_decay_length_penalty: tuple[int, float] | None = None  # (tokens, factor): then ends become likelier
-    seed: int | None = None  # None: a fresh one for each request
-    n: int = 1
-    logprobs: int | None = None  # None: none; k: of the drawn token and of the k most likely
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    shift: bool = False  # at the end of the context, forget the oldest part and go on, instead of ending with "length"
-    # With shift: tokens at the beginning, BOS among them, that are never forgotten; -1: the whole prompt. All of the
-    # context but one at most.
+    exponential_decay_length_penalty: tuple[int, float] | None = (
+        None  # (tokens, factor): from then on ends get likelier
+    )
+    seed: int | None = None  # None: a new one for each request
+    n: int = 1  # completions of the prompt, which share its K/V
+    logprobs: int | None = None  # log-probabilities of the drawn token and of so many of the most likely
+    stop: tuple[str, ...] = ()  # the answer ends before the first of these texts
+    stop_token_ids: tuple[int, ...] = ()  # the answer ends at one of these tokens
+    ignore_eos: bool = False  # continue past the end of text
+    shift: bool = False  # at the end of the context, drop the oldest tokens and continue; else the answer ends there
+    # with shift: first tokens, BOS among them, that are never dropped; at most the context but one; -1: the prompt
     num_keep: int = 0
 
     def __post_init__(self) -> None:

@@ -1,8 +1,8 @@
 """fields: request fields of other servers that are accepted here although nothing is done with them.
 
 Clients send the defaults of the server that they were written for. A field is accepted without being implemented only
-where ignoring it cannot change the answer; docs/openai-fields.md shows these tables to users, and a test compares the
-two.
+where ignoring it cannot change the answer; docs/reference/http-fields.md is made from these
+tables.
 """
 
 from collections.abc import Mapping

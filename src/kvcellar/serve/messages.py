@@ -1,7 +1,7 @@
 """messages: the turns of a chat as clients send them, new ones and those that they send back from earlier answers.
 
-What a template cannot read is refused, or accepted without effect where docs/openai-fields.md says so. Which order of
-messages is right, and how calls and results of tools are rendered, is known to `kvcellar.text`.
+What a template cannot read is refused, or accepted without effect where docs/reference/http-fields.md says so. That
+page is made from the comments here. `kvcellar.text` checks the order of messages, and renders calls and results.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,17 +57,22 @@ class ToolCall(Strict):
 
 
 class Message(Strict):
+    # `developer` is rendered as `system`, and `function` is `tool`
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    # text, or a list of parts of the type `text`. Required, but for an assistant's message with `tool_calls`,
+    # `function_call`, reasoning or `refusal`
     content: Annotated[list[TextPart] | None, FailFast(), BeforeValidator(_as_parts)] = None
-    name: str | None = None
-    tool_calls: Annotated[list[ToolCall] | None, FailFast()] = None
-    tool_call_id: str | None = None
-    function_call: FunctionCall | None = None
+    name: str | None = None  # given to the chat template
+    tool_calls: Annotated[list[ToolCall] | None, FailFast()] = None  # see [tool calls](../tool-calls.md)
+    tool_call_id: str | None = None  # if present, the id of a call in an earlier message
+    function_call: FunctionCall | None = None  # deprecated by OpenAI; the same as one entry of `tool_calls`
+    # given to the chat template as `reasoning_content` and `thinking`; most templates render none, or only that of the
+    # last turn
     reasoning_content: str | None = None
-    reasoning: str | None = None
-    thinking: str | None = None
-    refusal: str | None = None
-    audio: None = None
+    reasoning: str | None = None  # another name of `reasoning_content`
+    thinking: str | None = None  # another name of `reasoning_content`
+    refusal: str | None = None  # text in the place of `content`
+    audio: None = None  # only `null`
     annotations: object = None
     cache_control: object = None
     id: object = None

@@ -8,8 +8,9 @@ Every field is one of these, and none is ignored in silence:
 * not implemented (`fields.NEUTRAL`): accepted with the values that ask for nothing, refused by name with any other.
 * unknown: refused by name, as OpenAI does.
 
-docs/openai-fields.md lists all of them; a test compares it with the code. What a request leaves out comes from the
-model's generation config. `model` may be left out; if it is there it must be the one that is served.
+docs/reference/http-fields.md lists all of them, and is made from the comments here (`origin: what it does`). What a
+request leaves out comes from the model's generation config. `model` may be left out; if it is
+there it must be the one that is served.
 """
 
 import json
@@ -49,54 +50,59 @@ def _as_list(value: object) -> object:
 
 
 class StreamOptions(Strict):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # vLLM's: usage in every chunk
-    include_obfuscation: Literal[False] | None = None
+    include_usage: bool | None = None  # OpenAI: a last chunk with the usage of the request and empty `choices`
+    # vLLM: every chunk has the usage so far of its choice; implies `include_usage` unless that is `false`, which
+    # disables both
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = None  # OpenAI: only `false`; chunks are never padded
 
 
 class CommonBody(Strict):
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
+    model: str | None = None  # OpenAI: may be left out; else the name in `/v1/models`, like `owner/name` or `gpt2`
+    stream: bool | None = None  # OpenAI: server-sent events
+    stream_options: StreamOptions | None = None  # OpenAI: see below; needs `stream`
+    return_token_ids: bool | None = None  # vLLM: each choice has `token_ids`
+    return_tokens_as_token_ids: bool | None = None  # vLLM: `logprobs` write a token as `token_id:N`
+    # OpenAI: 16 for a completion where neither request nor model sets it; a chat answer is bounded by the context only
     max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    min_tokens: int | None = None  # vLLM: end-of-text and stop ids cannot be drawn before
+    temperature: float | None = None  # OpenAI: sampling
+    top_k: int | None = None  # vLLM: sampling
+    top_p: float | None = None  # OpenAI: sampling
+    min_p: float | None = None  # vLLM: sampling
+    typical_p: float | None = None  # llama.cpp: sampling
+    repetition_penalty: float | None = None  # vLLM: sampling
+    presence_penalty: float | None = None  # OpenAI: sampling
+    frequency_penalty: float | None = None  # OpenAI: sampling
+    # OpenAI: from token id to bias, -100 to 100
     logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_not_many)] = None
-    seed: int | None = None
-    n: int | None = None
-    stop: Annotated[list[str] | None, FailFast(), BeforeValidator(_as_list)] = None
-    stop_token_ids: Annotated[list[int] | None, FailFast()] = None
-    ignore_eos: bool | None = None
+    seed: int | None = None  # OpenAI: the same seed gives the same choices
+    n: int | None = None  # OpenAI: completions of each prompt; they share its K/V
+    stop: Annotated[list[str] | None, FailFast(), BeforeValidator(_as_list)] = None  # OpenAI: a string, or up to 64
+    stop_token_ids: Annotated[list[int] | None, FailFast()] = None  # vLLM: end at one of these tokens
+    ignore_eos: bool | None = None  # vLLM: continue past the end of text
+    # Ollama: at the end of the context, drop the oldest tokens and continue; needs `max_tokens`
     shift: bool | None = None
-    num_keep: int | None = None
-    repeat_last_n: int | None = None
-    # transformers', for what generation configs say
-    min_length: int | None = None
-    no_repeat_ngram_size: int | None = None
-    bad_words_ids: list[list[int]] | None = None
-    sequence_bias: list[list[object]] | None = None
-    suppress_tokens: list[int] | None = None
-    begin_suppress_tokens: list[int] | None = None
+    num_keep: int | None = None  # Ollama: with `shift`, first tokens that are never dropped; -1: the prompt
+    repeat_last_n: int | None = None  # Ollama: penalties read this many of the last tokens; 0: none, -1: all
+    min_length: int | None = None  # transformers: `min_tokens`, counted with the prompt
+    no_repeat_ngram_size: int | None = None  # transformers: no n-gram of this size twice
+    bad_words_ids: list[list[int]] | None = None  # transformers: sequences of token ids that are never completed
+    sequence_bias: list[list[object]] | None = None  # transformers: a list of pairs of token ids and a number
+    suppress_tokens: list[int] | None = None  # transformers: token ids that are never drawn
+    begin_suppress_tokens: list[int] | None = None  # transformers: token ids that are not drawn first
+    # transformers: a pair of a number of tokens and a factor
     exponential_decay_length_penalty: list[object] | None = None
-    top_h: float | None = None
-    epsilon_cutoff: float | None = None
-    eta_cutoff: float | None = None
+    top_h: float | None = None  # transformers: sampling
+    epsilon_cutoff: float | None = None  # transformers: sampling
+    eta_cutoff: float | None = None  # transformers: sampling
 
 
 class CompletionBody(CommonBody):
-    prompt: object
-    logprobs: int | None = None
-    best_of: int | None = None
-    add_special_tokens: bool | None = None
+    prompt: object  # OpenAI: text, token ids, or a list of either: up to 256 prompts
+    logprobs: int | None = None  # OpenAI: up to 20
+    best_of: int | None = None  # OpenAI: accepted if it equals `n`
+    add_special_tokens: bool | None = None  # vLLM: `false`: encode the prompt without begin- and end-of-text
 
 
 class Reasoning(Strict):
@@ -106,14 +112,17 @@ class Reasoning(Strict):
 
 
 class ChatBody(CommonBody):
+    # OpenAI: see below; up to 4096
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
+    # OpenAI: the newer name of `max_tokens`
     max_completion_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    reasoning_effort: Effort | None = None
-    reasoning: Reasoning | None = None
+    logprobs: bool | None = None  # OpenAI: whether to return log-probabilities
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)  # OpenAI: up to 20; needs `logprobs`
+    reasoning_effort: Effort | None = None  # OpenAI: see [tool calls and reasoning](../tool-calls.md)
+    reasoning: Reasoning | None = None  # OpenRouter: `{"effort": ...}`, the same as `reasoning_effort`
+    # vLLM: variables of the chat template; one that it does not read has no effect
     chat_template_kwargs: dict[str, object] | None = None
-    add_generation_prompt: bool | None = None
+    add_generation_prompt: bool | None = None  # vLLM: `false`: without the beginning of the assistant's turn
 
 
 AnyBody = TypeVar("AnyBody", bound=CommonBody)

@@ -18,29 +18,33 @@ def key_digest(key: str) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
-    """Where to listen, whom to answer, and how much of anything to take from a client.
+    """Where to listen, which clients to serve, and the limits of what one client may send.
+
+    docs/reference/server-settings.md is made from the comments.
 
     Raises `BadRequest`, naming the field, for values that cannot work, and for an address that others can reach while
-    no API key is asked for, unless `allow_open` says that this is wanted.
+    no API key is required, unless `allow_open` says that this is wanted.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8080  # 0: any free one
-    key_digests: tuple[bytes, ...] = field(default=(), repr=False)  # of `key_digest`; empty: no key is asked for
-    allow_open: bool = False  # answer everybody who can reach `host`, without a key
-    allowed_hosts: tuple[str, ...] = ()  # names for the Host header, beside those of the loopback interface
-    max_body_bytes: int = 8 * 2**20
-    max_bodies_bytes: int | None = None  # of all that arrive or wait to be read; None: 8 times max_body_bytes
+    host: str = "127.0.0.1"  # address to listen on
+    port: int = 8080  # 0: any free port
+    key_digests: tuple[bytes, ...] = field(
+        default=(), repr=False
+    )  # `key_digest(key)` of each API key; empty: no key is required
+    allow_open: bool = False  # without keys, listen on an address that other machines can reach
+    allowed_hosts: tuple[str, ...] = ()  # accepted in the Host header, beside the names of the loopback interface
+    max_body_bytes: int = 8 * 2**20  # of one request
+    max_bodies_bytes: int | None = None  # of all requests being received; None: 8 times max_body_bytes
     max_header_bytes: int = 64 * 2**10  # request line and headers together
-    max_headers: int = 100
-    max_connections: int = 512  # well below the 1024 files that a process may commonly open
-    max_backlog_events: int = 4096  # events of one request that may wait for a client that reads slowly
-    header_seconds: float = 15.0  # for a request line and its headers to arrive
-    body_seconds: float = 60.0  # for a body to arrive
-    write_seconds: float = 60.0  # for a client to read again, once its buffers are full
-    ping_seconds: float = 15.0  # a stream is never silent for longer
-    idle_seconds: int = 75  # between two requests of one connection
-    drain_seconds: float = 5.0  # for running requests to end after the first SIGTERM
+    max_headers: int = 100  # header lines of one request
+    max_connections: int = 512  # open at once; below 1024, the usual limit on open files
+    max_backlog_events: int = 4096  # events of one request, queued for a slow client; more cancel the request
+    header_seconds: float = 15.0  # to receive a request line and its headers
+    body_seconds: float = 60.0  # to receive a body
+    write_seconds: float = 60.0  # to wait for a client whose buffers are full
+    ping_seconds: float = 15.0  # a stream that has no data for so long sends a comment line
+    idle_seconds: int = 75  # to keep an idle connection open
+    drain_seconds: float = 5.0  # running requests may go on for after the first SIGTERM
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -1,0 +1,236 @@
+"""Write docs/reference/ from the code: `python -m scripts.reference`.
+
+The description of a setting or a field is the comment beside it, or the comment lines directly above it.
+"""
+
+import ast
+import inspect
+import json
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+from pydantic import BaseModel
+
+from kvcellar.cli.main import ENVIRONMENT, VERBS, cli
+from kvcellar.compiled import COMPILERS
+from kvcellar.engine.settings import Settings
+from kvcellar.sample.params import SamplingParams
+from kvcellar.serve.fields import NEUTRAL, NO_EFFECT
+from kvcellar.serve.keys import VARIABLE
+from kvcellar.serve.messages import MESSAGE_NO_EFFECT, Message
+from kvcellar.serve.requests import ChatBody, CommonBody, CompletionBody, StreamOptions
+from kvcellar.serve.settings import ServeSettings
+
+FOLDER = Path(__file__).parents[1] / "docs" / "reference"
+NOTE = "*Made from the code by `make docs`; a test compares the two.*"
+
+SETTINGS = """\
+Keyword arguments of `Engine(model, ...)`. Most have an option of the same name in `kvcellar serve`, `run` and `doctor`
+(`cache_bytes` is `--cache-bytes`). How bytes are divided: [limit memory](../howto/limit-memory.md).
+"""
+SERVER = """\
+Fields of `kvcellar.serve.ServeSettings`, for a server in a program of your own. `kvcellar serve` sets those that
+[have an option](command-line.md#kvcellar-serve); the others have their defaults there.
+"""
+SAMPLING = """\
+Keyword arguments of `generate`, `stream`, `chat` and `send`, fields of `kvcellar.SamplingParams`, and fields of HTTP
+requests. What is not given comes from the generation config of the model, and from this page where that says nothing.
+"""
+COMMANDS = """\
+In a checkout the command is `.venv/bin/kvcellar`. Exit codes: 0 done; 1 refused or failed, with one line that says why;
+2 wrong usage; 130 interrupted; 128 and the number of the signal where `serve` was signalled twice. Sizes are written
+like 800M, 1.5G or 512MiB.
+"""
+FIELDS = """\
+What `POST /v1/completions` and `POST /v1/chat/completions` do with every field that a client may send. No field is
+ignored in silence where ignoring it could change the answer: it is implemented, accepted without effect because there
+could be none, accepted with the values that ask for nothing, or refused with 400 and its name. `null` is the same as
+leaving a field out. Types are strict: `"5"` is no number and `true` is no 1.
+
+Fields for sampling are described [on a page of their own](sampling.md). What a request leaves out comes from
+the generation config of the model.
+"""
+NEUTRAL_HEAD = """\
+Any other value is refused with 400, `"code": "unsupported_parameter"` and the name of the field.
+"""
+MESSAGE_TAIL = """\
+The same holds for `cache_control` in a part of `content`, and for other keys in a tool call (`index`, for one), which
+no template reads. Any other field of a message is refused by its name.
+"""
+
+
+def pages() -> dict[str, str]:
+    """File name and text of every page."""
+    return {
+        "settings.md": _page("Engine settings", SETTINGS, _settings_table(Settings)),
+        "server-settings.md": _page("Server settings", SERVER, _settings_table(ServeSettings)),
+        "sampling.md": _page("Sampling parameters", SAMPLING, _settings_table(SamplingParams)),
+        "command-line.md": _page("Command line", COMMANDS, *map(_verb, VERBS), _environment()),
+        "http-fields.md": _page("Fields of HTTP requests", FIELDS, *_http()),
+    }
+
+
+def _page(title: str, *parts: str) -> str:
+    return "\n".join([f"# {title}\n", f"{NOTE}\n", *parts])
+
+
+def described(cls: type) -> dict[str, str]:
+    """The comment of each field that the body of `cls` declares, empty where there is none."""
+    lines = textwrap.dedent(inspect.getsource(cls)).split("\n")
+    found: dict[str, str] = {}
+    (body,) = (node.body for node in ast.parse("\n".join(lines)).body if isinstance(node, ast.ClassDef))
+    for node in body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found[node.target.id] = " ".join([*_above(lines, node.lineno - 1), *_beside(lines[node.end_lineno - 1 :])])
+    return found
+
+
+def _above(lines: list[str], at: int) -> list[str]:
+    found: list[str] = []
+    while lines[at - 1].strip().startswith("# "):
+        at -= 1
+        found.insert(0, lines[at].strip().removeprefix("# "))
+    return found
+
+
+def _beside(rest: list[str]) -> Iterator[str]:
+    _, found, comment = rest[0].partition("  # ")
+    if found:
+        yield comment
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    def line(cells: Iterable[str]) -> str:
+        return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+    head = list(head)
+    return "\n".join([line(head), line(["---"] * len(head)), *map(line, rows), ""])
+
+
+def _settings_table(cls: Any) -> str:
+    told = described(cls)
+    rows = [(f"`{f.name}`", f"`{_type(cls, f.name)}`", f"`{_default(f)}`", told[f.name]) for f in fields(cls)]
+    return _table(("name", "type", "default", "meaning"), rows)
+
+
+def _type(cls: type, name: str) -> str:
+    kind = inspect.get_annotations(cls)[name]
+    text = kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
+    return text.replace("collections.abc.", "").replace("typing.", "")
+
+
+def _default(field: Any) -> str:
+    value = field.default_factory() if field.default is MISSING else field.default
+    return repr(dict(value)) if isinstance(value, Mapping) else repr(value)
+
+
+def _verb(name: str) -> str:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    arguments = [p for p in command.params if isinstance(p, click.Argument)]
+    words = " ".join(f"[{p.name.upper()}]" for p in arguments if p.name)
+    rows = [_option(p) for p in command.params if isinstance(p, click.Option)]
+    about = "\n\n".join(
+        textwrap.fill(" ".join(part.split()), 118) for part in inspect.cleandoc(command.help or "").split("\n\n")
+    )
+    usage = f"```text\nkvcellar {name} [OPTIONS] {words}".rstrip() + "\n```\n"
+    return "\n".join([f"## kvcellar {name}\n", usage, f"{about}\n", _table(("option", "default", "meaning"), rows)])
+
+
+def _option(option: click.Option) -> tuple[str, str, str]:
+    names = "/".join(f"`{name}`" for name in [*option.opts, *option.secondary_opts])
+    default = "" if option.default is None or option.default is False or option.multiple else f"`{option.default}`"
+    return names, default if option.show_default else "", option.help or ""
+
+
+def _environment() -> str:
+    rows = [
+        (f"`{VARIABLE}`", "one more API key of `kvcellar serve`"),
+        ("`XDG_CACHE_HOME`", "compiled kernels and measured steps are kept in its `kvcellar`; default: `~/.cache`"),
+        ("`XDG_STATE_HOME`", "the history of `kvcellar run` is kept in its `kvcellar`; default: `~/.local/state`"),
+        ("`CXX`", f"C++ compiler for kernels; default: the first of {', '.join(COMPILERS)}"),
+        ("`OMP_NUM_THREADS`", "CPU threads, where `--threads` is not given"),
+        *((f"`{name}`", f"for a library; set to `{value}` if it is not set") for name, value in ENVIRONMENT.items()),
+    ]
+    return "\n".join(["## Environment variables\n", _table(("name", "meaning"), rows)])
+
+
+def _http() -> Iterator[str]:
+    yield "## Implemented in both routes\n"
+    yield _fields(CommonBody)
+    yield "## Implemented in completions only\n"
+    yield _fields(CompletionBody)
+    yield "## Implemented in chats only\n"
+    yield _fields(ChatBody)
+    yield "## `stream_options`\n"
+    yield _fields(StreamOptions)
+    yield "The usage of a single chunk has no `prompt_tokens_details`: only the last one says how much came from memory.\n"
+    yield "## Accepted without effect, with any value\n"
+    yield _harmless(NO_EFFECT)
+    yield f"## Accepted with the values that ask for nothing\n\n{NEUTRAL_HEAD}"
+    yield _table(("field", "values"), [(_where(n), ", ".join(_json(v) for v in same)) for n, same in NEUTRAL.items()])
+    yield "## Messages of a chat\n"
+    told = {name: text for name, text in described(Message).items() if name not in MESSAGE_NO_EFFECT}
+    types = _types(Message)
+    yield _table(("field", "type", "what happens"), [(f"`{n}`", types[n], text) for n, text in told.items()])
+    yield "Without effect, with any value:\n"
+    yield _harmless(MESSAGE_NO_EFFECT)
+    yield MESSAGE_TAIL
+
+
+def _fields(body: type[BaseModel]) -> str:
+    types = _types(body)
+    rows = []
+    for name, text in described(body).items():
+        origin, _, what = text.partition(": ")
+        rows.append((f"`{name}`", types[name], origin, what))
+    return _table(("field", "type", "from", "what it does"), rows)
+
+
+def _harmless(table: Mapping[str, str]) -> str:
+    return _table(("field", "why ignoring it is harmless"), [(f"`{name}`", why) for name, why in table.items()])
+
+
+def _where(name: str) -> str:
+    """A field, with the route that it says this of where the other one implements it."""
+    for body, other in ((CompletionBody, "chats"), (ChatBody, "completions")):
+        if name in body.model_fields:
+            return f"`{name}` in {other}"
+    return f"`{name}`"
+
+
+def _types(body: type[BaseModel]) -> dict[str, str]:
+    return {name: _json_type(schema) for name, schema in body.model_json_schema()["properties"].items()}
+
+
+def _json_type(schema: dict[str, Any]) -> str:
+    match schema:
+        case {"$ref": _}:
+            return "object"
+        case {"anyOf": list(kinds)}:
+            return " or ".join(kind for one in kinds if (kind := _json_type(one)) != "null") or "null"
+        case {"const": value}:
+            return _json(value)
+        case {"enum": list(values)}:
+            return ", ".join(map(_json, values))
+        case {"type": "array", "items": dict(items)}:
+            return f"list of {_json_type(items)}"
+        case {"type": str(kind)}:
+            return kind
+        case _:
+            return "any"
+
+
+def _json(value: object) -> str:
+    return f"`{json.dumps(value)}`"
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name, text in pages().items():
+        (FOLDER / name).write_text(text)
+        print(f"wrote docs/reference/{name}")

@@ -1,0 +1,38 @@
+"""The pages in docs/reference are those that the code gives, and every setting, field and option says what it does."""
+
+import re
+
+import pytest
+
+from scripts.reference import FOLDER, described, pages
+
+PAGES = pages()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_what_the_code_says(name):
+    assert (FOLDER / name).read_text() == PAGES[name], "run `make docs`"
+
+
+def test_there_are_no_other_pages():
+    assert {path.name for path in FOLDER.iterdir()} == set(PAGES)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_row_says_what_it_is(name):
+    rows = re.findall(r"^\| `.*", PAGES[name], re.M)
+    assert rows
+    assert [row for row in rows if not row.split(" | ")[-1].strip(" |")] == []
+
+
+def test_a_comment_above_a_field_and_one_beside_it_describe_it():
+    found = described(Example)
+    assert found == {"beside": "on the line", "above": "two lines become one", "without": ""}
+
+
+class Example:
+    beside: int = 1  # on the line
+    # two lines
+    # become one
+    above: int = 2
+    without: int = 3

@@ -168,7 +168,7 @@ def _http() -> Iterator[str]:
     yield _fields(ChatBody)
     yield "## `stream_options`\n"
     yield _fields(StreamOptions)
-    yield "The usage of a single chunk has no `prompt_tokens_details`: only the last one says how much came from memory.\n"
+    yield "The usage of a single chunk has no `prompt_tokens_details`: only the last says how much came from memory.\n"
     yield "## Accepted without effect, with any value\n"
     yield _harmless(NO_EFFECT)
     yield f"## Accepted with the values that ask for nothing\n\n{NEUTRAL_HEAD}"

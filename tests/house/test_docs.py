@@ -16,7 +16,7 @@ from kvcellar.serve import Server, ServeSettings
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ADDRESS = f"http://{ServeSettings().host}:{ServeSettings().port}"  # of the documents' server; ours takes its place
-SHELLS = {"sh", "bash", "shell", "console"}
+SHELLS = {"sh", "bash", "shell", "console", "ini", "dockerfile"}
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ def fences() -> Iterator[Fence]:
             yield Fence(page, text.count("\n", 0, found.start()) + 1, found[1], found[2])
 
 
-PYTHON = [f for f in fences() if f.language == "python"]
+# What stands in docs/howto is run by tests/house/test_howto.py, page by page.
+PYTHON = [f for f in fences() if f.language == "python" and f.page.parent.name != "howto"]
 SHELL = [f for f in fences() if f.language in SHELLS]
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.M))
 

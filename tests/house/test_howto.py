@@ -1,0 +1,138 @@
+"""Every how-to page works: its commands and its Python run, in the order of the page and in one directory.
+
+In that directory `my-model` is a model (the embedded one). `kvcellar` and `python -m` run in this process. A server
+that `kvcellar serve ... &` starts serves the rest of the page, at the address that the page names. A command that
+should fail says so in a comment, `# exit code 2`. What cannot run here has a line before it, `*Not run by the tests: it
+needs X.*`, and the command of X in it.
+"""
+
+import io
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvcellar import Engine
+from kvcellar.cli.main import cli
+from kvcellar.cli.options import given
+from kvcellar.serve import Server, ServeSettings
+
+ROOT = Path(__file__).parents[2]
+EMBEDDED = ROOT / "src/kvcellar/models/embedded"
+PAGES = sorted((ROOT / "docs/howto").glob("*.md"))
+NEEDS = {"systemd": "systemd", "a container runtime": "docker", "a CUDA device": "cuda", "minutes": "make"}
+SHOWN = {"text", "json"}  # languages of what is neither a command nor a program
+FENCE = re.compile(r"(?:^\*Not run by the tests: it needs ([^\n]+)\.\*\n\n)?^```(\w*)\n(.*?)^```$", re.M | re.S)
+
+
+@dataclass
+class Page:
+    """A page that is being run. `served` is where the server listens that the page has started."""
+
+    monkeypatch: pytest.MonkeyPatch
+    stack: ExitStack
+    served: dict[str, str] = field(default_factory=dict)
+
+    def python(self, code: str, name: str) -> None:
+        with redirect_stdout(io.StringIO()):
+            exec(compile(self.here(code), name, "exec"), {"__name__": "__fence__"})
+
+    def shell(self, text: str) -> None:
+        for line in text.replace("\\\n", " ").splitlines():
+            command, _, comment = line.partition("  # ")
+            if not command.strip() or command.startswith("#"):
+                continue
+            expected = int(found[1]) if (found := re.search(r"exit code (\d+)", comment)) else 0
+            code, output = self.run(self.here(command.strip()))
+            assert code == expected, f"{line}\n{output}"
+
+    def run(self, command: str) -> tuple[int, str]:
+        piped, bar, last = command.rpartition(" | ")
+        words = shlex.split(last)
+        if bar and words[0] == "kvcellar":
+            source = subprocess.run(["bash", "-c", piped], capture_output=True, text=True, check=True)
+            return self.kvcellar(words[1:], source.stdout)
+        words = shlex.split(command)
+        if words[0] == "kvcellar":
+            return self.kvcellar(words[1:], "")
+        if words[:2] == ["python", "-m"]:
+            self.monkeypatch.setattr(sys, "argv", words[2:])
+            with redirect_stdout(io.StringIO()) as out:
+                runpy.run_module(words[2], run_name="__main__")
+            return 0, out.getvalue()
+        ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60)
+        return ran.returncode, ran.stdout + ran.stderr
+
+    def kvcellar(self, words: list[str], piped: str) -> tuple[int, str]:
+        target = words[words.index(">") + 1] if ">" in words else None
+        words = [word for word in words if word not in (">", target, "&")]
+        ran = CliRunner().invoke(cli, words, input=piped)
+        if target is not None:
+            Path(target).write_text(ran.output)
+        return ran.exit_code, ran.output
+
+    def here(self, text: str) -> str:
+        for address, url in self.served.items():
+            text = text.replace(address, url)
+        return text
+
+    @contextmanager
+    def loaded(self, model: str | None, *, quiet: bool, **options: Any) -> Iterator[Engine]:
+        yield self.stack.enter_context(Engine(model, **given(**options)))
+
+    def serve(self, engine: Engine, settings: ServeSettings, **_: object) -> None:
+        server = self.stack.enter_context(Server(engine, replace(settings, host="127.0.0.1", port=0)))
+        self.served[f"http://127.0.0.1:{settings.port}"] = server.url
+
+
+@pytest.fixture
+def page(monkeypatch, tmp_path) -> Iterator[Page]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "my-model").symlink_to(EMBEDDED)
+    with ExitStack() as stack:
+        page = Page(monkeypatch, stack)
+        monkeypatch.setattr("kvcellar.cli.serve._loaded", page.loaded)
+        monkeypatch.setattr("kvcellar.cli.serve.bound", lambda settings: nullcontext())
+        monkeypatch.setattr("kvcellar.cli.serve.run", page.serve)
+        yield page
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_what_a_page_says_to_run_runs(path, page):
+    ran = 0
+    for needs, language, text in FENCE.findall(path.read_text()):
+        if needs:
+            assert NEEDS[needs] in text, f"this does not seem to need {needs}:\n{text}"
+        elif language == "python":
+            page.python(text, f"{path.name}, fence {ran}")
+        elif language == "sh":
+            page.shell(text)
+        else:
+            assert language in SHOWN, f"a fence of {language!r} neither runs nor says why it cannot"
+            continue
+        ran += not needs
+    assert ran, "nothing on this page runs"
+
+
+def test_every_page_is_in_the_index():
+    index = (ROOT / "docs/README.md").read_text()
+    assert [path.name for path in PAGES if f"(howto/{path.name})" not in index] == []
+
+
+@pytest.mark.parametrize(
+    "command", ["kvcellar run my-model --top-p 2 x", "kvcellar nothing", "false", "kvcellar doctor no-model"]
+)
+def test_a_command_that_fails_is_seen(page, command):
+    with pytest.raises(AssertionError):
+        page.shell(command)

@@ -44,6 +44,10 @@ COMMANDS = """\
 In a checkout the command is `.venv/bin/kvcellar`. Exit codes: 0 done; 1 refused or failed, with one line that says why;
 2 wrong usage; 130 interrupted; 128 and the number of the signal where `serve` was signalled twice. Sizes are written
 like 800M, 1.5G or 512MiB.
+
+At a terminal, `run` prints what is done while the model is loaded, and after each answer tokens per second, the time to
+the first token, and how many prompt tokens came from memory; `--quiet` prints neither. Its sampling options are
+described [on a page of their own](sampling.md).
 """
 FIELDS = """\
 What `POST /v1/completions` and `POST /v1/chat/completions` do with every field that a client may send. No field is

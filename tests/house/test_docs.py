@@ -14,6 +14,7 @@ from kvcellar.cli.main import cli
 from kvcellar.serve import Server, ServeSettings
 
 ROOT = Path(__file__).parents[2]
+SRC = ROOT / "src/kvcellar"
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ADDRESS = f"http://{ServeSettings().host}:{ServeSettings().port}"  # of the documents' server; ours takes its place
 SHELLS = {"sh", "bash", "shell", "console", "ini", "dockerfile"}
@@ -88,6 +89,30 @@ def test_mentions_are_of_what_exists(page):
             assert program != "kvcellar" or not set(options) - set(help_of(verb).split()), code
     for link in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
         assert "://" in link or (page.parent / link).exists(), f"a link to nowhere: {link}"
+
+
+# Dated entries keep the names of their day, and the generated list of files has them relative to its headings.
+TODAY = [page for page in PAGES if page.name not in ("CHANGELOG.md", "log.md", "rooms.md")]
+
+
+@pytest.mark.parametrize("page", TODAY, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_that_are_named_exist(page):
+    """From the root, from the package or from the page; and the names in parentheses after a file are in it."""
+    text = page.read_text()
+    for path in re.findall(r"`([\w.-]+(?:/[\w.-]+)*(?:/|\.(?:py|cpp|md|toml)))`", text):
+        assert any((base / path).exists() for base in (ROOT, SRC, page.parent)), path
+    for path, names in re.findall(r"`([\w/]+\.py)` \(((?:`\w+`(?:, )?)+)\)", text):
+        source = (SRC / path).read_text()
+        for name in re.findall(r"\w+", names):
+            assert re.search(rf"^\s*(?:def|class) {name}\b|^{name}\b.* = ", source, re.M), f"{path} has no {name}"
+
+
+def test_the_readme_is_short_and_counts_models_as_the_table_does():
+    readme = (ROOT / "README.md").read_text()
+    assert readme.count("\n") < 150
+    counted = re.search(r"\*\*(\d+ of the \d+ types)", (ROOT / "docs/models.md").read_text())
+    assert counted is not None
+    assert counted[1] in readme
 
 
 @cache

@@ -67,9 +67,9 @@ class Page:
             return self.kvcellar(words[1:], "")
         if words[:2] == ["python", "-m"]:
             self.monkeypatch.setattr(sys, "argv", words[2:])
-            with redirect_stdout(io.StringIO()) as out:
+            with redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as ended:
                 runpy.run_module(words[2], run_name="__main__")
-            return 0, out.getvalue()
+            return int(ended.value.code or 0), out.getvalue()
         ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60)
         return ran.returncode, ran.stdout + ran.stderr
 

@@ -63,7 +63,7 @@ def test_python_runs(fence, request, tmp_path, monkeypatch):
 @pytest.mark.parametrize("fence", SHELL, ids=str)
 def test_commands_exist(fence):
     commands = list(commands_of(fence.text))
-    assert commands, "nothing here is checked"
+    assert commands or fence.page.parent.name == "howto", "nothing here is checked, or run by test_howto.py"
     for program, verb, options in commands:
         if program == "make":
             assert verb in TARGETS

@@ -54,9 +54,8 @@ class SamplingParams:
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # sequences of token ids that are never completed
     suppress_tokens: tuple[int, ...] = ()  # never drawn
     begin_suppress_tokens: tuple[int, ...] = ()  # not drawn as the answer's first token
-    exponential_decay_length_penalty: tuple[int, float] | None = (
-        None  # (tokens, factor): from then on ends get likelier
-    )
+    # (tokens, factor): from so many tokens on, ends get likelier by the factor per token
+    exponential_decay_length_penalty: tuple[int, float] | None = None
     seed: int | None = None  # None: a new one for each request
     n: int = 1  # completions of the prompt, which share its K/V
     logprobs: int | None = None  # log-probabilities of the drawn token and of so many of the most likely

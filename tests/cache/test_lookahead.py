@@ -47,7 +47,9 @@ def test_no_span_is_ever_parted(steps, a, b) -> None:
             assert told.memory.can_resume(seq, pos) == (wanted == pos)
         told.tokens[99] = told.tokens[seq][: told.memory.fork(seq, 99, a)]
         assert len(told.tokens[99]) == told.memory.can_cut(seq, a)
-        assert told.memory._sequences.ahead.of(99) == tuple(span for span in found if span.end <= len(told.tokens[99]))
+        assert told.memory._sequences.record(99).ahead == tuple(
+            span for span in found if span.end <= len(told.tokens[99])
+        )
         told.check()
         gone = Span(min(a, b), max(a, b))
         if gone.end < length and len(gone):
@@ -61,7 +63,7 @@ def test_no_span_is_ever_parted(steps, a, b) -> None:
                 del told.tokens[seq][gone.start : gone.end]
                 moved = [span for span in found if span.end <= gone.start]
                 moved += [Span(s.start - len(gone), s.end - len(gone)) for s in found if s.start >= gone.end]
-                assert told.memory._sequences.ahead.of(seq) == tuple(moved)
+                assert told.memory._sequences.record(seq).ahead == tuple(moved)
             told.check()
 
 
@@ -74,10 +76,10 @@ def test_a_span_that_is_accepted_in_part_is_refused_and_the_step_stays_open() ->
     told.memory.commit({0: 5})
     told.tokens = {0: new[0][:5], 1: new[1]}
     told.check()
-    assert told.memory._sequences.ahead.of(0) == (Span(2, 5),)
+    assert told.memory._sequences.record(0).ahead == (Span(2, 5),)
     _, new = told.begin({0: 4}, [(0, Span(6, 9))])
     told.memory.commit({0: 1})
-    assert told.memory._sequences.ahead.of(0) == (Span(2, 5),)
+    assert told.memory._sequences.record(0).ahead == (Span(2, 5),)
 
 
 @pytest.mark.parametrize(

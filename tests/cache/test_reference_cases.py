@@ -50,7 +50,7 @@ def test_a_cache_with_holes_is_filled_from_the_front_and_every_token_is_where_it
         told.check()
     assert (told.memory._held[0].cells.highest, told.runs(0)) == (8, 2)
     told.step({7: 8})
-    assert len(told.memory._sequences.tables[7][0].runs) == 1, "what is free is one run"
+    assert len(told.memory._sequences.known(7)[0].runs) == 1, "what is free is one run"
     told.check()
 
 

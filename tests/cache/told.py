@@ -84,7 +84,7 @@ class Told:
         for seq, tokens in self.tokens.items():
             assert self.memory.length(seq) == len(tokens)
             for index, group in enumerate(self.groups):
-                table = self.memory._sequences.tables[seq][index]
+                table = self.memory._sequences.known(seq)[index]
                 cells = torch.tensor([c for run in table.runs for c in range(run.cell, run.end)], dtype=torch.long)
                 for layer in group.layers:
                     for plane, sign in (("k", 1), ("v", -1)):
@@ -93,4 +93,4 @@ class Told:
                         assert torch.equal(stored, sign * wanted[:, None, None].expand(stored.shape))
 
     def runs(self, index: int) -> int:
-        return sum(len(tables[index].runs) for tables in self.memory._sequences.tables.values())
+        return sum(len(table.runs) for table in self.memory._sequences.tables(index))

@@ -505,17 +505,15 @@ class Player:
             assert memory.has(seq)
             assert (memory.length(seq), memory.derived(seq)) == (len(line.tokens), line.derived)
             assert memory.input_length(seq) == len(dumb.input_of(seq))
-            assert memory._sequences.ahead.of(seq) == tuple(line.ahead)
-        assert memory._sequences.digests._of == {
-            seq: line.digest for seq, line in dumb.lines.items() if line.digest is not None
-        }
+            assert memory._sequences.record(seq).ahead == tuple(line.ahead)
+            assert memory._sequences.record(seq).digest == line.digest
         for index, m in enumerate(self.members):
             name, runs, cells = m.group.name, [], []
             assert memory.free()[name] == memory.capacity()[name] - dumb.used(index)
             for seq, line in dumb.lines.items():
                 span = memory.held(seq)[name]
                 assert list(range(span.start, span.end)) == sorted(line.held[index])
-                runs += memory._sequences.tables[seq][index].runs
+                runs += memory._sequences.known(seq)[index].runs
                 cells += [line.held[index][pos] for pos in sorted(line.held[index])]
             self._check_runs(m, runs, cells)
             self._check_claims(index, m)

@@ -208,7 +208,7 @@ def outcome(player: Player, answer: Any) -> list[Any]:
     seen = [memory.sequences, memory.free(), memory.capacity(), memory.bytes, memory.scratch]
     seen.append(asked(player, lambda history: history.each_in_order()))
     for seq in memory.sequences:
-        seen += [memory.held(seq), memory.derived(seq), memory.input_length(seq), memory._sequences.ahead.of(seq)]
+        seen += [memory.held(seq), memory.derived(seq), memory.input_length(seq), memory._sequences.record(seq).ahead]
     return tree_map(spoken, [answer, seen])
 
 

@@ -66,7 +66,7 @@ def owners(player: Player, index: int) -> dict[int, set[tuple[int, int]]]:
     memory, found = player.memory, {}
     step = memory._step
     assert step is not None
-    for seq, tables in memory._sequences.tables.items():
+    for seq, tables in ((seq, record.tables) for seq, record in memory._sequences.records.items()):
         runs, pos = list(tables[index].runs), tables[index].first
         for feed, taken in zip(step.batch.feeds, step.taken[index], strict=True):
             runs += taken if feed.seq == seq else []

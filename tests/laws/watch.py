@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -49,13 +48,14 @@ def everything(memory: Memory) -> list[Any]:
     And what it knows of sequences and claims beside their tables: where they were edited or looked ahead, their inputs.
     """
     known: list[Any] = [id(memory._step), memory.sequences, memory.free(), memory.capacity(), memory.bytes]
-    known += [memory.scratch, dict(memory._sequences.derived._of), deepcopy(memory._sequences.ahead._of)]
-    known += [dict(memory._sequences.digests._of), deepcopy(memory._sequences.digests._who)]
+    known += [memory.scratch]
+    for seq, record in memory._sequences.records.items():
+        known.append((seq, record.ahead, record.derived, record.digest))
     for claim in map(memory.claims.of, memory.claims):
         known.append((claim.span, sorted(claim.checkpoints), claim.ahead, claim.derived, claim.digest))
     for index, held in enumerate(memory._held):
         known.append(pieces(held.cells))
-        tables = {seq: tables[index] for seq, tables in memory._sequences.tables.items()}
+        tables = {seq: record.tables[index] for seq, record in memory._sequences.records.items()}
         known.append([(seq, t.first, t.end, tuple(t.runs), tuple(t._starts)) for seq, t in tables.items()])
         claimed = memory.claims.tables(index)
         known.append([(t.first, t.end, tuple(t.runs), tuple(t._starts)) for t in claimed])

@@ -47,10 +47,6 @@ class Claim:
     derived: int | None = None
     digest: str | None = None  # of the input
 
-    def parts(self, pos: int) -> bool:
-        """Is `pos` inside a span that looked ahead?"""
-        return any(span.start < pos < span.end for span in self.ahead)
-
     def close(self, rows: Rows | NoRows) -> None:
         """Free what only this claim holds."""
         for table in self.tables.values():

@@ -15,13 +15,16 @@ Always true:
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import count, pairwise
+from itertools import count
 
 from torch import Tensor
 
+from kvcellar.cache.ahead import around, until
+from kvcellar.cache.ahead import check as check_ahead
 from kvcellar.cache.claim import Checkpoint, Claim, undone
 from kvcellar.cache.group import Held
 from kvcellar.cache.readout import Reading, Record, check_record, written
+from kvcellar.cache.sequences import Record as SequenceRecord
 from kvcellar.cache.sequences import Sequences
 from kvcellar.cache.states import States
 from kvcellar.cache.tables import Table, share_all
@@ -32,6 +35,11 @@ from kvcellar.spans import Span, whole
 def _within(mark: int | None, span: Span) -> int | None:
     """Where K/V that are derived from `mark` on begin in `span`."""
     return max(mark, span.start) if mark is not None and mark < span.end else None
+
+
+def _check_whole(spans: Sequence[Span], pos: int) -> None:
+    if (span := around(spans, pos)) is not None:
+        raise BadRequest(f"{pos} is inside {span}, which looked ahead and is kept whole")
 
 
 class Claims:
@@ -106,23 +114,24 @@ class Claims:
         is inside a span that looked ahead, or if what resuming at a checkpoint needs is no longer held.
         """
         self._idle("make")
-        tables, length = self._sequences.known(seq), self._sequences.length(seq)
+        record, length = self._sequences.record(seq), self._sequences.length(seq)
         if type(span) is not Span or not len(span) or span.end > length:
             raise BadRequest(f"a claim is a span of the {length} tokens of sequence {seq}, not {shown(span)}")
         positions = sorted({whole(pos, "the position of a checkpoint") for pos in checkpoints})
         if positions and not span.start < positions[0] <= positions[-1] <= span.end:
             raise BadRequest(f"checkpoints of a claim on {span} are at positions behind {span.start}, not {positions}")
         for pos in (span.start, span.end, *positions):
-            self._check_whole(self._sequences.ahead.of(seq), pos)
+            _check_whole(record.ahead, pos)
         for pos in positions:
-            self._check_resume(seq, tables, pos)
-        claim = Claim(span, {}, derived=_within(self._sequences.derived.of(seq), span))
-        claim.ahead = tuple(one for one in self._sequences.ahead.of(seq) if span.start <= one.start < span.end)
-        claim.digest = self._sequences.digests.of(seq)
+            self._check_resume(seq, record.tables, pos)
+        claim = Claim(span, {}, derived=_within(record.derived, span), digest=record.digest)
+        claim.ahead = tuple(one for one in record.ahead if span.start <= one.start < span.end)
         with undone(lambda: claim.close(self._rows)):
-            self._share(claim.tables, tables, self._unbounded, span)
+            self._share(claim.tables, record.tables, self._unbounded, span)
             for pos in positions:
-                self._hold(claim, pos, {index: tables[index] for index in self._bounded}, self._rows.row(seq, pos))
+                self._hold(
+                    claim, pos, {index: record.tables[index] for index in self._bounded}, self._rows.row(seq, pos)
+                )
         return self._enter(claim)
 
     def assemble(self, seq: int, path: Sequence[int], pos: int) -> None:
@@ -135,7 +144,7 @@ class Claims:
         self._idle("assemble")
         seq, pos = whole(seq, "a sequence"), whole(pos, "a position")
         claims = [self.of(number) for number in path]
-        if seq in self._sequences.tables:
+        if seq in self._sequences.records:
             raise BadRequest(f"sequence {seq} is there already; drop it before")
         ends = [0, *(claim.span.end for claim in claims)]
         if not claims or any(claim.span.start != end for claim, end in zip(claims, ends, strict=False)):
@@ -145,7 +154,7 @@ class Claims:
         if not last.span.start < pos <= last.span.end:
             raise BadRequest(f"the last claim is on {last.span}; a sequence of {pos} tokens does not end in it")
         self._check_limit(seq, pos, "assembly")
-        self._check_whole(last.ahead, pos)
+        _check_whole(last.ahead, pos)
         for claim in claims[1:]:
             self._check_same_input(claims[0], claim)
         checkpoint = last.checkpoints.get(pos)
@@ -160,15 +169,14 @@ class Claims:
                 self._append(whole_claim, claim, Span(claim.span.start, min(pos, claim.span.end)))
             self._hold(whole_claim, pos, checkpoint.windows, checkpoint.row)
         resumed = whole_claim.checkpoints.pop(pos)
-        ahead = [span for claim in claims for span in claim.ahead if span.end <= pos]
         marks = [claim.derived for claim in claims if claim.derived is not None and claim.derived < pos]
-        self._sequences.enter(
-            seq,
+        record = SequenceRecord(
             [(whole_claim.tables | resumed.windows)[index] for index in range(len(self._held))],
-            ahead=ahead,
-            derived=min(marks, default=None),
-            digest=claims[0].digest,
+            until([span for claim in claims for span in claim.ahead], pos),
+            min(marks, default=None),
+            claims[0].digest,
         )
+        self._sequences.enter(seq, record)
         self._rows.resume(seq, pos, resumed.row)
         self._rows.drop_hold(resumed.row)
 
@@ -182,7 +190,7 @@ class Claims:
         left, pos = self.of(claim), whole(pos, "a position")
         if not left.span.start < pos < left.span.end:
             raise BadRequest(f"a claim on {left.span} cannot be split at {pos}")
-        self._check_whole(left.ahead, pos)
+        _check_whole(left.ahead, pos)
         right = Claim(Span(pos, left.span.end), {}, digest=left.digest)
         with undone(lambda: right.close(self._rows)):
             self._share(right.tables, left.tables, self._unbounded, right.span)
@@ -274,11 +282,6 @@ class Claims:
             raise BadRequest(f"there is no checkpoint at {shown(pos)}, only at {there or 'no position'}")
         return found
 
-    def _check_whole(self, ahead: Iterable[Span], pos: int) -> None:
-        for span in ahead:
-            if span.start < pos < span.end:
-                raise BadRequest(f"{pos} is inside {span}, which looked ahead and is kept whole")
-
     def _check_resume(self, seq: int, tables: Sequence[Table], pos: int) -> None:
         for index in self._bounded:
             group, table = self._held[index].group, tables[index]
@@ -334,14 +337,14 @@ class Claims:
                     assert (table.first, table.end) == (claim.span.start, claim.span.end)
             for pos, checkpoint in claim.checkpoints.items():
                 assert claim.span.start < pos <= claim.span.end
-                assert not claim.parts(pos), f"a checkpoint at {pos} is inside a span that looked ahead"
+                assert around(claim.ahead, pos) is None, f"a checkpoint at {pos} is inside a span that looked ahead"
                 assert checkpoint.windows.keys() == set(self._bounded)
                 assert (checkpoint.row > 0) == (self._rows.capacity is not None)
                 for index, table in checkpoint.windows.items():
                     table.check()
                     assert (table.first, table.end) == (self._held[index].group.layout.lowest(pos), pos)
-            assert all(claim.span.start <= span.start and span.end <= claim.span.end for span in claim.ahead)
-            assert all(one.end <= two.start for one, two in pairwise(claim.ahead))
+            check_ahead(claim.ahead, claim.span.end)
+            assert not claim.ahead or claim.ahead[0].start >= claim.span.start
             assert claim.derived is None or claim.span.start <= claim.derived < claim.span.end
         rows = [one.row for claim in self._claims.values() for one in claim.checkpoints.values() if one.row]
         rows += [row for reading in self._readings for row in reading.rows]

@@ -128,7 +128,7 @@ class Memory:
 
     @property
     def sequences(self) -> tuple[int, ...]:
-        return tuple(self._sequences.tables)
+        return tuple(self._sequences.records)
 
     def free(self) -> dict[str, int]:
         """Free cells of each group."""
@@ -156,7 +156,7 @@ class Memory:
         return self._states.rows.points(seq)
 
     def has(self, seq: int) -> bool:
-        return seq in self._sequences.tables
+        return seq in self._sequences.records
 
     def length(self, seq: int) -> int:
         """The position that the next token of `seq` will have; 0 for a sequence that is not there."""
@@ -462,7 +462,7 @@ class Memory:
 
     def derived(self, seq: int) -> int | None:
         """From which position on the K/V of `seq` encode text that was removed; None if they encode just its tokens."""
-        return self._sequences.derived.of(seq)
+        return self._sequences.derived(seq)
 
     def drop(self, seq: int) -> None:
         """Forget a whole sequence. Never fails for one that is there."""
@@ -481,8 +481,7 @@ class Memory:
 
     def _tables(self, index: int) -> list[Table]:
         """All that hold cells of a group: sequences first, then claims."""
-        of_sequences = [tables[index] for tables in self._sequences.tables.values()]
-        return of_sequences + self.claims.tables(index)
+        return self._sequences.tables(index) + self.claims.tables(index)
 
     def _named(self, group: str) -> Held:
         held = next((held for held in self._held if held.group.name == group), None)
@@ -542,13 +541,13 @@ class Memory:
         """Add to `taken` the cells of each feed as they are set aside, so that whoever gives them back has them all."""
         held = self._held[index]
         for feed in batch.feeds:
-            table, n = self._sequences.tables[feed.seq][index], len(feed.pos)
+            table, n = self._sequences.known(feed.seq)[index], len(feed.pos)
             stores = feed.stores and not held.group.of_input
             taken.append(held.cells.take(n, table.last_cell, table.first_cell) if stores else [])
 
     def _plan_group(self, index: int, batch: Batch, taken: list[list[Run]]) -> GroupPlan:
         group = self._held[index].group
-        tables = {feed.seq: self._sequences.tables[feed.seq][index] for feed in batch.feeds}
+        tables = {feed.seq: self._sequences.known(feed.seq)[index] for feed in batch.feeds}
         return group_plan(group.name, group.layout, batch, tables, taken)
 
     def _lay_out(

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count, pairwise
 
-from kvcellar.cache.parts import Part
 from kvcellar.errors import BadRequest, CacheFull, shown
 from kvcellar.plan import Batch, StateSegment
 from kvcellar.policy import Candidate
@@ -70,7 +69,7 @@ class Row:
         return bool(self.captors) and not self.own and not self.held
 
 
-class Rows(Part):
+class Rows:
     """The rows of one memory: `capacity` of them, the null row apart."""
 
     def __init__(self, capacity: int) -> None:
@@ -101,10 +100,6 @@ class Rows(Part):
     def deepest(self, seq: int, pos: int) -> int:
         track = self._tracks.get(seq)
         return track.deepest(pos) if track is not None else 0
-
-    def can_close_over(self, seq: int, gone: Span) -> bool:
-        """Never: a state cannot forget what came in between."""
-        return False
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -199,6 +194,9 @@ class Rows(Part):
         """Keep the state that `seq` has now."""
         track = self._tracks[seq]
         self._capture(track, track.end, track.row)
+
+    def close_over(self, seq: int, gone: Span) -> None:
+        raise AssertionError("a state cannot forget what came in between")
 
     def drop(self, seq: int) -> None:
         track = self._tracks.pop(seq, None)
@@ -387,7 +385,7 @@ class Rows(Part):
         assert sorted([*self._free, *self._rows]) == list(range(1, self.capacity + 1))
 
 
-class NoRows(Part):
+class NoRows:
     """The rows of a memory without recurrent layers: no sequence needs one. How many tokens each has is kept, because
     no table says so in a memory without groups."""
 
@@ -402,6 +400,9 @@ class NoRows(Part):
 
     def points(self, seq: int) -> None:
         return None
+
+    def deepest(self, seq: int, pos: int) -> int:
+        return pos
 
     def admit(self, batch: Batch) -> None:
         return

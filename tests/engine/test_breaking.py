@@ -160,8 +160,8 @@ OF_MANY = {  # of a step, or of what a line's operation needs: one request fails
         "begin", "commit", "fork", "remove", "capture", "drop", "can_cut", "length", "has", "derived", "free",
     ],
     "guest": ["forward"],
-    "runner": ["step", "_forward", "_write", "_drawn", "_take"],
-    "loop": ["_make_room", "split", "_leave"],
+    "runner": ["step", "_transact", "_ready", "_twins", "_draw", "_emit", "_split", "_give"],
+    "loop": ["_make_room", "_leave"],
     "compaction": ["piece"],
     "line": ["finish"],  # it has told the end already
 }  # fmt: skip

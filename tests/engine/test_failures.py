@@ -428,3 +428,32 @@ def test_a_step_that_cannot_be_kept_is_given_up_and_the_engine_goes_on(name, mon
         assert engine.healthy
         assert engine.generate([5, 6, 7], max_tokens=6, ignore_eos=True, temperature=0.0).token_ids == whole
         assert engine.stats().cells_used == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "lfm3"])
+def test_what_was_drawn_in_a_step_that_cannot_be_kept_is_drawn_again(name, monkeypatch):
+    """A completion knows nothing of a draw before its step is committed."""
+    how = {"max_tokens": 6, "temperature": 1.0, "ignore_eos": True, "frequency_penalty": 1.0, "logprobs": 2}
+    with small_engine(name) as engine:
+
+        def play():
+            ears = [Ear() for _ in range(3)]
+            with held(engine):
+                for seed, ear in enumerate(ears):
+                    params = SamplingParams(seed=seed, n=1 + (seed == 1), **how)
+                    engine.submit([5, 6, 7 + seed], params, deliver=ear)
+            return [ear.wait().answers() for ear in ears]
+
+        whole, memory = play(), engine._built.memory
+        commit, failed = memory.commit, []
+
+        def failing(accepted):
+            if len(accepted) > 1:
+                failed.append(accepted)
+                raise WrongStage("a layer has put nothing")
+            commit(accepted)
+
+        monkeypatch.setattr(memory, "commit", failing)
+        assert play() == whole
+        assert failed
+        engine.check()

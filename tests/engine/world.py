@@ -207,7 +207,7 @@ class World:
         for line, _ in shares:
             if not line.unread and line.stage is not Stage.DONE:
                 for writer in self._writers(line):
-                    if reason := writer.accept(len(writer.tokens) % VOCABULARY, None, self.context):
+                    if reason := writer.accept([(len(writer.tokens) % VOCABULARY, None)], self.context).over:
                         self._end(writer, reason)
         self.check()
 

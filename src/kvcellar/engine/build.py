@@ -90,9 +90,10 @@ class Built:
         )
         return self._line(request, sampler, request.prompt)
 
-    def twin(self, line: Line, choice: int) -> Line:
-        """A line of the same request for another answer; `line` has read its prompt and drawn nothing yet."""
-        return self._line(line.request, line.choice.twin(choice), line.tokens)
+    def twins(self, line: Line) -> list[Line]:
+        """The other completions of a request whose prompt `line` has just read; none if they are there already."""
+        missing = range(len(line.request.lines), line.request.params.n)
+        return [self._line(line.request, line.choice.twin(choice), line.tokens) for choice in missing]
 
     def _line(self, request: Request, sampler: Choice, tokens: Sequence[int]) -> Line:
         return Line(request, sampler, self.voice.output(request.stops, request.prompt), list(tokens))
@@ -213,7 +214,8 @@ def _wired(
         guest,
         memory,
         context=context,
-        split=lambda line: loop.split(line, built.twin),
+        twins=lambda line: built.twins(line),
+        split=loop.split,
         ended=loop.ended,
         trim=partial(trim, memory.rows, most=states.captures, spare=states.sequences),
     )

@@ -18,7 +18,7 @@ A forked process has no such thread: there every call raises, before it takes a 
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
@@ -38,8 +38,6 @@ from kvcellar.process import Origin
 
 T = TypeVar("T")
 log = logging.getLogger("kvcellar.engine")
-
-Twin = Callable[[Line, int], Line]  # (a line that has read its prompt, choice) -> the line that writes that answer
 
 
 class Loop:
@@ -313,24 +311,20 @@ class Loop:
         else:
             self.cellar.release(line)
 
-    def split(self, line: Line, twin: Twin) -> list[Line]:
-        """The lines that draw from a text that has just been read: `line`, and if it is a prompt the lines of the other
-        answers, which share its cells. None if that fails: the request is over then."""
-        request, writers = line.request, [line]
+    def split(self, line: Line, twins: Sequence[Line]) -> None:
+        """`line` has read its prompt: it and `twins`, which share its cells, decode from now on. If that fails their
+        request is over."""
 
         def fork() -> None:
             line.become(Stage.WRITING)
-            for choice in range(len(request.lines), request.params.n):
-                other = twin(line, choice)
-                self.cellar.fork(line, other)
-                other.become(Stage.READING)
-                other.become(Stage.WRITING)
-                request.lines.append(other)
-                self.scheduler.join(other)
-                writers.append(other)
+            for twin in twins:
+                line.request.lines.append(twin)  # first, so that it ends with the others if a fork fails
+                self.cellar.fork(line, twin)
+                twin.become(Stage.READING)
+                twin.become(Stage.WRITING)
+                self.scheduler.join(twin)
 
-        self._guard("sharing the prompt among its answers", request, fork)
-        return writers if line.stage is not Stage.DONE else []
+        self._guard("sharing the prompt among its answers", line.request, fork)
 
     def _cancel(self, request: Request) -> None:
         def end() -> None:

@@ -11,9 +11,10 @@ Always true:
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from kvcellar.events import Done, Event, Failed, Finished, FinishReason, Piece, Timings, TokenLogprob, Usage
 from kvcellar.sample.choice import Choice
@@ -102,6 +103,17 @@ class Request:
         )
 
 
+Token = tuple[int, TokenLogprob | None]  # a drawn token, and its log-probability where it is asked for
+
+
+class Taken(NamedTuple):
+    """How many of the drawn tokens a completion took. `over` says why it ended with the last of these, None if it goes
+    on."""
+
+    count: int
+    over: FinishReason | None
+
+
 @dataclass(eq=False, slots=True)
 class Line:
     """One answer of a request while it is read and written."""
@@ -175,12 +187,19 @@ class Line:
         assert stage in NEXT[self.stage], f"a line cannot go from {self.stage.name} to {stage.name}"
         self.stage = stage
 
-    def accept(self, token: int, logprob: TokenLogprob | None, context: int) -> FinishReason | None:
-        """Take a drawn token, tell what can be told of it, and say whether it was the last."""
-        request, params = self.request, self.request.params
+    def accept(self, drawn: Sequence[Token], context: int) -> Taken:
+        """Take drawn tokens in order up to the first that ends the completion, and deliver each as it is taken."""
+        request = self.request
         now = time.perf_counter()
         request.first_token = request.first_token or now
         request.last_token = now
+        for count, (token, logprob) in enumerate(drawn, start=1):
+            if (over := self._accept(token, logprob, context)) is not None:
+                return Taken(count, over)
+        return Taken(len(drawn), None)
+
+    def _accept(self, token: int, logprob: TokenLogprob | None, context: int) -> FinishReason | None:
+        params = self.request.params
         ends, may_stop = self.choice.ends_with(token), self.choice.produced + 1 >= params.min_tokens
         self.choice.accept(token)
         if ends:

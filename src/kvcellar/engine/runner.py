@@ -1,7 +1,14 @@
-"""runner: one step, from what the scheduler decided to what the requests are told. The story, on one screen."""
+"""runner: one step: begin, forward, draw, commit, emit.
+
+Always true:
+  * where begin, forward, draw or commit raises, memory and completions are as they were before the step, and each
+    completion goes through a step of its own; one that fails there, too, ends its request;
+  * what raises while a completion is given its tokens ends its request and no other.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,35 +25,55 @@ from kvcellar.spans import Span
 
 log = logging.getLogger("kvcellar.engine")
 
-Split = Callable[[Line], list[Line]]  # a line that has read its prompt -> the lines that write its answers
+Twins = Callable[[Line], Sequence[Line]]  # a prompt that is read -> the completions beside it that share it
+Split = Callable[[Line, Sequence[Line]], None]  # these begin in memory where the prompt ends
 Ended = Callable[[Line, FinishReason | Exception], None]
 
 
+class Ready(NamedTuple):
+    """A completion that has read all its tokens with this step, and its row of the logits [R,V]. If it was a prompt,
+    `twins` are the completions beside it that draw from the same row."""
+
+    row: int
+    line: Line
+    twins: Sequence[Line]
+
+
+Draws = Sequence[tuple[Line, Drawn | EngineFailed]]
+
+
 class Runner:
-    """Runs steps of `guest` on `memory`. `split` forks a prompt into its answers, `ended` hears of lines that end.
-    `trim` evicts what memory keeps beyond its share, so that a step has the rows that it needs."""
+    """Runs steps of `guest` on `memory`. `twins` makes the completions that share a prompt, `split` forks its memory
+    for them, `ended` is called with every completion that ends, and `trim` evicts what memory keeps beyond its share,
+    so that a step has the rows that it needs."""
 
     def __init__(
-        self, guest: Guest, memory: Memory, *, context: int, split: Split, ended: Ended, trim: Callable[[], None]
+        self,
+        guest: Guest,
+        memory: Memory,
+        *,
+        context: int,
+        twins: Twins,
+        split: Split,
+        ended: Ended,
+        trim: Callable[[], None],
     ) -> None:
         self._guest, self._memory, self._context = guest, memory, context
-        self._split, self._ended, self._trim = split, ended, trim
+        self._twins, self._split, self._ended, self._trim = twins, split, ended, trim
 
     def step(self, shares: Sequence[Share]) -> None:
-        """Read every share's tokens, and draw for each line that has read all it has."""
+        """Read every share's tokens, and draw for each completion that has read all it has."""
         flat = self._guest.mode == "flat"
         for part in [shares] if flat else [[share] for share in shares]:  # solo: one sequence per forward
             self._together(part)
 
     def _together(self, shares: Sequence[Share]) -> None:
-        """One forward. If it fails, each line goes alone: what one of them cannot do must not hurt the others."""
-        shares = [
-            share for share in shares if share.line.stage is not Stage.DONE
-        ]  # with another of its request's lines
+        """One step. If it fails, each share gets a step of its own, so that only the one at fault ends."""
+        shares = [share for share in shares if share.line.stage is not Stage.DONE]  # with another of its request's
         if not shares:
             return
         try:
-            logits = self._forward(shares)
+            ready, draws = self._transact(shares)
         except Exception as error:
             if self._memory.in_step or any(self._memory.length(_seq(line)) != line.read for line, _ in shares):
                 raise  # memory is not as it was before: the loop puts it in order
@@ -54,33 +81,35 @@ class Runner:
             return
         for line, count in shares:
             line.read += count
-        self._write([share.line for share in shares if not share.line.unread], logits)
+        self._emit(ready, draws)
 
     def _apart(self, shares: Sequence[Share], error: Exception) -> None:
         if len(shares) == 1:
-            log.error("a forward failed", exc_info=error)
-            self._ended(shares[0].line, _failure("the forward", error))
+            log.error("a step failed", exc_info=error)
+            self._ended(shares[0].line, _failure("the step", error))
             return
-        log.warning("a forward over %d sequences failed with %s: %s", len(shares), type(error).__name__, error)
+        log.warning("a step of %d sequences failed with %s: %s", len(shares), type(error).__name__, error)
         for share in shares:
             self._together([share])
 
-    def _forward(self, shares: Sequence[Share]) -> Tensor:
-        """Logits [R,V] of the last token of every line that is read to its end. The step is kept, or raises.
+    def _transact(self, shares: Sequence[Share]) -> tuple[list[Ready], Draws]:
+        """begin, forward, draw, commit. If any of it raises, memory is as it was.
 
-        Keeping it may raise, too: a model that passes over one of its recurrent layers has left no state there.
+        The commit may raise, too: a model that skips one of its recurrent layers has left no state there.
         """
-        feeds = tuple(_feed(line, count) for line, count in shares)
         self._trim()
-        plan = self._memory.begin(Batch(feeds))
+        plan = self._memory.begin(Batch(tuple(_feed(line, count) for line, count in shares)))
         try:
             logits = self._guest.forward(self._memory, plan, *self._inputs(shares))
-            self._memory.commit()
+            ready = self._ready(shares)
+            draws = self._draw([(one.row, line) for one in ready for line in (one.line, *one.twins)], logits)
+            accepted = {_seq(line): count for line, count in shares}
+            self._memory.commit(accepted)
         except BaseException:
             if self._memory.in_step:
                 self._memory.abandon()
             raise
-        return logits
+        return ready, draws
 
     def _inputs(self, shares: Sequence[Share]) -> tuple[Tensor, Tensor]:
         """Token ids [T] of the step, and the rows [R] whose logits are wanted."""
@@ -88,53 +117,55 @@ class Runner:
         rows: list[int] = []
         for line, count in shares:
             ids += line.tokens[line.read : line.read + count]
-            if line.read + count == len(line.tokens):
+            if count == line.unread:
                 rows.append(len(ids) - 1)
         device = self._guest.device
         return torch.tensor(ids, device=device), torch.tensor(rows, dtype=torch.long, device=device)
 
-    def _write(self, lines: Sequence[Line], logits: Tensor) -> None:
-        """Draw the next token of every line, and of every answer that a prompt now becomes."""
-        if not lines:
-            return
-        drawing: list[tuple[int, Line]] = []
-        for row, line in enumerate(lines):
-            if line.stage is Stage.READING:
-                drawing += [(row, twin) for twin in self._split(line)]
-            else:
-                drawing.append((row, line))
-        writers = [line for _, line in drawing]
-        for line, drawn in zip(writers, self._drawn(writers, [row for row, _ in drawing], logits), strict=True):
-            if line.stage is not Stage.DONE:  # else another answer of its request failed just now
-                self._take(line, drawn)
+    def _ready(self, shares: Sequence[Share]) -> list[Ready]:
+        done = [line for line, count in shares if count == line.unread]
+        return [
+            Ready(row, line, self._twins(line) if line.stage is Stage.READING else ()) for row, line in enumerate(done)
+        ]
 
-    def _drawn(self, lines: Sequence[Line], rows: Sequence[int], logits: Tensor) -> list[Drawn | EngineFailed]:
-        """What each line draws from its row of the logits. If that fails for all together, each draws alone."""
+    def _draw(self, writers: Sequence[tuple[int, Line]], logits: Tensor) -> Draws:
+        """What each completion draws from its row of the logits [R,V]. If that fails for all together, each draws
+        alone. Changes no completion."""
+        if not writers:
+            return []
+        rows, lines = [row for row, _ in writers], [line for _, line in writers]
         try:
-            return list(self._draw(lines, logits[torch.tensor(rows, device=logits.device)]))
+            with torch.inference_mode():
+                logits_of = logits[torch.tensor(rows, device=logits.device)]  # [n,V]
+                drawn = draw(logits_of, [line.choice for line in lines], [line.pos for line in lines])
+            return list(zip(lines, drawn, strict=True))
         except Exception as error:
             if len(lines) == 1:
                 log.exception("a draw failed")
-                return [_failure("the draw", error)]
+                return [(lines[0], _failure("the draw", error))]
             log.warning("a draw over %d rows failed with %s: %s", len(lines), type(error).__name__, error)
-        return [self._drawn([line], [row], logits)[0] for line, row in zip(lines, rows, strict=True)]
+        return [one for writer in writers for one in self._draw([writer], logits)]
 
-    def _take(self, line: Line, drawn: Drawn | EngineFailed) -> None:
-        """Tell one line what it drew. What goes wrong there is its own affair."""
+    def _emit(self, ready: Sequence[Ready], draws: Draws) -> None:
+        """Memory has what was read: prompts become completions, and these are given what they drew."""
+        for _, line, twins in ready:
+            if line.stage is Stage.READING:
+                self._split(line, twins)
+        for line, drawn in draws:
+            if line.stage is Stage.WRITING:  # else another completion of its request failed just now
+                self._give(line, drawn)
+
+    def _give(self, line: Line, drawn: Drawn | EngineFailed) -> None:
         if isinstance(drawn, EngineFailed):
             self._ended(line, drawn)
             return
         try:
-            over = drawn.error or line.accept(drawn.token_id, drawn.logprob, self._context)
+            over = drawn.error or line.accept([(drawn.token_id, drawn.logprob)], self._context).over
             if over is not None:
                 self._ended(line, over)
         except Exception as error:
-            log.exception("a token could not be told")
-            self._ended(line, _failure("telling a token", error))
-
-    @torch.inference_mode()
-    def _draw(self, lines: Sequence[Line], logits: Tensor) -> list[Drawn]:
-        return draw(logits, [line.choice for line in lines], [line.pos for line in lines])
+            log.exception("a token could not be delivered")
+            self._ended(line, _failure("delivering a token", error))
 
 
 def _failure(what: str, error: Exception) -> EngineFailed:

@@ -51,7 +51,6 @@ docs: $(VENV)/.dev ## rewrite the documents that are made from the code
 	$(BIN)/python scripts/rooms.py
 	$(BIN)/python -m scripts.reference
 	$(BIN)/python -m scripts.models_page
-	$(BIN)/python -m scripts.theirs
 
 bench: $(VENV)/.run ## ours against transformers, in one run; a table, then one line of JSON
 	@$(BIN)/kvcellar bench $(ARGS)

@@ -47,6 +47,20 @@ model is, then asked what `kvcellar verify` asks. A checkpoint may be configured
 | not tried: there is no tiny model of them | {untried} |
 """
 
+# What transformers itself does with the types that are refused, where the reason of the refusal does not say it. A test
+# tries each of them.
+FACTS: Mapping[str, Sequence[str]] = {
+    "its forward returns no cache, so generation reads the whole text again for each token": ("openai-gpt", "xlm"),
+    "its memory is an object of its own, which is no cache of transformers": ("reformer", "rwkv", "xlnet"),
+    "the logits of a token depend on the tokens after it, so no cache can equal a forward over the whole text": (
+        *("cpmant", "prophetnet"),
+    ),
+    "its state is kept in its modules, and a forward over several tokens starts its convolution from zeros": (
+        *("recurrent_gemma",),
+    ),
+    "its forward with a cache raises: it counts layers by a field that its config does not have": ("blt",),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -122,6 +136,8 @@ def render(rows: Sequence[Row]) -> str:
         for exception in row.except_for:
             exceptions.setdefault(exception, []).append(row.model_type)
     parts += _grouped("Refused, and why", _by_reason(row for row in rows if row.how == "refused"))
+    refused = {row.model_type for row in rows if row.how == "refused"}
+    parts += _grouped("What transformers does with those", {fact: t for fact, t in FACTS.items() if refused >= {*t}})
     parts += _grouped("Wrong", _by_reason(row for row in rows if row.how == "wrong"))
     parts += _grouped("Not tried, and why", _by_reason(row for row in rows if row.how == "not tried"))
     parts += _grouped("Solo, and why not flat", _by_reason(row for row in rows if row.how == "solo"))

@@ -21,7 +21,7 @@ from tests.zoo import (
     reference_logits,
     sweep,
 )
-from tests.zoo_test_support.sweep import NO_MODEL
+from tests.zoo_test_support.sweep import NO_MODEL, of_type
 
 LENGTH = 40
 TOKENS = torch.randint(3, 101, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -200,3 +200,8 @@ def test_what_the_sweep_found_runs(model_type: str) -> None:
     model = AutoModelForCausalLM.from_config(auto_config(model_type), attn_implementation="eager").eval()
     assert reference_logits(model, TOKENS).isfinite().all()
     assert sum(weight.numel() for weight in model.parameters()) < 20e6
+
+
+def test_a_table_of_sines_that_is_not_trained_stays_one() -> None:
+    sines, cosines = of_type("roformer").get_parameter("roformer.encoder.embed_positions.weight").chunk(2, dim=1)
+    torch.testing.assert_close(sines**2 + cosines**2, torch.ones_like(sines))

@@ -1,4 +1,4 @@
-"""Write docs/rooms.md from the docstrings of the rooms: `python scripts/rooms.py`.
+"""Write docs/rooms.md from the docstrings of packages and files: `python scripts/rooms.py`.
 
 Nothing is imported, only read, so that the map can be made wherever the sources are.
 """
@@ -12,9 +12,9 @@ SRC = ROOT / "src" / "kvcellar"
 MAP = ROOT / "docs" / "rooms.md"
 
 HEAD = """\
-# The rooms
+# Packages and files
 
-*Made from the docstrings by `make docs`; a test compares the two. Rooms import downwards only, in the order of this
+*Made from the docstrings by `make docs`; a test compares the two. Packages import downwards only, in the order of this
 page; `make lint` checks it. What is marked (no torch) loads without torch.*
 """
 

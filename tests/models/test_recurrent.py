@@ -30,10 +30,10 @@ from kvcellar.errors import ModelRefused, NotSupported
 from kvcellar.models import adopt as adoption
 from kvcellar.models import scan
 from kvcellar.models.adopt import adopt
-from kvcellar.models.guest import Guest, Verdict
+from kvcellar.models.guest import Guest
 from kvcellar.models.mixers import Mixing, Turn
 from kvcellar.models.scan import SCANS, Call, selective_scan
-from kvcellar.models.tenancy import Tenancy
+from kvcellar.models.shared_weights import sharing_weights
 from kvcellar.plan import Batch, Feed, StateSegment
 from kvcellar.spans import Span
 from tests.laws.prefixes import Made
@@ -472,42 +472,10 @@ def test_outside_of_our_forwards_a_model_is_what_it_was(name: str) -> None:
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", ["lfm2", "mamba"])
-def test_a_refused_model_is_left_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ARCHS[name].build()
-    before = own_answers(model)
-    monkeypatch.setattr(adoption, "verdict_of", lambda *_: Verdict(1.0, BOUND))
-    with pytest.raises(ModelRefused, match="its logits differ"):
-        adopt(model, backends())
-    assert not [module for module in model.modules() if "forward" in vars(module)]
-    for ours, theirs in zip(own_answers(model), before, strict=True):
-        assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("reason", ["another verdict", "weights that are damaged for a while"])
 @pytest.mark.parametrize("name", ["qwen3.5", "mamba", "lfm2"])
-def test_a_refusal_leaves_the_guest_that_a_model_has_already(
-    name: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_guests_on_the_same_weights_do_not_disturb_each_other(name: str) -> None:
     model, judge = ARCHS[name].build(), animal(name)[1]
-    told = Told(adopt(model, backends()), judge)
-    told.read({0: text(5, 1), 1: text(3, 2)})
-    with monkeypatch.context() as patch:
-        if reason == "another verdict":
-            patch.setattr(adoption, "verdict_of", lambda *_: Verdict(1.0, BOUND))
-        else:
-            weights = model.get_input_embeddings().weight
-            patch.setattr(weights, "data", torch.full_like(weights, torch.nan))
-        with pytest.raises(ModelRefused, match="its logits"):
-            adopt(model, backends())
-    told.read({0: text(2, 6), 1: text(3, 7)})
-    assert told.worst <= BOUND
-
-
-@pytest.mark.parametrize("name", ["qwen3.5", "mamba", "lfm2"])
-def test_two_guests_of_one_model_do_not_disturb_each_other(name: str) -> None:
-    model, judge = ARCHS[name].build(), animal(name)[1]
-    one, other = Told(adopt(model, backends()), judge), Told(adopt(model, backends()), judge)
+    one, other = (Told(adopt(sharing_weights(model), backends()), judge) for _ in range(2))
     one.read({0: text(5, 1), 1: text(3, 2)})
     other.read({0: text(3, 3)})
     one.feed({0: text(3, 4), 1: text(3, 5)}, revertible=True)
@@ -543,7 +511,7 @@ def test_sums_have_32_bits_in_a_model_of_16(name: str) -> None:
 def test_a_solo_model_with_sums_keeps_all_of_a_feed_or_nothing() -> None:
     judge = animal("qwen3.5")[1]
     model = ARCHS["qwen3.5"].build()
-    told = Told(adoption._solo(model, Tenancy(model), backends(), "to see how it would be"), judge)
+    told = Told(adoption._solo(model, backends(), "to see how it would be"), judge)
     told.read({0: text(5, 1)})
     for accepted in (3, 0):
         told.feed({0: text(3, 2)}, judged=False, revertible=True)

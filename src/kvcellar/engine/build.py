@@ -4,7 +4,6 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,8 +39,7 @@ from kvcellar.models.adopt import adopt
 from kvcellar.models.facts import context_of, context_reason, embedding_rows, padding_token
 from kvcellar.models.guest import Guest
 from kvcellar.models.load import Loaded, load
-from kvcellar.models.packed import Packing, pack, unpack
-from kvcellar.models.tenancy import Tenancy
+from kvcellar.models.packed import Packing, pack
 from kvcellar.policy import trim
 from kvcellar.process import Origin
 from kvcellar.progress import report
@@ -111,11 +109,6 @@ class Built:
                 "prompt",
             )
 
-    def leave(self) -> None:
-        """A network that was given becomes what it was, if nobody else serves it. One of our own has no other use."""
-        if self.loaded.path is None:
-            self.guest.release()
-
     def check_fits(self, tokens: int) -> None:
         """Raise `PromptTooLong` if a prompt of so many tokens could never be in memory, even alone."""
         for group in self.memory.groups:
@@ -135,10 +128,7 @@ class Built:
 
 
 def build(model: "str | Path | PreTrainedModel | None", settings: Settings) -> Built:
-    """Load, prove, size, wire. Raises what `load`, `adopt` and `resolve_capacity` raise.
-
-    A network that was given is as it was if that fails, and after `Built.leave`.
-    """
+    """Load, prove, size, wire. Raises what `load`, `adopt` and `resolve_capacity` raise."""
     settings = _in_a_fork(settings)
     began = time.time_ns()
     threads = threads_of(settings.threads, torch.get_num_threads())
@@ -147,13 +137,9 @@ def build(model: "str | Path | PreTrainedModel | None", settings: Settings) -> B
     loaded = load(model, dtype=settings.dtype, device=settings.device)
     if loaded.path is None:
         _check_as_it_is(loaded.model, settings)
-    with Tenancy.visited(loaded.model) as tenancy, ExitStack() as undo:
-        packing = _packing(loaded, tenancy, settings)
-        guest = adopt(loaded.model, named(settings.attention))
-        undo.callback(guest.release)
-        built = _wired(loaded, packing, guest, settings, threads, began)
-        undo.pop_all()
-    return built
+    packing = _packing(loaded, settings)
+    guest = adopt(loaded.model, named(settings.attention))
+    return _wired(loaded, packing, guest, settings, threads, began)
 
 
 def _in_a_fork(settings: Settings) -> Settings:
@@ -174,14 +160,11 @@ def _in_a_fork(settings: Settings) -> Settings:
     return replace(settings, threads=1)
 
 
-def _packing(loaded: Loaded, tenancy: Tenancy, settings: Settings) -> Packing | None:
+def _packing(loaded: Loaded, settings: Settings) -> Packing | None:
     if not settings.pack or loaded.model.device.type != "cpu":
         return None
     report("packing weights")
-    with tenancy.lock:
-        packing = pack(loaded.model, lent=loaded.path is None)
-        tenancy.afterwards(unpack, packing)
-    return packing
+    return pack(loaded.model)
 
 
 def _wired(
@@ -208,8 +191,7 @@ def _wired(
     cellar = Cellar(memory, resting=states.captures if states.rows else None, borders=states.most_captures)
     layouts = {group.name: group.layout for group in memory.groups}
     scheduler = Scheduler(cellar, layouts, context=context, max_sequences=sequences, step_tokens=settings.step_tokens)
-    loop = Loop(cellar, scheduler, context=context, threads=threads.count, over=lambda: built.leave())
-
+    loop = Loop(cellar, scheduler, context=context, threads=threads.count)
     runner = Runner(
         guest,
         memory,

@@ -42,9 +42,10 @@ class Engine:
     """A model with its memory. Usable from several threads at once; close it, or use it as a context manager.
 
     `model` is a directory, a name in the local Hugging Face cache, a transformers model, or None for the embedded one.
-    A transformers model answers nobody else meanwhile; once its last engine is closed it is what it was before, with
-    the same parameters and the same bits in them. Weights that only the model has may lie elsewhere in memory then.
-    Engines on one model may be made and closed at any time; their forwards wait for each other.
+    A transformers model is not changed, and can be called, saved, copied and moved meanwhile: the engine runs a copy of
+    its modules, made now, on the same weights. On a CPU, weights of linear layers are in memory a second time, packed
+    for oneDNN, until the engine is freed; each engine on one model has its own packed copies, and with `pack=False`
+    none. Answers are undefined once weights are written into: packed copies keep the old values.
     `progress` is called on the caller's thread with what is being done while the model is loaded, which may take
     minutes; what it raises ends the load. The other keyword arguments are the fields of `Settings`. Raises
     `ModelNotFound`, `ModelRefused`, `CapacityTooSmall`, `BadRequest`.
@@ -65,12 +66,8 @@ class Engine:
             self._built: Built = build(model, checked)
         self._loop = self._built.loop
         self._sessions = count(1)
-        try:
-            self.model = model_card(self._built)
-            self._loop.start(self._built.runner)
-        except BaseException:  # there will be no engine that somebody could close
-            self._built.leave()
-            raise
+        self.model = model_card(self._built)
+        self._loop.start(self._built.runner)
         # A thread inside torch must not outlive the interpreter: whoever forgets `close` has it done for him.
         self._closing = weakref.finalize(self, self._loop.close)
 

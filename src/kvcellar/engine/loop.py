@@ -43,17 +43,8 @@ log = logging.getLogger("kvcellar.engine")
 class Loop:
     """Owns the thread. `start` it once, `close` it once."""
 
-    def __init__(
-        self,
-        cellar: Cellar,
-        scheduler: Scheduler,
-        *,
-        context: int,
-        threads: int,
-        over: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`over` is called on the engine's thread when everything else has ended."""
-        self.cellar, self.scheduler, self._over = cellar, scheduler, over
+    def __init__(self, cellar: Cellar, scheduler: Scheduler, *, context: int, threads: int) -> None:
+        self.cellar, self.scheduler = cellar, scheduler
         self.compaction = Compaction(cellar.memory)
         self._context, self._threads = context, threads
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -353,8 +344,6 @@ class Loop:
             self.cellar.clear()
         except Exception:
             log.exception("the engine has ended, and what its memory held could not be given back")
-        finally:
-            self._over()
 
     def _run_what_is_left(self) -> None:
         """Calls that came in before the gate was shut: somebody may wait for each of them."""

@@ -51,7 +51,7 @@ class Settings:
     attention: str | None = None  # name of an attention backend; None: the first that supports the model
     threads: int | None = None  # CPU threads of torch; None: its default, within the CPU quota
     kv_dtype: str | None = None  # storage of K/V: int8, or k=int8+hadamard,v=int4; None: as `dtype`
-    pack: bool = True  # on CPUs, reorder the weights of linear layers for oneDNN at load
+    pack: bool = True  # on CPUs, reorder the weights of linear layers for oneDNN at load; a given network's are copied
 
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, str) or self.dtype not in ("auto", "float32", "bfloat16", "float16"):

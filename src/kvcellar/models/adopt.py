@@ -7,18 +7,16 @@ Always true:
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from math import isfinite
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from kvcellar.contracts import Backend
 from kvcellar.errors import KvcellarError, ModelRefused
 from kvcellar.models.facts import context_of
 from kvcellar.models.guest import Guest, backends_for
-from kvcellar.models.mixers import install, uninstall
+from kvcellar.models.mixers import install
 from kvcellar.models.own_layers import fresh_layers
 from kvcellar.models.probe import probe, stored_shape
 from kvcellar.models.quiet import quiet
@@ -26,7 +24,6 @@ from kvcellar.models.rope import with_rotations
 from kvcellar.models.seam import current_door, our_attention, own_attention, register
 from kvcellar.models.selftest import TOLERANCE, Trial, trial_of, verdict_of
 from kvcellar.models.shape import PROBE_TOKENS, ProbeDoor, describe, differing
-from kvcellar.models.tenancy import Tenancy, Tenant, attentions, set_attentions
 from kvcellar.progress import report
 
 LEAST_CONTEXT = 8  # positions without which the self-test has nothing to test
@@ -40,9 +37,8 @@ STRANGE = (
 def adopt(model: PreTrainedModel, backends: Sequence[Backend]) -> Guest:
     """Learn the model's shape and test it. Raises `ModelRefused`, with the reason of every way that was tried.
 
-    The model is in eval mode, without gradients and with our attention, until its guest is released. One that is
-    refused is as it was. One that has another guest goes on serving that, and is run as that runs it, or refused: it
-    can have only one attention. The forwards of other guests wait until it is adopted.
+    The guest owns the model: it is changed for good (eval mode, attention, the forward of mixers), also if it is
+    refused. To keep a model as it is, adopt a copy that shares its weights (`shared_weights.py`).
     """
     name = type(model).__name__
     if model.dtype not in TOLERANCE:
@@ -54,36 +50,24 @@ def adopt(model: PreTrainedModel, backends: Sequence[Backend]) -> Guest:
     report("testing the network")
     register()
     refused: dict[str, str] = {}
-    installed: list[nn.Module] = []  # by this adoption
-    with Tenancy.visited(model) as tenancy, tenancy.lock, quiet(), ExitStack() as undo:
-        ways = {
-            "flat": lambda: _flat(model, tenancy, backends, installed, offsets=True),
-            "flat, told that nothing came before": lambda: _flat(model, tenancy, backends, installed, offsets=False),
-            "solo": lambda: _solo(model, tenancy, backends, refused["flat"]),
-        }
-        undo.callback(set_attentions, attentions(model))
-        undo.callback(uninstall, installed)
-        model.eval().requires_grad_(False)
+    ways = {
+        "flat": lambda: _flat(model, backends, offsets=True),
+        "flat, told that nothing came before": lambda: _flat(model, backends, offsets=False),
+        "solo": lambda: _solo(model, backends, refused["flat"]),
+    }
+    model.eval()
+    with quiet():
         try:
             trial = trial_of(model, seed=0)
         except STRANGE as error:
             raise ModelRefused(f"{name} cannot be served: its own forward fails. {_told(error)}") from error
         for mode, way in ways.items():
-            other = tenancy.tenant
-            found = _attempt(way, trial) if other is None or mode.startswith(other.mode) else _told_by(other)
+            found = _attempt(way, trial)
             if isinstance(found, Guest):
                 found.shape = with_rotations(found)
-                undo.pop_all()
-                tenancy.afterwards(uninstall, installed)
-                found.settle()
                 return found
             refused[mode] = found
     raise ModelRefused(_refusal(model, refused))
-
-
-def _told_by(other: Tenant) -> str:
-    """Why a network that has a guest is not run in another way."""
-    return other.refused or f"it has a guest that runs it {other.mode}, and it can have only one attention at a time"
 
 
 def _attempt(way: Callable[[], Guest], trial: Trial) -> Guest | str:
@@ -115,10 +99,7 @@ def _refusal(model: PreTrainedModel, refused: Mapping[str, str]) -> str:
     return f"{type(model).__name__} cannot be served: " + "; ".join(reasons)
 
 
-def _flat(
-    model: PreTrainedModel, tenancy: Tenancy, backends: Sequence[Backend], installed: list[nn.Module], *, offsets: bool
-) -> Guest:
-    """Adds to `installed` the mixers that it lets the doors call."""
+def _flat(model: PreTrainedModel, backends: Sequence[Backend], *, offsets: bool) -> Guest:
     context = context_of(model)
     near = ProbeDoor(context)
     if not model._can_set_attn_implementation():
@@ -127,9 +108,9 @@ def _flat(
     probe(model, near, range(PROBE_TOKENS))
     if near.reads and "position_ids" not in inspect.signature(model.forward).parameters:
         raise ModelRefused("its forward takes no positions")
-    installed += install(list(near.mixers), current_door)
+    install(near.mixers, current_door)
     shape = describe(near, dtype=str(model.dtype).removeprefix("torch."), device=model.device.type)
-    guest = Guest(model, tenancy, shape, "flat", backends_for(shape, backends), offsets=offsets)
+    guest = Guest(model, shape, "flat", backends_for(shape, backends), offsets=offsets)
     positions = [*range(PROBE_TOKENS - 1), context - 1]
     # A model that is told nothing about what came before must not care what it is told.
     past = guest.seen(torch.tensor(positions, device=model.device)) if offsets else context - PROBE_TOKENS
@@ -140,7 +121,7 @@ def _flat(
     return guest
 
 
-def _solo(model: PreTrainedModel, tenancy: Tenancy, backends: Sequence[Backend], why: str) -> Guest:
+def _solo(model: PreTrainedModel, backends: Sequence[Backend], why: str) -> Guest:
     own_attention(model)
     shape = stored_shape(model, fresh=fresh_layers(model))
-    return Guest(model, tenancy, shape, "solo", backends_for(shape, backends), refused=why)
+    return Guest(model, shape, "solo", backends_for(shape, backends), refused=why)

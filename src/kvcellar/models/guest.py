@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass
-from threading import RLock
 from typing import Any, Literal
 
 import torch
@@ -25,7 +24,6 @@ from kvcellar.models.facts import first_position
 from kvcellar.models.own_layers import fresh_layers
 from kvcellar.models.seam import Door, FlatDoor, SoloDoor, cache_argument, opened
 from kvcellar.models.shape import Shape
-from kvcellar.models.tenancy import Tenancy, Tenant
 from kvcellar.plan import Plan
 from kvcellar.shapes import StoredAs
 
@@ -50,7 +48,6 @@ class Guest:
     def __init__(
         self,
         model: PreTrainedModel,
-        tenancy: Tenancy,
         shape: Shape,
         mode: Mode,
         chosen: Mapping[str, Chosen],
@@ -60,7 +57,6 @@ class Guest:
     ) -> None:
         self.model, self.shape, self.mode, self.chosen, self.refused = model, shape, mode, dict(chosen), refused
         self._offsets = offsets
-        self._tenancy, self._tenant = tenancy, Tenant(mode, refused)
         self.verdict: Verdict | None = None
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
         self._first = first_position(model)
@@ -72,11 +68,6 @@ class Guest:
     @property
     def dtype(self) -> torch.dtype:
         return self.model.dtype
-
-    @property
-    def lock(self) -> RLock:
-        """Held by whoever runs the network or changes something about it. `forward` takes it by itself."""
-        return self._tenancy.lock
 
     @property
     def backends(self) -> dict[str, Backend]:
@@ -110,15 +101,6 @@ class Guest:
         twin.chosen = backends_for(twin.shape, backends)
         return twin
 
-    def settle(self) -> None:
-        """It stays. Until it is released, its network is there for guests only."""
-        self._tenancy.enter(self._tenant)
-
-    def release(self) -> None:
-        """Leave the network: if no other guest serves it, it is what it was before the first of them. The twins that
-        `storing` made leave with it. May be called again."""
-        self._tenancy.leave(self._tenant)
-
     def seen(self, positions: Tensor) -> int | Tensor:
         """What the model is told when it asks how many tokens came before its rows at `positions` [T].
 
@@ -130,15 +112,13 @@ class Guest:
     def forward(self, memory: Memory, plan: Plan, ids: Tensor, want: Tensor) -> Tensor:
         """Run the open step of `memory`: ids [T] -> logits [len(want), V] of the rows in `want`."""
         positions = torch.tensor(plan.positions, dtype=torch.long, device=self.device)
-        with self.lock:  # somebody may be testing the network with its own attention
-            if self.mode == "flat":
-                return self._through(
-                    FlatDoor(memory, plan, self.seen(positions), self.shape.bindings), ids, positions, want
-                )
-            door = SoloDoor(memory, plan, fresh_layers(self.model))
-            logits = self._through(door, ids, positions, want)
-            door.put()
-            return logits
+        if self.mode == "flat":
+            door = FlatDoor(memory, plan, self.seen(positions), self.shape.bindings)
+            return self._through(door, ids, positions, want)
+        door = SoloDoor(memory, plan, fresh_layers(self.model))
+        logits = self._through(door, ids, positions, want)
+        door.put()
+        return logits
 
     @torch.inference_mode()
     def forward_with_hidden(self, memory: Memory, plan: Plan, ids: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,7 +126,7 @@ class Guest:
         and the final norm. Raises `ModelRefused` if the network does not call one output head once."""
         head = self.model.get_output_embeddings()
         read: list[Tensor] = []  # [1,R,hidden], or of all rows [1,T,hidden]
-        with self.lock, ExitStack() as hooked:
+        with ExitStack() as hooked:
             if head is not None:
                 hooked.callback(head.register_forward_pre_hook(lambda _, args: read.append(args[0])).remove)
             logits = self.forward(memory, plan, ids, want)

@@ -24,6 +24,7 @@ from kvcellar.models.checks import config_fields, oversized_text, read_object
 from kvcellar.models.facts import context_of
 from kvcellar.models.find import find
 from kvcellar.models.quiet import quiet
+from kvcellar.models.shared_weights import sharing_weights
 from kvcellar.models.weights import Weights, check_depth, check_shapes, fill, opened
 from kvcellar.progress import report
 
@@ -67,7 +68,8 @@ def load(model: str | Path | PreTrainedModel | None, *, dtype: Dtype = "auto", d
     """Build the network of a directory, a name, or (None) the embedded model. Raises `ModelNotFound`, `ModelRefused`,
     and `BadRequest` for what is none of these.
 
-    A network that exists already is taken as it is, where and in what type it is.
+    A network that exists already stays as it is, where and in what type it is: what is loaded is a copy of its modules
+    that shares its weights.
     """
     if isinstance(model, PreTrainedModel):
         found = _advice(model).without("stop", _ALONE)
@@ -75,7 +77,7 @@ def load(model: str | Path | PreTrainedModel | None, *, dtype: Dtype = "auto", d
         return Loaded(
             name=type(model).__name__,
             path=None,
-            model=model,
+            model=sharing_weights(model),
             end_ids=_end_ids(model),
             defaults=found.sampling,
             parameters=_count(model),

@@ -11,7 +11,7 @@ of any length. So a mixer is called once for all sequences that get equally many
 Everything else of the model stays flat. A state of zeros is no state, exactly: nothing is special about a first step.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -151,7 +151,6 @@ class Mixed:
 
     def __init__(self, module: nn.Module, door: Callable[[], Mixes | None]) -> None:
         self._own, self._ours, self._door = module.forward, in_our_hands(module, door), door
-        self.before = module.__dict__.get("forward")  # somebody else may stand in for it, too
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         door = self._door()
@@ -267,23 +266,8 @@ def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def install(mixers: Sequence[nn.Module], door: Callable[[], Mixes | None]) -> list[nn.Module]:
-    """Let the doors decide how these modules are called. Where none is open, nothing has changed for them.
-
-    Answers those for which that is new: the others were installed by whoever serves the model already.
-    """
-    new = [module for module in mixers if not isinstance(module.__dict__.get("forward"), Mixed)]
-    for module in new:
-        module.forward = Mixed(module, door)
-    return new
-
-
-def uninstall(mixers: Sequence[nn.Module]) -> None:
-    """These modules, which `install` answered, are called as they were before."""
+def install(mixers: Iterable[nn.Module], door: Callable[[], Mixes | None]) -> None:
+    """Let the doors decide how these modules are called. Where none is open, nothing has changed for them."""
     for module in mixers:
-        stand_in = module.__dict__.get("forward")
-        if not isinstance(stand_in, Mixed):  # somebody stands in for it since, and for us
-            continue
-        del module.forward
-        if stand_in.before is not None:
-            module.forward = stand_in.before
+        if not isinstance(vars(module).get("forward"), Mixed):
+            module.forward = Mixed(module, door)

@@ -11,15 +11,13 @@ process: about half a megabyte each, outside every cap of ours. So a packed laye
 
 import os
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from kvcellar.models.widened import Kernel, StandIn, WidenedLinear, kernel
+from kvcellar.models.widened import Kernel, WidenedLinear, kernel
 
 ROWS = 16  # what oneDNN is told to expect; the order that it then chooses is as good for one row and for thousands
 BLOCK = 128  # rows in one call at most: a block of so many takes as little time a row as thousands do
@@ -39,17 +37,17 @@ def with_padding(rows: int) -> int:
     return blocks * BLOCK + (padded(rest) if rest else 0)
 
 
-class PackedLinear(StandIn):
-    """Stands in for one `nn.Linear`, whose weight it owns in oneDNN's order."""
+class PackedLinear(nn.Module):
+    """Replaces one `nn.Linear`, with its weight in oneDNN's order. It has no parameters."""
 
     def __init__(self, packed: Tensor, bias: Tensor | None, in_features: int, out_features: int) -> None:
         super().__init__()
-        self.packed, self.bias = packed, bias  # plain attributes: a packed tensor can be neither saved nor moved
+        self.packed, self.bias = packed, bias  # plain attributes: oneDNN's order can be neither saved nor moved
         self.in_features, self.out_features = in_features, out_features
 
     @property
     def weight(self) -> Tensor:
-        """A plain copy [out,in], made anew each time, for code that looks at weights instead of calling layers."""
+        """A plain copy [out,in], made at each access, for code that reads weights instead of calling layers."""
         return self.packed.to_dense()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -77,22 +75,9 @@ class PackedLinear(StandIn):
 
 
 @dataclass(frozen=True, slots=True)
-class Replaced:
-    """A plain layer whose place a packed one has. If `empty`, its weight has no elements meanwhile."""
-
-    parent: nn.Module
-    leaf: str
-    plain: nn.Linear
-    packed: PackedLinear | WidenedLinear
-    empty: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Packing:
     """What `pack` did: how many layers it replaced, the bytes of their weights, how many of these layers are widened as
     they are used, or why bfloat16 is not, and why others stayed plain.
-
-    Of a network that is lent, `replaced` are the layers, for `unpack`.
     """
 
     layers: int
@@ -100,16 +85,14 @@ class Packing:
     widened: int
     not_widened: str | None
     kept: dict[str, str]
-    replaced: tuple[Replaced, ...] = ()
 
 
-def pack(model: nn.Module, *, lent: bool = False, environment: Mapping[str, str] = os.environ) -> Packing:
-    """Replace the linear layers of a CPU model, in place, one after the other: each plain weight goes before the next.
+def pack(model: nn.Module, *, environment: Mapping[str, str] = os.environ) -> Packing:
+    """Replace the linear layers of a CPU model, in place, one after the other: each plain weight that nothing else
+    refers to is freed before the next is packed.
 
-    A weight that an embedding shares stays for the embedding, beside the packed copy. Of a network that is `lent` the
-    plain layers come back: they are kept, and of their weights everything but the elements. These are kept, too, where
-    others see them: in another parameter or buffer, or in another process. `environment` is for the compiler of the
-    kernel that widens.
+    A weight that is referred to (by an embedding, or by the network whose weights the model shares) stays in memory
+    beside the packed copy. `environment` is for the compiler of the kernel that widens.
     """
     if not torch.backends.mkldnn.is_available():
         return Packing(0, 0, 0, None, {"all": "this torch has no oneDNN"})
@@ -117,67 +100,18 @@ def pack(model: nn.Module, *, lent: bool = False, environment: Mapping[str, str]
     widens = kernel(environment) if wide else None
     count, size, widened = 0, 0, 0
     kept: dict[str, str] = {}
-    replaced: list[Replaced] = []
-    uses = Counter(_storages(model)) if lent else Counter[int]()
-    with ExitStack() as undo:
-        undo.callback(_put_back, replaced)
-        for name in [name for name, module in model.named_modules() if name and type(module) is nn.Linear]:
-            linear = model.get_submodule(name)
-            assert isinstance(linear, nn.Linear)
-            packed = _packed(linear, widens)
-            if isinstance(packed, str):
-                kept[name] = packed
-                continue
-            count, size = count + 1, size + linear.weight.nbytes
-            widened += isinstance(packed, WidenedLinear)
-            parent, _, leaf = name.rpartition(".")
-            if lent:
-                own = isinstance(packed, PackedLinear)  # else the very weight is used
-                empty = own and _is_alone(linear.weight, uses)
-                replaced.append(Replaced(model.get_submodule(parent), leaf, linear, packed, empty))
-                if empty:
-                    linear.weight.data = linear.weight.data.new_empty(0)
-            setattr(model.get_submodule(parent), leaf, packed)
-        undo.pop_all()
-    return Packing(count, size, widened, widens if isinstance(widens, str) else None, kept, tuple(replaced))
-
-
-def _storages(model: nn.Module) -> Iterator[int]:
-    """Where the elements of each parameter and buffer on the CPU are, once for each name that it has."""
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    for _, tensor in named:
-        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided  # others may have no storage
-        if plain and tensor.device.type == "cpu":
-            yield tensor.untyped_storage().data_ptr()
-
-
-def _is_alone(weight: Tensor, uses: Mapping[int, int]) -> bool:
-    """Whether a weight can lose its elements and get equal ones elsewhere, and nobody who can be known of notices."""
-    storage = weight.untyped_storage()
-    whole = weight.is_contiguous() and weight.nbytes == storage.nbytes()
-    return whole and uses[storage.data_ptr()] == 1 and not weight.is_shared() and not weight.is_inference()
-
-
-def unpack(packing: Packing) -> None:
-    """Put the plain layers back, with the same parameters and the same bits in them. Once.
-
-    Where one cannot be had, its packed layer stays and goes on answering; the others are put back before this raises.
-    """
-    _put_back(packing.replaced)
-
-
-def _put_back(replaced: Sequence[Replaced]) -> None:
-    failed: list[Exception] = []
-    for one in replaced:
-        try:
-            if one.empty:
-                one.plain.weight.data = one.packed.weight
-        except (RuntimeError, MemoryError) as error:  # torch's allocators raise either
-            failed.append(error)
-        else:
-            setattr(one.parent, one.leaf, one.plain)
-    if failed:
-        raise ExceptionGroup(f"{len(failed)} of {len(replaced)} layers could not be put back", failed)
+    for name in [name for name, module in model.named_modules() if name and type(module) is nn.Linear]:
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        packed = _packed(linear, widens)
+        if isinstance(packed, str):
+            kept[name] = packed
+            continue
+        count, size = count + 1, size + linear.weight.nbytes
+        widened += isinstance(packed, WidenedLinear)
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, packed)
+    return Packing(count, size, widened, widens if isinstance(widens, str) else None, kept)
 
 
 @torch.no_grad()
@@ -218,5 +152,5 @@ def _why_plain(linear: nn.Linear) -> str | None:
     if any(type(part) is not Tensor or part.layout is not torch.strided for part in parts):
         return "its weights are no plain tensors"
     if linear._forward_hooks or linear._forward_pre_hooks:
-        return "somebody listens to its calls"
-    return "somebody stands in for its forward" if "forward" in vars(linear) else None
+        return "it has forward hooks"
+    return "its forward was replaced" if "forward" in vars(linear) else None

@@ -204,17 +204,10 @@ def scoring_of(q: Tensor, extras: Mapping[str, Any]) -> Scoring:
 
 
 def _open_door() -> Door:
-    """The door of the forward that is running.
-
-    Whoever calls a served network beside its guest gets no answer. To hand the call on to the attention that the
-    network had would be right for some only: models look at its name in other places than the two that ask us.
-    """
+    """The door of the forward that is running. Raises `WrongStage` for a forward that `Guest.forward` did not start."""
     door = _door.get(None)
     if door is None:
-        raise WrongStage(
-            "this network is served by a guest of kvcellar, and answers nobody else meanwhile: close the engine (or "
-            "release the guest) first, or give it a copy of the network"
-        )
+        raise WrongStage("an adopted network is run by `Guest.forward` only: give `adopt` a copy to call it yourself")
     return door
 
 

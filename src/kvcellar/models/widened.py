@@ -9,14 +9,12 @@ is rounded once.
 import ctypes
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvcellar.compiled import NotCompiled, library
-from kvcellar.errors import WrongStage
 
 SOURCE = Path(__file__).with_name("widened.cpp")
 FEW = 64  # rows up to which the kernel is faster than torch's float32 product of a strip that is widened first
@@ -62,34 +60,12 @@ def kernel(environment: Mapping[str, str]) -> Kernel | str:
     return found if found.needed else "this CPU multiplies bfloat16 as it is"
 
 
-class StandIn(nn.Module):
-    """In the place of a plain layer while its network is served. Its weights are no parameters.
-
-    So whatever goes through parameters would pass them over, and lose them without a word: here it raises.
-    """
-
-    def __reduce__(self) -> NoReturn:
-        raise WrongStage("a served layer cannot be copied: copy the network before it is served, or close its engine")
-
-    def _save_to_state_dict(self, *_: Any, **__: Any) -> NoReturn:
-        raise WrongStage("a served layer cannot be saved: save the network before it is served, or close its engine")
-
-    def _load_from_state_dict(self, *_: Any, **__: Any) -> NoReturn:
-        raise WrongStage("weights cannot be loaded into a served layer: load them before, or close its engine")
-
-    def _apply(self, *_: Any, **__: Any) -> NoReturn:
-        raise WrongStage(
-            "a served layer can be neither moved nor cast: do so before the network is served, or close its engine"
-        )
-
-
-class WidenedLinear(StandIn):
-    """Stands in for one `nn.Linear`, and has the very weight [out,in] and bias of that."""
+class WidenedLinear(nn.Module):
+    """Replaces one `nn.Linear`, and uses its weight [out,in] and bias where they are. It has no parameters."""
 
     def __init__(self, by: Kernel, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self._by = by
-        # The plain layer's own, as plain attributes: nobody but that layer has parameters.
         self.weight, self.bias = weight.contiguous(), None if bias is None else bias.contiguous()
         self.out_features, self.in_features = weight.shape
 

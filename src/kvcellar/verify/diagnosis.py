@@ -82,10 +82,7 @@ def diagnose(model: Any, settings: Settings, *, kv_quality: bool | None = None) 
     `kv_quality`: measure every way of storing K/V; None does so for small models, where it takes seconds.
     """
     built = build(model, settings)
-    try:
-        return _diagnosed(built, settings, built.loaded.parameters <= SMALL if kv_quality is None else kv_quality)
-    finally:
-        built.leave()
+    return _diagnosed(built, settings, built.loaded.parameters <= SMALL if kv_quality is None else kv_quality)
 
 
 def _diagnosed(built: Built, settings: Settings, kv_quality: bool) -> Diagnosis:
@@ -164,6 +161,8 @@ def _notes(built: Built) -> list[str]:
             how = "that widen bfloat16 as it is used, for this CPU cannot multiply it"
         elif packing.not_widened is not None:
             how += f" (bfloat16 as it is: {packing.not_widened})"
+        if built.loaded.path is None and packing.layers > packing.widened:
+            how += ", in copies beside the weights of the network that was given"
         notes.append(f"{packing.layers} linear layers {how}: {sized(packing.bytes)}")
         notes += [f"{name} stays plain: {why}" for name, why in list(packing.kept.items())[:5]]
     return notes

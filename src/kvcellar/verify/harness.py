@@ -44,7 +44,7 @@ class ColdReference:
     def logits(self, text: tuple[int, ...]) -> Tensor:
         """[L,V] in float32. Costs nothing for a prefix of the last text."""
         if self._text[: len(text)] != text:
-            with self._guest.lock, _own_attention(self._guest), torch.inference_mode():
+            with _own_attention(self._guest), torch.inference_mode():
                 ids = torch.tensor([text], device=self._guest.device)
                 self._logits = self._guest.model(input_ids=ids, use_cache=False).logits[0].float()
             self._text = text

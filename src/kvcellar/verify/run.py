@@ -131,10 +131,7 @@ def verify(
     torch.set_num_threads(threads_of(settings.threads, torch.get_num_threads()).count)
     loaded = load(model, dtype=settings.dtype, device=settings.device)
     guest = adopt(loaded.model, named(settings.attention))
-    try:
-        return _report(loaded.name, guest, settings, tokens, seed, quality, watch)
-    finally:
-        guest.release()
+    return _report(loaded.name, guest, settings, tokens, seed, quality, watch)
 
 
 def _report(

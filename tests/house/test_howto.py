@@ -43,9 +43,9 @@ class Page:
     stack: ExitStack
     served: dict[str, str] = field(default_factory=dict)
 
-    def python(self, code: str, name: str) -> None:
+    def python(self, code: str) -> None:
         with redirect_stdout(io.StringIO()):
-            exec(compile(self.here(code), name, "exec"), {"__name__": "__fence__"})
+            exec(compile(self.here(code), "<fence>", "exec"), {"__name__": "__fence__"})
 
     def shell(self, text: str) -> None:
         for line in text.replace("\\\n", " ").splitlines():
@@ -108,21 +108,39 @@ def page(monkeypatch, tmp_path) -> Iterator[Page]:
         yield page
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
-def test_what_a_page_says_to_run_runs(path, page):
+def play(text: str, page: Page) -> int:
+    """Run what `text` says to run. How many fences ran."""
     ran = 0
-    for needs, language, text in FENCE.findall(path.read_text()):
+    for needs, language, code in FENCE.findall(text):
         if needs:
-            assert NEEDS[needs] in text, f"this does not seem to need {needs}:\n{text}"
+            assert NEEDS[needs] in code, f"this does not seem to need {needs}:\n{code}"
         elif language == "python":
-            page.python(text, f"{path.name}, fence {ran}")
+            page.python(code)
+            ran += 1
         elif language == "sh":
-            page.shell(text)
+            page.shell(code)
+            ran += 1
         else:
             assert language in SHOWN, f"a fence of {language!r} neither runs nor says why it cannot"
-            continue
-        ran += not needs
-    assert ran, "nothing on this page runs"
+    return ran
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_what_a_page_says_to_run_runs(path, page):
+    assert play(path.read_text(), page), "nothing on this page runs"
+
+
+@pytest.mark.parametrize("wrong", ["```sh\nfalse\n```\n", "```python\nassert False\n```\n", "```ini\n[Unit]\n```\n"])
+def test_a_fence_that_fails_or_does_not_run_is_seen(page, wrong):
+    with pytest.raises(AssertionError):
+        play(wrong, page)
+
+
+def test_a_fence_is_left_out_only_for_what_its_command_needs(page):
+    mark = "*Not run by the tests: it needs systemd.*\n\n"
+    assert play(f"{mark}```ini\n# in systemd/system\n```\n", page) == 0
+    with pytest.raises(AssertionError, match="does not seem to need systemd"):
+        play(f"{mark}```sh\nls\n```\n", page)
 
 
 def test_every_page_is_in_the_index():

@@ -33,6 +33,9 @@ class Feed(NamedTuple):
 
     Recurrent layers must be told more: `capture` keeps their state at `pos.end`, to go back to, if all of the tokens
     are kept; of a `revertible` feed a part of the tokens may be kept.
+
+    `checkpoints` are positions in (pos.start, pos.end], in order: the commit makes a claim of what is kept of the
+    tokens, with checkpoints at those of these positions that are among them.
     """
 
     seq: int
@@ -40,6 +43,12 @@ class Feed(NamedTuple):
     stores: bool = True
     capture: bool = False
     revertible: bool = False
+    checkpoints: tuple[int, ...] = ()
+
+    @property
+    def between(self) -> tuple[int, ...]:
+        """The checkpoints inside it, at which recurrent layers keep a state of a part of the tokens."""
+        return tuple(pos for pos in self.checkpoints if pos < self.pos.end)
 
 
 Ahead = tuple[int, Span]  # a sequence, and positions of it whose queries see all of these positions
@@ -72,6 +81,22 @@ class Batch:
             raise BadRequest("a sequence may appear only once in a batch, with consecutive positions")
         if self.look_ahead:
             self._check_look_ahead()
+        for feed in self.feeds:
+            if feed.checkpoints:
+                self._check_checkpoints(feed)
+
+    def _check_checkpoints(self, feed: Feed) -> None:
+        places = [whole(pos, "the position of a checkpoint") for pos in feed.checkpoints]
+        within = all(feed.pos.start < pos <= feed.pos.end for pos in places)
+        if not feed.stores or not within or places != sorted(set(places)):
+            raise BadRequest(
+                f"a feed of {feed.pos} that stores its tokens has checkpoints behind {feed.pos.start} up to its end, "
+                f"in order and each once, not {shown(feed.checkpoints)}"
+            )
+        for span in self.ahead(feed.seq):
+            for pos in places:
+                if span.start < pos < span.end:
+                    raise BadRequest(f"{pos} is inside {span}, which looks ahead: there can be no checkpoint")
 
     def _check_look_ahead(self) -> None:
         new = {feed.seq: feed.pos for feed in self.feeds if feed.stores}

@@ -366,6 +366,22 @@ def counted(modules: Sequence[nn.Module]) -> Iterator[dict[nn.Module, int]]:
 
 
 @pytest.mark.parametrize("name", FEW)
+def test_one_can_resume_at_every_checkpoint_inside_a_feed(name: str) -> None:
+    guest, judge = animal(name)
+    told, whole = Told(guest, judge), text(11, seed=3)
+    batch = Batch((Feed(0, Span(0, 9), checkpoints=(2, 5, 6, 9)),))
+    plan = told.memory.begin(batch)
+    guest.forward(told.memory, plan, torch.tensor(whole[:9]), torch.tensor([8]))
+    claim = told.memory.commit()[0]
+    told.memory.drop(0)
+    for pos in (2, 5, 6, 9):
+        told.memory.claims.assemble(pos, [claim], pos)
+        told.texts[pos] = whole[:pos]
+    told.read({pos: whole[pos:] for pos in (2, 5, 6, 9)})
+    assert told.worst <= BOUND
+
+
+@pytest.mark.parametrize("name", FEW)
 def test_a_mixer_runs_once_for_each_length_there_is(name: str) -> None:
     guest, judge = animal(name)
     told = Told(guest, judge)

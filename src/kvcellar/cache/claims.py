@@ -29,6 +29,7 @@ from kvcellar.cache.sequences import Sequences
 from kvcellar.cache.states import States
 from kvcellar.cache.tables import Table, share_all
 from kvcellar.errors import BadRequest, shown
+from kvcellar.plan import Batch, Run
 from kvcellar.spans import Span, whole
 
 
@@ -132,7 +133,56 @@ class Claims:
                 self._hold(
                     claim, pos, {index: record.tables[index] for index in self._bounded}, self._rows.row(seq, pos)
                 )
-        return self._enter(claim)
+        return self.enter(claim)
+
+    def of_step(
+        self, batch: Batch, counts: Sequence[int], taken: Sequence[Sequence[Sequence[Run]]]
+    ) -> dict[int, Claim]:
+        """By sequence the claims that an open step asked for, to be entered once it is kept. `taken[group][feed]` are
+        the cells of its new tokens, of which the first `counts[feed]` will be kept."""
+        made: dict[int, Claim] = {}
+
+        def undo() -> None:
+            for claim in made.values():
+                claim.close(self._rows)
+
+        with undone(undo):
+            for number, (feed, count) in enumerate(zip(batch.feeds, counts, strict=True)):
+                if not (feed.checkpoints and count):
+                    continue
+                record, kept = self._sequences.record(feed.seq), Span(feed.pos.start, feed.pos.start + count)
+                claim = made[feed.seq] = Claim(kept, {}, derived=_within(record.derived, kept), digest=record.digest)
+                claim.ahead = until(batch.ahead(feed.seq), kept.end)
+                for index in self._unbounded:
+                    claim.tables[index] = self._with_new(index, record, kept, taken[index][number])
+                for pos in feed.checkpoints:
+                    if pos > kept.end:
+                        break
+                    row = self._rows.new(feed.seq) if pos == kept.end else self._rows.between(feed.seq, pos)
+                    self._rows.hold(row)
+                    checkpoint = claim.checkpoints[pos] = Checkpoint({}, row)
+                    for index in self._bounded:
+                        seen = Span(self._held[index].group.layout.lowest(pos), pos)
+                        checkpoint.windows[index] = self._with_new(index, record, seen, taken[index][number])
+        return made
+
+    def _with_new(self, index: int, record: SequenceRecord, span: Span, new: Sequence[Run]) -> Table:
+        """A table over the cells of `span`: those that a sequence has, and of `new` ones, which it will have next."""
+        table, held = record.tables[index], self._held[index]
+        if held.group.of_input:
+            return table.share(0)
+        if span.start < table.end:
+            found = table.share(min(table.end, span.end), span.start)
+        else:
+            found = held.table()
+            found.first = found.end = span.start
+        at = table.end
+        for run in new:
+            skip, n = max(0, span.start - at), min(run.n, span.end - at)
+            if skip < n:
+                found.append([held.cells.hold_part(run, skip, n - skip)])
+            at += run.n
+        return found
 
     def assemble(self, seq: int, path: Sequence[int], pos: int) -> None:
         """Make `seq`, which must not be there, of the first `pos` tokens of claims that follow each other from 0 on.
@@ -201,7 +251,7 @@ class Claims:
         left.ahead = tuple(span for span in left.ahead if span.start < pos)
         right.derived, left.span = _within(left.derived, right.span), Span(left.span.start, pos)
         left.derived = _within(left.derived, left.span)
-        return self._enter(right)
+        return self.enter(right)
 
     def join(self, claim: int, following: int) -> None:
         """Let a claim have what the claim behind it has, which is no more afterwards.
@@ -265,11 +315,12 @@ class Claims:
         claim = written(record, chunks, self._held, self._states)
         if claim.digest is not None and (self._sequences.input(claim.digest) or self.input(claim.digest)):
             claim.digest = None  # all that have a digest share the cells of one input
-        return self._enter(claim)
+        return self.enter(claim)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _enter(self, claim: Claim) -> int:
+    def enter(self, claim: Claim) -> int:
+        """Know a claim from now on; returns its number."""
         number = next(self._numbers)
         self._claims[number] = claim
         return number

@@ -119,7 +119,7 @@ class Memory:
 
     @property
     def staging(self) -> int:
-        """Bytes that a shift or a compaction takes for a moment, at most."""
+        """Bytes that an edit takes for a moment, at most."""
         return max((held.staging for held in self._held), default=0)
 
     @property
@@ -139,12 +139,10 @@ class Memory:
         return {held.group.name: held.cells.capacity for held in self._held}
 
     @property
-    def rows(self) -> Rows | NoRows:
-        """Of recurrent state, for `policy.trim`."""
+    def rows(self) -> Rows | NoRows:  # for `policy.trim`
         return self._states.rows
 
-    def free_rows(self) -> int | None:
-        """None in a model without recurrent layers."""
+    def free_rows(self) -> int | None:  # None in a model without recurrent layers
         return self._states.rows.free
 
     def capacity_rows(self) -> int | None:
@@ -268,8 +266,10 @@ class Memory:
         self._open("put_state")
         self._states.write(layer, segments, planes, at)
 
-    def commit(self, accepted: Mapping[int, int] | None = None) -> None:
+    def commit(self, accepted: Mapping[int, int] | None = None) -> dict[int, int]:
         """Keep the step: of each sequence its first `accepted[seq]` new tokens, all if it is not named.
+
+        Returns the claims of feeds with checkpoints, by sequence, where tokens of it were kept.
 
         Raises `WrongStage`, and the step stays open, if any token is kept and a layer has not put all its planes.
         A span that looks ahead is accepted whole or not at all. What no next token can need is forgotten only now.
@@ -280,9 +280,11 @@ class Memory:
         counts = accepted_counts(step.batch, accepted or {})
         check_written(self.groups, step.written, step.batch, counts)
         self._states.settle(step.batch, counts)
+        made = self.claims.of_step(step.batch, counts, step.taken)  # before anything slides out
         self._states.end()
         self._step = None
         self._sequences.commit(step.batch, counts, step.taken)
+        return {seq: self.claims.enter(claim) for seq, claim in made.items()}
 
     def abandon(self) -> None:
         """Forget the step: the memory is as it was before `begin`."""
@@ -479,8 +481,7 @@ class Memory:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _tables(self, index: int) -> list[Table]:
-        """All that hold cells of a group: sequences first, then claims."""
+    def _tables(self, index: int) -> list[Table]:  # all that hold cells of a group
         return self._sequences.tables(index) + self.claims.tables(index)
 
     def _named(self, group: str) -> Held:

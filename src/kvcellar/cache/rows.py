@@ -79,6 +79,7 @@ class Rows:
         self._kept: set[int] = set()  # rows that are kept for going back to, and for nothing else
         self._tracks: dict[int, Track] = {}
         self._step: list[StateSegment] = []
+        self._between: dict[tuple[int, int], int] = {}  # of the open step, by sequence and position inside a feed
         self._numbers = count()
         self._uses = 0
 
@@ -111,7 +112,7 @@ class Rows:
                     f"rows of sequence {feed.seq} that only ask must follow its end at {self.end(feed.seq)}, not begin "
                     f"at {feed.pos.start}: recurrent layers know no other place"
                 )
-        need = sum(feed.stores for feed in batch.feeds)
+        need = sum(feed.stores + len(feed.between) for feed in batch.feeds)
         if need > self.free:
             raise CacheFull(NAME, need, self.free, unit="rows")
 
@@ -122,7 +123,17 @@ class Rows:
             read, write = self._tracks[feed.seq].row, self._take() if feed.stores else 0
             self._step.append(StateSegment(feed.seq, row, len(feed.pos), read, write))
             row += len(feed.pos)
+            for pos in feed.between:
+                self._between[feed.seq, pos] = self._take()
         return tuple(self._step)
+
+    def new(self, seq: int) -> int:
+        """The row of the open step that becomes the state of a sequence."""
+        return next(segment.write for segment in self._step if segment.seq == seq)
+
+    def between(self, seq: int, pos: int) -> int:
+        """The row of the open step for a checkpoint inside a feed."""
+        return self._between[seq, pos]
 
     def null(self, batch: Batch) -> tuple[StateSegment, ...]:
         """As `begin`, of a step that is only tried: every sequence begins, and no row is taken."""
@@ -149,7 +160,7 @@ class Rows:
 
     def commit(self, batch: Batch, counts: Sequence[int]) -> None:
         """Each sequence goes on from the row that the step took for it, if it keeps any of its tokens."""
-        segments, self._step = self._step, []
+        segments = self._closed()
         for segment, feed, kept in zip(segments, batch.feeds, counts, strict=True):
             if not feed.stores:
                 continue
@@ -162,9 +173,16 @@ class Rows:
 
     def abandon(self) -> None:
         """Give back what the step took."""
-        segments, self._step = self._step, []
-        for segment in segments:
+        for segment in self._closed():
             self._let_go(segment.write)
+
+    def _closed(self) -> list[StateSegment]:
+        """What the step took, which ends now; of rows inside its feeds only those stay that claims hold."""
+        segments, between = self._step, self._between
+        self._step, self._between = [], {}
+        for row in between.values():
+            self._let_go(row)
+        return segments
 
     # -- sequences ----------------------------------------------------------------------------------------------
 
@@ -372,7 +390,7 @@ class Rows:
                 row = track.captured[pos]
                 captors.setdefault(row, {})[track] = pos
                 saves[row] = saves.get(row, 0) + pos - before
-        taken = {segment.write for segment in self._step} - {0}
+        taken = {segment.write for segment in self._step} - {0} | set(self._between.values())
         holds = {row for row, found in self._rows.items() if found.held}
         assert self._rows.keys() == taken | own.keys() | captors.keys() | holds
         for row, found in self._rows.items():
@@ -417,6 +435,12 @@ class NoRows:
         raise BadRequest("this memory has no rows: no layer is recurrent")
 
     def row(self, seq: int, pos: int) -> int:
+        return 0
+
+    def new(self, seq: int) -> int:
+        return 0
+
+    def between(self, seq: int, pos: int) -> int:
         return 0
 
     def hold(self, row: int) -> None:

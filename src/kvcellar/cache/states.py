@@ -113,14 +113,28 @@ class States:
             for feed, count in zip(batch.feeds, counts, strict=True)
             if feed.stores and count and (count < len(feed.pos) or feed.seq in self._torn)
         }
-        for layer, rows, planes in self._parts(partly) if partly else ():
+        for layer, seqs, planes in self._parts(partly) if partly else ():
             self._torn.update(partly)
-            for write in self._prepared(layer, rows, planes):
-                write.plane.index_copy_(0, write.rows, write.values)
+            self._put_back(layer, [self.rows.new(seq) for seq in seqs], planes)
+        self._settle_between(batch, counts)
+
+    def _settle_between(self, batch: Batch, counts: Sequence[int]) -> None:
+        """The rows of checkpoints inside feeds: at once those that are first in their feeds, then the second ones."""
+        feeds = [(feed, feed.pos.start + count) for feed, count in zip(batch.feeds, counts, strict=True)]
+        places = {feed.seq: [pos for pos in feed.between if pos < end] for feed, end in feeds}
+        starts = {feed.seq: feed.pos.start for feed, _ in feeds}
+        for turn in range(max(map(len, places.values()), default=0)):
+            at = {seq: found[turn] for seq, found in places.items() if turn < len(found)}
+            for layer, seqs, planes in self._parts({seq: pos - starts[seq] for seq, pos in at.items()}):
+                self._put_back(layer, [self.rows.between(seq, at[seq]) for seq in seqs], planes)
+
+    def _put_back(self, layer: int, rows: Sequence[int], planes: Mapping[str, Tensor]) -> None:
+        for write in self._prepared(layer, rows, planes):
+            write.plane.index_copy_(0, write.rows, write.values)
 
     def _parts(self, partly: Mapping[int, int]) -> Iterator[tuple[int, list[int], Mapping[str, Tensor]]]:
-        """Of every layer, rows and what is in their planes [b,*shape] after so many tokens, by sequence. One layer is
-        worked out after the other, so that there is never more than one at once."""
+        """Of every layer, sequences and what is in their planes [b,*shape] after so many tokens, by sequence. One layer
+        is worked out after the other, so that there is never more than one at once."""
         last: dict[tuple[int, int], tuple[_Put, int]] = {}  # by layer and sequence, where it was put last
         for put in self._puts:
             for index, segment in enumerate(put.segments):
@@ -130,15 +144,15 @@ class States:
         for (layer, seq), (put, index) in last.items():
             if put.at is None:
                 raise NotSupported(
-                    f"a part of the new tokens of sequence {seq} cannot be kept: layer {layer} did not say what it "
-                    f"would remember after them"
+                    f"a part of the new tokens of sequence {seq} cannot be kept, nor be a checkpoint: layer {layer} "
+                    f"did not say what it would remember after them"
                 )
             together.setdefault(id(put), (put, []))[1].append(index)
         for put, indices in together.values():
             assert put.at is not None
             indices.sort(key=lambda index, put=put: -partly[put.segments[index].seq])
             kept = [put.segments[index] for index in indices]
-            yield put.layer, [one.write for one in kept], put.at(indices, [partly[one.seq] for one in kept])
+            yield put.layer, [one.seq for one in kept], put.at(indices, [partly[one.seq] for one in kept])
 
     def _check_written(self, batch: Batch, counts: Sequence[int]) -> None:
         """Else a row would have what somebody left there long ago."""

@@ -23,6 +23,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from itertools import count, takewhile
 from pathlib import Path
 
 from kvcellar.errors import KvcellarError
@@ -57,6 +58,25 @@ def library(source: Path, environment: Mapping[str, str]) -> ctypes.CDLL:
     except OSError as error:
         message = f"{path} is intact but cannot be loaded ({error}); name another directory in $XDG_CACHE_HOME"
         raise NotCompiled(message) from error
+
+
+class _Shared(ctypes.Structure):
+    """`Shared` in the kernels: a field of `Call`, or a constant (its value as `offset`, without size)."""
+
+    _fields_ = (("name", ctypes.c_char_p), ("offset", ctypes.c_int64), ("size", ctypes.c_int64))
+
+
+def check_shared(kernel: ctypes.CDLL, call: type[ctypes.Structure], **constants: int) -> None:
+    """Assert that the kernel was compiled with the fields of `call`, and with these constants.
+
+    `kvcellar_shared` in the kernel is an array that ends with an entry without a name.
+    """
+    expected = {name: (getattr(call, name).offset, getattr(call, name).size) for name, *_ in call._fields_}
+    expected |= {name: (value, 0) for name, value in constants.items()}
+    first = ctypes.pointer(_Shared.in_dll(kernel, "kvcellar_shared"))
+    entries = takewhile(lambda one: one.name, map(first.__getitem__, count()))
+    found = {one.name.decode(): (one.offset, one.size) for one in entries}
+    assert found == expected, f"fields and constants: {found} in C++, {expected} in Python"
 
 
 def _digest(content: bytes) -> str:

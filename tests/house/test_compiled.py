@@ -1,5 +1,6 @@
 """A library is compiled once per input, is loaded only when it is intact, and only its owner can replace it."""
 
+import ctypes
 import errno
 import hashlib
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.compiled import COMPILERS, NotCompiled, library
+from kvcellar.compiled import COMPILERS, NotCompiled, check_shared, library
 
 FOUND = next((found for name in COMPILERS if (found := shutil.which(name))), None)
 compiles = pytest.mark.skipif(FOUND is None, reason=f"none of {', '.join(COMPILERS)} is here")
@@ -225,3 +226,39 @@ def test_without_a_place_the_reason_names_it(source, place, tmp_path) -> None:
         library(source, {**place, "XDG_CACHE_HOME": str(tmp_path / "file")})
     with pytest.raises(NotCompiled, match=rf"no place: \$HOME, {tmp_path}/file, is not a directory"):
         library(source, {"PATH": place["PATH"], "HOME": str(tmp_path / "file"), "XDG_CACHE_HOME": "not/absolute"})
+
+
+SHARED = """
+#include <cstddef>
+#include <cstdint>
+struct Call { void *a; int64_t n; float x; };
+struct Shared { const char *name; int64_t offset, size; };
+extern "C" const Shared kvcellar_shared[] = {
+    {"a", offsetof(Call, a), 8}, {"n", offsetof(Call, n), 8}, {"x", offsetof(Call, x), 4}, {"MOST", 512, 0},
+    {nullptr, 0, 0},
+};
+"""
+A, N, X = ("a", ctypes.c_void_p), ("n", ctypes.c_int64), ("x", ctypes.c_float)
+
+
+@compiles
+def test_python_and_cpp_have_the_same_fields_and_constants(source, place) -> None:
+    source.write_text(SHARED)
+    kernel = library(source, place)
+
+    def check(*fields: tuple[str, type], **constants: int) -> None:
+        check_shared(kernel, type("Call", (ctypes.Structure,), {"_fields_": fields}), **constants)
+
+    check(A, N, X, MOST=512)
+    for wrong in (
+        (A, N),
+        (A, X, N),
+        (A, N, ("x", ctypes.c_int16)),
+        (A, N, ("z", ctypes.c_float)),
+        (A, N, X, ("y", N[1])),
+    ):
+        with pytest.raises(AssertionError, match="in Python"):
+            check(*wrong, MOST=512)
+    for constants in ({}, {"MOST": 256}, {"LEAST": 512}, {"MOST": 512, "LEAST": 1}):
+        with pytest.raises(AssertionError, match="in Python"):
+            check(A, N, X, **constants)

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <exception>
@@ -544,6 +545,20 @@ void attend_any(const Call& c) {
 }
 
 }  // namespace
+
+// What `cpu.py` has to have, too; it is compared when this is loaded.
+struct Shared {
+    const char* name;
+    int64_t offset, size;  // of a field of `Call`; of a constant, its value and 0
+};
+#define FIELD(name) {#name, offsetof(Call, name), sizeof(Call::name)}
+extern "C" const Shared kvcellar_shared[] = {
+    FIELD(q), FIELD(k), FIELD(v), FIELD(out), FIELD(sinks), FIELD(partials), FIELD(segments), FIELD(rows),
+    FIELD(runs), FIELD(q_row), FIELD(q_head), FIELD(k_cell), FIELD(k_head), FIELD(v_cell), FIELD(v_head),
+    FIELD(heads), FIELD(groups), FIELD(size), FIELD(value_size), FIELD(n_segments), FIELD(threads),
+    FIELD(q_type), FIELD(k_type), FIELD(v_type), FIELD(scale), FIELD(softcap), {"CHUNK", CHUNK, 0},
+    {"BUNDLE", BUNDLE, 0}, {"FLOAT32", FLOAT32, 0}, {"BFLOAT16", BFLOAT16, 0}, {nullptr, 0, 0},
+};
 
 // 0, or 1 if there is not enough memory.
 extern "C" int kvcellar_attend(const Call* call) {

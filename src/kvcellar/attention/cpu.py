@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.attention.sdpa import Part, Sdpa, part
-from kvcellar.compiled import NotCompiled, library
+from kvcellar.compiled import NotCompiled, check_shared, library
 from kvcellar.contracts import History, Stored
 from kvcellar.errors import NoBackend
 from kvcellar.layout import Layout
@@ -28,14 +28,14 @@ from kvcellar.shapes import Arrangement, Ask, Kind, Scoring
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 SHORT = 16  # rows of a sequence up to which the kernel serves them
-CHUNK = 512  # keys that are weighed at once: as in the kernel
-WIDTH = 32  # sums of a row are padded to a multiple of this: as in the kernel
+CHUNK = 512  # keys that are weighed at once; the kernel's
+WIDTH = 32  # sums of a row are padded to a multiple of this; the kernel's `BUNDLE`
 PER_THREAD = 1 << 20  # bytes of keys and values that are worth another thread
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class _Call(ctypes.Structure):
-    """`Call` in the kernel, field by field."""
+    """`Call` in the kernel, field by field: `check_shared` compares them at load."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "sinks", "partials")),
@@ -111,6 +111,9 @@ class Cpu:
     def _compiled(self) -> ctypes.CDLL:
         if self._kernel is None:
             kernel = library(SOURCE, self._environment)
+            check_shared(
+                kernel, _Call, CHUNK=CHUNK, BUNDLE=WIDTH, FLOAT32=TYPES[torch.float32], BFLOAT16=TYPES[torch.bfloat16]
+            )
             kernel.kvcellar_attend.argtypes, kernel.kvcellar_attend.restype = [ctypes.c_void_p], ctypes.c_int
             self._kernel = kernel
         return self._kernel

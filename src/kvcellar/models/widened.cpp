@@ -3,6 +3,7 @@
 // between calls. What a row answers depends neither on the other rows nor on the threads.
 #include <algorithm>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <exception>
@@ -132,6 +133,17 @@ void outputs(const Call& c, int64_t first, int64_t last) {
 }
 
 }  // namespace
+
+// What `widened.py` has to have, too; it is compared when this is loaded.
+struct Shared {
+    const char* name;
+    int64_t offset, size;  // of a field of `Call`; of a constant, its value and 0
+};
+#define FIELD(name) {#name, offsetof(Call, name), sizeof(Call::name)}
+extern "C" const Shared kvcellar_shared[] = {
+    FIELD(x), FIELD(w), FIELD(bias), FIELD(y), FIELD(rows), FIELD(in), FIELD(out), FIELD(threads),
+    {nullptr, 0, 0},
+};
 
 // Whether this CPU multiplies bfloat16 as it is, so that others do it better.
 extern "C" int kvcellar_multiplies() {

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvcellar.compiled import NotCompiled, library
+from kvcellar.compiled import NotCompiled, check_shared, library
 
 SOURCE = Path(__file__).with_name("widened.cpp")
 FEW = 64  # rows up to which the kernel is faster than torch's float32 product of a strip that is widened first
@@ -23,11 +23,11 @@ PER_THREAD = 1 << 20  # bytes of weights that are worth another thread
 
 
 class _Call(ctypes.Structure):
-    """`Call` in the kernel, field by field."""
+    """`Call` in the kernel, field by field: `check_shared` compares them at load."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "w", "bias", "y")),
-        *((name, ctypes.c_int64) for name in ("rows", "ins", "outs", "threads")),
+        *((name, ctypes.c_int64) for name in ("rows", "in", "out", "threads")),
     )
 
 
@@ -37,6 +37,7 @@ class Kernel:
     def __init__(self, environment: Mapping[str, str]) -> None:
         """`environment` names the compiler, and where its work is kept."""
         self._library = library(SOURCE, environment)
+        check_shared(self._library, _Call)
         self._library.kvcellar_linear.argtypes, self._library.kvcellar_linear.restype = [ctypes.c_void_p], None
         self.needed = not self._library.kvcellar_multiplies()
 

@@ -18,6 +18,8 @@ from pydantic import BaseModel
 from kvcellar.cli.main import ENVIRONMENT, VERBS, cli
 from kvcellar.compiled import COMPILERS
 from kvcellar.engine.settings import Settings
+from kvcellar.engine.stats import EngineStats, GroupStats
+from kvcellar.events import Timings, Usage
 from kvcellar.sample.params import SamplingParams
 from kvcellar.serve.fields import NEUTRAL, NO_EFFECT
 from kvcellar.serve.keys import VARIABLE
@@ -40,6 +42,16 @@ SAMPLING = """\
 Keyword arguments of `generate`, `stream`, `chat` and `send`, fields of `kvcellar.SamplingParams`, and fields of HTTP
 requests. What is not given comes from the generation config of the model, and from this page where that says nothing.
 """
+STATISTICS = """\
+Numbers that an engine counts. Over HTTP the usage of a request is in its response and in its log line; there is no
+metrics endpoint yet.
+"""
+RECORDS = {
+    EngineStats: "`engine.stats()`",
+    GroupStats: "`groups` of `engine.stats()`",
+    Usage: "`usage` of a result",
+    Timings: "`timings` of a result",
+}
 COMMANDS = """\
 In a checkout the command is `.venv/bin/kvcellar`. Exit codes: 0 done; 1 refused or failed, with one line that says why;
 2 wrong usage; 130 interrupted; 128 and the number of the signal where `serve` was signalled twice. Sizes are written
@@ -73,6 +85,7 @@ def pages() -> dict[str, str]:
         "settings.md": _page("Engine settings", SETTINGS, _settings_table(Settings)),
         "server-settings.md": _page("Server settings", SERVER, _settings_table(ServeSettings)),
         "sampling.md": _page("Sampling parameters", SAMPLING, _settings_table(SamplingParams)),
+        "statistics.md": _page("Statistics", STATISTICS, *map(_record, RECORDS)),
         "command-line.md": _page("Command line", COMMANDS, *map(_verb, VERBS), _environment()),
         "http-fields.md": _page("Fields of HTTP requests", FIELDS, *_http()),
     }
@@ -121,10 +134,16 @@ def _settings_table(cls: Any) -> str:
     return _table(("name", "type", "default", "meaning"), rows)
 
 
+def _record(cls: Any) -> str:
+    told = described(cls)
+    rows = [(f"`{f.name}`", f"`{_type(cls, f.name)}`", told[f.name]) for f in fields(cls)]
+    return "\n".join([f"## {RECORDS[cls]}\n", _table(("name", "type", "meaning"), rows)])
+
+
 def _type(cls: type, name: str) -> str:
     kind = inspect.get_annotations(cls)[name]
     text = kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
-    return text.replace("collections.abc.", "").replace("typing.", "")
+    return text.replace("collections.abc.", "").replace("typing.", "").replace("kvcellar.engine.stats.", "")
 
 
 def _default(field: Any) -> str:

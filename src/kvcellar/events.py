@@ -41,20 +41,20 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one request; `cached_tokens` of the `prompt_tokens` came from memory instead of being computed."""
+    """Tokens of one request."""
 
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
+    prompt_tokens: int  # of the prompt
+    cached_tokens: int  # of the prompt that came from memory instead of being computed
+    completion_tokens: int  # of all completions together
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds: waiting for admission; from submission to the first token; from the first token to the last."""
+    """Of one request."""
 
-    queued: float
-    first_token: float
-    decoding: float
+    queued: float  # seconds from submission to admission
+    first_token: float  # seconds from submission to the first token
+    decoding: float  # seconds from the first token to the last
 
     def tokens_per_second(self, completion_tokens: int) -> float:
         """Rate of the tokens after the first; 0 where there is no second token."""

@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # torch is imported when there is something to do, so that --
 @click.command("verify", cls=Verb, epilog="Example: kvcellar verify ./my-model --dtype float32")
 @click.argument("model", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--tokens", type=int, default=512, show_default=True, help="Tokens of the longest text, at most.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Other texts.")
+@click.option("--tokens", type=int, default=512, show_default=True, help="Most tokens of a text.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the texts.")
 @click.option(
     "--kv-quality/--no-kv-quality",
     default=None,

@@ -30,39 +30,35 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class GroupStats:
-    """One group's cells. `backend` is None where the model attends by itself."""
+    """One group's cells. docs/reference/statistics.md is made from the comments."""
 
-    name: str
-    layers: int
-    cells: int
-    used: int
-    bytes: int
-    backend: str | None
+    name: str  # of the layout
+    layers: int  # that share its cells
+    cells: int  # there are, the null cell apart
+    used: int  # of them, held by sequences
+    bytes: int  # of its planes, whether used or not
+    backend: str | None  # of its attention; None where the model attends by itself
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """How an engine is doing, at one moment between two steps.
+    """The state of an engine between two steps. docs/reference/statistics.md is made from the comments."""
 
-    `cache_bytes` are held; a step takes up to `scratch_bytes` more and an edit up to `staging_bytes`. All three
-    together never exceed `limit_bytes`.
-    """
-
-    running: int
-    waiting: int
-    sequences: int
-    steps: int
-    preemptions: int
-    cache_bytes: int
-    scratch_bytes: int
-    staging_bytes: int
-    limit_bytes: int
-    groups: tuple[GroupStats, ...]
+    running: int  # completions in prefill or decode
+    waiting: int  # completions that wait for admission
+    sequences: int  # in memory, those of idle sessions among them
+    steps: int  # since the start
+    preemptions: int  # since the start
+    cache_bytes: int  # of K/V and recurrent state
+    scratch_bytes: int  # that a step takes beside them, at most
+    staging_bytes: int  # that an edit takes beside them, at most
+    limit_bytes: int  # cap on all three together
+    groups: tuple[GroupStats, ...]  # see below
     rows: int  # of recurrent state, the null row apart
-    rows_used: int
-    state_bytes: int
-    shifts: int  # context shifts that turned keys
-    rereads: Mapping[str, int]  # those that read text again instead, by reason
+    rows_used: int  # of them, held by sequences and checkpoints
+    state_bytes: int  # of all rows
+    shifts: int  # context shifts that rotated keys
+    rereads: Mapping[str, int]  # context shifts that computed text again instead, by reason
     compacted: int  # cells that were moved together while no request ran
 
     @property

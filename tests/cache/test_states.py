@@ -262,7 +262,7 @@ def test_a_part_is_refused_if_one_layer_cannot_tell_it(silent: int) -> None:
         plan = spelling.begin({0: 3, 1: 3}, revertible=True)
         spelling.put(plan)
         spelling.put(plan, [silent], at=False)  # again, and that is what counts
-        with pytest.raises(NotSupported, match=f"sequence 0 cannot be kept: layer {silent} "):
+        with pytest.raises(NotSupported, match=f"sequence 0 cannot be kept, nor be a checkpoint: layer {silent} "):
             spelling.memory.commit({0: 2})
         spelling.commit(plan, accepted)
         spelling.check()

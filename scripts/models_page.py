@@ -32,9 +32,9 @@ HEAD = """\
 
 *Made by `make docs`, with transformers {version}. Tests try a sample of it again.*
 
-Every type of causal language model that transformers knows, each as a tiny random network in float32: adopted as any
-model is, then asked what `kvcellar verify` asks. A checkpoint may be configured otherwise than the tiny one: ask
-`kvcellar doctor` how yours is served, and `kvcellar verify` whether a warm answer is a cold one.
+Every type of causal language model that transformers knows, each as a tiny random network in float32: loaded as any
+model is, then checked as `kvcellar verify` does. Your model may be configured otherwise than the tiny one:
+`kvcellar doctor` says how it is served, and `kvcellar verify` whether its warm answers equal its cold ones.
 
 **{works} of the {built} types that can be built work: {share:.1%}.**
 

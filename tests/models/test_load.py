@@ -151,11 +151,12 @@ def test_the_type_is_what_was_asked_for_else_the_configs_else_the_weights(place:
     assert load(place, dtype="float32").model.dtype == torch.float32
 
 
-def test_a_network_is_taken_as_it_is() -> None:
+def test_a_network_is_taken_with_its_weights() -> None:
     model = ARCHS["llama"].build()
     loaded = load(model)
-    assert loaded.model is model
-    assert loaded.text is None
+    held = {name: weight.data_ptr() for name, weight in model.named_parameters()}
+    assert {name: weight.data_ptr() for name, weight in loaded.model.named_parameters()} == held
+    assert (loaded.path, loaded.text) == (None, None)
 
 
 # -- names ------------------------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ class Guest:
         )
 
     def storing(self, stored: StoredAs, backends: Sequence[Backend]) -> "Guest":
-        """The same model, its K/V stored as `stored` from now on. Raises `NoBackend` if nobody can read that."""
+        """The same model, its K/V stored as `stored` from now on. Raises `NoBackend` if no backend can read that."""
         twin = copy(self)
         twin.shape = self.shape.storing(stored)
         twin.chosen = backends_for(twin.shape, backends)

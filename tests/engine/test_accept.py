@@ -51,8 +51,8 @@ def given(engine: Engine, how: dict[str, Any], context: int, batches: Sequence[S
     taken = 0
     for batch in batches:
         found = line.accept(batch, context)
-        taken += found.count
-        assert found.over is not None or found.count == len(batch)
+        taken += found.tokens
+        assert found.over is not None or found.tokens == len(batch)
         if found.over is not None:
             line.finish(found.over)
             break

@@ -110,7 +110,7 @@ class Taken(NamedTuple):
     """How many of the drawn tokens a completion took. `over` says why it ended with the last of these, None if it goes
     on."""
 
-    count: int
+    tokens: int
     over: FinishReason | None
 
 

@@ -244,15 +244,8 @@ MUTATIONS: list[tuple[str, Mutation, set[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "mutate", "found"), MUTATIONS, ids=lambda x: x.__name__ if callable(x) else None)
-def test_who_breaks_the_memory_is_named_and_the_exit_code_says_so(
-    name: str,
-    mutate: Mutation,
-    found: set[str],
-    folder: Callable[[str], str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The model is adopted before: what the self-test of that finds is not to the credit of these checks."""
+def broken_when_adopted(monkeypatch: pytest.MonkeyPatch, mutate: Mutation) -> None:
+    """What the self-test finds is not to the credit of the checks of `verify`."""
     honest = run.adopt
 
     def adopt(*args: Any) -> Guest:
@@ -261,6 +254,17 @@ def test_who_breaks_the_memory_is_named_and_the_exit_code_says_so(
         return guest
 
     monkeypatch.setattr(run, "adopt", adopt)
+
+
+@pytest.mark.parametrize(("name", "mutate", "found"), MUTATIONS, ids=lambda x: x.__name__ if callable(x) else None)
+def test_who_breaks_the_memory_is_named_and_the_exit_code_says_so(
+    name: str,
+    mutate: Mutation,
+    found: set[str],
+    folder: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broken_when_adopted(monkeypatch, mutate)
     ran = verified(folder(name), "--json", "--tokens", "40")
     assert (ran.code, ran.err) == (1, "")
     said = json.loads(ran.out)
@@ -276,7 +280,7 @@ def test_who_breaks_the_memory_is_named_and_the_exit_code_says_so(
 def test_what_is_broken_is_said_in_a_line_that_can_be_reported(
     folder: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(States, "settle", lambda self, batch, counts: None)
+    broken_when_adopted(monkeypatch, states_are_of_all_of_a_draft)
     ran = verified(folder("lfm2"))
     assert ran.code == 1
     (line,) = [line for line in ran.out.splitlines() if line.startswith("  rollback (")]

@@ -22,6 +22,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.zamba import modeling_zamba
 
 from kvcellar.attention.choose import backends
+from kvcellar.cache.cells import Cells
 from kvcellar.cache.memory import Memory
 from kvcellar.cache.rows import Rows, Track
 from kvcellar.cache.states import States
@@ -32,9 +33,9 @@ from kvcellar.models import scan
 from kvcellar.models.adopt import adopt
 from kvcellar.models.guest import Guest
 from kvcellar.models.mixers import Mixing, Turn
-from kvcellar.models.scan import SCANS, Call, selective_scan
+from kvcellar.models.scan import SCANS, Advance, Call, Scan, selective_scan
 from kvcellar.models.shared_weights import sharing_weights
-from kvcellar.plan import Batch, Feed, StateSegment
+from kvcellar.plan import Batch, Feed, Run, StateSegment
 from kvcellar.spans import Span
 from tests.laws.prefixes import Made
 from tests.models.timeline import BOUND, animal, relative
@@ -79,9 +80,16 @@ class Told:
                 gap = relative(rows, wanted)
                 self.worst = max(self.worst, gap if gap == gap else float("inf"))
 
-    def read(self, new: Mapping[int, Sequence[int]], accepted: Mapping[int, int] | None = None, **feed: bool) -> None:
+    def read(
+        self,
+        new: Mapping[int, Sequence[int]],
+        accepted: Mapping[int, int] | None = None,
+        *,
+        judged: bool = True,
+        **feed: bool,
+    ) -> None:
         for part in [new] if self.guest.mode == "flat" else [{seq: ids} for seq, ids in new.items()]:
-            self.feed(part, **feed)
+            self.feed(part, judged=judged, **feed)
             kept = {seq: n for seq, n in (accepted or {}).items() if seq in part}
             self.memory.commit(kept)
             self.memory.check()
@@ -710,3 +718,87 @@ def test_the_self_test_finds_it_out_too_and_does_not_serve_flat(
         assert guest.mode == "solo"
         why = str(guest.refused)
     assert "its logits differ" in why
+
+
+# -- what the self-test finds wrong in parts of steps -----------------------------------------------------------------
+
+
+def recurrences_take_each_token_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(honest: Callable[[Mapping[str, Any]], Advance]) -> Callable[[Mapping[str, Any]], Advance]:
+        def recurrence(given: Mapping[str, Any]) -> Advance:
+            advance = honest(given)
+
+            def twice(states: Tensor, t: int) -> None:
+                advance(states, t)
+                advance(states, t)
+
+            return twice
+
+        return recurrence
+
+    for name, kind in SCANS.items():
+        monkeypatch.setitem(cast(dict[str, Scan], SCANS), name, replace(kind, recurrence=wrong(kind.recurrence)))
+
+
+WRONG_IN_PART = [
+    ("qwen3.5", recurrences_take_each_token_twice),
+    ("kimi-linear", recurrences_take_each_token_twice),
+    ("jamba", recurrences_take_each_token_twice),
+    ("zamba", recurrences_take_each_token_twice),
+    ("mamba2", recurrences_take_each_token_twice),
+    ("lfm2", convolutions_are_cut_one_off),
+    ("lfm2", parts_are_kept_whole),
+    ("qwen3.5", parts_are_kept_whole),
+    ("qwen3.5", parts_are_of_other_sequences),
+    ("mamba", parts_begin_at_zero),
+]
+
+
+@pytest.mark.parametrize(("name", "mutate"), WRONG_IN_PART)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_wrong_in_parts_of_steps_only_is_switched_off_with_the_reason(
+    name: str, mutate: Callable[[pytest.MonkeyPatch], None], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch)
+    guest = adopt(ARCHS[name].build().to(dtype), backends())
+    assert (guest.mode, guest.verdict is not None and guest.verdict.passed) == ("flat", True)
+    assert guest.no_partial_commit is not None
+    assert guest.no_partial_commit.startswith("its logits differ by")
+    told = Told(guest, animal(name)[1])
+    told.read({0: text(5, 1)}, judged=dtype == torch.float32)
+    with pytest.raises(NotSupported, match="cannot be revertible: its logits differ"):
+        told.feed({0: text(3, 2)}, revertible=True)
+    told.memory.abandon()
+    told.read({0: text(3, 3), 1: text(2, 4)}, judged=dtype == torch.float32)
+    assert told.worst <= BOUND
+
+
+def test_a_solo_model_with_sums_is_adopted_without_parts_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ARCHS["qwen3.5"].build()
+    monkeypatch.setattr(model, "_can_set_attn_implementation", lambda: False)
+    guest = adopt(model, backends())
+    assert guest.mode == "solo"
+    assert guest.no_partial_commit is not None
+    assert "runs solo" in guest.no_partial_commit
+    assert "nothing has changed" not in guest.no_partial_commit
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
+def test_a_model_without_recurrent_layers_is_refused_where_parts_of_steps_are_wrong(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no feeds to refuse: any of its steps may be committed in part."""
+    honest = Cells.divide_all
+
+    def the_last(self: Cells, runs: Sequence[Run], count: int) -> tuple[list[Run], list[Run]]:
+        first, last = honest(self, runs, sum(run.n for run in runs) - count)
+        return last, first
+
+    monkeypatch.setattr(Cells, "divide_all", the_last)
+    with pytest.raises(ModelRefused, match="after a commit of a part of a step, its logits differ by"):
+        adopt(ARCHS[name].build(), backends())
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_kind_of_layer_keeps_parts_of_steps(name: str) -> None:
+    assert animal(name)[0].no_partial_commit is None

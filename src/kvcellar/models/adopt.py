@@ -2,7 +2,8 @@
 
 Always true:
   * a guest exists only if a mixed batch through our memory (chunked prompts, a fork, decoding) gave the logits of the
-    model's own eager forward over the same tokens, on the real weights.
+    model's own eager forward over the same tokens, on the real weights;
+  * a guest whose `no_partial_commit` is None also gave them after parts of steps had been committed.
 """
 
 import inspect
@@ -13,16 +14,16 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcellar.contracts import Backend
-from kvcellar.errors import KvcellarError, ModelRefused
+from kvcellar.errors import KvcellarError, ModelRefused, NotSupported
 from kvcellar.models.facts import context_of
-from kvcellar.models.guest import Guest, backends_for
+from kvcellar.models.guest import Guest, Verdict, backends_for
 from kvcellar.models.mixers import install
 from kvcellar.models.own_layers import fresh_layers
 from kvcellar.models.probe import probe, stored_shape
 from kvcellar.models.quiet import quiet
 from kvcellar.models.rope import with_rotations
 from kvcellar.models.seam import current_door, our_attention, own_attention, register
-from kvcellar.models.selftest import TOLERANCE, Trial, trial_of, verdict_of
+from kvcellar.models.selftest import TOLERANCE, Trial, partial_verdict_of, trial_of, verdict_of
 from kvcellar.models.shape import PROBE_TOKENS, ProbeDoor, describe, differing
 from kvcellar.progress import report
 
@@ -71,22 +72,38 @@ def adopt(model: PreTrainedModel, backends: Sequence[Backend]) -> Guest:
 
 
 def _attempt(way: Callable[[], Guest], trial: Trial) -> Guest | str:
-    """A guest that passed, or why this way does not work."""
+    """A guest that passed, or why this way does not work.
+
+    Where only committing a part of a step fails, recurrent layers are asked to keep no parts from then on.
+    """
     try:
         guest = way()
-        verdict = verdict_of(guest, trial)
-        if not verdict.passed and isfinite(verdict.difference):
-            # A router's tie may fall either way, once in a while. What is wrong is wrong with other tokens, too.
-            verdict = verdict_of(guest, trial_of(guest.model, seed=1))
+        guest.verdict = _twice(verdict_of, guest, trial)
     except STRANGE as error:
         return _told(error)
-    guest.verdict = verdict
-    if verdict.passed:
-        return guest
-    return f"its logits differ by {verdict.difference:.1e} from its own forward ({verdict.bound:.0e} is allowed)"
+    if not guest.verdict.passed:
+        return str(guest.verdict)
+    try:
+        partial = _twice(partial_verdict_of, guest, trial)
+        guest.no_partial_commit = None if partial.passed else str(partial)
+    except STRANGE as error:
+        guest.no_partial_commit = _told(error)
+    if guest.no_partial_commit is not None and guest.shape.recurrent is None:
+        return f"after a commit of a part of a step, {guest.no_partial_commit}"
+    return guest
+
+
+def _twice(test: Callable[[Guest, Trial], Verdict], guest: Guest, trial: Trial) -> Verdict:
+    """In a router's tie either side may win once in a while. What is wrong is wrong with other tokens, too."""
+    verdict = test(guest, trial)
+    if verdict.passed or not isfinite(verdict.difference):
+        return verdict
+    return test(guest, trial_of(guest.model, seed=1))
 
 
 def _told(error: Exception) -> str:
+    if isinstance(error, NotSupported):
+        return error.reason
     return str(error) if isinstance(error, KvcellarError) else f"its code raised {type(error).__name__}: {error}"
 
 

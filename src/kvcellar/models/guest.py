@@ -2,7 +2,8 @@
 
 Always true:
   * `mode` says how it is run: "flat" (all sequences in one row, our attention) or "solo" (one sequence per forward, its
-    own attention); `refused` says why flat was refused to a solo guest.
+    own attention); `refused` says why flat was refused to a solo guest;
+  * `no_partial_commit` says why recurrent layers cannot keep a part of a step: its `forward` refuses revertible feeds.
 """
 
 import inspect
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 from kvcellar.attention.choose import Chosen, choose
 from kvcellar.cache.memory import Memory
 from kvcellar.contracts import Backend
-from kvcellar.errors import ModelRefused
+from kvcellar.errors import ModelRefused, NotSupported
 from kvcellar.models.facts import first_position
 from kvcellar.models.own_layers import fresh_layers
 from kvcellar.models.seam import Door, FlatDoor, SoloDoor, cache_argument, opened
@@ -41,6 +42,10 @@ class Verdict:
     def passed(self) -> bool:
         return self.difference <= self.bound
 
+    def __str__(self) -> str:
+        """Why it did not pass."""
+        return f"its logits differ by {self.difference:.1e} from its own forward ({self.bound:.0e} is allowed)"
+
 
 class Guest:
     """Runs one model. Made by `adopt`; call `forward` between `Memory.begin` and `commit`."""
@@ -58,6 +63,7 @@ class Guest:
         self.model, self.shape, self.mode, self.chosen, self.refused = model, shape, mode, dict(chosen), refused
         self._offsets = offsets
         self.verdict: Verdict | None = None
+        self.no_partial_commit: str | None = None
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
         self._first = first_position(model)
 
@@ -110,7 +116,12 @@ class Guest:
 
     @torch.inference_mode()
     def forward(self, memory: Memory, plan: Plan, ids: Tensor, want: Tensor) -> Tensor:
-        """Run the open step of `memory`: ids [T] -> logits [len(want), V] of the rows in `want`."""
+        """Run the open step of `memory`: ids [T] -> logits [len(want), V] of the rows in `want`.
+
+        Raises `NotSupported` for a revertible feed where parts of steps cannot be committed.
+        """
+        if self.no_partial_commit is not None and any(feed.revertible for feed in plan.feeds):
+            raise NotSupported(f"feeds of this model cannot be revertible: {self.no_partial_commit}")
         positions = torch.tensor(plan.positions, dtype=torch.long, device=self.device)
         if self.mode == "flat":
             door = FlatDoor(memory, plan, self.seen(positions), self.shape.bindings)

@@ -1,6 +1,6 @@
 """selftest: does a guest give the logits of the model's own eager forward over the same tokens, on the real weights?"""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,19 +48,21 @@ def trial_of(model: PreTrainedModel, seed: int) -> Trial:
 
 
 def verdict_of(guest: Guest, trial: Trial) -> Verdict:
-    """A mixed batch through a small memory of its own, against the trial."""
-    if guest.mode == "flat":
-        our_attention(guest.model)
-    scale = max(1.0, max(float(logits.abs().max()) for logits in trial.logits.values()))
-    gaps = [
-        (ours - theirs).abs().amax(-1) / scale
-        for seq, parts in _played(guest, trial.texts).items()
-        for ours, theirs in zip(parts, trial.logits[seq].split([len(part) for part in parts]), strict=True)
-    ]
-    bound = TOLERANCE[guest.dtype]
-    if not all(bool(gap.isfinite().all()) for gap in gaps):
+    """Chunks of prompts beside decoding, a fork, an abandoned step: every step is committed whole, or not at all."""
+    return _judged(_Reader(guest, trial), _read_whole)
+
+
+def partial_verdict_of(guest: Guest, trial: Trial) -> Verdict:
+    """Of some steps a part is committed, as after drafts of which the first few are accepted."""
+    return _judged(_Reader(guest, trial), _read_in_part)
+
+
+def _judged(reader: "_Reader", read: Callable[["_Reader"], None]) -> Verdict:
+    read(reader)
+    bound = TOLERANCE[reader.guest.dtype]
+    if not all(bool(gap.isfinite().all()) for gap in reader.gaps):
         return Verdict(float("inf"), bound)
-    return Verdict(worst(gaps, guest.dtype), bound)
+    return Verdict(worst(reader.gaps, reader.guest.dtype), bound)
 
 
 def worst(gaps: Sequence[Tensor], dtype: torch.dtype) -> float:
@@ -76,39 +78,75 @@ def worst(gaps: Sequence[Tensor], dtype: torch.dtype) -> float:
     return max((float(gap.median()) for gap in judged), default=0.0)
 
 
-def _played(guest: Guest, texts: Mapping[int, list[int]]) -> dict[int, list[Tensor]]:
-    """Logits [l,V] of each text by feed: chunks of prompts beside decoding, 1 forked from 0, then single tokens."""
-    cells = {group.name: 4 * len(texts[0]) for group in guest.shape.groups}
-    memory = guest.memory(cells, rows=8)
-    got: dict[int, list[Tensor]] = {seq: [] for seq in texts}
-    a, b, c = (len(texts[seq]) for seq in texts)
-    half = a // 2
+class _Reader:
+    """Reads the texts of a trial through a small memory of its own; `gaps` are the differences [l] of every feed."""
 
-    def forward(feeds: Sequence[Feed], wanted: int | None = None) -> Tensor:
-        """Rows are asked for from the last to the first, to see that the model heeds what is asked."""
-        plan = memory.begin(Batch(tuple(feeds)))
-        read = [texts[f.seq][pos] for f in feeds for pos in range(f.pos.start, f.pos.end)]
-        ids = torch.tensor(read, device=guest.device)
-        rows = torch.arange(len(ids), device=guest.device).flip(0)[:wanted]
-        return guest.forward(memory, plan, ids, rows).float().flip(0)
+    def __init__(self, guest: Guest, trial: Trial) -> None:
+        self.guest, self.texts = guest, trial.texts
+        self.gaps: list[Tensor] = []
+        self.memory = guest.memory({group.name: 4 * len(trial.texts[0]) for group in guest.shape.groups}, rows=8)
+        self._logits = trial.logits
+        self._scale = max(1.0, max(float(logits.abs().max()) for logits in trial.logits.values()))
+        if guest.mode == "flat":
+            our_attention(guest.model)
 
-    def step(*feeds: Feed) -> None:
-        for part in [feeds] if guest.mode == "flat" else [(feed,) for feed in feeds]:
-            logits = forward(part).split([len(feed.pos) for feed in part])
-            memory.commit()
+    def step(self, *feeds: Feed, kept: Mapping[int, int] | None = None) -> None:
+        """In one step, or one by one if the guest runs solo. Where not all of a feed is kept, by sequence, the rest of
+        its tokens are others than those of the text."""
+        for part in [feeds] if self.guest.mode == "flat" else [(feed,) for feed in feeds]:
+            counts = {feed.seq: (kept or {}).get(feed.seq, len(feed.pos)) for feed in part}
+            logits = self.forward(part, counts).split([len(feed.pos) for feed in part])
+            self.memory.commit(counts)
             for feed, rows in zip(part, logits, strict=True):
-                got[feed.seq].append(rows)
+                if count := counts[feed.seq]:
+                    theirs = self._logits[feed.seq][feed.pos.start : feed.pos.start + count]
+                    self.gaps.append((rows[:count] - theirs).abs().amax(-1) / self._scale)
 
+    def forward(self, feeds: Sequence[Feed], counts: Mapping[int, int], wanted: int | None = None) -> Tensor:
+        """Rows are wanted from the last to the first, to see that the model respects that."""
+        plan = self.memory.begin(Batch(tuple(feeds)))
+        ids: list[int] = []
+        for feed in feeds:
+            text, end = self.texts[feed.seq], feed.pos.start + counts[feed.seq]
+            ids += text[feed.pos.start : end] + text[::-1][end : feed.pos.end]
+        rows = torch.arange(len(ids), device=self.guest.device).flip(0)[:wanted]
+        return self.guest.forward(self.memory, plan, torch.tensor(ids, device=self.guest.device), rows).float().flip(0)
+
+
+def _read_whole(reader: _Reader) -> None:
+    """Chunks of prompts beside decoding, 1 forked from 0, then single tokens."""
+    step, memory = reader.step, reader.memory
+    a, b, c = (len(text) for text in reader.texts.values())
+    half = a // 2
     step(Feed(0, Span(0, half - 2), capture=True), Feed(2, Span(0, 1)))
     step(Feed(0, Span(half - 2, half)))
     shared = memory.fork(0, 1, upto=half - 2)
-    if shared:
-        got[1].append(got[0][0])
     step(Feed(1, Span(shared, b - 2)), Feed(0, Span(half, half + 1)), Feed(2, Span(1, c - 2)))
     step(Feed(0, Span(half + 1, a - 2)), Feed(1, Span(b - 2, b - 1)))
     step(Feed(2, Span(c - 2, c - 1)), Feed(1, Span(b - 1, b)), Feed(0, Span(a - 2, a - 1)))
-    forward([Feed(2, Span(c - 1, c))], wanted=0)
+    reader.forward([Feed(2, Span(c - 1, c))], {2: 1}, wanted=0)
     memory.abandon()
     step(Feed(2, Span(c - 1, c)))
     step(Feed(0, Span(a - 1, a)))
-    return got
+
+
+def _read_in_part(reader: _Reader) -> None:
+    """Feeds of one length and then of several, some of sequences that begin with them; then the rest of every text."""
+    texts = reader.texts
+    most, end = len(texts[0]), max(map(len, texts.values()))
+    rounds: list[dict[int, tuple[int, int]]] = [  # by sequence: tokens of its feed, and how many of these are kept
+        {0: (most // 3, most), 1: (1, 1)},
+        {0: (4, 2), 1: (4, 3), 2: (4, 0)},
+        {0: (5, 1), 1: (3, 3), 2: (2, 1)},
+        dict.fromkeys(texts, (end, end)),
+    ]
+    for shares in rounds:
+        feeds: list[Feed] = []
+        kept: dict[int, int] = {}
+        for seq, (tokens, count) in shares.items():
+            start = reader.memory.length(seq)
+            feed = Feed(seq, Span(start, min(start + tokens, len(texts[seq]))), revertible=True)
+            kept[seq] = min(count, len(feed.pos))
+            if len(feed.pos):
+                feeds.append(feed)
+        reader.step(*feeds, kept=kept)

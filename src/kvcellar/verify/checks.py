@@ -9,7 +9,6 @@ from typing import Any
 
 from kvcellar.cache.layouts import Chunked, Sliding
 from kvcellar.cache.memory import Memory
-from kvcellar.errors import NotSupported
 from kvcellar.layout import Layout
 from kvcellar.models.rope import RECURRENT, stored_at
 from kvcellar.models.rope import TOKENS as PROBE
@@ -111,20 +110,16 @@ def removal_at_the_end(harness: Harness) -> None:
 
 
 def rollback(harness: Harness) -> str:
-    try:
-        _rollback(harness, every=True)
-    except NotSupported as error:
-        harness.clear()
-        _rollback(harness, every=False)
-        return f"all of a draft or nothing of it: {error.reason}"
-    return ""
+    reason = harness.guest.no_partial_commit
+    _rollback(harness, parts=reason is None)
+    return "" if reason is None else f"all of a draft or nothing of it: {reason}"
 
 
-def _rollback(harness: Harness, *, every: bool) -> None:
+def _rollback(harness: Harness, *, parts: bool) -> None:
     """Drafts of several sequences at once; of each another number is kept. Then again, the other way round."""
     begin = harness.draw(harness.length // 2)
     size = min(DRAFT, (harness.length - len(begin) - 1) // 2)
-    counts = list(range(size + 1)) if every else [0, size]
+    counts = list(range(size + 1)) if parts else [0, size]
     drafts = {seq: harness.draw(size) for seq in range(1, len(counts) + 1)}
     serial = harness.twin()
     for where in (harness, serial):
@@ -133,16 +128,16 @@ def _rollback(harness: Harness, *, every: bool) -> None:
             where.fork(0, seq, len(begin))
     for at in range(size):
         serial.read(*((seq, draft[at : at + 1]) for seq, draft in drafts.items()))
-    _drafted(harness, drafts, counts)
+    _drafted(harness, drafts, counts, parts)
     harness.compare(serial)
-    _drafted(harness, {seq: harness.draw(size) for seq in drafts}, counts[::-1])
+    _drafted(harness, {seq: harness.draw(size) for seq in drafts}, counts[::-1], parts)
     harness.read(*((seq, harness.draw(1)) for seq in (*drafts, 0)))
 
 
-def _drafted(harness: Harness, drafts: dict[int, list[int]], counts: Sequence[int]) -> None:
+def _drafted(harness: Harness, drafts: dict[int, list[int]], counts: Sequence[int], parts: bool) -> None:
     kept = dict(zip(drafts, counts, strict=True))
     for part in harness.parts(list(drafts.items())):
-        harness.step(part, revertible=True)
+        harness.step(part, revertible=parts)
         harness.keep(part, [kept[seq] for seq, _ in part])
 
 
@@ -152,7 +147,7 @@ def abandoning(harness: Harness) -> None:
     before = _books(harness.memory)
     for forward in (harness.begin, harness.step):
         for part in harness.parts([(0, harness.draw(3)), (1, harness.draw(2))]):
-            forward(part, revertible=True)
+            forward(part, revertible=harness.guest.no_partial_commit is None)
             harness.memory.abandon()
             if (after := _books(harness.memory)) != before:
                 raise CheckFailed(f"a step that was given up changed what is there: {before} became {after}")

@@ -1,6 +1,6 @@
 """diagnosis: everything an engine would know of a model before it starts, as one record."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ from kvcellar.attention.choose import backends, named
 from kvcellar.engine.build import Built, build
 from kvcellar.engine.settings import Settings, sized
 from kvcellar.models.facts import context_reason
+from kvcellar.models.guest import Guest
 from kvcellar.progress import report
 from kvcellar.verify.kv_quality import KvQuality
 from kvcellar.verify.kv_quality import kv_quality as measure
@@ -137,18 +138,25 @@ def _recurrent(built: Built) -> RecurrentDiagnosis | None:
     return RecurrentDiagnosis(len(recurrent.layers), recurrent.bytes, states.rows, states.bytes, states.captures)
 
 
+def _limits(guest: Guest) -> Iterator[str]:
+    """What the model itself does not allow."""
+    if (reason := context_reason(guest.model)) is not None:
+        yield f"context: {reason}"
+    stuck = [group.no_shift for group in guest.shape.groups if group.no_shift is not None]
+    if guest.shape.recurrent is not None:
+        stuck.append("what was read cannot be taken out of the state of its recurrent layers")
+    yield f"context shift: by reading again ({stuck[0]})" if stuck else "context shift: in place"
+    if guest.no_partial_commit is not None:
+        yield f"committing a part of a step: off ({guest.no_partial_commit})"
+
+
 def _notes(built: Built) -> list[str]:
     notes = [f"CPU threads: {built.threads.count} ({built.threads.because})", *built.loaded.notes]
     if not built.voice.has_text:
         notes.append(f"no text: {built.loaded.without_text}; it is asked in token ids")
     elif not built.voice.has_chat:
         notes.append("no chat template: it continues text, and cannot be given messages")
-    if (reason := context_reason(built.guest.model)) is not None:
-        notes.append(f"context: {reason}")
-    stuck = [group.no_shift for group in built.guest.shape.groups if group.no_shift is not None]
-    if built.guest.shape.recurrent is not None:
-        stuck.append("what was read cannot be taken out of the state of its recurrent layers")
-    notes.append(f"context shift: by reading again ({stuck[0]})" if stuck else "context shift: in place")
+    notes += _limits(built.guest)
     if built.capacity.states.sequences < built.settings.max_sequences:
         notes.append(
             f"{built.capacity.states.sequences} answers at once, not {built.settings.max_sequences}: there are rows of "

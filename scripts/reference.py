@@ -16,7 +16,6 @@ import click
 from pydantic import BaseModel
 
 from kvcellar.cli.main import ENVIRONMENT, VERBS, cli
-from kvcellar.compiled import COMPILERS
 from kvcellar.engine.settings import Settings
 from kvcellar.engine.stats import EngineStats, GroupStats
 from kvcellar.events import Timings, Usage

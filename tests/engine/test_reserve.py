@@ -13,9 +13,9 @@ from kvcellar.engine import build as building
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.reserve import ROWS, _draw, continued, peak, prove, scratch, uncollected
 from kvcellar.errors import BadRequest, CapacityTooSmall
+from kvcellar.kernels.packed import pack
 from kvcellar.models.adopt import adopt
 from kvcellar.models.guest import Guest
-from kvcellar.models.packed import pack
 from kvcellar.plan import Batch, Feed
 from kvcellar.sample.choice import Choice
 from kvcellar.sample.draw import draw

@@ -15,7 +15,7 @@ from kvcellar.places import NoPlace, cache, state
 WATCHED = """
 import sys
 sys.addaudithook(lambda event, args: event == "os.mkdir" and print(args[0], flush=True))
-from kvcellar.compiled import NotCompiled, library
+from kvcellar.kernels.compiled import NotCompiled, library
 from pathlib import Path
 try:
     library(Path(sys.argv[1]), {"PATH": __import__("os").environ["PATH"], **dict(w.split("=") for w in sys.argv[2:])})

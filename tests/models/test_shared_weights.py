@@ -19,9 +19,9 @@ from kvcellar.engine import engine as engines
 from kvcellar.engine.loop import Loop
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import EngineFailed
+from kvcellar.kernels.packed import PackedLinear
 from kvcellar.models import adopt as adoption
 from kvcellar.models.guest import Verdict
-from kvcellar.models.packed import PackedLinear
 from kvcellar.models.shared_weights import sharing_weights
 from kvcellar.verify.diagnosis import diagnose
 from kvcellar.verify.run import verify

@@ -1,80 +1,28 @@
-"""cpu: a few new rows of each sequence over its cells, read once, where they lie, by a kernel compiled on this machine.
+"""cpu: a few new rows of each sequence over its cells, read once and in place, by a kernel (`kernels.attention`).
 
-`cpu.cpp` is the kernel, `kvcellar.compiled` says when it is made and where it is kept. Keys and values are bfloat16 or
-float32, sums are float32: scores are as exact as in `sdpa`, and weights have the type that they have there. Longer
-blocks of rows, and keys that are computed from what is stored (MLA), go to `sdpa`.
+Keys and values are bfloat16 or float32, sums are float32: scores are as exact as in `sdpa`, and weights have the type
+that they have there. Longer blocks of rows, and keys that are computed from what is stored (MLA), go to `sdpa`.
 
 Always true: what a sequence's rows answer depends on its own queries and cells alone, not by a bit on other sequences
 or on threads.
 """
 
-import ctypes
 import os
-from array import array
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvcellar.attention.sdpa import Part, Sdpa, part
-from kvcellar.compiled import NotCompiled, check_shared, library
-from kvcellar.contracts import History, Stored
+from kvcellar.contracts import History
 from kvcellar.errors import NoBackend
-from kvcellar.layout import Layout
-from kvcellar.plan import GroupPlan, Segment
+from kvcellar.kernels.attention import Kernel, Table
+from kvcellar.kernels.compiled import NotCompiled
+from kvcellar.plan import GroupPlan
 from kvcellar.shapes import Arrangement, Ask, Kind, Scoring
 
-SOURCE = Path(__file__).with_name("cpu.cpp")
 SHORT = 16  # rows of a sequence up to which the kernel serves them
-CHUNK = 512  # keys that are weighed at once; the kernel's
-WIDTH = 32  # sums of a row are padded to a multiple of this; the kernel's `BUNDLE`
-PER_THREAD = 1 << 20  # bytes of keys and values that are worth another thread
-TYPES = {torch.float32: 0, torch.bfloat16: 1}
-
-
-class _Call(ctypes.Structure):
-    """`Call` in the kernel, field by field: `check_shared` compares them at load."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "sinks", "partials")),
-        *((name, ctypes.c_void_p) for name in ("segments", "rows", "runs")),
-        *((name, ctypes.c_int64) for name in ("q_row", "q_head", "k_cell", "k_head", "v_cell", "v_head")),
-        *((name, ctypes.c_int64) for name in ("heads", "groups", "size", "value_size")),
-        *((name, ctypes.c_int64) for name in ("n_segments", "threads")),
-        *((name, ctypes.c_int32) for name in ("q_type", "k_type", "v_type")),
-        *((name, ctypes.c_float) for name in ("scale", "softcap")),
-    )
-
-
-class Table:
-    """Short segments of a step, in integers, as the kernel reads them (`Call` says what each row is).
-
-    Made of rows and runs alone: nothing here grows with the keys that are seen.
-    """
-
-    def __init__(self) -> None:
-        self.segments, self.rows, self.runs = (array("q") for _ in range(3))
-        self.partial_rows = 0  # rows that the kernel weighs: each of a segment's, once for each of its chunks
-        self.keys = 0  # that are read, once for all rows of a segment
-
-    def add(self, layout: Layout, segment: Segment) -> None:
-        """At least one row, with the cells that it sees."""
-        seen = [(layout.lowest(pos), segment.last(pos) + 1) for pos in range(segment.pos.start, segment.pos.end)]
-        self.segments.extend((len(self.rows) // 3, len(seen), len(self.runs) // 2, len(segment.runs)))
-        for row, keys in enumerate(seen, segment.row):
-            self.rows.extend((row, *keys))
-        if not segment.runs:
-            return
-        keys = max(0, seen[-1][1] - seen[0][0])
-        self.keys += keys
-        self.partial_rows += len(seen) * -(-keys // CHUNK)
-        key = segment.first
-        for run in segment.runs:
-            self.runs.extend((key, run.cell))
-            key += run.n
-        self.runs.extend((key, 0))
 
 
 class Prepared(NamedTuple):
@@ -93,9 +41,9 @@ class Cpu:
     kinds = frozenset[Kind]({"float32", "bfloat16"})
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
-        """`environment` names the compiler, and where its work is kept (`kvcellar.compiled`)."""
+        """`environment` names the compiler, and where its work is kept (`kvcellar.kernels.compiled`)."""
         self._environment, self._products = environment, Sdpa()
-        self._kernel: ctypes.CDLL | None = None
+        self._kernel: Kernel | None = None
 
     def refuse(self, ask: Ask) -> str | None:
         if ask.device != "cpu":
@@ -108,14 +56,9 @@ class Cpu:
             return str(error)
         return None
 
-    def _compiled(self) -> ctypes.CDLL:
+    def _compiled(self) -> Kernel:
         if self._kernel is None:
-            kernel = library(SOURCE, self._environment)
-            check_shared(
-                kernel, _Call, CHUNK=CHUNK, BUNDLE=WIDTH, FLOAT32=TYPES[torch.float32], BFLOAT16=TYPES[torch.bfloat16]
-            )
-            kernel.kvcellar_attend.argtypes, kernel.kvcellar_attend.restype = [ctypes.c_void_p], ctypes.c_int
-            self._kernel = kernel
+            self._kernel = Kernel(self._environment)
         return self._kernel
 
     def prepare(self, plan: GroupPlan, device: torch.device) -> Prepared:
@@ -133,45 +76,12 @@ class Cpu:
         if prepared.parts:
             self._products.attend_parts(q, history, scoring, prepared.parts, out)
         if prepared.table.segments:
-            self._attend_table(q, history, scoring, prepared.table, out)
+            try:
+                kernel = self._compiled()
+            except NotCompiled as error:
+                raise NoBackend("this step", {self.name: str(error)}) from error
+            kernel.attend(q, history.stored("k"), history.stored("v"), scoring, prepared.table, out)
         return out
-
-    def _attend_table(self, q: Tensor, history: History, scoring: Scoring, table: Table, out: Tensor) -> None:
-        """Into the rows of out [T,H,Dv] that the table names."""
-        known = q if q.dtype in TYPES else q.float()
-        known = known if known.stride(-1) == 1 else known.contiguous()
-        filled = out if known is q or out.dtype is known.dtype else out.to(known.dtype)
-        keys, values = history.stored("k"), history.stored("v")
-        k, v = _by_cell(keys), _by_cell(values)
-        sinks = None if scoring.sinks is None else scoring.sinks.detach().float().contiguous()
-        width = -(-v.shape[2] // WIDTH) * WIDTH
-        # Of each: maximum, sum, weighted values.
-        partials = torch.empty(table.partial_rows, q.shape[1], width + 2, dtype=torch.float32, device=q.device)
-        read = table.keys * k.shape[1] * (k.shape[2] * k.itemsize + v.shape[2] * v.itemsize)
-        call = _Call(
-            known.data_ptr(), k.data_ptr(), v.data_ptr(), filled.data_ptr(),
-            None if sinks is None else sinks.data_ptr(), partials.data_ptr(),
-            table.segments.buffer_info()[0], table.rows.buffer_info()[0], table.runs.buffer_info()[0],
-            known.stride(0), known.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            q.shape[1], k.shape[1], k.shape[2], v.shape[2],
-            len(table.segments) // 4, min(torch.get_num_threads(), 1 + read // PER_THREAD),
-            TYPES[known.dtype], TYPES[k.dtype], TYPES[v.dtype],
-            scoring.scale, scoring.softcap or 0.0,
-        )  # fmt: skip
-        try:
-            failed = self._compiled().kvcellar_attend(ctypes.byref(call))
-        except NotCompiled as error:
-            raise NoBackend("this step", {self.name: str(error)}) from error
-        if failed:
-            raise MemoryError("there is not enough memory to attend")
-        if filled is not out:
-            rows = [table.rows[i] for i in range(0, len(table.rows), 3)]
-            out[rows] = filled[rows].to(out.dtype)
 
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:
         return self._products.attend_dense(q, k, v, visible, scoring)
-
-
-def _by_cell(stored: Stored) -> Tensor:
-    """The elements of all cells, [C,heads,size], a view: one after the other within a head."""
-    return stored.codes.transpose(0, 1) if stored.arrangement == "head" else stored.codes

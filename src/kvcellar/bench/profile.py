@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from kvcellar.attention.choose import backends
 from kvcellar.cache.memory import Memory
 from kvcellar.contracts import Backend, History
+from kvcellar.kernels.packed import PackedLinear, pack
+from kvcellar.kernels.widened import WidenedLinear
 from kvcellar.models.adopt import adopt
 from kvcellar.models.guest import Guest
 from kvcellar.models.load import load
-from kvcellar.models.packed import PackedLinear, pack
-from kvcellar.models.widened import WidenedLinear
 from kvcellar.plan import Batch, Feed, GroupPlan
 from kvcellar.sample.choice import Choice
 from kvcellar.sample.draw import draw

@@ -18,9 +18,9 @@ from kvcellar.attention.choose import backends
 from kvcellar.bench import hf_baseline
 from kvcellar.bench.network import RECURRENT, hybrid
 from kvcellar.cache.memory import Memory
+from kvcellar.kernels.packed import pack
 from kvcellar.models.adopt import adopt
 from kvcellar.models.guest import Guest
-from kvcellar.models.packed import pack
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
 

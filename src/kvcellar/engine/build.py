@@ -35,11 +35,11 @@ from kvcellar.engine.settings import (
 )
 from kvcellar.engine.voice import Voice
 from kvcellar.errors import BadRequest, CapacityTooSmall, ModelRefused, PromptTooLong
+from kvcellar.kernels.packed import Packing, pack
 from kvcellar.models.adopt import adopt
 from kvcellar.models.facts import context_of, context_reason, embedding_rows, padding_token
 from kvcellar.models.guest import Guest
 from kvcellar.models.load import Loaded, load
-from kvcellar.models.packed import Packing, pack
 from kvcellar.policy import trim
 from kvcellar.process import Origin
 from kvcellar.progress import report

@@ -23,8 +23,8 @@ from kvcellar.cache.memory import Memory
 from kvcellar.engine.measures import Measures
 from kvcellar.engine.settings import Capacity
 from kvcellar.errors import CapacityTooSmall
+from kvcellar.kernels.packed import with_padding
 from kvcellar.models.guest import Guest
-from kvcellar.models.packed import with_padding
 from kvcellar.plan import Batch, Feed
 from kvcellar.progress import report
 from kvcellar.sample.choice import Choice

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvcellar.models.convolutions import CAUSAL, of_few_lengths
+from kvcellar.kernels.convolutions import CAUSAL, of_few_lengths
 
 Function = Callable[..., Any]
 

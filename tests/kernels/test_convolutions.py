@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvcellar.models.convolutions import of_few_lengths
-from kvcellar.models.packed import BLOCK, PADDED, with_padding
+from kvcellar.kernels.convolutions import of_few_lengths
+from kvcellar.kernels.packed import BLOCK, PADDED, with_padding
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
 from tests.models.timeline import animal

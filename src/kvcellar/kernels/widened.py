@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvcellar.compiled import NotCompiled, check_shared, library
+from kvcellar.kernels.compiled import NotCompiled, check_shared, library
 
 SOURCE = Path(__file__).with_name("widened.cpp")
 FEW = 64  # rows up to which the kernel is faster than torch's float32 product of a strip that is widened first

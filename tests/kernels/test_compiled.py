@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.compiled import COMPILERS, NotCompiled, check_shared, library
+from kvcellar.kernels.compiled import COMPILERS, NotCompiled, check_shared, library
 
 FOUND = next((found for name in COMPILERS if (found := shutil.which(name))), None)
 compiles = pytest.mark.skipif(FOUND is None, reason=f"none of {', '.join(COMPILERS)} is here")
@@ -180,7 +180,7 @@ def test_a_directory_that_is_read_only_serves_what_it_has(source, place, monkeyp
 
 @compiles
 def test_processes_that_compile_at_the_same_time_all_get_a_whole_library(source, place) -> None:
-    ask = "from pathlib import Path; import os, sys; from kvcellar.compiled import library; " + (
+    ask = "from pathlib import Path; import os, sys; from kvcellar.kernels.compiled import library; " + (
         "sys.stdin.read(); assert library(Path(sys.argv[1]), os.environ).answer() == 42"
     )
     environment = {**place, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

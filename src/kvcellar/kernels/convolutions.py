@@ -12,7 +12,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcellar.models.packed import with_padding
+from kvcellar.kernels.packed import with_padding
 
 CAUSAL = "causal_conv1d_fn"  # what mixers of transformers call it
 

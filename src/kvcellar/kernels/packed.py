@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kvcellar.models.widened import Kernel, WidenedLinear, kernel
+from kvcellar.kernels.widened import Kernel, WidenedLinear, kernel
 
 ROWS = 16  # what oneDNN is told to expect; the order that it then chooses is as good for one row and for thousands
 BLOCK = 128  # rows in one call at most: a block of so many takes as little time a row as thousands do

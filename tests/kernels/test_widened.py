@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvcellar.compiled import COMPILERS
-from kvcellar.models import packed, widened
-from kvcellar.models.packed import PackedLinear, pack
-from kvcellar.models.widened import FEW, Kernel, WidenedLinear
+from kvcellar.kernels import packed, widened
+from kvcellar.kernels.compiled import COMPILERS
+from kvcellar.kernels.packed import PackedLinear, pack
+from kvcellar.kernels.widened import FEW, Kernel, WidenedLinear
 
 FOUND = next((found for name in COMPILERS if (found := shutil.which(name))), None)
 pytestmark = [

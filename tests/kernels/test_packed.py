@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvcellar.attention.choose import backends
 from kvcellar.engine.engine import Engine
+from kvcellar.kernels.packed import BLOCK, PADDED, PackedLinear, pack, padded
 from kvcellar.models.adopt import adopt
-from kvcellar.models.packed import BLOCK, PADDED, PackedLinear, pack, padded
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 DTYPES = sorted(BOUND, key=str)

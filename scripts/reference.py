@@ -19,6 +19,7 @@ from kvcellar.cli.main import ENVIRONMENT, VERBS, cli
 from kvcellar.engine.settings import Settings
 from kvcellar.engine.stats import EngineStats, GroupStats
 from kvcellar.events import Timings, Usage
+from kvcellar.kernels.compiled import COMPILERS
 from kvcellar.sample.params import SamplingParams
 from kvcellar.serve.fields import NEUTRAL, NO_EFFECT
 from kvcellar.serve.keys import VARIABLE

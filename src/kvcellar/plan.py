@@ -50,6 +50,11 @@ class Feed(NamedTuple):
         """The checkpoints inside it, at which recurrent layers keep a state of a part of the tokens."""
         return tuple(pos for pos in self.checkpoints if pos < self.pos.end)
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether recurrent layers have to tell their states after a part of the tokens, too."""
+        return self.revertible or bool(self.between)
+
 
 Ahead = tuple[int, Span]  # a sequence, and positions of it whose queries see all of these positions
 

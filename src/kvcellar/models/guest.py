@@ -3,7 +3,8 @@
 Always true:
   * `mode` says how it is run: "flat" (all sequences in one row, our attention) or "solo" (one sequence per forward, its
     own attention); `refused` says why flat was refused to a solo guest;
-  * `no_partial_commit` says why recurrent layers cannot keep a part of a step: its `forward` refuses revertible feeds.
+  * `no_partial_commit` says why recurrent layers cannot keep a part of a feed: its `forward` refuses feeds that are
+    revertible or have a checkpoint inside.
 """
 
 import inspect
@@ -118,10 +119,10 @@ class Guest:
     def forward(self, memory: Memory, plan: Plan, ids: Tensor, want: Tensor) -> Tensor:
         """Run the open step of `memory`: ids [T] -> logits [len(want), V] of the rows in `want`.
 
-        Raises `NotSupported` for a revertible feed where parts of steps cannot be committed.
+        Raises `NotSupported` for a feed of which a part may be kept, where `no_partial_commit` says why not.
         """
-        if self.no_partial_commit is not None and any(feed.revertible for feed in plan.feeds):
-            raise NotSupported(f"feeds of this model cannot be revertible: {self.no_partial_commit}")
+        if self.no_partial_commit is not None and any(feed.in_parts for feed in plan.feeds):
+            raise NotSupported(f"a part of a feed cannot be kept, nor be a checkpoint: {self.no_partial_commit}")
         positions = torch.tensor(plan.positions, dtype=torch.long, device=self.device)
         if self.mode == "flat":
             door = FlatDoor(memory, plan, self.seen(positions), self.shape.bindings)

@@ -255,7 +255,7 @@ class FlatDoor(Door):
         self._expanded = frozenset(b.layer for b in bindings.values() if not b.direct)
         every = plan.stored == plan.tokens
         self._storing = None if every else torch.tensor(plan.storing, dtype=torch.long, device=memory.device)
-        revertible = frozenset(feed.seq for feed in plan.feeds if feed.revertible or feed.between)
+        revertible = frozenset(feed.seq for feed in plan.feeds if feed.in_parts)
         self._mixing = Mixing(memory, plan.states, plan.tokens, lambda: opened(self), revertible)
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -318,8 +318,7 @@ class SoloDoor(Door):
         if plan.stored < plan.tokens:
             raise ModelRefused("a model that runs solo attends to its new tokens too, so none of them can only ask")
         self._memory, self._past = memory, plan.feeds[0].pos.start
-        revertible = plan.feeds[0].revertible or bool(plan.feeds[0].between)
-        self._turn = Turn(memory, plan.states, plan.tokens, revertible=revertible)  # of the whole forward
+        self._turn = Turn(memory, plan.states, plan.tokens, revertible=plan.feeds[0].in_parts)  # of the whole forward
         self._own_layers = OwnLayers(fresh, self.update_plane)
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:

@@ -53,7 +53,7 @@ def verdict_of(guest: Guest, trial: Trial) -> Verdict:
 
 
 def partial_verdict_of(guest: Guest, trial: Trial) -> Verdict:
-    """Of some steps a part is committed, as after drafts of which the first few are accepted."""
+    """Of some steps a part is committed, as after drafts of which the first few are accepted, or is a checkpoint."""
     return _judged(_Reader(guest, trial), _read_in_part)
 
 
@@ -90,17 +90,19 @@ class _Reader:
         if guest.mode == "flat":
             our_attention(guest.model)
 
-    def step(self, *feeds: Feed, kept: Mapping[int, int] | None = None) -> None:
-        """In one step, or one by one if the guest runs solo. Where not all of a feed is kept, by sequence, the rest of
-        its tokens are others than those of the text."""
+    def step(self, *feeds: Feed, kept: Mapping[int, int] | None = None) -> dict[int, int]:
+        """In one step, or one by one if the guest runs solo; returns the claims that they leave, by sequence. Where not
+        all of a feed is kept, by sequence, the rest of its tokens are others than those of the text."""
+        claims: dict[int, int] = {}
         for part in [feeds] if self.guest.mode == "flat" else [(feed,) for feed in feeds]:
             counts = {feed.seq: (kept or {}).get(feed.seq, len(feed.pos)) for feed in part}
             logits = self.forward(part, counts).split([len(feed.pos) for feed in part])
-            self.memory.commit(counts)
+            claims |= self.memory.commit(counts)
             for feed, rows in zip(part, logits, strict=True):
                 if count := counts[feed.seq]:
                     theirs = self._logits[feed.seq][feed.pos.start : feed.pos.start + count]
                     self.gaps.append((rows[:count] - theirs).abs().amax(-1) / self._scale)
+        return claims
 
     def forward(self, feeds: Sequence[Feed], counts: Mapping[int, int], wanted: int | None = None) -> Tensor:
         """Rows are wanted from the last to the first, to see that the model respects that."""
@@ -131,11 +133,14 @@ def _read_whole(reader: _Reader) -> None:
 
 
 def _read_in_part(reader: _Reader) -> None:
-    """Feeds of one length and then of several, some of sequences that begin with them; then the rest of every text."""
-    texts = reader.texts
-    most, end = len(texts[0]), max(map(len, texts.values()))
+    """1 begins at a checkpoint inside a feed of 0. Then feeds of one length, and of several, of which parts are kept;
+    then the rest of every text."""
+    texts, memory = reader.texts, reader.memory
+    first, end = len(texts[0]) // 3, max(map(len, texts.values()))
+    inside = first // 2
+    claims = reader.step(Feed(0, Span(0, first), checkpoints=(inside,)))
+    memory.claims.assemble(1, [claims[0]], inside)
     rounds: list[dict[int, tuple[int, int]]] = [  # by sequence: tokens of its feed, and how many of these are kept
-        {0: (most // 3, most), 1: (1, 1)},
         {0: (4, 2), 1: (4, 3), 2: (4, 0)},
         {0: (5, 1), 1: (3, 3), 2: (2, 1)},
         dict.fromkeys(texts, (end, end)),
@@ -144,7 +149,7 @@ def _read_in_part(reader: _Reader) -> None:
         feeds: list[Feed] = []
         kept: dict[int, int] = {}
         for seq, (tokens, count) in shares.items():
-            start = reader.memory.length(seq)
+            start = memory.length(seq)
             feed = Feed(seq, Span(start, min(start + tokens, len(texts[seq]))), revertible=True)
             kept[seq] = min(count, len(feed.pos))
             if len(feed.pos):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvcellar import BadRequest, EngineClosed, EngineFailed
+from kvcellar.engine import runner
 from kvcellar.engine.request import Line
 from kvcellar.errors import NoToken, WrongStage
 from kvcellar.events import Finished, Piece
@@ -457,3 +458,23 @@ def test_what_was_drawn_in_a_step_that_cannot_be_kept_is_drawn_again(name, monke
         assert play() == whole
         assert failed
         engine.check()
+
+
+def test_a_step_is_drawn_while_it_is_open_and_delivered_when_it_is_kept(monkeypatch):
+    with small_engine("llama") as engine:
+        memory, order = engine._built.memory, []
+
+        def watch(owner, name):
+            real = getattr(owner, name)
+
+            def watched(*args):
+                order.append((name, memory.in_step))
+                return real(*args)
+
+            monkeypatch.setattr(owner, name, watched)
+
+        watch(runner, "draw")
+        watch(Line, "accept")
+        watch(memory, "commit")
+        engine.generate([5, 6, 7], max_tokens=3, ignore_eos=True)
+    assert order == [("draw", True), ("commit", True), ("accept", False)] * 3

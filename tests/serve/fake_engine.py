@@ -17,7 +17,7 @@ from kvcellar.errors import BadRequest, EngineClosed, PromptTooLong, TemplateFai
 from kvcellar.events import Done, Event, Failed, Finished, Piece, Timings, TokenLogprob, Usage
 from kvcellar.sample.params import SamplingParams
 from kvcellar.text.conversation import checked
-from kvcellar.text.sandbox import Caps
+from kvcellar.text.meter import Caps
 
 VOCABULARY = 256
 CONTEXT = 20_000

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvcellar.errors import BadRequest
 from kvcellar.text.calls import Arguments
 from kvcellar.text.conversation import Marker, unmarked, unused
-from kvcellar.text.sandbox import Caps
+from kvcellar.text.meter import Caps
 from kvcellar.text.template import ChatTemplate
 from kvcellar.text.tokens import Words
 from tests.text import templates

@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from kvcellar.errors import BadRequest, ModelRefused, TemplateFailed
 from kvcellar.text.conversation import Marker, unmarked, unused
-from kvcellar.text.sandbox import CappedEnvironment, Caps
+from kvcellar.text.meter import Caps
+from kvcellar.text.sandbox import CappedEnvironment
 from kvcellar.text.template import ChatTemplate, Rendered
 from kvcellar.text.tokens import Words
 from tests.text import templates
@@ -259,7 +260,7 @@ def test_time_that_the_machine_spends_on_other_work_does_not_stop_a_template(mon
     hours = map(float, itertools.count(step=3600))
     clocks = ("monotonic", "perf_counter", "time", "monotonic_ns", "perf_counter_ns", "time_ns")
     slow = SimpleNamespace(**{name: lambda: next(hours) for name in clocks}, thread_time=time.thread_time)
-    monkeypatch.setattr("kvcellar.text.sandbox.time", slow)  # not the clocks of servers that run beside this test
+    monkeypatch.setattr("kvcellar.text.meter.time", slow)  # not the clocks of servers that run beside this test
     assert run("{% for a in range(1000) %}{{ a | string | length }}{% endfor %}") == "1" * 10 + "2" * 90 + "3" * 900
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from kvcellar.errors import BadRequest
 from kvcellar.models.load import TextAssets
+from kvcellar.text.meter import Caps
 from kvcellar.text.output import Output
 from kvcellar.text.room import longest_text
-from kvcellar.text.sandbox import Caps
 from kvcellar.text.stops import Stops
 from kvcellar.text.stream import open_stream
 from kvcellar.text.template import ChatTemplate

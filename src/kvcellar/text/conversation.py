@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from kvcellar.errors import BadRequest
 from kvcellar.pace import Pace
-from kvcellar.text.sandbox import Caps
+from kvcellar.text.meter import Caps
 from kvcellar.text.tokens import check_unicode
 
 PIECE = 32 * 2**10  # characters that are looked through at once

@@ -18,14 +18,12 @@ Always true while a template runs:
 import functools
 import json
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from types import CodeType, MappingProxyType
-from typing import Any, TypeVar, cast
+from typing import Any
 
-from jinja2 import Template, TemplateError, TemplateRuntimeError, meta, nodes
+from jinja2 import Template, TemplateError, meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -34,103 +32,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from kvcellar.pace import Pace
-
-
-@dataclass(frozen=True, slots=True)
-class Caps:
-    """What one conversation may cost. Characters are Unicode code points."""
-
-    messages: int = 10_000
-    message_chars: int = 2**23  # all strings of the messages together
-    depth: int = 32  # of lists and objects within a message
-    marks: int = 100_000  # pieces of the messages' text that read like control tokens
-    seconds: float = 2.0  # CPU time of the rendering thread: other load on the machine does not count
-    output_chars: int = 2**24
-    value_chars: int = 2**25
-    work_chars: int = 2**28
-
-
-class OverCaps(TemplateRuntimeError):
-    """The template asked for more than it may have."""
+from kvcellar.text.meter import Caps, Meter, container, items_of
 
 
 class Refused(TemplateError):
     """The template called `raise_exception`: it does not want these messages."""
-
-
-Made = TypeVar("Made")
-Container = list[object] | tuple[object, ...] | dict[object, object]
-
-
-class Meter:
-    """What one run of a template has used."""
-
-    def __init__(self, caps: Caps) -> None:
-        self._caps = caps
-        self._pace = Pace()
-        self._end = time.thread_time() + caps.seconds  # a template is rendered by one thread, from start to end
-        self._spent = 0
-        self._weights: dict[int, tuple[object, int]] = {}  # id -> (the container itself, so that it lives; its weight)
-
-    def tick(self) -> None:
-        """Raise if the CPU time is used up; rest, if it is time to."""
-        if time.thread_time() > self._end:
-            raise OverCaps(f"ran for more than {self._caps.seconds:g} seconds of CPU time")
-        self._pace.breathe()
-
-    def admit(self, size: int) -> None:
-        """Something of this size is about to be made."""
-        if size > self._caps.value_chars:
-            raise OverCaps(f"asked for a value of {size} characters; {self._caps.value_chars} are allowed")
-
-    def made(self, value: Made) -> Made:
-        """Something was made: count it."""
-        inside = value if isinstance(value, str) else _inside(value)
-        self._spent += 1 if inside is None else len(inside)
-        if self._spent > self._caps.work_chars:
-            raise OverCaps(f"made more than {self._caps.work_chars} characters on the way")
-        self.admit(self.weight(value))
-        return value
-
-    def weight(self, value: object) -> int:
-        """Characters and items of `value`, as if it were written out. Walks each container once."""
-        if isinstance(value, str):
-            return 1 + len(value)
-        if (inside := _inside(value)) is None:
-            return 1
-        if (known := self._weights.get(id(inside))) is not None:
-            return known[1]
-        total = 1
-        for item in _items(inside):
-            total += self.weight(item)
-            if total > self._caps.value_chars:
-                break
-        self._weights[id(inside)] = (inside, total)
-        return total
-
-    def check(self) -> None:
-        """Assert what is always true between two operations."""
-        assert self._spent <= self._caps.work_chars
-        for inside, weight in list(self._weights.values()):
-            assert weight <= self._caps.value_chars
-            assert weight == 1 + sum(map(self.weight, _items(cast("Container", inside))))
-
-    def added(self, left: object, right: object, both: object) -> object:
-        """`both` is left + right. A list that grows in a loop is not walked again at each turn."""
-        if _inside(both) is not None:
-            self._weights[id(both)] = (both, self.weight(left) + self.weight(right) - 1)
-            self._weights.pop(id(left), None)
-        return self.made(both)
-
-
-def _inside(value: object) -> Container | None:
-    """`value`, if it is made of others."""
-    return cast("Container", value) if isinstance(value, list | tuple | dict) else None
-
-
-def _items(value: Container) -> Iterable[object]:
-    return (part for pair in value.items() for part in pair) if isinstance(value, dict) else value
 
 
 class CappedEnvironment(ImmutableSandboxedEnvironment):
@@ -360,7 +266,7 @@ def _replaced(meter: Meter, value: Any, args: list[Any]) -> int:
 
 def _joined(meter: Meter, value: Any, args: list[Any]) -> int:
     """A filter joins `value` with an argument, a method joins its first argument (a list by now) with `value`."""
-    items = _inside(args[0]) if isinstance(value, str) and args else None
+    items = container(args[0]) if isinstance(value, str) and args else None
     if items is not None:
         return meter.weight(items) + len(items) * len(value)
     return meter.weight(value) + len(value) * _longest(args)
@@ -369,7 +275,7 @@ def _joined(meter: Meter, value: Any, args: list[Any]) -> int:
 def _as_json(meter: Meter, value: Any, args: list[Any]) -> int:
     given: list[Any] = []  # the separators are a pair
     for arg in args:
-        given.extend((arg,) if (inside := _inside(arg)) is None else _items(inside))
+        given.extend((arg,) if (inside := container(arg)) is None else items_of(inside))
     return meter.weight(value) * (1 + _numbers(given) + _longest(given))
 
 
@@ -379,7 +285,7 @@ def _rounded(_meter: Meter, _value: Any, args: list[Any]) -> int:
 
 def _summed(_meter: Meter, _value: Any, args: list[Any]) -> int:
     """Numbers only: a sum of lists copies the first ones over and over."""
-    return 0 if all(_inside(arg) is None for arg in args) else _FAR_TOO_LARGE
+    return 0 if all(container(arg) is None for arg in args) else _FAR_TOO_LARGE
 
 
 def _percent(meter: Meter, pattern: Any, given: Any) -> int:

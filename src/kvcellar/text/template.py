@@ -24,7 +24,8 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from kvcellar.errors import BadRequest, ModelRefused, TemplateFailed
 from kvcellar.text.calls import CallForm, probe
 from kvcellar.text.conversation import Copier, Marker, checked, joined, parted, strings, unmarked, unused
-from kvcellar.text.sandbox import CappedEnvironment, Caps, OverCaps, Refused
+from kvcellar.text.meter import Caps, OverCaps
+from kvcellar.text.sandbox import CappedEnvironment, Refused
 from kvcellar.text.tokens import Words
 
 MAX_SOURCE_CHARS = 2**20

@@ -177,6 +177,21 @@ def test_a_step_of_a_model_without_cells_stays_within_the_least_bytes_that_work(
     assert 0 < max(taken) <= stats.scratch_bytes
 
 
+@pytest.mark.parametrize("name", ["mamba2", "lfm2"])
+def test_prompts_of_unequal_lengths_take_no_more_than_was_reserved(name: str) -> None:
+    """Mixers run once for each length there is, on copies."""
+    guest, rows = adopt(ARCHS[name].build(), named("sdpa")), 200
+    most = scratch(guest, context=rows, step_tokens=rows)(rows, 4000, 4)
+    memory = guest.memory({group.name: 2 * rows for group in guest.shape.groups}, rows=8)
+    for few in (1, 9, 60, 100):
+        feeds = (Feed(0, Span(0, rows - few)), Feed(1, Span(0, few)))
+        with uncollected(), peak(CPU) as meter:
+            plan = memory.begin(Batch(feeds))
+            guest.forward(memory, plan, torch.zeros(rows, dtype=torch.long), torch.arange(2))
+            memory.abandon()
+        assert meter.bytes <= most, f"{rows - few} and {few} tokens"
+
+
 def metered(engine: Engine) -> list[int]:
     """From now on, the bytes that each turn takes at most beside what is there before it."""
     taken, turn = [], engine._loop._turn

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcellar.engine.stats import stats as stats_of
 from kvcellar.sample.params import SamplingParams
 from kvcellar.text.stops import _Table
 from tests.engine.mixes import Ear, judge, small_engine
@@ -256,7 +257,7 @@ def test_samples_of_a_prompt_share_its_cells(name):
             turn()
             if len(engine._loop.scheduler.running) == n:
                 lines = engine._loop.scheduler.running
-                seen.append((sum(line.read - len(prompt) for line in lines), engine._stats()))
+                seen.append((sum(line.read - len(prompt) for line in lines), stats_of(engine._built)))
 
         engine._loop._turn = watch
         result = engine.generate(prompt, n=n, max_tokens=5, seed=2, temperature=1.0, ignore_eos=True)

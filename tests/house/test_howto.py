@@ -67,6 +67,7 @@ class Page:
             return self.kvcellar(words[1:], "")
         if words[:2] == ["python", "-m"]:
             self.monkeypatch.setattr(sys, "argv", words[2:])
+            self.monkeypatch.delitem(sys.modules, words[2], raising=False)  # another test may have imported it
             with redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as ended:
                 runpy.run_module(words[2], run_name="__main__")
             return int(ended.value.code or 0), out.getvalue()

@@ -65,7 +65,7 @@ def scratch(
 
     def read(rows: int, remembered: int) -> int:  # as if no row were among what is remembered
         end = min(remembered + rows, context)
-        return known.of(f"{rows} rows to {end}", lambda: tried(_prompts(rows, end)))
+        return known.of(f"{rows} rows to {end}", lambda: tried(_prompts(guest, rows, end)))
 
     def write(writers: int, remembered: int) -> int:
         end = min(remembered + 1, context)
@@ -95,7 +95,7 @@ def prove(guest: Guest, memory: Memory, *, context: int, max_sequences: int, ste
     end = bisect_left(range(1, context + 1), True, key=lambda end: not held(end))  # the longest that all groups hold
     rows = min(step_tokens, end)
     writers = min(max_sequences, step_tokens) if guest.mode == "flat" else 1
-    for feeds in (_prompts(rows, end), _writers(writers, end)) if end else ():
+    for feeds in (_prompts(guest, rows, end), _writers(writers, end)) if end else ():
         try:
             _tried(guest, memory, feeds)
         except torch.OutOfMemoryError as error:
@@ -106,10 +106,15 @@ def prove(guest: Guest, memory: Memory, *, context: int, max_sequences: int, ste
             ) from error
 
 
-def _prompts(rows: int, end: int) -> list[Feed]:
-    """So many rows of sequences that end at `end`: of one, if it is long enough."""
-    starts = range(0, rows, end)
-    return [Feed(seq, Span(end - min(end, rows - start), end)) for seq, start in enumerate(starts)]
+def _prompts(guest: Guest, rows: int, end: int) -> list[Feed]:
+    """So many rows of sequences that end at `end`: of one, if it is long enough.
+
+    Mixers run once for each length that there is, on copies where there are several. So one row is of another sequence.
+    """
+    apart = int(guest.mode == "flat" and bool(guest.shape.mixers) and rows > 1)
+    starts = range(0, rows - apart, end)
+    feeds = [Feed(seq, Span(end - min(end, rows - apart - start), end)) for seq, start in enumerate(starts)]
+    return feeds + [Feed(len(feeds), Span(end - 1, end))] * apart
 
 
 def _writers(writers: int, end: int) -> list[Feed]:

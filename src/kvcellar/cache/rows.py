@@ -228,7 +228,7 @@ class Rows:
         return self._tracks[seq].at(pos)
 
     def hold(self, row: int) -> None:
-        """One more holder for a row that is held already; 0 is nobody's."""
+        """One more holder for a row that is held already; the null row 0 is not counted."""
         if row:
             self._change_holds(row, 1)
 

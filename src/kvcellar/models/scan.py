@@ -200,8 +200,10 @@ class Scans(Protocol):
 
 
 def in_our_hands(module: nn.Module, door: Callable[[], Scans | None]) -> Function:
-    """The forward of a mixer, which scans as the open door does, and whose convolutions have few lengths. The mixer's
-    own if it names none of them, or if somebody stands in for it: then it is his."""
+    """The forward of a mixer, whose scans are made by the open door, and whose convolutions have few lengths.
+
+    It is the mixer's own forward if its code names none of these functions, or if `forward` was replaced on the module.
+    """
     if "forward" in vars(module):
         return module.forward
     own = inspect.unwrap(type(module).forward)

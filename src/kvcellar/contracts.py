@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from kvcellar.plan import GroupPlan
-from kvcellar.shapes import Arrangement, Ask, Kind, Plane, Scoring, Storage
+from kvcellar.shapes import Arrangement, AttentionSpec, Kind, Plane, Scoring, Storage
 
 
 class Stored(Protocol):
@@ -33,7 +33,7 @@ class Stored(Protocol):
 
     @property
     def scales(self) -> Any:
-        """Float16, arranged like `codes`, with one scale for `GROUP` elements; None if nothing is quantised."""
+        """Float16, arranged like `codes`, with one scale for `BLOCK` elements; None if nothing is quantised."""
         ...
 
     def read(self, cells: Any, dtype: Any, *, rotated: bool = False) -> Any:
@@ -80,8 +80,8 @@ class Backend(Protocol):
     padding: int  # the number of places of a plane is a multiple of this
     kinds: frozenset[Kind]  # what it can read
 
-    def refuse(self, ask: Ask) -> str | None:
-        """Why it cannot serve `ask`; None if it can. `Ask.unreadable` checks the kinds."""
+    def refuse(self, spec: AttentionSpec) -> str | None:
+        """Why it cannot serve `spec`; None if it can. `AttentionSpec.unreadable` checks the kinds."""
         ...
 
     def prepare(self, plan: GroupPlan, device: Any) -> Any:

@@ -13,7 +13,7 @@ from kvcellar.errors import BadRequest
 # A plane is stored [cells, heads, size], [heads, cells, size] or [heads, size, cells].
 Arrangement = Literal["token", "head", "transposed"]
 Kind = Literal["float64", "float32", "bfloat16", "float16", "fp8", "int8", "int4"]
-GROUP = 128  # elements of a vector that share a scale; all of them where the vector is shorter
+BLOCK = 128  # elements of a vector that share a scale; all of them where the vector is shorter
 SCALE_BYTES = 2  # a scale is a float16
 _BITS: Mapping[Kind, int] = {
     "float64": 64, "float32": 32, "bfloat16": 16, "float16": 16, "fp8": 8, "int8": 8, "int4": 4,
@@ -24,7 +24,7 @@ _BITS: Mapping[Kind, int] = {
 class Storage:
     """How the elements of a plane are stored.
 
-    fp8 (e4m3), int8 and int4 have symmetric float16 scales: one per cell, head and `GROUP` elements of the vector, the
+    fp8 (e4m3), int8 and int4 have symmetric float16 scales: one per cell, head and `BLOCK` elements of the vector, the
     last of which may be fewer. `hadamard`: vectors are rotated before they are quantised: no element stands out then.
     """
 
@@ -44,7 +44,7 @@ class Storage:
 
     def scales(self, size: int) -> int:
         """Scales of a vector of `size` elements."""
-        return -(-size // GROUP) if self.quantised else 0
+        return -(-size // BLOCK) if self.quantised else 0
 
     def bytes(self, size: int) -> int:
         """Bytes of a vector of `size` elements, its scales included. Two int4 share a byte."""
@@ -148,7 +148,7 @@ class Rotation:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class AttentionSpec:
     """The attention of a group of layers: what a backend must support to serve it."""
 
     query_heads: int

@@ -8,17 +8,17 @@ from kvcellar.attention.choose import backends, choose, named
 from kvcellar.attention.reference import Reference
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.errors import BadRequest, ModelRefused, NoBackend
-from kvcellar.shapes import Ask
+from kvcellar.shapes import AttentionSpec
 
-ASK = Ask(8, 2, 64, 64, "bfloat16", "cpu")
+ASK = AttentionSpec(8, 2, 64, 64, "bfloat16", "cpu")
 UNEVEN = replace(ASK, query_heads=7, softcap=True, sinks=True)
 
 
 class Never(Sdpa):
     name = "never"
 
-    def refuse(self, ask: Ask) -> str | None:
-        return f"it is not for {ask.device}"
+    def refuse(self, spec: AttentionSpec) -> str | None:
+        return f"it is not for {spec.device}"
 
 
 def test_the_first_that_can_is_taken_and_nobody_after_it_is_asked() -> None:
@@ -68,5 +68,5 @@ def test_an_unknown_name_is_told_which_there_are() -> None:
 def test_names_are_unique_and_the_one_that_serves_everything_is_last() -> None:
     names = [backend.name for backend in backends()]
     assert len(set(names)) == len(names)
-    for ask in (ASK, UNEVEN, replace(ASK, key_size=1, value_size=513, dtype="float64")):
-        assert backends()[-1].refuse(ask) is None
+    for spec in (ASK, UNEVEN, replace(ASK, key_size=1, value_size=513, dtype="float64")):
+        assert backends()[-1].refuse(spec) is None

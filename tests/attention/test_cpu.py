@@ -27,12 +27,12 @@ from kvcellar.kernels.attention import CHUNK
 from kvcellar.kernels.compiled import COMPILERS
 from kvcellar.layout import Layout
 from kvcellar.plan import Batch, Feed, GroupPlan, Run, Segment
-from kvcellar.shapes import Ask, Plane, Scoring, StoredAs
+from kvcellar.shapes import AttentionSpec, Plane, Scoring, StoredAs
 from kvcellar.spans import Span
 from tests.attention.texts import LAYOUTS, SHAPES, Texts, assert_scores_are_as_exact_as_float32, scorings
 from tests.cache.told import Told
 
-ASK = Ask(14, 2, 64, 64, dtype="bfloat16", device="cpu")
+ASK = AttentionSpec(14, 2, 64, 64, dtype="bfloat16", device="cpu")
 NOWHERE = {"PATH": "", "HOME": "/nonexistent"}
 compiles = pytest.mark.skipif(Cpu().refuse(ASK) is not None, reason=f"not compiled here: {Cpu().refuse(ASK)}")
 MORE_SHAPES = [  # beside those of every backend: whole lines and parts of them, and more rows than one block has
@@ -302,7 +302,7 @@ def test_a_plan_does_not_grow_with_what_is_remembered() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ask", "why"),
+    ("spec", "why"),
     [
         (replace(ASK, device="cuda"), "it runs on a CPU, not on cuda"),
         (replace(ASK, query_heads=13), "13 query heads cannot share 2 KV heads evenly"),
@@ -310,8 +310,8 @@ def test_a_plan_does_not_grow_with_what_is_remembered() -> None:
         (replace(ASK, stored=StoredAs.parse("v=int8")), "it cannot read values stored as int8, only bfloat16, float32"),
     ],
 )
-def test_what_it_cannot_do_is_refused_before_anything_is_compiled(ask, why) -> None:
-    assert Cpu(NOWHERE).refuse(ask) == why
+def test_what_it_cannot_do_is_refused_before_anything_is_compiled(spec, why) -> None:
+    assert Cpu(NOWHERE).refuse(spec) == why
 
 
 def test_without_a_compiler_everything_is_as_it_was() -> None:

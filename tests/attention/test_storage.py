@@ -18,7 +18,7 @@ from kvcellar.layout import Layout
 from kvcellar.models.adopt import adopt
 from kvcellar.models.guest import Guest
 from kvcellar.plan import Batch, Feed
-from kvcellar.shapes import Arrangement, Ask, Kind, Plane, Scoring, StoredAs
+from kvcellar.shapes import Arrangement, AttentionSpec, Kind, Plane, Scoring, StoredAs
 from kvcellar.spans import Span
 from tests.zoo import ARCHS
 
@@ -100,7 +100,7 @@ class Halves(Sdpa):
     kinds = frozenset[Kind]({"float16", "bfloat16"})
 
 
-ASK = Ask(6, 2, 40, 40, dtype="bfloat16", device="cpu")
+ASK = AttentionSpec(6, 2, 40, 40, dtype="bfloat16", device="cpu")
 
 
 def test_a_backend_refuses_what_it_cannot_read_and_says_what_it_can():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvcellar import Engine
-from kvcellar.engine.request import Line, Request, Stage, Token
+from kvcellar.engine.request import Completion, Request, Stage, Token
 from kvcellar.events import Done, Event, TokenLogprob
 from kvcellar.sample.params import SamplingParams
 
@@ -44,21 +44,29 @@ def given(engine: Engine, how: dict[str, Any], context: int, batches: Sequence[S
     """What a completion delivers, and what it and its sampling state are afterwards."""
     events: list[Event] = []
     request = Request((5, 6, 7), SamplingParams(**{"temperature": 0.0, **how}), events.append)
-    line: Line = engine._built.line(request, seed=1)
-    request.lines.append(line)
-    for stage in (Stage.READING, Stage.WRITING):
-        line.become(stage)
+    completion: Completion = engine._built.completion(request, seed=1)
+    request.completions.append(completion)
+    for stage in (Stage.PREFILL, Stage.DECODE):
+        completion.become(stage)
     taken = 0
     for batch in batches:
-        found = line.accept(batch, context)
+        found = completion.accept(batch, context)
         taken += found.tokens
         assert found.over is not None or found.tokens == len(batch)
         if found.over is not None:
-            line.finish(found.over)
+            completion.finish(found.over)
             break
-    line.choice.check()
+    completion.choice.check()
     told = [replace(event, timings=None) if isinstance(event, Done) else event for event in events]
-    return told, taken, line.tokens, line.stage, request.usage(), line.choice.seen_ids, line.choice.seen_counts
+    return (
+        told,
+        taken,
+        completion.tokens,
+        completion.stage,
+        request.usage(),
+        completion.choice.seen_ids,
+        completion.choice.seen_counts,
+    )
 
 
 def split(tokens: Sequence[Token], draw: Random, most: int) -> Iterator[Sequence[Token]]:

@@ -1,10 +1,10 @@
 """Whatever raises on the engine's thread, at whatever call: one request fails, and the others do not notice.
 
-The network is replaced by a function of the tokens that memory shows it, in whole numbers: what a line draws depends
-on all that it may see, on nothing else, and on no rounding. A mix of requests is played again and again on one engine,
-and each time something raises at one call: the n-th of one method, before it has done anything or when it has done it
-all. The line that the method was given says whose request must fail. All others give the tokens that they give
-undisturbed, every invariant holds, and when all are over every cell is free.
+The network is replaced by a function of the tokens that memory shows it, in whole numbers: what a completion draws
+depends on all that it may see, on nothing else, and on no rounding. A mix of requests is played again and again on one
+engine, and each time something raises at one call: the n-th of one method, before it has done anything or when it has
+done it all. The completion that the method was given says whose request must fail. All others give the tokens that they
+give undisturbed, every invariant holds, and when all are over every cell is free.
 """
 
 import logging
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvcellar import Engine, EngineClosed, EngineFailed
 from kvcellar.cache.memory import Memory
-from kvcellar.engine.request import Line, Request
+from kvcellar.engine.request import Completion, Request
 from kvcellar.plan import Plan
 from kvcellar.sample.params import SamplingParams
 from tests.engine.mixes import Ear, bytes_for
@@ -41,7 +41,7 @@ class Fault:
     at: int
     late: bool
     fired: bool = False
-    request: Request | None = None  # of the line that the call was about
+    request: Request | None = None  # of the completion that the call was about
     calls: int = 0
 
     def wrap(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,7 +59,7 @@ class Fault:
 
     def _fire(self, args: tuple[Any, ...]) -> None:
         self.fired = True
-        if args and isinstance(args[0], Line):
+        if args and isinstance(args[0], Completion):
             self.request = args[0].request
         raise Injected(f"at call {self.at}")
 
@@ -120,7 +120,7 @@ class Mix:
 
 @pytest.fixture(scope="module")
 def mix() -> Iterator[Mix]:
-    """Room for 50 tokens: some lines are sent back, and idle sessions are forgotten."""
+    """Room for 50 tokens: some completions are sent back, and idle sessions are forgotten."""
     network = ARCHS["ministral"].build(num_hidden_layers=2, layer_types=layers("SF"))
     settings: dict[str, Any] = {"context": 32, "step_tokens": 10, "max_sequences": 5, "threads": 1}
     with Engine(network, cache_bytes=bytes_for(network, 50, **settings), **settings) as engine:
@@ -140,21 +140,21 @@ def quiet(monkeypatch):
 def broken(monkeypatch: pytest.MonkeyPatch, mix: Mix, part: str, name: str, fault: Fault) -> Iterator[None]:
     built, loop = mix.engine._built, mix.engine._loop
     parts: dict[str, Any] = {
-        "cellar": loop.cellar, "scheduler": loop.scheduler, "memory": built.memory, "guest": built.guest,
-        "runner": built.runner, "loop": loop, "line": Line, "compaction": loop.compaction,
+        "manager": loop.manager, "scheduler": loop.scheduler, "memory": built.memory, "guest": built.guest,
+        "runner": built.runner, "loop": loop, "completion": Completion, "compaction": loop.compaction,
     }  # fmt: skip
     with monkeypatch.context() as patch:
         patch.setattr(parts[part], name, fault.wrap(getattr(parts[part], name)))
         yield
 
 
-OF_A_LINE = {  # the request of the line that they are given is the one that fails
-    "cellar": ["known", "admit", "border", "fork", "release", "rest", "forget", "shift"],
+OF_A_LINE = {  # the request of the completion that they are given is the one that fails
+    "manager": ["known", "admit", "next_checkpoint", "fork", "release", "rest", "forget", "shift"],
     "scheduler": ["add", "join", "leave", "_give", "_fits"],
-    "line": ["accept", "become"],
+    "completion": ["accept", "become"],
 }
-OF_MANY = {  # of a step, or of what a line's operation needs: one request fails at most
-    "cellar": ["free", "reclaim", "forget_session", "open_session", "close_session",],
+OF_MANY = {  # of a step, or of what a completion's operation needs: one request fails at most
+    "manager": ["free", "reclaim", "forget_session", "open_session", "close_session",],
     "scheduler": ["build", "send_back", "send_back_youngest", "_admit_next", "_still"],
     "memory": [
         "begin", "commit", "fork", "remove", "capture", "drop", "can_cut", "length", "has", "derived", "free",
@@ -163,7 +163,7 @@ OF_MANY = {  # of a step, or of what a line's operation needs: one request fails
     "runner": ["step", "_transact", "_ready", "_twins", "_draw", "_emit", "_split", "_give"],
     "loop": ["_make_room", "_leave"],
     "compaction": ["piece"],
-    "line": ["finish"],  # it has told the end already
+    "completion": ["finish"],  # it has told the end already
 }  # fmt: skip
 
 
@@ -227,8 +227,10 @@ def test_where_memory_cannot_be_put_in_order_the_engine_ends_and_everybody_hears
         with held(engine):
             for number, ear in enumerate(ears):
                 engine.submit([5, 6, 7 + number], SamplingParams(max_tokens=4), deliver=ear)
-            monkeypatch.setattr(loop.cellar, "border", Fault(2, late=False).wrap(loop.cellar.border))
-            monkeypatch.setattr(loop.cellar, "check", lambda _: 1 // 0)
+            monkeypatch.setattr(
+                loop.manager, "next_checkpoint", Fault(2, late=False).wrap(loop.manager.next_checkpoint)
+            )
+            monkeypatch.setattr(loop.manager, "check", lambda _: 1 // 0)
         errors = [ear.wait().error for ear in ears]
         loop._thread.join(60)
         assert not engine.healthy

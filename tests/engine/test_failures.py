@@ -11,7 +11,7 @@ import torch
 
 from kvcellar import BadRequest, EngineClosed, EngineFailed
 from kvcellar.engine import runner
-from kvcellar.engine.request import Line
+from kvcellar.engine.request import Completion
 from kvcellar.errors import NoToken, WrongStage
 from kvcellar.events import Finished, Piece
 from kvcellar.sample.params import SamplingParams
@@ -128,15 +128,15 @@ def test_weights_that_are_not_numbers_end_in_an_error_not_in_garbage():
 
 
 def test_one_bad_choice_ends_all_choices_of_its_request_and_nobody_elses(engine, monkeypatch):
-    accept = Line.accept
+    accept = Completion.accept
 
-    def breaks(line, token, *rest):
-        if line.choice.choice == 1 and line.choice.produced == 2:
+    def breaks(completion, token, *rest):
+        if completion.choice.choice == 1 and completion.choice.produced == 2:
             raise UnicodeError("a tokenizer that cannot read its own token")
-        return accept(line, token, *rest)
+        return accept(completion, token, *rest)
 
     alone = engine.generate([5, 6], max_tokens=8, ignore_eos=True).token_ids
-    monkeypatch.setattr(Line, "accept", breaks)
+    monkeypatch.setattr(Completion, "accept", breaks)
     three = SamplingParams(max_tokens=8, n=3, temperature=1.0, seed=1, ignore_eos=True)
     many, one = Ear(), Ear()
     with held(engine):
@@ -474,7 +474,7 @@ def test_a_step_is_drawn_while_it_is_open_and_delivered_when_it_is_kept(monkeypa
             monkeypatch.setattr(owner, name, watched)
 
         watch(runner, "draw")
-        watch(Line, "accept")
+        watch(Completion, "accept")
         watch(memory, "commit")
         engine.generate([5, 6, 7], max_tokens=3, ignore_eos=True)
     assert order == [("draw", True), ("commit", True), ("accept", False)] * 3

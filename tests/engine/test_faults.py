@@ -147,18 +147,20 @@ def test_integers_of_other_libraries_are_token_ids_too(engine) -> None:
 
 
 @pytest.mark.parametrize(
-    "borders", [("x",), (None,), (1.5,), (True,), (-1,), (4,), (2, 1), (1, 10**9)], ids=lambda borders: repr(borders)
+    "checkpoint_positions",
+    [("x",), (None,), (1.5,), (True,), (-1,), (4,), (2, 1), (1, 10**9)],
+    ids=lambda checkpoint_positions: repr(checkpoint_positions),
 )
-def test_what_is_no_border_of_the_prompt_is_refused_before_anybody_sees_it(recurrent, borders) -> None:
+def test_what_is_no_position_of_the_prompt_is_refused(recurrent, checkpoint_positions) -> None:
     params, heard = recurrent.params(**HOW), []
     with pytest.raises(BadRequest, match="0 to 3, in order") as refused:
-        recurrent.submit([5, 6, 7], params, deliver=heard.append, borders=borders)
-    assert (refused.value.param, heard) == ("borders", [])
+        recurrent.submit([5, 6, 7], params, deliver=heard.append, checkpoint_positions=checkpoint_positions)
+    assert (refused.value.param, heard) == ("checkpoint_positions", [])
     assert recurrent.generate([5, 6, 7], **HOW).finish_reason == "length"
 
 
-def test_the_ends_of_a_prompt_are_borders_too(recurrent) -> None:
-    collector, _ = recurrent.start([5, 6, 7], recurrent.params(**HOW), borders=[0, np.int64(1), 3])
+def test_the_ends_of_a_prompt_are_positions_too(recurrent) -> None:
+    collector, _ = recurrent.start([5, 6, 7], recurrent.params(**HOW), checkpoint_positions=[0, np.int64(1), 3])
     assert len(list(collector.pieces())) == HOW["max_tokens"]
 
 

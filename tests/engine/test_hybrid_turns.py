@@ -8,7 +8,7 @@ import pytest
 from kvcellar import Engine
 from kvcellar.bench.conversation import Script, Turn, ideal, play, reads
 from kvcellar.engine import settings
-from kvcellar.engine.cellar import NEAR, common_prefix
+from kvcellar.engine.manager import NEAR, common_prefix
 from kvcellar.engine.session import Session
 from tests.engine.mixes import small_engine, tokens
 
@@ -70,7 +70,8 @@ def test_who_has_no_session_reads_in_as_few_steps_as_there_can_be(scarce):
         assert engine.stats().steps == 1
 
 
-# -- borders ----------------------------------------------------------------------------------------------------------
+# -- checkpoint_positions
+# ----------------------------------------------------------------------------------------------------------
 
 
 def talked(session: Session, turns: int, *, user: int = 20, answer: int = 18) -> list[int]:
@@ -84,7 +85,7 @@ def talked(session: Session, turns: int, *, user: int = 20, answer: int = 18) ->
 
 def lose(engine: Engine, session: Session) -> None:
     """What others do to it that need its memory."""
-    engine._loop.ask(lambda: engine._loop.cellar.forget_session(session._number))
+    engine._loop.ask(lambda: engine._loop.manager.forget_session(session._number))
 
 
 @pytest.mark.parametrize("back", [1, 3, 5])

@@ -159,7 +159,8 @@ def test_parameters_that_were_changed_behind_their_back_are_checked_again(llama,
 @given(st.data())
 def test_whatever_is_submitted_is_refused_or_answered(recurrent, data) -> None:
     good: dict[str, Any] = {
-        "prompt_ids": [5, 6, 7], "params": SamplingParams(**HOW), "deliver": Ear(), "session": None, "borders": [1, 3],
+        "prompt_ids": [5, 6, 7], "params": SamplingParams(**HOW), "deliver": Ear(),
+        "session": None, "checkpoint_positions": [1, 3],
     }  # fmt: skip
     bad = data.draw(st.sampled_from(sorted(good)))
     value = data.draw(SOMETHING)

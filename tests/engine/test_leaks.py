@@ -15,7 +15,7 @@ import torch
 
 from kvcellar import Engine, EngineFailed
 from kvcellar.engine.engine import Ticket
-from kvcellar.engine.request import Line, Request
+from kvcellar.engine.request import Completion, Request
 from kvcellar.errors import BadRequest, NoToken
 from kvcellar.events import Event, Piece
 from kvcellar.sample.params import SamplingParams
@@ -155,7 +155,7 @@ def test_after_requests_of_all_fates_all_cells_are_free(count):
     for ear in ears:
         ear.ticket = None
     gc.collect()
-    assert not [thing for thing in gc.get_objects() if type(thing) in (Line, Request)]
+    assert not [thing for thing in gc.get_objects() if type(thing) in (Completion, Request)]
 
 
 def kind_of_end(ear: Ear) -> str:

@@ -11,7 +11,7 @@ CONTEXT = 48
 ARCHITECTURES = ["llama", "gpt2", "gemma2", "gemma3", "bloom"]  # in place, not, in place, two that read again
 OTHERS = {
     "nobody else": lambda engine, draw: None,
-    "reclaimed": lambda engine, draw: engine._loop.ask(engine._loop.cellar.reclaim),
+    "reclaimed": lambda engine, draw: engine._loop.ask(engine._loop.manager.reclaim),
     "others": lambda engine, draw: engine.generate([tokens(draw, 40) for _ in range(3)], max_tokens=8),
 }
 

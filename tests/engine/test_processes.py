@@ -129,7 +129,7 @@ def outcomes() -> dict[str, str]:
     command = [sys.executable, "-c", PARENT, str(PATIENCE)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-4000:]
-    return dict(json.loads(line) for line in ran.stdout.splitlines())
+    return dict(json.loads(completion) for completion in ran.stdout.splitlines())
 
 
 @pytest.mark.parametrize("call", ["generate", "submit", "stats", "check", "session"])

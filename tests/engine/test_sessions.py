@@ -33,7 +33,7 @@ def reclaim(engine):
     """Memory forgets every session, as it does when others need the room."""
 
     def forget():
-        while engine._loop.cellar.reclaim():
+        while engine._loop.manager.reclaim():
             pass
 
     engine._loop.ask(forget)
@@ -103,7 +103,7 @@ class Tree:
             guest.forward = forward
 
     def reclaim(self, which: int) -> None:
-        self.engine._loop.ask(self.engine._loop.cellar.reclaim)
+        self.engine._loop.ask(self.engine._loop.manager.reclaim)
 
     def others(self, which: int) -> None:
         self.engine.generate([tokens(self.draw, 20) for _ in range(3)], **ASK)

@@ -9,7 +9,7 @@ from tests.engine.mixes import Clock, Ear, bytes_for, mix, small_engine
 CONTEXT = 48
 LONG = {"max_tokens": 80, "ignore_eos": True, "temperature": 0.0, "shift": True, "num_keep": 2}
 MORE = ["deepseek-v3", "gemma2", "gemma3", "llama4", "bloom"]  # in place, in place, and three that read again
-ENOUGH = 75  # tokens that fit: two lines together have too little
+ENOUGH = 75  # tokens that fit: two completions together have too little
 IN_PLACE = ("llama", "gemma2", "deepseek-v3")  # keys turn exactly, and no window is too short
 
 
@@ -56,7 +56,7 @@ def test_until_the_context_is_full_a_shift_changes_nothing(name):
 
 
 def test_two_lines_in_memory_for_one_write_what_they_write_alone():
-    """No cell is free when a line fills the context, and the other has been sent back by then."""
+    """No cell is free when a completion fills the context, and the other has been sent back by then."""
     prompts = [[5, 6, 7, 8], [9] * 30]
     with small_engine("llama", context=CONTEXT, cache_bytes=bytes_for("llama", CONTEXT, context=CONTEXT)) as engine:
         alone = [engine.generate(prompt, **LONG).token_ids for prompt in prompts]

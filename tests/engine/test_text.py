@@ -256,8 +256,8 @@ def test_samples_of_a_prompt_share_its_cells(name):
         def watch():
             turn()
             if len(engine._loop.scheduler.running) == n:
-                lines = engine._loop.scheduler.running
-                seen.append((sum(line.read - len(prompt) for line in lines), stats_of(engine._built)))
+                completions = engine._loop.scheduler.running
+                seen.append((sum(completion.read - len(prompt) for completion in completions), stats_of(engine._built)))
 
         engine._loop._turn = watch
         result = engine.generate(prompt, n=n, max_tokens=5, seed=2, temperature=1.0, ignore_eos=True)

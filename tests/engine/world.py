@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from kvcellar.cache.cells import Cells
 from kvcellar.cache.tables import Table
-from kvcellar.engine.cellar import Cellar
-from kvcellar.engine.request import Line, Request, Stage
+from kvcellar.engine.manager import SequenceManager
+from kvcellar.engine.request import Completion, Request, Stage
 from kvcellar.engine.scheduler import Scheduler, Share
 from kvcellar.events import Done, Event, Failed, Finished, Piece
 from kvcellar.layout import Layout
@@ -24,7 +24,7 @@ VOCABULARY = 1000
 
 
 class TableMemory:
-    """What a cellar needs of `Memory`: tables of cells in every group, and nothing stored in them."""
+    """What a manager needs of `Memory`: tables of cells in every group, and nothing stored in them."""
 
     def __init__(self, layouts: Mapping[str, Layout], cells: Mapping[str, int]) -> None:
         self.layouts = dict(layouts)
@@ -47,11 +47,13 @@ class TableMemory:
     def feed(self, shares: Sequence[Share]) -> None:
         """A step: cells for all its tokens first, then what slides out of sight is forgotten."""
         taken: list[tuple[Table, str, list]] = []
-        for line, tokens in shares:
-            assert line.seq is not None
-            tables = self._tables.setdefault(line.seq, {name: Table(cells) for name, cells in self.cells.items()})
+        for completion, tokens in shares:
+            assert completion.seq is not None
+            tables = self._tables.setdefault(completion.seq, {name: Table(cells) for name, cells in self.cells.items()})
             for name, table in tables.items():
-                assert table.end == line.read, f"memory goes on at {table.end}, the line at {line.read}"
+                assert table.end == completion.read, (
+                    f"memory goes on at {table.end}, the completion at {completion.read}"
+                )
                 taken.append((table, name, self.cells[name].take(tokens, after=table.last_cell)))
         for table, name, runs in taken:
             table.append(runs)
@@ -132,7 +134,7 @@ class Heard:
 
 
 class World:
-    """Plays requests against the real scheduler and cellar, and asserts the scheduler's laws in every turn."""
+    """Plays requests against the real scheduler and manager, and asserts the scheduler's laws in every turn."""
 
     def __init__(
         self,
@@ -146,9 +148,9 @@ class World:
         self.layouts, self.capacity = dict(layouts), dict(cells)
         self.context, self.max_sequences, self.step_tokens = context, max_sequences, step_tokens
         self.memory = TableMemory(layouts, cells)
-        self.cellar = Cellar(self.memory)  # type: ignore[arg-type]
+        self.manager = SequenceManager(self.memory)  # type: ignore[arg-type]
         self.scheduler = Scheduler(
-            self.cellar, layouts, context=context, max_sequences=max_sequences, step_tokens=step_tokens
+            self.manager, layouts, context=context, max_sequences=max_sequences, step_tokens=step_tokens
         )
         self.heard: dict[int, Heard] = {}
         self.requests: dict[int, Request] = {}
@@ -180,17 +182,17 @@ class World:
         first = 2 * ask.session if ask.session is not None else 2 * number + 1
         prompt = (first, *range(VOCABULARY - ask.prompt + 1, VOCABULARY))
         request = self.requests[number] = Request(prompt, params, heard, ask.session, number=len(self.requests))
-        request.lines.append(self._line(request, list(prompt), 0))
-        self.scheduler.add(request.lines[0])
+        request.completions.append(self._completion(request, list(prompt), 0))
+        self.scheduler.add(request.completions[0])
 
-    def _line(self, request: Request, tokens: list[int], choice: int) -> Line:
+    def _completion(self, request: Request, tokens: list[int], choice: int) -> Completion:
         state = Choice(request.params, seed=0, choice=choice, prompt_ids=(), vocab_size=VOCABULARY, end_ids=frozenset())
-        return Line(request, state, Output(None, Stops(())), tokens)
+        return Completion(request, state, Output(None, Stops(())), tokens)
 
     def cancel(self, request: Request) -> None:
-        for line in list(request.lines):
-            if line.stage is not Stage.DONE:
-                self._end(line, "cancelled")
+        for completion in list(request.completions):
+            if completion.stage is not Stage.DONE:
+                self._end(completion, "cancelled")
 
     def turn(self) -> None:
         """What the loop does in a turn: build, read, draw, end."""
@@ -198,75 +200,81 @@ class World:
         waiting, running = list(self.scheduler.waiting), list(self.scheduler.running)
         shares, stuck = self.scheduler.build()
         self.check_laws(shares, stuck, waiting, running)
-        for line in stuck:
-            self._end(line, "length")
+        for completion in stuck:
+            self._end(completion, "length")
         self.memory.feed(shares)
         self.fed += sum(share.tokens for share in shares)
-        for line, tokens in shares:
-            line.read += tokens
-        for line, _ in shares:
-            if not line.unread and line.stage is not Stage.DONE:
-                for writer in self._writers(line):
+        for completion, tokens in shares:
+            completion.read += tokens
+        for completion, _ in shares:
+            if not completion.unread and completion.stage is not Stage.DONE:
+                for writer in self._writers(completion):
                     if reason := writer.accept([(len(writer.tokens) % VOCABULARY, None)], self.context).over:
                         self._end(writer, reason)
         self.check()
 
-    def _writers(self, line: Line) -> list[Line]:
-        if line.stage is Stage.WRITING:
-            return [line]
-        line.become(Stage.WRITING)
-        request = line.request
-        if line.choice.produced:
-            return [line]
+    def _writers(self, completion: Completion) -> list[Completion]:
+        if completion.stage is Stage.DECODE:
+            return [completion]
+        completion.become(Stage.DECODE)
+        request = completion.request
+        if completion.choice.produced:
+            return [completion]
         for choice in range(1, request.params.n):
-            twin = self._line(request, list(line.tokens), choice)
-            self.cellar.fork(line, twin)
-            twin.become(Stage.READING)
-            twin.become(Stage.WRITING)
-            request.lines.append(twin)
+            twin = self._completion(request, list(completion.tokens), choice)
+            self.manager.fork(completion, twin)
+            twin.become(Stage.PREFILL)
+            twin.become(Stage.DECODE)
+            request.completions.append(twin)
             self.scheduler.join(twin)
-        return list(request.lines)
+        return list(request.completions)
 
-    def _end(self, line: Line, reason: str) -> None:
-        self.scheduler.leave(line)
-        if line.request.session is not None and line.seq is not None:
-            self.cellar.rest(line.request.session, line)
+    def _end(self, completion: Completion, reason: str) -> None:
+        self.scheduler.leave(completion)
+        if completion.request.session is not None and completion.seq is not None:
+            self.manager.rest(completion.request.session, completion)
         else:
-            self.cellar.release(line)
-        line.finish(reason)  # type: ignore[arg-type]
+            self.manager.release(completion)
+        completion.finish(reason)  # type: ignore[arg-type]
 
     # -- laws ---------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         self.scheduler.check()
-        self.cellar.check(self.scheduler.running)
+        self.manager.check(self.scheduler.running)
 
-    def check_laws(self, shares: list[Share], stuck: list[Line], waiting: list[Line], running: list[Line]) -> None:
-        given = {id(share.line): share.tokens for share in shares}
+    def check_laws(
+        self, shares: list[Share], stuck: list[Completion], waiting: list[Completion], running: list[Completion]
+    ) -> None:
+        given = {id(share.completion): share.tokens for share in shares}
         total = sum(given.values())
-        assert len(given) == len(shares), "a line was given two shares"
+        assert len(given) == len(shares), "a completion was given two shares"
         assert all(share.tokens > 0 for share in shares)
         assert total <= self.step_tokens, "more than the budget"
         for name, free in self.memory.free().items():
             assert total <= free, f"{total} tokens for {free} free cells of {name}"
         for share in shares:
-            assert share.tokens <= share.line.unread
-            assert share.line in self.scheduler.running
+            assert share.tokens <= share.completion.unread
+            assert share.completion in self.scheduler.running
 
         now = self.scheduler.running
         if running:
             oldest = running[0]
             assert oldest in now, "the oldest was sent back"
-            decoding = sum(line.stage is Stage.WRITING for line in now)
+            decoding = sum(completion.stage is Stage.DECODE for completion in now)
             assert (id(oldest) in given) != (oldest in stuck) or decoding >= self.step_tokens, "the oldest has to wait"
-        assert all(line is now[0] and len(now) == 1 for line in stuck), "ended although others could be sent back"
-        readers_served = [share.line for share in shares if share.line.stage is Stage.READING]
+        assert all(completion is now[0] and len(now) == 1 for completion in stuck), (
+            "ended although others could be sent back"
+        )
+        readers_served = [share.completion for share in shares if share.completion.stage is Stage.PREFILL]
         if readers_served:
-            unserved = [x for x in now if x.stage is Stage.WRITING and id(x) not in given]
-            assert not unserved, "a line that reads was served before one that writes"
-        admitted = [line for line in waiting if line in now]
-        assert admitted == sorted(admitted, key=lambda line: line.key)
-        passed_over = [line for line in self.scheduler.waiting if admitted and line.key < admitted[-1].key]
+            unserved = [x for x in now if x.stage is Stage.DECODE and id(x) not in given]
+            assert not unserved, "a completion that reads was served before one that writes"
+        admitted = [completion for completion in waiting if completion in now]
+        assert admitted == sorted(admitted, key=lambda completion: completion.key)
+        passed_over = [
+            completion for completion in self.scheduler.waiting if admitted and completion.key < admitted[-1].key
+        ]
         assert not passed_over, "somebody who came later was admitted first"
-        assert sum(r.params.n if len(r.lines) == 1 else 1 for r in (x.request for x in now)) <= self.max_sequences
+        assert sum(r.params.n if len(r.completions) == 1 else 1 for r in (x.request for x in now)) <= self.max_sequences
         assert shares or stuck or not (waiting or running), "nothing happens"

@@ -243,7 +243,7 @@ UNSUPPORTED = [
     (CHAT, "function_call", {"name": "f"}),
     (CHAT, "response_format", {"type": "json_object"}),
     (CHAT, "response_format", {"type": "json_schema", "json_schema": {"schema": {"pattern": "(a+)+$"}}}),
-    (CHAT, "audio", {"voice": "alloy", "format": "wav"}),
+    (CHAT, "audio", {"codec": "alloy", "format": "wav"}),
     (CHAT, "modalities", ["text", "audio"]),
     (CHAT, "prediction", {"type": "content", "content": "x"}),
     (COMPLETIONS, "reasoning_effort", "high"),
@@ -409,7 +409,7 @@ def test_messages_that_clients_send_back_are_taken(http, engine):
 
 
 NAMES = ["../../etc/passwd", "C:\\x", "cellar/../cellar/fake-1", "x" * 10_000, "\U0001f347", "a\x00b", ".", "-rf", ""]
-NAMES += ["cellar/fake-1.", "Cellar/Fake-1", " cellar/fake-1", "cellar/fake-1\n", "cellar//fake-1"]
+NAMES += ["cellar/fake-1.", "SequenceManager/Fake-1", " cellar/fake-1", "cellar/fake-1\n", "cellar//fake-1"]
 
 
 @pytest.mark.parametrize("name", NAMES, ids=[repr(name)[:20] for name in NAMES])

@@ -18,10 +18,10 @@ from typing import Any
 
 import httpx
 import pytest
+from kvcellar.engine.voice import Voice
 
 from kvcellar import Engine
 from kvcellar.engine.settings import Settings
-from kvcellar.engine.voice import Voice
 from kvcellar.errors import CacheFull, EngineClosed, EngineFailed, NotSupported
 from kvcellar.serve import Server, ServeSettings, key_digest
 from kvcellar.serve.body import Bodies

@@ -8,7 +8,7 @@ from kvcellar.attention.reference import Reference
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.contracts import Backend
 from kvcellar.errors import BadRequest, NoBackend
-from kvcellar.shapes import Ask
+from kvcellar.shapes import AttentionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ def named(name: str | None) -> tuple[Backend, ...]:
     return found
 
 
-def choose(ask: Ask, candidates: Sequence[Backend]) -> Chosen:
+def choose(spec: AttentionSpec, candidates: Sequence[Backend]) -> Chosen:
     """Raises `NoBackend`, with all reasons, if every candidate refuses."""
     refused: dict[str, str] = {}
     for backend in candidates:
-        if (reason := backend.refuse(ask)) is None:
+        if (reason := backend.refuse(spec)) is None:
             return Chosen(backend, refused)
         refused[backend.name] = reason
-    raise NoBackend(str(ask), refused)
+    raise NoBackend(str(spec), refused)

@@ -20,7 +20,7 @@ from kvcellar.errors import NoBackend
 from kvcellar.kernels.attention import Kernel, Table
 from kvcellar.kernels.compiled import NotCompiled
 from kvcellar.plan import GroupPlan
-from kvcellar.shapes import Arrangement, Ask, Kind, Scoring
+from kvcellar.shapes import Arrangement, AttentionSpec, Kind, Scoring
 
 SHORT = 16  # rows of a sequence up to which the kernel serves them
 
@@ -45,10 +45,10 @@ class Cpu:
         self._environment, self._products = environment, Sdpa()
         self._kernel: Kernel | None = None
 
-    def refuse(self, ask: Ask) -> str | None:
-        if ask.device != "cpu":
-            return f"it runs on a CPU, not on {ask.device}"
-        if (reason := self._products.refuse(ask) or ask.unreadable(self.kinds)) is not None:
+    def refuse(self, spec: AttentionSpec) -> str | None:
+        if spec.device != "cpu":
+            return f"it runs on a CPU, not on {spec.device}"
+        if (reason := self._products.refuse(spec) or spec.unreadable(self.kinds)) is not None:
             return reason
         try:
             self._compiled()

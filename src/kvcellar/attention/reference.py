@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvcellar.contracts import History
 from kvcellar.plan import GroupPlan
-from kvcellar.shapes import Arrangement, Ask, Kind, Scoring
+from kvcellar.shapes import Arrangement, AttentionSpec, Kind, Scoring
 
 
 class Reference:
@@ -19,8 +19,8 @@ class Reference:
     padding = 1
     kinds: frozenset[Kind] = frozenset(get_args(Kind))
 
-    def refuse(self, ask: Ask) -> str | None:
-        return ask.unreadable(self.kinds)
+    def refuse(self, spec: AttentionSpec) -> str | None:
+        return spec.unreadable(self.kinds)
 
     def prepare(self, plan: GroupPlan, device: torch.device) -> None:
         return None

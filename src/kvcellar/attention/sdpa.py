@@ -21,7 +21,7 @@ from torch import Tensor
 from kvcellar.contracts import History, Stored
 from kvcellar.layout import Layout
 from kvcellar.plan import GroupPlan, Segment
-from kvcellar.shapes import Arrangement, Ask, Kind, Scoring
+from kvcellar.shapes import Arrangement, AttentionSpec, Kind, Scoring
 
 BLOCK = 128  # rows scored at once: bounds the scores, and skips the keys that no row of a block sees
 LONG_RUN = 32  # cells of a run, on average, from which on runs are copied one by one instead of cell by cell
@@ -67,10 +67,10 @@ class Sdpa:
         """`fused`: use torch's scaled_dot_product_attention. None: off the CPU."""
         self._fused = fused
 
-    def refuse(self, ask: Ask) -> str | None:
-        if ask.query_heads % ask.kv_heads:
-            return f"{ask.query_heads} query heads cannot share {ask.kv_heads} KV heads evenly"
-        return ask.unreadable(self.kinds)
+    def refuse(self, spec: AttentionSpec) -> str | None:
+        if spec.query_heads % spec.kv_heads:
+            return f"{spec.query_heads} query heads cannot share {spec.kv_heads} KV heads evenly"
+        return spec.unreadable(self.kinds)
 
     def _fuses(self, q: Tensor) -> bool:
         return q.device.type != "cpu" if self._fused is None else self._fused

@@ -17,8 +17,8 @@ import torch
 from kvcellar.bench import hf_baseline
 from kvcellar.bench.network import hybrid
 from kvcellar.engine.build import build
-from kvcellar.engine.cellar import common_prefix
 from kvcellar.engine.engine import Engine
+from kvcellar.engine.manager import common_prefix
 from kvcellar.engine.session import Session
 from kvcellar.engine.settings import Settings
 

@@ -22,7 +22,7 @@ from kvcellar.cache.memory import Group, Memory
 from kvcellar.contracts import Backend
 from kvcellar.engine.compaction import Compaction
 from kvcellar.plan import Batch, Feed
-from kvcellar.shapes import Ask, Plane, Scoring
+from kvcellar.shapes import AttentionSpec, Plane, Scoring
 from kvcellar.spans import Span
 
 GROUP = "causal"
@@ -47,7 +47,7 @@ def fragmented(
     size: Size, *, sequences: int = SEQUENCES, tokens: int = TOKENS, rounds: int = 30
 ) -> dict[str, Compacted]:
     """By the name of each backend that serves such a network in bfloat16."""
-    ask = Ask(size.query_heads, size.kv_heads, size.head_size, size.head_size, dtype="bfloat16", device="cpu")
+    ask = AttentionSpec(size.query_heads, size.kv_heads, size.head_size, size.head_size, dtype="bfloat16", device="cpu")
     found: dict[str, Compacted] = {}
     for name in ("cpu", "sdpa"):
         (backend,) = named(name)

@@ -23,7 +23,7 @@ from kvcellar.plan import Batch, Feed, GroupPlan
 from kvcellar.sample.choice import Choice
 from kvcellar.sample.draw import draw
 from kvcellar.sample.params import SamplingParams
-from kvcellar.shapes import Arrangement, Ask, Scoring
+from kvcellar.shapes import Arrangement, AttentionSpec, Scoring
 from kvcellar.spans import Span
 
 PARTS = ("linear layers", "attention", "rest of the network", "begin and commit", "draw")
@@ -68,8 +68,8 @@ class Clocked:
         self.arrangement: Arrangement | Mapping[str, Arrangement] = backend.arrangement
         self.padding, self.kinds = backend.padding, backend.kinds
 
-    def refuse(self, ask: Ask) -> str | None:
-        return self._backend.refuse(ask)
+    def refuse(self, spec: AttentionSpec) -> str | None:
+        return self._backend.refuse(spec)
 
     def prepare(self, plan: GroupPlan, device: Any) -> Any:
         return self._backend.prepare(plan, device)

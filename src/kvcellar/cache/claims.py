@@ -22,7 +22,7 @@ from torch import Tensor
 from kvcellar.cache.ahead import around, until
 from kvcellar.cache.ahead import check as check_ahead
 from kvcellar.cache.claim import Checkpoint, Claim, undone
-from kvcellar.cache.group import Held
+from kvcellar.cache.group import GroupStore
 from kvcellar.cache.readout import Reading, Record, check_record, written
 from kvcellar.cache.sequences import Record as SequenceRecord
 from kvcellar.cache.sequences import Sequences
@@ -48,7 +48,7 @@ class Claims:
 
     def __init__(
         self,
-        held: Sequence[Held],
+        held: Sequence[GroupStore],
         sequences: Sequences,
         states: States,
         shape: str,

@@ -21,7 +21,7 @@ from kvcellar.contracts import Backend
 from kvcellar.errors import BadRequest, CapacityTooSmall, WrongStage
 from kvcellar.layout import Layout
 from kvcellar.plan import Batch, Run
-from kvcellar.shapes import GROUP, Plane, Rotation
+from kvcellar.shapes import BLOCK, Plane, Rotation
 from kvcellar.spans import whole
 
 PIECE = 1024  # cells that are copied or turned at once: bounds the staging memory of a shift or a compaction
@@ -97,7 +97,7 @@ def _turning(plane: Plane, itemsize: int) -> int:
     """Bytes that turning one cell of a plane takes at most; `itemsize` is that of the memory's own type."""
     storage = plane.storage
     if storage is not None and storage.quantised:
-        full = plane.size if plane.size <= GROUP else -(-plane.size // GROUP) * GROUP
+        full = plane.size if plane.size <= BLOCK else -(-plane.size // BLOCK) * BLOCK
         return plane.heads * full * torch.float32.itemsize * QUANTISED
     own = itemsize if storage is None else storage.bytes(1)
     return plane.heads * plane.size * max(torch.float32.itemsize, own) * COPIES
@@ -143,7 +143,7 @@ def check_written(groups: Sequence[Group], written: Set[tuple[int, str]], batch:
 
 
 @dataclass(slots=True)
-class Held:
+class GroupStore:
     """One group's storage."""
 
     group: Group
@@ -154,7 +154,7 @@ class Held:
     compaction: Compaction = field(default_factory=Compaction)
 
     @classmethod
-    def new(cls, group: Group, backend: Backend, cells: int, dtype: torch.dtype, device: torch.device) -> "Held":
+    def new(cls, group: Group, backend: Backend, cells: int, dtype: torch.dtype, device: torch.device) -> "GroupStore":
         pool = Pool.agreed(
             group.planes, group.layers, backend, plain=group.plain, cells=cells, dtype=dtype, device=device
         )

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvcellar.cache.group import Held
+from kvcellar.cache.group import GroupStore
 from kvcellar.cache.layouts.encoder import Input
 from kvcellar.cache.plans import write_index
 from kvcellar.cache.tables import Table
@@ -17,7 +17,7 @@ from kvcellar.errors import BadRequest, CacheFull
 Planes = Mapping[int, tuple[Tensor, Tensor]]  # by layer: k [n,G,D] and v [n,G,Dv]
 
 
-def check_planes(helds: Sequence[Held], n: int, planes: Planes) -> None:
+def check_planes(helds: Sequence[GroupStore], n: int, planes: Planes) -> None:
     """Raise `BadRequest` unless `planes` are an input of `n` positions, in all layers of `helds` and in no other."""
     if not helds:
         raise BadRequest("this memory has no layers for an input: none of its groups has the layout Input")
@@ -33,7 +33,7 @@ def check_planes(helds: Sequence[Held], n: int, planes: Planes) -> None:
             held.pool.check_new(layer, n, {"k": k, "v": v})
 
 
-def write(helds: Sequence[Held], n: int, planes: Planes, device: torch.device) -> list[Table]:
+def write(helds: Sequence[GroupStore], n: int, planes: Planes, device: torch.device) -> list[Table]:
     """A table of new cells with the input, for each group. Raises `CacheFull` before anything is taken."""
     for held in helds:
         if held.cells.free < n:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.cache.claims import Claims
-from kvcellar.cache.group import PIECE, Fragments, Group, Held, check_groups, check_written
+from kvcellar.cache.group import PIECE, Fragments, Group, GroupStore, check_groups, check_written
 from kvcellar.cache.history import Columns, StoredHistory
 from kvcellar.cache.inputs import Planes, check_planes, write
 from kvcellar.cache.plans import accepted_counts, check_query, group_plan, indices, worst_case, write_index
@@ -93,11 +93,11 @@ class Memory:
         planned += recurrent.bytes * (rows + 1)
         staging = max((g.staging(cells[g.name], dtype.itemsize) for g in groups), default=0)
         self._check_room(planned, 0, staging, "lower cells")
-        self._held: list[Held] = []
+        self._held: list[GroupStore] = []
         self._group_of: dict[int, int] = {}
         # Tables of tokens come first, so that the first one of a sequence says how long it is.
         for index, group in enumerate(sorted(groups, key=lambda group: group.of_input)):
-            self._held.append(Held.new(group, chosen[group.name], cells[group.name], dtype, self.device))
+            self._held.append(GroupStore.new(group, chosen[group.name], cells[group.name], dtype, self.device))
             self._group_of.update(dict.fromkeys(group.layers, index))
         self._states = States(recurrent, rows=rows, device=self.device)
         self._sequences = Sequences(self._held, self._states.rows)
@@ -484,7 +484,7 @@ class Memory:
     def _tables(self, index: int) -> list[Table]:  # all that hold cells of a group
         return self._sequences.tables(index) + self.claims.tables(index)
 
-    def _named(self, group: str) -> Held:
+    def _named(self, group: str) -> GroupStore:
         held = next((held for held in self._held if held.group.name == group), None)
         if held is None:
             raise BadRequest(f"there is no group {shown(group)}; {self._names}")

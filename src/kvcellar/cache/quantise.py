@@ -1,6 +1,6 @@
 """quantise: K/V in fewer bits. Vectors in, codes and scales out, and back.
 
-A scale belongs to `GROUP` neighbouring elements of one vector (all of them where it is shorter). It is the smallest
+A scale belongs to `BLOCK` neighbouring elements of one vector (all of them where it is shorter). It is the smallest
 float16 that is no less than the largest element divided by the largest code, so no element is ever clipped:
 
     int8, int4   |x - x'| <= scale / 2
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcellar.shapes import GROUP, Kind
+from kvcellar.shapes import BLOCK, Kind
 
 LARGEST: dict[Kind, float] = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
 SMALLEST_SCALE = 2.0**-24  # the least float16 above zero
@@ -28,7 +28,7 @@ INT4_ZERO = 8  # is added to a code, so that it is not negative
 def quantise(x: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     """x [...,size] -> codes [...,bytes] (uint8; int8 for int8) and scales [...,groups] (float16)."""
     size = x.shape[-1]
-    groups = _grouped(x.float())  # [...,groups,GROUP]
+    groups = _grouped(x.float())  # [...,groups,BLOCK]
     scales = _rounded_up(groups.abs().amax(-1) / LARGEST[kind])
     ratio = groups / scales.float().clamp(min=SMALLEST_SCALE)[..., None]
     ratio = ratio.nan_to_num(0.0).flatten(-2)[..., :size]  # a scale that is not finite says all there is to say
@@ -46,7 +46,7 @@ def dequantise(codes: Tensor, scales: Tensor, kind: Kind, size: int) -> Tensor:
         values = (codes if kind == "int8" else _unpack(codes, size)).float()
     if scales.shape[-1] == 1:
         return values.mul_(scales.float())
-    return values.mul_(scales.float().repeat_interleave(GROUP, -1)[..., :size])
+    return values.mul_(scales.float().repeat_interleave(BLOCK, -1)[..., :size])
 
 
 def rotate(x: Tensor) -> Tensor:
@@ -73,11 +73,11 @@ def _blocks(size: int) -> list[int]:
 
 
 def _grouped(x: Tensor) -> Tensor:
-    """[...,groups,GROUP], the last group filled up with zeros; one group [...,1,size] if the vector is shorter."""
+    """[...,groups,BLOCK], the last group filled up with zeros; one group [...,1,size] if the vector is shorter."""
     size = x.shape[-1]
-    if size <= GROUP:
+    if size <= BLOCK:
         return x.unsqueeze(-2)
-    return F.pad(x, (0, -size % GROUP)).unflatten(-1, (-1, GROUP))
+    return F.pad(x, (0, -size % BLOCK)).unflatten(-1, (-1, BLOCK))
 
 
 def _rounded_up(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.cache.claim import Checkpoint, Claim, undone
-from kvcellar.cache.group import PIECE, Group, Held
+from kvcellar.cache.group import PIECE, Group, GroupStore
 from kvcellar.cache.layouts.encoder import Input
 from kvcellar.cache.plans import indices
 from kvcellar.cache.rows import NAME
@@ -94,7 +94,7 @@ class Part:
 
     __slots__ = ("held", "table")
 
-    def __init__(self, held: Held, table: Table) -> None:
+    def __init__(self, held: GroupStore, table: Table) -> None:
         self.held, self.table = held, table
 
     @property
@@ -110,7 +110,7 @@ class Part:
         return indices(self.table.within(span), device)
 
 
-def distinct(held: Held, windows: Mapping[int, Table], parts: list[Part]) -> dict[int, list[tuple[int, Span]]]:
+def distinct(held: GroupStore, windows: Mapping[int, Table], parts: list[Part]) -> dict[int, list[tuple[int, Span]]]:
     """Add the cells of windows to `parts`, each cell once; returns each window as spans of parts, by their index.
 
     Windows go by their position, in order, so where two of them have a position in the same cell, the later one goes on
@@ -152,7 +152,7 @@ class Reading:
             self.rows.append(row)
 
     @classmethod
-    def of(cls, claim: Claim, helds: Sequence[Held], states: States, shape: str) -> Self:
+    def of(cls, claim: Claim, helds: Sequence[GroupStore], states: States, shape: str) -> Self:
         """The content of a claim of a memory of this shape."""
         reading = cls(states)
         windows: dict[int, list[tuple[str, tuple[tuple[int, Span], ...]]]] = {pos: [] for pos in claim.checkpoints}
@@ -211,7 +211,7 @@ def from_bytes(chunk: Tensor, like: Tensor) -> Tensor:
     return chunk.clone().view(-1).view(like.dtype).view(like.shape).to(like.device)  # a copy is aligned
 
 
-def check_record(record: Record, shape: str, helds: Sequence[Held]) -> None:
+def check_record(record: Record, shape: str, helds: Sequence[GroupStore]) -> None:
     """Raise `BadRequest` unless a record is of claims of this shape, and says what it must, so that it can be read from
     a file: nothing is allocated for one that does not fit."""
     if record.shape != shape:
@@ -261,7 +261,7 @@ def _is_window(record: Record, mark: Mark, bounded: Sequence[Group]) -> bool:
     return True
 
 
-def written(record: Record, chunks: Iterable[Tensor], helds: Sequence[Held], states: States) -> Claim:
+def written(record: Record, chunks: Iterable[Tensor], helds: Sequence[GroupStore], states: States) -> Claim:
     """A claim with what `chunks` hold, in new cells and rows. `check_record` has passed.
 
     Raises `CacheFull` before anything is written, and `BadRequest` for chunks that are not those of the record.
@@ -292,14 +292,14 @@ def written(record: Record, chunks: Iterable[Tensor], helds: Sequence[Held], sta
     return claim
 
 
-def _empty(held: Held, start: int) -> Table:
+def _empty(held: GroupStore, start: int) -> Table:
     """A table that begins at `start`."""
     table = held.table()
     table.first = table.end = start
     return table
 
 
-def _check_free(record: Record, helds: Sequence[Held], states: States) -> None:
+def _check_free(record: Record, helds: Sequence[GroupStore], states: States) -> None:
     need = dict.fromkeys((held.group.name for held in helds), 0)
     for stretch in record.stretches:
         need[stretch.group] += len(stretch.span)

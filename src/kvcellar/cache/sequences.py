@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvcellar.cache.ahead import Spans, around, closed_over, deepest, until
 from kvcellar.cache.ahead import check as check_ahead
-from kvcellar.cache.group import Held
+from kvcellar.cache.group import GroupStore
 from kvcellar.cache.rows import NoRows, Rows
 from kvcellar.cache.tables import Table, share_all
 from kvcellar.errors import UnknownSequence
@@ -34,7 +34,7 @@ class Record:
 class Sequences:
     """Every sequence of one memory, whose groups are `held`: those of tokens first, then those of an input."""
 
-    def __init__(self, held: Sequence[Held], rows: Rows | NoRows) -> None:
+    def __init__(self, held: Sequence[GroupStore], rows: Rows | NoRows) -> None:
         self._held, self._rows = held, rows
         self._inputs = [index for index, one in enumerate(held) if one.group.of_input]
         self.records: dict[int, Record] = {}

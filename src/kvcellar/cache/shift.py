@@ -18,7 +18,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from kvcellar.cache.group import PIECE, Held
+from kvcellar.cache.group import PIECE, GroupStore
 from kvcellar.cache.plans import indices, pieces
 from kvcellar.cache.pool import StoredPlane
 from kvcellar.cache.tables import Part, Table
@@ -50,7 +50,7 @@ class _Kept:
 
 
 def shifted(
-    helds: Sequence[Held], tables: Sequence[Table], gone: Span, device: torch.device, room: int | None
+    helds: Sequence[GroupStore], tables: Sequence[Table], gone: Span, device: torch.device, room: int | None
 ) -> list[list[Run]]:
     """For every group, cells with what lies behind `gone` as it is at its new positions, held for the caller.
 
@@ -78,7 +78,7 @@ def shifted(
     return taken
 
 
-def _ways(held: Held, parts: Sequence[Part], room: int | None) -> list[_Way]:
+def _ways(held: GroupStore, parts: Sequence[Part], room: int | None) -> list[_Way]:
     """Into free cells as long as there are any, so few have to be copied; what is missing, in place, from the end."""
     if not held.group.rotations:
         return [_Way(part, in_place=True) for part in parts]
@@ -98,12 +98,12 @@ def _ways(held: Held, parts: Sequence[Part], room: int | None) -> list[_Way]:
     return ways[::-1]
 
 
-def _undo_bytes(held: Held, ways: Sequence[_Way]) -> int:
+def _undo_bytes(held: GroupStore, ways: Sequence[_Way]) -> int:
     return held.undo * sum(way.part.n for way in ways if way.in_place)
 
 
 def _shift(
-    held: Held, table: Table, ways: Sequence[_Way], taken: list[Run], by: int, device: torch.device, kept: _Kept
+    held: GroupStore, table: Table, ways: Sequence[_Way], taken: list[Run], by: int, device: torch.device, kept: _Kept
 ) -> None:
     """Do it for one group. `taken` gets the cells as they are taken, in order, so that the caller can drop them."""
     sources: list[Run] = []

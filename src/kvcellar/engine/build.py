@@ -14,13 +14,14 @@ import torch
 from kvcellar.attention.choose import named
 from kvcellar.cache.group import Group
 from kvcellar.cache.memory import Memory
-from kvcellar.engine.cellar import Cellar
+from kvcellar.engine.codec import TextCodec
 from kvcellar.engine.cpus import Threads, threads_of
 from kvcellar.engine.depends import measures_of
 from kvcellar.engine.loop import Loop
+from kvcellar.engine.manager import SequenceManager
 from kvcellar.engine.measures import Measures
 from kvcellar.engine.prompts import Prompts
-from kvcellar.engine.request import Line, Request
+from kvcellar.engine.request import Completion, Request
 from kvcellar.engine.reserve import check_room, prove, scratch
 from kvcellar.engine.runner import Runner
 from kvcellar.engine.scheduler import Scheduler
@@ -33,7 +34,6 @@ from kvcellar.engine.settings import (
     resolve_capacity,
     text_bytes_of,
 )
-from kvcellar.engine.voice import Voice
 from kvcellar.errors import BadRequest, CapacityTooSmall, ModelRefused, PromptTooLong
 from kvcellar.kernels.packed import Packing, pack
 from kvcellar.models.adopt import adopt
@@ -70,13 +70,13 @@ class Built:
     context: int
     vocab_size: int
     padding: int | None  # the token that is no text, in models that pass over it when they count positions
-    voice: Voice
+    codec: TextCodec
     prompts: Prompts
     loop: Loop
     runner: Runner
 
-    def line(self, request: Request, seed: int) -> Line:
-        """The line of `request` that reads its prompt."""
+    def completion(self, request: Request, seed: int) -> Completion:
+        """The completion of `request` that reads its prompt."""
         sampler = Choice(
             request.params,
             seed=seed,
@@ -86,15 +86,18 @@ class Built:
             end_ids=self.loaded.end_ids,
             never_ids=frozenset() if self.padding is None else frozenset({self.padding}),
         )
-        return self._line(request, sampler, request.prompt)
+        return self._completion(request, sampler, request.prompt)
 
-    def twins(self, line: Line) -> list[Line]:
-        """The other completions of a request whose prompt `line` has just read; none if they are there already."""
-        missing = range(len(line.request.lines), line.request.params.n)
-        return [self._line(line.request, line.choice.twin(choice), line.tokens) for choice in missing]
+    def twins(self, completion: Completion) -> list[Completion]:
+        """The other completions of a request whose prompt `completion` has read; none if they are there already."""
+        missing = range(len(completion.request.completions), completion.request.params.n)
+        return [
+            self._completion(completion.request, completion.choice.twin(choice), completion.tokens)
+            for choice in missing
+        ]
 
-    def _line(self, request: Request, sampler: Choice, tokens: Sequence[int]) -> Line:
-        return Line(request, sampler, self.voice.output(request.stops, request.prompt), list(tokens))
+    def _completion(self, request: Request, sampler: Choice, tokens: Sequence[int]) -> Completion:
+        return Completion(request, sampler, self.codec.output(request.stops, request.prompt), list(tokens))
 
     def check_text(self, prompt: Sequence[int]) -> None:
         """Raise `BadRequest` for a prompt with padding in it, where that is no text.
@@ -188,15 +191,17 @@ def _wired(
     if guest.device.type == "cuda":
         prove(guest, memory, context=context, max_sequences=sequences, step_tokens=settings.step_tokens)
     states, text_bytes = capacity.states, text_bytes_of(settings, context)
-    cellar = Cellar(memory, resting=states.captures if states.rows else None, borders=states.most_captures)
+    manager = SequenceManager(
+        memory, resting=states.captures if states.rows else None, checkpoint_positions=states.most_checkpoints
+    )
     layouts = {group.name: group.layout for group in memory.groups}
-    scheduler = Scheduler(cellar, layouts, context=context, max_sequences=sequences, step_tokens=settings.step_tokens)
-    loop = Loop(cellar, scheduler, context=context, threads=threads.count)
+    scheduler = Scheduler(manager, layouts, context=context, max_sequences=sequences, step_tokens=settings.step_tokens)
+    loop = Loop(manager, scheduler, context=context, threads=threads.count)
     runner = Runner(
         guest,
         memory,
         context=context,
-        twins=lambda line: built.twins(line),
+        twins=lambda completion: built.twins(completion),
         split=loop.split,
         ended=loop.ended,
         trim=partial(trim, memory.rows, most=states.captures, spare=states.sequences),
@@ -212,7 +217,7 @@ def _wired(
         context=context,
         vocab_size=_vocabulary(network),
         padding=padding_token(network),
-        voice=Voice(loaded.text, loaded.without_text, loaded.end_ids, context=context, text_bytes=text_bytes // 2),
+        codec=TextCodec(loaded.text, loaded.without_text, loaded.end_ids, context=context, text_bytes=text_bytes // 2),
         prompts=Prompts(text_bytes - text_bytes // 2),
         loop=loop,
         runner=runner,

@@ -100,15 +100,15 @@ class Engine:
             raise BadRequest(f"text is a string, not {shown(text)}", "text")
         if special is not None and not isinstance(special, bool):
             raise BadRequest(f"special is True, False or None, not {shown(special)}", "special")
-        return self._built.voice.encode(text, special=special, limit=limit)
+        return self._built.codec.encode(text, special=special, limit=limit)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids. Raises `BadRequest` for what is no id of this model."""
-        return self._built.voice.decode(intake.tokens(ids, self.model.vocab_size, "ids"))
+        return self._built.codec.decode(intake.tokens(ids, self.model.vocab_size, "ids"))
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token adds to a text; they may be a part of a character."""
-        return self._built.voice.token_bytes(intake.token(token, self.model.vocab_size, "ids"))
+        return self._built.codec.token_bytes(intake.token(token, self.model.vocab_size, "ids"))
 
     def render(
         self,
@@ -130,7 +130,7 @@ class Engine:
         if effort is not None and not isinstance(effort, str):
             raise BadRequest(f"effort is a word, not {shown(effort)}", "effort")
         options = {"variables": variables, "effort": effort, "add_generation_prompt": add_generation_prompt}
-        return self._built.voice.render(messages, limit=limit, **options)
+        return self._built.codec.render(messages, limit=limit, **options)
 
     # -- asking -------------------------------------------------------------------------------------------------
 
@@ -141,28 +141,28 @@ class Engine:
         *,
         deliver: Callable[[Event], None],
         session: int | None = None,
-        borders: Sequence[int] = (),
+        checkpoint_positions: Sequence[int] = (),
     ) -> Ticket:
         """Ask, and return at once. `deliver` is called on the engine's thread with every event; it must not block.
 
-        `borders` are positions of the prompt, in order, that the session may come back to. Where a model has recurrent
-        layers, its state is kept there if the prompt is read again; elsewhere they mean nothing.
+        `checkpoint_positions` are positions of the prompt, in order, that the session may come back to. Where a model
+        has recurrent layers, its state is kept there if the prompt is read again; elsewhere they mean nothing.
 
         Raises `BadRequest`, `PromptTooLong`, `Overloaded` or `EngineClosed`; nothing will be delivered then.
         """
         params, deliver = intake.parameters(params), intake.receiver(deliver)
         session = intake.session_number(session)
         prompt = self._checked(prompt_ids, params)
-        places = intake.places(borders, len(prompt))
+        places = intake.places(checkpoint_positions, len(prompt))
         if self._loop.backlog >= self._built.settings.max_waiting:
             raise Overloaded(f"{self._loop.backlog} requests are waiting already; try again later")
         seed = params.seed if params.seed is not None else fresh_seed()
         request = Request(prompt, params, deliver, session, places)
         size = self._built.prompts.take(len(prompt), params.n)
         try:
-            line = self._built.line(request, seed)
+            completion = self._built.completion(request, seed)
             request.ended = partial(self._built.prompts.give, size)
-            self._loop.submit(request, line)
+            self._loop.submit(request, completion)
         except BaseException:
             self._built.prompts.give(size)
             raise
@@ -236,12 +236,18 @@ class Engine:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def start(
-        self, ids: Sequence[int], params: SamplingParams, session: int | None = None, borders: Sequence[int] = ()
+        self,
+        ids: Sequence[int],
+        params: SamplingParams,
+        session: int | None = None,
+        checkpoint_positions: Sequence[int] = (),
     ) -> tuple[Collector, Ticket]:
         """Submit a request that the caller is going to wait for."""
         self._loop.check_caller()
         collector = Collector(params.n)
-        return collector, self.submit(ids, params, deliver=collector.deliver, session=session, borders=borders)
+        return collector, self.submit(
+            ids, params, deliver=collector.deliver, session=session, checkpoint_positions=checkpoint_positions
+        )
 
     def _wait(self, ids: Sequence[int], params: SamplingParams) -> Result:
         collector, ticket = self.start(ids, params)

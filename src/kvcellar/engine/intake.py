@@ -85,11 +85,19 @@ def _sequence(values: Any, what: str, param: str) -> Sequence[Any]:
     return values
 
 
-def places(borders: Any, end: int) -> tuple[int, ...]:
+def places(checkpoint_positions: Any, end: int) -> tuple[int, ...]:
     """Borders as positions of a prompt that ends at `end`, in order, each once."""
-    found = [_index(border) for border in items(borders, "borders are a list of positions", "borders")]
+    found = [
+        _index(border)
+        for border in items(
+            checkpoint_positions, "checkpoint_positions are a list of positions", "checkpoint_positions"
+        )
+    ]
     if found != sorted(found) or any(not 0 <= place <= end for place in found):
-        raise BadRequest(f"borders are positions of the prompt, 0 to {end}, in order; not {shown(borders)}", "borders")
+        raise BadRequest(
+            f"checkpoint_positions are positions 0 to {end}, in order, not {shown(checkpoint_positions)}",
+            "checkpoint_positions",
+        )
     return tuple(dict.fromkeys(found))
 
 

@@ -1,16 +1,16 @@
-"""loop: the one thread that owns the device. Everything that changes a line, a sequence or memory happens here.
+"""loop: the one thread that owns the device. Everything that changes a completion, a sequence or memory happens here.
 
 Others talk to it by leaving callables in its inbox, which it runs between steps; it answers through each request's
 `deliver`, and through futures.
 
 An exception that nothing expects ends the request that it belongs to, with `EngineFailed`, and no other: whatever was
-half done, memory and the scheduler are put in order again from what the other lines say, which read again what they
-lost (`_heal`). The engine ends only where that does not succeed, or where an error that belongs to no request comes
-again before the next step.
+half done, memory and the scheduler are put in order again from what the other completions say, which read again what
+they lost (`_heal`). The engine ends only where that does not succeed, or where an error that belongs to no request
+comes again before the next step.
 
 Always true between steps:
-  * every request that has been taken in has lines that run or wait, or it is over;
-  * a line that is over has left the scheduler, and its cells are free or rest with its session;
+  * every request that has been taken in has completions that run or wait, or it is over;
+  * a completion that is over has left the scheduler, and its cells are free or rest with its session;
   * `_under_way` are the requests that are not over, by their number.
 
 A forked process has no such thread: there every call raises, before it takes a lock, and closing does nothing.
@@ -27,9 +27,9 @@ from typing import TypeVar
 
 import torch
 
-from kvcellar.engine.cellar import Cellar
 from kvcellar.engine.compaction import Compaction
-from kvcellar.engine.request import Line, Request, Stage
+from kvcellar.engine.manager import SequenceManager
+from kvcellar.engine.request import Completion, Request, Stage
 from kvcellar.engine.runner import Runner
 from kvcellar.engine.scheduler import Scheduler
 from kvcellar.errors import CacheFull, EngineClosed, EngineFailed, KvcellarError, WrongStage
@@ -43,9 +43,9 @@ log = logging.getLogger("kvcellar.engine")
 class Loop:
     """Owns the thread. `start` it once, `close` it once."""
 
-    def __init__(self, cellar: Cellar, scheduler: Scheduler, *, context: int, threads: int) -> None:
-        self.cellar, self.scheduler = cellar, scheduler
-        self.compaction = Compaction(cellar.memory)
+    def __init__(self, manager: SequenceManager, scheduler: Scheduler, *, context: int, threads: int) -> None:
+        self.manager, self.scheduler = manager, scheduler
+        self.compaction = Compaction(manager.memory)
         self._context, self._threads = context, threads
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._under_way: dict[int, Request] = {}
@@ -115,32 +115,32 @@ class Loop:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def submit(self, request: Request, line: Line) -> None:
+    def submit(self, request: Request, completion: Completion) -> None:
         def take_in() -> None:
             request.number = next(self._arrivals)
-            request.lines.append(line)
+            request.completions.append(completion)
             self._under_way[request.number] = request
-            self.scheduler.add(line)
+            self.scheduler.add(completion)
 
         self.post(lambda: self._guard("taking in the request", request, take_in))
 
     def cancel(self, request: Request) -> None:
-        """End all its lines as they are. A request that is over does not notice."""
+        """End all its completions as they are. A request that is over does not notice."""
         with suppress(EngineClosed):
             self.post(lambda: self._cancel(request))
 
     def open_session(self, session: int) -> None:
         """From now on what its requests leave in memory stays with it."""
-        self.post(lambda: self.cellar.open_session(session))
+        self.post(lambda: self.manager.open_session(session))
 
     def end_session(self, session: int) -> None:
         """Cancel what is under way for a session, and forget what it holds."""
 
         def end() -> None:
-            for line in [*self.scheduler.running, *self.scheduler.waiting]:
-                if line.request.session == session:
-                    self._cancel(line.request)
-            self._guard("closing a session", None, lambda: self.cellar.close_session(session))
+            for completion in [*self.scheduler.running, *self.scheduler.waiting]:
+                if completion.request.session == session:
+                    self._cancel(completion.request)
+            self._guard("closing a session", None, lambda: self.manager.close_session(session))
 
         with suppress(EngineClosed):
             self.post(end)
@@ -185,37 +185,37 @@ class Loop:
             self._heal()
             return False
 
-    def _make_room(self, line: Line) -> None:
-        """A line that has filled the context forgets its oldest part behind what it keeps, to go on.
+    def _make_room(self, completion: Completion) -> None:
+        """A completion that has filled the context forgets its oldest part behind what it keeps, to go on.
 
-        Whether memory can move what lies behind depends on the line alone: other lines and sessions give up the cells
-        that are missing. Else the text would depend on what else runs.
+        Whether memory can move what lies behind depends on the completion alone: other completions and sessions give up
+        the cells that are missing. Else the text would depend on what else runs.
         """
-        span = line.excess(self._context)
-        while line in self.scheduler.running:
-            self.scheduler.at = line
+        span = completion.excess(self._context)
+        while completion in self.scheduler.running:
+            self.scheduler.at = completion
             try:
-                if (reason := self.cellar.shift(line, span)) is not None:
-                    self.cellar.forget(line, span, reason)
+                if (reason := self.manager.shift(completion, span)) is not None:
+                    self.manager.forget(completion, span, reason)
                 return
             except CacheFull as full:
                 self.scheduler.at = None  # what fails next is an idle session's affair
-                if not self.cellar.reclaim() and not self.scheduler.send_back_youngest(line):
-                    self.scheduler.at = line
-                    self.cellar.forget(line, span, f"too few free cells in group {full.group}")
+                if not self.manager.reclaim() and not self.scheduler.send_back_youngest(completion):
+                    self.scheduler.at = completion
+                    self.manager.forget(completion, span, f"too few free cells in group {full.group}")
                     return
 
     def _turn(self) -> None:
         self.scheduler.at = None
         try:
-            for line in list(self.scheduler.running):
-                if line.full(self._context):
-                    self._make_room(line)
+            for completion in list(self.scheduler.running):
+                if completion.full(self._context):
+                    self._make_room(completion)
             self.scheduler.at = None
             shares, stuck = self.scheduler.build()
             self.scheduler.at = None
-            for line in stuck:
-                self.ended(line, "length")
+            for completion in stuck:
+                self.ended(completion, "length")
             if shares and not self._hurt:
                 self._runner.step(shares)
                 self.steps += 1
@@ -226,26 +226,26 @@ class Loop:
             if at is None:
                 self._stalled_at = self.steps
             self._contain("a step", at.request if at is not None else None, error)
-        for request in [line.request for line in self.scheduler.running if line.request.deaf]:
+        for request in [completion.request for completion in self.scheduler.running if completion.request.deaf]:
             self._cancel(request)
         self._heal()
 
-    def ended(self, line: Line, over: FinishReason | Exception) -> None:
-        """A line is over. With an error its whole request is, for its answers belong together. Raises nothing."""
+    def ended(self, completion: Completion, over: FinishReason | Exception) -> None:
+        """A completion is over. With an error its whole request is, for its answers belong together. Raises nothing."""
 
         def end() -> None:
             if isinstance(over, Exception):
-                for other in line.request.lines:
+                for other in completion.request.completions:
                     if other.stage is not Stage.DONE:
                         self._leave(other)
                         other.become(Stage.DONE)
-                line.request.fail(over)
+                completion.request.fail(over)
             else:
-                self._leave(line)
-                line.finish(over)
-            self._forget_if_over(line.request)
+                self._leave(completion)
+                completion.finish(over)
+            self._forget_if_over(completion.request)
 
-        self._guard("ending the request", line.request, end)
+        self._guard("ending the request", completion.request, end)
 
     # -- errors that nothing expects ----------------------------------------------------------------------------
 
@@ -262,12 +262,12 @@ class Loop:
         log.error("%s failed", what, exc_info=error)
         failure = EngineFailed(f"{what} failed with {type(error).__name__}: {error}")
         self._hurt.append((request, failure))
-        for line in request.lines if request is not None else ():
-            line.stage = Stage.DONE  # from whatever it was
+        for completion in request.completions if request is not None else ():
+            completion.stage = Stage.DONE  # from whatever it was
         return failure
 
     def _heal(self) -> None:
-        """After errors: lines and memory agree again, and the requests that the errors belong to have failed.
+        """After errors: completions and memory agree again, and the requests that the errors belong to have failed.
 
         Raises what `check` raises if memory is not as it must be even so. Costs the cells in use.
         """
@@ -275,9 +275,11 @@ class Loop:
             return
         hurt, self._hurt = self._hurt, []
         try:
-            lines = [ln for request in self._under_way.values() for ln in request.lines if ln.stage is not Stage.DONE]
-            self.cellar.settle(lines)
-            self.scheduler.restore(lines)
+            completions = [
+                ln for request in self._under_way.values() for ln in request.completions if ln.stage is not Stage.DONE
+            ]
+            self.manager.settle(completions)
+            self.scheduler.restore(completions)
             self.check()
         finally:
             for request, failure in hurt:
@@ -288,41 +290,41 @@ class Loop:
     def check(self) -> None:
         """Assert every invariant of the scheduler and of memory."""
         self.scheduler.check()
-        self.cellar.check(self.scheduler.running)
+        self.manager.check(self.scheduler.running)
 
     def _forget_if_over(self, request: Request) -> None:
         if request.over:
             self._under_way.pop(request.number, None)
 
-    def _leave(self, line: Line) -> None:
-        self.scheduler.leave(line)
-        session = line.request.session
-        if session is not None and line.seq is not None:
-            self.cellar.rest(session, line)
+    def _leave(self, completion: Completion) -> None:
+        self.scheduler.leave(completion)
+        session = completion.request.session
+        if session is not None and completion.seq is not None:
+            self.manager.rest(session, completion)
         else:
-            self.cellar.release(line)
+            self.manager.release(completion)
 
-    def split(self, line: Line, twins: Sequence[Line]) -> None:
-        """`line` has read its prompt: it and `twins`, which share its cells, decode from now on. If that fails their
-        request is over."""
+    def split(self, completion: Completion, twins: Sequence[Completion]) -> None:
+        """`completion` has read its prompt: it and `twins`, which share its cells, decode from now on. If that fails
+        their request is over."""
 
         def fork() -> None:
-            line.become(Stage.WRITING)
+            completion.become(Stage.DECODE)
             for twin in twins:
-                line.request.lines.append(twin)  # first, so that it ends with the others if a fork fails
-                self.cellar.fork(line, twin)
-                twin.become(Stage.READING)
-                twin.become(Stage.WRITING)
+                completion.request.completions.append(twin)  # first, so that it ends with the others if a fork fails
+                self.manager.fork(completion, twin)
+                twin.become(Stage.PREFILL)
+                twin.become(Stage.DECODE)
                 self.scheduler.join(twin)
 
-        self._guard("sharing the prompt among its answers", line.request, fork)
+        self._guard("sharing the prompt among its answers", completion.request, fork)
 
     def _cancel(self, request: Request) -> None:
         def end() -> None:
-            for line in list(request.lines):
-                if line.stage is not Stage.DONE:
-                    self._leave(line)
-                    line.finish("cancelled")
+            for completion in list(request.completions):
+                if completion.stage is not Stage.DONE:
+                    self._leave(completion)
+                    completion.finish("cancelled")
             self._forget_if_over(request)
 
         self._guard("cancelling the request", request, end)
@@ -341,7 +343,7 @@ class Loop:
             self._under_way.clear()
             self.scheduler.running.clear()
             self.scheduler.waiting.clear()
-            self.cellar.clear()
+            self.manager.clear()
         except Exception:
             log.exception("the engine has ended, and what its memory held could not be given back")
 

@@ -1,11 +1,11 @@
-"""request: what somebody asked for, and the lines of text that answer it. No torch.
+"""request: what somebody asked for, and the completions of text that answer it. No torch.
 
-A request starts as one line that reads the prompt. When the prompt has been read, the line is forked into `n` lines
-that share its cells, and each writes one answer.
+A request starts as one completion that reads the prompt. When the prompt has been read, the completion is forked into
+`n` completions that share its cells, and each writes one answer.
 
 Always true:
-  * a line's `tokens` are the prompt and what was drawn so far; memory holds the first `read` of them under `seq`;
-  * a line that waits or is done holds nothing in memory;
+  * a completion's `tokens` are the prompt and what was drawn so far; memory holds the first `read` of them under `seq`;
+  * a completion that waits or is done holds nothing in memory;
   * after `Done` or `Failed` nothing more is delivered.
 """
 
@@ -25,35 +25,35 @@ from kvcellar.text.stops import Stops
 
 
 class Stage(Enum):
-    """The life of a line."""
+    """The life of a completion."""
 
     WAITING = "has tokens to read, holds nothing in memory"
-    READING = "its tokens are being read, some each step"
-    WRITING = "all but its last token are read; draws one each step"
+    PREFILL = "its tokens are being read, some each step"
+    DECODE = "all but its last token are read; draws one each step"
     DONE = "holds nothing; never comes back"
 
 
 NEXT = {
-    Stage.WAITING: {Stage.READING, Stage.DONE},
-    Stage.READING: {Stage.WRITING, Stage.WAITING, Stage.DONE},  # WAITING: preempted
-    Stage.WRITING: {Stage.READING, Stage.WAITING, Stage.DONE},  # READING: a part of its text is read again
+    Stage.WAITING: {Stage.PREFILL, Stage.DONE},
+    Stage.PREFILL: {Stage.DECODE, Stage.WAITING, Stage.DONE},  # WAITING: preempted
+    Stage.DECODE: {Stage.PREFILL, Stage.WAITING, Stage.DONE},  # PREFILL: a part of its text is read again
     Stage.DONE: set[Stage](),
 }
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One submission. `number` is its place in the order of arrival, given to it when it arrives. `borders` are places
-    in its prompt, in order, that its session may come back to."""
+    """One submission. `number` is its place in the order of arrival, given to it when it arrives.
+    `checkpoint_positions` are places in its prompt, in order, that its session may come back to."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
     deliver: Callable[[Event], None]
     session: int | None = None
-    borders: tuple[int, ...] = ()
-    stops: Stops = field(init=False)  # of all its lines
+    checkpoint_positions: tuple[int, ...] = ()
+    stops: Stops = field(init=False)  # of all its completions
     number: int = -1
-    lines: list["Line"] = field(default_factory=list["Line"])
+    completions: list["Completion"] = field(default_factory=list["Completion"])
     cached: int = 0
     over: bool = False
     ended: Callable[[], None] | None = None  # called once, when it is over
@@ -80,7 +80,7 @@ class Request:
         self._end()
 
     def conclude(self) -> None:
-        """Tell that all lines are done, once."""
+        """Tell that all completions are done, once."""
         self.tell(Done(self.usage(), self.timings()))
         self._end()
 
@@ -91,7 +91,7 @@ class Request:
             ended()
 
     def usage(self) -> Usage:
-        return Usage(len(self.prompt), self.cached, sum(line.choice.produced for line in self.lines))
+        return Usage(len(self.prompt), self.cached, sum(completion.choice.produced for completion in self.completions))
 
     def timings(self) -> Timings:
         now = time.perf_counter()
@@ -115,7 +115,7 @@ class Taken(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Line:
+class Completion:
     """One answer of a request while it is read and written."""
 
     request: Request
@@ -169,8 +169,8 @@ class Line:
         self.shifted.clear()
         self.read = kept
         self._leave_out(span)
-        if self.stage is Stage.WRITING:
-            self.become(Stage.READING)
+        if self.stage is Stage.DECODE:
+            self.become(Stage.PREFILL)
 
     def recall(self) -> None:
         """Undo the shifts: memory has been given back, and will be made again from the beginning."""
@@ -184,7 +184,7 @@ class Line:
         self.forgotten += len(span)
 
     def become(self, stage: Stage) -> None:
-        assert stage in NEXT[self.stage], f"a line cannot go from {self.stage.name} to {stage.name}"
+        assert stage in NEXT[self.stage], f"a completion cannot go from {self.stage.name} to {stage.name}"
         self.stage = stage
 
     def accept(self, drawn: Sequence[Token], context: int) -> Taken:
@@ -222,7 +222,7 @@ class Line:
         self.become(Stage.DONE)
         self._tell(self.output.flush(), (), ())
         self.request.tell(Finished(self.choice.choice, "stop" if self.output.met else reason, self.output.met))
-        if all(line.stage is Stage.DONE for line in self.request.lines):
+        if all(completion.stage is Stage.DONE for completion in self.request.completions):
             self.request.conclude()
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.cache.memory import Memory
-from kvcellar.engine.request import Line, Stage
+from kvcellar.engine.request import Completion, Stage
 from kvcellar.engine.scheduler import Share
 from kvcellar.errors import EngineFailed
 from kvcellar.events import FinishReason
@@ -25,9 +25,9 @@ from kvcellar.spans import Span
 
 log = logging.getLogger("kvcellar.engine")
 
-Twins = Callable[[Line], Sequence[Line]]  # a prompt that is read -> the completions beside it that share it
-Split = Callable[[Line, Sequence[Line]], None]  # these begin in memory where the prompt ends
-Ended = Callable[[Line, FinishReason | Exception], None]
+Twins = Callable[[Completion], Sequence[Completion]]  # a prompt that is read -> the completions beside it that share it
+Split = Callable[[Completion, Sequence[Completion]], None]  # these begin in memory where the prompt ends
+Ended = Callable[[Completion, FinishReason | Exception], None]
 
 
 class Ready(NamedTuple):
@@ -35,11 +35,11 @@ class Ready(NamedTuple):
     `twins` are the completions beside it that draw from the same row."""
 
     row: int
-    line: Line
-    twins: Sequence[Line]
+    completion: Completion
+    twins: Sequence[Completion]
 
 
-Draws = Sequence[tuple[Line, Drawn | EngineFailed]]
+Draws = Sequence[tuple[Completion, Drawn | EngineFailed]]
 
 
 class Runner:
@@ -69,24 +69,28 @@ class Runner:
 
     def _together(self, shares: Sequence[Share]) -> None:
         """One step. If it fails, each share gets a step of its own, so that only the one at fault ends."""
-        shares = [share for share in shares if share.line.stage is not Stage.DONE]  # with another of its request's
+        shares = [
+            share for share in shares if share.completion.stage is not Stage.DONE
+        ]  # with another of its request's
         if not shares:
             return
         try:
             ready, draws = self._transact(shares)
         except Exception as error:
-            if self._memory.in_step or any(self._memory.length(_seq(line)) != line.read for line, _ in shares):
+            if self._memory.in_step or any(
+                self._memory.length(_seq(completion)) != completion.read for completion, _ in shares
+            ):
                 raise  # memory is not as it was before: the loop puts it in order
             self._apart(shares, error)
             return
-        for line, count in shares:
-            line.read += count
+        for completion, count in shares:
+            completion.read += count
         self._emit(ready, draws)
 
     def _apart(self, shares: Sequence[Share], error: Exception) -> None:
         if len(shares) == 1:
             log.error("a step failed", exc_info=error)
-            self._ended(shares[0].line, _failure("the step", error))
+            self._ended(shares[0].completion, _failure("the step", error))
             return
         log.warning("a step of %d sequences failed with %s: %s", len(shares), type(error).__name__, error)
         for share in shares:
@@ -98,12 +102,14 @@ class Runner:
         The commit may raise, too: a model that skips one of its recurrent layers has left no state there.
         """
         self._trim()
-        plan = self._memory.begin(Batch(tuple(_feed(line, count) for line, count in shares)))
+        plan = self._memory.begin(Batch(tuple(_feed(completion, count) for completion, count in shares)))
         try:
             logits = self._guest.forward(self._memory, plan, *self._inputs(shares))
             ready = self._ready(shares)
-            draws = self._draw([(one.row, line) for one in ready for line in (one.line, *one.twins)], logits)
-            accepted = {_seq(line): count for line, count in shares}
+            draws = self._draw(
+                [(one.row, completion) for one in ready for completion in (one.completion, *one.twins)], logits
+            )
+            accepted = {_seq(completion): count for completion, count in shares}
             self._memory.commit(accepted)
         except BaseException:
             if self._memory.in_step:
@@ -115,70 +121,75 @@ class Runner:
         """Token ids [T] of the step, and the rows [R] whose logits are wanted."""
         ids: list[int] = []
         rows: list[int] = []
-        for line, count in shares:
-            ids += line.tokens[line.read : line.read + count]
-            if count == line.unread:
+        for completion, count in shares:
+            ids += completion.tokens[completion.read : completion.read + count]
+            if count == completion.unread:
                 rows.append(len(ids) - 1)
         device = self._guest.device
         return torch.tensor(ids, device=device), torch.tensor(rows, dtype=torch.long, device=device)
 
     def _ready(self, shares: Sequence[Share]) -> list[Ready]:
-        done = [line for line, count in shares if count == line.unread]
+        done = [completion for completion, count in shares if count == completion.unread]
         return [
-            Ready(row, line, self._twins(line) if line.stage is Stage.READING else ()) for row, line in enumerate(done)
+            Ready(row, completion, self._twins(completion) if completion.stage is Stage.PREFILL else ())
+            for row, completion in enumerate(done)
         ]
 
-    def _draw(self, writers: Sequence[tuple[int, Line]], logits: Tensor) -> Draws:
+    def _draw(self, writers: Sequence[tuple[int, Completion]], logits: Tensor) -> Draws:
         """What each completion draws from its row of the logits [R,V]. If that fails for all together, each draws
         alone. Changes no completion."""
         if not writers:
             return []
-        rows, lines = [row for row, _ in writers], [line for _, line in writers]
+        rows, completions = [row for row, _ in writers], [completion for _, completion in writers]
         try:
             with torch.inference_mode():
                 logits_of = logits[torch.tensor(rows, device=logits.device)]  # [n,V]
-                drawn = draw(logits_of, [line.choice for line in lines], [line.pos for line in lines])
-            return list(zip(lines, drawn, strict=True))
+                drawn = draw(
+                    logits_of,
+                    [completion.choice for completion in completions],
+                    [completion.pos for completion in completions],
+                )
+            return list(zip(completions, drawn, strict=True))
         except Exception as error:
-            if len(lines) == 1:
+            if len(completions) == 1:
                 log.exception("a draw failed")
-                return [(lines[0], _failure("the draw", error))]
-            log.warning("a draw over %d rows failed with %s: %s", len(lines), type(error).__name__, error)
+                return [(completions[0], _failure("the draw", error))]
+            log.warning("a draw over %d rows failed with %s: %s", len(completions), type(error).__name__, error)
         return [one for writer in writers for one in self._draw([writer], logits)]
 
     def _emit(self, ready: Sequence[Ready], draws: Draws) -> None:
         """Memory has what was read: prompts become completions, and these are given what they drew."""
-        for _, line, twins in ready:
-            if line.stage is Stage.READING:
-                self._split(line, twins)
-        for line, drawn in draws:
-            if line.stage is Stage.WRITING:  # else another completion of its request failed just now
-                self._give(line, drawn)
+        for _, completion, twins in ready:
+            if completion.stage is Stage.PREFILL:
+                self._split(completion, twins)
+        for completion, drawn in draws:
+            if completion.stage is Stage.DECODE:  # else another completion of its request failed just now
+                self._give(completion, drawn)
 
-    def _give(self, line: Line, drawn: Drawn | EngineFailed) -> None:
+    def _give(self, completion: Completion, drawn: Drawn | EngineFailed) -> None:
         if isinstance(drawn, EngineFailed):
-            self._ended(line, drawn)
+            self._ended(completion, drawn)
             return
         try:
-            over = drawn.error or line.accept([(drawn.token_id, drawn.logprob)], self._context).over
+            over = drawn.error or completion.accept([(drawn.token_id, drawn.logprob)], self._context).over
             if over is not None:
-                self._ended(line, over)
+                self._ended(completion, over)
         except Exception as error:
             log.exception("a token could not be delivered")
-            self._ended(line, _failure("delivering a token", error))
+            self._ended(completion, _failure("delivering a token", error))
 
 
 def _failure(what: str, error: Exception) -> EngineFailed:
     return EngineFailed(f"{what} failed with {type(error).__name__}: {error}")
 
 
-def _feed(line: Line, count: int) -> Feed:
+def _feed(completion: Completion, count: int) -> Feed:
     """Where a piece of a session's prompt ends, the next turn may part from it, so recurrent state is kept there. The
     last piece is of one token: who parts from it there goes on from the piece before."""
-    capture = line.request.session is not None and line.stage is Stage.READING and count < line.unread
-    return Feed(_seq(line), Span(line.read, line.read + count), capture=capture)
+    capture = completion.request.session is not None and completion.stage is Stage.PREFILL and count < completion.unread
+    return Feed(_seq(completion), Span(completion.read, completion.read + count), capture=capture)
 
 
-def _seq(line: Line) -> int:
-    assert line.seq is not None, "a line without a sequence was scheduled"
-    return line.seq
+def _seq(completion: Completion) -> int:
+    assert completion.seq is not None, "a completion without a sequence was scheduled"
+    return completion.seq

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcellar.engine import intake
-from kvcellar.engine.cellar import common_prefix
+from kvcellar.engine.manager import common_prefix
 from kvcellar.engine.request import forgettable
 from kvcellar.engine.result import Collector, Result, Ticket
 from kvcellar.engine.stats import ModelCard
@@ -42,7 +42,7 @@ class Host(Protocol):
     def render(self, messages: Sequence[Mapping[str, Any]], *, limit: int | None = None) -> list[int]: ...
     def params(self, **sampling: Any) -> SamplingParams: ...
     def start(
-        self, ids: Sequence[int], params: SamplingParams, session: int, borders: Sequence[int]
+        self, ids: Sequence[int], params: SamplingParams, session: int, checkpoint_positions: Sequence[int]
     ) -> tuple[Collector, Ticket]: ...
 
 
@@ -114,7 +114,7 @@ class Session:
             twin.tokens, twin.messages, twin._turns = list(self.tokens), list(self.messages), list(self._turns)
             twin._forgotten = self._forgotten
             number, other = self._number, twin._number
-            fork = self._loop.cellar.fork_session
+            fork = self._loop.manager.fork_session
             self._loop.ask(lambda: fork(number, other), changes="forking the session")
             return twin
 
@@ -144,8 +144,8 @@ class Session:
             if params.n != 1:
                 raise BadRequest(f"n is {params.n}; a turn of a session has one answer. Fork the session instead.", "n")
             asked = self._chatted(text, params) if self._chat else self._continued(text, params)
-            borders = self._borders(asked.prompt)
-            collector, ticket = self._engine.start(asked.prompt, asked.params, self._number, borders)
+            checkpoint_positions = self._checkpoint_positions(asked.prompt)
+            collector, ticket = self._engine.start(asked.prompt, asked.params, self._number, checkpoint_positions)
             try:
                 yield collector
                 yield from collector.pieces()
@@ -153,15 +153,15 @@ class Session:
                 ticket.cancel()
             self._conclude(asked, collector.collected())
 
-    def _borders(self, prompt: list[int]) -> list[int]:
+    def _checkpoint_positions(self, prompt: list[int]) -> list[int]:
         """Where in `prompt` turns began, and their answers: who rewinds goes on from there. As far as it is the text
         that they were of; only time is lost where it is not."""
         same = common_prefix(self.tokens, prompt)
-        borders = {same}
+        checkpoint_positions = {same}
         for turn in reversed(self._turns):
-            borders.update(place for place in (turn.prompt - 1, turn.common) if place <= same)
+            checkpoint_positions.update(place for place in (turn.prompt - 1, turn.common) if place <= same)
             same = min(same, turn.common)
-        return sorted(borders - {0})
+        return sorted(checkpoint_positions - {0})
 
     def _conclude(self, asked: _Asked, answer: Result) -> None:
         tokens = [*asked.text, *self._told(answer)]

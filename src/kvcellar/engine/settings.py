@@ -127,7 +127,7 @@ class RowShare:
         return 2 * self.sequences + 2 * self.captures if self.bytes_per_row else 0
 
     @property
-    def most_captures(self) -> int:
+    def most_checkpoints(self) -> int:
         """As many as are kept if all that may run does, and no session rests."""
         return self.rows - 2 * self.sequences
 

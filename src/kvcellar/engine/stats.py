@@ -77,8 +77,8 @@ def model_card(built: "Built") -> ModelCard:
         dtype=str(guest.dtype).removeprefix("torch."),
         device=str(guest.device),
         mode=guest.mode,
-        has_text=built.voice.has_text,
-        has_chat=built.voice.has_chat,
+        has_text=built.codec.has_text,
+        has_chat=built.codec.has_chat,
         default_sampling=SamplingParams(**loaded.defaults) if loaded.defaults else SamplingParams(temperature=0.0),
     )
 
@@ -112,7 +112,7 @@ def stats(built: "Built") -> EngineStats:
         rows=(rows := memory.capacity_rows() or 0),
         rows_used=rows - (memory.free_rows() or 0),
         state_bytes=built.capacity.states.bytes,
-        shifts=loop.cellar.shifts,
-        rereads=dict(loop.cellar.rereads),
+        shifts=loop.manager.shifts,
+        rereads=dict(loop.manager.rereads),
         compacted=loop.compaction.moved,
     )

@@ -4,7 +4,7 @@ A mixer is a module that keeps a state through the cache: the last inputs of a c
 of linear attention. It takes rows [B,L,H] of equal length, one a sequence, while a step is one row [1,T,H] of sequences
 of any length. So a mixer is called once for all sequences that get equally many tokens, each time with their states:
 
-    turn = Turn(memory, segments)                # copies of the states before the step
+    turn = StateView(memory, segments)                # copies of the states before the step
     out = forward(hidden[B,L,H], cache)          # the model reads, writes and overwrites them there
     turn.put()                                   # and they are stored, in rows that only this step has
 
@@ -33,7 +33,7 @@ def conv(index: int) -> str:
     return f"conv {index}"
 
 
-class Turn:
+class StateView:
     """States of B sequences that get L tokens each, while a mixer works on them."""
 
     def __init__(
@@ -127,7 +127,9 @@ class Turn:
         return found
 
 
-Again = Callable[[Sequence[int], int], Turn]  # a mixer's turn for segments of these indices and so many of their tokens
+Again = Callable[
+    [Sequence[int], int], StateView
+]  # a mixer's turn for segments of these indices and so many of their tokens
 
 
 def _windows(longer: Tensor, indices: Sequence[int], counts: Sequence[int], kernel: int) -> Tensor:
@@ -174,7 +176,7 @@ class Mixing:
     tokens: int
     opened: Callable[[], AbstractContextManager[Any]]  # the door of the step, open again
     revertible: frozenset[int] = frozenset()  # sequences of which a part of the tokens may be kept
-    turn: Turn | None = field(default=None, init=False)
+    turn: StateView | None = field(default=None, init=False)
     _grids: Sequence[Grid] = field(default=(), init=False)  # the same for all mixers: made once
 
     def mix(self, forward: Forward, args: Any, kwargs: Any) -> Any:
@@ -207,21 +209,21 @@ class Mixing:
         ]
 
     def _call(self, forward: Forward, args: Any, kwargs: Any, segments: Sequence[StateSegment], length: int) -> Any:
-        def again(indices: Sequence[int], fewer: int) -> Turn:
+        def again(indices: Sequence[int], fewer: int) -> StateView:
             part = _part_of(list(indices), len(segments), length, fewer)
-            turn = Turn(self.memory, [segments[i] for i in indices], fewer)
+            turn = StateView(self.memory, [segments[i] for i in indices], fewer)
             some_args, some_kwargs = _map(args, part), _map(kwargs, part)
             with torch.inference_mode(), self.opened():
                 self._run(turn, forward, some_args, some_kwargs)
             return turn
 
         revertible = any(segment.seq in self.revertible for segment in segments)
-        turn = Turn(self.memory, segments, length, revertible=revertible)
+        turn = StateView(self.memory, segments, length, revertible=revertible)
         out = self._run(turn, forward, args, kwargs)
         turn.put(again)
         return out
 
-    def _run(self, turn: Turn, forward: Forward, args: Any, kwargs: Any) -> Any:
+    def _run(self, turn: StateView, forward: Forward, args: Any, kwargs: Any) -> Any:
         self.turn = turn
         try:
             return forward(*args, **kwargs)

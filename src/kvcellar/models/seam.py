@@ -27,7 +27,7 @@ from transformers.cache_utils import Cache
 
 from kvcellar.cache.memory import Memory
 from kvcellar.errors import ModelRefused, NotSupported, WrongStage
-from kvcellar.models.mixers import Forward, Mixing, Turn, conv
+from kvcellar.models.mixers import Forward, Mixing, StateView, conv
 from kvcellar.models.own_layers import INDEX, OWN, OwnLayer, OwnLayers
 from kvcellar.models.scan import Call, recurrent
 from kvcellar.plan import Plan
@@ -285,7 +285,7 @@ class FlatDoor(Door):
     def seen(self, layer: int) -> int | Tensor:
         return self._seen
 
-    def _turn(self, layer: int) -> Turn:
+    def _turn(self, layer: int) -> StateView:
         if self._mixing.turn is None:
             raise ModelRefused(f"layer {layer} asks for its state elsewhere than when the model's shape was learned")
         return self._mixing.turn
@@ -318,7 +318,9 @@ class SoloDoor(Door):
         if plan.stored < plan.tokens:
             raise ModelRefused("a model that runs solo attends to its new tokens too, so none of them can only ask")
         self._memory, self._past = memory, plan.feeds[0].pos.start
-        self._turn = Turn(memory, plan.states, plan.tokens, revertible=plan.feeds[0].in_parts)  # of the whole forward
+        self._turn = StateView(
+            memory, plan.states, plan.tokens, revertible=plan.feeds[0].in_parts
+        )  # of the whole forward
         self._own_layers = OwnLayers(fresh, self.update_plane)
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -357,5 +359,5 @@ class SoloDoor(Door):
         self._turn.put(_no_part)
 
 
-def _no_part(indices: Sequence[int], length: int) -> Turn:
+def _no_part(indices: Sequence[int], length: int) -> StateView:
     raise NotSupported("a part of the tokens cannot be kept: this model runs solo, and one of its layers keeps sums")

@@ -19,7 +19,7 @@ from kvcellar.layout import Layout
 from kvcellar.models.own_layers import OwnLayer, OwnLayers
 from kvcellar.models.scan import Call
 from kvcellar.models.seam import Binding, Door
-from kvcellar.shapes import Ask, Kind, Plane, Recurrent, Scoring, StatePlane, StoredAs
+from kvcellar.shapes import AttentionSpec, Kind, Plane, Recurrent, Scoring, StatePlane, StoredAs
 
 PROBE_TOKENS = 5
 
@@ -33,7 +33,7 @@ class Shape:
     """The groups of a model, what each asks of a backend, and which module reads which layer's cells."""
 
     groups: tuple[Group, ...]
-    asks: Mapping[str, Ask]  # by group name
+    asks: Mapping[str, AttentionSpec]  # by group name
     bindings: Mapping[nn.Module, Binding]
     recurrent: Recurrent | None = None
     mixers: tuple[nn.Module, ...] = ()  # the modules that keep a state
@@ -271,12 +271,12 @@ def describe(door: ProbeDoor, *, dtype: str, device: str) -> Shape:
         key = (layouts[layer], k.shape[1], k.shape[3], v.shape[1], v.shape[3], heads, extras)
         buckets.setdefault(key, []).append(layer)
     groups: list[Group] = []
-    asks: dict[str, Ask] = {}
+    asks: dict[str, AttentionSpec] = {}
     for (layout, *kv, heads, extras), layers in buckets.items():
         name = str(layout) if str(layout) not in asks else f"{layout} #{len(groups)}"
         planes = (Plane("k", kv[0], kv[1]), Plane("v", kv[2], kv[3]))
         groups.append(Group(name, layout, planes, tuple(sorted(layers))))
-        asks[name] = Ask(*heads, dtype=dtype, device=device, softcap=extras[0], sinks=extras[1])
+        asks[name] = AttentionSpec(*heads, dtype=dtype, device=device, softcap=extras[0], sinks=extras[1])
     bindings = {module: read.binding for module, read in door.reads.items()}
     return Shape(tuple(groups), asks, bindings, door.recurrent, tuple(door.mixers))
 
@@ -307,7 +307,7 @@ def causal_shape(
         for i, (planes, layers) in enumerate(buckets.items())
     )
     asks = {
-        g.name: Ask(g.planes[0].heads, g.planes[0].heads, g.planes[0].size, g.planes[1].size, dtype, device)
+        g.name: AttentionSpec(g.planes[0].heads, g.planes[0].heads, g.planes[0].size, g.planes[1].size, dtype, device)
         for g in groups
     }
     return Shape(groups, asks, {}, recurrent)

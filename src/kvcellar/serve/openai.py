@@ -20,7 +20,7 @@ from kvcellar.serve.answers import ChatShape, CompletionShape, Json, Scribe, Sha
 from kvcellar.serve.body import Arrival, Bodies, receive_json
 from kvcellar.serve.drain import Drain
 from kvcellar.serve.failures import PIECE, ClientGone, api_error, json_pieces, shutting_down, to_json
-from kvcellar.serve.flight import Flight
+from kvcellar.serve.http_request import HttpRequest
 from kvcellar.serve.lanes import Lanes
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.record import Record
@@ -101,14 +101,14 @@ class Answering:
 
     async def _answer(self, arrival: Arrival, record: Record, send: Send) -> None:
         with (
-            Flight(self._engine, self._settings.max_backlog_events) as flight,
-            self._drain.refusing(flight.refuse_queued),
+            HttpRequest(self._engine, self._settings.max_backlog_events) as exchange,
+            self._drain.refusing(exchange.refuse_queued),
         ):
 
             def read_and_launch() -> Job:
                 job, prompts = self._read(self._engine, arrival.data)
                 record.asked(prompts)
-                flight.launch(prompts, job.params)
+                exchange.launch(prompts, job.params)
                 return job
 
             job = await self._drain.before(self._lanes.run(arrival, read_and_launch))
@@ -116,21 +116,21 @@ class Answering:
             if job.stream:
 
                 async def send_on(message: Message) -> None:
-                    with flight.held_up():
+                    with exchange.held_up():
                         await send(message)
 
-                await self._stream(flight, scribe, record, send_on)
+                await self._stream(exchange, scribe, record, send_on)
                 return
-            while not flight.over:
-                batch = await flight.next_batch()
+            while not exchange.over:
+                batch = await exchange.next_batch()
                 record.tally(batch)
                 scribe.take(batch)
         await _send_whole(send, scribe.answer())
 
-    async def _stream(self, flight: Flight, scribe: Scribe, record: Record, send: Send) -> None:
+    async def _stream(self, exchange: HttpRequest, scribe: Scribe, record: Record, send: Send) -> None:
         """The status is 200 once something was said, or once it has taken so long that the client needs a sign."""
         patience = self._settings.ping_seconds
-        batch = await flight.next_batch(patience)
+        batch = await exchange.next_batch(patience)
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         try:
             opening = scribe.opening()
@@ -140,9 +140,9 @@ class Answering:
                 record.tally(batch)
                 chunks = scribe.chunks(batch)
                 await (_send_lines(send, chunks) if batch else _send(send, PING))
-                if flight.over:
+                if exchange.over:
                     break
-                batch = await flight.next_batch(patience)
+                batch = await exchange.next_batch(patience)
         except Exception as error:
             await _send_lines(send, [api_error(error).shape()])
             await _send(send, b"", more=False)

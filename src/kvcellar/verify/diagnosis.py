@@ -152,9 +152,9 @@ def _limits(guest: Guest) -> Iterator[str]:
 
 def _notes(built: Built) -> list[str]:
     notes = [f"CPU threads: {built.threads.count} ({built.threads.because})", *built.loaded.notes]
-    if not built.voice.has_text:
+    if not built.codec.has_text:
         notes.append(f"no text: {built.loaded.without_text}; it is asked in token ids")
-    elif not built.voice.has_chat:
+    elif not built.codec.has_chat:
         notes.append("no chat template: it continues text, and cannot be given messages")
     notes += _limits(built.guest)
     if built.capacity.states.sequences < built.settings.max_sequences:

@@ -1,4 +1,4 @@
-"""voice: the model's words: text to ids and back, conversations, and the text of answers. Or why there are none."""
+"""codec: the model's words: text to ids and back, conversations, and the text of answers. Or why there are none."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +18,7 @@ LEAST_MESSAGE_CHARS = 2**20
 SPARE = 4  # messages may have so many times the text that fits the context, as templates leave some out (reasoning)
 
 
-class Voice:
+class TextCodec:
     """Safe to use from several threads."""
 
     def __init__(

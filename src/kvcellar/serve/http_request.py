@@ -1,7 +1,7 @@
-"""flight: one HTTP request on its way through the engine.
+"""http_request: one HTTP request on its way through the engine.
 
 Always true, on the event loop:
-  * a run is open until its `Done` or `Failed` has come; when the flight has ended, every run is over or was cancelled,
+  * a run is open until its `Done` or `Failed` has come; when the request has ended, every run is over or was cancelled,
     one that is just being submitted as soon as it has been;
   * no more than `limit` events are added to those that wait while a client holds their taker up;
   * after a failure nothing more is taken in, and it is raised only when all that came before has been handed over.
@@ -24,7 +24,7 @@ from kvcellar.serve.protocols import ServedEngine, Ticket
 BATCH = 64  # events that are handed over at once; the loop then turns to others
 
 
-class Flight:
+class HttpRequest:
     """Runs of one request, one for each prompt. A context manager: who leaves it, however, leaves nothing running."""
 
     def __init__(self, engine: ServedEngine, limit: int) -> None:
@@ -32,31 +32,31 @@ class Flight:
         self._limit = limit
         self._loop = asyncio.get_running_loop()
         self._tickets: dict[int, Ticket] = {}
-        self._gate = threading.Lock()  # between a run that has just been submitted and the end of its flight
+        self._gate = threading.Lock()  # between a run that has just been submitted and the end of its HTTP request
         self._open: set[int] = set()  # runs that may still say something
         self._events: deque[tuple[int, Event]] = deque()
         self._failure: Exception | None = None
         self._news = asyncio.Event()
         self._held: int | None = None  # events that waited when the client began to hold their taker up
-        self._grounded = False  # nothing is submitted any more
+        self._closed = False  # nothing is submitted any more
         self._ended = False
 
     def launch(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
-        """Submit all of them, or none: an error of one ends the flight. Raises what `submit` raises.
+        """Submit all of them, or none: an error of one ends the request. Raises what `submit` raises.
 
-        On any thread but the event loop's: checking a long prompt takes its time. The flight may end meanwhile.
+        On any thread but the event loop's: checking a long prompt takes its time. The request may end meanwhile.
         """
         with self._gate:
-            if self._grounded:
+            if self._closed:
                 return
             self._open.update(range(len(prompts)))
         for run, prompt in enumerate(prompts):
-            if self._grounded:
+            if self._closed:
                 return
             ticket = self._engine.submit(prompt, params, deliver=partial(self._deliver, run))
             with self._gate:
                 self._tickets[run] = ticket
-                if not self._grounded:
+                if not self._closed:
                     continue
             ticket.cancel()
 
@@ -92,7 +92,7 @@ class Flight:
         finally:
             self._held = None
 
-    def __enter__(self) -> "Flight":
+    def __enter__(self) -> "HttpRequest":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -112,7 +112,7 @@ class Flight:
 
     def _cancel(self) -> None:
         with self._gate:
-            self._grounded = True
+            self._closed = True
             tickets = [self._tickets[run] for run in self._open if run in self._tickets]
         for ticket in tickets:
             ticket.cancel()

@@ -32,7 +32,7 @@ from kvcellar.models import adopt as adoption
 from kvcellar.models import scan
 from kvcellar.models.adopt import adopt
 from kvcellar.models.guest import Guest
-from kvcellar.models.mixers import Mixing, Turn
+from kvcellar.models.mixers import Mixing, StateView
 from kvcellar.models.scan import SCANS, Advance, Call, Scan, selective_scan
 from kvcellar.models.shared_weights import sharing_weights
 from kvcellar.plan import Batch, Feed, Run, StateSegment
@@ -341,7 +341,7 @@ class _Held:
 def test_heads_are_scanned_in_order_from_their_own_states() -> None:
     u, delta, A, B, C, *_ = drawn(2, 3, 4, 5)
     state = torch.randn(2, 3, 3, 4, generator=torch.Generator().manual_seed(0))
-    turn = Turn(cast(Memory, _Held(state)), [], 5)
+    turn = StateView(cast(Memory, _Held(state)), [], 5)
     zero, none = torch.zeros(3), torch.full((2, 3, 5), 1e4)
     for head in range(3):
         given = {"hidden_states": u, "dt": delta.abs(), "A": A, "B": B, "C": C, "return_last_state": True}
@@ -582,24 +582,24 @@ def parts_are_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def convolutions_are_cut_one_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Turn._at
+    honest = StateView._at
 
-    def at(self: Turn, layer: int, again: Any) -> Any:
+    def at(self: StateView, layer: int, again: Any) -> Any:
         rightly = honest(self, layer, again)
         return lambda indices, counts: rightly(indices, [count - 1 for count in counts])
 
-    monkeypatch.setattr(Turn, "_at", at)
+    monkeypatch.setattr(StateView, "_at", at)
 
 
 def convolutions_remember_one_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Turn.shift_in
+    honest = StateView.shift_in
 
-    def shift_in(self: Turn, new: Tensor, layer: int, name: str) -> Tensor:
+    def shift_in(self: StateView, new: Tensor, layer: int, name: str) -> Tensor:
         longer = honest(self, new, layer, name)
         self._states[layer][name] = longer[..., -self._states[layer][name].shape[-1] - 1 : -1]
         return longer
 
-    monkeypatch.setattr(Turn, "shift_in", shift_in)
+    monkeypatch.setattr(StateView, "shift_in", shift_in)
 
 
 def captures_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -628,24 +628,24 @@ def nothing_is_not_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def groups_are_out_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Turn.__init__
+    honest = StateView.__init__
 
-    def init(self: Turn, memory: Memory, segments: Sequence[StateSegment], length: int, **more: Any) -> None:
+    def init(self: StateView, memory: Memory, segments: Sequence[StateSegment], length: int, **more: Any) -> None:
         honest(self, memory, segments[::-1], length, **more)
 
-    monkeypatch.setattr(Turn, "__init__", init)
+    monkeypatch.setattr(StateView, "__init__", init)
 
 
 def scans_begin_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Turn.scan
+    honest = StateView.scan
 
-    def from_zero(self: Turn, layer: int, call: Call) -> Any:
+    def from_zero(self: StateView, layer: int, call: Call) -> Any:
         if call.scan.ours is None:
             return honest(self, layer, call)
         ours = call.function
         return honest(self, layer, replace(call, function=lambda **given: ours(**given | {call.scan.state: None})))
 
-    monkeypatch.setattr(Turn, "scan", from_zero)
+    monkeypatch.setattr(StateView, "scan", from_zero)
 
 
 def parts_are_of_other_sequences(monkeypatch: pytest.MonkeyPatch) -> None:

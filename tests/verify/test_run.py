@@ -14,7 +14,7 @@ from kvcellar.cache.layouts import Causal, Sliding
 from kvcellar.errors import BadRequest
 from kvcellar.models.adopt import adopt
 from kvcellar.models.guest import Guest
-from kvcellar.models.mixers import Turn
+from kvcellar.models.mixers import StateView
 from kvcellar.models.selftest import worst
 from kvcellar.shapes import StoredAs
 from kvcellar.verify import run
@@ -117,7 +117,7 @@ def test_where_no_part_of_a_draft_can_be_kept_all_and_nothing_hold(monkeypatch: 
     """As in a solo model with a state that nothing tells but another forward."""
     model = ARCHS["lfm2"].build()
     model._can_set_attn_implementation = lambda: False
-    monkeypatch.setattr(Turn, "_at", lambda self, layer, again: lambda rows, n: again(rows, n).states(layer))
+    monkeypatch.setattr(StateView, "_at", lambda self, layer, again: lambda rows, n: again(rows, n).states(layer))
     guest = adopt(model, backends())
     assert guest.mode == "solo"
     report = verify(guest, quality=False)

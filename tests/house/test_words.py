@@ -59,10 +59,8 @@ def test_sources_do_without(path):
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=inside)
-def test_sources_open_with_a_docstring_and_fit_in_600_lines(path):
-    text = path.read_text()
-    assert ast.get_docstring(ast.parse(text)), f"{inside(path)} does not say what it is"
-    assert text.count("\n") <= 600, f"{inside(path)} has {text.count(chr(10))} lines"
+def test_sources_open_with_a_docstring(path):
+    assert ast.get_docstring(ast.parse(path.read_text())), f"{inside(path)} does not say what it is"
 
 
 @pytest.mark.parametrize("pattern", [PLACE, INDEX], ids=["no place of one machine", "no package index"])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.cache import memory
-from kvcellar.cache.group import Held
+from kvcellar.cache.group import GroupStore
 from kvcellar.cache.history import StoredHistory
 from kvcellar.cache.layouts import Sliding
 from kvcellar.cache.rows import Rows
@@ -150,8 +150,8 @@ def all_of_a_draft_is_accepted(monkeypatch: pytest.MonkeyPatch, guest: Guest) ->
 
 
 def keys_turn_one_position_too_far(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
-    honest = Held.turn
-    monkeypatch.setattr(Held, "turn", lambda self, old, new, by, device: honest(self, old, new, by + 1, device))
+    honest = GroupStore.turn
+    monkeypatch.setattr(GroupStore, "turn", lambda self, old, new, by, device: honest(self, old, new, by + 1, device))
 
 
 def cells_are_not_given_back(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:

@@ -18,9 +18,9 @@ from typing import Any
 
 import httpx
 import pytest
-from kvcellar.engine.voice import Voice
 
 from kvcellar import Engine
+from kvcellar.engine.codec import TextCodec
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import CacheFull, EngineClosed, EngineFailed, NotSupported
 from kvcellar.serve import Server, ServeSettings, key_digest
@@ -323,8 +323,8 @@ NO_STOP = "stop strings need a tokenizer, and this model has none; use stop_toke
 
 
 def test_models_without_text(client: httpx.Client, real: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    mute = Voice(None, "the file /a/secret/place is not there", frozenset(), context=256, text_bytes=2**20)
-    monkeypatch.setattr(real, "_built", dataclasses.replace(real._built, voice=mute))
+    mute = TextCodec(None, "the file /a/secret/place is not there", frozenset(), context=256, text_bytes=2**20)
+    monkeypatch.setattr(real, "_built", dataclasses.replace(real._built, codec=mute))
     monkeypatch.setattr(real, "model", dataclasses.replace(real.model, has_text=False))
     assert told(client.post(COMPLETIONS, json={"prompt": "hi"})) == NO_TEXT
     assert told(client.post(CHAT, json=talk(USER))) == NO_TEXT
@@ -345,7 +345,7 @@ def test_templates(
     client: httpx.Client, real: Engine, monkeypatch: pytest.MonkeyPatch, source: str, message: str
 ) -> None:
     template = ChatTemplate(source, Words(byte_level())) if source else None
-    monkeypatch.setattr(real._built.voice, "_template", template)
+    monkeypatch.setattr(real._built.codec, "_template", template)
     assert told(client.post(CHAT, json=talk(USER))) == message
 
 
@@ -409,7 +409,7 @@ SOURCES = [
         {*(ROOT / "serve").glob("*.py")} - {ROOT / "serve" / name for name in ("settings.py", "server.py", "keys.py")}
     ),
     *((ROOT / "text" / f"{name}.py") for name in ("calls", "conversation", "template", "tokens")),
-    *((ROOT / "engine" / f"{name}.py") for name in ("build", "engine", "intake", "voice")),
+    *((ROOT / "engine" / f"{name}.py") for name in ("build", "engine", "intake", "codec")),
     ROOT / "sample" / "params.py",
 ]
 RAISED = {"BadRequest": 0, "TemplateFailed": 0, "Overloaded": 0, "ApiError": 1}  # where the message is
@@ -430,7 +430,7 @@ ELSEWHERE = {  # messages that no HTTP client gets, and why
     "there is no engine setting {}; there are {}": "start",
     "the prompt is empty; at least one character is needed": "Python: over HTTP the prompt was looked at before",
     "the prompt is empty; at least one token is needed": "Python: likewise",
-    "borders are positions of the prompt, 0 to {}, in order; not {}": "Python",
+    "checkpoint_positions are positions 0 to {}, in order, not {}": "Python",
     "this model has no attention layers, so there are no keys and values to store": "start",
     "dtype is {}, but the network that was given is in {}": "start",
     "device is {}, but the network that was given is on {}": "start",

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from kvcellar import Engine
-from kvcellar.events import Event, Piece
+from kvcellar.events import Delta, Event
 from kvcellar.serve import Server, ServeSettings
 
 QUIET = 3.0  # seconds of the row without an attack
@@ -113,7 +113,7 @@ class Probes:
             thread.start()
 
     def _token(self, event: Event) -> None:
-        if isinstance(event, Piece):
+        if isinstance(event, Delta):
             self.tokens.now()
             if not self._begun.is_set():
                 self.tokens = Waits()

@@ -1,8 +1,8 @@
-"""Every error of kvcellar on one screen. Each message has the numbers and the way out.
+"""Every exception that kvcellar defines. Each message has the numbers and says what to change.
 
-A `BadRequest` is read in two places. Its `message` is for the author of the request, in Python as over HTTP, where the
-fields have the same names; its `hint` is for the owner of the engine: it may name settings and files, and `str()` has
-it, but it is never sent to an HTTP client.
+A `BadRequest` has two readers. Its `message` is for the author of the request, in Python or over HTTP, where fields
+have the same names. Its `hint` is for the operator of the engine: it may name settings and files; `str()` includes it,
+but it is never sent to an HTTP client.
 """
 
 import reprlib
@@ -14,8 +14,8 @@ _SHOWN = 200  # characters of a value in a message
 def shown(value: object) -> str:
     """`value` as a message shows it: at most `_SHOWN` characters of its repr, of its type where it has none.
 
-    Never raises and never costs more than a few elements: what a caller got wrong may be a number of a million digits,
-    a list of a million prompts, or an object whose repr raises.
+    Never raises, and reads only a few elements: the value may be a number of a million digits, a list of a million
+    prompts, or an object whose repr raises.
     """
     try:
         text = reprlib.repr(value) if not isinstance(value, str) else repr(value[: _SHOWN + 1])
@@ -25,11 +25,11 @@ def shown(value: object) -> str:
 
 
 class KvcellarError(Exception):
-    """Everything this package raises on purpose."""
+    """Base class of every exception that this package raises on purpose."""
 
 
 class BadRequest(KvcellarError, ValueError):
-    """What was asked is wrong; asking again will not help. `param` names the field at fault."""
+    """The request is invalid; repeating it will not help. `param` names the invalid field."""
 
     def __init__(self, message: str, param: str | None = None, *, hint: str | None = None) -> None:
         super().__init__(message if hint is None else f"{message}. {hint}")
@@ -37,8 +37,8 @@ class BadRequest(KvcellarError, ValueError):
 
 
 class PromptTooLong(BadRequest):
-    """The prompt alone is more than the model, or all of its memory, can hold. It has `tokens` tokens; with `at_least`
-    it may have more, and was not tokenized: its length says that there are as many."""
+    """The prompt alone exceeds the model's context or its memory. It has `tokens` tokens; with `at_least` that is a
+    lower bound computed from its length, without tokenizing it."""
 
     def __init__(
         self, tokens: int, limit: int, limited_by: str, *, at_least: bool = False, hint: str | None = None
@@ -51,7 +51,7 @@ class PromptTooLong(BadRequest):
 
 
 class TemplateFailed(BadRequest):
-    """The chat template refused these messages, or ran past its caps on time and size."""
+    """The chat template rejected these messages, or exceeded its limits on time and size."""
 
 
 class ModelNotFound(KvcellarError):
@@ -59,11 +59,11 @@ class ModelNotFound(KvcellarError):
 
 
 class ModelRefused(KvcellarError):
-    """The model is there and we will not serve it: better no answer than a wrong one. Says why."""
+    """The model exists but cannot be served correctly; the message gives the reason."""
 
 
 class NoBackend(ModelRefused):
-    """No attention backend can serve a layer; `refused` maps each candidate to its reason."""
+    """No attention backend supports a layer; `refused` maps each candidate to its reason."""
 
     def __init__(self, ask: str, refused: Mapping[str, str]) -> None:
         reasons = "; ".join(f"{name}: {why}" for name, why in refused.items()) or "there are no candidates"
@@ -72,11 +72,11 @@ class NoBackend(ModelRefused):
 
 
 class CapacityTooSmall(KvcellarError):
-    """The memory that was granted cannot hold even one step. Says which number to change."""
+    """The memory limit is too small for a single step. The message names the setting to change."""
 
 
 class CacheFull(KvcellarError):
-    """Not enough free cells in one group for this step. The step may be retried when others have left."""
+    """Too few free cells in one group for this step. It can be retried when other requests have ended."""
 
     def __init__(self, group: str, need: int, free: int, *, unit: str = "cells") -> None:
         super().__init__(
@@ -95,7 +95,7 @@ class NotSupported(KvcellarError):
 
 
 class UnknownSequence(KvcellarError, KeyError):
-    """No sequence of that number is in memory."""
+    """There is no sequence with this id in memory."""
 
     def __init__(self, seq: int) -> None:
         super().__init__(f"sequence {seq} is not in memory")
@@ -106,7 +106,7 @@ class UnknownSequence(KvcellarError, KeyError):
 
 
 class WrongStage(KvcellarError, RuntimeError):
-    """The parts of an operation were called out of order."""
+    """The phases of an operation were called out of order."""
 
 
 class EngineClosed(KvcellarError):
@@ -114,11 +114,11 @@ class EngineClosed(KvcellarError):
 
 
 class EngineFailed(KvcellarError):
-    """The engine's thread met an error it did not expect; this request got no (further) answer."""
+    """An unexpected error in the engine's thread ended this request."""
 
 
 class NoToken(KvcellarError):
-    """Nothing can be drawn for one answer: its scores are not numbers, or every token is forbidden."""
+    """No token can be sampled for one completion: its logits are not numbers, or every token is banned."""
 
 
 class Overloaded(KvcellarError):

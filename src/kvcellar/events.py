@@ -1,8 +1,7 @@
-"""events: what the engine tells a request while it runs. Plain records; no torch, no text handling.
+"""events: the records that the engine delivers for a running request. Plain data: no torch, no text handling.
 
-The order for every choice is: any number of `Piece`, then one `Finished`. When all choices have finished there is one
-`Done`. A request that cannot go on gets one `Failed` instead of whatever was still to come. Nothing follows `Done` or
-`Failed`.
+For each choice there are any number of `Delta` and then one `Finished`. When all choices have finished there is one
+`Done`. A request that fails gets one `Failed` in place of the remaining events. Nothing follows `Done` or `Failed`.
 """
 
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One token of the answer with its log-probability (natural log) under the model's own distribution."""
+    """One generated token with its log-probability (natural log) under the model's own distribution."""
 
     token_id: int
     logprob: float
@@ -21,18 +20,18 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of an answer. `text` never ends inside a character; it is empty while one is still incomplete."""
+class Delta:
+    """New text and tokens of one choice. `text` never ends inside a character; while one is incomplete it is empty."""
 
     choice: int
     text: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...] | None = None  # one for each of token_ids, if asked for
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one for each of token_ids, if requested
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """No more pieces of this choice will come. `stop_string` is the one that was met, if any."""
+    """The choice has ended. `stop_string` is the stop string that ended it, if one did."""
 
     choice: int
     reason: FinishReason
@@ -63,7 +62,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The whole request is over, and everything it held has been given back."""
+    """The whole request has ended, and its memory is freed."""
 
     usage: Usage
     timings: Timings
@@ -71,9 +70,9 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The request got an error; everything it held has been given back."""
+    """The request failed, and its memory is freed."""
 
     error: Exception
 
 
-Event = Piece | Finished | Done | Failed
+Event = Delta | Finished | Done | Failed

@@ -1,25 +1,25 @@
-"""pace: long work in Python that leaves the interpreter to the other threads in between.
+"""pace: long work in Python that periodically sleeps, so that other threads can run.
 
-CPython runs one thread at a time, and takes the interpreter from a busy thread only after 5 ms
-(`sys.getswitchinterval`). A step of the engine gives it up and asks for it again at each of its hundreds of operations;
-beside a thread that is busy in Python, each of them may wait that long. So whatever takes long in proportion to what a
-client sends rests between its pieces, and the others run meanwhile.
+CPython runs one thread at a time and makes a busy thread release the interpreter lock only every 5 ms
+(`sys.getswitchinterval`). A step of the engine releases and reacquires the lock in each of its hundreds of operations;
+while another thread is busy in Python, each of them can wait that long. Therefore all work whose time depends on the
+size of what a client sends sleeps between its parts.
 
 Always true:
-  * between two rests a thread works for `WORK` seconds of its own CPU time and one piece;
-  * what takes less than `FREE` seconds in all never rests.
+  * between two sleeps a thread works for at most `WORK` seconds of its own CPU time, and one part;
+  * work that takes less than `FREE` seconds in all never sleeps.
 """
 
 import time
 from collections.abc import Callable
 
-FREE = 0.02  # seconds of CPU time before the first rest
-WORK = 0.002  # seconds of CPU time between two rests
-REST = 0.004  # seconds; so others have two thirds of the time
+FREE = 0.02  # seconds of CPU time before the first sleep
+WORK = 0.002  # seconds of CPU time between two sleeps
+REST = 0.004  # seconds of one sleep; so other threads have two thirds of the time
 
 
 class Pace:
-    """For one piece of work, on the thread that made it. Pieces should take far less than 5 ms each."""
+    """One job, on the thread that created the object. Its parts should each take far less than 5 ms."""
 
     def __init__(
         self, clock: Callable[[], float] = time.thread_time, sleep: Callable[[float], None] = time.sleep
@@ -27,8 +27,8 @@ class Pace:
         self._clock, self._sleep = clock, sleep
         self._until = clock() + FREE
 
-    def breathe(self) -> None:
-        """Between two pieces: rest, if it is time to."""
+    def pause(self) -> None:
+        """Call between two parts: sleeps if the CPU time since the last sleep is used up."""
         if self._clock() > self._until:
             self._sleep(REST)
             self._until = self._clock() + WORK

@@ -1,6 +1,6 @@
-"""progress: what is being done while a model is loaded, reported to a listener that shows it, if there is one.
+"""progress: reports of the current stage of loading a model, passed to a listener if one is set.
 
-A listener is set for a block of code and the thread that runs it; other threads report to their own, or to none.
+A listener is set for a block of code in one thread; other threads have listeners of their own, or none.
 """
 
 from collections.abc import Callable, Generator
@@ -13,7 +13,7 @@ _listener: ContextVar["Listener | None"] = ContextVar("kvcellar_progress", defau
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What is being done now, like "loading weights": `done` of `total` things, or of none that are counted (0)."""
+    """The current stage, such as "loading weights"; `done` of `total` items, where `total` 0 means not counted."""
 
     stage: str
     done: int = 0
@@ -24,14 +24,14 @@ Listener = Callable[[Progress], None]
 
 
 def report(stage: str, done: int = 0, total: int = 0) -> None:
-    """Call the listener of this thread. What it raises is raised here, and so ends the load."""
+    """Call the listener of this thread. Its exceptions propagate and so abort the load."""
     if (listener := _listener.get()) is not None:
         listener(Progress(stage, done, total))
 
 
 @contextmanager
 def listening(listener: Listener | None) -> Generator[None, None, None]:
-    """Within the block, reports of this thread go to `listener`; with None, to the one that was set before."""
+    """Within the block, reports of this thread go to `listener`; None keeps the current listener."""
     if listener is None:
         yield
         return

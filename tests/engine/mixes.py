@@ -24,7 +24,7 @@ from kvcellar.engine.measures import Measures, digest
 from kvcellar.engine.reserve import scratch
 from kvcellar.engine.settings import resolve_capacity
 from kvcellar.errors import CapacityTooSmall
-from kvcellar.events import Done, Event, Failed, Finished, Piece, TokenLogprob
+from kvcellar.events import Delta, Done, Event, Failed, Finished, TokenLogprob
 from kvcellar.models.guest import Guest
 from kvcellar.sample.params import SamplingParams
 from tests.zoo import ARCHS, reference_logits
@@ -53,7 +53,7 @@ class Ear:
     def __call__(self, event: Event) -> None:
         if self._over.is_set():
             self.wrong.append(f"{event} came after the end")
-        if isinstance(event, Piece | Finished) and event.choice in self.reasons:
+        if isinstance(event, Delta | Finished) and event.choice in self.reasons:
             self.wrong.append(f"{event} came after its choice had finished")
         self.events.append(event)
         if isinstance(event, Done | Failed):
@@ -83,8 +83,8 @@ class Ear:
         assert isinstance(last, Done), last
         return last
 
-    def pieces(self, choice: int = 0) -> list[Piece]:
-        return [event for event in self.events if isinstance(event, Piece) and event.choice == choice]
+    def pieces(self, choice: int = 0) -> list[Delta]:
+        return [event for event in self.events if isinstance(event, Delta) and event.choice == choice]
 
     def ids(self, choice: int = 0) -> tuple[int, ...]:
         return tuple(token for piece in self.pieces(choice) for token in piece.token_ids)

@@ -13,7 +13,7 @@ from kvcellar import BadRequest, EngineClosed, EngineFailed
 from kvcellar.engine import runner
 from kvcellar.engine.request import Completion
 from kvcellar.errors import NoToken, WrongStage
-from kvcellar.events import Finished, Piece
+from kvcellar.events import Delta, Finished
 from kvcellar.sample.params import SamplingParams
 from tests.engine.mixes import Ear, small_engine
 from tests.engine.test_limits import held
@@ -345,7 +345,7 @@ def test_a_cancel_ends_a_request_at_any_moment(moment):
 def test_leaving_a_stream_cancels_its_request():
     with small_engine("llama") as engine:
         for piece in engine.stream([5], max_tokens=200, ignore_eos=True):
-            assert isinstance(piece, Piece)
+            assert isinstance(piece, Delta)
             break
         stats = engine.stats()
         assert (stats.running, stats.waiting, stats.cells_used) == (0, 0, 0)

@@ -17,7 +17,7 @@ from kvcellar import Engine, EngineFailed
 from kvcellar.engine.engine import Ticket
 from kvcellar.engine.request import Completion, Request
 from kvcellar.errors import BadRequest, NoToken
-from kvcellar.events import Event, Piece
+from kvcellar.events import Delta, Event
 from kvcellar.sample.params import SamplingParams
 from tests.engine.mixes import Ear, bytes_for, small_engine, tokens
 from tests.zoo import ARCHS, layers
@@ -245,4 +245,4 @@ def test_a_broken_listener_gives_its_cells_back_at_once():
         assert len(seen.token_ids) == 6
         stats = engine.stats()
         assert (stats.running, stats.cells_used) == (0, 0)
-        assert len([event for event in ear.events if isinstance(event, Piece)]) == 2
+        assert len([event for event in ear.events if isinstance(event, Delta)]) == 2

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvcellar.events import Done, Failed, Finished, Piece
+from kvcellar.events import Delta, Done, Failed, Finished
 from kvcellar.sample.params import SamplingParams
 from tests.engine.mixes import bytes_for, small_engine
 
@@ -71,7 +71,7 @@ def test_an_event_loop_hears_its_requests_without_waiting_for_them():
         tokens = []
         while not isinstance(event := await events.get(), Done):
             assert not isinstance(event, Failed), event
-            if isinstance(event, Piece):
+            if isinstance(event, Delta):
                 tokens += event.token_ids
             elif isinstance(event, Finished):
                 reason = event.reason

@@ -12,7 +12,7 @@ from kvcellar.cache.tables import Table
 from kvcellar.engine.manager import SequenceManager
 from kvcellar.engine.request import Completion, Request, Stage
 from kvcellar.engine.scheduler import Scheduler, Share
-from kvcellar.events import Done, Event, Failed, Finished, Piece
+from kvcellar.events import Delta, Done, Event, Failed, Finished
 from kvcellar.layout import Layout
 from kvcellar.sample.choice import Choice
 from kvcellar.sample.params import SamplingParams
@@ -117,7 +117,7 @@ class Heard:
 
     def __call__(self, event: Event) -> None:
         assert not self.over, f"{event} came after the end"
-        if isinstance(event, Piece | Finished):
+        if isinstance(event, Delta | Finished):
             assert event.choice not in self.reasons, f"{event} came after its choice had finished"
         self.events.append(event)
 
@@ -130,7 +130,7 @@ class Heard:
         return {event.choice: event.reason for event in self.events if isinstance(event, Finished)}
 
     def tokens(self, choice: int) -> int:
-        return sum(len(e.token_ids) for e in self.events if isinstance(e, Piece) and e.choice == choice)
+        return sum(len(e.token_ids) for e in self.events if isinstance(e, Delta) and e.choice == choice)
 
 
 class World:

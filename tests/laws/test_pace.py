@@ -25,7 +25,7 @@ def test_between_two_rests_there_is_a_little_work_and_one_piece(pieces: list[flo
     pace = Pace(lambda: clock.now, clock.sleep)
     for piece in pieces:
         clock.now += piece
-        pace.breathe()
+        pace.pause()
     worked = [0.0, *clock.rests, clock.now]
     longest = max(pieces, default=0.0)
     assert all(after - before <= WORK + longest + 1e-9 for before, after in pairwise(worked[1:]))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvcellar.errors import BadRequest, EngineClosed, PromptTooLong, TemplateFailed
-from kvcellar.events import Done, Event, Failed, Finished, Piece, Timings, TokenLogprob, Usage
+from kvcellar.events import Delta, Done, Event, Failed, Finished, Timings, TokenLogprob, Usage
 from kvcellar.sample.params import SamplingParams
 from kvcellar.text.conversation import checked
 from kvcellar.text.meter import Caps
@@ -239,7 +239,7 @@ def plan(prompt: tuple[int, ...], params: SamplingParams, script: Script) -> Ite
     for at in range(max(map(len, lines))):
         for line in lines:
             yield from line[at : at + 1]
-    written = sum(len(e.token_ids) for line in lines for e in line if isinstance(e, Piece))
+    written = sum(len(e.token_ids) for line in lines for e in line if isinstance(e, Delta))
     yield Done(Usage(len(prompt), script.cached, written), Timings(queued=0.25, first_token=0.5, decoding=2.0))
 
 
@@ -256,7 +256,7 @@ def _line(prompt: tuple[int, ...], params: SamplingParams, script: Script, choic
     tokens = said[:most] if met is None else said[: met[0] + len(met[1].encode())]
     for at, token in enumerate(tokens):
         text = decoder.decode(bytes([token]), final=met is None and at == len(tokens) - 1) if at < room else ""
-        yield Piece(choice, text, (token,), _logprobs(token, at, params.logprobs))
+        yield Delta(choice, text, (token,), _logprobs(token, at, params.logprobs))
     ended = "stop" if met is not None or (len(said) <= most and not params.ignore_eos) else "length"
     yield Finished(choice, ended, None if met is None else met[1])
 

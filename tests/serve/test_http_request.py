@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from kvcellar.errors import BadRequest, EngineClosed, EngineFailed
-from kvcellar.events import Done, Failed, Finished, Piece, Timings, Usage
+from kvcellar.events import Delta, Done, Failed, Finished, Timings, Usage
 from kvcellar.sample.params import SamplingParams
 from kvcellar.serve.failures import ApiError
 from kvcellar.serve.http_request import HttpRequest
@@ -14,8 +14,8 @@ from kvcellar.serve.http_request import HttpRequest
 DONE = Done(Usage(1, 0, 1), Timings(0.0, 0.0, 0.0))
 
 
-def piece(number: int) -> Piece:
-    return Piece(0, str(number), (number,))
+def piece(number: int) -> Delta:
+    return Delta(0, str(number), (number,))
 
 
 class Ticket:

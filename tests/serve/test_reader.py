@@ -85,7 +85,7 @@ class Watch:
         self._reader, self._last = reader, 0
         self.longest = 0
 
-    def breathe(self) -> None:
+    def pause(self) -> None:
         self.longest = max(self.longest, self._reader._at - self._last)
         self._last = self._reader._at
 

@@ -20,7 +20,7 @@ from kvcellar.bench.layouts import layouts
 from kvcellar.bench.network import SMALL, TINY
 from kvcellar.bench.turns import Side, sides
 from kvcellar.engine.engine import Engine
-from kvcellar.events import Event, Failed, Piece
+from kvcellar.events import Delta, Event, Failed
 from kvcellar.sample.params import SamplingParams
 
 Prompts = list[list[int]]
@@ -164,7 +164,7 @@ class _Listener:
             self._error = event.error
             if self._side is not None:
                 self._side.end()
-        if self._side is not None and isinstance(event, Piece):
+        if self._side is not None and isinstance(event, Delta):
             self._side.step()
 
     def check(self) -> None:

@@ -15,7 +15,7 @@ from kvcellar.engine.engine import Engine
 from kvcellar.engine.result import Result
 from kvcellar.engine.session import Session
 from kvcellar.errors import BadRequest, EngineFailed, KvcellarError
-from kvcellar.events import Piece, Timings, Usage
+from kvcellar.events import Delta, Timings, Usage
 from kvcellar.places import NoPlace, state
 from kvcellar.sample.params import SamplingParams
 
@@ -92,7 +92,7 @@ class _Words:
         except ValueError:
             raise BadRequest(f"with --ids a prompt is token ids, like 12 7 99, not {prompt[:40]!r}", "prompt") from None
 
-    def told(self, pieces: Iterable[Piece]) -> Iterator[str]:
+    def told(self, pieces: Iterable[Delta]) -> Iterator[str]:
         """What to write of an answer, as it comes."""
         if not self.ids:
             yield from (piece.text for piece in pieces)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from kvcellar.events import Done, Event, Failed, Finished, FinishReason, Piece, Timings, TokenLogprob, Usage
+from kvcellar.events import Delta, Done, Event, Failed, Finished, FinishReason, Timings, TokenLogprob, Usage
 from kvcellar.sample.choice import Choice
 from kvcellar.sample.params import SamplingParams
 from kvcellar.spans import Span
@@ -215,7 +215,7 @@ class Completion:
     def _tell(self, text: str, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> None:
         if text or tokens:
             asked = self.request.params.logprobs is not None
-            self.request.tell(Piece(self.choice.choice, text, tokens, logprobs if asked else None))
+            self.request.tell(Delta(self.choice.choice, text, tokens, logprobs if asked else None))
 
     def finish(self, reason: FinishReason) -> None:
         """This answer is over: text that was held back is told. The last of a request's answers concludes it."""

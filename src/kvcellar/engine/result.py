@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from kvcellar.errors import EngineClosed, WrongStage
-from kvcellar.events import Done, Event, Failed, Finished, FinishReason, Piece, Timings, TokenLogprob, Usage
+from kvcellar.events import Delta, Done, Event, Failed, Finished, FinishReason, Timings, TokenLogprob, Usage
 from kvcellar.process import Origin
 
 
@@ -64,7 +64,7 @@ class Collector:
 
     def __init__(self, n: int) -> None:
         self._events: SimpleQueue[Event] = SimpleQueue()
-        self._pieces: list[list[Piece]] = [[] for _ in range(n)]
+        self._pieces: list[list[Delta]] = [[] for _ in range(n)]
         self._finished: dict[int, Finished] = {}
         self._done: Done | None = None
         self._origin = Origin()
@@ -75,14 +75,14 @@ class Collector:
         """Has the end been handed out?"""
         return self._done is not None
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[Delta]:
         """Pieces as they come, until the request is over. Raises the request's error."""
         while self._done is None:
             if not self._origin.here:
                 raise EngineClosed(f"the request belongs to {self._origin}; nothing more of it comes here")
             yield from self._take(self._events.get())
 
-    def arrived(self) -> Iterator[Piece]:
+    def arrived(self) -> Iterator[Delta]:
         """Pieces that have come, without waiting for more. Raises the request's error."""
         while self._done is None:
             try:
@@ -91,9 +91,9 @@ class Collector:
                 return
             yield from self._take(event)
 
-    def _take(self, event: Event) -> tuple[Piece, ...]:
+    def _take(self, event: Event) -> tuple[Delta, ...]:
         match event:
-            case Piece():
+            case Delta():
                 self._pieces[event.choice].append(event)
                 return (event,)
             case Finished():

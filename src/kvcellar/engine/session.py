@@ -26,7 +26,7 @@ from kvcellar.engine.request import forgettable
 from kvcellar.engine.result import Collector, Result, Ticket
 from kvcellar.engine.stats import ModelCard
 from kvcellar.errors import BadRequest, shown
-from kvcellar.events import Piece
+from kvcellar.events import Delta
 from kvcellar.sample.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -93,12 +93,12 @@ class Session:
                 pass
             return collector.collected()
 
-    def stream(self, text: str | Sequence[int], **sampling: Any) -> Generator[Piece]:
+    def stream(self, text: str | Sequence[int], **sampling: Any) -> Generator[Delta]:
         """The same, piece by piece. Leaving early cancels, and forgets the turn."""
         with closing(self._turn(text, sampling)) as turn:
             next(turn)
             for piece in turn:
-                assert isinstance(piece, Piece)
+                assert isinstance(piece, Delta)
                 yield piece
 
     def __enter__(self) -> "Session":
@@ -137,7 +137,7 @@ class Session:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _turn(self, text: str | Sequence[int], sampling: dict[str, Any]) -> Generator[Collector | Piece]:
+    def _turn(self, text: str | Sequence[int], sampling: dict[str, Any]) -> Generator[Collector | Delta]:
         """First the collector, then the pieces; the turn counts only once it has come to its end."""
         with self._alone():
             params = self._engine.params(**sampling)

@@ -10,12 +10,12 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 
 from kvcellar.engine.result import Collector, Result, Ticket
 from kvcellar.errors import WrongStage
-from kvcellar.events import Event, Piece
+from kvcellar.events import Delta, Event
 
 Submit = Callable[[Callable[[Event], None]], Ticket]
 
 
-class Stream(Iterator[Piece]):
+class Stream(Iterator[Delta]):
     """Made by `Engine.stream`. `for` waits in this thread; `async for` waits on the event loop and never holds it up.
 
     The request begins with the first step of the loop, and so do its errors. `result` is there after the last.
@@ -24,12 +24,12 @@ class Stream(Iterator[Piece]):
     def __init__(self, submit: Submit, n: int) -> None:
         self._submit = submit
         self._collector = Collector(n)
-        self._pieces: Generator[Piece] | AsyncGenerator[Piece] | None = None
+        self._pieces: Generator[Delta] | AsyncGenerator[Delta] | None = None
 
     def __iter__(self) -> "Stream":
         return self
 
-    def __next__(self) -> Piece:
+    def __next__(self) -> Delta:
         if self._pieces is None:
             self._pieces = _waited(self._submit, self._collector)
         if not isinstance(self._pieces, Generator):
@@ -41,7 +41,7 @@ class Stream(Iterator[Piece]):
         if isinstance(self._pieces, Generator):
             self._pieces.close()
 
-    def __aiter__(self) -> AsyncGenerator[Piece]:
+    def __aiter__(self) -> AsyncGenerator[Delta]:
         if self._pieces is not None:
             raise WrongStage("a stream is gone through once; ask for another one")
         self._pieces = pieces = _listened(self._submit, self._collector)
@@ -56,7 +56,7 @@ class Stream(Iterator[Piece]):
 # Neither of the two holds its stream: whoever lets go of a stream ends it at once, and not when cycles are looked for.
 
 
-def _waited(submit: Submit, collector: Collector) -> Generator[Piece]:
+def _waited(submit: Submit, collector: Collector) -> Generator[Delta]:
     ticket = submit(collector.deliver)
     try:
         yield from collector.pieces()
@@ -64,7 +64,7 @@ def _waited(submit: Submit, collector: Collector) -> Generator[Piece]:
         ticket.cancel()
 
 
-async def _listened(submit: Submit, collector: Collector) -> AsyncGenerator[Piece]:
+async def _listened(submit: Submit, collector: Collector) -> AsyncGenerator[Delta]:
     loop, news = asyncio.get_running_loop(), asyncio.Event()
 
     def deliver(event: Event) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 from uuid import uuid4
 
-from kvcellar.events import Done, Event, Finished, Piece, TokenLogprob
+from kvcellar.events import Delta, Done, Event, Finished, TokenLogprob
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.requests import Job
 
@@ -62,7 +62,7 @@ class Line:
     _said: int = 0
     _ahead: int = 0  # characters of tokens whose text has not come yet
 
-    def add(self, piece: Piece, spelling: Spelling) -> None:
+    def add(self, piece: Delta, spelling: Spelling) -> None:
         self.text.append(piece.text)
         self.token_ids += piece.token_ids
         self.written += len(piece.token_ids)
@@ -164,7 +164,7 @@ class Scribe:
     def take(self, batch: Sequence[tuple[int, Event]]) -> None:
         for run, event in batch:
             match event:
-                case Piece():
+                case Delta():
                     self._line(run, event.choice).add(event, self._spelling)
                 case Finished():
                     self._line(run, event.choice).end = event
@@ -186,7 +186,7 @@ class Scribe:
         for run, event in batch:
             self.take([(run, event)])
             match event:
-                case Piece():
+                case Delta():
                     told += self._part(self._line(run, event.choice), event)
                 case Finished():
                     line = self._line(run, event.choice)
@@ -201,7 +201,7 @@ class Scribe:
     def _line(self, run: int, choice: int) -> Line:
         return self._lines[run * self._job.params.n + choice]
 
-    def _part(self, line: Line, piece: Piece) -> list[Json]:
+    def _part(self, line: Line, piece: Delta) -> list[Json]:
         """No chunk for an empty text, unless something else is to be told with it. The line forgets what was told."""
         body = self._shape.part(piece.text)
         if piece.logprobs:

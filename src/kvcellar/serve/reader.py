@@ -60,7 +60,7 @@ class Reader:
         self._skip()
         root = self._value()
         while self._open:
-            self._pace.breathe()
+            self._pace.pause()
             inner = self._open[-1]
             (self._member if isinstance(inner, dict) else self._item)(inner)  # type: ignore[operator]
         self._skip()
@@ -94,7 +94,7 @@ class Reader:
             items += json.loads(f"[{found[0][: found[0].rindex(',')]}]")
             self._at = found.end()
             self._check_length(items)
-            self._pace.breathe()
+            self._pace.pause()
         items.append(self._value())
         self._check_length(items)
 

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from starlette.types import Scope
 
-from kvcellar.events import Done, Event, Piece
+from kvcellar.events import Delta, Done, Event
 
 log = logging.getLogger("kvcellar.serve")
 
@@ -59,7 +59,7 @@ class Record:
         """Count tokens as they come: an answer that is cut off has its true number too."""
         for run, event in batch:
             match event:
-                case Piece():
+                case Delta():
                     self._written[run] = self._written.get(run, 0) + len(event.token_ids)
                 case Done():
                     self._written[run] = event.usage.completion_tokens

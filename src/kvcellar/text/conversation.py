@@ -144,7 +144,7 @@ class Copier:
 
     def copy(self, value: object, where: str, depth: int = 0) -> Any:
         """A copy of `value`, which is found at `where`."""
-        self._pace.breathe()
+        self._pace.pause()
         self._left -= 1 + (len(value) if isinstance(value, str) else 0)
         if self._left < 0:
             raise _wrong(f"{self._param}: more than {self._caps.message_chars} characters together", self._param)
@@ -193,7 +193,7 @@ class Marker:
         return self._marked(value, _Marking(mark, self._most))
 
     def _marked(self, value: Any, marking: "_Marking") -> Any:
-        marking.pace.breathe()
+        marking.pace.pause()
         if isinstance(value, str):
             return self._text(value, marking)
         if isinstance(value, list):
@@ -211,7 +211,7 @@ class Marker:
         return key if key in _FIELDS else self._text(key, marking), self._marked(item, marking)
 
     def _everything(self, value: Any, marking: "_Marking") -> Any:
-        marking.pace.breathe()
+        marking.pace.pause()
         if isinstance(value, dict):
             pairs = cast("dict[str, Any]", value).items()
             return {self._text(key, marking): self._everything(item, marking) for key, item in pairs}
@@ -236,7 +236,7 @@ class Marker:
         """Where what reads like a control token begins. It is looked for in pieces, and seen whole in its first."""
         at = 0
         for start in range(0, end, PIECE):
-            pace.breathe()
+            pace.pause()
             stop = min(start + PIECE, end)
             while at < stop and (found := self._whole.search(text, max(at, start), min(stop + self._longest, end))):
                 if found.start() >= stop:
@@ -254,7 +254,7 @@ class _Marking:
 
     def count(self) -> None:
         self._left -= 1
-        self.pace.breathe()
+        self.pace.pause()
         if self._left < 0:
             raise _wrong(f"messages has more than {self._most} pieces of text that read like control tokens")
 
@@ -274,7 +274,7 @@ def unused(texts: Iterable[str]) -> str:
     pace, free = Pace(), set(map(chr, range(0xF0000, 0xFFFFE)))
     for text in texts:
         for start in range(0, 0 if text.isascii() else len(text), PIECE):
-            pace.breathe()
+            pace.pause()
             free.difference_update(text[start : start + PIECE])
     if not free:
         raise _wrong("messages has every character of a plane for private use; leave one of them out")

@@ -46,7 +46,7 @@ class Meter:
         """Raise if the CPU time is used up; rest, if it is time to."""
         if time.thread_time() > self._end:
             raise OverCaps(f"ran for more than {self._caps.seconds:g} seconds of CPU time")
-        self._pace.breathe()
+        self._pace.pause()
 
     def admit(self, size: int) -> None:
         """Something of this size is about to be made."""

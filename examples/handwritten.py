@@ -8,12 +8,7 @@ without any memory.
 import torch
 from torch import Tensor
 
-from kvcellar.attention.sdpa import Sdpa
-from kvcellar.cache.layouts import Causal, Sliding
-from kvcellar.cache.memory import Group, Memory
-from kvcellar.plan import Batch, Feed, Plan
-from kvcellar.shapes import Plane, Scoring
-from kvcellar.spans import Span
+from kvcellar import Batch, Causal, Feed, Group, Memory, Plan, Plane, Scoring, Sdpa, Sliding, Span
 
 HIDDEN, HEADS, KV_HEADS, SIZE, VOCAB, WINDOW = 32, 4, 2, 8, 50, 8
 

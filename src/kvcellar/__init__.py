@@ -1,7 +1,7 @@
 """kvcellar: the memory of LLM inference, as a library and as a server.
 
-Names are looked up when they are first used, so that the thinking half (cells, layouts, text, the scheduler) can be
-imported without torch.
+All public names are here. They are imported when they are first used, so that importing `kvcellar` does not import
+torch. `Engine` serves a model; `Memory` is the KV cache alone, for a model of your own.
 """
 
 from importlib import import_module
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvcellar.errors import (
     BadRequest,
+    CacheFull,
     CapacityTooSmall,
     EngineClosed,
     EngineFailed,
@@ -18,48 +19,96 @@ from kvcellar.errors import (
     NotSupported,
     Overloaded,
     PromptTooLong,
+    UnknownSequence,
+    WrongStage,
 )
 
 if TYPE_CHECKING:
+    from kvcellar.attention.reference import Reference
+    from kvcellar.attention.sdpa import Sdpa
+    from kvcellar.cache.group import Group
+    from kvcellar.cache.layouts import Causal, Chunked, Sliding
+    from kvcellar.cache.memory import Memory
     from kvcellar.engine.engine import Engine
     from kvcellar.engine.result import Result
     from kvcellar.engine.session import Session
+    from kvcellar.engine.settings import EngineOptions, Settings
+    from kvcellar.plan import Batch, Feed, Plan
     from kvcellar.progress import Progress
-    from kvcellar.sample.params import SamplingParams
+    from kvcellar.sample.params import SamplingOptions, SamplingParams
+    from kvcellar.shapes import Plane, Scoring, Storage
+    from kvcellar.spans import Span
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BadRequest",
+    "Batch",
+    "CacheFull",
     "CapacityTooSmall",
+    "Causal",
+    "Chunked",
     "Engine",
     "EngineClosed",
     "EngineFailed",
+    "EngineOptions",
+    "Feed",
+    "Group",
     "KvcellarError",
+    "Memory",
     "ModelNotFound",
     "ModelRefused",
     "NotSupported",
     "Overloaded",
+    "Plan",
+    "Plane",
     "Progress",
     "PromptTooLong",
+    "Reference",
     "Result",
+    "SamplingOptions",
     "SamplingParams",
+    "Scoring",
+    "Sdpa",
     "Session",
+    "Settings",
+    "Sliding",
+    "Span",
+    "Storage",
+    "UnknownSequence",
+    "WrongStage",
 ]
 
-_LIVES_IN = {
+_MODULES = {  # where each name that is not an error is defined
+    "Batch": "kvcellar.plan",
+    "Causal": "kvcellar.cache.layouts",
+    "Chunked": "kvcellar.cache.layouts",
     "Engine": "kvcellar.engine.engine",
+    "EngineOptions": "kvcellar.engine.settings",
+    "Feed": "kvcellar.plan",
+    "Group": "kvcellar.cache.group",
+    "Memory": "kvcellar.cache.memory",
+    "Plan": "kvcellar.plan",
+    "Plane": "kvcellar.shapes",
     "Progress": "kvcellar.progress",
+    "Reference": "kvcellar.attention.reference",
     "Result": "kvcellar.engine.result",
+    "SamplingOptions": "kvcellar.sample.params",
     "SamplingParams": "kvcellar.sample.params",
+    "Scoring": "kvcellar.shapes",
+    "Sdpa": "kvcellar.attention.sdpa",
     "Session": "kvcellar.engine.session",
+    "Settings": "kvcellar.engine.settings",
+    "Sliding": "kvcellar.cache.layouts",
+    "Span": "kvcellar.spans",
+    "Storage": "kvcellar.shapes",
 }
 
 
 def __getattr__(name: str) -> object:
-    if name not in _LIVES_IN:
+    if name not in _MODULES:
         raise AttributeError(f"kvcellar has no public name {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(_LIVES_IN[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -166,7 +166,8 @@ def run_one(model: str, minutes: float, seed: int) -> None:
             engine = Engine(**settings)
         else:
             write(NETWORK, Path(directory))
-            engine = Engine(directory, dtype=model, **settings)
+            settings["dtype"] = model
+            engine = Engine(directory, **settings)
         with engine:
             for sample in soak(engine, 60 * minutes, seed):
                 print(json.dumps(asdict(sample)), flush=True)

@@ -12,19 +12,19 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 
 from kvcellar.engine import intake
 from kvcellar.engine.imports import imported
 from kvcellar.engine.request import Request, fresh_seed
 from kvcellar.engine.result import Collector, Result, Ticket
-from kvcellar.engine.settings import Settings
+from kvcellar.engine.settings import EngineOptions, Settings
 from kvcellar.engine.stats import EngineStats, model_card, stats
 from kvcellar.engine.stream import Stream
 from kvcellar.errors import BadRequest, Overloaded, shown
 from kvcellar.events import Event
 from kvcellar.progress import Progress, listening
-from kvcellar.sample.params import SamplingParams, asked, check_ids
+from kvcellar.sample.params import SamplingOptions, SamplingParams, asked, check_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     from kvcellar.engine.session import Session
 
 Prompt = str | Sequence[int]
-_OPTIONAL = frozenset(
-    ("max_tokens", "seed", "logprobs", "top_h", "exponential_decay_length_penalty")
-)  # of these None says something; elsewhere it says nothing
+Prompts = Sequence[str] | Sequence[Sequence[int]]
+_OPTIONAL = frozenset(field.name for field in fields(SamplingParams) if field.default is None)
 
 
 class Engine:
@@ -56,7 +55,7 @@ class Engine:
         model: "str | Path | PreTrainedModel | None" = None,
         *,
         progress: Callable[[Progress], None] | None = None,
-        **settings: Any,
+        **settings: Unpack[EngineOptions],
     ) -> None:
         checked = _settings(settings)
         with listening(progress):
@@ -169,12 +168,12 @@ class Engine:
         return Ticket(lambda: self._loop.cancel(request), lambda: request.admitted is not None)
 
     @overload
-    def generate(self, prompt: str, **sampling: Any) -> Result: ...  # pyright: ignore[reportOverlappingOverload]
+    def generate(self, prompt: str, **sampling: Unpack[SamplingOptions]) -> Result: ...  # pyright: ignore[reportOverlappingOverload]
     @overload
-    def generate(self, prompt: Sequence[int], **sampling: Any) -> Result: ...
+    def generate(self, prompt: Sequence[int], **sampling: Unpack[SamplingOptions]) -> Result: ...
     @overload
-    def generate(self, prompt: Sequence[str] | Sequence[Sequence[int]], **sampling: Any) -> list[Result]: ...
-    def generate(self, prompt: Any, **sampling: Any) -> Result | list[Result]:
+    def generate(self, prompt: Prompts, **sampling: Unpack[SamplingOptions]) -> list[Result]: ...
+    def generate(self, prompt: Any, **sampling: Unpack[SamplingOptions]) -> Result | list[Result]:
         """Go on from a text or token ids; from a list of them as one batch, with one result each.
 
         Keyword arguments are the fields of `SamplingParams`; those not given are the model's own defaults.
@@ -187,7 +186,7 @@ class Engine:
             self._checked(ids, params)
         return self._together(every, params)
 
-    def stream(self, prompt: Prompt, **sampling: Any) -> Stream:
+    def stream(self, prompt: Prompt, **sampling: Unpack[SamplingOptions]) -> Stream:
         """Pieces of the answer as they come, with `for` or with `async for`. Leaving early cancels the request."""
         params = self.params(**sampling)
 
@@ -197,7 +196,7 @@ class Engine:
 
         return Stream(submit, params.n)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> Result:
+    def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Unpack[SamplingOptions]) -> Result:
         """The assistant's next message of a conversation."""
         return self._wait(self.render(messages, limit=self.model.context), self.params(**sampling))
 
@@ -210,8 +209,11 @@ class Engine:
 
         return Session(self, self._loop, self._sessions, chat=chat and self.model.has_chat)
 
-    def params(self, **sampling: Any) -> SamplingParams:
-        """Sampling parameters: the model's own defaults, with these fields instead."""
+    def params(self, **sampling: Unpack[SamplingOptions]) -> SamplingParams:
+        """The model's default sampling parameters with these fields replaced. Raises `BadRequest`.
+
+        None is ignored for a field that cannot be None.
+        """
         unknown = sorted(set(sampling) - intake.FIELDS)
         if unknown:
             names = sorted(intake.FIELDS)

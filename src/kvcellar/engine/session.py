@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 from kvcellar.engine import intake
 from kvcellar.engine.manager import common_prefix
@@ -27,7 +27,7 @@ from kvcellar.engine.result import Collector, Result, Ticket
 from kvcellar.engine.stats import ModelCard
 from kvcellar.errors import BadRequest, shown
 from kvcellar.events import Delta
-from kvcellar.sample.params import SamplingParams
+from kvcellar.sample.params import SamplingOptions, SamplingParams
 
 if TYPE_CHECKING:
     from kvcellar.engine.loop import Loop
@@ -40,7 +40,7 @@ class Host(Protocol):
 
     def encode(self, text: str, *, special: bool | None = None, limit: int | None = None) -> list[int]: ...
     def render(self, messages: Sequence[Mapping[str, Any]], *, limit: int | None = None) -> list[int]: ...
-    def params(self, **sampling: Any) -> SamplingParams: ...
+    def params(self, **sampling: Unpack[SamplingOptions]) -> SamplingParams: ...
     def start(
         self, ids: Sequence[int], params: SamplingParams, session: int, checkpoint_positions: Sequence[int]
     ) -> tuple[Collector, Ticket]: ...
@@ -84,7 +84,7 @@ class Session:
         self._forgotten = 0  # messages at the beginning that turns begin without
         self._turns: list[_Turn] = []
 
-    def send(self, text: str | Sequence[int], **sampling: Any) -> Result:
+    def send(self, text: str | Sequence[int], **sampling: Unpack[SamplingOptions]) -> Result:
         """Add a turn and wait for the answer. If it fails, the session is as it was before."""
         with closing(self._turn(text, sampling)) as turn:
             collector = next(turn)
@@ -93,7 +93,7 @@ class Session:
                 pass
             return collector.collected()
 
-    def stream(self, text: str | Sequence[int], **sampling: Any) -> Generator[Delta]:
+    def stream(self, text: str | Sequence[int], **sampling: Unpack[SamplingOptions]) -> Generator[Delta]:
         """The same, piece by piece. Leaving early cancels, and forgets the turn."""
         with closing(self._turn(text, sampling)) as turn:
             next(turn)
@@ -137,7 +137,7 @@ class Session:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _turn(self, text: str | Sequence[int], sampling: dict[str, Any]) -> Generator[Collector | Delta]:
+    def _turn(self, text: str | Sequence[int], sampling: SamplingOptions) -> Generator[Collector | Delta]:
         """First the collector, then the pieces; the turn counts only once it has come to its end."""
         with self._alone():
             params = self._engine.params(**sampling)

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypedDict
 
 from kvcellar.engine.cpus import PER_CPU, control_groups, most_threads, read
 from kvcellar.errors import BadRequest, CapacityTooSmall, shown
@@ -83,6 +83,23 @@ class Settings:
         if not least <= plain < 2**63:
             raise BadRequest(f"{name} must be a whole number of at least {least}, not {shown(value)}", name)
         object.__setattr__(self, name, plain)  # an int of a subclass may compare as it likes
+
+
+class EngineOptions(TypedDict, total=False):
+    """The fields of `Settings`, where each has its comment, as keyword arguments."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    device: str
+    cache_bytes: int | None
+    context: int | None
+    max_sequences: int
+    step_tokens: int
+    max_waiting: int
+    text_bytes: int | None
+    attention: str | None
+    threads: int | None
+    kv_dtype: str | None
+    pack: bool
 
 
 def text_bytes_of(settings: Settings, context: int) -> int:

@@ -4,10 +4,10 @@ Whether token ids are in the vocabulary is not known here: `check_ids` says so o
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypedDict
 
 from kvcellar.errors import BadRequest, shown
 
@@ -181,6 +181,41 @@ class SamplingParams:
         if type(plain) not in (int, float) or not low <= plain <= high or (above and plain == low):
             border = "above" if above else "from"
             raise BadRequest(f"{name} must be a finite number {border} {low:g} to {high:g}, not {_sent(value)}", name)
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `SamplingParams`, where each has its comment, as keyword arguments."""
+
+    max_tokens: int | None
+    min_tokens: int
+    min_length: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    top_h: float | None
+    epsilon_cutoff: float
+    eta_cutoff: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    repeat_last_n: int
+    logit_bias: Mapping[int, float]
+    sequence_bias: Mapping[tuple[int, ...], float]
+    no_repeat_ngram_size: int
+    bad_words_ids: Sequence[Sequence[int]]
+    suppress_tokens: Sequence[int]
+    begin_suppress_tokens: Sequence[int]
+    exponential_decay_length_penalty: tuple[int, float] | None
+    seed: int | None
+    n: int
+    logprobs: int | None
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    shift: bool
+    num_keep: int
 
 
 _NUMBERS = (

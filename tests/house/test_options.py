@@ -1,0 +1,47 @@
+"""Options of the public functions are typed: as keyword arguments they are the fields of the records they become."""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, Unpack, get_args, get_origin, get_type_hints
+
+import pytest
+
+from kvcellar import BadRequest, Engine, SamplingParams, Session, Settings
+from kvcellar.engine.settings import EngineOptions
+from kvcellar.sample.params import SamplingOptions
+
+SAMPLING = [Engine.generate, Engine.stream, Engine.chat, Engine.params, Session.send, Session.stream]
+
+
+def accepted(kind: Any) -> Any:
+    """The type of an option for a field of type `kind`: any sequence becomes a tuple, nothing else is converted."""
+    parts = get_args(kind)
+    if get_origin(kind) is tuple and parts[-1] is ...:
+        return Sequence[accepted(parts[0])]
+    return kind
+
+
+@pytest.mark.parametrize(("options", "record"), [(SamplingOptions, SamplingParams), (EngineOptions, Settings)])
+def test_options_are_the_fields_of_the_record(options: Any, record: Any) -> None:
+    hints = get_type_hints(record)
+    expected = {field.name: accepted(hints[field.name]) for field in fields(record)}
+    if record is SamplingParams:
+        expected["stop"] = str | expected["stop"]
+    assert get_type_hints(options) == expected
+    assert list(get_type_hints(options)) == list(expected), "in another order"
+    assert not options.__required_keys__
+
+
+@pytest.mark.parametrize("function", SAMPLING, ids=lambda function: function.__qualname__)
+def test_functions_that_sample_say_which_options_there_are(function: Any) -> None:
+    assert inspect.signature(function).parameters["sampling"].annotation == Unpack[SamplingOptions]
+
+
+def test_an_engine_says_which_options_there_are() -> None:
+    assert inspect.signature(Engine).parameters["settings"].annotation == Unpack[EngineOptions]
+
+
+def test_an_unknown_option_of_an_engine_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(BadRequest, match=r"no engine setting 'max_sequence'; there are .*'max_sequences'"):
+        Engine("nowhere", max_sequence=1)  # pyright: ignore[reportCallIssue]

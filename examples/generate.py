@@ -32,7 +32,7 @@ def main() -> list[str]:
     cache = GenerationCache.of(model, cells=512)
     ours = model.generate(**batch, past_key_values=cache, **how)
     assert torch.equal(ours, model.generate(**batch, **how)), "our cells gave another text than transformers' cache"
-    free = min(cache.memory.free().values())
+    free = min(cache.memory.storage.free().values())
     print(f"after greedy search: {len(cache.rows)} rows of {cache.get_seq_length()} tokens, {free} cells free")
     more = model.generate(
         ours, attention_mask=torch.cat([batch["attention_mask"], torch.ones(2, 12, dtype=torch.long)], 1),

@@ -134,7 +134,7 @@ def stepped(kept: Memory, feeds: dict[int, int], heads: int = 6, seed: int = 0) 
     numbers = torch.Generator().manual_seed(seed + sum(feeds.values()))
     starts = {seq: kept.length(seq) if kept.has(seq) else 0 for seq in feeds}
     kept.begin(Batch(tuple(Feed(seq, Span(starts[seq], starts[seq] + n)) for seq, n in feeds.items())))
-    (group,), rows = kept.groups, sum(feeds.values())
+    (group,), rows = kept.storage.groups, sum(feeds.values())
     new = [torch.randn(rows, plane.heads, plane.size, generator=numbers) for plane in group.planes]
     kept.put(0, *(x.to(kept.dtype) for x in new))
     return torch.randn(rows, heads, group.planes[0].size, generator=numbers)
@@ -203,7 +203,7 @@ def cells_of_last(kept: Memory, seq: int) -> list[int]:
 def test_cells_in_many_pieces(layout) -> None:
     texts, most = Texts(layout, (4, 2, 8, 12), 26, backend=Cpu()), 0
     for seq in 12 * list(range(5)):
-        if texts.memory.free()["g"] < 1:
+        if texts.memory.storage.free()["g"] < 1:
             oldest = max(texts.memory.sequences, key=texts.memory.length)
             texts.memory.drop(oldest)
             del texts.known[oldest]
@@ -255,7 +255,7 @@ def test_an_input_is_seen_whole_and_rows_without_one_answer_zeros() -> None:
     scoring = Scoring(0.3, sinks=torch.tensor([0.0, 1.0, -1.0, 2.0]))
     answers: list[list[Tensor]] = []
     for memory in kept:
-        memory.write_input(0, len(given), {1: (given, -given)})
+        memory.inputs.write(0, len(given), {1: (given, -given)})
         memory.begin(Batch((Feed(0, Span(0, 3)), Feed(1, Span(0, 2)))))
         memory.put(0, new, new)
         answers.append([memory.attend(layer, q, scoring) for layer in (0, 1)])
@@ -273,7 +273,7 @@ def test_keys_computed_from_what_is_stored_are_answered_as_by_products() -> None
     k, v, visible = texts.memory.get(7).dense()
     k, v, q = k.expand(-1, 4, -1), v.expand(-1, 4, -1), texts.draw(4, 4, 16)
     expected = attend_dense(q, k, v, visible, Scoring(0.5))
-    torch.testing.assert_close(texts.memory.attend_dense(7, q, k, v, Scoring(0.5)), expected, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(texts.memory.attend(7, q, Scoring(0.5), dense=(k, v)), expected, atol=2e-5, rtol=1e-5)
 
 
 @compiles

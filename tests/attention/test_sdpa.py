@@ -103,7 +103,7 @@ def test_a_row_that_sees_nothing_answers_zeros(backend, scoring) -> None:
     q = texts.begin({0: 3})
     k, v, visible = texts.memory.get(7).dense()
     visible[1] = False
-    got = texts.memory.attend_dense(7, q, k, v, scorings(4, 8)[scoring])
+    got = texts.memory.attend(7, q, scorings(4, 8)[scoring], dense=(k, v))
     assert got[1].eq(0).all()
     assert got[0].ne(0).any()
     assert got.isfinite().all()
@@ -118,7 +118,7 @@ def test_a_prompt_of_several_blocks(layout, new) -> None:
     k, v, visible = texts.memory.get(7).dense()
     expected = attend_dense(q, k, v, visible, Scoring(0.4))  # judged row by row above
     torch.testing.assert_close(texts.memory.attend(7, q, Scoring(0.4)), expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(texts.memory.attend_dense(7, q, k, v, Scoring(0.4)), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(texts.memory.attend(7, q, Scoring(0.4), dense=(k, v)), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -129,7 +129,7 @@ def test_cells_in_many_pieces(layout, tokens) -> None:
     texts, most = Texts(layout, (4, 2, 8, 12), 26 * tokens), 0
     for turn in range(12):
         for seq in range(5):
-            if texts.memory.free()["g"] < tokens:
+            if texts.memory.storage.free()["g"] < tokens:
                 oldest = max(texts.memory.sequences, key=texts.memory.length)
                 texts.memory.drop(oldest)
                 del texts.known[oldest]
@@ -173,7 +173,7 @@ def test_keys_that_were_computed_from_what_is_stored(backend) -> None:
     q = texts.draw(4, 4, 24)
     for scoring in scorings(4, 24).values():
         expected = attend_dense(q.double(), k.double(), v.double(), visible, scoring).float()
-        got = texts.memory.attend_dense(7, q, k, v, scoring)
+        got = texts.memory.attend(7, q, scoring, dense=(k, v))
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)
 
 
@@ -202,7 +202,7 @@ def test_a_row_alone_in_its_block_sees_no_other_sequence_through_computed_keys(f
     q = texts.begin({0: BLOCK, 1: 1})
     k, v, visible = texts.memory.get(7).dense()
     expected = attend_dense(q.double(), k.double(), v.double(), visible, Scoring(0.5)).float()
-    torch.testing.assert_close(texts.memory.attend_dense(7, q, k, v, Scoring(0.5)), expected, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(texts.memory.attend(7, q, Scoring(0.5), dense=(k, v)), expected, atol=2e-5, rtol=1e-5)
 
 
 def test_attending_changes_nothing_of_what_is_stored() -> None:

@@ -102,7 +102,7 @@ class Texts:
         error = TOLERANCE[self.dtype] * max(1.0, self.spread)
         torch.testing.assert_close(got.double(), self.expected(q, feeds, scoring), atol=error, rtol=error)
         k, v, _ = self.memory.get(7).dense()
-        dense = self.memory.attend_dense(7, q, k, v, scoring)
+        dense = self.memory.attend(7, q, scoring, dense=(k, v))
         torch.testing.assert_close(dense, got, atol=error, rtol=error)
         self.memory.commit()
 

@@ -44,14 +44,14 @@ def test_bytes_are_those_of_the_storages(dtype: torch.dtype, arrangement: Arrang
     memory = Memory(GROUPS, cells=CELLS, dtype=dtype, device="cpu", backend=Wishes(arrangement, padding))
     mine = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for held in memory._held
+        for held in memory._stores.all
         for layer in held.group.layers
         for plane in held.group.planes
         for tensor in held.pool.stored(layer, plane.name)._tensors
     }
-    assert memory.bytes == sum(mine.values())
+    assert memory.storage.bytes == sum(mine.values())
     places = {name: -(-(cells + 1) // padding) * padding for name, cells in CELLS.items()}
-    assert memory.bytes == sum(group.bytes_per_cell(dtype.itemsize) * places[group.name] for group in GROUPS)
+    assert memory.storage.bytes == sum(group.bytes_per_cell(dtype.itemsize) * places[group.name] for group in GROUPS)
 
 
 ROTATED = [
@@ -66,11 +66,11 @@ def test_a_memory_takes_nothing_beside_what_it_says(groups: list[Group]) -> None
     memory = Memory(groups, cells=CELLS, dtype=torch.float32, device="cpu", backend=Sdpa())
     after = storages()
     new = {where: size for where, size in after.items() if where not in before}
-    assert sum(new.values()) == memory.bytes
-    assert memory.bytes == sum(group.bytes(CELLS[group.name], 4, Sdpa()) for group in groups)
-    memory.resize("full", 50)
+    assert sum(new.values()) == memory.storage.bytes
+    assert memory.storage.bytes == sum(group.bytes(CELLS[group.name], 4, Sdpa()) for group in groups)
+    memory.storage.resize("full", 50)
     after = storages()
-    assert sum(size for where, size in after.items() if where not in before) == memory.bytes
+    assert sum(size for where, size in after.items() if where not in before) == memory.storage.bytes
 
 
 def test_scales_are_counted() -> None:
@@ -78,7 +78,7 @@ def test_scales_are_counted() -> None:
     memory = Memory(
         [Group("full", Causal(), planes, (0,))], cells={"full": 9}, dtype=torch.float32, device="cpu", backend=Sdpa()
     )
-    assert memory.bytes == 10 * 2 * ((64 + 2) + (32 + 2))
+    assert memory.storage.bytes == 10 * 2 * ((64 + 2) + (32 + 2))
 
 
 ROW = (StatePlane("state", (64, 64), "float32"), StatePlane("conv", (64, 3), "bfloat16"))
@@ -105,7 +105,7 @@ def test_cells_and_rows_take_no_memory_before_they_are_used(arrangement: Arrange
         recurrent=Recurrent({3: ROW, 4: ROW}),
         rows=8000,
     )
-    assert memory.bytes > 700 << 20
+    assert memory.storage.bytes > 700 << 20
     assert resident() - before < 32 << 20
     memory.check()
 

@@ -58,10 +58,10 @@ def test_a_state_row_lives_as_long_as_a_claim_has_its_checkpoint() -> None:
     made.check()
     assert made.claims.exclusive(first) == ({"full": 6, "window": 3}, 1)
     assert made.claims.exclusive(second, 9) == ({"full": 0, "window": 3}, 1)
-    free = made.free_rows()
+    free = made.rows.free
     assert free is not None
     made.claims.drop_checkpoint(first, 6)
-    assert made.free_rows() == free + 1
+    assert made.rows.free == free + 1
     made.claims.assemble(1, [first, second], 9)
     made.check()
     assert (made.length(1), state(made, 1)) == (9, sum(range(9)))
@@ -69,8 +69,8 @@ def test_a_state_row_lives_as_long_as_a_claim_has_its_checkpoint() -> None:
     assert state(made, 1) == sum(range(11))
     made.clear()
     made.check()
-    assert made.free_rows() == made.capacity_rows()
-    assert made.free() == made.capacity()
+    assert made.rows.free == made.rows.capacity
+    assert made.storage.free() == made.storage.capacity()
 
 
 def test_rows_that_claims_hold_are_not_given_up_for_others() -> None:
@@ -120,15 +120,15 @@ def test_compaction_ends_and_moves_what_only_claims_hold() -> None:
     for seq in range(6):
         made.drop(seq)
     made.claims.drop(claims[2])
-    moved = [made.compact(7) for _ in range(100)]
+    moved = [made.storage.compact(7) for _ in range(100)]
     assert moved[0]
     assert not moved[-1], "it never ends"
     made.check()
-    for held in made._held:
+    for held in made._stores.all:
         assert held.cells.highest == held.cells.used, "a hole is left"
     first = made.claims.of(claims[4])
     cells = [cell for run in first.tables[0].runs for cell in range(run.cell, run.end)]
-    assert made._held[0].pool.read(0, "k", torch.tensor(cells))[:, 0, 0].tolist() == [1, 2, 3, 4]
+    assert made._stores.all[0].pool.read(0, "k", torch.tensor(cells))[:, 0, 0].tolist() == [1, 2, 3, 4]
 
 
 def test_what_cannot_be_claimed_is_refused_with_the_reason() -> None:

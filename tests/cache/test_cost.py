@@ -78,7 +78,7 @@ def memories() -> list[Memory]:
     made = [memory_of(cells) for cells in (10**4, 10**5, 10**6)]
     for memory in made:
         for seq in range(32):
-            step(memory, {seq: memory.capacity()["full"] * 9 // 10 // 32 // 128 * 128 + 7})
+            step(memory, {seq: memory.storage.capacity()["full"] * 9 // 10 // 32 // 128 * 128 + 7})
         step(memory, dict.fromkeys(range(32), 1))
     return made
 

@@ -106,7 +106,7 @@ def test_a_step_that_keeps_nothing_leaves_an_empty_sequence() -> None:
     kept = memory()
     kept.begin(Batch((Feed(0, Span(0, 3)),)))
     kept.commit({0: 0})
-    assert (kept.sequences, kept.length(0), kept.free()) == ((0,), 0, kept.capacity())
+    assert (kept.sequences, kept.length(0), kept.storage.free()) == ((0,), 0, kept.storage.capacity())
     kept.drop(0)
     kept.check()
 
@@ -124,7 +124,7 @@ def inhabited() -> Memory:
         FULL, WINDOW, INPUT,
         cells={"full": 24, "window": 24, "cross": 6}, limits={3: 5}, max_bytes=ROOM,
     )  # fmt: skip
-    kept.write_input(0, 4, {7: (torch.ones(4, 2, 8), torch.ones(4, 2, 8))}, digest="cat")
+    kept.inputs.write(0, 4, {7: (torch.ones(4, 2, 8), torch.ones(4, 2, 8))}, digest="cat")
     for seq, n in ((0, 9), (1, 6)):
         kept.begin(feed(seq, 0, n))
         for layer in (0, 1, 2):
@@ -154,7 +154,7 @@ AT_REST: dict[str, tuple[Callable[[Memory], Any], type[Exception], str]] = {
     "a named sequence": (lambda m: m.begin(feed("one", 0, 1)), BadRequest, "a sequence is a whole number, not 'one'"),
     "a named row": (lambda m: m.begin(Batch.of(["one"], [0])), BadRequest, "a sequence is a whole number, not 'one'"),
     "a fork to a name": (lambda m: m.fork(0, "one", 3), BadRequest, "a sequence is a whole number, not 'one'"),
-    "an input of a name": (lambda m: m.share_input("one", "cat"), BadRequest, "a sequence is a whole number"),
+    "an input of a name": (lambda m: m.inputs.share("one", "cat"), BadRequest, "a sequence is a whole number"),
     "a huge position": (lambda m: m.can_cut(0, 10**5000), BadRequest, "of at most 63 bits, not a value of type int"),
     "a pair to look ahead": (
         lambda m: m.begin(Batch((Feed(0, Span(9, 12)),), ((0, (9, 10)),))),
@@ -192,14 +192,13 @@ AT_REST: dict[str, tuple[Callable[[Memory], Any], type[Exception], str]] = {
     "put": (lambda m: m.put(0, ROW, ROW), WrongStage, r"put\(\) needs an open step: begin\(\)"),
     "get": (lambda m: m.get(0), WrongStage, r"get\(\) needs an open step"),
     "attend": (lambda m: m.attend(0, ROW, Scoring(1.0)), WrongStage, "needs an open step"),
-    "attend_dense": (lambda m: m.attend_dense(0, ROW, ROW, ROW, Scoring(1.0)), WrongStage, "needs an open step"),
+    "attend_dense": (lambda m: m.attend(0, ROW, Scoring(1.0), dense=(ROW, ROW)), WrongStage, "needs an open step"),
     "commit": (lambda m: m.commit(), WrongStage, r"commit\(\) needs an open step"),
     "abandon": (lambda m: m.abandon(), WrongStage, r"abandon\(\) needs an open step"),
     # sequences
     "cut below": (lambda m: m.can_cut(0, -1), BadRequest, "-1 is not a position"),
     "cut below, a stranger": (lambda m: m.can_cut(8, -1), BadRequest, "-1 is not a position"),
     "cut a token": (lambda m: m.can_cut(0, 2.5), BadRequest, "a position is a whole number, not 2.5"),
-    "resume in a token": (lambda m: m.can_resume(0, 2.5), BadRequest, "a position is a whole number, not 2.5"),
     "fork within a token": (lambda m: m.fork(0, 5, 2.5), BadRequest, "a position is a whole number, not 2.5"),
     "fork onto one that is there": (lambda m: m.fork(0, 1, None), BadRequest, "a whole number, not None"),
     "remove half a token": (lambda m: m.remove(0, Span(8, 8.5)), BadRequest, "a position is a whole number, not 8.5"),
@@ -215,43 +214,51 @@ AT_REST: dict[str, tuple[Callable[[Memory], Any], type[Exception], str]] = {
     "shift": (lambda m: m.remove(0, Span(6, 7)), NotSupported, "full layers cannot be shifted.*nobody has said"),
     # inputs
     "a second input": (
-        lambda m: m.write_input(0, 1, {7: (ROW, ROW)}),
+        lambda m: m.inputs.write(0, 1, {7: (ROW, ROW)}),
         BadRequest,
         "sequence 0 has an input of 4 positions, and can have no other",
     ),
-    "another length": (lambda m: m.write_input(1, 1, {7: (ROW, ROW)}, digest="cat"), BadRequest, "4 positions, not 1"),
-    "an input for text": (lambda m: m.write_input(1, 1, {0: (ROW, ROW)}), BadRequest, r"for the layers \[7\]"),
-    "a long input": (lambda m: m.write_input(1, 7, {7: (ROW, ROW)}), BadRequest, "cross layers take 1 to 6"),
-    "half an input": (lambda m: m.write_input(1, 1.5, {7: (ROW, ROW)}), BadRequest, "whole number, not 1.5"),
-    "no input": (lambda m: m.write_input(1, 0, {7: (ROW, ROW)}), BadRequest, "an input of 0 positions"),
+    "another length": (lambda m: m.inputs.write(1, 1, {7: (ROW, ROW)}, digest="cat"), BadRequest, "4 positions, not 1"),
+    "an input for text": (lambda m: m.inputs.write(1, 1, {0: (ROW, ROW)}), BadRequest, r"for the layers \[7\]"),
+    "a long input": (lambda m: m.inputs.write(1, 7, {7: (ROW, ROW)}), BadRequest, "cross layers take 1 to 6"),
+    "half an input": (lambda m: m.inputs.write(1, 1.5, {7: (ROW, ROW)}), BadRequest, "whole number, not 1.5"),
+    "no input": (lambda m: m.inputs.write(1, 0, {7: (ROW, ROW)}), BadRequest, "an input of 0 positions"),
     "an input of integers": (
-        lambda m: m.write_input(1, 1, {7: (ROW, ROW.int())}),
+        lambda m: m.inputs.write(1, 1, {7: (ROW, ROW.int())}),
         BadRequest,
         r"layer 7 was given v \[1, 2, 8\] of torch.int32; it wants \[1, 2, 8\] of floats",
     ),
     "a full input": (
-        lambda m: m.write_input(1, 3, {7: (ROW.expand(3, 2, 8), ROW.expand(3, 2, 8))}),
+        lambda m: m.inputs.write(1, 3, {7: (ROW.expand(3, 2, 8), ROW.expand(3, 2, 8))}),
         CacheFull,
         "need 3 cells in group cross; 2 are free",
     ),
-    "the input of a stranger": (lambda m: m.read_input(7, "k", [8]), UnknownSequence, "sequence 8"),
-    "inputs of two lengths": (lambda m: m.read_input(7, "k", [0, 1]), BadRequest, r"are \[0, 4\] long in layer 7"),
-    "text as an input": (lambda m: m.read_input(0, "k", [0]), BadRequest, "layer 0"),
+    "the input of a stranger": (lambda m: m.inputs.read(7, "k", [8]), UnknownSequence, "sequence 8"),
+    "inputs of two lengths": (lambda m: m.inputs.read(7, "k", [0, 1]), BadRequest, r"are \[0, 4\] long in layer 7"),
+    "text as an input": (lambda m: m.inputs.read(0, "k", [0]), BadRequest, "layer 0"),
     # storage
-    "no budget": (lambda m: m.compact(0), BadRequest, "one or more"),
-    "half a cell to move": (lambda m: m.compact(0.5), BadRequest, "a budget of cells is a whole number, not 0.5"),
-    "half a cell": (lambda m: m.resize("full", 24.5), BadRequest, "a capacity in cells is a whole number, not 24.5"),
-    "half a byte": (lambda m: m.leave_room(0.5), BadRequest, "scratch is a whole number, not 0.5"),
-    "no such group": (lambda m: m.resize("half", 9), BadRequest, "the groups are full, window, cross"),
-    "no cells": (lambda m: m.resize("full", 0), BadRequest, "one cell is the least"),
-    "cells in use": (lambda m: m.resize("cross", 3), CapacityTooSmall, "it can shrink to 4 cells now"),
+    "no budget": (lambda m: m.storage.compact(0), BadRequest, "one or more"),
+    "half a cell to move": (
+        lambda m: m.storage.compact(0.5),
+        BadRequest,
+        "a budget of cells is a whole number, not 0.5",
+    ),
+    "half a cell": (
+        lambda m: m.storage.resize("full", 24.5),
+        BadRequest,
+        "a capacity in cells is a whole number, not 24.5",
+    ),
+    "half a byte": (lambda m: m.storage.leave_room(0.5), BadRequest, "scratch is a whole number, not 0.5"),
+    "no such group": (lambda m: m.storage.resize("half", 9), BadRequest, "the groups are full, window, cross"),
+    "no cells": (lambda m: m.storage.resize("full", 0), BadRequest, "one cell is the least"),
+    "cells in use": (lambda m: m.storage.resize("cross", 3), CapacityTooSmall, "it can shrink to 4 cells now"),
     "beyond the cap": (
-        lambda m: m.resize("full", 900),
+        lambda m: m.storage.resize("full", 900),
         CapacityTooSmall,
         r"bytes would be needed.* are allowed. Raise max_bytes \(cache_bytes\), or resize full to fewer cells than 900",
     ),
-    "no room for a step": (lambda m: m.leave_room(ROOM), CapacityTooSmall, "lower cells or step_tokens"),
-    "less than nothing": (lambda m: m.leave_room(-1), BadRequest, "say 0 or more"),
+    "no room for a step": (lambda m: m.storage.leave_room(ROOM), CapacityTooSmall, "lower cells or step_tokens"),
+    "less than nothing": (lambda m: m.storage.leave_room(-1), BadRequest, "say 0 or more"),
 }
 
 
@@ -274,10 +281,10 @@ IN_A_STEP: dict[str, tuple[Callable[[Memory], Any], type[Exception], str]] = {
     "fork": (lambda m: m.fork(0, 5, 1), WrongStage, r"fork\(\) while"),
     "remove": (lambda m: m.remove(0, Span(3, 9)), WrongStage, r"remove\(\) while"),
     "drop": (lambda m: m.drop(1), WrongStage, r"drop\(\) while"),
-    "compact": (lambda m: m.compact(9), WrongStage, r"compact\(\) while"),
-    "resize": (lambda m: m.resize("full", 30), WrongStage, r"resize\(\) while"),
-    "write_input": (lambda m: m.write_input(1, 1, {7: (ROW, ROW)}), WrongStage, r"write_input\(\) while"),
-    "share_input": (lambda m: m.share_input(1, "cat"), WrongStage, r"share_input\(\) while"),
+    "compact": (lambda m: m.storage.compact(9), WrongStage, r"compact\(\) while"),
+    "resize": (lambda m: m.storage.resize("full", 30), WrongStage, r"resize\(\) while"),
+    "write_input": (lambda m: m.inputs.write(1, 1, {7: (ROW, ROW)}), WrongStage, r"inputs.write\(\) while"),
+    "share_input": (lambda m: m.inputs.share(1, "cat"), WrongStage, r"inputs.share\(\) while"),
     "more rows": (
         lambda m: m.put(2, NEW.repeat(2, 1, 1), NEW),
         BadRequest,
@@ -293,7 +300,7 @@ IN_A_STEP: dict[str, tuple[Callable[[Memory], Any], type[Exception], str]] = {
     "twice": (lambda m: m.put(0, NEW, NEW), BadRequest, "layer 0 was given its k and v of this step before"),
     "no such layer": (lambda m: m.put(60, NEW, NEW), BadRequest, "layer 60 is in no group"),
     "get of no such layer": (lambda m: m.get(60), BadRequest, "layer 60 is in no group"),
-    "an input": (lambda m: m.put(7, NEW, NEW), BadRequest, "layer 7 remembers an input, which write_input"),
+    "an input": (lambda m: m.put(7, NEW, NEW), BadRequest, "layer 7 remembers an input, which inputs.write"),
     "too many": (lambda m: m.commit({0: 3}), BadRequest, "3 of 2 new tokens of sequence 0"),
     "too few": (lambda m: m.commit({5: -1}), BadRequest, "-1 of 1 new tokens of sequence 5"),
     "of a stranger": (lambda m: m.commit({0: 1, 99: 0}), BadRequest, r"sequences \[99\] store nothing in this step"),
@@ -333,7 +340,7 @@ def test_a_reserved_step_is_not_kept() -> None:
 
 
 def test_a_memory_that_does_not_fit_its_cap_says_which_number_to_change() -> None:
-    need = inhabited().bytes + inhabited().staging
+    need = inhabited().storage.bytes + inhabited().storage.staging
     says = rf"{need} bytes would be needed.*{need - 1} are allowed. Raise max_bytes \(cache_bytes\), or lower cells"
     with pytest.raises(CapacityTooSmall, match=says):
         memory(FULL, WINDOW, INPUT, cells={"full": 24, "window": 24, "cross": 6}, max_bytes=need - 1)

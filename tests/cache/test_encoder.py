@@ -98,7 +98,7 @@ def test_every_row_sees_all_of_its_own_input_and_nothing_of_others(inputs, turns
     mem = memory(cells=200, inputs=100)
     for seq, n in enumerate(inputs):
         if n:
-            assert mem.write_input(seq, n, of(seq, n))
+            assert mem.inputs.write(seq, n, of(seq, n))
     lengths = dict(enumerate(inputs))
     for feeds in turns:
         step(mem, feeds, commit=False)
@@ -107,7 +107,7 @@ def test_every_row_sees_all_of_its_own_input_and_nothing_of_others(inputs, turns
             assert seen(mem, layer) == expected
         mem.check()
         mem.commit()
-    assert {seq: mem.input_length(seq) for seq in lengths} == lengths
+    assert {seq: mem.inputs.length(seq) for seq in lengths} == lengths
     mem.check()
 
 
@@ -122,14 +122,14 @@ def test_attention_to_an_input_is_that_of_the_dense_view(backend, sinks):
             layer: (torch.randn(n, g, k, generator=draw), torch.randn(n, g, v, generator=draw))
             for layer, (g, k, v) in shapes.items()
         }
-        mem.write_input(seq, n, planes)
+        mem.inputs.write(seq, n, planes)
     step(mem, {0: 3, 1: 5, 2: 2, 3: 1}, commit=False)
     for layer in INPUT:
         q = torch.randn(11, 4, SIZES[layer][1], generator=draw)
         scoring = Scoring(0.3, sinks=torch.randn(4, generator=draw) if sinks else None)
         k, v, visible = mem.get(layer).dense()
         expected = attend_dense(q.double(), k, v, visible, scoring).float()
-        for got in (mem.attend(layer, q, scoring), mem.attend_dense(layer, q, k, v, scoring)):
+        for got in (mem.attend(layer, q, scoring), mem.attend(layer, q, scoring, dense=(k, v))):
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
         assert expected[:8].abs().min() > 0
         assert not expected[8:10].any(), "sequence 2 has no input: its rows answer zeros"
@@ -146,7 +146,7 @@ def test_where_nobody_has_an_input_everybody_answers_zeros():
 
 def test_a_row_that_only_asks_sees_the_input_too():
     mem = memory()
-    mem.write_input(0, 6, of(0, 6))
+    mem.inputs.write(0, 6, of(0, 6))
     step(mem, {0: 4})
     mem.begin(Batch((Feed(0, Span(3, 5), stores=False),)))
     assert seen(mem, 10) == [set(_tokens(0, 6))] * 2
@@ -156,18 +156,18 @@ def test_a_row_that_only_asks_sees_the_input_too():
 
 def test_an_input_is_read_between_steps_too():
     mem = memory()
-    mem.write_input(4, 6, of(4, 6))
-    mem.write_input(5, 6, of(5, 6))
-    mem.write_input(6, 2, of(6, 2))
+    mem.inputs.write(4, 6, of(4, 6))
+    mem.inputs.write(5, 6, of(5, 6))
+    mem.inputs.write(6, 2, of(6, 2))
     for layer in INPUT:
         for plane, name in enumerate("kv"):
-            stored = mem.read_input(layer, name, [5, 4, 5])
+            stored = mem.inputs.read(layer, name, [5, 4, 5])
             spelt = [identity.spelled(row, layer, plane) for row in stored]
             assert spelt == [list(_tokens(seq, 6)) for seq in (5, 4, 5)]
     with pytest.raises(BadRequest, match=re.escape("[2, 6]")):
-        mem.read_input(10, "k", [4, 6])
+        mem.inputs.read(10, "k", [4, 6])
     with pytest.raises(BadRequest, match="layer 0"):
-        mem.read_input(0, "k", [4])
+        mem.inputs.read(0, "k", [4])
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4+hadamard", "fp8"])
@@ -178,7 +178,7 @@ def test_an_input_can_be_stored_in_fewer_bits(kind):
     mem = Memory([text, Group("cross", Input(9), planes, (10,))], cells={"full": 9, "cross": 9}, dtype=torch.float32,
                  device="cpu", backend=Sdpa())  # fmt: skip
     k, v = torch.randn(2, 7, 2, 16, generator=torch.Generator().manual_seed(1))
-    mem.write_input(0, 7, {10: (k, v)})
+    mem.inputs.write(0, 7, {10: (k, v)})
     mem.begin(Batch((Feed(0, Span(0, 1)),)))
     q = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(2))
     stored_k, stored_v, visible = mem.get(10).dense()
@@ -192,30 +192,30 @@ def test_an_input_can_be_stored_in_fewer_bits(kind):
 
 def test_an_input_is_shared_by_forks_stays_through_edits_and_is_free_when_the_last_one_goes():
     mem = memory()
-    free = mem.free()
-    mem.write_input(0, 8, of(0, 8))
-    assert mem.free() == free | {"cross": 32, "wide": 32}
+    free = mem.storage.free()
+    mem.inputs.write(0, 8, of(0, 8))
+    assert mem.storage.free() == free | {"cross": 32, "wide": 32}
     step(mem, {0: 9})
     assert mem.fork(0, 1, upto=9) == 9
     assert mem.fork(0, 2, upto=0) == 0
-    assert mem.free()["cross"] == 32, "nothing was copied"
+    assert mem.storage.free()["cross"] == 32, "nothing was copied"
     assert mem.remove(0, Span(8, 9)) == 8
     assert mem.remove(1, Span(0, 9)) == 0
-    assert [mem.input_length(seq) for seq in (0, 1, 2, 3)] == [8, 8, 8, 0]
+    assert [mem.inputs.length(seq) for seq in (0, 1, 2, 3)] == [8, 8, 8, 0]
     assert mem.held(1)["cross"] == Span(0, 8)
     mem.drop(0)
     mem.check()
     step(mem, {1: 1, 2: 2}, commit=False)
     assert seen(mem, 12) == [set(_tokens(0, 8))] * 3
     mem.abandon()
-    mem.write_input(7, 3, of(7, 3))
+    mem.inputs.write(7, 3, of(7, 3))
     assert mem.fork(2, 7, upto=0) == 0
-    assert mem.input_length(7) == 8, "what it was before is forgotten, its input too"
+    assert mem.inputs.length(7) == 8, "what it was before is forgotten, its input too"
     mem.drop(1)
     mem.drop(2)
-    assert mem.free()["wide"] == 32
+    assert mem.storage.free()["wide"] == 32
     mem.drop(7)
-    assert mem.free() == free
+    assert mem.storage.free() == free
 
 
 def test_a_shift_of_the_text_passes_the_input_by():
@@ -223,7 +223,7 @@ def test_a_shift_of_the_text_passes_the_input_by():
         [g for g in groups() if g.name != "window"],
         cells={"full": 60, "cross": 40, "wide": 40}, dtype=torch.float32, device="cpu", backend=Sdpa(),
     )  # fmt: skip
-    mem.write_input(0, 5, of(0, 5))
+    mem.inputs.write(0, 5, of(0, 5))
     mem.begin(Batch((Feed(0, Span(0, 12)),)))
     for layer in (0, 1):
         mem.put(layer, *words(layer, range(12)))
@@ -236,19 +236,19 @@ def test_a_shift_of_the_text_passes_the_input_by():
         assert seen(mem, 11) == [set(_tokens(0, 5))]
         mem.abandon()
     assert mem.can_cut(0, 4) == 4
-    assert mem.free()["cross"] == 35
+    assert mem.storage.free()["cross"] == 35
 
 
 def test_who_has_the_same_digest_shares_the_cells_and_nothing_is_written_again():
     mem = memory()
-    assert not mem.share_input(0, "cat")
+    assert not mem.inputs.share(0, "cat")
     assert not mem.has(0)
-    assert mem.write_input(0, 8, of(0, 8), digest="cat")
+    assert mem.inputs.write(0, 8, of(0, 8), digest="cat")
     with mock.patch.object(Pool, "write", side_effect=AssertionError("written again")):
-        assert not mem.write_input(1, 8, of(1, 8), digest="cat")
-        assert mem.share_input(2, "cat")
-    assert mem.write_input(3, 8, of(3, 8), digest="dog")
-    assert mem.free()["cross"] == 40 - 16
+        assert not mem.inputs.write(1, 8, of(1, 8), digest="cat")
+        assert mem.inputs.share(2, "cat")
+    assert mem.inputs.write(3, 8, of(3, 8), digest="dog")
+    assert mem.storage.free()["cross"] == 40 - 16
     step(mem, {0: 1, 1: 2, 2: 1, 3: 1}, commit=False)
     assert seen(mem, 11) == [set(_tokens(0, 8))] * 4 + [set(_tokens(3, 8))]
     mem.commit()
@@ -256,29 +256,29 @@ def test_who_has_the_same_digest_shares_the_cells_and_nothing_is_written_again()
     for seq in (0, 1, 2):
         mem.drop(seq)
         mem.check()
-    assert mem.share_input(5, "cat"), "a fork has the digest of what it was forked from"
+    assert mem.inputs.share(5, "cat"), "a fork has the digest of what it was forked from"
     mem.drop(4)
     mem.drop(5)
-    assert not mem.share_input(6, "cat"), "nobody has it any more"
-    assert mem.write_input(6, 2, of(6, 2), digest="cat")
+    assert not mem.inputs.share(6, "cat"), "nobody has it any more"
+    assert mem.inputs.write(6, 2, of(6, 2), digest="cat")
     mem.clear()
-    assert mem.free() == mem.capacity()
-    assert not mem.share_input(1, "dog")
+    assert mem.storage.free() == mem.storage.capacity()
+    assert not mem.inputs.share(1, "dog")
 
 
 def test_inputs_move_together_and_the_group_can_shrink_and_grow():
     mem = memory()
     for seq, n in enumerate((7, 9, 5, 6)):
-        mem.write_input(seq, n, of(seq, n), digest=str(seq))
+        mem.inputs.write(seq, n, of(seq, n), digest=str(seq))
     mem.fork(1, 5, upto=0)
     mem.drop(0)
     mem.drop(2)
-    while mem.compact(3):
+    while mem.storage.compact(3):
         mem.check()
-    mem.resize("cross", 15)
-    mem.resize("wide", 15)
-    assert mem.free() | {"full": 0, "window": 0} == {"full": 0, "window": 0, "cross": 0, "wide": 0}
-    mem.resize("cross", 30)
+    mem.storage.resize("cross", 15)
+    mem.storage.resize("wide", 15)
+    assert mem.storage.free() | {"full": 0, "window": 0} == {"full": 0, "window": 0, "cross": 0, "wide": 0}
+    mem.storage.resize("cross", 30)
     mem.check()
     step(mem, {1: 1, 3: 2, 5: 1}, commit=False)
     for layer in INPUT:
@@ -290,42 +290,42 @@ def test_inputs_move_together_and_the_group_can_shrink_and_grow():
 
 def test_an_input_that_cannot_be_is_refused_and_nothing_has_changed():
     mem = memory(inputs=10)
-    mem.write_input(0, 8, of(0, 8), digest="cat")
+    mem.inputs.write(0, 8, of(0, 8), digest="cat")
     short = {layer: planes for layer, planes in of(1, 2).items() if layer != 11}
     more = of(1, 2) | {0: words(0, range(2))}
     with nothing_changes(mem):
         with pytest.raises(BadRequest, match="has an input of 8"):
-            mem.write_input(0, 2, of(1, 2))
+            mem.inputs.write(0, 2, of(1, 2))
         with pytest.raises(BadRequest, match="has an input of 8"):
-            mem.share_input(0, "cat")
+            mem.inputs.share(0, "cat")
         with pytest.raises(BadRequest, match="8 positions, not 2"):
-            mem.write_input(1, 2, of(1, 2), digest="cat")
+            mem.inputs.write(1, 2, of(1, 2), digest="cat")
         with pytest.raises(CacheFull) as full:
-            mem.write_input(1, 3, of(1, 3), digest="dog")
+            mem.inputs.write(1, 3, of(1, 3), digest="dog")
         assert (full.value.group, full.value.need, full.value.free) == ("cross", 3, 2)
         for planes in (short, more, {}):
             with pytest.raises(BadRequest, match="for the layers"):
-                mem.write_input(1, 2, planes)
+                mem.inputs.write(1, 2, planes)
         with pytest.raises(BadRequest, match="wants"):
-            mem.write_input(1, 1, of(1, 2))
+            mem.inputs.write(1, 1, of(1, 2))
         for n in (0, 21):
             with pytest.raises(BadRequest, match="take 1 to 20"):
-                mem.write_input(1, n, of(1, n))
+                mem.inputs.write(1, n, of(1, n))
         with pytest.raises(UnknownSequence):
             mem.fork(1, 2, upto=0)
     step(mem, {0: 1}, commit=False)
-    for call in (lambda: mem.write_input(1, 1, of(1, 1)), lambda: mem.share_input(1, "cat")):
+    for call in (lambda: mem.inputs.write(1, 1, of(1, 1)), lambda: mem.inputs.share(1, "cat")):
         with pytest.raises(WrongStage):
             call()
-    with pytest.raises(BadRequest, match="write_input"):
+    with pytest.raises(BadRequest, match=r"inputs.write"):
         mem.put(10, *words(10, range(1)))
     mem.abandon()
-    assert mem.write_input(1, 2, of(1, 2)), "as much as is free"
+    assert mem.inputs.write(1, 2, of(1, 2)), "as much as is free"
 
 
 def test_a_full_input_does_not_stop_the_text():
     mem = memory(inputs=4)
-    mem.write_input(0, 4, of(0, 4))
+    mem.inputs.write(0, 4, of(0, 4))
     step(mem, {0: 9})
     step(mem, {0: 1}, commit=False)
     assert seen(mem, 10) == [set(_tokens(0, 4))]
@@ -352,5 +352,5 @@ def test_a_memory_of_inputs_alone_and_keys_that_turn_are_refused():
         Input(0)
     text = Memory([groups()[1]], cells={"full": 9}, dtype=torch.float32, device="cpu", backend=Sdpa())
     with pytest.raises(BadRequest, match="no layers for an input"):
-        text.write_input(0, 2, {})
-    assert text.input_length(0) == 0
+        text.inputs.write(0, 2, {})
+    assert text.inputs.length(0) == 0

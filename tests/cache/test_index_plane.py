@@ -61,7 +61,7 @@ class Texts:
         self.memory.begin(Batch((Feed(seq, Span(start, start + n)),)))
         for group in GROUPS:
             for layer in group.layers:
-                index = [lambda layer=layer: self.memory.put_plane(layer, "index", said(INDEX, layer, new))]
+                index = [lambda layer=layer: self.memory.put(layer, index=said(INDEX, layer, new))]
                 kv = [lambda layer=layer: self.memory.put(layer, said(K, layer, new), said(V, layer, new))]
                 index = index if INDEX in group.planes else []
                 for put in index + kv if index_first else kv + index:
@@ -70,12 +70,12 @@ class Texts:
         self.tokens.setdefault(seq, []).extend(new)
 
     def play(self, name: str, *what: int) -> None:
-        if name == "step" and what[1] <= min(self.memory.free().values()):
+        if name == "step" and what[1] <= min(self.memory.storage.free().values()):
             self.step(what[0], what[1], index_first=bool(what[2]))
         elif name == "compact":
-            self.memory.compact(what[0])
-        elif name == "resize" and what[0] >= self.memory._held[0].cells.highest:
-            self.memory.resize("indexed", what[0])
+            self.memory.storage.compact(what[0])
+        elif name == "resize" and what[0] >= self.memory._stores.all[0].cells.highest:
+            self.memory.storage.resize("indexed", what[0])
         elif name == "fork" and what[0] in self.tokens and what[0] != what[1]:
             self.tokens[what[1]] = self.tokens[what[0]][: self.memory.fork(*what)]
         elif name == "cut" and what[0] in self.tokens and what[1] < len(self.tokens[what[0]]):
@@ -115,12 +115,12 @@ def test_it_is_shared_by_forks_and_moved_by_compaction() -> None:
     texts = Texts(Sdpa())
     for move in (("step", 0, 8, 1), ("step", 1, 8, 0), ("fork", 1, 2, 6), ("step", 2, 3, 1), ("drop", 0)):
         texts.play(*move)
-    free, moved = texts.memory.free(), 0
-    while cells := texts.memory.compact(100):
+    free, moved = texts.memory.storage.free(), 0
+    while cells := texts.memory.storage.compact(100):
         moved += cells
         texts.check()
     assert moved > 11, "of both groups"
-    assert texts.memory.free() == free, "two sequences still share six cells"
+    assert texts.memory.storage.free() == free, "two sequences still share six cells"
 
 
 def test_a_backend_that_says_where_it_wants_keys_and_values_says_nothing_of_others() -> None:
@@ -135,8 +135,8 @@ def test_a_backend_that_says_where_it_wants_keys_and_values_says_nothing_of_othe
 def test_each_plane_is_stored_once_a_step_in_its_own_shape() -> None:
     kept = memory(Reference())
     index, k, v = (said(plane, 0, [1, 2, 3]) for plane in (INDEX, K, V))
-    with pytest.raises(WrongStage, match="put_plane"):
-        kept.put_plane(0, "index", index)
+    with pytest.raises(WrongStage, match="put"):
+        kept.put(0, index=index)
     kept.begin(Batch((Feed(0, Span(0, 3)),)))
     for layer, name, values, says in (
         (0, "index", index[:2], r"given index \[2, 1, 6\].*wants \[3, 1, 6\]"),
@@ -146,12 +146,12 @@ def test_each_plane_is_stored_once_a_step_in_its_own_shape() -> None:
         (5, "index", index, "layer 5 is in no group"),
     ):
         with nothing_changes(kept), pytest.raises(BadRequest, match=says):
-            kept.put_plane(layer, name, values)
-    kept.put_plane(0, "index", index)
+            kept.put(layer, **{name: values})
+    kept.put(0, index=index)
     kept.put(0, k, v)
     for again, says in (
-        (lambda: kept.put_plane(0, "index", index + 1), "layer 0 was given its index of this step before"),
-        (lambda: kept.put_plane(0, "k", k + 1), "layer 0 was given its k of this step before"),
+        (lambda: kept.put(0, index=index + 1), "layer 0 was given its index of this step before"),
+        (lambda: kept.put(0, k=k + 1), "layer 0 was given its k of this step before"),
         (lambda: kept.put(0, k + 1, v), "layer 0 was given its k and v of this step before"),
     ):
         with nothing_changes(kept), pytest.raises(BadRequest, match=says):
@@ -164,9 +164,11 @@ def test_its_bytes_are_counted_and_it_keeps_its_own_type() -> None:
     with_index, without = (
         memory(Reference(), Group("indexed", Causal(), planes, (0, 2))) for planes in ((*stored, INDEX), stored)
     )
-    assert with_index.bytes - without.bytes == 2 * 61 * 6 * 4  # layers, cells and the null cell, elements, bytes
+    assert (
+        with_index.storage.bytes - without.storage.bytes == 2 * 61 * 6 * 4
+    )  # layers, cells and the null cell, elements, bytes
     with_index.begin(Batch((Feed(0, Span(0, 3)),)))
     exact = torch.rand(3, 1, 6, generator=torch.Generator().manual_seed(1))
-    with_index.put_plane(0, "index", exact)
+    with_index.put(0, index=exact)
     (read,) = with_index.get(0).plane_in_order("index")
     assert torch.equal(read, exact)

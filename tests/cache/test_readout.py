@@ -45,7 +45,7 @@ def feed(made: Memory, seq: int, n: int, draw: torch.Generator) -> None:
     for layer in (0, 3, 1):
         k, v = (
             torch.randn(n, 2, plane.size, generator=draw)
-            for group in made.groups
+            for group in made.storage.groups
             if layer in group.layers
             for plane in group.planes
         )
@@ -106,7 +106,7 @@ def test_windows_that_overlap_are_read_out_once_and_share_their_cells_again() ->
     assert record.stretches[1].span == Span(6, 11)
     other = memory()
     other.claims.write_back(record, chunks)
-    assert other.free() == {"full": 80 - 11, "window": 80 - 5}
+    assert other.storage.free() == {"full": 80 - 11, "window": 80 - 5}
 
 
 def test_steps_and_compaction_between_two_chunks_change_nothing_of_what_is_read_out() -> None:
@@ -121,15 +121,15 @@ def test_steps_and_compaction_between_two_chunks_change_nothing_of_what_is_read_
                 made.drop(0)
                 made.claims.drop(claim)
                 made.drop(7)
-            moved = made.compact(9)
+            moved = made.storage.compact(9)
             feed(made, 50 + number, 2, draw)
             made.drop(50 + number)
             made.check()
             assert number or moved
     assert as_numbers(seen) == as_numbers(chunks)
     made.check()
-    assert made.free() == made.capacity()
-    assert made.free_rows() == made.capacity_rows()
+    assert made.storage.free() == made.storage.capacity()
+    assert made.rows.free == made.rows.capacity
 
 
 def test_memories_of_other_groups_are_told_apart() -> None:
@@ -149,7 +149,7 @@ def test_too_few_cells_or_rows_are_said_before_anything_is_taken() -> None:
     for other, error in ((memory(cells=10), "cells in group full"), (memory(rows=1), "rows")):
         with nothing_changes(other), pytest.raises(CacheFull, match=error):
             other.claims.write_back(record, chunks)
-        assert other.free_rows() == other.capacity_rows()
+        assert other.rows.free == other.rows.capacity
 
 
 def test_a_record_that_contradicts_itself_is_refused_before_anything_is_allocated() -> None:

@@ -30,12 +30,11 @@ def allocations(memory: Memory, fails: set[int]) -> Iterator[list[int]]:
             seen.append(0)
             raise MemoryError("no room for a plane")
         made.append(really(*args, **named))  # pyright: ignore[reportArgumentType, reportCallIssue]
-        held = {
-            id(t) for h in memory._held for of in h.pool._of.values() for kept in of.values() for t in kept._tensors
-        }
+        planes = [plane for store in memory._stores.all for of in store.pool._of.values() for plane in of.values()]
+        held = {id(tensor) for plane in planes for tensor in plane._tensors}
         new = sum(tensor.nbytes for tensor in made if id(tensor) not in held)
         made[:] = [tensor for tensor in made[-2:] if id(tensor) not in held]
-        seen.append(memory.bytes + new)
+        seen.append(memory.storage.bytes + new)
         return made[-1]
 
     with mock.patch.object(torch, "empty", empty):
@@ -50,22 +49,22 @@ def allocations(memory: Memory, fails: set[int]) -> Iterator[list[int]]:
 def test_what_is_held_stays_and_what_is_in_use_cannot_go(sizes, steps) -> None:
     told = Told(Sdpa(), 40, names=["full", "window"])
     for step, (group, cells) in zip([*steps, {}, {}, {}, {}, {}, {}], sizes, strict=False):
-        if step and sum(step.values()) <= min(told.memory.free().values()):
+        if step and sum(step.values()) <= min(told.memory.storage.free().values()):
             told.step(step)
-        held = next(held for held in told.memory._held if held.group.name == group)
+        held = next(held for held in told.memory._stores.all if held.group.name == group)
         if cells < held.cells.highest:
             with nothing_changes(told.memory), pytest.raises(CapacityTooSmall, match=f"to {held.cells.highest} cells"):
-                told.memory.resize(group, cells)
-            while told.memory.compact(16):
+                told.memory.storage.resize(group, cells)
+            while told.memory.storage.compact(16):
                 pass
         if cells >= held.cells.highest:
             used = held.cells.used
-            told.memory.resize(group, cells)
-            assert told.memory.capacity()[group] == cells
-            assert told.memory.free()[group] == cells - used
+            told.memory.storage.resize(group, cells)
+            assert told.memory.storage.capacity()[group] == cells
+            assert told.memory.storage.free()[group] == cells - used
             assert held.pool.bytes == 2 * (cells + 1) * 2 * (4 + 8) * 4
         told.check()
-    if (room := min(told.memory.free().values())) > 0:
+    if (room := min(told.memory.storage.free().values())) > 0:
         told.step({5: room})
         told.check()
 
@@ -76,13 +75,13 @@ def test_when_even_putting_back_fails_all_tokens_are_held_and_a_group_has_what_i
     told = Told(Sdpa(), 40, names=["full", "window"])
     told.step({0: 9})
     with allocations(told.memory, set(range(fails, 99))), pytest.raises(MemoryError):
-        told.memory.resize("full", cells)
+        told.memory.storage.resize("full", cells)
     put_back = fails < 2  # no layer was done: each has two planes
-    assert told.memory.capacity() == {"full": 40 if put_back else min(cells, 40), "window": 40}
+    assert told.memory.storage.capacity() == {"full": 40 if put_back else min(cells, 40), "window": 40}
     told.check()
-    told.step({0: min(told.memory.free().values())})
+    told.step({0: min(told.memory.storage.free().values())})
     told.check()
-    told.memory.resize("full", 60)
+    told.memory.storage.resize("full", 60)
     told.check()
 
 
@@ -90,14 +89,14 @@ def test_when_even_putting_back_fails_all_tokens_are_held_and_a_group_has_what_i
 @given(st.integers(10, 60), st.integers(1, 120), st.integers(0, 40_000), st.integers(0, 500))
 def test_the_cap_is_never_exceeded_and_what_would_is_refused(before, after, room, scratch) -> None:
     probe = Told(Sdpa(), before, names=["full", "window"])
-    cap = probe.memory.bytes + probe.memory.staging + scratch + room
+    cap = probe.memory.storage.bytes + probe.memory.storage.staging + scratch + room
     told = Told(Sdpa(), before, names=["full", "window"], max_bytes=cap)
-    told.memory.leave_room(scratch)
+    told.memory.storage.leave_room(scratch)
     told.step({0: 5})
     said = ""
     with allocations(told.memory, set()) as seen:
         try:
-            told.memory.resize("full", max(5, after))
+            told.memory.storage.resize("full", max(5, after))
         except CapacityTooSmall as refused:
             said = str(refused)
     assert all(there + scratch <= cap for there in seen)
@@ -105,15 +104,15 @@ def test_the_cap_is_never_exceeded_and_what_would_is_refused(before, after, room
         assert not seen
         assert f"{cap} are allowed" in said
         with allocations(probe.memory, set()) as needed:
-            probe.memory.resize("full", max(5, after))
-        worst = max([*needed, probe.memory.bytes + probe.memory.staging])
+            probe.memory.storage.resize("full", max(5, after))
+        worst = max([*needed, probe.memory.storage.bytes + probe.memory.storage.staging])
         assert worst + scratch > cap, "it was refused, and would have fitted"
-    assert told.memory.bytes + told.memory.scratch + told.memory.staging <= cap
+    assert told.memory.storage.bytes + told.memory.storage.scratch + told.memory.storage.staging <= cap
     told.check()
 
 
 def test_a_cap_that_the_planes_do_not_fit_is_refused_before_they_are_made() -> None:
-    fits = Told(Sdpa(), 30, names=["full"]).memory
+    fits = Told(Sdpa(), 30, names=["full"]).memory.storage
     need = fits.bytes + fits.staging
     Told(Sdpa(), 30, names=["full"], max_bytes=need)
     with mock.patch.object(torch, "empty", side_effect=AssertionError):
@@ -121,16 +120,16 @@ def test_a_cap_that_the_planes_do_not_fit_is_refused_before_they_are_made() -> N
             Told(Sdpa(), 30, names=["full"], max_bytes=need - 1)
     told = Told(Sdpa(), 30, names=["full"], max_bytes=need + 7)
     with nothing_changes(told.memory), pytest.raises(CapacityTooSmall, match="step_tokens"):
-        told.memory.leave_room(8)
-    told.memory.leave_room(7)
+        told.memory.storage.leave_room(8)
+    told.memory.storage.leave_room(7)
 
 
 def test_it_waits_for_a_step_to_end_and_knows_its_groups() -> None:
     told = Told(Sdpa(), names=["full"])
     told.begin({0: 3})
     with nothing_changes(told.memory), pytest.raises(WrongStage):
-        told.memory.resize("full", 90)
+        told.memory.storage.resize("full", 90)
     told.memory.abandon()
     for group, cells in (("other", 9), ("full", 0)):
         with nothing_changes(told.memory), pytest.raises(BadRequest, match="the groups are full"):
-            told.memory.resize(group, cells)
+            told.memory.storage.resize(group, cells)

@@ -43,11 +43,11 @@ def test_no_edit_takes_more_than_is_said(text: str, dtype: torch.dtype, size: in
         kept.remove(0, Span(part - 1, part))
     kept.drop(1)
     with Allocations() as compaction:
-        while kept.compact(cells):
+        while kept.storage.compact(cells):
             pass
     kept.check()
-    assert 0 < shift.most <= kept.staging
-    assert 0 < compaction.most <= kept.staging
+    assert 0 < shift.most <= kept.storage.staging
+    assert 0 < compaction.most <= kept.storage.staging
 
 
 @pytest.mark.parametrize("text", WAYS)
@@ -59,14 +59,14 @@ def test_keys_that_are_turned_in_place_take_what_they_held_and_no_more(text: str
     with Allocations() as shift:
         kept.remove(0, Span(0, 7))
     kept.check()
-    assert shift.most <= kept.staging + in_place * kept.groups[0].undo(4)
+    assert shift.most <= kept.storage.staging + in_place * kept.storage.groups[0].undo(4)
 
 
 @pytest.mark.parametrize("less", [0, 1])
 def test_they_are_turned_only_if_the_cap_has_room_for_what_they_held(less: int) -> None:
     kept = memory("int8+hadamard", torch.float32, 80, 64)
     read(kept, 0, 64)
-    kept.max_bytes = kept.bytes + kept.staging + 60 * kept.groups[0].undo(4) - less
+    kept.storage.max_bytes = kept.storage.bytes + kept.storage.staging + 60 * kept.storage.groups[0].undo(4) - less
     if less:
         with nothing_changes(kept), pytest.raises(CacheFull, match="need 60 cells"):
             kept.remove(0, Span(0, 4))

@@ -182,10 +182,10 @@ def test_a_fork_costs_one_row_of_every_layer_once_it_goes_on() -> None:
     one = sum(torch.Size(p.shape).numel() * elements[p.kind] for planes in RECURRENT.layers.values() for p in planes)
     spelling = Spelling(rows=8)
     memory = spelling.memory
-    assert memory.bytes == 9 * one
+    assert memory.storage.bytes == 9 * one
 
     def taken() -> int:
-        return memory.bytes * (memory.capacity_rows() - memory.free_rows()) // 9
+        return memory.storage.bytes * (memory.rows.capacity - memory.rows.free) // 9
 
     spelling.step({0: 3})
     assert taken() == one
@@ -220,8 +220,8 @@ def test_the_rows_of_a_step_are_told_once_for_all_layers() -> None:
 @pytest.mark.parametrize("group", [(), GROUPS])
 def test_rows_count_towards_the_cap(group: Sequence[Group]) -> None:
     memory = Spelling(rows=8, groups=group).memory
-    need = memory.bytes + memory.staging
-    assert Spelling(rows=8, groups=group, max_bytes=need).memory.bytes == memory.bytes
+    need = memory.storage.bytes + memory.storage.staging
+    assert Spelling(rows=8, groups=group, max_bytes=need).memory.storage.bytes == memory.storage.bytes
     with pytest.raises(CapacityTooSmall, match=str(need)):
         Spelling(rows=8, groups=group, max_bytes=need - 1)
 
@@ -357,7 +357,7 @@ def test_states_are_read_and_put_in_a_step_and_only_where_there_are_some() -> No
         with pytest.raises(WrongStage, match="begin"):
             call()
     memory = Memory(GROUPS, cells={"cross": 8, "full": 8}, dtype=torch.float32, device="cpu", backend=Sdpa())
-    assert (memory.free_rows(), memory.capacity_rows(), memory.points(0)) == (None, None, None)
+    assert (memory.rows.free, memory.rows.capacity, memory.rows.points(0)) == (None, None, None)
     memory.begin(Batch((Feed(0, Span(0, 1)),)))
     with pytest.raises(BadRequest, match="this memory has none"):
         memory.state(FIRST, [segment])
@@ -445,7 +445,7 @@ def test_a_commit_that_fails_can_be_made_otherwise(then: Mapping[int, int] | Non
     accepted, broke = {0: 1, 2: 2, 4: 1}, 0
     for failing in failures():
         spelling = life()
-        free = spelling.memory.free_rows()
+        free = spelling.memory.rows.free
         plan = spelling.begin({0: 3, 4: 3, 2: 4, 1: 2}, revertible=True)
         spelling.put(plan)
         before = all_of(spelling.memory)
@@ -458,7 +458,7 @@ def test_a_commit_that_fails_can_be_made_otherwise(then: Mapping[int, int] | Non
             assert all_of(spelling.memory) == before
             if then is None:
                 spelling.memory.abandon()
-                assert spelling.memory.free_rows() == free
+                assert spelling.memory.rows.free == free
             else:
                 spelling.commit(plan, then)
             spelling.check()
@@ -513,13 +513,13 @@ def test_an_input_that_cannot_be_written_opens_no_sequence() -> None:
     for failing in failures():
         try:
             with failing:
-                spelling.memory.write_input(9, 3, planes)
+                spelling.memory.inputs.write(9, 3, planes)
         except Broken:
             broke += 1
             spelling.memory.check()
             assert all_of(spelling.memory) == before
     assert broke > 1
-    assert (spelling.memory.length(9), spelling.memory.points(9)) == (0, ())
+    assert (spelling.memory.length(9), spelling.memory.rows.points(9)) == (0, ())
     spelling.step({9: 2})
 
 

@@ -365,8 +365,8 @@ def test_bytes_of_a_memory_are_places_times_bytes_per_cell_and_one_rotation(text
     kept = memory(StoredAs.parse(text), plain=plain)
     places = 91 if plain else 96
     rotation = 24 * 24 * 4 * ("hadamard" in text)
-    assert kept.bytes == places * kept.groups[0].bytes_per_cell(4) + rotation
-    assert kept.bytes == kept.groups[0].bytes(90, 4, Wishes())
+    assert kept.storage.bytes == places * kept.storage.groups[0].bytes_per_cell(4) + rotation
+    assert kept.storage.bytes == kept.storage.groups[0].bytes(90, 4, Wishes())
 
 
 def test_a_plain_group_is_token_major_without_padding_whatever_the_backend_wants():
@@ -403,7 +403,7 @@ def test_chunks_and_forks_change_nothing_of_what_is_stored(text, cuts, upto):
 def test_a_backend_that_cannot_read_a_kind_is_not_given_it(kind):
     stored = StoredAs(Storage(kind), None)
     if kind == "float32":
-        assert memory(stored, Narrow()).bytes
+        assert memory(stored, Narrow()).storage.bytes
         return
     with pytest.raises(BadRequest, match=f"narrow cannot read k stored as {kind}"):
         memory(stored, Narrow())

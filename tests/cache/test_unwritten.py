@@ -41,7 +41,7 @@ def put(memory: Memory, plan: Plan, value: float, layers: tuple[int, ...] = (0, 
     for layer in layers:
         memory.put(layer, torch.full((rows, 1, 4), value), torch.full((rows, 1, 8), value))
         if layer != 1:
-            memory.put_plane(layer, "index", torch.full((rows, 1, 2), value))
+            memory.put(layer, index=torch.full((rows, 1, 2), value))
 
 
 UNWRITTEN: dict[str, tuple[Callable[[Memory, Plan], object], str]] = {
@@ -55,7 +55,7 @@ UNWRITTEN: dict[str, tuple[Callable[[Memory, Plan], object], str]] = {
     ),
     "all but one group": (lambda m, p: put(m, p, NEW, (0, 2)), r"put: layers 1 \(k, v\) of group window\."),
     "all but k and index of a layer": (
-        lambda m, p: (put(m, p, NEW, (0, 1)), m.put_plane(2, "v", torch.ones(p.stored, 1, 8))),
+        lambda m, p: (put(m, p, NEW, (0, 1)), m.put(2, v=torch.ones(p.stored, 1, 8))),
         r"put: layers 2 \(k, index\) of group full\.",
     ),
 }
@@ -72,11 +72,11 @@ def test_a_step_that_was_not_put_whole_is_refused_stays_open_and_can_be_complete
             memory.commit(accepted)
     assert memory.in_step
     assert memory._step is not None
-    for group in memory.groups:
+    for group in memory.storage.groups:
         for layer in group.layers if not group.of_input else ():
             for plane in group.planes:
                 if (layer, plane.name) not in memory._step.written:
-                    memory.put_plane(layer, plane.name, torch.ones(plan.stored, plane.heads, plane.size))
+                    memory.put(layer, **{plane.name: torch.ones(plan.stored, plane.heads, plane.size)})
     memory.commit()
     memory.check()
     assert (memory.length(0), memory.length(1)) == (2, 1)
@@ -93,7 +93,7 @@ def test_what_a_dropped_sequence_left_in_cells_is_never_seen() -> None:
     memory.abandon()
     memory.check()
     assert not memory.sequences
-    assert memory.free() == memory.capacity()
+    assert memory.storage.free() == memory.storage.capacity()
     put(memory, begin(memory, {1: 6}), NEW)
     memory.commit()
     put(memory, begin(memory, {1: 1}), NEW)
@@ -107,7 +107,7 @@ def test_a_step_that_keeps_no_token_needs_nothing() -> None:
     begin(memory, {0: 3, 1: 2})
     memory.commit({0: 0, 1: 0})
     assert (memory.length(0), memory.length(1)) == (0, 0)
-    assert memory.free() == memory.capacity()
+    assert memory.storage.free() == memory.storage.capacity()
 
 
 def test_rows_that_only_ask_need_nothing() -> None:

@@ -18,7 +18,7 @@ from kvcellar.cache.rows import Rows
 from kvcellar.cache.states import States
 from kvcellar.cache.tables import Table
 from kvcellar.models.guest import Guest
-from kvcellar.models.mixers import StateView
+from kvcellar.models.mixers import Turn
 from kvcellar.models.seam import FlatDoor
 from kvcellar.plan import Batch, StateSegment
 from kvcellar.verify import run
@@ -151,7 +151,7 @@ def all_of_a_draft_is_accepted(monkeypatch: pytest.MonkeyPatch, guest: Guest) ->
 
 def keys_turn_one_position_too_far(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
     honest = GroupStore.turn
-    monkeypatch.setattr(GroupStore, "turn", lambda self, old, new, by, device: honest(self, old, new, by + 1, device))
+    monkeypatch.setattr(GroupStore, "turn", lambda self, old, new, by: honest(self, old, new, by + 1))
 
 
 def cells_are_not_given_back(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
@@ -205,14 +205,14 @@ def forks_write_the_row_that_they_share(monkeypatch: pytest.MonkeyPatch, guest: 
 
 
 def convolutions_are_one_input_behind(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
-    honest = StateView.shift_in
+    honest = Turn.shift_in
 
-    def shift_in(self: StateView, new: Tensor, layer: int, name: str) -> Tensor:
+    def shift_in(self: Turn, new: Tensor, layer: int, name: str) -> Tensor:
         longer = honest(self, new, layer, name)
         self._states[layer][name] = self._states[layer][name].roll(1, -1)
         return longer
 
-    monkeypatch.setattr(StateView, "shift_in", shift_in)
+    monkeypatch.setattr(Turn, "shift_in", shift_in)
 
 
 def given_up_steps_keep_their_rows(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:

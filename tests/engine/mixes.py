@@ -189,7 +189,7 @@ def bytes_for(model: str | PreTrainedModel, tokens: int, **settings: Any) -> int
         def enough(budget: int) -> bool:
             try:
                 found = resolve_capacity(
-                    [_demand(built.guest, group) for group in built.memory.groups],
+                    [_demand(built.guest, group) for group in built.memory.storage.groups],
                     budget=budget,
                     because="",
                     scratch=step,

@@ -67,7 +67,7 @@ class Fault:
 def reads_what_it_sees(memory: Memory, plan: Plan, ids: Tensor, want: Tensor) -> Tensor:
     """In place of a guest's forward: writes the tokens as values, and reads all that each wanted row may see."""
     sums = dict.fromkeys(want.tolist(), 1)
-    for group, part in zip(memory.groups, plan.groups, strict=True):
+    for group, part in zip(memory.storage.groups, plan.groups, strict=True):
         k, v = (torch.zeros(len(ids), plane.heads, plane.size) for plane in group.planes)
         v[:, 0, 0] = ids
         for layer in group.layers:
@@ -140,8 +140,9 @@ def quiet(monkeypatch):
 def broken(monkeypatch: pytest.MonkeyPatch, mix: Mix, part: str, name: str, fault: Fault) -> Iterator[None]:
     built, loop = mix.engine._built, mix.engine._loop
     parts: dict[str, Any] = {
-        "manager": loop.manager, "scheduler": loop.scheduler, "memory": built.memory, "guest": built.guest,
-        "runner": built.runner, "loop": loop, "completion": Completion, "compaction": loop.compaction,
+        "manager": loop.manager, "scheduler": loop.scheduler, "memory": built.memory, "storage": built.memory.storage,
+        "guest": built.guest, "runner": built.runner, "loop": loop, "completion": Completion,
+        "compaction": loop.compaction,
     }  # fmt: skip
     with monkeypatch.context() as patch:
         patch.setattr(parts[part], name, fault.wrap(getattr(parts[part], name)))
@@ -157,8 +158,9 @@ OF_MANY = {  # of a step, or of what a completion's operation needs: one request
     "manager": ["free", "reclaim", "forget_session", "open_session", "close_session",],
     "scheduler": ["build", "send_back", "send_back_youngest", "_admit_next", "_still"],
     "memory": [
-        "begin", "commit", "fork", "remove", "capture", "drop", "can_cut", "length", "has", "derived", "free",
+        "begin", "commit", "fork", "remove", "capture", "drop", "can_cut", "length", "has", "derived",
     ],
+    "storage": ["free"],
     "guest": ["forward"],
     "runner": ["step", "_transact", "_ready", "_twins", "_draw", "_emit", "_split", "_give"],
     "loop": ["_make_room", "_leave"],

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.cells import Cells
-from kvcellar.cache.memory import Fragments
+from kvcellar.cache.group import Fragments
 from kvcellar.engine.compaction import PASSES, SHORT, Compaction, worth_compacting
 from kvcellar.shapes import StoredAs
 from tests.cache.told import Told
@@ -41,14 +41,14 @@ def test_only_short_runs_that_could_be_fewer_are_worth_it(cells, runs, sequences
 
 def scattered(told: Told, draw: random.Random, sequences: int = 5) -> None:
     """Sequences that grow in the holes of others, forks among them."""
-    for seq in range(100, 100 + told.memory.capacity()["full"] // 4):
-        told.step({seq: draw.choice([2, 3, 5])} if told.memory.free()["full"] > 4 else {100: 1})
-        if told.memory.free()["full"] < 5:
+    for seq in range(100, 100 + told.memory.storage.capacity()["full"] // 4):
+        told.step({seq: draw.choice([2, 3, 5])} if told.memory.storage.free()["full"] > 4 else {100: 1})
+        if told.memory.storage.free()["full"] < 5:
             break
     there = [seq for seq in told.tokens if seq != 100]
     draw.shuffle(there)
     for _ in range(20):
-        while min(told.memory.free().values()) < 2 * sequences:
+        while min(told.memory.storage.free().values()) < 2 * sequences:
             gone = there.pop()
             told.memory.drop(gone)
             del told.tokens[gone]
@@ -64,16 +64,16 @@ def scattered(told: Told, draw: random.Random, sequences: int = 5) -> None:
 def test_every_piece_leaves_memory_as_it_was_and_the_last_leaves_long_runs(seed: int) -> None:
     told = Told(Sdpa(), 320, names=["full", "window", "chunk"])
     scattered(told, random.Random(seed))
-    before, most = told.memory.fragments()["full"], told.memory.piece("full")
-    compaction, moved = Compaction(told.memory), 0
+    before, most = told.memory.storage.fragments()["full"], told.memory.storage.piece("full")
+    compaction, moved = Compaction(told.memory.storage), 0
     while compaction.piece():
         assert 0 <= compaction.moved - moved <= most
         moved = compaction.moved
         told.check()
-    after = told.memory.fragments()["full"]
+    after = told.memory.storage.fragments()["full"]
     assert (after.cells, after.tables) == (before.cells, before.tables)
     assert after.runs <= after.tables + 1 or not worth_compacting(before, 0), "a fork has a run of its own behind"
-    assert moved <= PASSES * sum(found.cells for found in told.memory.fragments().values())
+    assert moved <= PASSES * sum(found.cells for found in told.memory.storage.fragments().values())
     with nothing_changes(told.memory):
         assert not compaction.piece(), "what was compacted is not compacted again"
 
@@ -93,17 +93,17 @@ def test_it_holds_for_every_layout_and_for_quantised_planes() -> None:
         player.step(player.batch({seq: 4}))
     random.Random(2).shuffle(there)
     for _ in range(10):
-        while min(player.memory.free().values()) < 3:
+        while min(player.memory.storage.free().values()) < 3:
             player.drop(there.pop())
         player.step(player.batch(dict.fromkeys(range(3), 1)))
     player.fork(0, 3, 7)
     for seq in there:
         player.drop(seq)
-    before = player.memory.fragments()
-    compaction = Compaction(player.memory)
+    before = player.memory.storage.fragments()
+    compaction = Compaction(player.memory.storage)
     while compaction.piece():
         player.check()
-    for name, found in player.memory.fragments().items():
+    for name, found in player.memory.storage.fragments().items():
         assert found.runs < before[name].runs / 2, name
 
 
@@ -155,7 +155,7 @@ def test_an_idle_engine_compacts_what_rests_and_answers_as_before(monkeypatch) -
         while loop.ask(loop.compaction.piece):
             engine.check()
         assert engine.stats().compacted > 0
-        for found in loop.ask(engine._built.memory.fragments).values():
+        for found in loop.ask(engine._built.memory.storage.fragments).values():
             assert found.runs <= found.tables + 1
         for session in sessions:
             prompt = [*session.tokens, 7]

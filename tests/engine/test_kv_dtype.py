@@ -20,7 +20,7 @@ def test_what_cannot_be_stored_is_refused_at_the_door():
 @pytest.mark.parametrize("kv_dtype", [None, "int8", "k=fp8+hadamard,v=int4"])
 def test_bytes_that_were_resolved_are_the_bytes_that_are_held(kv_dtype):
     built = build(ARCHS["gemma3"].build(), Settings(kv_dtype=kv_dtype, cache_bytes=CACHE, device="cpu", step_tokens=32))
-    assert built.capacity.bytes == built.memory.bytes <= CACHE
+    assert built.capacity.bytes == built.memory.storage.bytes <= CACHE
 
 
 def test_fewer_bits_hold_more_tokens():

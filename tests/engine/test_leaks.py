@@ -171,9 +171,12 @@ def assert_bytes_are_those_held(engine: Engine) -> None:
     stats = engine.stats()
     assert stats.cache_bytes == sum(group.bytes for group in stats.groups) + stats.state_bytes
     assert stats.cache_bytes == tensor_bytes(engine._built.memory)
-    assert stats.limit_bytes == engine._built.settings.cache_bytes == engine._built.memory.max_bytes
+    assert stats.limit_bytes == engine._built.settings.cache_bytes == engine._built.memory.storage.max_bytes
     assert stats.cache_bytes + stats.scratch_bytes + stats.staging_bytes <= stats.limit_bytes
-    assert (stats.scratch_bytes, stats.staging_bytes) == (engine._built.memory.scratch, engine._built.memory.staging)
+    assert (stats.scratch_bytes, stats.staging_bytes) == (
+        engine._built.memory.storage.scratch,
+        engine._built.memory.storage.staging,
+    )
     said = re.fullmatch(
         r"\d+ (?:tokens|sequences of any length) in (\d+) bytes \((.*)\); "
         r"with (\d+) bytes for a step and (\d+) bytes for edits that is (\d+) bytes of (\d+) bytes, which is .*",

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvcellar.cache.cells import Cells
+from kvcellar.cache.rows import NoRows
 from kvcellar.cache.tables import Table
 from kvcellar.engine.manager import SequenceManager
 from kvcellar.engine.request import Completion, Request, Stage
@@ -30,10 +31,15 @@ class TableMemory:
         self.layouts = dict(layouts)
         self.cells = {name: Cells(count) for name, count in cells.items()}
         self._tables: dict[int, dict[str, Table]] = {}
+        self.rows = NoRows()
 
     @property
     def sequences(self) -> tuple[int, ...]:
         return tuple(self._tables)
+
+    @property
+    def storage(self) -> "TableMemory":
+        return self
 
     def free(self) -> dict[str, int]:
         return {name: cells.free for name, cells in self.cells.items()}
@@ -68,9 +74,6 @@ class TableMemory:
         return kept
 
     def derived(self, seq: int) -> int | None:
-        return None
-
-    def capacity_rows(self) -> int | None:
         return None
 
     def fork(self, src: int, dst: int, upto: int) -> int:
@@ -251,7 +254,7 @@ class World:
         assert len(given) == len(shares), "a completion was given two shares"
         assert all(share.tokens > 0 for share in shares)
         assert total <= self.step_tokens, "more than the budget"
-        for name, free in self.memory.free().items():
+        for name, free in self.memory.storage.free().items():
             assert total <= free, f"{total} tokens for {free} free cells of {name}"
         for share in shares:
             assert share.tokens <= share.completion.unread

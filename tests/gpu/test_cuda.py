@@ -126,11 +126,11 @@ def test_compaction_and_resizing_change_nobodys_tokens(name: str) -> None:
         read(guest, memory, *((seq, PROMPTS[1][at : at + 4]) for seq in (1, 2)))
     memory.drop(1)
     moved = 0
-    while n := memory.compact(5):
+    while n := memory.storage.compact(5):
         moved += n
     assert moved
-    for group in memory.groups:
-        memory.resize(group.name, memory.capacity()[group.name] + 8)
+    for group in memory.storage.groups:
+        memory.storage.resize(group.name, memory.storage.capacity()[group.name] + 8)
     memory.check()
     (rows,) = read(guest, memory, (2, PROMPTS[1][16:]))
     assert relative(rows, own_logits(judge, PROMPTS[1])[16:]) <= BOUND

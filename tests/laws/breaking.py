@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.cells import Cells
-from kvcellar.cache.group import Held
+from kvcellar.cache.group import GroupStore
 from kvcellar.cache.tables import Table
 
-TAKING = ((Cells, "take"), (Cells, "claim"), (Table, "share"), (Held, "table"), (Sdpa, "prepare"))
+TAKING = ((Cells, "take"), (Cells, "claim"), (Table, "share"), (GroupStore, "table"), (Sdpa, "prepare"))
 ERRORS: tuple[type[BaseException], ...] = (torch.OutOfMemoryError, MemoryError, KeyboardInterrupt)
 
 

@@ -60,7 +60,7 @@ class Life:
                 raise
         self.player.clear()
         self.player.memory.check()
-        assert self.player.memory.free() == self.player.memory.capacity()
+        assert self.player.memory.storage.free() == self.player.memory.storage.capacity()
         return self.player.done
 
     def _seq(self) -> int:
@@ -264,13 +264,13 @@ class Life:
         else:
             raise AssertionError("compaction never ends")
         index = self.draw.randrange(len(self.player.members))
-        cells = self.player.memory._held[index].cells
+        cells = self.player.memory._stores.all[index].cells
         assert cells.highest == cells.used or not cells.free, "a hole is left"
         self.player.resize(index, max(8, cells.highest))
 
     def resize(self) -> None:
         index = self.draw.randrange(len(self.player.members))
-        more = self.player.memory.capacity()[self.player.members[index].group.name] + self.draw.randint(-20, 30)
+        more = self.player.memory.storage.capacity()[self.player.members[index].group.name] + self.draw.randint(-20, 30)
         self.player.resize(index, max(8, more))
 
     def leave_room(self) -> None:

@@ -107,7 +107,7 @@ class Player:
 
     def begin(self, batch: Batch) -> bool:
         """Whether it was not refused."""
-        memory, dumb, free = self.memory, self.dumb, self.memory.free()
+        memory, dumb, free = self.memory, self.dumb, self.memory.storage.free()
         short = [m for m in self.members if not m.kind.of_input and free[m.group.name] < batch.stored]
         if any(self._cannot(feed) for feed in batch.feeds):
             self._refused(BadRequest, "a query at|may have", lambda: memory.begin(batch))
@@ -168,7 +168,7 @@ class Player:
             )
             for m in self.members
         }
-        if any(need > memory.capacity()[name] for name, need in needs.items()):
+        if any(need > memory.storage.capacity()[name] for name, need in needs.items()):
             self._refused(CapacityTooSmall, "cache_bytes", lambda: memory.begin(batch, reserve=True))
             return
         with nothing_changes(memory):
@@ -296,7 +296,7 @@ class Player:
         memory, in_place = self.memory, 0
         for index, m in enumerate(self.members):
             shared, own = self.dumb.must_turn(index, seq, end)
-            missing = max(0, shared + own - memory.free()[m.group.name])
+            missing = max(0, shared + own - memory.storage.free()[m.group.name])
             if missing > own:
                 return False
             keys = sum(
@@ -307,7 +307,7 @@ class Player:
             )
             in_place += missing * (keys + 8)  # and which cell it was
         self.done["in place"] += in_place > 0
-        return memory.max_bytes is None or memory.bytes + memory.staging + in_place <= memory.max_bytes
+        return memory.storage.spare is None or in_place <= memory.storage.spare
 
     def drop(self, seq: int) -> None:
         self._do("drop", lambda: self.memory.drop(seq))
@@ -322,7 +322,7 @@ class Player:
             for pos in positions:
                 kept = self.dumb.can_cut(seq, pos)
                 assert self.memory.can_cut(seq, pos) == kept
-                assert self.memory.can_resume(seq, pos) == (kept == pos)
+                assert (self.memory.can_cut(seq, pos) == pos) == (kept == pos)
 
     # -- claims ---------------------------------------------------------------------------------------------------
 
@@ -364,7 +364,7 @@ class Player:
 
     def copy_claim(self, claim: int) -> None:
         """Read it out, and write it back as another claim, which reads out as the same bytes."""
-        claims, free = self.memory.claims, self.memory.free()
+        claims, free = self.memory.claims, self.memory.storage.free()
         with claims.reading(claim) as reading:
             record, chunks = reading.record, list(reading)
         copy = self.dumb.copied(claim)
@@ -425,9 +425,9 @@ class Player:
         planes = {layer: tuple(self.words(layer, tokens)) for m in inputs for layer in m.group.layers}
 
         def act() -> bool:
-            return memory.write_input(seq, n, planes, digest=digest)
+            return memory.inputs.write(seq, n, planes, digest=digest)
 
-        short = [m for m in inputs if memory.free()[m.group.name] < n]
+        short = [m for m in inputs if memory.storage.free()[m.group.name] < n]
         if dumb.input_of(seq):
             self._refused(BadRequest, "has an input", act)
         elif source is not None and any(len(held) != n for held in source.values()):
@@ -440,12 +440,12 @@ class Player:
 
     def share_input(self, seq: int, digest: str) -> None:
         if self.dumb.input_of(seq):
-            self._refused(BadRequest, "has an input", lambda: self.memory.share_input(seq, digest))
+            self._refused(BadRequest, "has an input", lambda: self.memory.inputs.share(seq, digest))
         elif self.dumb.input(digest) is None:
             with nothing_changes(self.memory):
-                assert not self.memory.share_input(seq, digest)
+                assert not self.memory.inputs.share(seq, digest)
         else:
-            assert self._do("share_input", lambda: self.memory.share_input(seq, digest))
+            assert self._do("share_input", lambda: self.memory.inputs.share(seq, digest))
             self.dumb.give_input(seq, digest, 0)
 
     def read_inputs(self, seqs: Sequence[int]) -> None:
@@ -453,7 +453,7 @@ class Player:
         for m in self.members:
             for layer in m.group.layers if m.kind.of_input else ():
                 for number, plane in enumerate(m.group.planes):
-                    read = self._do("read_input", partial(self.memory.read_input, layer, plane.name, seqs))
+                    read = self._do("read_input", partial(self.memory.inputs.read, layer, plane.name, seqs))
                     for seq, one in zip(seqs, read, strict=True):
                         cells = self.dumb.input_of(seq)
                         identity.check(one, [cell.value for cell in cells], layer, number, plane)
@@ -461,17 +461,17 @@ class Player:
     # -- storage --------------------------------------------------------------------------------------------------
 
     def compact(self, budget: int) -> int:
-        free = self.memory.free()
-        moved = self._do("compact", lambda: self.memory.compact(budget))
+        free = self.memory.storage.free()
+        moved = self._do("compact", lambda: self.memory.storage.compact(budget))
         assert 0 <= moved <= budget
-        assert self.memory.free() == free
+        assert self.memory.storage.free() == free
         self.done["moved"] += bool(moved)
         return moved
 
     def resize(self, index: int, cells: int) -> None:
         """Refused where a cell that would go is in use, and where it would not fit the cap."""
         memory, name = self.memory, self.members[index].group.name
-        highest, act = memory._held[index].cells.highest, partial(memory.resize, name, cells)
+        highest, act = memory._stores.all[index].cells.highest, partial(memory.storage.resize, name, cells)
         before, refused = everything(memory), ""
         try:
             self._do("resize", act)
@@ -480,18 +480,19 @@ class Player:
             self.done["CapacityTooSmall"] += 1
         if refused:
             assert everything(memory) == before
-            assert (f"{memory.max_bytes} are allowed" if cells >= highest else f"shrink to {highest} cells") in refused
+            allowed = f"{memory.storage.max_bytes} are allowed"
+            assert (allowed if cells >= highest else f"shrink to {highest} cells") in refused
         else:
             assert cells >= highest
-            assert memory.capacity()[name] == cells
+            assert memory.storage.capacity()[name] == cells
 
     def leave_room(self, scratch: int) -> None:
-        memory = self.memory
-        if memory.max_bytes is not None and memory.bytes + memory.staging + scratch > memory.max_bytes:
-            self._refused(CapacityTooSmall, "are allowed", lambda: memory.leave_room(scratch))
+        storage = self.memory.storage
+        if storage.spare is not None and scratch > storage.spare:
+            self._refused(CapacityTooSmall, "are allowed", lambda: storage.leave_room(scratch))
         else:
-            self._do("leave_room", lambda: memory.leave_room(scratch))
-            assert memory.scratch == scratch
+            self._do("leave_room", lambda: storage.leave_room(scratch))
+            assert storage.scratch == scratch
 
     # -- always ---------------------------------------------------------------------------------------------------
 
@@ -500,16 +501,16 @@ class Player:
         memory, dumb = self.memory, self.dumb
         memory.check()
         assert set(memory.sequences) == set(dumb.lines)
-        assert memory.max_bytes is None or memory.bytes + memory.scratch + memory.staging <= memory.max_bytes
+        assert memory.storage.spare is None or memory.storage.scratch <= memory.storage.spare
         for seq, line in dumb.lines.items():
             assert memory.has(seq)
             assert (memory.length(seq), memory.derived(seq)) == (len(line.tokens), line.derived)
-            assert memory.input_length(seq) == len(dumb.input_of(seq))
+            assert memory.inputs.length(seq) == len(dumb.input_of(seq))
             assert memory._sequences.record(seq).ahead == tuple(line.ahead)
             assert memory._sequences.record(seq).digest == line.digest
         for index, m in enumerate(self.members):
             name, runs, cells = m.group.name, [], []
-            assert memory.free()[name] == memory.capacity()[name] - dumb.used(index)
+            assert memory.storage.free()[name] == memory.storage.capacity()[name] - dumb.used(index)
             for seq, line in dumb.lines.items():
                 span = memory.held(seq)[name]
                 assert list(range(span.start, span.end)) == sorted(line.held[index])

@@ -53,7 +53,7 @@ def state(seq: int, end: int, layer: int) -> Tensor:
 
 def step(made: Memory, feeds: Sequence[Feed], accepted: Mapping[int, int] | None = None) -> dict[int, int]:
     plan = made.begin(Batch(tuple(feeds)))
-    for group in made.groups:
+    for group in made.storage.groups:
         (layer,) = group.layers
         k, v = (
             torch.cat([values(feed.seq, feed.pos, layer, plane.heads, plane.size) for feed in feeds])
@@ -133,8 +133,8 @@ def only_claims_stay(made: Memory, whole: Mapping[int, int]) -> None:
             made.check()
     made.clear()
     made.check()
-    assert made.free() == made.capacity()
-    assert made.free_rows() == made.capacity_rows()
+    assert made.storage.free() == made.storage.capacity()
+    assert made.rows.free == made.rows.capacity
 
 
 @pytest.mark.parametrize("recurrent", [False, True])
@@ -154,9 +154,9 @@ def test_a_checkpoint_inside_a_feed_takes_a_row_and_one_too_many_is_said_before(
     with nothing_changes(made), pytest.raises(CacheFull, match="rows"):
         made.begin(Batch((feed,)))
     claims = step(made, [feed._replace(checkpoints=(2, 4))])
-    assert made.free_rows() == 0
+    assert made.rows.free == 0
     made.claims.drop_checkpoint(claims[0], 2)
-    assert made.free_rows() == 1
+    assert made.rows.free == 1
 
 
 def test_a_layer_that_cannot_say_what_a_part_leaves_is_named_and_the_step_stays_open() -> None:
@@ -168,7 +168,7 @@ def test_a_layer_that_cannot_say_what_a_part_leaves_is_named_and_the_step_stays_
         made.commit()
     made.abandon()
     made.check()
-    assert made.free_rows() == made.capacity_rows()
+    assert made.rows.free == made.rows.capacity
 
 
 @pytest.mark.parametrize("places", [(0,), (7,), (3, 2), (2, 2), (-1,)])

@@ -83,7 +83,7 @@ def _full(text: str) -> Player:
     for feeds in ({0: 3, 3: 2}, {0: 2}, {3: 2}, {0: 2, 3: 5}, {0: 3}):
         player.step(player.batch(feeds))
     player.check()
-    assert (player.memory.free()["full"], player.memory.free()["memory"]) == (2, 3)
+    assert (player.memory.storage.free()["full"], player.memory.storage.free()["memory"]) == (2, 3)
     return player
 
 
@@ -119,21 +119,21 @@ AT_REST: dict[str, Operation] = {
     "fork, new": lambda p: partial(p.memory.fork, 2, 9, 9),
     "shift": lambda p: partial(p.memory.remove, 0, Span(6, 7)),
     "shift of nobody else's": lambda p: partial(p.memory.remove, 1, Span(1, 3)),
-    "write_input": lambda p: partial(p.memory.write_input, 1, 5, words(p, 5), digest="dog"),
-    "write_input, new": lambda p: partial(p.memory.write_input, 9, 5, words(p, 5)),
-    "write_input, known": lambda p: partial(p.memory.write_input, 9, 4, words(p, 4), digest="cat"),
-    "share_input": lambda p: partial(p.memory.share_input, 1, "cat"),
-    "share_input, new": lambda p: partial(p.memory.share_input, 9, "cat"),
+    "write_input": lambda p: partial(p.memory.inputs.write, 1, 5, words(p, 5), digest="dog"),
+    "write_input, new": lambda p: partial(p.memory.inputs.write, 9, 5, words(p, 5)),
+    "write_input, known": lambda p: partial(p.memory.inputs.write, 9, 4, words(p, 4), digest="cat"),
+    "share_input": lambda p: partial(p.memory.inputs.share, 1, "cat"),
+    "share_input, new": lambda p: partial(p.memory.inputs.share, 9, "cat"),
     "claim": lambda p: partial(p.memory.claims.make, 0, Span(3, 10), [10]),
     "assemble": lambda p: partial(p.memory.claims.assemble, 9, claims(p), 10),
     "read out": lambda p: partial(read_out, p, claims(p)[1]),
     "write back": lambda p: partial(p.memory.claims.write_back, *read_out(p, claims(p)[1])),
     "split": lambda p: partial(p.memory.claims.split, claims(p)[1], 7),
-    "read_input": lambda p: partial(p.memory.read_input, 8, "v", [0, 2]),
-    "compact": lambda p: partial(p.memory.compact, 9),
-    "grow": lambda p: partial(p.memory.resize, "full", 60),
-    "grow inputs": lambda p: partial(p.memory.resize, "cross", 30),
-    "shrink": lambda p: partial(p.memory.resize, "memory", p.memory._held[1].cells.highest),
+    "read_input": lambda p: partial(p.memory.inputs.read, 8, "v", [0, 2]),
+    "compact": lambda p: partial(p.memory.storage.compact, 9),
+    "grow": lambda p: partial(p.memory.storage.resize, "full", 60),
+    "grow inputs": lambda p: partial(p.memory.storage.resize, "cross", 30),
+    "shrink": lambda p: partial(p.memory.storage.resize, "memory", p.memory._stores.all[1].cells.highest),
 }
 WHERE_CELLS_ARE_SCARCE: dict[str, Operation] = {
     "some turned in place": lambda p: partial(p.memory.remove, 0, Span(4, 5)),
@@ -148,7 +148,7 @@ IN_A_STEP: dict[str, Operation] = {
 }
 NEVER_FAILS: dict[str, Operation] = {
     "remove": lambda p: partial(p.memory.remove, 0, Span(9, 10)),
-    "leave_room": lambda p: partial(p.memory.leave_room, 99),
+    "leave_room": lambda p: partial(p.memory.storage.leave_room, 99),
     "drop": lambda p: partial(p.memory.drop, 0),
     "join": lambda p: partial(p.memory.claims.join, *claims(p)),
     "drop a claim": lambda p: partial(p.memory.claims.drop, claims(p)[1]),
@@ -205,10 +205,16 @@ def outcome(player: Player, answer: Any) -> list[Any]:
     if memory._step is not None:
         written(player).memory.commit()
     memory.check()
-    seen = [memory.sequences, memory.free(), memory.capacity(), memory.bytes, memory.scratch]
+    seen = [
+        memory.sequences,
+        memory.storage.free(),
+        memory.storage.capacity(),
+        memory.storage.bytes,
+        memory.storage.scratch,
+    ]
     seen.append(asked(player, lambda history: history.each_in_order()))
     for seq in memory.sequences:
-        seen += [memory.held(seq), memory.derived(seq), memory.input_length(seq), memory._sequences.record(seq).ahead]
+        seen += [memory.held(seq), memory.derived(seq), memory.inputs.length(seq), memory._sequences.record(seq).ahead]
     return tree_map(spoken, [answer, seen])
 
 

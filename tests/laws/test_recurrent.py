@@ -248,7 +248,7 @@ class Timeline(RuleBasedStateMachine):
         if not feeds:
             return None
         batch = self._batch(feeds)
-        need, free = sum(feed.stores for feed in batch.feeds), self.memory.free_rows()
+        need, free = sum(feed.stores for feed in batch.feeds), self.memory.rows.free
         if need > free:
             before = all_of(self.memory)
             with pytest.raises(CacheFull, match="rows") as full:
@@ -268,7 +268,7 @@ class Timeline(RuleBasedStateMachine):
             self.tokens += len(feed.pos)
             number = self.dumb.fresh() if feed.stores else 0
             self.new[feed.seq] = State(self.dumb.line(feed.seq).tokens + new, number)
-        assert self.memory.free_rows() == free - need
+        assert self.memory.rows.free == free - need
         return plan
 
     def _can_ask(self, fed: Fed) -> bool:
@@ -360,9 +360,9 @@ class Timeline(RuleBasedStateMachine):
         line = self.dumb.lines[src]
         upto = self._place(line, upto, how)
         kept = self.dumb.can_cut(src, upto)
-        free = self.memory.free_rows()
+        free = self.memory.rows.free
         assert self.memory.fork(src, dst, upto) == kept
-        assert dst in self.dumb.lines or self.memory.free_rows() == free, "a fork costs no row"
+        assert dst in self.dumb.lines or self.memory.rows.free == free, "a fork costs no row"
         twin = self.dumb.cut(line, kept)
         self.dumb.use(twin.state)
         self.dumb.point(line, twin.state)
@@ -411,9 +411,9 @@ class Timeline(RuleBasedStateMachine):
     @rule(seq=NUMBERS)
     def capture(self, seq: int) -> None:
         """What a sequence remembers at rest costs nothing to keep, until it goes on."""
-        seq, free = self._known(seq), self.memory.free_rows()
+        seq, free = self._known(seq), self.memory.rows.free
         self.memory.capture(seq)
-        assert self.memory.free_rows() == free
+        assert self.memory.rows.free == free
         self.dumb.capture(self.dumb.lines[seq])
 
     @precondition(lambda self: len(self.dumb.lines) > 1)
@@ -430,16 +430,16 @@ class Timeline(RuleBasedStateMachine):
         self._begin(feeds)
         self.memory.clear()
         self.dumb.lines = {}
-        assert self.memory.free_rows() == self.memory.capacity_rows()
+        assert self.memory.rows.free == self.memory.rows.capacity
 
     @precondition(lambda self: self.inputs)
     @rule(seq=SEQS, n=st.integers(1, INPUT), digest=st.sampled_from(["a", "b", None]))
     def write_input(self, seq: int, n: int, digest: str | None) -> None:
         if self.dumb.line(seq).input is None:
-            sizes = {line.input: size for s, line in self.dumb.lines.items() if (size := self.memory.input_length(s))}
+            sizes = {line.input: size for s, line in self.dumb.lines.items() if (size := self.memory.inputs.length(s))}
             n = sizes.get(digest, n) if digest is not None else n
             planes = {30: (torch.ones(n, 1, 4), torch.ones(n, 1, 4))}
-            self.memory.write_input(seq, n, planes, digest=digest)
+            self.memory.inputs.write(seq, n, planes, digest=digest)
             self.dumb.lines.setdefault(seq, self.dumb.line(seq)).input = digest or "?"
 
     # -- what is asked, what is tried, what is refused ----------------------------------------------------------------
@@ -452,7 +452,7 @@ class Timeline(RuleBasedStateMachine):
         for pos in {number % (self.dumb.length(seq) + 2) for number in numbers}:
             kept = self.dumb.can_cut(seq, pos)
             assert self.memory.can_cut(seq, pos) == kept
-            assert self.memory.can_resume(seq, pos) == (kept == pos)
+            assert (self.memory.can_cut(seq, pos) == pos) == (kept == pos)
         assert all_of(self.memory) == before
 
     @rule(feeds=FEEDS, order=ORDERS)
@@ -516,7 +516,7 @@ class Timeline(RuleBasedStateMachine):
         if not feeds:
             return
         batch = self._batch(feeds)
-        if sum(feed.stores for feed in batch.feeds) > self.memory.free_rows():
+        if sum(feed.stores for feed in batch.feeds) > self.memory.rows.free:
             return
         before = all_of(self.memory)
         for failing in failures():
@@ -559,20 +559,20 @@ class Timeline(RuleBasedStateMachine):
         memory, dumb = self.memory, self.dumb
         assert set(memory.sequences) == set(dumb.lines)
         kept = dumb.kept()
-        assert len(kept) <= dumb.captures or memory.free_rows() >= dumb.spare
-        assert memory.capacity_rows() - memory.free_rows() == dumb.used()
+        assert len(kept) <= dumb.captures or memory.rows.free >= dumb.spare
+        assert memory.rows.capacity - memory.rows.free == dumb.used()
         assert dumb.used() == len({line.state for line in dumb.lines.values() if line.state}) + len(kept)
         for seq, line in dumb.lines.items():
             assert memory.length(seq) == len(line.tokens)
             places = {len(state.tokens) for state in (*line.points, *((line.state,) if line.state else ()))}
-            assert memory.points(seq) == tuple(sorted(places))
+            assert memory.rows.points(seq) == tuple(sorted(places))
             for layer in RECURRENT.layers:
                 assert_states(remembered(memory, seq, layer), [line.tokens], layer)
 
     def teardown(self) -> None:
         self.memory.clear()
         self.memory.check()
-        assert self.memory.free_rows() == self.memory.capacity_rows()
+        assert self.memory.rows.free == self.memory.rows.capacity
 
 
 def timeline(*kinds: Kind, steps: int, inputs: bool = False) -> type:

@@ -84,7 +84,7 @@ def look(player: Player, batch: Batch) -> int:
     for index, m in enumerate(player.members):
         whose, layout = owners(player, index), m.group.layout
         visible = player.memory.get(m.group.layers[0]).dense()[2]
-        cells = step.columns[index].cells.tolist()
+        cells = step._columns[index].cells.tolist()
         assert visible.shape == (len(rows), len(cells))
         for (feed, q), row in zip(rows, visible.tolist(), strict=True):
             ahead = batch.ahead(feed.seq)
@@ -92,7 +92,7 @@ def look(player: Player, batch: Batch) -> int:
                 mine = [k for seq, k in whose[cell] if seq == feed.seq]
                 assert seen == any(sees(layout, q, k, ahead) for k in mine), f"{layout}: {feed}, {q} on {mine}"
             last = player.memory.length(feed.seq) + (len(feed.pos) if feed.stores else 0)
-            last = player.memory.input_length(feed.seq) if m.kind.of_input else last
+            last = player.memory.inputs.length(feed.seq) if m.kind.of_input else last
             wanted = [k for k in range(last) if sees(layout, q, k, ahead)]
             assert len(wanted) == sum(row), f"{layout}: {feed}, {q} lacks something of {wanted}"
             pairs += len(cells)
@@ -107,7 +107,7 @@ def test_every_row_sees_what_the_rule_says_pair_by_pair() -> None:
         life = Life(drawn_members(draw), seed)
         for name in draw.choices(BEFORE, k=10):
             getattr(life, name)()
-        room = min(n for name, n in life.player.memory.free().items() if name != "input")
+        room = min(n for name, n in life.player.memory.storage.free().items() if name != "input")
         batches = (drawn_batch(draw, life.player) for _ in range(20))
         batch = next((batch for batch in batches if batch.stored <= room and fits(batch)), None)
         if batch is None:

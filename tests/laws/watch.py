@@ -37,7 +37,7 @@ def pieces(cells: Cells) -> list[tuple[int, int, int]]:
 
 def stored(memory: Memory, layer: int, plane: str, runs: Iterable[Run]) -> Tensor:
     """[n,heads,size] of the cells of `runs`, in their order."""
-    pool = memory._held[memory._group_of[layer]].pool
+    pool = memory._stores.all[memory._stores.index_of(layer)].pool
     cells = [cell for run in runs for cell in range(run.cell, run.end)]
     return pool.read(layer, plane, torch.tensor(cells, dtype=torch.long))
 
@@ -47,13 +47,14 @@ def everything(memory: Memory) -> list[Any]:
 
     And what it knows of sequences and claims beside their tables: where they were edited or looked ahead, their inputs.
     """
-    known: list[Any] = [id(memory._step), memory.sequences, memory.free(), memory.capacity(), memory.bytes]
-    known += [memory.scratch]
+    storage = memory.storage
+    known: list[Any] = [id(memory._step), memory.sequences, storage.free(), storage.capacity(), storage.bytes]
+    known += [storage.scratch]
     for seq, record in memory._sequences.records.items():
         known.append((seq, record.ahead, record.derived, record.digest))
     for claim in map(memory.claims.of, memory.claims):
         known.append((claim.span, sorted(claim.checkpoints), claim.ahead, claim.derived, claim.digest))
-    for index, held in enumerate(memory._held):
+    for index, held in enumerate(memory._stores.all):
         known.append(pieces(held.cells))
         tables = {seq: record.tables[index] for seq, record in memory._sequences.records.items()}
         known.append([(seq, t.first, t.end, tuple(t.runs), tuple(t._starts)) for seq, t in tables.items()])

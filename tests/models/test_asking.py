@@ -43,7 +43,7 @@ def asked_logits(judge: PreTrainedModel, told: Sequence[int], asked: Sequence[in
 def remembered(memory: Memory, seq: int) -> list[Tensor]:
     """Copies of all that the next row of a sequence would read: keys, values and states."""
     plan = memory.begin(Batch((Feed(seq, Span(memory.length(seq), memory.length(seq) + 1), stores=False),)))
-    held = [x for group in memory.groups for layer in group.layers for x in memory.get(layer).in_order()]
+    held = [x for group in memory.storage.groups for layer in group.layers for x in memory.get(layer).in_order()]
     for layer in memory._states._planes:
         held += memory.state(layer, plan.states).values()
     memory.abandon()
@@ -69,7 +69,7 @@ def test_rows_that_only_ask_see_what_is_stored_and_leave_it_so(name: str, rows: 
     told, asked, more, others = text(STORED, 1), text(rows, 2), text(4, 3), text(9, 4)
     memory = small_memory(guest, 40)
     read(guest, memory, (1, told))
-    before, free, left = remembered(memory, 1), memory.free(), memory.free_rows()
+    before, free, left = remembered(memory, 1), memory.storage.free(), memory.rows.free
     read(guest, memory, (2, others[:5]))
     first, answers, last = forward(
         guest,
@@ -88,7 +88,7 @@ def test_rows_that_only_ask_see_what_is_stored_and_leave_it_so(name: str, rows: 
     assert same(before, remembered(memory, 1))
     memory.drop(2)
     memory.drop(3)
-    assert (memory.free(), memory.free_rows()) == (free, left)
+    assert (memory.storage.free(), memory.rows.free) == (free, left)
     (onwards,) = read(guest, memory, (1, more))
     assert relative(onwards, reference_logits(judge, [*told, *more])[STORED:]) <= BOUND
     memory.check()
@@ -100,13 +100,13 @@ def test_a_step_in_which_all_rows_only_ask_stores_nothing(name: str) -> None:
     memory = small_memory(guest, 40)
     told, asked = {1: text(STORED, 5), 2: text(6, 6)}, {1: text(2, 7), 2: text(1, 8)}
     read(guest, memory, *told.items())
-    before, free, rows = [remembered(memory, seq) for seq in told], memory.free(), memory.free_rows()
+    before, free, rows = [remembered(memory, seq) for seq in told], memory.storage.free(), memory.rows.free
     feeds = [(Feed(s, Span(len(told[s]), len(told[s]) + len(ids)), stores=False), ids) for s, ids in asked.items()]
     for end in (memory.abandon, memory.commit):
         for seq, answers in zip(asked, forward(guest, memory, feeds), strict=True):
             assert relative(answers, asked_logits(judge, told[seq], asked[seq], len(told[seq]))) <= BOUND
         end()
-        assert (memory.free(), memory.free_rows()) == (free, rows)
+        assert (memory.storage.free(), memory.rows.free) == (free, rows)
         assert all(same(held, remembered(memory, seq)) for held, seq in zip(before, told, strict=True))
     memory.check()
 

@@ -159,7 +159,7 @@ def test_one_input_is_answered_as_on_their_caches(name: str, mode: str) -> None:
     )
     ours.check()
     ours.reset()
-    assert ours.memory.free() == ours.memory.capacity()
+    assert ours.memory.storage.free() == ours.memory.storage.capacity()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -204,20 +204,20 @@ def test_the_answer_depends_on_the_input(name: str) -> None:
 def test_the_input_is_written_once_and_beams_share_its_cells(name: str) -> None:
     model = built(name)
     ours = crossing(model, cells=300, input_cells=200)
-    inputs = {group.name for group in ours.memory.groups if group.of_input}
-    layers = sum(len(group.layers) for group in ours.memory.groups if group.of_input)
+    inputs = {group.name for group in ours.memory.storage.groups if group.of_input}
+    layers = sum(len(group.layers) for group in ours.memory.storage.groups if group.of_input)
     writes: list[int] = []
     write = Pool.write
 
     def counted(pool: Pool, layer: int, *rest: Any) -> None:
-        if any(layer in group.layers for group in ours.memory.groups if group.of_input):
+        if any(layer in group.layers for group in ours.memory.storage.groups if group.of_input):
             writes.append(layer)
         write(pool, layer, *rest)
 
     with mock.patch.object(Pool, "write", counted):
         generate(model, KINDS[name].two(), past_key_values=ours, num_beams=4, do_sample=False)
     assert len(writes) == 2 * layers, "two inputs, each layer of each written once"
-    free, n = ours.memory.free(), ours.memory.input_length(ours.rows[0])
+    free, n = ours.memory.storage.free(), ours.memory.inputs.length(ours.rows[0])
     assert len(ours.rows) == 8
     assert n > 0
     assert {free[at] for at in inputs} <= {200 - n, 200 - 2 * n}, "all beams share the inputs of the two prompts"
@@ -229,9 +229,9 @@ def test_equal_inputs_of_a_batch_share_cells_wherever_their_rows_stand(name: str
     inputs = {key: torch.cat([x, x, x[:1]]) for key, x in two.items()}  # rows 0, 1, 0, 1, 0
     ours = crossing(model, cells=300, input_cells=60)
     assert torch.equal(generate(model, inputs, past_key_values=ours), generate(model, inputs))
-    free, n = ours.memory.free(), ours.memory.input_length(ours.rows[0])
+    free, n = ours.memory.storage.free(), ours.memory.inputs.length(ours.rows[0])
     assert len(ours.rows) == 5
-    assert {free[group.name] for group in ours.memory.groups if group.of_input} == {60 - 2 * n}
+    assert {free[group.name] for group in ours.memory.storage.groups if group.of_input} == {60 - 2 * n}
     ours.check()
 
 
@@ -256,7 +256,7 @@ def test_the_picture_of_a_failed_forward_is_not_that_of_the_next_one() -> None:
         generate(model, pictures(1, (0,)), past_key_values=ours)
     assert torch.equal(generate(model, text, past_key_values=ours), generate(model, text))
     ours.check()
-    assert ours.memory.input_length(ours.rows[0]) == 0
+    assert ours.memory.inputs.length(ours.rows[0]) == 0
 
 
 def test_rows_that_change_places_take_their_inputs_along() -> None:
@@ -278,12 +278,12 @@ def test_after_an_input_that_does_not_fit_the_next_answer_is_that_of_a_fresh_cac
     one, two = KINDS[name].one(0), KINDS[name].two()
     probe = crossing(model, cells=200, input_cells=60)
     fresh = generate(model, one, past_key_values=probe)
-    ours = crossing(model, cells=200, input_cells=probe.memory.input_length(probe.rows[0]))
+    ours = crossing(model, cells=200, input_cells=probe.memory.inputs.length(probe.rows[0]))
     with pytest.raises(CacheFull):
         generate(model, two, past_key_values=ours)
     ours.check()
     assert ours.rows == []
-    assert ours.memory.free() == ours.memory.capacity()
+    assert ours.memory.storage.free() == ours.memory.storage.capacity()
     assert torch.equal(generate(model, one, past_key_values=ours), fresh)
 
 

@@ -117,10 +117,10 @@ class Life:
             memory.drop(0)
         self.step({0: 2, 1: 1})
         memory.drop(1)
-        while memory.compact(7):
+        while memory.storage.compact(7):
             pass
-        for group in memory.groups:
-            memory.resize(group.name, 80)
+        for group in memory.storage.groups:
+            memory.storage.resize(group.name, 80)
         if self.guest.mode == "flat":
             plan = memory.begin(Batch((Feed(0, Span(20, 23)), Feed(8, Span(7, 9)))), reserve=True)
             self.guest.forward(memory, plan, self.here([5] * 5), self.here([4]))

@@ -44,7 +44,7 @@ def test_one_sequence_goes_on_as_on_their_cache(model: PreTrainedModel, mode: st
     assert torch.equal(ours, generate(model, PROMPT, **MODES[mode]))
     cache.check()
     cache.reset()
-    assert cache.memory.free() == cache.memory.capacity()
+    assert cache.memory.storage.free() == cache.memory.storage.capacity()
 
 
 @pytest.mark.parametrize("mode", MODES_OF_A_BATCH)
@@ -72,7 +72,7 @@ def test_beams_share_the_cells_of_their_prompt() -> None:
     cache = GenerationCache.of(model, cells=1000)
     long = torch.arange(1, 61)[None] % 90
     generate(model, long, past_key_values=cache, num_beams=4, do_sample=False)
-    used = 1000 - min(cache.memory.free().values())
+    used = 1000 - min(cache.memory.storage.free().values())
     assert used <= 60 + 4 * 14, f"{used} cells for four beams over one prompt of 60 tokens"
 
 
@@ -94,7 +94,7 @@ def test_a_forward_that_failed_half_way_leaves_nothing_behind() -> None:
     model = ARCHS["llama"].build()
     cache = GenerationCache.of(model, cells=128)
     layer = sorted(cache._layers)[0]
-    planes = cache.memory.groups[0].planes
+    planes = cache.memory.storage.groups[0].planes
     k = torch.randn(1, planes[0].heads, 4, planes[0].size)
     cache.update(k, k, layer)  # and the other layers never come
     assert torch.equal(generate(model, PROMPT, past_key_values=cache), generate(model, PROMPT))
@@ -115,7 +115,7 @@ def test_a_prompt_without_room_leaves_no_rows() -> None:
 def test_after_a_first_forward_that_failed_another_batch_size_may_come() -> None:
     model = ARCHS["llama"].build()
     cache = GenerationCache.of(model, cells=256)
-    first, plane = min(cache._layers), cache.memory.groups[0].planes[0]
+    first, plane = min(cache._layers), cache.memory.storage.groups[0].planes[0]
     k = torch.randn(1, plane.heads, 4, plane.size)
     cache.update(k, k, first)  # and the other layers never come
     with pytest.raises(BadRequest):

@@ -67,8 +67,8 @@ def test_timelines_are_long_and_full_of_everything() -> None:
     assert max(lengths) > 3 * WINDOW
     assert len(timeline.seen) > 30
     assert rows > sum(lengths) / 10
-    cells = {group.name: group.layout.most_cells(MOST, CHUNK) for group in timeline.memory.groups}
-    assert all(3 * cells[name] == free for name, free in timeline.memory.free().items())
+    cells = {group.name: group.layout.most_cells(MOST, CHUNK) for group in timeline.memory.storage.groups}
+    assert all(3 * cells[name] == free for name, free in timeline.memory.storage.free().items())
 
 
 @pytest.mark.parametrize("name", FLAT)

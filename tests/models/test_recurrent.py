@@ -137,7 +137,7 @@ def points(guest: Guest, judge: PreTrainedModel) -> float:
         assert told.fork(0, 100 + pos, pos) == kept
     told.read({0: text(1, next(draw))})
     told.read({0: text(2, next(draw))})
-    assert told.memory.points(0) == (3, 4, 9, 16, 19)
+    assert told.memory.rows.points(0) == (3, 4, 9, 16, 19)
     odd = {100 + pos: [*whole[len(told.texts[100 + pos]) : pos], next(draw)] for pos in range(1, 17, 3)}
     told.read(odd)
     for pos in (10, 7, 3):

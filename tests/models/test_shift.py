@@ -152,8 +152,8 @@ def test_what_cannot_be_shifted_exactly_is_refused_with_the_reason_before_anythi
     plan = memory.begin(Batch((Feed(1, Span(0, 20)),)))
     guest.forward(memory, plan, torch.arange(20), torch.tensor([19]))
     memory.commit()
-    before = (memory.held(1), memory.free())
+    before = (memory.held(1), memory.storage.free())
     with pytest.raises(NotSupported, match=REFUSED[name]):
         memory.remove(1, Span(2, 10))
-    assert (memory.held(1), memory.free()) == before
+    assert (memory.held(1), memory.storage.free()) == before
     memory.check()

@@ -52,7 +52,7 @@ def small_memory(guest: Guest, tokens: int, sequences: int = 3) -> Memory:
         for plane in planes.values():
             plane[1:] = torch.nan
     memory.begin(Batch((Feed(0, Span(0, 1)),)))
-    for group in memory.groups:
+    for group in memory.storage.groups:
         for layer in group.layers:
             for plane in group.planes:
                 memory.get(layer).plane(plane.name).fill_(torch.nan)
@@ -118,8 +118,8 @@ class Timeline:
         self.step("keep", long=True)
         self.step("keep", decode=True)
         self.memory.clear()
-        assert self.memory.free() == self.memory.capacity()
-        assert self.memory.free_rows() in (None, self.memory.capacity_rows())
+        assert self.memory.storage.free() == self.memory.storage.capacity()
+        assert self.memory.rows.free in (None, self.memory.rows.capacity)
 
     def judged(self) -> float:
         """The largest difference of any row, relative to the largest logit. Asserts that greedy text is the same."""

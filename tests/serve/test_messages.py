@@ -306,7 +306,7 @@ PADDING = (
 
 def test_the_memory_and_the_queue(client: httpx.Client, real: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {"prompt": [5] * 200}
-    built, group = real._built, real._built.memory.groups[0].name
+    built, group = real._built, real._built.memory.storage.groups[0].name
     capacity = dataclasses.replace(built.capacity, cells=dict.fromkeys(built.capacity.cells, 100))
     monkeypatch.setattr(real, "_built", dataclasses.replace(built, capacity=capacity))
     held = f"the prompt has 200 tokens; the memory for {group} layers allows 100. Shorten the prompt"

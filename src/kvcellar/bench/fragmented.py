@@ -69,7 +69,7 @@ def lines(found: dict[str, Compacted]) -> list[str]:
 @torch.inference_mode()
 def _measured(size: Size, backend: Backend, sequences: int, tokens: int, rounds: int) -> Compacted:
     scattered, tidy = (_used(size, backend, sequences, tokens) for _ in range(2))
-    before = scattered.fragments()[GROUP]
+    before = scattered.storage.fragments()[GROUP]
     moved, piece_ms = _compact(tidy)
     took: tuple[list[float], list[float]] = ([], [])
     for turn in range(rounds + 1):
@@ -78,7 +78,7 @@ def _measured(size: Size, backend: Backend, sequences: int, tokens: int, rounds:
             if turn:  # the first round warms up
                 of_memory.append(milliseconds)
     ratio = statistics.median(a / b for a, b in zip(*took, strict=True))
-    after: Fragments = tidy.fragments()[GROUP]
+    after: Fragments = tidy.storage.fragments()[GROUP]
     return Compacted(
         before=statistics.median(took[0]),
         after=statistics.median(took[1]),
@@ -99,14 +99,14 @@ def _used(size: Size, backend: Backend, sequences: int, tokens: int) -> Memory:
     memory = Memory([group], cells=cells, dtype=torch.bfloat16, device="cpu", backend=backend)
     draw, short = random.Random(1), list(range(sequences, sequences + cells[GROUP]))
     for seq in short:
-        n = min(draw.choice(SHORT), memory.free()[GROUP])
+        n = min(draw.choice(SHORT), memory.storage.free()[GROUP])
         if not n:
             break
         _grow(memory, [seq], n)
     there = [seq for seq in short if memory.has(seq)]
     draw.shuffle(there)
     for _ in range(tokens):
-        while memory.free()[GROUP] < sequences:
+        while memory.storage.free()[GROUP] < sequences:
             memory.drop(there.pop())
         _grow(memory, range(sequences), 1)
     for seq in there:
@@ -122,7 +122,7 @@ def _grow(memory: Memory, seqs: Sequence[int], tokens: int) -> None:
 
 def _compact(memory: Memory) -> tuple[int, float]:
     """Cells moved, and CPU milliseconds of the longest piece."""
-    compaction, longest = Compaction(memory), 0.0
+    compaction, longest = Compaction(memory.storage), 0.0
     while True:
         start = time.process_time()
         if not compaction.piece():

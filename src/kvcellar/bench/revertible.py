@@ -71,14 +71,14 @@ def _forked(guest: Guest) -> Forked:
     def memory_of(rows: int) -> Memory:
         return guest.memory({group.name: 2 * READ for group in guest.shape.groups}, rows=rows)
 
-    row = memory_of(5).bytes - memory_of(4).bytes
+    row = memory_of(5).storage.bytes - memory_of(4).storage.bytes
     memory = memory_of(4)
     _step(guest, memory, [Feed(0, Span(0, READ))], {})
-    free = [memory.free_rows() or 0]
+    free = [memory.rows.free or 0]
     memory.fork(0, 1, READ)
-    free.append(memory.free_rows() or 0)
+    free.append(memory.rows.free or 0)
     _step(guest, memory, [Feed(1, Span(READ, READ + 1))], {})
-    free.append(memory.free_rows() or 0)
+    free.append(memory.rows.free or 0)
     at_once, first_write = (row * (before - after) for before, after in pairwise(free))
     return Forked(at_once, first_write, row)
 

@@ -11,9 +11,9 @@ def put_zeros(memory: Memory, plan: Plan) -> None:
 
     On the memory's own device, the meta device too. `commit` accepts the step then.
     """
-    for group in memory.groups:
+    for group in memory.storage.groups:
         planes = () if group.of_input else group.planes
         for plane in planes:
             zeros = torch.zeros(plan.stored, plane.heads, plane.size, dtype=memory.dtype, device=memory.device)
             for layer in group.layers:
-                memory.put_plane(layer, plane.name, zeros)
+                memory.put(layer, **{plane.name: zeros})

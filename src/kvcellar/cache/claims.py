@@ -48,20 +48,18 @@ class Claims:
 
     def __init__(
         self,
-        held: Sequence[GroupStore],
+        stores: Sequence[GroupStore],
         sequences: Sequences,
         states: States,
         shape: str,
         idle: Callable[[str], None],
-        check_limit: Callable[[int, int, str], None],
     ) -> None:
-        """`shape` is the memory's (see `readout`). `idle(operation)` raises `WrongStage` while a step is open,
-        `check_limit(seq, length, operation)` raises `BadRequest` for more tokens than a sequence may have."""
-        self._held, self._sequences, self._states, self._rows = held, sequences, states, states.rows
+        """`shape` is the memory's (see `readout`). `idle(operation)` raises `WrongStage` while a step is open."""
+        self._stores, self._sequences, self._states, self._rows = stores, sequences, states, states.rows
         self.shape = shape
-        self._idle, self._check_limit = idle, check_limit
-        self._bounded = [index for index, one in enumerate(held) if one.group.bounded]
-        self._unbounded = [index for index, one in enumerate(held) if not one.group.bounded]
+        self._idle = idle
+        self._bounded = [index for index, one in enumerate(stores) if one.group.bounded]
+        self._unbounded = [index for index, one in enumerate(stores) if not one.group.bounded]
         self._claims: dict[int, Claim] = {}
         self._readings: list[Reading] = []
         self._numbers = count(1)
@@ -83,7 +81,7 @@ class Claims:
         found = next((claim for claim in self._claims.values() if claim.digest == digest), None)
         if found is None:
             return None
-        return [found.tables[index] for index in self._unbounded if self._held[index].group.of_input]
+        return [found.tables[index] for index in self._unbounded if self._stores[index].group.of_input]
 
     def tables(self, index: int) -> list[Table]:
         """All tables that claims have in one group."""
@@ -92,18 +90,18 @@ class Claims:
             found += [one.windows[index] for one in claim.checkpoints.values() if index in one.windows]
         self._readings = [reading for reading in self._readings if reading.parts or reading.rows]
         parts = [part for reading in self._readings for part in reading.parts]
-        return found + [part.table for part in parts if part.held is self._held[index]]
+        return found + [part.table for part in parts if part.store is self._stores[index]]
 
     def exclusive(self, claim: int, checkpoint: int | None = None) -> tuple[dict[str, int], int]:
         """Cells by group, and state rows, that dropping the claim would free; or only its checkpoint at a position."""
         found = self.of(claim)
         some = found.checkpoints if checkpoint is None else {checkpoint: self._checkpoint(found, checkpoint)}
         cells: dict[str, int] = {}
-        for index, held in enumerate(self._held):
+        for index, store in enumerate(self._stores):
             tables = [one.windows[index] for one in some.values() if index in one.windows]
             if checkpoint is None and index in found.tables:
                 tables.append(found.tables[index])
-            cells[held.group.name] = held.cells.exclusive(run for table in tables for run in table.runs)
+            cells[store.group.name] = store.cells.exclusive(run for table in tables for run in table.runs)
         return cells, self._rows.exclusive([one.row for one in some.values()])
 
     # -- changes ------------------------------------------------------------------------------------------------
@@ -162,25 +160,25 @@ class Claims:
                     self._rows.hold(row)
                     checkpoint = claim.checkpoints[pos] = Checkpoint({}, row)
                     for index in self._bounded:
-                        seen = Span(self._held[index].group.layout.lowest(pos), pos)
+                        seen = Span(self._stores[index].group.layout.lowest(pos), pos)
                         checkpoint.windows[index] = self._with_new(index, record, seen, taken[index][number])
         return made
 
     def _with_new(self, index: int, record: SequenceRecord, span: Span, new: Sequence[Run]) -> Table:
         """A table over the cells of `span`: those that a sequence has, and of `new` ones, which it will have next."""
-        table, held = record.tables[index], self._held[index]
-        if held.group.of_input:
+        table, store = record.tables[index], self._stores[index]
+        if store.group.of_input:
             return table.share(0)
         if span.start < table.end:
             found = table.share(min(table.end, span.end), span.start)
         else:
-            found = held.table()
+            found = store.table()
             found.first = found.end = span.start
         at = table.end
         for run in new:
             skip, n = max(0, span.start - at), min(run.n, span.end - at)
             if skip < n:
-                found.append([held.cells.hold_part(run, skip, n - skip)])
+                found.append([store.cells.hold_part(run, skip, n - skip)])
             at += run.n
         return found
 
@@ -203,7 +201,7 @@ class Claims:
         last = claims[-1]
         if not last.span.start < pos <= last.span.end:
             raise BadRequest(f"the last claim is on {last.span}; a sequence of {pos} tokens does not end in it")
-        self._check_limit(seq, pos, "assembly")
+        self._sequences.check_limit(seq, pos, "assembly")
         _check_whole(last.ahead, pos)
         for claim in claims[1:]:
             self._check_same_input(claims[0], claim)
@@ -221,7 +219,7 @@ class Claims:
         resumed = whole_claim.checkpoints.pop(pos)
         marks = [claim.derived for claim in claims if claim.derived is not None and claim.derived < pos]
         record = SequenceRecord(
-            [(whole_claim.tables | resumed.windows)[index] for index in range(len(self._held))],
+            [(whole_claim.tables | resumed.windows)[index] for index in range(len(self._stores))],
             until([span for claim in claims for span in claim.ahead], pos),
             min(marks, default=None),
             claims[0].digest,
@@ -264,7 +262,7 @@ class Claims:
             raise BadRequest(f"a claim on {right.span} does not follow one on {left.span}")
         self._check_same_input(left, right)
         for index, table in right.tables.items():
-            if self._held[index].group.of_input:
+            if self._stores[index].group.of_input:
                 table.close()
             else:
                 left.tables[index].append(table.runs)
@@ -300,7 +298,7 @@ class Claims:
 
     def reading(self, claim: int) -> Reading:
         """The content of a claim, to be read out chunk by chunk, also while steps run; the claim may go meanwhile."""
-        reading = Reading.of(self.of(claim), self._held, self._states, self.shape)
+        reading = Reading.of(self.of(claim), self._stores, self._states, self.shape)
         self._readings.append(reading)
         return reading
 
@@ -311,8 +309,8 @@ class Claims:
         record, `CacheFull` if there are too few free cells or rows; nothing has changed then.
         """
         self._idle("write_back")
-        check_record(record, self.shape, self._held)
-        claim = written(record, chunks, self._held, self._states)
+        check_record(record, self.shape, self._stores)
+        claim = written(record, chunks, self._stores, self._states)
         if claim.digest is not None and (self._sequences.input(claim.digest) or self.input(claim.digest)):
             claim.digest = None  # all that have a digest share the cells of one input
         return self.enter(claim)
@@ -335,7 +333,7 @@ class Claims:
 
     def _check_resume(self, seq: int, tables: Sequence[Table], pos: int) -> None:
         for index in self._bounded:
-            group, table = self._held[index].group, tables[index]
+            group, table = self._stores[index].group, tables[index]
             if (lowest := group.layout.lowest(pos)) < min(table.first, pos):
                 raise BadRequest(
                     f"resuming at {pos} needs [{lowest},{pos}) in group {group.name}; sequence {seq} holds "
@@ -347,7 +345,7 @@ class Claims:
 
     def _check_same_input(self, one: Claim, other: Claim) -> None:
         for index in self._unbounded:
-            if self._held[index].group.of_input and one.tables[index].runs != other.tables[index].runs:
+            if self._stores[index].group.of_input and one.tables[index].runs != other.tables[index].runs:
                 raise BadRequest(f"claims on {one.span} and {other.span} have different inputs")
 
     def _share(
@@ -362,7 +360,7 @@ class Claims:
         windows: dict[int, Table] = {}
         with undone(lambda: Checkpoint(windows, 0).close(self._rows)):
             for index, table in tables.items():
-                windows[index] = table.share(pos, self._held[index].group.layout.lowest(pos))
+                windows[index] = table.share(pos, self._stores[index].group.layout.lowest(pos))
         self._rows.hold(row)
         claim.checkpoints[pos] = Checkpoint(windows, row)
 
@@ -373,7 +371,7 @@ class Claims:
         for index, table in more.items():
             if index not in whole_claim.tables:
                 whole_claim.tables[index] = table
-            elif self._held[index].group.of_input:
+            elif self._stores[index].group.of_input:
                 table.close()
             else:
                 whole_claim.tables[index].append(table.runs)
@@ -384,7 +382,7 @@ class Claims:
             assert claim.tables.keys() == set(self._unbounded)
             for index, table in claim.tables.items():
                 table.check()
-                if not self._held[index].group.of_input:
+                if not self._stores[index].group.of_input:
                     assert (table.first, table.end) == (claim.span.start, claim.span.end)
             for pos, checkpoint in claim.checkpoints.items():
                 assert claim.span.start < pos <= claim.span.end
@@ -393,7 +391,7 @@ class Claims:
                 assert (checkpoint.row > 0) == (self._rows.capacity is not None)
                 for index, table in checkpoint.windows.items():
                     table.check()
-                    assert (table.first, table.end) == (self._held[index].group.layout.lowest(pos), pos)
+                    assert (table.first, table.end) == (self._stores[index].group.layout.lowest(pos), pos)
             check_ahead(claim.ahead, claim.span.end)
             assert not claim.ahead or claim.ahead[0].start >= claim.span.start
             assert claim.derived is None or claim.span.start <= claim.derived < claim.span.end

@@ -18,7 +18,7 @@ from kvcellar.cache.plans import indices, pieces
 from kvcellar.cache.pool import Pool, rotated_sizes
 from kvcellar.cache.tables import InputTable, Move, Table
 from kvcellar.contracts import Backend
-from kvcellar.errors import BadRequest, CapacityTooSmall, WrongStage
+from kvcellar.errors import BadRequest, CapacityTooSmall, WrongStage, shown
 from kvcellar.layout import Layout
 from kvcellar.plan import Batch, Run
 from kvcellar.shapes import BLOCK, Plane, Rotation
@@ -151,6 +151,7 @@ class GroupStore:
     pool: Pool
     backend: Backend
     itemsize: int  # of the memory's own type
+    device: torch.device
     compaction: Compaction = field(default_factory=Compaction)
 
     @classmethod
@@ -158,7 +159,7 @@ class GroupStore:
         pool = Pool.agreed(
             group.planes, group.layers, backend, plain=group.plain, cells=cells, dtype=dtype, device=device
         )
-        return cls(group, Cells(cells), pool, backend, dtype.itemsize)
+        return cls(group, Cells(cells), pool, backend, dtype.itemsize, device)
 
     @property
     def staging(self) -> int:
@@ -174,20 +175,20 @@ class GroupStore:
         """An empty one, for a new sequence."""
         return InputTable(self.cells) if self.group.of_input else Table(self.cells)
 
-    def turn(self, source: Sequence[Run], target: Sequence[Run], by: int, device: torch.device) -> None:
+    def turn(self, source: Sequence[Run], target: Sequence[Run], by: int) -> None:
         """Write what the cells of `source` hold into those of `target`, turned by `by` positions; 0: bit for bit."""
         for some, places in zip(pieces(source, PIECE), pieces(target, PIECE), strict=True):
-            old, new = indices(some, device), indices(places, device)
+            old, new = indices(some, self.device), indices(places, self.device)
             for layer in self.group.layers:
                 turns = self.group.rotations.get(layer, {}) if by else {}
                 self.pool.move(layer, old, new, turns, by)
 
-    def compact(self, tables: Sequence[Table], budget: int, device: torch.device) -> int:
+    def compact(self, tables: Sequence[Table], budget: int) -> int:
         """Move one piece of at most `budget` cells; answers how many were moved."""
         moves = self.compaction.piece(self.cells, tables, budget)
 
         def copy(moves: Sequence[Move]) -> None:
-            self.turn([move.source for move in moves], [move.target for move in moves], 0, device)
+            self.turn([move.source for move in moves], [move.target for move in moves], 0)
 
         if moves:
             relocate(self.cells, tables, moves, copy)
@@ -233,3 +234,40 @@ class GroupStore:
         self.cells.check_holders(runs)
         self.compaction.check()
         assert self.pool.bytes >= len(self.group.layers) * self.pool.layer_bytes(self.cells.capacity)
+
+
+class Stores:
+    """The storage of all groups of one memory, in `all`: groups of tokens first, then those of an input."""
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        cells: Mapping[str, int],
+        backends: Mapping[str, Backend],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.device = device
+        self.all = tuple(
+            GroupStore.new(group, backends[group.name], cells[group.name], dtype, device)
+            for group in sorted(groups, key=lambda group: group.of_input)
+        )
+        self._index_of = {layer: index for index, store in enumerate(self.all) for layer in store.group.layers}
+
+    @property
+    def names(self) -> str:
+        return "the groups are " + (", ".join(store.group.name for store in self.all) or "none")
+
+    def index_of(self, layer: int) -> int:
+        """Of the group that a layer is in. Raises `BadRequest` if it is in none."""
+        index = self._index_of.get(layer)
+        if index is None:
+            raise BadRequest(f"layer {layer} is in no group of this memory")
+        return index
+
+    def named(self, group: str) -> GroupStore:
+        """Raises `BadRequest`."""
+        store = next((store for store in self.all if store.group.name == group), None)
+        if store is None:
+            raise BadRequest(f"there is no group {shown(group)}; {self.names}")
+        return store

@@ -1,54 +1,116 @@
-"""inputs: what an encoder made of an input. Written once, read at every step, shared by those who have the same one.
+"""inputs: what an encoder made of an input. Written once, read at every step, shared by sequences with the same one.
 
 Always true: an input is written to all layers of all encoder groups, or nothing has changed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from kvcellar.cache.group import GroupStore
+from kvcellar.cache.claims import Claims
+from kvcellar.cache.group import GroupStore, Stores
 from kvcellar.cache.layouts.encoder import Input
-from kvcellar.cache.plans import write_index
-from kvcellar.cache.tables import Table
-from kvcellar.errors import BadRequest, CacheFull
+from kvcellar.cache.plans import indices, write_index
+from kvcellar.cache.sequences import Sequences
+from kvcellar.cache.tables import Table, share_all
+from kvcellar.errors import BadRequest, CacheFull, shown
+from kvcellar.spans import whole
 
 Planes = Mapping[int, tuple[Tensor, Tensor]]  # by layer: k [n,G,D] and v [n,G,Dv]
 
 
-def check_planes(helds: Sequence[GroupStore], n: int, planes: Planes) -> None:
-    """Raise `BadRequest` unless `planes` are an input of `n` positions, in all layers of `helds` and in no other."""
-    if not helds:
+def check_planes(stores: Sequence[GroupStore], n: int, planes: Planes) -> None:
+    """Raise `BadRequest` unless `planes` are an input of `n` positions, in all layers of `stores` and in no other."""
+    if not stores:
         raise BadRequest("this memory has no layers for an input: none of its groups has the layout Input")
-    layers = {layer for held in helds for layer in held.group.layers}
+    layers = {layer for store in stores for layer in store.group.layers}
     if layers != planes.keys():
         raise BadRequest(f"an input is for the layers {sorted(layers)}; what was given is for {sorted(planes)}")
-    for held in helds:
-        assert isinstance(held.group.layout, Input)
-        if not 1 <= n <= held.group.layout.most:
-            raise BadRequest(f"an input of {n} positions; {held.group.name} layers take 1 to {held.group.layout.most}")
-        for layer in held.group.layers:
+    for store in stores:
+        assert isinstance(store.group.layout, Input)
+        if not 1 <= n <= store.group.layout.most:
+            raise BadRequest(
+                f"an input of {n} positions; {store.group.name} layers take 1 to {store.group.layout.most}"
+            )
+        for layer in store.group.layers:
             k, v = planes[layer]
-            held.pool.check_new(layer, n, {"k": k, "v": v})
+            store.pool.check_new(layer, n, {"k": k, "v": v})
 
 
-def write(helds: Sequence[GroupStore], n: int, planes: Planes, device: torch.device) -> list[Table]:
+def write(stores: Sequence[GroupStore], n: int, planes: Planes, device: torch.device) -> list[Table]:
     """A table of new cells with the input, for each group. Raises `CacheFull` before anything is taken."""
-    for held in helds:
-        if held.cells.free < n:
-            raise CacheFull(held.group.name, n, held.cells.free)
+    for store in stores:
+        if store.cells.free < n:
+            raise CacheFull(store.group.name, n, store.cells.free)
     tables: list[Table] = []
     try:
-        for held in helds:
-            tables.append(held.table())
-            tables[-1].append(held.cells.take(n))
+        for store in stores:
+            tables.append(store.table())
+            tables[-1].append(store.cells.take(n))
             cells = write_index([tables[-1].runs], device)
-            for layer in held.group.layers:
+            for layer in store.group.layers:
                 k, v = planes[layer]
-                held.pool.write(layer, cells, {"k": k, "v": v})
+                store.pool.write(layer, cells, {"k": k, "v": v})
     except BaseException:
         for table in tables:
             table.close()
         raise
     return tables
+
+
+class Inputs:
+    """The inputs of the sequences of one memory. A row of a sequence reads its input in every step."""
+
+    def __init__(self, stores: Stores, sequences: Sequences, claims: Claims, idle: Callable[[str], None]) -> None:
+        """`idle(operation)` raises `WrongStage` while a step is open."""
+        self._stores, self._sequences, self._claims, self._idle = stores, sequences, claims, idle
+
+    def length(self, seq: int) -> int:
+        """How many positions the input of `seq` has; 0 if it was given none, or is not there."""
+        return self._sequences.input_length(seq)
+
+    def write(self, seq: int, n: int, planes: Planes, *, digest: str | None = None) -> bool:
+        """Give `seq`, which may be new, what an encoder made of its input: for each layer k [n,G,D] and v [n,G,Dv].
+
+        It is read by every row of the sequence in every step from now on, and goes with the sequence: forks share it,
+        and whatever is removed of the text leaves it. Where a sequence with the same `digest` is in memory its cells
+        are shared and nothing is written; returns whether something was. Raises `BadRequest` if the sequence has an
+        input or the planes are not those of all such layers, `CacheFull` if a group has too few free cells; nothing has
+        changed then.
+        """
+        self._idle("inputs.write")
+        seq = whole(seq, "a sequence")
+        inputs = [store for store in self._stores.all if store.group.of_input]
+        n = whole(n, "the length of an input")
+        check_planes(inputs, n, planes)
+        if self.share(seq, digest, n):
+            return False
+        self._sequences.give_input(seq, digest, lambda: write(inputs, n, planes, self._stores.device))
+        return True
+
+    def share(self, seq: int, digest: str | None, n: int | None = None) -> bool:
+        """Give `seq`, which may be new, the input of this digest, if a sequence or claim has it; returns whether.
+
+        So the encoder need not even run. Raises `BadRequest` if `seq` has an input, or if that one is not `n` long.
+        """
+        self._idle("inputs.share")
+        seq = whole(seq, "a sequence")
+        if length := self.length(seq):
+            raise BadRequest(f"sequence {seq} has an input of {length} positions, and can have no other")
+        tables = (self._sequences.input(digest) or self._claims.input(digest)) if digest is not None else None
+        if tables is None:
+            return False
+        if n not in (None, length := tables[0].end):
+            raise BadRequest(f"the input of digest {shown(digest)} has {length} positions, not {n}")
+        self._sequences.give_input(seq, digest, lambda: share_all(tables, 0))
+        return True
+
+    def read(self, layer: int, plane: str, seqs: Sequence[int]) -> Tensor:
+        """A plane [B,n,heads,size] of the inputs of sequences, all of which are n long, in a step or between two."""
+        index = self._stores.index_of(layer)
+        store, lengths = self._stores.all[index], {self.length(seq) for seq in seqs}
+        if len(lengths) != 1 or not store.group.of_input:
+            raise BadRequest(f"the inputs of sequences {list(seqs)} are {sorted(lengths)} long in layer {layer}")
+        runs = [run for seq in seqs for run in self._sequences.known(seq)[index].runs]
+        return store.pool.read(layer, plane, indices(runs, self._stores.device)).unflatten(0, (len(seqs), -1))

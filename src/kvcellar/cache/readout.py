@@ -92,10 +92,10 @@ def shape_of(groups: Sequence[Group], dtype: torch.dtype, recurrent: Recurrent) 
 class Part:
     """A stretch with its cells. They are held by `table`, which its owner closes."""
 
-    __slots__ = ("held", "table")
+    __slots__ = ("store", "table")
 
-    def __init__(self, held: GroupStore, table: Table) -> None:
-        self.held, self.table = held, table
+    def __init__(self, store: GroupStore, table: Table) -> None:
+        self.store, self.table = store, table
 
     @property
     def span(self) -> Span:
@@ -110,7 +110,7 @@ class Part:
         return indices(self.table.within(span), device)
 
 
-def distinct(held: GroupStore, windows: Mapping[int, Table], parts: list[Part]) -> dict[int, list[tuple[int, Span]]]:
+def distinct(store: GroupStore, windows: Mapping[int, Table], parts: list[Part]) -> dict[int, list[tuple[int, Span]]]:
     """Add the cells of windows to `parts`, each cell once; returns each window as spans of parts, by their index.
 
     Windows go by their position, in order, so where two of them have a position in the same cell, the later one goes on
@@ -126,7 +126,7 @@ def distinct(held: GroupStore, windows: Mapping[int, Table], parts: list[Part]) 
             number = last.get(diagonal)
             if number is None or parts[number].table.end < span.start:
                 number = last[diagonal] = len(parts)
-                parts.append(Part(held, window.share(span.end, span.start)))
+                parts.append(Part(store, window.share(span.end, span.start)))
             elif parts[number].table.end < span.end:
                 more = window.share(span.end, parts[number].table.end)
                 parts[number].table.append(more.runs)
@@ -152,20 +152,20 @@ class Reading:
             self.rows.append(row)
 
     @classmethod
-    def of(cls, claim: Claim, helds: Sequence[GroupStore], states: States, shape: str) -> Self:
+    def of(cls, claim: Claim, stores: Sequence[GroupStore], states: States, shape: str) -> Self:
         """The content of a claim of a memory of this shape."""
         reading = cls(states)
         windows: dict[int, list[tuple[str, tuple[tuple[int, Span], ...]]]] = {pos: [] for pos in claim.checkpoints}
         with undone(reading.close):
             for index, table in sorted(claim.tables.items()):
-                reading.parts.append(Part(helds[index], table.share(claim.span.end, claim.span.start)))
-            for index in (index for index, held in enumerate(helds) if held.group.bounded):
+                reading.parts.append(Part(stores[index], table.share(claim.span.end, claim.span.start)))
+            for index in (index for index, store in enumerate(stores) if store.group.bounded):
                 tables = {pos: checkpoint.windows[index] for pos, checkpoint in claim.checkpoints.items()}
-                for pos, spans in distinct(helds[index], tables, reading.parts).items():
-                    windows[pos].append((helds[index].group.name, tuple(spans)))
+                for pos, spans in distinct(stores[index], tables, reading.parts).items():
+                    windows[pos].append((stores[index].group.name, tuple(spans)))
             for pos in sorted(windows):
                 reading.hold(claim.checkpoints[pos].row)
-        stretches = tuple(Stretch(part.held.group.name, part.span) for part in reading.parts)
+        stretches = tuple(Stretch(part.store.group.name, part.span) for part in reading.parts)
         marks = tuple(Mark(pos, tuple(windows[pos])) for pos in sorted(windows))
         reading.record = Record(shape, claim.span, stretches, marks, claim.ahead, claim.derived, claim.digest)
         return reading
@@ -181,9 +181,9 @@ class Reading:
     def __iter__(self) -> Iterator[Tensor]:
         for part in self.parts:
             for span in part.pieces():
-                for layer in part.held.group.layers:
-                    for plane in part.held.group.planes:
-                        stored = part.held.pool.stored(layer, plane.name)
+                for layer in part.store.group.layers:
+                    for plane in part.store.group.planes:
+                        stored = part.store.pool.stored(layer, plane.name)
                         for content in stored.content(part.cells(span, self._states.device)):
                             yield as_bytes(content)
         for row in self.rows:
@@ -211,15 +211,15 @@ def from_bytes(chunk: Tensor, like: Tensor) -> Tensor:
     return chunk.clone().view(-1).view(like.dtype).view(like.shape).to(like.device)  # a copy is aligned
 
 
-def check_record(record: Record, shape: str, helds: Sequence[GroupStore]) -> None:
+def check_record(record: Record, shape: str, stores: Sequence[GroupStore]) -> None:
     """Raise `BadRequest` unless a record is of claims of this shape, and says what it must, so that it can be read from
     a file: nothing is allocated for one that does not fit."""
     if record.shape != shape:
         raise BadRequest(f"what is written back is of groups of another shape ({record.shape[:12]}, not {shape[:12]})")
-    of_group = {held.group.name: held.group for held in helds}
-    bounded = [held.group for held in helds if held.group.bounded]
+    of_group = {store.group.name: store.group for store in stores}
+    bounded = [store.group for store in stores if store.group.bounded]
     whole = [one for one in record.stretches if one.group in of_group and not of_group[one.group].bounded]
-    wanted = [held.group.name for held in helds if not held.group.bounded]
+    wanted = [store.group.name for store in stores if not store.group.bounded]
     positions = [mark.pos for mark in record.checkpoints]
     sound = (
         len(record.span) > 0
@@ -261,51 +261,51 @@ def _is_window(record: Record, mark: Mark, bounded: Sequence[Group]) -> bool:
     return True
 
 
-def written(record: Record, chunks: Iterable[Tensor], helds: Sequence[GroupStore], states: States) -> Claim:
+def written(record: Record, chunks: Iterable[Tensor], stores: Sequence[GroupStore], states: States) -> Claim:
     """A claim with what `chunks` hold, in new cells and rows. `check_record` has passed.
 
     Raises `CacheFull` before anything is written, and `BadRequest` for chunks that are not those of the record.
     """
-    _check_free(record, helds, states)
-    indices_of = {held.group.name: index for index, held in enumerate(helds)}
+    _check_free(record, stores, states)
+    indices_of = {store.group.name: index for index, store in enumerate(stores)}
     claim = Claim(record.span, {}, ahead=record.ahead, derived=record.derived, digest=record.digest)
     with Reading(states) as new, undone(lambda: claim.close(states.rows)):
         for stretch in record.stretches:
-            held = helds[indices_of[stretch.group]]
-            new.parts.append(Part(held, _empty(held, stretch.span.start)))
-            new.parts[-1].table.append(held.cells.take(len(stretch.span)))
+            store = stores[indices_of[stretch.group]]
+            new.parts.append(Part(store, _empty(store, stretch.span.start)))
+            new.parts[-1].table.append(store.cells.take(len(stretch.span)))
         for _ in record.checkpoints:
             if row := states.rows.take_hold():
                 new.rows.append(row)
         _fill(new, iter(chunks), states)
         for part, stretch in zip(new.parts, record.stretches, strict=True):
-            if not part.held.group.bounded:
+            if not part.store.group.bounded:
                 claim.tables[indices_of[stretch.group]] = part.table.share(part.table.end, part.table.first)
         for mark, row in zip(record.checkpoints, new.rows or [0] * len(record.checkpoints), strict=True):
             checkpoint = claim.checkpoints[mark.pos] = Checkpoint({}, row)
             states.rows.hold(row)
             for name, pieces in mark.windows:
-                held = helds[indices_of[name]]
-                window = checkpoint.windows[indices_of[name]] = _empty(held, held.group.layout.lowest(mark.pos))
+                store = stores[indices_of[name]]
+                window = checkpoint.windows[indices_of[name]] = _empty(store, store.group.layout.lowest(mark.pos))
                 for number, span in pieces:
                     window.append(new.parts[number].table.share(span.end, span.start).runs)
     return claim
 
 
-def _empty(held: GroupStore, start: int) -> Table:
+def _empty(store: GroupStore, start: int) -> Table:
     """A table that begins at `start`."""
-    table = held.table()
+    table = store.table()
     table.first = table.end = start
     return table
 
 
-def _check_free(record: Record, helds: Sequence[GroupStore], states: States) -> None:
-    need = dict.fromkeys((held.group.name for held in helds), 0)
+def _check_free(record: Record, stores: Sequence[GroupStore], states: States) -> None:
+    need = dict.fromkeys((store.group.name for store in stores), 0)
     for stretch in record.stretches:
         need[stretch.group] += len(stretch.span)
-    for held in helds:
-        if need[held.group.name] > held.cells.free:
-            raise CacheFull(held.group.name, need[held.group.name], held.cells.free)
+    for store in stores:
+        if need[store.group.name] > store.cells.free:
+            raise CacheFull(store.group.name, need[store.group.name], store.cells.free)
     rows = states.rows.free
     if rows is not None and len(record.checkpoints) > rows:
         raise CacheFull(NAME, len(record.checkpoints), rows, unit="rows")
@@ -321,9 +321,9 @@ def _fill(reading: Reading, chunks: Iterator[Tensor], states: States) -> None:
     for part in reading.parts:
         for span in part.pieces():
             cells = part.cells(span, states.device)
-            for layer in part.held.group.layers:
-                for plane in part.held.group.planes:
-                    stored = part.held.pool.stored(layer, plane.name)
+            for layer in part.store.group.layers:
+                for plane in part.store.group.planes:
+                    stored = part.store.pool.stored(layer, plane.name)
                     stored.restore(cells, [from_bytes(following(), like) for like in stored.empty(len(cells))])
     for row in reading.rows:
         states.restore(row, [from_bytes(following(), like) for like in states.content(row)])

@@ -8,7 +8,7 @@ Always true:
   * an operation that raises has changed nothing: what can raise comes before all that changes something.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvcellar.cache.ahead import Spans, around, closed_over, deepest, until
@@ -16,7 +16,7 @@ from kvcellar.cache.ahead import check as check_ahead
 from kvcellar.cache.group import GroupStore
 from kvcellar.cache.rows import NoRows, Rows
 from kvcellar.cache.tables import Table, share_all
-from kvcellar.errors import UnknownSequence
+from kvcellar.errors import BadRequest, UnknownSequence
 from kvcellar.plan import Batch, Run
 from kvcellar.spans import Span
 
@@ -32,11 +32,14 @@ class Record:
 
 
 class Sequences:
-    """Every sequence of one memory, whose groups are `held`: those of tokens first, then those of an input."""
+    """Every sequence of one memory, whose groups are `stores`: those of tokens first, then those of an input."""
 
-    def __init__(self, held: Sequence[GroupStore], rows: Rows | NoRows) -> None:
-        self._held, self._rows = held, rows
-        self._inputs = [index for index, one in enumerate(held) if one.group.of_input]
+    def __init__(
+        self, stores: Sequence[GroupStore], rows: Rows | NoRows, limits: int | Mapping[int, int] | None = None
+    ) -> None:
+        """`limits` is how many tokens a sequence may have: one number for all, or by sequence."""
+        self._stores, self._rows, self._limits = stores, rows, limits
+        self._inputs = [index for index, one in enumerate(stores) if one.group.of_input]
         self.records: dict[int, Record] = {}
 
     # -- looking ------------------------------------------------------------------------------------------------
@@ -80,8 +83,8 @@ class Sequences:
         record, kept = self.records.get(seq), min(pos, self.length(seq))
         while record is not None:
             agreed = deepest(record.ahead, self._rows.deepest(seq, kept))
-            for held, table in zip(self._held, record.tables, strict=True):
-                agreed = held.group.layout.can_cut(table.first, table.end, agreed)
+            for store, table in zip(self._stores, record.tables, strict=True):
+                agreed = store.group.layout.can_cut(table.first, table.end, agreed)
             if agreed == kept:
                 return kept
             kept = agreed
@@ -92,11 +95,17 @@ class Sequences:
         spans = self.record(seq).ahead
         return self._rows.capacity is None and all(around(spans, pos) is None for pos in (gone.start, gone.end))
 
+    def check_limit(self, seq: int, length: int, what: str) -> None:
+        """Raise `BadRequest` if `what` would bring a sequence more tokens than it may have."""
+        limit = self._limits.get(seq) if isinstance(self._limits, Mapping) else self._limits
+        if limit is not None and length > limit:
+            raise BadRequest(f"sequence {seq} may have {limit} tokens; this {what} would bring {length}")
+
     # -- changes ------------------------------------------------------------------------------------------------
 
     def open(self, seq: int) -> None:
         """A sequence that has read nothing."""
-        self.enter(seq, Record([held.table() for held in self._held]))
+        self.enter(seq, Record([store.table() for store in self._stores]))
 
     def enter(self, seq: int, record: Record) -> None:
         """A sequence that is not there yet, with all that `record` holds, which is handed over here."""
@@ -108,7 +117,7 @@ class Sequences:
 
         They hold cells, so `make` comes last of what can raise.
         """
-        record = self.records.get(seq) or Record([held.table() for held in self._held])
+        record = self.records.get(seq) or Record([store.table() for store in self._stores])
         for index, table in zip(self._inputs, make(), strict=True):
             record.tables[index] = table
         record.digest = digest
@@ -119,15 +128,15 @@ class Sequences:
         self._rows.commit(batch, counts)
         for feed, count in zip(batch.feeds, counts, strict=True):
             self.records[feed.seq].ahead += until(batch.ahead(feed.seq), feed.pos.start + count)
-        for index, held in enumerate(self._held):
+        for index, store in enumerate(self._stores):
             for feed, runs, count in zip(batch.feeds, taken[index], counts, strict=True):
                 if not feed.stores:
                     continue
                 table = self.records[feed.seq].tables[index]
-                kept, rest = held.cells.divide_all(runs, count)
-                held.cells.drop(rest)
+                kept, rest = store.cells.divide_all(runs, count)
+                store.cells.drop(rest)
                 table.append(kept)
-                table.forget_below(held.group.layout.keep(table.end))
+                table.forget_below(store.group.layout.keep(table.end))
 
     def fork(self, src: int, dst: int, kept: int) -> None:
         """`dst`, whatever it was, shares the first `kept` tokens of `src`, which `can_cut` returned, and its input."""
@@ -153,9 +162,9 @@ class Sequences:
     def close_over(self, seq: int, gone: Span, behind: Sequence[Iterable[Run]]) -> None:
         """What lies behind `gone` is now in the cells `behind`, by group, handed over here, and begins at its start."""
         record = self.record(seq)
-        for held, table, runs in zip(self._held, record.tables, behind, strict=True):
+        for store, table, runs in zip(self._stores, record.tables, behind, strict=True):
             table.close_over(gone, runs)
-            table.forget_below(held.group.layout.keep(table.end))
+            table.forget_below(store.group.layout.keep(table.end))
         record.ahead = closed_over(record.ahead, gone)
         record.derived = min(gone.start, record.derived if record.derived is not None else gone.start)
         self._rows.close_over(seq, gone)
@@ -172,15 +181,15 @@ class Sequences:
         self._rows.check({seq: self.length(seq) for seq in self.records})
         inputs: dict[str, list[list[Run]]] = {}
         for seq, record in self.records.items():
-            assert len(record.tables) == len(self._held)
+            assert len(record.tables) == len(self._stores)
             check_ahead(record.ahead, self.length(seq))
             assert record.derived is None or 0 <= record.derived < self.length(seq)
-            for held, table in zip(self._held, record.tables, strict=True):
+            for store, table in zip(self._stores, record.tables, strict=True):
                 table.check()
-                end = record.tables[self._inputs[0] if held.group.of_input else 0].end
-                assert table.end == end, f"sequence {seq} ends differently in {held.group.name}"
-                lowest = held.group.layout.lowest(table.end)
-                assert table.first <= lowest, f"sequence {seq} lacks [{lowest},{table.first}) in {held.group.name}"
+                end = record.tables[self._inputs[0] if store.group.of_input else 0].end
+                assert table.end == end, f"sequence {seq} ends differently in {store.group.name}"
+                lowest = store.group.layout.lowest(table.end)
+                assert table.first <= lowest, f"sequence {seq} lacks [{lowest},{table.first}) in {store.group.name}"
             if record.digest is not None:
                 cells = [_joined(record.tables[index].runs) for index in self._inputs]
                 assert all(cells), f"the input of sequence {seq} is empty, and has a digest"

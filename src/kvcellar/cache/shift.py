@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-import torch
 from torch import Tensor
 
 from kvcellar.cache.group import PIECE, GroupStore
@@ -49,44 +48,42 @@ class _Kept:
             plane.restore(cells, content)
 
 
-def shifted(
-    helds: Sequence[GroupStore], tables: Sequence[Table], gone: Span, device: torch.device, room: int | None
-) -> list[list[Run]]:
+def shifted(stores: Sequence[GroupStore], tables: Sequence[Table], gone: Span, room: int | None) -> list[list[Run]]:
     """For every group, cells with what lies behind `gone` as it is at its new positions, held for the caller.
 
     `room` is how many bytes the copies of what is turned in place may take; None: as many as there are. Groups whose
     planes do not turn keep their cells. Raises `CacheFull`, before anything is taken.
     """
     ways: list[list[_Way]] = []
-    for held, table in zip(helds, tables, strict=True):
+    for store, table in zip(stores, tables, strict=True):
         parts = table.parts_since(max(gone.end, table.first))
-        ways.append(_ways(held, parts, room))
+        ways.append(_ways(store, parts, room))
         if room is not None:
-            room -= _undo_bytes(held, ways[-1])
-    taken: list[list[Run]] = [[] for _ in helds]
+            room -= _undo_bytes(store, ways[-1])
+    taken: list[list[Run]] = [[] for _ in stores]
     kept = _Kept()
     try:
-        for held, table, of_group, runs in zip(helds, tables, ways, taken, strict=True):
-            _shift(held, table, of_group, runs, -len(gone), device, kept)
+        for store, table, of_group, runs in zip(stores, tables, ways, taken, strict=True):
+            _shift(store, table, of_group, runs, -len(gone), kept)
     except BaseException:
         try:
             kept.restore()
         finally:
-            for held, runs in zip(helds, taken, strict=True):
-                held.cells.drop(runs)
+            for store, runs in zip(stores, taken, strict=True):
+                store.cells.drop(runs)
         raise
     return taken
 
 
-def _ways(held: GroupStore, parts: Sequence[Part], room: int | None) -> list[_Way]:
+def _ways(store: GroupStore, parts: Sequence[Part], room: int | None) -> list[_Way]:
     """Into free cells as long as there are any, so few have to be copied; what is missing, in place, from the end."""
-    if not held.group.rotations:
+    if not store.group.rotations:
         return [_Way(part, in_place=True) for part in parts]
     need = sum(part.n for part in parts)
-    missing = max(0, need - held.cells.free)
+    missing = max(0, need - store.cells.free)
     owned = sum(part.n for part in parts if not part.shared)
-    if missing > owned or (room is not None and missing * held.undo > room):
-        raise CacheFull(held.group.name, need, held.cells.free)
+    if missing > owned or (room is not None and missing * store.undo > room):
+        raise CacheFull(store.group.name, need, store.cells.free)
     ways: list[_Way] = []
     for part in reversed(parts):
         here = 0 if part.shared else min(missing, part.n)
@@ -98,13 +95,11 @@ def _ways(held: GroupStore, parts: Sequence[Part], room: int | None) -> list[_Wa
     return ways[::-1]
 
 
-def _undo_bytes(held: GroupStore, ways: Sequence[_Way]) -> int:
-    return held.undo * sum(way.part.n for way in ways if way.in_place)
+def _undo_bytes(store: GroupStore, ways: Sequence[_Way]) -> int:
+    return store.undo * sum(way.part.n for way in ways if way.in_place)
 
 
-def _shift(
-    held: GroupStore, table: Table, ways: Sequence[_Way], taken: list[Run], by: int, device: torch.device, kept: _Kept
-) -> None:
+def _shift(store: GroupStore, table: Table, ways: Sequence[_Way], taken: list[Run], by: int, kept: _Kept) -> None:
     """Do it for one group. `taken` gets the cells as they are taken, in order, so that the caller can drop them."""
     sources: list[Run] = []
     targets: list[Run] = []
@@ -116,14 +111,14 @@ def _shift(
                 taken.append(table.hold_part(part))
                 turned.append(part.run)
         else:
-            runs = held.cells.take(sum(part.n for part in parts))
+            runs = store.cells.take(sum(part.n for part in parts))
             taken.extend(runs)
             sources += [part.run for part in parts]
             targets += runs
-    held.turn(sources, targets, by, device)
-    for some in pieces(turned, PIECE) if held.group.rotations else ():
-        cells = indices(some, device)
-        for layer in held.group.layers:
-            for name, rotation in held.group.rotations.get(layer, {}).items():
-                kept.keep(held.pool.stored(layer, name), cells)
-                held.pool.turn(layer, name, cells, rotation, by)
+    store.turn(sources, targets, by)
+    for some in pieces(turned, PIECE) if store.group.rotations else ():
+        cells = indices(some, store.device)
+        for layer in store.group.layers:
+            for name, rotation in store.group.rotations.get(layer, {}).items():
+                kept.keep(store.pool.stored(layer, name), cells)
+                store.pool.turn(layer, name, cells, rotation, by)

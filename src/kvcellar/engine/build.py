@@ -114,7 +114,7 @@ class Built:
 
     def check_fits(self, tokens: int) -> None:
         """Raise `PromptTooLong` if a prompt of so many tokens could never be in memory, even alone."""
-        for group in self.memory.groups:
+        for group in self.memory.storage.groups:
             most = self.capacity.cells[group.name]
             if group.layout.most_cells(tokens, 1) > most:
                 held = f"the memory for {group.name} layers"
@@ -194,7 +194,7 @@ def _wired(
     manager = SequenceManager(
         memory, resting=states.captures if states.rows else None, checkpoint_positions=states.most_checkpoints
     )
-    layouts = {group.name: group.layout for group in memory.groups}
+    layouts = {group.name: group.layout for group in memory.storage.groups}
     scheduler = Scheduler(manager, layouts, context=context, max_sequences=sequences, step_tokens=settings.step_tokens)
     loop = Loop(manager, scheduler, context=context, threads=threads.count)
     runner = Runner(
@@ -247,7 +247,7 @@ def _memory(guest: Guest, capacity: Capacity, context: int) -> Memory:
             f"{capacity.bytes} bytes for {capacity.holds} ({capacity.because}) cannot be had on "
             f"{guest.device}: {str(error).splitlines()[0]}. Lower cache_bytes."
         ) from error
-    memory.leave_room(capacity.scratch)
+    memory.storage.leave_room(capacity.scratch)
     return memory
 
 

@@ -48,7 +48,7 @@ class Fragments(Protocol):
 
 
 class Compactable(Protocol):
-    """What is needed of memory."""
+    """What is needed of a memory's storage."""
 
     def fragments(self) -> Mapping[str, Fragments]: ...
 
@@ -66,10 +66,10 @@ def worth_compacting(found: Fragments, settled: int) -> bool:
 
 
 class Compaction:
-    """Compacts a memory, piece by piece, whenever it is called."""
+    """Compacts the storage of a memory, piece by piece, whenever it is called."""
 
-    def __init__(self, memory: Compactable) -> None:
-        self._memory = memory
+    def __init__(self, storage: Compactable) -> None:
+        self._storage = storage
         self._group: str | None = None  # whose pass is under way
         self._left = 0  # cells that this pass may still move
         self._settled: dict[str, int] = {}  # runs of each group after its last pass
@@ -81,20 +81,20 @@ class Compaction:
             return False
         assert self._group is not None
         try:
-            moved = self._memory.compact(min(self._memory.piece(self._group), max(1, self._left)), self._group)
+            moved = self._storage.compact(min(self._storage.piece(self._group), max(1, self._left)), self._group)
         except Exception as error:  # noqa: BLE001 - memory is as it was, and no request asked for this
             log.warning("compaction of %s failed with %s: %s", self._group, type(error).__name__, error)
             moved = 0
         self.moved += moved
         self._left -= moved
         if moved == 0 or self._left <= 0:
-            self._settled[self._group] = self._memory.fragments()[self._group].runs
+            self._settled[self._group] = self._storage.fragments()[self._group].runs
             self._group = None
         return True
 
     def _choose(self) -> bool:
         """Begin a pass over the first group that is worth it."""
-        for name, found in self._memory.fragments().items():
+        for name, found in self._storage.fragments().items():
             # Runs that are gone with their sequences do not count: else a full memory would not be compacted again.
             self._settled[name] = min(self._settled.get(name, 0), found.runs)
             if worth_compacting(found, self._settled[name]):

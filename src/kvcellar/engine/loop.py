@@ -45,7 +45,7 @@ class Loop:
 
     def __init__(self, manager: SequenceManager, scheduler: Scheduler, *, context: int, threads: int) -> None:
         self.manager, self.scheduler = manager, scheduler
-        self.compaction = Compaction(manager.memory)
+        self.compaction = Compaction(manager.memory.storage)
         self._context, self._threads = context, threads
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._under_way: dict[int, Request] = {}

@@ -49,7 +49,7 @@ class SequenceManager:
         self.rereads: Counter[str] = Counter()  # how often text was read again instead, by reason
 
     def free(self) -> Mapping[str, int]:
-        return self.memory.free()
+        return self.memory.storage.free()
 
     # -- completions --------------------------------------------------------------------------------------------------
 
@@ -82,7 +82,7 @@ class SequenceManager:
         the last ones if they are many: a session whose memory was lost can be rewound as before once it is read again.
         """
         last, whole = len(completion.request.prompt) - 1, len(completion.tokens)
-        if completion.request.session is None or completion.forgotten or self.memory.capacity_rows() is None:
+        if completion.request.session is None or completion.forgotten or self.memory.rows.capacity is None:
             return whole
         checkpoint_positions = completion.request.checkpoint_positions[
             max(0, len(completion.request.checkpoint_positions) - self._most_checkpoints) :

@@ -87,10 +87,10 @@ def prove(guest: Guest, memory: Memory, *, context: int, max_sequences: int, ste
 
     For devices that have a memory of their own, and the speed to try.
     """
-    cells = memory.capacity()
+    cells = memory.storage.capacity()
 
     def held(end: int) -> bool:
-        return all(g.layout.most_cells(end, min(step_tokens, end)) <= cells[g.name] for g in memory.groups)
+        return all(g.layout.most_cells(end, min(step_tokens, end)) <= cells[g.name] for g in memory.storage.groups)
 
     end = bisect_left(range(1, context + 1), True, key=lambda end: not held(end))  # the longest that all groups hold
     rows = min(step_tokens, end)
@@ -101,8 +101,8 @@ def prove(guest: Guest, memory: Memory, *, context: int, max_sequences: int, ste
         except torch.OutOfMemoryError as error:
             raise CapacityTooSmall(
                 f"a step of {sum(len(feed.pos) for feed in feeds)} tokens at position {end} does not fit beside "
-                f"{memory.bytes} bytes of memory. Lower cache_bytes; lower step_tokens, max_sequences or context to "
-                f"make a step smaller."
+                f"{memory.storage.bytes} bytes of memory. Lower cache_bytes; lower step_tokens, max_sequences or "
+                f"context to make a step smaller."
             ) from error
 
 
@@ -124,14 +124,14 @@ def _writers(writers: int, end: int) -> list[Feed]:
 def _define(memory: Memory) -> None:
     """Write zeros to every cell. Else routers and samplers would work on what fresh memory holds, and a step would take
     other bytes each time."""
-    cells = min(memory.capacity().values(), default=0)
+    cells = min(memory.storage.capacity().values(), default=0)
     if not cells:
         return
     memory.begin(Batch((Feed(0, Span(0, cells)),)))
-    for group in memory.groups:
+    for group in memory.storage.groups:
         for layer in () if group.of_input else group.layers:
             for plane in group.planes:
-                memory.put_plane(layer, plane.name, torch.zeros(cells, plane.heads, plane.size, device=memory.device))
+                memory.put(layer, **{plane.name: torch.zeros(cells, plane.heads, plane.size, device=memory.device)})
     memory.abandon()
 
 

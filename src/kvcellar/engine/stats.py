@@ -86,7 +86,7 @@ def model_card(built: "Built") -> ModelCard:
 def stats(built: "Built") -> EngineStats:
     """Call it on the engine's thread, between two steps."""
     loop, memory, scheduler, guest = built.loop, built.memory, built.loop.scheduler, built.guest
-    free, capacity = memory.free(), memory.capacity()
+    free, capacity = memory.storage.free(), memory.storage.capacity()
     groups = tuple(
         GroupStats(
             group.name,
@@ -96,7 +96,7 @@ def stats(built: "Built") -> EngineStats:
             group.bytes(capacity[group.name], guest.dtype.itemsize, guest.backends[group.name]),
             guest.backends[group.name].name if guest.mode == "flat" else None,
         )
-        for group in memory.groups
+        for group in memory.storage.groups
     )
     return EngineStats(
         running=len(scheduler.running),
@@ -104,13 +104,13 @@ def stats(built: "Built") -> EngineStats:
         sequences=len(memory.sequences),
         steps=loop.steps,
         preemptions=scheduler.preemptions,
-        cache_bytes=memory.bytes,
-        scratch_bytes=memory.scratch,
-        staging_bytes=memory.staging,
+        cache_bytes=memory.storage.bytes,
+        scratch_bytes=memory.storage.scratch,
+        staging_bytes=memory.storage.staging,
         limit_bytes=built.capacity.budget,
         groups=groups,
-        rows=(rows := memory.capacity_rows() or 0),
-        rows_used=rows - (memory.free_rows() or 0),
+        rows=(rows := memory.rows.capacity or 0),
+        rows_used=rows - (memory.rows.free or 0),
         state_bytes=built.capacity.states.bytes,
         shifts=loop.manager.shifts,
         rereads=dict(loop.manager.rereads),

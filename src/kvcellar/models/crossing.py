@@ -57,7 +57,7 @@ class DecoderCache(GenerationCache):
     @property
     def written(self) -> bool:
         """Do the rows have their inputs?"""
-        return bool(self.rows) and self.memory.input_length(self.rows[0]) > 0
+        return bool(self.rows) and self.memory.inputs.length(self.rows[0]) > 0
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         if layer_idx in self.crossed and layer_idx not in self._layers:
@@ -84,7 +84,7 @@ class DecoderCache(GenerationCache):
         """[B,heads,n,size], as it was written."""
         asked = (layer, plane, *self.rows)
         if self._read is None or self._read[0] != asked:
-            self._read = asked, self.memory.read_input(self.crossed[layer], plane, self.rows).transpose(1, 2)
+            self._read = asked, self.memory.inputs.read(self.crossed[layer], plane, self.rows).transpose(1, 2)
         return self._read[1]
 
     def reset(self) -> None:
@@ -134,9 +134,9 @@ class DecoderCache(GenerationCache):
                         self.crossed[layer]: (k[row].transpose(0, 1), v[row].transpose(0, 1))
                         for layer, (k, v) in pending.items()
                     }
-                    self.memory.write_input(sources[name], len(next(iter(planes.values()))[0]), planes, digest=name)
+                    self.memory.inputs.write(sources[name], len(next(iter(planes.values()))[0]), planes, digest=name)
             for seq, name in zip(self.rows, names, strict=True):
-                self.memory.share_input(seq, name)
+                self.memory.inputs.share(seq, name)
         finally:
             for seq in sources.values():
                 if self.memory.has(seq):
@@ -161,7 +161,7 @@ class DecoderCache(GenerationCache):
     def check(self) -> None:
         super().check()
         assert not self._pending, f"the input of layers {sorted(self._pending)} was not written"
-        assert len({self.memory.input_length(seq) for seq in self.rows}) <= 1, "inputs of different lengths"
+        assert len({self.memory.inputs.length(seq) for seq in self.rows}) <= 1, "inputs of different lengths"
 
 
 class InputLayer:
@@ -194,7 +194,7 @@ class CrossCache(Cache):
         return self._own.cross(key_states, value_states, layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._own.memory.input_length(self._own.rows[0]) if self._own.written else 0
+        return self._own.memory.inputs.length(self._own.rows[0]) if self._own.written else 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Nothing to do: the rows have been reordered, and their inputs with them."""

@@ -277,7 +277,9 @@ class FlatDoor(Door):
         rows = q[0].transpose(0, 1)  # [T,H,D]
         if binding.direct:
             return self._memory.attend(binding.layer, rows, scoring)[None]
-        return self._memory.attend_dense(binding.layer, rows, k[0].transpose(0, 1), v[0].transpose(0, 1), scoring)[None]
+        return self._memory.attend(binding.layer, rows, scoring, dense=(k[0].transpose(0, 1), v[0].transpose(0, 1)))[
+            None
+        ]
 
     def mask(self, rule: Any, local_size: int | None, q_length: int, device: torch.device) -> Tensor:
         return torch.ones(1, 1, q_length, 1, dtype=torch.bool, device=device)  # nobody reads it: the plan knows
@@ -329,7 +331,7 @@ class SoloDoor(Door):
         return keys.transpose(0, 1)[None].to(k.dtype), values.transpose(0, 1)[None].to(v.dtype)
 
     def update_plane(self, name: str, new: Tensor, layer: int) -> Tensor:
-        self._memory.put_plane(layer, name, new.transpose(0, 1))
+        self._memory.put(layer, **{name: new.transpose(0, 1)})
         (held,) = self._memory.get(layer).plane_in_order(name)
         return held.transpose(0, 1).to(new.dtype)
 

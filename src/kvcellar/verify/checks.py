@@ -157,7 +157,12 @@ def abandoning(harness: Harness) -> None:
 
 def _books(memory: Memory) -> dict[str, Any]:
     lengths = {seq: memory.length(seq) for seq in memory.sequences}
-    return {"cells": memory.free(), "rows": memory.free_rows(), "lengths": lengths, "points": memory.points(0)}
+    return {
+        "cells": memory.storage.free(),
+        "rows": memory.rows.free,
+        "lengths": lengths,
+        "points": memory.rows.points(0),
+    }
 
 
 def resumption(harness: Harness) -> None:
@@ -169,7 +174,7 @@ def resumption(harness: Harness) -> None:
     for start in range(0, len(text), step := max(1, len(text) // 4)):
         harness.read((0, text[start : start + step]), capture=True)
         ends.append(len(harness.texts[0]))
-    if missing := sorted(set(ends) - set(harness.memory.points(0) or ())):
+    if missing := sorted(set(ends) - set(harness.memory.rows.points(0) or ())):
         raise CheckFailed(f"states were to be kept at {ends}; those at {missing} are not there")
     for seq, end in enumerate(ends[:4], start=1):
         point = min(end + 1, len(text))

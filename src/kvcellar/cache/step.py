@@ -1,0 +1,157 @@
+"""step: the open step of a memory, from the cells that are set aside for it to what its rows read and write.
+
+Always true:
+  * `taken` are the cells that the step holds; `commit` hands them to the sequences, `abandon` frees them;
+  * a reserved step has taken nothing, writes to the null cell, and cannot be kept.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from kvcellar.cache.claim import undone
+from kvcellar.cache.group import Stores, check_written
+from kvcellar.cache.history import Columns, StoredHistory
+from kvcellar.cache.plans import accepted_counts, check_query, group_plan, worst_case, write_index
+from kvcellar.cache.sequences import Sequences
+from kvcellar.cache.states import States
+from kvcellar.errors import BadRequest, CacheFull, WrongStage
+from kvcellar.plan import Batch, GroupPlan, Plan, Run, StateSegment
+
+
+class Step:
+    """An open step. `taken[group][feed]` are the runs set aside for it, `opened` the sequences that are new."""
+
+    plan: Plan
+
+    def __init__(self, stores: Stores, sequences: Sequences, states: States, batch: Batch) -> None:
+        self.batch = batch
+        self.taken: list[list[list[Run]]] = [[] for _ in stores.all]
+        self.opened: list[int] = []
+        self.reserved = False
+        self.written: set[tuple[int, str]] = set()  # layers and planes
+        self._stores, self._sequences, self._states = stores, sequences, states
+        self._writes: list[Tensor | slice] = []
+        self._prepared: list[Any] = []
+        self._columns: list[Columns] = []
+
+    @classmethod
+    def open(cls, stores: Stores, sequences: Sequences, states: States, batch: Batch) -> Self:
+        """See `Memory.begin`."""
+        step = cls(stores, sequences, states, batch)
+        step._admit()
+        with undone(step.abandon):  # a mask may be too large for the device: what was set aside is freed
+            for feed in batch.feeds:
+                if feed.seq not in sequences.records:
+                    step.opened.append(feed.seq)
+                    sequences.open(feed.seq)
+            for index in range(len(stores.all)):
+                step._take(index)
+            groups = [step._plan_group(index) for index in range(len(stores.all))]
+            step._writes = [write_index(runs, stores.device) for runs in step.taken]
+            step._lay_out(groups, states.rows.begin(batch))
+        return step
+
+    @classmethod
+    def reserve(cls, stores: Stores, sequences: Sequences, states: States, batch: Batch) -> Self:
+        """A step that is only tried: see `Memory.begin`."""
+        step = cls(stores, sequences, states, batch)
+        step.reserved = True
+        groups = [worst_case(one.group.name, one.group.layout, batch, one.cells.capacity) for one in stores.all]
+        null = torch.zeros(batch.stored, dtype=torch.long, device=stores.device)
+        step._writes = [null for _ in groups]
+        step._lay_out(groups, states.rows.null(batch))
+        return step
+
+    # -- in the forward -----------------------------------------------------------------------------------------
+
+    def put(self, layer: int, new: Mapping[str, Tensor]) -> None:
+        index, planes = self._stores.index_of(layer), {(layer, name) for name in new}
+        store = self._stores.all[index]
+        if store.group.of_input:
+            raise BadRequest(f"layer {layer} remembers an input, which inputs.write() writes before the step")
+        if planes & self.written:
+            names = " and ".join(new)
+            raise BadRequest(f"layer {layer} was given its {names} of this step before: nobody stores them twice")
+        store.pool.check_new(layer, self.plan.stored, new)
+        store.pool.write(layer, self._writes[index], new)
+        self.written |= planes
+
+    def get(self, layer: int) -> StoredHistory:
+        index = self._stores.index_of(layer)
+        pool, group = self._stores.all[index].pool, self.plan.groups[index]
+        return StoredHistory(pool, layer, group, self._prepared[index], self._columns[index])
+
+    def attend(self, layer: int, q: Tensor, scoring: Any, dense: tuple[Tensor, Tensor] | None) -> Tensor:
+        index = self._stores.index_of(layer)
+        backend = self._stores.all[index].backend
+        if dense is None:
+            return backend.attend(q, self.get(layer), scoring)
+        return backend.attend_dense(q, *dense, self._columns[index].visible, scoring)
+
+    # -- at the end ---------------------------------------------------------------------------------------------
+
+    def counts(self, accepted: Mapping[int, int]) -> list[int]:
+        """How many tokens of each feed are kept. Raises `WrongStage` if the step cannot be."""
+        if self.reserved:
+            raise WrongStage("commit() of a reserved step: nothing of it was stored; abandon() it")
+        counts = accepted_counts(self.batch, accepted)
+        check_written([store.group for store in self._stores.all], self.written, self.batch, counts)
+        return counts
+
+    def abandon(self) -> None:
+        """Free what was set aside so far."""
+        for store, of_group in zip(self._stores.all, self.taken, strict=True):
+            for runs in of_group:
+                store.cells.drop(runs)
+        self._states.end()
+        self._states.rows.abandon()
+        for seq in filter(self._sequences.records.__contains__, self.opened):  # not one whose opening failed
+            self._sequences.drop(seq)
+
+    def check(self) -> None:
+        """Assert what is always true."""
+        assert not any(map(self._sequences.length, self.opened)), "a sequence has tokens of a step that was not kept"
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Raise what `Memory.begin` raises of a batch that cannot be."""
+        for feed in self.batch.feeds:
+            if not feed.stores:
+                for store, table in zip(self._stores.all, self._sequences.known(feed.seq), strict=True):
+                    check_query(store.group.name, store.group.layout, feed, table)
+                continue
+            end = self._sequences.length(feed.seq)
+            if feed.pos.start != end:
+                raise BadRequest(f"sequence {feed.seq} goes on at {end}, not at {feed.pos.start}")
+            self._sequences.check_limit(feed.seq, feed.pos.end, "step")
+        self._states.rows.admit(self.batch)
+        need = self.batch.stored
+        for store in self._stores.all:
+            if store.cells.free < need and not store.group.of_input:
+                raise CacheFull(store.group.name, need, store.cells.free)
+
+    def _take(self, index: int) -> None:
+        """Set aside the cells of a group, feed by feed: if that raises, `abandon` frees those that were taken."""
+        store = self._stores.all[index]
+        for feed in self.batch.feeds:
+            table, n = self._sequences.known(feed.seq)[index], len(feed.pos)
+            stores = feed.stores and not store.group.of_input
+            self.taken[index].append(store.cells.take(n, table.last_cell, table.first_cell) if stores else [])
+
+    def _plan_group(self, index: int) -> GroupPlan:
+        group = self._stores.all[index].group
+        tables = {feed.seq: self._sequences.known(feed.seq)[index] for feed in self.batch.feeds}
+        return group_plan(group.name, group.layout, self.batch, tables, self.taken[index])
+
+    def _lay_out(self, groups: Sequence[GroupPlan], states: tuple[StateSegment, ...]) -> None:
+        """Make of plans what kernels read."""
+        batch, device = self.batch, self._stores.device
+        self.plan = Plan(batch.tokens, batch.feeds, tuple(groups), batch.stored, batch.look_ahead, states)
+        self._prepared = [
+            store.backend.prepare(group, device) for store, group in zip(self._stores.all, groups, strict=True)
+        ]
+        self._columns = [Columns(group, batch.tokens, device) for group in groups]

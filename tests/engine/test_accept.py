@@ -56,7 +56,7 @@ def given(engine: Engine, how: dict[str, Any], context: int, batches: Sequence[S
         if found.over is not None:
             completion.finish(found.over)
             break
-    completion.choice.check()
+    completion.sampler.check()
     told = [replace(event, timings=None) if isinstance(event, Done) else event for event in events]
     return (
         told,
@@ -64,8 +64,8 @@ def given(engine: Engine, how: dict[str, Any], context: int, batches: Sequence[S
         completion.tokens,
         completion.stage,
         request.usage(),
-        completion.choice.seen_ids,
-        completion.choice.seen_counts,
+        completion.sampler.seen_ids,
+        completion.sampler.seen_counts,
     )
 
 

@@ -131,7 +131,7 @@ def test_one_bad_choice_ends_all_choices_of_its_request_and_nobody_elses(engine,
     accept = Completion.accept
 
     def breaks(completion, token, *rest):
-        if completion.choice.choice == 1 and completion.choice.produced == 2:
+        if completion.sampler.index == 1 and completion.sampler.produced == 2:
             raise UnicodeError("a tokenizer that cannot read its own token")
         return accept(completion, token, *rest)
 

@@ -17,9 +17,9 @@ from kvcellar.kernels.packed import pack
 from kvcellar.models.adopt import adopt
 from kvcellar.models.guest import Guest
 from kvcellar.plan import Batch, Feed
-from kvcellar.sample.choice import Choice
 from kvcellar.sample.draw import draw
 from kvcellar.sample.params import SamplingParams
+from kvcellar.sample.sampler import Sampler
 from kvcellar.spans import Span
 from tests.engine.mixes import bytes_for, small_engine
 from tests.laws.watch import Allocations
@@ -47,9 +47,9 @@ def test_bytes_that_grow_along_straight_lines_are_continued_exactly(a, b, c, d, 
     assert continued(measure, (x, y), (ROWS, (16, 48))) == a + b * x + c * y + d * x * y
 
 
-def choice() -> Choice:
+def choice() -> Sampler:
     params = SamplingParams(top_p=0.5, repetition_penalty=1.5, logprobs=20)
-    return Choice(params, seed=1, choice=0, prompt_ids=range(20), vocab_size=101, end_ids=frozenset())
+    return Sampler(params, seed=1, index=0, prompt_ids=range(20), vocab_size=101, end_ids=frozenset())
 
 
 def test_the_meter_counts_what_is_there_at_once_and_nothing_that_was_there_before() -> None:

@@ -15,8 +15,8 @@ from kvcellar.engine.request import Completion, Request, Stage
 from kvcellar.engine.scheduler import Scheduler, Share
 from kvcellar.events import Delta, Done, Event, Failed, Finished
 from kvcellar.layout import Layout
-from kvcellar.sample.choice import Choice
 from kvcellar.sample.params import SamplingParams
+from kvcellar.sample.sampler import Sampler
 from kvcellar.spans import Span
 from kvcellar.text.output import Output
 from kvcellar.text.stops import Stops
@@ -189,7 +189,7 @@ class World:
         self.scheduler.add(request.completions[0])
 
     def _completion(self, request: Request, tokens: list[int], choice: int) -> Completion:
-        state = Choice(request.params, seed=0, choice=choice, prompt_ids=(), vocab_size=VOCABULARY, end_ids=frozenset())
+        state = Sampler(request.params, seed=0, index=choice, prompt_ids=(), vocab_size=VOCABULARY, end_ids=frozenset())
         return Completion(request, state, Output(None, Stops(())), tokens)
 
     def cancel(self, request: Request) -> None:
@@ -221,7 +221,7 @@ class World:
             return [completion]
         completion.become(Stage.DECODE)
         request = completion.request
-        if completion.choice.produced:
+        if completion.sampler.produced:
             return [completion]
         for choice in range(1, request.params.n):
             twin = self._completion(request, list(completion.tokens), choice)

@@ -21,9 +21,9 @@ from kvcellar.errors import NotSupported
 from kvcellar.models.adopt import adopt
 from kvcellar.models.guest import Guest
 from kvcellar.plan import Batch, Feed
-from kvcellar.sample.choice import Choice
 from kvcellar.sample.draw import Drawn, draw
 from kvcellar.sample.params import SamplingParams
+from kvcellar.sample.sampler import Sampler
 from kvcellar.shapes import StoredAs
 from kvcellar.spans import Span
 from tests.zoo import ARCHS
@@ -93,7 +93,7 @@ class Life:
         vocab = min(logits.shape[1], 101)
         for at in range(len(ASKED)):
             choices = [
-                Choice(
+                Sampler(
                     SamplingParams(**ASKED[(at + row) % len(ASKED)]),
                     seed=3, choice=row, prompt_ids=text(row, 6), vocab_size=vocab, end_ids=frozenset({2}),
                 )

@@ -12,19 +12,19 @@ from transformers.generation import logits_process as hf
 
 from kvcellar.errors import NoToken
 from kvcellar.events import TokenLogprob
-from kvcellar.sample import processors
-from kvcellar.sample.choice import Choice
+from kvcellar.sample import draw as ops
 from kvcellar.sample.draw import Drawn, draw
 from kvcellar.sample.params import SamplingParams
+from kvcellar.sample.sampler import Sampler
 
 VOCAB = 400  # more than the first short list, so that two ways of finding a nucleus run
 
 
-def choice(
+def sampler(
     prompt: tuple[int, ...] = (), *, seed: int = 1, number: int = 0, vocab: int = VOCAB, **fields: Any
-) -> Choice:
+) -> Sampler:
     params = SamplingParams(**fields)
-    return Choice(params, seed=seed, choice=number, prompt_ids=prompt, vocab_size=vocab, end_ids=frozenset({0, 1}))
+    return Sampler(params, seed=seed, index=number, prompt_ids=prompt, vocab_size=vocab, end_ids=frozenset({0, 1}))
 
 
 def random_logits(rows: int, vocab: int = VOCAB, *, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
@@ -39,7 +39,7 @@ def ids(drawn: list[Drawn]) -> list[int]:
 def support(logits: torch.Tensor, temperature: float, stages: list[Any]) -> list[set[int]]:
     """The tokens that could still be drawn from each row after `stages`."""
     best = logits.max(1).values
-    below, weights = processors.weigh(logits, best, torch.full((len(logits),), temperature, dtype=torch.float64))
+    below, weights = ops.weigh(logits, best, torch.full((len(logits),), temperature, dtype=torch.float64))
     for stage in stages:
         weights = stage(weights, below, logits)
     return [set(row.nonzero()[:, 0].tolist()) for row in weights]
@@ -53,7 +53,7 @@ def judged_by(logits: torch.Tensor, *warpers: Any) -> list[set[int]]:
     """The same from transformers, without tokens so unlikely that they weigh nothing here."""
     for warper in warpers:
         logits = warper(torch.zeros(len(logits), 1, dtype=torch.int64), logits)
-    least = logits.max(1).values - processors.WEIGHT_BITS * math.log(2)
+    least = logits.max(1).values - ops.WEIGHT_BITS * math.log(2)
     return [set((row >= low).nonzero()[:, 0].tolist()) for row, low in zip(logits, least, strict=True)]
 
 
@@ -63,24 +63,24 @@ def test_filters_keep_what_transformers_keeps(scale: float, temperature: float) 
     logits = random_logits(12, scale=scale, seed=int(scale * 10))
     warm = hf.TemperatureLogitsWarper(temperature)
     for p in (0.05, 0.5, 0.9, 0.99):
-        ours = support(logits, temperature, [lambda w, b, s, p=p: processors.keep_top_p(w, s, each(s, p))])
+        ours = support(logits, temperature, [lambda w, b, s, p=p: ops.keep_top_p(w, s, each(s, p))])
         assert ours == judged_by(logits, warm, hf.TopPLogitsWarper(p))
-        ours = support(logits, temperature, [lambda w, b, s, p=p: processors.keep_typical(w, b, each(s, p))])
+        ours = support(logits, temperature, [lambda w, b, s, p=p: ops.keep_typical(w, b, each(s, p))])
         assert ours == judged_by(logits, warm, hf.TypicalLogitsWarper(p))
-        ours = support(logits, temperature, [lambda w, b, s, p=p: processors.keep_min_p(w, each(s, p))])
+        ours = support(logits, temperature, [lambda w, b, s, p=p: ops.keep_min_p(w, each(s, p))])
         assert ours == judged_by(logits, warm, hf.MinPLogitsWarper(p))
     for k in (1, 7, 300):
-        ours = support(logits, temperature, [lambda w, b, s, k=k: processors.keep_top_k(w, s, each(s, k), k)])
+        ours = support(logits, temperature, [lambda w, b, s, k=k: ops.keep_top_k(w, s, each(s, k), k)])
         assert ours == judged_by(logits, warm, hf.TopKLogitsWarper(k))
 
 
 def test_filters_together_keep_what_transformers_keeps_in_the_same_order() -> None:
     logits = random_logits(16, seed=3)
     stages = [
-        lambda w, b, s: processors.keep_top_k(w, s, each(s, 60), 60),
-        lambda w, b, s: processors.keep_typical(w, b, each(s, 0.95)),
-        lambda w, b, s: processors.keep_top_p(w, s, each(s, 0.8)),
-        lambda w, b, s: processors.keep_min_p(w, each(s, 0.03)),
+        lambda w, b, s: ops.keep_top_k(w, s, each(s, 60), 60),
+        lambda w, b, s: ops.keep_typical(w, b, each(s, 0.95)),
+        lambda w, b, s: ops.keep_top_p(w, s, each(s, 0.8)),
+        lambda w, b, s: ops.keep_min_p(w, each(s, 0.03)),
     ]
     warpers = hf.TopKLogitsWarper(60), hf.TypicalLogitsWarper(0.95), hf.TopPLogitsWarper(0.8), hf.MinPLogitsWarper(0.03)
     assert support(logits, 1.3, stages) == judged_by(logits, hf.TemperatureLogitsWarper(1.3), *warpers)
@@ -95,14 +95,14 @@ def test_every_token_of_the_support_is_drawn_and_no_other() -> None:
         hf.TopPLogitsWarper(0.9),
         hf.MinPLogitsWarper(0.05),
     )
-    rows = [choice(vocab=12, **fields) for _ in range(2000)]
+    rows = [sampler(vocab=12, **fields) for _ in range(2000)]
     drawn = draw(logits.expand(2000, 12), rows, range(2000))
     assert set(ids(drawn)) == judged_by(logits, *warpers)[0]
 
 
 def test_tokens_come_as_often_as_the_softmax_says() -> None:
     logits = random_logits(1, vocab=8, seed=6, scale=1.0)
-    drawn = ids(draw(logits.expand(8000, 8), [choice(vocab=8, temperature=0.8) for _ in range(8000)], range(8000)))
+    drawn = ids(draw(logits.expand(8000, 8), [sampler(vocab=8, temperature=0.8) for _ in range(8000)], range(8000)))
     expected = (logits[0].double() / 0.8).softmax(0) * 8000
     counts = torch.bincount(torch.tensor(drawn), minlength=8)
     assert ((counts - expected) ** 2 / expected).sum() < 24.3  # chi-square, 7 degrees, one in a thousand
@@ -111,11 +111,11 @@ def test_tokens_come_as_often_as_the_softmax_says() -> None:
 def test_the_nucleus_is_the_same_from_short_lists_and_from_everything() -> None:
     logits = torch.cat([random_logits(2, 9000, scale=scale) for scale in (6.0, 1.5, 0.01)])
     mass = each(logits, 0.8)
-    _, weights = processors.weigh(logits, logits.max(1).values, each(logits, 1.0))
-    whole, _ = processors._nucleus(weights, logits, mass, 9000)
-    assert torch.equal(processors.keep_top_p(weights, logits, mass), whole)
+    _, weights = ops.weigh(logits, logits.max(1).values, each(logits, 1.0))
+    whole, _ = ops._nucleus(weights, logits, mass, 9000)
+    assert torch.equal(ops.keep_top_p(weights, logits, mass), whole)
     sizes = (whole > 0).sum(1).tolist()
-    first, second = processors.SHORTLISTS
+    first, second = ops.SHORTLISTS
     assert max(sizes[:2]) < first < min(sizes[2:4]) <= max(sizes[2:4]) < second < min(sizes[4:])
 
 
@@ -124,7 +124,7 @@ def test_ranking_is_by_score_then_by_lowest_id() -> None:
     scores[0, ::3] = -0.0
     scores[1, 5:50] = -math.inf
     for width in (7, VOCAB):
-        for row, order in zip(scores.tolist(), processors.ranked(scores, width).tolist(), strict=True):
+        for row, order in zip(scores.tolist(), ops.ranked(scores, width).tolist(), strict=True):
             assert order == sorted(range(VOCAB), key=lambda i: (-row[i], i))[:width]
 
 
@@ -149,9 +149,9 @@ asks = st.fixed_dictionaries(
 )
 
 
-def made(fields: dict[str, Any], number: int) -> Choice:
+def made(fields: dict[str, Any], number: int) -> Sampler:
     rng = random.Random(number)
-    one = choice(tuple(rng.choices(range(VOCAB + 40), k=9)), seed=number - 2, number=number, **fields)
+    one = sampler(tuple(rng.choices(range(VOCAB + 40), k=9)), seed=number - 2, number=number, **fields)
     for token in rng.choices(range(VOCAB), k=6):
         one.accept(token)
     one.check()
@@ -177,7 +177,7 @@ def test_a_row_draws_the_same_whatever_stands_beside_it(fields: list[dict[str, A
 
 def test_seed_choice_and_position_each_change_the_draw() -> None:
     logits = torch.zeros(1, VOCAB).expand(4, VOCAB)
-    rows = [choice(), choice(seed=2), choice(number=1), choice()]
+    rows = [sampler(), sampler(seed=2), sampler(number=1), sampler()]
     assert len(set(ids(draw(logits, rows, [5, 5, 5, 6])))) == 4
 
 
@@ -188,7 +188,7 @@ def test_cold_rows_take_the_best_and_among_equals_the_lowest(temperature: float)
     logits[1] = -3e38
     logits[1, 200] = 3e38
     logits[2, 99] = 5e3
-    rows = [choice(temperature=temperature, top_k=3, top_p=0.9, min_p=0.1) for _ in range(3)]
+    rows = [sampler(temperature=temperature, top_k=3, top_p=0.9, min_p=0.1) for _ in range(3)]
     first, second, third = ids(draw(logits, rows, [0, 0, 0]))
     assert first in ({17} if temperature < 1e-5 else {17, 300})
     assert (second, third) == (200, 99)
@@ -204,7 +204,7 @@ def test_cold_rows_take_the_best_and_among_equals_the_lowest(temperature: float)
 def test_penalties_are_those_of_the_papers(
     prompt: list[int], answer: list[int], repetition: float, presence: float, frequency: float
 ) -> None:
-    one = choice(tuple(prompt), repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
+    one = sampler(tuple(prompt), repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
     for token in answer:
         one.accept(token)
     one.check()
@@ -215,7 +215,7 @@ def test_penalties_are_those_of_the_papers(
     expected = expected.clone()
     for token in set(answer):
         expected[0, token] -= frequency * answer.count(token) + presence
-    torch.testing.assert_close(processors.edit(logits, [one]), expected)
+    torch.testing.assert_close(ops.edit(logits, [one]), expected)
 
 
 TOKENS = st.lists(st.integers(0, 12) | st.just(VOCAB), max_size=30)  # few, so that they repeat; one is out of range
@@ -233,7 +233,7 @@ def test_penalties_see_what_the_last_n_tokens_hold_and_nothing_else(
     prompt: list[int], answer: list[int], last_n: int, repetition: float, presence: float, frequency: float
 ) -> None:
     penalties = {"repetition_penalty": repetition, "presence_penalty": presence, "frequency_penalty": frequency}
-    one = choice(tuple(prompt), repeat_last_n=last_n, **penalties)
+    one = sampler(tuple(prompt), repeat_last_n=last_n, **penalties)
     logits = random_logits(1, seed=12)
     for step in range(len(answer) + 1):
         one.check()
@@ -247,7 +247,7 @@ def test_penalties_see_what_the_last_n_tokens_hold_and_nothing_else(
                 score = expected[0, token]
                 expected[0, token] = score * repetition if score < 0 else score / repetition
             expected[0, token] -= frequency * own.count(token) + presence * (token in own)
-        torch.testing.assert_close(processors.edit(logits, [one]), expected)
+        torch.testing.assert_close(ops.edit(logits, [one]), expected)
         if step < len(answer):
             one.accept(answer[step])
 
@@ -255,8 +255,8 @@ def test_penalties_see_what_the_last_n_tokens_hold_and_nothing_else(
 def test_bias_is_added_and_can_forbid_or_force() -> None:
     logits = random_logits(2)
     forced, forbidden = (
-        choice(logit_bias={33: 100.0}),
-        choice(temperature=0, logit_bias={int(logits[1].argmax()): -100}),
+        sampler(logit_bias={33: 100.0}),
+        sampler(temperature=0, logit_bias={int(logits[1].argmax()): -100}),
     )
     assert ids(draw(logits, [forced, forbidden], [0, 0])) == [33, int(logits[1].topk(2).indices[1])]
 
@@ -266,7 +266,7 @@ def test_an_answer_cannot_end_before_its_minimum() -> None:
     logits[0, :2] = 50.0  # the model's own end tokens
     logits[0, 7] = 40.0
     logits[0, 9] = 30.0
-    one = choice(min_tokens=2, stop_token_ids=(7,))
+    one = sampler(min_tokens=2, stop_token_ids=(7,))
     for _ in range(2):
         (token,) = ids(draw(logits, [one], [3]))
         assert token == 9
@@ -280,8 +280,8 @@ def test_an_answer_cannot_end_before_its_minimum() -> None:
 def test_what_cannot_stand_in_a_text_is_drawn_only_where_it_ends_the_answer(fields: dict[str, Any], seed: int) -> None:
     params = SamplingParams(**{**fields, "logit_bias": {5: 100.0, 9: 100.0}})
     never = frozenset({5, 9, VOCAB + 3})
-    one = Choice(
-        params, seed=seed, choice=0, prompt_ids=(5, 6, 9), vocab_size=VOCAB, end_ids=frozenset({0}), never_ids=never
+    one = Sampler(
+        params, seed=seed, index=0, prompt_ids=(5, 6, 9), vocab_size=VOCAB, end_ids=frozenset({0}), never_ids=never
     )
     one.check()
     logits = random_logits(1, seed=seed)
@@ -291,10 +291,10 @@ def test_what_cannot_stand_in_a_text_is_drawn_only_where_it_ends_the_answer(fiel
 
 
 def test_where_nothing_else_is_left_the_row_gets_the_error() -> None:
-    one = Choice(
+    one = Sampler(
         SamplingParams(),
         seed=0,
-        choice=0,
+        index=0,
         prompt_ids=(),
         vocab_size=VOCAB,
         end_ids=frozenset(),
@@ -307,31 +307,31 @@ def test_where_nothing_else_is_left_the_row_gets_the_error() -> None:
 
 
 def test_ignoring_the_end_frees_it_but_not_the_stop_ids() -> None:
-    one = choice(ignore_eos=True, min_tokens=1, stop_token_ids=(7,))
+    one = sampler(ignore_eos=True, min_tokens=1, stop_token_ids=(7,))
     assert one.end_ids == {7}
-    assert choice(stop_token_ids=(7,)).end_ids == {0, 1, 7}
+    assert sampler(stop_token_ids=(7,)).end_ids == {0, 1, 7}
 
 
 def test_logprobs_are_the_models_own() -> None:
     logits = random_logits(3).bfloat16()
     rows = [
-        choice(temperature=0.3, top_k=1, logit_bias={12: 100.0}, logprobs=3),
-        choice(temperature=0),
-        choice(temperature=0, logprobs=0),
+        sampler(temperature=0.3, top_k=1, logit_bias={12: 100.0}, logprobs=3),
+        sampler(temperature=0),
+        sampler(temperature=0, logprobs=0),
     ]
     first, none, bare = draw(logits, rows, [0, 0, 0])
     truth = logits.double().log_softmax(1)
     assert first.logprob is not None
     assert first.token_id == first.logprob.token_id == 12
     assert first.logprob.logprob == pytest.approx(truth[0, 12].item(), abs=1e-6)
-    assert [token for token, _ in first.logprob.top] == processors.ranked(logits[:1].float(), 3)[0].tolist()
+    assert [token for token, _ in first.logprob.top] == ops.ranked(logits[:1].float(), 3)[0].tolist()
     assert [value for _, value in first.logprob.top] == pytest.approx(truth[0].topk(3).values.tolist(), abs=1e-6)
     assert none.logprob is None
     assert bare.logprob == TokenLogprob(bare.token_id, truth[2].max().float().item())
 
 
 def test_a_small_vocabulary_has_no_more_top_logprobs_than_tokens() -> None:
-    (drawn,) = draw(torch.zeros(1, 3), [choice(vocab=3, logprobs=20)], [0])
+    (drawn,) = draw(torch.zeros(1, 3), [sampler(vocab=3, logprobs=20)], [0])
     assert drawn.logprob is not None
     assert [token for token, _ in drawn.logprob.top] == [0, 1, 2]
 
@@ -340,7 +340,7 @@ def test_a_small_vocabulary_has_no_more_top_logprobs_than_tokens() -> None:
 def test_a_sick_row_gets_an_error_and_the_others_do_not_notice(temperature: float) -> None:
     logits = random_logits(6)
     fields = {"temperature": temperature, "top_k": 50, "top_p": 0.9, "typical_p": 0.9, "min_p": 0.01, "logprobs": 2}
-    rows = [choice(number=number, **fields) for number in range(6)]
+    rows = [sampler(number=number, **fields) for number in range(6)]
     well = draw(logits, rows, range(6))
     logits[1] = -math.inf
     logits[2, 7] = math.nan
@@ -359,21 +359,21 @@ def test_a_sick_row_gets_an_error_and_the_others_do_not_notice(temperature: floa
 def test_sickness_in_the_padding_is_not_seen() -> None:
     logits = random_logits(2, VOCAB + 8)
     logits[:, VOCAB:] = torch.tensor([math.nan, math.inf, 9e9, 0, 0, 0, 0, 0])
-    rows = [choice(temperature=0), choice()]
+    rows = [sampler(temperature=0), sampler()]
     assert draw(logits, rows, [0, 0]) == draw(logits[:, :VOCAB], rows, [0, 0])
 
 
 def test_forbidding_everything_is_an_error_that_says_so() -> None:
-    one = choice(vocab=2, min_tokens=1)
+    one = sampler(vocab=2, min_tokens=1)
     (drawn,) = draw(torch.zeros(1, 2), [one], [0])
     assert "all 2 tokens are forbidden" in str(drawn.error)
 
 
 def test_disagreeing_shapes_are_refused() -> None:
     assert draw(torch.zeros(0, VOCAB), [], []) == []
-    with pytest.raises(ValueError, match="1 choices, 2 positions"):
-        draw(torch.zeros(1, VOCAB), [choice()], [0, 1])
+    with pytest.raises(ValueError, match="1 samplers, 2 positions"):
+        draw(torch.zeros(1, VOCAB), [sampler()], [0, 1])
     with pytest.raises(ValueError, match="a vocabulary of 400; logits have 399"):
-        draw(torch.zeros(1, 399), [choice()], [0])
+        draw(torch.zeros(1, 399), [sampler()], [0])
     with pytest.raises(ValueError, match=r"different vocabularies in one draw: \[3, 400\]"):
-        draw(torch.zeros(2, VOCAB), [choice(), choice(vocab=3)], [0, 0])
+        draw(torch.zeros(2, VOCAB), [sampler(), sampler(vocab=3)], [0, 0])

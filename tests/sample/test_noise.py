@@ -1,6 +1,6 @@
 """Noise: the same for the same arguments, unrelated for any others."""
 
-from kvcellar.sample.noise import uniform
+from kvcellar.sample.sampler import uniform
 
 
 def test_noise_is_written_in_stone() -> None:

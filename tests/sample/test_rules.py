@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
 from kvcellar.errors import BadRequest
-from kvcellar.sample import processors
-from kvcellar.sample.choice import Choice
+from kvcellar.sample import draw as ops
 from kvcellar.sample.draw import draw
 from kvcellar.sample.params import MAX_IDS, MAX_NGRAM, MAX_SEQUENCES, SamplingParams, asked, check_ids
+from kvcellar.sample.sampler import Sampler
 from tests.sample.test_draw import VOCAB, each, judged_by, random_logits, support
 
 SMALL = 12  # a vocabulary in which rules meet their cases often
@@ -25,21 +25,21 @@ words = st.lists(st.lists(tokens, min_size=1, max_size=4), min_size=1, max_size=
 biases = st.lists(st.tuples(st.lists(tokens, min_size=1, max_size=3).map(tuple), st.floats(-9, 9)), max_size=8)
 
 
-def after(prompt: list[int], answer: list[int], *, twin: bool = False, **fields: Any) -> Choice:
-    """An answer that has begun so; of a twin, if it is to be one."""
-    choice = Choice(
-        SamplingParams(**fields), seed=1, choice=0, prompt_ids=prompt, vocab_size=SMALL, end_ids=frozenset(ENDS)
+def after(prompt: list[int], answer: list[int], *, forked: bool = False, **fields: Any) -> Sampler:
+    """An answer that has begun so; of a forked, if it is to be one."""
+    sampler = Sampler(
+        SamplingParams(**fields), seed=1, index=0, prompt_ids=prompt, vocab_size=SMALL, end_ids=frozenset(ENDS)
     )
-    choice = choice.twin(1) if twin else choice
+    sampler = sampler.fork(1) if forked else sampler
     for token in answer:
-        choice.accept(token)
-    choice.check()
-    return choice
+        sampler.accept(token)
+    sampler.check()
+    return sampler
 
 
-def edited(choice: Choice, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def edited(sampler: Sampler, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     scores = random_logits(1, SMALL, seed=seed)
-    return scores, processors.edit(scores, [choice])
+    return scores, ops.edit(scores, [sampler])
 
 
 def same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
@@ -47,25 +47,25 @@ def same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 @given(texts, texts, st.integers(1, 5), st.booleans())
-def test_no_ngram_comes_twice_as_in_transformers(prompt: list[int], answer: list[int], size: int, twin: bool) -> None:
-    scores, ours = edited(after(prompt, answer, twin=twin, no_repeat_ngram_size=size), len(prompt))
+def test_no_ngram_comes_twice_as_in_transformers(prompt: list[int], answer: list[int], size: int, forked: bool) -> None:
+    scores, ours = edited(after(prompt, answer, forked=forked, no_repeat_ngram_size=size), len(prompt))
     theirs = hf.NoRepeatNGramLogitsProcessor(size)(torch.tensor([prompt + answer]), scores.clone())
     same(ours, theirs)
 
 
 @given(texts, texts, words, st.booleans())
 def test_words_are_forbidden_as_in_transformers(
-    prompt: list[int], answer: list[int], bad: list[list[int]], twin: bool
+    prompt: list[int], answer: list[int], bad: list[list[int]], forked: bool
 ) -> None:
-    scores, ours = edited(after(prompt, answer, twin=twin, bad_words_ids=bad), len(prompt))
+    scores, ours = edited(after(prompt, answer, forked=forked, bad_words_ids=bad), len(prompt))
     same(ours, hf.NoBadWordsLogitsProcessor(bad)(torch.tensor([prompt + answer]), scores))
 
 
 @given(texts, texts, biases.filter(bool), st.booleans())
 def test_sequences_are_biased_as_in_transformers(
-    prompt: list[int], answer: list[int], pairs: list[tuple[tuple[int, ...], float]], twin: bool
+    prompt: list[int], answer: list[int], pairs: list[tuple[tuple[int, ...], float]], forked: bool
 ) -> None:
-    scores, ours = edited(after(prompt, answer, twin=twin, sequence_bias=dict(pairs)), len(prompt))
+    scores, ours = edited(after(prompt, answer, forked=forked, sequence_bias=dict(pairs)), len(prompt))
     same(ours, hf.SequenceBiasLogitsProcessor(dict(pairs))(torch.tensor([prompt + answer]), scores))
 
 
@@ -97,8 +97,8 @@ def test_ends_get_likelier_as_in_transformers(prompt: list[int], answer: list[in
 
 
 def test_ends_get_no_likelier_than_floats_can_say() -> None:
-    choice = after([5], [6] * 5000, exponential_decay_length_penalty=(2, 100.0), ignore_eos=False)
-    drawn = draw(random_logits(1, SMALL, seed=3).abs(), [choice], [0])
+    sampler = after([5], [6] * 5000, exponential_decay_length_penalty=(2, 100.0), ignore_eos=False)
+    drawn = draw(random_logits(1, SMALL, seed=3).abs(), [sampler], [0])
     assert drawn[0].error is None
     assert drawn[0].token_id in ENDS
 
@@ -110,11 +110,11 @@ def test_rules_together_forbid_what_transformers_forbids(
     ids = torch.tensor([prompt + answer])
     fields: dict[str, Any] = {"repetition_penalty": 1.3, "suppress_tokens": [7], "min_length": 12}
     pairs = {tuple(word): 1.5 for word in bad}
-    choice = after(
+    sampler = after(
         prompt, answer, bad_words_ids=bad[:3], no_repeat_ngram_size=size, sequence_bias=pairs,
         exponential_decay_length_penalty=(3, 1.1), **fields,
     )  # fmt: skip
-    scores, ours = edited(choice, len(prompt))
+    scores, ours = edited(sampler, len(prompt))
     for rule in (
         hf.SequenceBiasLogitsProcessor(pairs),
         hf.RepetitionPenaltyLogitsProcessor(1.3),
@@ -134,12 +134,12 @@ def test_cutoffs_keep_what_transformers_keeps(scale: float, temperature: float) 
     logits = random_logits(12, scale=scale, seed=int(scale * 10))
     warm = hf.TemperatureLogitsWarper(temperature)
     for cut in (3e-4, 2e-3, 0.02, 0.3):
-        ours = support(logits, temperature, [lambda w, b, s, c=cut: processors.keep_epsilon(w, each(s, c))])
+        ours = support(logits, temperature, [lambda w, b, s, c=cut: ops.keep_epsilon(w, each(s, c))])
         assert ours == judged_by(logits, warm, hf.EpsilonLogitsWarper(cut))
-        ours = support(logits, temperature, [lambda w, b, s, c=cut: processors.keep_eta(w, b, each(s, c))])
+        ours = support(logits, temperature, [lambda w, b, s, c=cut: ops.keep_eta(w, b, each(s, c))])
         assert ours == judged_by(logits, warm, hf.EtaLogitsWarper(cut))
     for share in (0.05, 0.4, 0.75, 0.95):
-        ours = support(logits, temperature, [lambda w, b, s, c=share: processors.keep_top_h(w, s, each(s, c))])
+        ours = support(logits, temperature, [lambda w, b, s, c=share: ops.keep_top_h(w, s, each(s, c))])
         assert ours == judged_by(logits, warm, hf.TopHLogitsWarper(share))
 
 
@@ -153,7 +153,7 @@ def test_all_filters_together_keep_what_transformers_keeps() -> None:
     params = SamplingParams(temperature=1.3, **fields)
     for row, allowed in enumerate(kept):
         rows = [
-            Choice(params, seed=seed, choice=0, prompt_ids=(), vocab_size=VOCAB, end_ids=frozenset())
+            Sampler(params, seed=seed, index=0, prompt_ids=(), vocab_size=VOCAB, end_ids=frozenset())
             for seed in range(99)
         ]
         drawn = {one.token_id for one in draw(logits[row].expand(99, VOCAB), rows, range(99))}
@@ -164,14 +164,14 @@ def test_all_filters_together_keep_what_transformers_keeps() -> None:
 def test_what_a_step_costs_does_not_grow_with_the_text() -> None:
     """Counted in tokens that are looked at: with rules in which the last token does not occur, none."""
     for length in (100, 10_000):
-        choice = after([2] * length + [5], [], no_repeat_ngram_size=2, bad_words_ids=[[2, 2, 3]] * 50)
-        assert len(choice.forbidden()) == 0
+        sampler = after([2] * length + [5], [], no_repeat_ngram_size=2, bad_words_ids=[[2, 2, 3]] * 50)
+        assert len(sampler.forbidden()) == 0
     assert len(after([2] * 9, [], no_repeat_ngram_size=2).forbidden()) == 1
 
 
 def test_answers_share_what_was_read_of_the_prompt_and_nothing_else() -> None:
     first = after([2, 3, 4, 2], [], no_repeat_ngram_size=2)
-    second, third = first.twin(1), first.twin(2)
+    second, third = first.fork(1), first.fork(2)
     second.accept(5)
     second.accept(2)
     assert (sorted(second.forbidden()), sorted(third.forbidden())) == ([3, 5], [3])

@@ -20,9 +20,9 @@ from kvcellar.models.adopt import adopt
 from kvcellar.models.guest import Guest
 from kvcellar.models.load import load
 from kvcellar.plan import Batch, Feed, GroupPlan
-from kvcellar.sample.choice import Choice
 from kvcellar.sample.draw import draw
 from kvcellar.sample.params import SamplingParams
+from kvcellar.sample.sampler import Sampler
 from kvcellar.shapes import Arrangement, AttentionSpec, Scoring
 from kvcellar.spans import Span
 
@@ -102,7 +102,7 @@ def profile(directory: Path, prompts: Sequence[Sequence[int]], steps: int) -> tu
     of_steps: list[dict[str, float]] = []
     params, vocabulary = SamplingParams(temperature=0.0), network.config.vocab_size
     choices = [
-        Choice(params, seed=0, choice=0, prompt_ids=prompt, vocab_size=vocabulary, end_ids=frozenset())
+        Sampler(params, seed=0, index=0, prompt_ids=prompt, vocab_size=vocabulary, end_ids=frozenset())
         for prompt in prompts
     ]
     for _ in range(steps + 1):

@@ -43,8 +43,8 @@ from kvcellar.models.load import Loaded, load
 from kvcellar.policy import trim
 from kvcellar.process import Origin
 from kvcellar.progress import report
-from kvcellar.sample.choice import Choice
 from kvcellar.sample.params import SamplingParams, check_ids
+from kvcellar.sample.sampler import Sampler
 from kvcellar.shapes import StoredAs
 
 if TYPE_CHECKING:
@@ -77,10 +77,10 @@ class Built:
 
     def completion(self, request: Request, seed: int) -> Completion:
         """The completion of `request` that reads its prompt."""
-        sampler = Choice(
+        sampler = Sampler(
             request.params,
             seed=seed,
-            choice=0,
+            index=0,
             prompt_ids=request.prompt,
             vocab_size=self.vocab_size,
             end_ids=self.loaded.end_ids,
@@ -92,11 +92,11 @@ class Built:
         """The other completions of a request whose prompt `completion` has read; none if they are there already."""
         missing = range(len(completion.request.completions), completion.request.params.n)
         return [
-            self._completion(completion.request, completion.choice.twin(choice), completion.tokens)
+            self._completion(completion.request, completion.sampler.fork(choice), completion.tokens)
             for choice in missing
         ]
 
-    def _completion(self, request: Request, sampler: Choice, tokens: Sequence[int]) -> Completion:
+    def _completion(self, request: Request, sampler: Sampler, tokens: Sequence[int]) -> Completion:
         return Completion(request, sampler, self.codec.output(request.stops, request.prompt), list(tokens))
 
     def check_text(self, prompt: Sequence[int]) -> None:

@@ -17,8 +17,8 @@ from enum import Enum
 from typing import NamedTuple
 
 from kvcellar.events import Delta, Done, Event, Failed, Finished, FinishReason, Timings, TokenLogprob, Usage
-from kvcellar.sample.choice import Choice
 from kvcellar.sample.params import SamplingParams
+from kvcellar.sample.sampler import Sampler
 from kvcellar.spans import Span
 from kvcellar.text.output import Output
 from kvcellar.text.stops import Stops
@@ -91,7 +91,7 @@ class Request:
             ended()
 
     def usage(self) -> Usage:
-        return Usage(len(self.prompt), self.cached, sum(completion.choice.produced for completion in self.completions))
+        return Usage(len(self.prompt), self.cached, sum(completion.sampler.produced for completion in self.completions))
 
     def timings(self) -> Timings:
         now = time.perf_counter()
@@ -119,7 +119,7 @@ class Completion:
     """One answer of a request while it is read and written."""
 
     request: Request
-    choice: Choice
+    sampler: Sampler
     output: Output
     tokens: list[int]
     stage: Stage = Stage.WAITING
@@ -133,7 +133,7 @@ class Completion:
     @property
     def key(self) -> tuple[int, int]:
         """Order of arrival: earlier requests first, and within one its choices in order."""
-        return (self.request.number, self.choice.choice)
+        return (self.request.number, self.sampler.index)
 
     @property
     def unread(self) -> int:
@@ -200,8 +200,8 @@ class Completion:
 
     def _accept(self, token: int, logprob: TokenLogprob | None, context: int) -> FinishReason | None:
         params = self.request.params
-        ends, may_stop = self.choice.ends_with(token), self.choice.produced + 1 >= params.min_tokens
-        self.choice.accept(token)
+        ends, may_stop = self.sampler.ends_with(token), self.sampler.produced + 1 >= params.min_tokens
+        self.sampler.accept(token)
         if ends:
             return "stop"
         self.tokens.append(token)
@@ -210,18 +210,18 @@ class Completion:
         if self.output.met is not None:
             return "stop"
         stuck = self.past(context) and not params.shift
-        return "length" if stuck or self.choice.produced == params.max_tokens else None
+        return "length" if stuck or self.sampler.produced == params.max_tokens else None
 
     def _tell(self, text: str, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> None:
         if text or tokens:
             asked = self.request.params.logprobs is not None
-            self.request.tell(Delta(self.choice.choice, text, tokens, logprobs if asked else None))
+            self.request.tell(Delta(self.sampler.index, text, tokens, logprobs if asked else None))
 
     def finish(self, reason: FinishReason) -> None:
         """This answer is over: text that was held back is told. The last of a request's answers concludes it."""
         self.become(Stage.DONE)
         self._tell(self.output.flush(), (), ())
-        self.request.tell(Finished(self.choice.choice, "stop" if self.output.met else reason, self.output.met))
+        self.request.tell(Finished(self.sampler.index, "stop" if self.output.met else reason, self.output.met))
         if all(completion.stage is Stage.DONE for completion in self.request.completions):
             self.request.conclude()
 

@@ -27,10 +27,9 @@ from kvcellar.kernels.packed import with_padding
 from kvcellar.models.guest import Guest
 from kvcellar.plan import Batch, Feed
 from kvcellar.progress import report
-from kvcellar.sample.choice import Choice
-from kvcellar.sample.draw import draw
+from kvcellar.sample.draw import MAX_VOCAB, draw
 from kvcellar.sample.params import MAX_LOGPROBS, SamplingParams
-from kvcellar.sample.processors import MAX_VOCAB
+from kvcellar.sample.sampler import Sampler
 from kvcellar.spans import Span
 
 ROWS = (136, 160)  # of a prompt: both more than a block of rows that a backend scores at once
@@ -154,7 +153,7 @@ def _draw(logits: Tensor) -> None:
     """Draw with everything that a request may ask for, from zeros, written over logits [R,V]: cells of the memory that
     serves may hold NaN by now, and drawing from NaN takes fewer bytes."""
     vocab = min(logits.shape[1], MAX_VOCAB)
-    choice = Choice(HUNGRY, seed=0, choice=0, prompt_ids=(), vocab_size=vocab, end_ids=frozenset())
+    choice = Sampler(HUNGRY, seed=0, index=0, prompt_ids=(), vocab_size=vocab, end_ids=frozenset())
     draw(logits.zero_(), [choice] * len(logits), [0] * len(logits))
 
 

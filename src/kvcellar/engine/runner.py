@@ -146,7 +146,7 @@ class Runner:
                 logits_of = logits[torch.tensor(rows, device=logits.device)]  # [n,V]
                 drawn = draw(
                     logits_of,
-                    [completion.choice for completion in completions],
+                    [completion.sampler for completion in completions],
                     [completion.pos for completion in completions],
                 )
             return list(zip(completions, drawn, strict=True))

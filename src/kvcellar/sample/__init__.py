@@ -1,4 +1,5 @@
-"""sample: which token comes next? `params` says how, `choice` remembers, `draw` decides.
+"""sample: how the next token is chosen. `params` are the parameters of a request, `sampler` the state of a completion,
+`draw` the operations on logits.
 
-`params`, `noise` and `choice` import without torch, so that what only checks a request stays light.
+`params` and `sampler` import without torch.
 """

@@ -1,17 +1,43 @@
 """draw: one token for every row of a step, at once, on the device of the logits.
 
-Order: biases, repetition / frequency / presence penalties, likelier ends, tokens that may not come, temperature, top-h,
-top-k, typical-p, top-p, min-p, epsilon, eta, draw. A stage that no row asks for does not run; a batch of greedy rows is
-one `max`.
+The scores of a row are first edited (float32: biases, penalties, the boost of tokens that end the completion, forbidden
+tokens), then become weights, which are filtered, and one token is drawn by its weight. An operation runs only for the
+rows whose parameters ask for it; a batch of greedy rows is one `max`.
 
-Always true of what comes out:
-  * a row's answer depends on its logits, its `Choice` and its pos: never on the other rows;
+A weight is exp((score - best) / temperature) as a whole number of 2**-40. Sums of whole numbers do not depend on the
+order in which a device adds them, so a row draws the same token whatever rows are in its batch, which float sums do not
+guarantee. A token less likely than 2**-40 times the best weighs nothing: it would be drawn less than once in 10**12.
+
+Where each operation is defined, in the order in which they are applied:
+
+  biases                SequenceBiasLogitsProcessor of transformers, and logit_bias as OpenAI defines it
+  repetition penalty    arXiv 1909.05858, as RepetitionPenaltyLogitsProcessor; prompt and completion
+  presence, frequency   OpenAI's API reference, as vLLM's apply_penalties; the completion only
+  boost of ends         ExponentialDecayLengthPenalty; its growth ends at 1e30, where transformers overflows
+  forbidden tokens      NoRepeatNGram-, NoBadWords-, MinLength-, MinNewTokensLength-, SuppressTokens- and
+                        SuppressTokensAtBeginLogitsProcessor; ends are also the request's own stop_token_ids
+  filters               top-h, top-k, typical-p, top-p, min-p, epsilon, eta, as the warpers of transformers
+
+The edits are in the order of transformers' `_get_logits_processor`, except that forbidden tokens are last.
+The filters are, too, except for typical-p, which is last there, and between top-k and top-p in llama.cpp. vLLM applies
+min-p before top-k and top-p: with top-k the same, as neither removes the best token; with top-p it keeps slightly less.
+Ties: top-k keeps all that tie with the k-th, as in transformers; elsewhere the lowest id is first.
+
+`repeat_last_n` (Ollama's name, penalty_last_n in llama.cpp) limits the penalties to the last n tokens of prompt and
+completion. 0 switches them off. -1, our default, is the whole text, also what a context shift has removed; Ollama's
+default is 64, and its -1 is the context.
+
+Always true of the result:
+  * a row's token depends on its logits, its `Sampler` and its position, never on the other rows;
   * no id outside the vocabulary, however wide the logits are;
-  * a row whose scores are not numbers gets an error; the others do not notice.
+  * a row whose scores are not numbers gets an error; the others are not affected.
+
+R rows, V vocabulary, W width of the logits.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,93 +45,97 @@ from torch import Tensor
 
 from kvcellar.errors import NoToken
 from kvcellar.events import TokenLogprob
-from kvcellar.sample import processors
-from kvcellar.sample.choice import Choice
 from kvcellar.sample.params import SamplingParams
+from kvcellar.sample.sampler import Sampler
+
+WEIGHT_BITS = 40
+MAX_VOCAB = 2**22  # sums of weights stay under 2**63, and a score with its id fits one int64
+ENTROPY_OF = 100  # candidates of top-h, as in transformers
+SHORTLISTS = (256, 4096)  # most nuclei are this small, and sorting everything costs ten times more
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What one row drew. With an `error` there is no token, and `token_id` is -1."""
+    """The token of one row. With an `error` there is none, and `token_id` is -1."""
 
     token_id: int
     logprob: TokenLogprob | None = None
     error: NoToken | None = None
 
 
-def draw(logits: Tensor, choices: Sequence[Choice], positions: Sequence[int]) -> list[Drawn]:
-    """Draw the token at `positions[r]` of `choices[r]` from `logits[r]`: [R,W], W at least the vocabulary. Not changed.
+def draw(logits: Tensor, samplers: Sequence[Sampler], positions: Sequence[int]) -> list[Drawn]:
+    """Draw the token at `positions[r]` of `samplers[r]` from `logits[r]`. Logits are [R,W], W >= V, and not changed.
 
     Temperatures below 1e-5 are greedy: the highest score, the lowest id among equals. Log-probabilities are of the
-    model's own distribution: log-softmax of the logits as they came, before bias, penalties, temperature and filters.
-    Raises `ValueError` if shapes or vocabularies disagree; what is wrong with a row is in its `Drawn`.
+    model's own distribution: log-softmax of the logits as passed, before biases, penalties, temperature and filters.
+    Raises `ValueError` if shapes or vocabularies disagree; the error of a single row is in its `Drawn`.
     """
-    if not choices:
+    if not samplers:
         return []
-    raw = _own_columns(logits, choices, positions)
-    scores = processors.edit(raw, choices)
+    raw = _own_columns(logits, samplers, positions)
+    scores = edit(raw, samplers)
     best, tokens = scores.max(1)  # [R]; the lowest id among equals; NaN wins
-    sampled = [row for row, choice in enumerate(choices) if not choice.greedy]
+    sampled = [row for row, sampler in enumerate(samplers) if not sampler.greedy]
     if sampled:
-        at = _rows(sampled, len(choices), raw.device)
-        some = [choices[row] for row in sampled]
+        at = _rows(sampled, len(samplers), raw.device)
+        some = [samplers[row] for row in sampled]
         tokens[at] = _sample(scores[at].float(), best[at], some, [positions[row] for row in sampled])
     columns = [tokens.double()[:, None], best.double()[:, None]]
-    wanting = [row for row, choice in enumerate(choices) if choice.params.logprobs is not None]
+    wanting = [row for row, sampler in enumerate(samplers) if sampler.params.logprobs is not None]
     if wanting:
-        columns.append(_logprobs(raw, tokens, choices, wanting))
+        columns.append(_logprobs(raw, tokens, samplers, wanting))
     table: list[list[float]] = torch.cat(columns, 1).tolist()  # the one transfer to the host
-    return [_drawn(line, choice, pos) for line, choice, pos in zip(table, choices, positions, strict=True)]
+    return [_drawn(row, sampler, pos) for row, sampler, pos in zip(table, samplers, positions, strict=True)]
 
 
-def _own_columns(logits: Tensor, choices: Sequence[Choice], positions: Sequence[int]) -> Tensor:
-    """The columns [R,V] that are tokens; a padded output layer has more."""
-    vocab = choices[0].vocab_size
-    if any(choice.vocab_size != vocab for choice in choices):
-        raise ValueError(f"choices of different vocabularies in one draw: {sorted({c.vocab_size for c in choices})}")
-    if logits.ndim != 2 or logits.shape[0] != len(choices) or len(positions) != len(choices):
-        raise ValueError(f"{len(choices)} choices, {len(positions)} positions, logits {tuple(logits.shape)}")
-    if not 0 < vocab <= min(logits.shape[1], processors.MAX_VOCAB):
-        raise ValueError(f"a vocabulary of {vocab}; logits have {logits.shape[1]}, the most is {processors.MAX_VOCAB}")
+def _own_columns(logits: Tensor, samplers: Sequence[Sampler], positions: Sequence[int]) -> Tensor:
+    """The columns [R,V] that are tokens: a padded output layer has more."""
+    vocab = samplers[0].vocab_size
+    if any(sampler.vocab_size != vocab for sampler in samplers):
+        raise ValueError(f"samplers of different vocabularies in one draw: {sorted({s.vocab_size for s in samplers})}")
+    if logits.ndim != 2 or logits.shape[0] != len(samplers) or len(positions) != len(samplers):
+        raise ValueError(f"{len(samplers)} samplers, {len(positions)} positions, logits {tuple(logits.shape)}")
+    if not 0 < vocab <= min(logits.shape[1], MAX_VOCAB):
+        raise ValueError(f"a vocabulary of {vocab}; logits have {logits.shape[1]}, the most is {MAX_VOCAB}")
     return logits[:, :vocab]
 
 
 def _rows(some: list[int], count: int, device: torch.device) -> "Tensor | slice":
-    """Where these rows are; all of them need no index."""
+    """An index of these rows; a slice, which copies nothing, if they are all rows."""
     return slice(None) if len(some) == count else torch.tensor(some, device=device)
 
 
-def _sample(scores: Tensor, best: Tensor, choices: list[Choice], positions: list[int]) -> Tensor:
-    """Draw from scores [R,V] float32, all rows of which sample. -> [R] int64"""
-    params = [choice.params for choice in choices]
-    chances = [choice.uniform(pos) for choice, pos in zip(choices, positions, strict=True)]
+def _sample(scores: Tensor, best: Tensor, samplers: list[Sampler], positions: list[int]) -> Tensor:
+    """Draw from scores [R,V] float32 of rows that are not greedy. -> [R] int64"""
+    params = [sampler.params for sampler in samplers]
+    chances = [sampler.uniform(pos) for sampler, pos in zip(samplers, positions, strict=True)]
     knobs = torch.tensor(
         [(*_knobs(p), u) for p, u in zip(params, chances, strict=True)],
         dtype=torch.float64,
         device=scores.device,
     )
     temperature, top_h, top_k, typical_p, top_p, min_p, epsilon, eta, chance = knobs.unbind(1)
-    below, weights = processors.weigh(scores, best, temperature)
+    below, weights = weigh(scores, best, temperature)
     vocab = scores.shape[1]
 
-    def run(wants: Callable[[SamplingParams], bool], stage: Callable[["Tensor | slice"], Tensor]) -> None:
-        rows = [row for row, p in enumerate(params) if wants(p)]
+    def run(wanted: Callable[[SamplingParams], bool], keep: Callable[["Tensor | slice"], Tensor]) -> None:
+        rows = [row for row, p in enumerate(params) if wanted(p)]
         if rows:
             at = _rows(rows, len(params), scores.device)
-            weights[at] = stage(at)
+            weights[at] = keep(at)
 
-    run(lambda p: p.top_h is not None, lambda at: processors.keep_top_h(weights[at], scores[at], top_h[at]))
+    run(lambda p: p.top_h is not None, lambda at: keep_top_h(weights[at], scores[at], top_h[at]))
     largest_k = max((p.top_k for p in params if p.top_k < vocab), default=0)
     run(
         lambda p: 0 < p.top_k < vocab,
-        lambda at: processors.keep_top_k(weights[at], scores[at], top_k[at], largest_k),
+        lambda at: keep_top_k(weights[at], scores[at], top_k[at], largest_k),
     )
-    run(lambda p: p.typical_p < 1, lambda at: processors.keep_typical(weights[at], below[at], typical_p[at]))
-    run(lambda p: p.top_p < 1, lambda at: processors.keep_top_p(weights[at], scores[at], top_p[at]))
-    run(lambda p: p.min_p > 0, lambda at: processors.keep_min_p(weights[at], min_p[at]))
-    run(lambda p: 0 < p.epsilon_cutoff < 1, lambda at: processors.keep_epsilon(weights[at], epsilon[at]))
-    run(lambda p: 0 < p.eta_cutoff < 1, lambda at: processors.keep_eta(weights[at], below[at], eta[at]))
-    return processors.pick(weights, chance)
+    run(lambda p: p.typical_p < 1, lambda at: keep_typical(weights[at], below[at], typical_p[at]))
+    run(lambda p: p.top_p < 1, lambda at: keep_top_p(weights[at], scores[at], top_p[at]))
+    run(lambda p: p.min_p > 0, lambda at: keep_min_p(weights[at], min_p[at]))
+    run(lambda p: 0 < p.epsilon_cutoff < 1, lambda at: keep_epsilon(weights[at], epsilon[at]))
+    run(lambda p: 0 < p.eta_cutoff < 1, lambda at: keep_eta(weights[at], below[at], eta[at]))
+    return pick(weights, chance)
 
 
 def _knobs(p: SamplingParams) -> tuple[float, ...]:
@@ -114,26 +144,26 @@ def _knobs(p: SamplingParams) -> tuple[float, ...]:
     return p.temperature, top_h, p.top_k, p.typical_p, p.top_p, p.min_p, p.epsilon_cutoff, p.eta_cutoff
 
 
-def _logprobs(raw: Tensor, tokens: Tensor, choices: Sequence[Choice], wanting: list[int]) -> Tensor:
-    """For the rows that want it: logprob of the token, n ids, n logprobs. -> [R,1+2n] float64, zero elsewhere"""
-    at = _rows(wanting, len(choices), raw.device)
-    most = max(choices[row].params.logprobs or 0 for row in wanting)
+def _logprobs(raw: Tensor, tokens: Tensor, samplers: Sequence[Sampler], wanting: list[int]) -> Tensor:
+    """For the rows of `wanting`: logprob of the token, n ids, n logprobs. -> [R,1+2n] float64, other rows zero"""
+    at = _rows(wanting, len(samplers), raw.device)
+    most = max(samplers[row].params.logprobs or 0 for row in wanting)
     most = min(most, raw.shape[1])
     scores = raw[at].float()
-    ids = torch.cat([tokens[at][:, None], processors.ranked(scores, most)], 1) if most else tokens[at][:, None]
+    ids = torch.cat([tokens[at][:, None], ranked(scores, most)], 1) if most else tokens[at][:, None]
     sums = torch.logsumexp(scores.double(), 1, keepdim=True)
-    values = (scores.gather(1, ids).double() - sums).float().double()  # summed in float64, told in float32
-    table = torch.zeros(len(choices), 1 + 2 * most, dtype=torch.float64, device=raw.device)
+    values = (scores.gather(1, ids).double() - sums).float().double()  # summed in float64, rounded to float32
+    table = torch.zeros(len(samplers), 1 + 2 * most, dtype=torch.float64, device=raw.device)
     table[at] = torch.cat([values[:, :1], ids[:, 1:].double(), values[:, 1:]], 1)
     return table
 
 
-def _drawn(line: list[float], choice: Choice, pos: int) -> Drawn:
-    """Read one line of the table: token, best score, then log-probabilities if any row wanted them."""
-    token, best, *rest = line
+def _drawn(row: list[float], sampler: Sampler, pos: int) -> Drawn:
+    """Read a row of the table: token, best score, then log-probabilities if any row asked for them."""
+    token, best, *rest = row
     if not math.isfinite(best):
-        return Drawn(-1, error=NoToken(_why(best, choice, pos)))
-    asked = choice.params.logprobs
+        return Drawn(-1, error=NoToken(_why(best, sampler, pos)))
+    asked = sampler.params.logprobs
     if asked is None:
         return Drawn(int(token))
     most = len(rest) // 2
@@ -142,13 +172,184 @@ def _drawn(line: list[float], choice: Choice, pos: int) -> Drawn:
     return Drawn(int(token), TokenLogprob(int(token), rest[0], top))
 
 
-def _why(best: float, choice: Choice, pos: int) -> str:
-    """Say why no token can be drawn when the best score is NaN or infinite."""
-    where = f"no token can be drawn at pos {pos} of choice {choice.choice}"
+def _why(best: float, sampler: Sampler, pos: int) -> str:
+    """The reason why no token can be drawn, where the best score is NaN or infinite."""
+    where = f"no token can be drawn at pos {pos} of choice {sampler.index}"
     if best == -math.inf:
         return (
-            f"{where}: all {choice.vocab_size} tokens are forbidden. Ask for less of "
+            f"{where}: all {sampler.vocab_size} tokens are forbidden. Ask for less of "
             f"min_tokens, suppress_tokens, bad_words_ids or no_repeat_ngram_size, or check the model."
         )
     kind = "NaN" if math.isnan(best) else "infinity"
     return f"{where}: the scores hold {kind}. The weights may be damaged; if not, load the model with dtype float32."
+
+
+def edit(raw: Tensor, samplers: Sequence[Sampler]) -> Tensor:
+    """`raw` [R,V] with biases, penalties and forbidden tokens applied, float32; `raw` itself if no row needs any."""
+    biased = {row: biases for row, one in enumerate(samplers) if (biases := one.biases())[0]}
+    penalised = [row for row, one in enumerate(samplers) if one.seen_ids]
+    ending = {row: boost for row, one in enumerate(samplers) if (boost := one.end_boost())}
+    forbidden = {row: ids for row, one in enumerate(samplers) if (ids := one.forbidden())}
+    if not (biased or penalised or ending or forbidden):
+        return raw
+    scores = raw.to(torch.float32, copy=True)
+    if biased:
+        at = _places([*biased], [ids for ids, _ in biased.values()], scores.device)
+        scores[at] += _joined([values for _, values in biased.values()], torch.float64, scores.device).float()
+    if penalised:
+        _penalise(scores, penalised, [samplers[row] for row in penalised])
+    if ending:
+        _boost(scores, ending, [samplers[row].end_array for row in ending])
+    if forbidden:
+        scores[_places([*forbidden], [*forbidden.values()], scores.device)] = -torch.inf
+    return scores
+
+
+def _boost(scores: Tensor, boosts: Mapping[int, float], ends: list["array[int]"]) -> None:
+    """Add its absolute value times `boosts[row]` to the score of each end, in place: negative scores rise too."""
+    at = _places([*boosts], ends, scores.device)
+    each = torch.tensor([*boosts.values()], device="cpu", dtype=torch.float32)
+    each = each.repeat_interleave(torch.tensor([len(ids) for ids in ends], device="cpu")).to(scores.device)  # [K]
+    there = scores[at]
+    scores[at] = torch.where(there.isfinite(), there + there.abs() * each, there)
+
+
+def _penalise(scores: Tensor, rows: list[int], samplers: list[Sampler]) -> None:
+    """Repetition, then frequency and presence, in place. Costs the tokens seen, not the vocabulary."""
+    at = _places(rows, [one.seen_ids for one in samplers], scores.device)
+    counts = _joined([one.seen_counts for one in samplers], torch.int64, scores.device).float()  # [K]
+    penalties = torch.tensor(
+        [
+            (one.params.repetition_penalty, one.params.frequency_penalty, one.params.presence_penalty)
+            for one in samplers
+        ],
+        dtype=torch.float32,
+        device="cpu",
+    )
+    sizes = torch.tensor([len(one.seen_ids) for one in samplers], device="cpu")
+    repetition, frequency, presence = penalties.repeat_interleave(sizes, 0).to(scores.device).unbind(1)  # [K] each
+    seen = scores[at]
+    seen = torch.where(seen < 0, seen * repetition, seen / repetition)
+    scores[at] = seen - counts * frequency - (counts > 0) * presence
+
+
+def _places(rows: list[int], ids: list["array[int]"], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Index (rows [K], ids [K]) of `ids[i]` in row `rows[i]`, for all i."""
+    sizes = torch.tensor([len(row) for row in ids], device="cpu")
+    return torch.tensor(rows, device="cpu").repeat_interleave(sizes).to(device), _joined(ids, torch.int64, device)
+
+
+def _joined(arrays: "list[array[int]] | list[array[float]]", dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The arrays concatenated, copied. None of them is empty."""
+    return torch.cat([torch.frombuffer(values, dtype=dtype) for values in arrays]).to(device)
+
+
+def weigh(scores: Tensor, best: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """Each score minus the best, float64, and its weight, int64: both [R,V]. `best` and temperature: [R].
+
+    The best is subtracted before the division, so that no temperature can overflow. In a row whose best is not finite
+    (an error is returned for it) all weights are equal.
+    """
+    best = best.double()[:, None]
+    below = scores.double().sub_(best).div_(temperature[:, None]).masked_fill_(~best.isfinite(), 0.0)
+    return below, below.exp().mul_(2.0**WEIGHT_BITS).long()
+
+
+def ranked(scores: Tensor, width: int) -> Tensor:
+    """The ids of the `width` highest scores, best first, the lowest id first among equals. [R,V] -> [R,width]"""
+    bits = (scores + 0.0).view(torch.int32).long()  # + 0.0: minus zero equals zero
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # floats as integers of the same order
+    last_id = scores.shape[1] - 1
+    keys = ordered * MAX_VOCAB + (last_id - torch.arange(last_id + 1, device=scores.device))
+    top = keys.topk(width).values if width in SHORTLISTS or width < SHORTLISTS[0] else keys.sort(descending=True).values
+    return last_id - top % MAX_VOCAB
+
+
+def keep_top_k(weights: Tensor, scores: Tensor, k: Tensor, largest_k: int) -> Tensor:
+    """Keep the k [R] best, and those equal to the k-th."""
+    edge = scores.topk(largest_k).values.gather(1, k[:, None].long() - 1)
+    return torch.where(scores >= edge, weights, 0)
+
+
+def keep_typical(weights: Tensor, below: Tensor, mass: Tensor) -> Tensor:
+    """Keep those whose surprise is nearest to the entropy, until they have `mass` [R] together (arXiv 2202.00666)."""
+    total = weights.sum(1, keepdim=True)
+    surprise = torch.where(weights > 0, -below, 0.0)  # without the constant log of the sum, which cancels out
+    expected = (weights * surprise).long().sum(1, keepdim=True).double() / total
+    distance = torch.where(weights > 0, (surprise - expected).abs(), torch.inf)
+    near, order = distance.sort(dim=1, stable=True)
+    sums = weights.gather(1, order).cumsum(1)
+    last = (sums < _part(mass, total)).sum(1, keepdim=True).clamp(max=weights.shape[1] - 1)
+    return torch.where(distance <= near.gather(1, last), weights, 0)
+
+
+def keep_top_p(weights: Tensor, scores: Tensor, mass: Tensor) -> Tensor:
+    """Keep the best, until they have `mass` [R] together. Reads back one flag for each size of shortlist tried."""
+    vocab = weights.shape[1]
+    kept, rows = torch.empty_like(weights), torch.arange(len(weights), device=weights.device)
+    for width in (*(short for short in SHORTLISTS if short < vocab), vocab):
+        found, enough = _nucleus(weights[rows], scores[rows], mass[rows], width)
+        kept[rows] = found
+        rows = rows[~enough]
+        if not len(rows):
+            break
+    return kept
+
+
+def _nucleus(weights: Tensor, scores: Tensor, mass: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Weights of the nucleus among the `width` best, and for which rows [R] these contain all of it."""
+    limit = _part(mass, weights.sum(1, keepdim=True))
+    order = ranked(scores, width)
+    sorted_weights = weights.gather(1, order)
+    sums = sorted_weights.cumsum(1)
+    inside = torch.where(sums - sorted_weights < limit, sorted_weights, 0)
+    return torch.zeros_like(weights).scatter_(1, order, inside), sums[:, -1] >= limit[:, 0]
+
+
+def keep_min_p(weights: Tensor, share: Tensor) -> Tensor:
+    """Keep those with at least `share` [R] of the highest probability."""
+    return torch.where(weights >= share[:, None] * weights.amax(1, keepdim=True), weights, 0)
+
+
+def keep_top_h(weights: Tensor, scores: Tensor, share: Tensor) -> Tensor:
+    """Keep the best, and of the `ENTROPY_OF` best the first whose terms of the entropy sum to at most `share` [R] of
+    it."""
+    order = ranked(scores, min(ENTROPY_OF, scores.shape[1]))
+    chances = weights.gather(1, order).double()
+    chances /= chances.sum(1, keepdim=True)
+    terms = (torch.special.entr(chances) * 2.0**WEIGHT_BITS).round().long()  # whole numbers, as weights are
+    sums = terms.cumsum(1)
+    inside = sums <= share[:, None] * sums[:, -1:]
+    inside[:, 0] = True
+    return torch.zeros_like(weights).scatter_(1, order, weights.gather(1, order).masked_fill_(~inside, 0))
+
+
+def keep_epsilon(weights: Tensor, least: Tensor) -> Tensor:
+    """Keep the best, and those with at least the probability `least` [R]."""
+    enough = weights >= least[:, None] * weights.sum(1, keepdim=True)
+    return torch.where(enough | (weights == weights.amax(1, keepdim=True)), weights, 0)
+
+
+def keep_eta(weights: Tensor, below: Tensor, epsilon: Tensor) -> Tensor:
+    """`keep_epsilon` with min(epsilon, sqrt(epsilon) * exp(-entropy)) [R]."""
+    total = weights.sum(1, keepdim=True)
+    surprise = torch.where(weights > 0, -below, 0.0)
+    entropy = (weights * surprise).long().sum(1).double() / total[:, 0] + (total[:, 0] * 2.0**-WEIGHT_BITS).log()
+    return keep_epsilon(weights, torch.minimum(epsilon, epsilon.sqrt() * (-entropy).exp()))
+
+
+def pick(weights: Tensor, chance: Tensor) -> Tensor:
+    """The token of each row where the running sum, in order of ids, passes `chance` [R] of the total. -> [R] int64.
+
+    In order of ids rather than of weights: that needs no sort, and a small change of the scores changes each sum by as
+    little, whereas two near-equal tokens that swap places would change it by a whole token's weight.
+    """
+    sums = weights.cumsum(1)
+    total = sums[:, -1:]
+    target = torch.minimum((chance[:, None] * total).long(), total - 1)
+    return torch.searchsorted(sums, target, right=True)[:, 0].clamp(max=weights.shape[1] - 1)
+
+
+def _part(mass: Tensor, total: Tensor) -> Tensor:
+    """`mass` [R] of `total` [R,1], rounded up to a whole weight [R,1]."""
+    return (mass[:, None] * total).ceil().long()

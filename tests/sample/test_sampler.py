@@ -1,18 +1,18 @@
-"""What an answer remembers for its next draw, and how several answers to one prompt come by it."""
+"""Samplers keep what the next draw depends on, and are forked for several completions of one prompt."""
 
 import random
 from typing import Any
 
 import pytest
 
-from kvcellar.sample.choice import Choice
 from kvcellar.sample.params import SamplingParams
+from kvcellar.sample.sampler import Sampler
 
-FIELDS = ("params", "seed", "choice", "vocab_size", "produced", "greedy", "penalised", "end_ids", "end_array")
+FIELDS = ("params", "seed", "index", "vocab_size", "produced", "greedy", "penalised", "end_ids", "end_array")
 TABLES = ("seen_ids", "seen_counts")
 
 
-def made(choice: int, last_n: int = -1) -> Choice:
+def made(index: int, last_n: int = -1) -> Sampler:
     prompt = random.Random(1).choices(range(90), k=200)
     penalties = {"repetition_penalty": 1.2, "frequency_penalty": 0.1, "repeat_last_n": last_n}
     rules: dict[str, Any] = {
@@ -25,31 +25,31 @@ def made(choice: int, last_n: int = -1) -> Choice:
         "exponential_decay_length_penalty": (2, 1.5),
     }
     params = SamplingParams(**penalties, **rules, logit_bias={3: 1.0}, stop_token_ids=(7,))
-    return Choice(params, seed=5, choice=choice, prompt_ids=prompt, vocab_size=80, end_ids=frozenset({2}))
+    return Sampler(params, seed=5, index=index, prompt_ids=prompt, vocab_size=80, end_ids=frozenset({2}))
 
 
 @pytest.mark.parametrize("last_n", [-1, 0, 3, 40])
-def test_a_twin_is_what_it_would_be_if_it_had_been_made_alone(last_n: int) -> None:
-    twin, alone = made(0, last_n).twin(3), made(3, last_n)
+def test_a_fork_equals_a_sampler_made_for_its_index(last_n: int) -> None:
+    forked, alone = made(0, last_n).fork(3), made(3, last_n)
     for token in (4, 90, 4, 79, 11):
         for name in (*FIELDS, *TABLES):
-            assert getattr(twin, name) == getattr(alone, name)
-        assert twin.uniform(17) == alone.uniform(17)
-        assert (twin.biases(), twin.forbidden(), twin.ends_gain()) == (
+            assert getattr(forked, name) == getattr(alone, name)
+        assert forked.uniform(17) == alone.uniform(17)
+        assert (forked.biases(), forked.forbidden(), forked.end_boost()) == (
             alone.biases(),
             alone.forbidden(),
-            alone.ends_gain(),
+            alone.end_boost(),
         )
-        twin.check()
-        twin.accept(token)
+        forked.check()
+        forked.accept(token)
         alone.accept(token)
 
 
 @pytest.mark.parametrize("last_n", [-1, 3])
-def test_what_one_answer_accepts_the_others_do_not_see(last_n: int) -> None:
+def test_a_token_accepted_by_one_does_not_change_the_others(last_n: int) -> None:
     first = made(0, last_n)
-    second = first.twin(1)
-    third = second.twin(2)
+    second = first.fork(1)
+    third = second.fork(2)
     second.accept(4)
     second.accept(50)
     for untouched in (first, third):

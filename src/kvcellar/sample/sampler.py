@@ -1,0 +1,306 @@
+"""sampler: the state that sampling one completion needs beside its logits. No torch: plain arrays.
+
+Always true:
+  * `produced` counts every accepted token;
+  * `seen_ids` names each token of the prompt (if the repetition penalty is on) and of the completion (if any penalty is
+    on) once, and `seen_counts` has how often the completion contains it; both of the last `repeat_last_n` tokens only,
+    if that is limited;
+  * an n-gram of the prompt is in the index that all completions of the request share, any other in that of its own;
+  * no id in `seen_ids`, `end_ids` or `never_ids`, or returned by `forbidden` or `biases`, lies outside the vocabulary;
+  * no id in `never_ids` ends the completion: a token that ends it does not become part of its text.
+"""
+
+import hashlib
+import math
+import struct
+from array import array
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+
+from kvcellar.sample.params import SamplingParams
+
+MAX_BOOST = 1e30  # so that no score becomes infinite
+GREEDY_BELOW = 1e-5  # as vLLM's _SAMPLING_EPS: below it, sampling could differ from greedy by rounding only
+
+
+def uniform(seed: int, index: int, pos: int, purpose: str = "draw") -> float:
+    """A number in [0, 1) with 53 random bits, the same for the same arguments on every machine. The only source of
+    randomness: a keyed hash, so a draw depends on no other draw, batch or device.
+
+    `seed` is from -2**63 to 2**64 - 1; the completion's `index` and `pos` are at least 0; `purpose` has at most 16
+    ASCII characters and separates uses that must be independent (drawing a token, accepting a draft).
+    """
+    digest = hashlib.blake2b(
+        struct.pack("<QQ", index, pos),
+        digest_size=8,
+        key=seed.to_bytes(16, "little", signed=True),
+        person=purpose.encode("ascii"),
+    ).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+class Sampler:
+    """The sampling state of the completion number `index` of a request. Costs O(prompt) to make if repetition is
+    penalised or forbidden, else O(1)."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        *,
+        seed: int,
+        index: int,
+        prompt_ids: Sequence[int],
+        vocab_size: int,
+        end_ids: frozenset[int],
+        never_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """`end_ids` are the model's own: the request's stop ids are added, and with `ignore_eos` the model's are left
+        out. `never_ids` cannot be in a text of this model (padding) and are never drawn."""
+        self.params = params
+        self.seed, self.index, self.vocab_size = seed, index, vocab_size
+        self.produced = 0
+        self.greedy = params.temperature < GREEDY_BELOW
+        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else end_ids)
+        self.end_ids = frozenset(token for token in ends if token < vocab_size)
+        self.end_array = array("q", sorted(self.end_ids))
+        self.never_ids = array("q", sorted(token for token in never_ids - self.end_ids if token < vocab_size))
+        self._rules = _Rules(params, prompt_ids, vocab_size, self.end_array, self.never_ids)
+        self._see(prompt_ids)
+
+    def _see(self, prompt_ids: Sequence[int]) -> None:
+        """Collect the tokens of the prompt that penalties apply to."""
+        params = self.params
+        any_penalty = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
+        self.penalised = bool(any_penalty) and params.repeat_last_n != 0
+        prompt = prompt_ids if self.penalised and params.repetition_penalty != 1.0 else ()
+        # The tokens that penalties apply to, oldest first, and how often each occurs. None: the whole text.
+        self._recent: deque[int] | None = None
+        if self.penalised and params.repeat_last_n > 0:
+            prompt = self._recent = deque(prompt, maxlen=params.repeat_last_n)
+        self._times = Counter(self._recent)
+        seen = dict.fromkeys(token for token in prompt if token < self.vocab_size)
+        self.seen_ids = array("q", seen)
+        self.seen_counts = array("q", bytes(8 * len(seen)))
+        self._place = {token: place for place, token in enumerate(self.seen_ids)}
+
+    def fork(self, index: int) -> "Sampler":
+        """The sampler of another completion of the same prompt. Only before the first token. Copies what was collected
+        from the prompt."""
+        assert not self.produced, "only a sampler that has drawn nothing can be forked"
+        other = copy(self)
+        other.index = index
+        other.seen_ids, other.seen_counts, other._place = self.seen_ids[:], self.seen_counts[:], self._place.copy()
+        other._rules = self._rules.fork()
+        other._recent, other._times = copy(self._recent), self._times.copy()
+        return other
+
+    def accept(self, token: int) -> None:
+        """Append `token` to the completion."""
+        self.produced += 1
+        self._rules.accept(token)
+        if not self.penalised:
+            return
+        if self._recent is not None:
+            self._slide(self._recent, token)
+        if token >= self.vocab_size:
+            return
+        place = self._place.setdefault(token, len(self.seen_ids))
+        if place == len(self.seen_ids):
+            self.seen_ids.append(token)
+            self.seen_counts.append(0)
+        self.seen_counts[place] += 1
+
+    def _slide(self, recent: deque[int], token: int) -> None:
+        """Append `token` to the tokens that penalties apply to, and remove the oldest if they are too many then."""
+        if len(recent) == recent.maxlen:
+            oldest = recent[0]
+            self._times[oldest] -= 1
+            if self._times[oldest] == 0:
+                del self._times[oldest]
+            if oldest < self.vocab_size:
+                # Prompt tokens are the oldest, so one of the completion is removed only if all of `recent` are its own.
+                self._unsee(oldest, of_completion=self.produced > len(recent))
+        recent.append(token)
+        self._times[token] += 1
+
+    def _unsee(self, token: int, *, of_completion: bool) -> None:
+        place = self._place[token]
+        self.seen_counts[place] -= of_completion
+        if token in self._times:
+            return
+        del self._place[token]
+        last, count = self.seen_ids.pop(), self.seen_counts.pop()
+        if last != token:  # the last one moves here: the order has no meaning
+            self.seen_ids[place], self.seen_counts[place], self._place[last] = last, count, place
+
+    def ends_with(self, token: int) -> bool:
+        """Does the completion end when `token` is drawn?"""
+        return token in self.end_ids
+
+    def forbidden(self) -> "array[int]":
+        """The tokens that cannot be drawn next."""
+        return self._rules.forbidden(self.produced)
+
+    def biases(self) -> tuple["array[int]", "array[float]"]:
+        """The tokens whose scores are biased in the next draw, each once, and the biases."""
+        return self._rules.biases()
+
+    def end_boost(self) -> float:
+        """The share of its absolute value that is added to the score of each token that ends the completion: at most
+        `MAX_BOOST`."""
+        decay = self.params.exponential_decay_length_penalty
+        if decay is None or self.produced <= decay[0] or not self.end_array:
+            return 0.0
+        start, factor = decay
+        return math.exp(min((self.produced - start) * math.log(factor), math.log(MAX_BOOST))) - 1.0
+
+    def uniform(self, pos: int) -> float:
+        """The random number that draws the token at `pos`."""
+        return uniform(self.seed, self.index, pos)
+
+    def check(self) -> None:
+        """Assert what is always true."""
+        assert len(self.seen_ids) == len(self.seen_counts) == len(self._place)
+        assert all(self._place[token] == place for place, token in enumerate(self.seen_ids))
+        assert all(count >= 0 for count in self.seen_counts)
+        assert sum(self.seen_counts) <= self.produced
+        if self._recent is not None:
+            assert self._times == Counter(self._recent)
+            assert set(self.seen_ids) == {token for token in self._times if token < self.vocab_size}
+        assert self.end_ids.isdisjoint(self.never_ids)
+        self._rules.check(self.produced)
+        for ids in (self.seen_ids, self.end_array, self.never_ids):
+            assert all(0 <= token < self.vocab_size for token in ids)
+
+
+class _NGrams:
+    """The tokens that have followed each `size - 1` tokens. Each token costs O(size) to add and to look up."""
+
+    def __init__(self, size: int, prompt: Sequence[int]) -> None:
+        self._back = size - 1
+        self._tail: list[int] = []
+        self._prompt: dict[bytes, dict[int, None]] = {}  # shared by forks; does not change after the prompt
+        self._own = self._prompt
+        for token in prompt:
+            self.add(token)
+        self._own = {}
+
+    def fork(self) -> "_NGrams":
+        other = copy(self)
+        other._tail, other._own = self._tail[:], {}
+        return other
+
+    def add(self, token: int) -> None:
+        if len(self._tail) == self._back:
+            self._own.setdefault(self._key(), {})[token] = None
+        self._tail.append(token)
+        if len(self._tail) > self._back:
+            del self._tail[0]
+
+    def banned(self) -> list[int]:
+        """The tokens that would complete an n-gram which occurs already."""
+        if len(self._tail) < self._back:
+            return []
+        key = self._key()
+        return [*self._prompt.get(key, ()), *self._own.get(key, ())]
+
+    def _key(self) -> bytes:
+        return array("q", self._tail).tobytes()
+
+    def check(self) -> None:
+        assert len(self._tail) <= self._back
+        assert all(len(key) == 8 * self._back for index in (self._prompt, self._own) for key in index)
+
+
+class _Phrases:
+    """Sequences of token ids, each with a bias of its last token where the others precede it; -inf forbids it."""
+
+    def __init__(self, biases: Mapping[tuple[int, ...], float]) -> None:
+        self.single = {ids[0]: bias for ids, bias in biases.items() if len(ids) == 1}
+        self.back = max((len(ids) - 1 for ids in biases), default=0)
+        self._by_end: dict[int, list[tuple[tuple[int, ...], int, float]]] = {}
+        for (*before, last), bias in biases.items():
+            if before:
+                self._by_end.setdefault(before[-1], []).append((tuple(before), last, bias))
+
+    def after(self, tail: deque[int]) -> dict[int, float]:
+        """The biases of tokens that would complete a sequence of two or more after `tail`, added up."""
+        found: dict[int, float] = {}
+        end = tuple(tail)
+        for before, last, bias in self._by_end.get(end[-1], ()) if end else ():
+            if end[-len(before) :] == before:
+                found[last] = found.get(last, 0.0) + bias
+        return found
+
+
+class _Rules:
+    """Which tokens are forbidden or biased next, by the parameters and by the text so far. Costs O(prompt) to make if
+    n-grams must not repeat, else O(1) and the rules."""
+
+    def __init__(
+        self, params: SamplingParams, prompt: Sequence[int], vocab: int, ends: "array[int]", never: "array[int]"
+    ) -> None:
+        """`ends` end the completion, and are forbidden below its minimum length; `never` always are."""
+        self._vocab, self._ends = vocab, ends
+        self._least = max(params.min_tokens, params.min_length - len(prompt) if params.min_length else 0)
+        self._first = array("q", sorted(self._known(set(params.begin_suppress_tokens))))
+        self._ngrams = _NGrams(size, prompt) if (size := params.no_repeat_ngram_size) else None
+        phrases = _Phrases({**params.sequence_bias, **dict.fromkeys(params.bad_words_ids, -math.inf)})
+        self._phrases = phrases if phrases.back else None
+        self._tail = deque(prompt[-phrases.back :] if phrases.back else (), maxlen=phrases.back)
+        bad = (token for token, bias in phrases.single.items() if bias == -math.inf)
+        self._never = array("q", sorted(self._known({*never, *params.suppress_tokens, *bad})))
+        single = dict(params.logit_bias)
+        for token, bias in phrases.single.items():
+            single[token] = single.get(token, 0.0) + bias
+        self._biases = self._finite(single)
+
+    def fork(self) -> "_Rules":
+        other = copy(self)
+        other._tail = self._tail.copy()
+        other._ngrams = None if self._ngrams is None else self._ngrams.fork()
+        return other
+
+    def accept(self, token: int) -> None:
+        self._tail.append(token)
+        if self._ngrams is not None:
+            self._ngrams.add(token)
+
+    def forbidden(self, produced: int) -> "array[int]":
+        """The tokens forbidden after `produced` tokens of the completion. Costs what it returns, and the phrases that
+        the last token is in."""
+        found = self._never
+        if produced < self._least:
+            found = found + self._ends
+        if not produced:
+            found = found + self._first
+        if self._ngrams is not None:
+            found = found + array("q", self._known(self._ngrams.banned()))
+        if self._phrases is not None:
+            after = self._phrases.after(self._tail)
+            found = found + array("q", self._known(token for token, bias in after.items() if bias == -math.inf))
+        return found
+
+    def biases(self) -> tuple["array[int]", "array[float]"]:
+        after = self._phrases.after(self._tail) if self._phrases is not None else {}
+        if not after:
+            return self._biases
+        for token, bias in zip(*self._biases, strict=True):
+            after[token] = after.get(token, 0.0) + bias
+        return self._finite(after)
+
+    def _finite(self, biases: Mapping[int, float]) -> tuple["array[int]", "array[float]"]:
+        found = {token: biases[token] for token in self._known(biases) if math.isfinite(biases[token])}
+        return array("q", found), array("d", found.values())
+
+    def _known(self, tokens: Iterable[int]) -> Iterable[int]:
+        """Those of the vocabulary."""
+        return (token for token in tokens if token < self._vocab)
+
+    def check(self, produced: int) -> None:
+        if self._ngrams is not None:
+            self._ngrams.check()
+        assert self._phrases is None or self._tail.maxlen == self._phrases.back
+        for ids in (self.forbidden(produced), self.biases()[0]):
+            assert all(0 <= token < self._vocab for token in ids)

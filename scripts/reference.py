@@ -21,7 +21,7 @@ from kvcellar.engine.stats import EngineStats, GroupStats
 from kvcellar.events import Timings, Usage
 from kvcellar.kernels.compiled import COMPILERS
 from kvcellar.sample.params import SamplingParams
-from kvcellar.serve.fields import NEUTRAL, NO_EFFECT
+from kvcellar.serve.ignored_fields import NEUTRAL, NO_EFFECT
 from kvcellar.serve.keys import VARIABLE
 from kvcellar.serve.messages import MESSAGE_NO_EFFECT, Message
 from kvcellar.serve.requests import ChatBody, CommonBody, CompletionBody, StreamOptions

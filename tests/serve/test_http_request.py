@@ -8,7 +8,7 @@ import pytest
 from kvcellar.errors import BadRequest, EngineClosed, EngineFailed
 from kvcellar.events import Delta, Done, Failed, Finished, Timings, Usage
 from kvcellar.sample.params import SamplingParams
-from kvcellar.serve.failures import ApiError
+from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.http_request import HttpRequest
 
 DONE = Done(Usage(1, 0, 1), Timings(0.0, 0.0, 0.0))
@@ -48,13 +48,13 @@ class Engine:
 
 
 def fly(play, *, prompts=1, limit=100, engine=None):
-    """Run `play(exchange, engine)` on a loop, and give the engine back."""
+    """Run `play(request, engine)` on a loop, and give the engine back."""
     engine = engine or Engine()
 
     async def trip():
-        with HttpRequest(engine, limit) as exchange:
-            await asyncio.to_thread(exchange.launch, [[1]] * prompts, SamplingParams())
-            await play(exchange, engine)
+        with HttpRequest(engine, limit) as request:
+            await asyncio.to_thread(request.submit, [[1]] * prompts, SamplingParams())
+            await play(request, engine)
 
     asyncio.run(trip())
     return engine
@@ -67,14 +67,14 @@ async def settle():
 
 
 def test_events_come_in_order_and_then_it_is_over():
-    async def play(exchange, engine):
+    async def play(request, engine):
         said = [piece(i) for i in range(50)] + [Finished(0, "stop"), DONE]
         speaker = threading.Thread(target=lambda: [engine.deliver[0](event) for event in said])
         speaker.start()
         heard = []
-        while not exchange.over:
-            heard += await exchange.next_batch()
-            exchange.check()
+        while not request.finished:
+            heard += await request.next_batch()
+            request.check()
         speaker.join()
         assert heard == [(0, event) for event in said]
 
@@ -82,28 +82,28 @@ def test_events_come_in_order_and_then_it_is_over():
 
 
 def test_it_is_over_when_every_run_is():
-    async def play(exchange, engine):
+    async def play(request, engine):
         engine.deliver[1](DONE)
-        assert await exchange.next_batch() == [(1, DONE)]
-        assert not exchange.over
+        assert await request.next_batch() == [(1, DONE)]
+        assert not request.finished
         engine.deliver[0](DONE)
-        assert await exchange.next_batch() == [(0, DONE)]
-        assert exchange.over
+        assert await request.next_batch() == [(0, DONE)]
+        assert request.finished
 
     assert fly(play, prompts=2).cancels() == [0, 0]
 
 
 def test_patience_ends_with_an_empty_batch():
-    async def play(exchange, engine):
-        assert await exchange.next_batch(0.001) == []
+    async def play(request, engine):
+        assert await request.next_batch(0.001) == []
         engine.deliver[0](piece(1))
-        assert await exchange.next_batch(5) == [(0, piece(1))]
+        assert await request.next_batch(5) == [(0, piece(1))]
 
     fly(play)
 
 
 def test_leaving_cancels_what_is_still_open_and_only_that():
-    async def play(exchange, engine):
+    async def play(request, engine):
         engine.deliver[0](DONE)
         await settle()
 
@@ -114,7 +114,7 @@ def test_leaving_cancels_what_is_still_open_and_only_that():
 def test_leaving_by_an_error_cancels_too(error):
     engine = Engine()
 
-    async def play(exchange, engine):
+    async def play(request, engine):
         raise error
 
     with pytest.raises(type(error)):
@@ -132,56 +132,56 @@ def test_a_prompt_that_is_refused_takes_back_the_others():
 def test_a_failure_is_raised_in_its_turn_and_the_others_are_cancelled():
     failure = EngineFailed("broken")
 
-    async def play(exchange, engine):
+    async def play(request, engine):
         engine.deliver[0](piece(1))
         engine.deliver[0](Failed(failure))
         engine.deliver[1](piece(2))
         await settle()
         assert engine.cancels() == [0, 1]
-        assert await exchange.next_batch() == [(0, piece(1))]
-        assert not exchange.over
+        assert await request.next_batch() == [(0, piece(1))]
+        assert not request.finished
         for _ in range(2):
             with pytest.raises(EngineFailed) as raised:
-                await exchange.next_batch()
+                await request.next_batch()
             assert raised.value is failure
 
     fly(play, prompts=2)
 
 
 def test_a_run_that_the_engine_gave_up_is_a_failure():
-    async def play(exchange, engine):
+    async def play(request, engine):
         engine.deliver[0](Finished(0, "cancelled"))
         with pytest.raises(EngineClosed):
-            await exchange.next_batch()
+            await request.next_batch()
 
     fly(play)
 
 
 def test_events_that_nobody_takes_are_bounded_and_then_the_request_ends():
-    async def play(exchange, engine):
-        with exchange.held_up():
+    async def play(request, engine):
+        with request.waiting_for_client():
             for number in range(1000):
                 engine.deliver[0](piece(number))
             await settle()
-            exchange.check()
+            request.check()
         assert engine.cancels() == [1]
-        assert [event.token_ids[0] for _, event in await exchange.next_batch()] == list(range(8))
+        assert [event.token_ids[0] for _, event in await request.next_batch()] == list(range(8))
         with pytest.raises(ApiError, match="8 events"):
-            await exchange.next_batch()
+            await request.next_batch()
 
     fly(play, limit=8)
 
 
 def test_a_taker_who_is_only_slow_gets_everything_in_parts():
-    async def play(exchange, engine):
+    async def play(request, engine):
         for number in range(1000):
             engine.deliver[0](piece(number))
         engine.deliver[0](DONE)
         await settle()
         heard = []
-        while not exchange.over:
-            batch = await exchange.next_batch()
-            exchange.check()
+        while not request.finished:
+            batch = await request.next_batch()
+            request.check()
             assert 0 < len(batch) <= 256
             heard += batch
         assert [event.token_ids[0] for _, event in heard[:-1]] == list(range(1000))
@@ -193,14 +193,14 @@ def test_takers_of_long_queues_let_each_other_have_their_turn():
     turns = []
 
     async def take(name, engine, together):
-        with HttpRequest(engine, 8) as exchange:
-            await asyncio.to_thread(exchange.launch, [[1]], SamplingParams())
+        with HttpRequest(engine, 8) as request:
+            await asyncio.to_thread(request.submit, [[1]], SamplingParams())
             for number in range(1000):
                 engine.deliver[-1](piece(number))
             engine.deliver[-1](DONE)
             await together.wait()
-            while not exchange.over:
-                await exchange.next_batch()
+            while not request.finished:
+                await request.next_batch()
                 turns.append(name)
 
     async def both():
@@ -212,7 +212,7 @@ def test_takers_of_long_queues_let_each_other_have_their_turn():
 
 
 def test_a_word_after_the_end_is_not_heard_and_not_an_error():
-    async def play(exchange, engine):
+    async def play(request, engine):
         pass
 
     engine = fly(play)
@@ -233,8 +233,8 @@ def test_a_run_that_is_just_being_submitted_when_everybody_leaves_is_cancelled_t
 
     async def trip():
         async def fly_alone():
-            with HttpRequest(engine, 100) as exchange:
-                await asyncio.to_thread(exchange.launch, [[1]] * prompts, SamplingParams())
+            with HttpRequest(engine, 100) as request:
+                await asyncio.to_thread(request.submit, [[1]] * prompts, SamplingParams())
 
         task = asyncio.create_task(fly_alone())
         await asyncio.to_thread(entered.wait, 10)
@@ -261,15 +261,15 @@ def test_a_failure_while_others_are_being_submitted_cancels_all_of_them():
     engine = Slow()
 
     async def trip():
-        with HttpRequest(engine, 100) as exchange:
-            launching = asyncio.create_task(asyncio.to_thread(exchange.launch, [[1]] * 4, SamplingParams()))
+        with HttpRequest(engine, 100) as request:
+            launching = asyncio.create_task(asyncio.to_thread(request.submit, [[1]] * 4, SamplingParams()))
             await asyncio.to_thread(entered.wait, 10)
             engine.deliver[0](Failed(failure))
             await settle()
             go_on.set()
             await launching
             with pytest.raises(EngineFailed):
-                await exchange.next_batch()
+                await request.next_batch()
 
     asyncio.run(trip())
     assert engine.cancels() == [0, 1]

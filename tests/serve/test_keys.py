@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.errors import BadRequest
-from kvcellar.serve.keys import MAX_BYTES, VARIABLE, exposed, key_digests
+from kvcellar.serve.keys import MAX_BYTES, VARIABLE, key_digests, permission_warning
 from kvcellar.serve.settings import key_digest
 
 ONE, TWO = "sk-first-key", "sk-second-key"
@@ -112,6 +112,6 @@ def test_any_bytes_are_keys_or_are_refused(tmp_path_factory, content):
 def test_a_file_that_other_users_can_read_or_change_is_pointed_out(file, mode, says):
     file.write_text(ONE)
     os.chmod(file, mode)
-    found = exposed(file)
+    found = permission_warning(file)
     assert (found is None) == (says is None)
     assert says is None or f"can {says} these keys" in found

@@ -24,8 +24,8 @@ from kvcellar.engine.codec import TextCodec
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import CacheFull, EngineClosed, EngineFailed, NotSupported
 from kvcellar.serve import Server, ServeSettings, key_digest
-from kvcellar.serve.body import Bodies
-from kvcellar.serve.failures import ApiError
+from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.body import BodyBudget
 from kvcellar.text.template import ChatTemplate
 from kvcellar.text.tokens import Words
 from tests.serve.fake_engine import FakeEngine
@@ -114,7 +114,7 @@ PROMPTS: list[tuple[dict[str, object], str]] = [
     ),
     (
         {"prompt": ["a"] * 256, "n": 100},
-        "256 prompts with n 100 are too many; at most 4096 answers to one request are allowed",
+        "256 prompts with n 100 are too many; at most 4096 completions of one request are allowed",
     ),
     ({"prompt": [5] * 300}, "the prompt has 300 tokens; the model's context allows 256. Shorten the prompt"),
 ]
@@ -376,7 +376,7 @@ def test_health_and_keys(http: httpx.Client, shared_engine: FakeEngine, engine: 
 
 def test_bodies_that_find_no_room() -> None:
     with pytest.raises(ApiError) as refused:
-        Bodies(10).take(11)
+        BodyBudget(10).reserve(11)
     assert (refused.value.status, refused.value.message) == (503, CROWDED)
 
 

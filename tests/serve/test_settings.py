@@ -10,7 +10,7 @@ import pytest
 from kvcellar.cli.serve import LAST_STEP
 from kvcellar.errors import BadRequest
 from kvcellar.serve import Server, ServeSettings, key_digest
-from kvcellar.serve.server import ENDING, bound
+from kvcellar.serve.server import SHUTDOWN_SECONDS, bind
 from tests.serve.fake_engine import FakeEngine
 
 KEYS = (key_digest("secret"),)
@@ -62,7 +62,7 @@ def test_values_that_cannot_work_are_named(name, value):
 
 
 def test_a_server_is_gone_well_before_a_supervisor_kills_it():
-    assert ServeSettings().drain_seconds + ENDING + LAST_STEP < 10
+    assert ServeSettings().drain_seconds + SHUTDOWN_SECONDS + LAST_STEP < 10
 
 
 @pytest.mark.parametrize("key", ["", " ", "a b", "a\n", "\x00", "schlüssel"])
@@ -81,7 +81,7 @@ def test_keys_are_not_kept():
 @pytest.mark.parametrize("host", ["a..b", ".", "x" * 70 + ".com"], ids=ascii)
 def test_a_host_that_is_no_name_is_a_clear_refusal(host):
     with pytest.raises(BadRequest, match="it is not a host name") as refusal:
-        bound(ServeSettings(host=host, key_digests=KEYS))
+        bind(ServeSettings(host=host, key_digests=KEYS))
     assert refusal.value.param == "host"
 
 
@@ -104,12 +104,12 @@ def test_an_address_that_cannot_be_had_is_a_clear_refusal(monkeypatch, call, num
 def test_a_port_in_use_is_found_before_there_is_an_engine():
     with FakeEngine() as engine, Server(engine, ServeSettings(port=0)) as server:
         with pytest.raises(BadRequest, match=f"port {server.port}: Address already in use") as refusal:
-            bound(ServeSettings(port=server.port))
+            bind(ServeSettings(port=server.port))
         assert refusal.value.param == "port"
 
 
 def test_nothing_is_accepted_before_the_server_listens():
-    with bound(ServeSettings(port=0)) as listener:
+    with bind(ServeSettings(port=0)) as listener:
         address = listener.getsockname()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(address)

@@ -14,8 +14,8 @@ from kvcellar.cli.loading import loading
 from kvcellar.cli.logs import LEVELS, Format, logged
 from kvcellar.cli.options import Size, Verb, engine_options, given, quiet_option
 from kvcellar.engine.engine import Engine
-from kvcellar.serve.keys import exposed, key_digests
-from kvcellar.serve.server import ENDING, bound, run
+from kvcellar.serve.keys import key_digests, permission_warning
+from kvcellar.serve.server import SHUTDOWN_SECONDS, bind, run
 from kvcellar.serve.settings import ServeSettings
 
 log = logging.getLogger("kvcellar.serve")
@@ -80,10 +80,10 @@ def command(
     )
     say = partial(log.info, "%s") if log_format == "json" else partial(click.echo, err=True)
     # The address is taken before the model is loaded: a port in use is an error at once, not after minutes.
-    with logged(log_level, log_format) as end_log, bound(settings) as listener:
-        if api_key_file is not None and (warning := exposed(api_key_file)) is not None:
+    with logged(log_level, log_format) as end_log, bind(settings) as listener:
+        if api_key_file is not None and (warning := permission_warning(api_key_file)) is not None:
             log.warning("%s", warning)
-        ending = Ending(drain_seconds + ENDING + LAST_STEP, last=end_log)
+        ending = Ending(drain_seconds + SHUTDOWN_SECONDS + LAST_STEP, last=end_log)
         with ending, _loaded(model, quiet=quiet or log_format == "json", **options) as engine:
             name = engine.model.name
             say(f"{name}: {engine.capacity()}")

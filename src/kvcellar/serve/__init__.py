@@ -1,4 +1,4 @@
-"""serve: HTTP. The OpenAI routes over an engine, and what keeps the wrong callers out."""
+"""serve: an HTTP server with OpenAI's API for one engine, with API keys and limits on what a client may send."""
 
 from kvcellar.serve.app import build_app
 from kvcellar.serve.protocols import ServedEngine

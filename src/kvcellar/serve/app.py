@@ -1,4 +1,4 @@
-"""app: the routes and what stands before them, as one ASGI application."""
+"""app: the ASGI application, made of the routes and the middleware."""
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -7,18 +7,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from kvcellar.serve.api_errors import ApiError, api_error
 from kvcellar.serve.drain import Drain
-from kvcellar.serve.failures import ApiError, api_error, to_json
-from kvcellar.serve.guard import Guard
-from kvcellar.serve.lanes import Lanes
+from kvcellar.serve.json_text import to_json
+from kvcellar.serve.middleware import RequestMiddleware
 from kvcellar.serve.openai import openai_routes
 from kvcellar.serve.protocols import ServedEngine
+from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.settings import ServeSettings
 
 
-def build_app(engine: ServedEngine, *, settings: ServeSettings, lanes: Lanes, drain: Drain | None = None) -> Starlette:
-    """The application for `engine`. Requests are read on `lanes`, and `drain` ends them. All three stay the caller's:
-    nothing is closed here."""
+def build_app(
+    engine: ServedEngine, *, settings: ServeSettings, threads: ReaderThreads, drain: Drain | None = None
+) -> Starlette:
+    """The application for `engine`. Bodies are parsed on `threads`; `drain` ends requests at shutdown. The caller owns
+    all three and closes them."""
     drain = drain or Drain()
 
     async def health(request: Request) -> Response:
@@ -27,11 +30,11 @@ def build_app(engine: ServedEngine, *, settings: ServeSettings, lanes: Lanes, dr
         return Response(to_json({"status": "ok", "model": engine.model.name}), media_type="application/json")
 
     app = Starlette(
-        routes=[Route("/health", health, methods=["GET"]), *openai_routes(engine, settings, lanes, drain)],
-        middleware=[Middleware(Guard, settings=settings, drain=drain)],
+        routes=[Route("/health", health, methods=["GET"]), *openai_routes(engine, settings, threads, drain)],
+        middleware=[Middleware(RequestMiddleware, settings=settings, drain=drain)],
         exception_handlers={HTTPException: _no_such_route},
     )
-    app.router.redirect_slashes = False  # a redirect would be an answer without the API's shape
+    app.router.redirect_slashes = False  # a redirect would be a response without the API's error format
     return app
 
 

@@ -1,11 +1,10 @@
-"""drain: what the end of a server means for its requests.
+"""drain: refuses requests that have not started when the server shuts down.
 
-From its beginning on, requests that come, or have not arrived, or wait in the engine's queue, are refused at once: with
-503, so that their clients turn to another server. Requests that the engine works on may go on until the server cuts
-them off.
+From `start` on, requests that arrive, are still being received, or wait in the engine's queue are refused with 503, so
+that their clients can use another server. Requests that the engine has begun continue until the server cancels them.
 
 Always true, on the event loop:
-  * once the drain has begun, no request is submitted to the engine any more.
+  * once the drain has started, no request is submitted to the engine.
 """
 
 import asyncio
@@ -13,46 +12,46 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from kvcellar.serve.failures import shutting_down
+from kvcellar.serve.api_errors import shutting_down
 
 T = TypeVar("T")
 
 
 class Drain:
-    """Of one server. Everything here is called on its event loop."""
+    """The drain of one server. All methods are called on its event loop."""
 
     def __init__(self) -> None:
-        self._bell = asyncio.Event()
-        self._queued: set[Callable[[], None]] = set()
+        self._start = asyncio.Event()
+        self._callbacks: set[Callable[[], None]] = set()
 
     @property
-    def begun(self) -> bool:
-        return self._bell.is_set()
+    def started(self) -> bool:
+        return self._start.is_set()
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """May be called again."""
-        self._bell.set()
-        for refuse in list(self._queued):
-            refuse()
+        self._start.set()
+        for callback in list(self._callbacks):
+            callback()
 
     @contextmanager
-    def refusing(self, refuse: Callable[[], None]) -> Iterator[None]:
-        """Within the block `refuse` is called when the drain begins."""
-        self._queued.add(refuse)
+    def on_start(self, callback: Callable[[], None]) -> Iterator[None]:
+        """Within the block, `callback` is called when the drain starts."""
+        self._callbacks.add(callback)
         try:
             yield
         finally:
-            self._queued.discard(refuse)
+            self._callbacks.discard(callback)
 
-    async def before(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` returns, if it ends before the drain begins; else it is cancelled. Raises `ApiError` 503 then."""
-        worker, bell = asyncio.ensure_future(work), asyncio.ensure_future(self._bell.wait())
+    async def run_before(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`. If the drain starts first, cancels `work` and raises `ApiError` 503."""
+        worker, start = asyncio.ensure_future(work), asyncio.ensure_future(self._start.wait())
         try:
-            await asyncio.wait((worker, bell), return_when=asyncio.FIRST_COMPLETED)
-            if self.begun or not worker.done():
+            await asyncio.wait((worker, start), return_when=asyncio.FIRST_COMPLETED)
+            if self.started or not worker.done():
                 raise shutting_down()
             return worker.result()
         finally:
             worker.cancel()
-            bell.cancel()
-            await asyncio.gather(worker, bell, return_exceptions=True)
+            start.cancel()
+            await asyncio.gather(worker, start, return_exceptions=True)

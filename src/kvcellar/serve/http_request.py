@@ -1,10 +1,10 @@
-"""http_request: one HTTP request on its way through the engine.
+"""http_request: submits the prompts of one HTTP request to the engine, and passes its events to the event loop.
 
 Always true, on the event loop:
-  * a run is open until its `Done` or `Failed` has come; when the request has ended, every run is over or was cancelled,
-    one that is just being submitted as soon as it has been;
-  * no more than `limit` events are added to those that wait while a client holds their taker up;
-  * after a failure nothing more is taken in, and it is raised only when all that came before has been handed over.
+  * a prompt is open until its `Done` or `Failed` has arrived; when the HTTP request has ended, every prompt has ended
+    or was cancelled, and one that is just being submitted is cancelled as soon as that returns;
+  * while the server waits for the client, at most `limit` events are added to the queue;
+  * after a failure no event is added, and the failure is raised after all earlier events were returned.
 """
 
 import asyncio
@@ -18,79 +18,81 @@ from types import TracebackType
 from kvcellar.errors import EngineClosed
 from kvcellar.events import Done, Event, Failed, Finished
 from kvcellar.sample.params import SamplingParams
-from kvcellar.serve.failures import ApiError, shutting_down
+from kvcellar.serve.api_errors import ApiError, shutting_down
 from kvcellar.serve.protocols import ServedEngine, Ticket
 
-BATCH = 64  # events that are handed over at once; the loop then turns to others
+Batch = list[tuple[int, Event]]  # number of the prompt, event
+
+BATCH = 64  # events returned at once; then other tasks of the event loop run
 
 
 class HttpRequest:
-    """Runs of one request, one for each prompt. A context manager: who leaves it, however, leaves nothing running."""
+    """A context manager: leaving it, normally or by an exception, cancels every prompt that is still open."""
 
     def __init__(self, engine: ServedEngine, limit: int) -> None:
         self._engine = engine
         self._limit = limit
         self._loop = asyncio.get_running_loop()
-        self._tickets: dict[int, Ticket] = {}
-        self._gate = threading.Lock()  # between a run that has just been submitted and the end of its HTTP request
-        self._open: set[int] = set()  # runs that may still say something
+        self._tickets: dict[int, Ticket] = {}  # by number of the prompt
+        self._lock = threading.Lock()  # orders the end of this request and the return of `submit` in a thread
+        self._open: set[int] = set()  # prompts
         self._events: deque[tuple[int, Event]] = deque()
         self._failure: Exception | None = None
-        self._news = asyncio.Event()
-        self._held: int | None = None  # events that waited when the client began to hold their taker up
-        self._closed = False  # nothing is submitted any more
+        self._available = asyncio.Event()
+        self._waiting_from: int | None = None  # queued events when the server began to wait for the client
+        self._cancelled = False  # nothing is submitted any more
         self._ended = False
 
-    def launch(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
-        """Submit all of them, or none: an error of one ends the request. Raises what `submit` raises.
+    def submit(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+        """Submit all prompts. Raises what the engine's `submit` raises, which ends the request.
 
-        On any thread but the event loop's: checking a long prompt takes its time. The request may end meanwhile.
+        Not for the event loop, because it checks long prompts. The request may end meanwhile.
         """
-        with self._gate:
-            if self._closed:
+        with self._lock:
+            if self._cancelled:
                 return
             self._open.update(range(len(prompts)))
-        for run, prompt in enumerate(prompts):
-            if self._closed:
+        for number, prompt in enumerate(prompts):
+            if self._cancelled:
                 return
-            ticket = self._engine.submit(prompt, params, deliver=partial(self._deliver, run))
-            with self._gate:
-                self._tickets[run] = ticket
-                if not self._closed:
+            ticket = self._engine.submit(prompt, params, deliver=partial(self._deliver, number))
+            with self._lock:
+                self._tickets[number] = ticket
+                if not self._cancelled:
                     continue
             ticket.cancel()
 
     @property
-    def over(self) -> bool:
-        """Every run is done, and everything it said has been handed over."""
+    def finished(self) -> bool:
+        """Whether every prompt has ended and all its events were returned."""
         return not self._open and not self._events and self._failure is None
 
-    async def next_batch(self, patience: float | None = None) -> list[tuple[int, Event]]:
-        """(run, event) in the order of arrival; empty when nothing came for `patience` seconds.
+    async def next_batch(self, timeout: float | None = None) -> Batch:
+        """Events in order of arrival; empty after `timeout` seconds without an event.
 
-        Raises the error of the first run that failed, in its turn.
+        Raises the error of the first prompt that failed, after the events before it.
         """
         try:
-            async with asyncio.timeout(patience):
-                await asyncio.sleep(0)  # whoever always finds news must still let others have their turn
-                await self._news.wait()
+            async with asyncio.timeout(timeout):
+                await asyncio.sleep(0)  # other tasks run even if events are always available
+                await self._available.wait()
         except TimeoutError:
             return []
         if self._failure is not None and not self._events:
             raise self._failure
         batch = [self._events.popleft() for _ in range(min(BATCH, len(self._events)))]
         if not self._events and self._failure is None:
-            self._news.clear()
+            self._available.clear()
         return batch
 
     @contextmanager
-    def held_up(self) -> Iterator[None]:
-        """Around every wait for the client."""
-        self._held = len(self._events)
+    def waiting_for_client(self) -> Iterator[None]:
+        """Around every wait for the client: limits the events that are queued meanwhile."""
+        self._waiting_from = len(self._events)
         try:
             yield
         finally:
-            self._held = None
+            self._waiting_from = None
 
     def __enter__(self) -> "HttpRequest":
         return self
@@ -101,47 +103,47 @@ class HttpRequest:
         self.check()
 
     def check(self) -> None:
-        assert self._held is None or len(self._events) <= self._held + self._limit
-        assert self._news.is_set() == bool(self._events or self._failure)
-        assert not self._ended or not self._open, "a run was left behind"
+        assert self._waiting_from is None or len(self._events) <= self._waiting_from + self._limit
+        assert self._available.is_set() == bool(self._events or self._failure)
+        assert not self._ended or not self._open, "a prompt was not cancelled"
 
-    def refuse_queued(self) -> None:
-        """The server stops: where the engine has begun none of the runs, none is going to be."""
+    def refuse_if_queued(self) -> None:
+        """At shutdown: fail the request if the engine has begun none of its prompts."""
         if self._open and self._failure is None and not any(ticket.begun for ticket in self._tickets.values()):
             self._fail(shutting_down())
 
     def _cancel(self) -> None:
-        with self._gate:
-            self._closed = True
-            tickets = [self._tickets[run] for run in self._open if run in self._tickets]
+        with self._lock:
+            self._cancelled = True
+            tickets = [self._tickets[number] for number in self._open if number in self._tickets]
         for ticket in tickets:
             ticket.cancel()
         self._open.clear()
 
-    def _deliver(self, run: int, event: Event) -> None:
-        """On the engine's thread. A loop that has been closed has nobody left to tell."""
+    def _deliver(self, number: int, event: Event) -> None:
+        """Called on the engine's thread. The event is dropped if the loop has been closed."""
         with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._arrive, run, event)
+            self._loop.call_soon_threadsafe(self._arrive, number, event)
 
-    def _arrive(self, run: int, event: Event) -> None:
+    def _arrive(self, number: int, event: Event) -> None:
         if self._ended or self._failure is not None:
             return
         match event:
             case Failed(error=error):
-                self._open.discard(run)
+                self._open.discard(number)
                 self._fail(error)
             case Finished(reason="cancelled"):
-                self._fail(EngineClosed("the engine gave this request up"))
-            case _ if self._held is not None and len(self._events) >= self._held + self._limit:
+                self._fail(EngineClosed("the engine cancelled this request"))
+            case _ if self._waiting_from is not None and len(self._events) >= self._waiting_from + self._limit:
                 message = f"the stream was not read in time: {self._limit} events were waiting"
                 self._fail(ApiError(503, message, code="too_slow"))
             case _:
                 if isinstance(event, Done):
-                    self._open.discard(run)
-                self._events.append((run, event))
-                self._news.set()
+                    self._open.discard(number)
+                self._events.append((number, event))
+                self._available.set()
 
     def _fail(self, error: Exception) -> None:
         self._failure = error
-        self._news.set()
+        self._available.set()
         self._cancel()

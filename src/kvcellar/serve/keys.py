@@ -1,8 +1,8 @@
-"""keys: the API keys of a server, from a file and from the environment.
+"""keys: reads API keys from a file and from the environment.
 
-A key file is UTF-8 text with one key per line. Spaces around a key, empty lines, and lines that begin with `#` do not
-count. Everything else that is not a key is an error with the file and the number of the line, and so is a file without
-any key: the server must not be open because of a file that was written wrongly. Messages never hold a key.
+A key file is UTF-8 text with one key per line. Spaces around a key, empty lines, and lines that begin with `#` are
+ignored. Any other line that is not a key raises an error with the file and the line number, and so does a file without
+keys: a mistake in the file must not leave the server open. Messages never contain a key.
 """
 
 import os
@@ -14,20 +14,23 @@ from kvcellar.errors import BadRequest
 from kvcellar.serve.settings import key_digest
 
 VARIABLE = "KVCELLAR_API_KEY"
-MAX_BYTES = 2**20  # of a key file; more is not a key file
-SHORTEST, LONGEST = 8, 1024  # characters of a key: a shorter one can be guessed, a longer one fits into few proxies
+MAX_BYTES = 2**20  # largest key file
+SHORTEST, LONGEST = (
+    8,
+    1024,
+)  # characters; shorter keys can be guessed, longer ones exceed limits of proxies
 
 
 def key_digests(file: Path | None, environment: Mapping[str, str]) -> tuple[bytes, ...]:
-    """Of every key in `file` and in the environment, without repetitions. Raises `BadRequest`, naming what is wrong."""
+    """Digests of the keys in `file` and in the environment, without duplicates. Raises `BadRequest` with the place."""
     digests = list(_digests_in(file)) if file is not None else []
     if (variable := environment.get(VARIABLE)) is not None:
         digests.append(_digest(variable.strip(), f"${VARIABLE}"))
     return tuple(dict.fromkeys(digests))
 
 
-def exposed(file: Path) -> str | None:
-    """Why users other than the owner could read or change the keys in `file`; None if they cannot."""
+def permission_warning(file: Path) -> str | None:
+    """A warning if users other than the owner can read or change `file`; None if they cannot."""
     about = os.stat(file)
     if not stat.S_ISREG(about.st_mode) or not about.st_mode & 0o026:
         return None
@@ -36,7 +39,7 @@ def exposed(file: Path) -> str | None:
 
 
 def _digests_in(file: Path) -> dict[bytes, int]:
-    """Digest of each key, with the number of its line."""
+    """Maps the digest of each key to its line number."""
     found: dict[bytes, int] = {}
     for number, line in enumerate(_text(file).split("\n"), 1):
         key = line.strip(" \t\r")
@@ -60,7 +63,7 @@ def _text(file: Path) -> str:
     if len(content) > MAX_BYTES:
         raise _wrong(f"{file} is larger than {MAX_BYTES} bytes; a key file has one key per line")
     try:
-        return content.decode("utf-8-sig")  # some editors write a byte order mark, which is no part of the first key
+        return content.decode("utf-8-sig")  # skips the byte order mark that some editors write
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         raise _wrong(f"{file}, line {line}: it is not UTF-8 text") from error

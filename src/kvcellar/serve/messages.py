@@ -1,7 +1,7 @@
-"""messages: the turns of a chat as clients send them, new ones and those that they send back from earlier answers.
+"""messages: the schema of chat messages, including those that clients copy from earlier responses.
 
-What a template cannot read is refused, or accepted without effect where docs/reference/http-fields.md says so. That
-page is made from the comments here. `kvcellar.text` checks the order of messages, and renders calls and results.
+Fields that no template can read are refused, or ignored as documented in docs/reference/http-fields.md, which is
+generated from the comments here. `kvcellar.text` checks the order of messages, and renders tool calls and results.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,17 +10,17 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast
 
-from kvcellar.serve.failures import ApiError
+from kvcellar.serve.api_errors import ApiError
 
-# Fields of a message that are accepted with any value; why ignoring them is harmless.
+# Fields of a message that are accepted with any value, and why ignoring them is harmless.
 MESSAGE_NO_EFFECT: Mapping[str, str] = MappingProxyType(
     {
-        "annotations": "citations of an earlier answer; its text is in content",
-        "cache_control": "the answer does not depend on what was kept in memory",
+        "annotations": "citations of an earlier response; its text is in content",
+        "cache_control": "a hint for the prefix cache; the text does not depend on it",
         "id": "a name that the client gives to the message",
-        "provider_specific_fields": "litellm's record of another server",
-        "reasoning_details": "the same reasoning as in reasoning_content, as OpenRouter writes it",
-        "thinking_blocks": "the same reasoning as in reasoning_content, as Anthropic writes it",
+        "provider_specific_fields": "data of another server, kept by litellm",
+        "reasoning_details": "OpenRouter's form of reasoning_content",
+        "thinking_blocks": "Anthropic's form of reasoning_content",
     }
 )
 
@@ -29,18 +29,18 @@ def _as_parts(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
-class TextPart(Strict):
+class TextPart(StrictModel):
     type: Literal["text"]
     text: str
-    cache_control: object = None  # without effect, as on a message
+    cache_control: object = None  # ignored, as on a message
 
 
-class FunctionCall(Strict):
-    """A call without its id. Templates read no other keys than these."""
+class FunctionCall(StrictModel):
+    """A call without its id. Other keys are ignored: no template reads them."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -48,30 +48,30 @@ class FunctionCall(Strict):
     arguments: object = None  # a string that holds JSON, or an object; `kvcellar.text` checks it
 
 
-class ToolCall(Strict):
-    model_config = ConfigDict(extra="ignore")  # `index`, for one: clients put calls together from a stream
+class ToolCall(StrictModel):
+    model_config = ConfigDict(extra="ignore")  # such as `index`, from clients that assemble calls from a stream
 
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class Message(Strict):
+class Message(StrictModel):
     # `developer` is rendered as `system`, and `function` is `tool`
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    # text, or a list of parts of the type `text`. Required, but for an assistant's message with `tool_calls`,
+    # a string, or a list of parts of the type `text`. Required, except in an assistant's message with `tool_calls`,
     # `function_call`, reasoning or `refusal`
     content: Annotated[list[TextPart] | None, FailFast(), BeforeValidator(_as_parts)] = None
-    name: str | None = None  # given to the chat template
+    name: str | None = None  # passed to the chat template
     tool_calls: Annotated[list[ToolCall] | None, FailFast()] = None  # see [tool calls](../tool-calls.md)
     tool_call_id: str | None = None  # if present, the id of a call in an earlier message
     function_call: FunctionCall | None = None  # deprecated by OpenAI; the same as one entry of `tool_calls`
-    # given to the chat template as `reasoning_content` and `thinking`; most templates render none, or only that of the
+    # passed to the chat template as `reasoning_content` and `thinking`; most templates render none, or only that of the
     # last turn
     reasoning_content: str | None = None
-    reasoning: str | None = None  # another name of `reasoning_content`
-    thinking: str | None = None  # another name of `reasoning_content`
-    refusal: str | None = None  # text in the place of `content`
+    reasoning: str | None = None  # the same as `reasoning_content`
+    thinking: str | None = None  # the same as `reasoning_content`
+    refusal: str | None = None  # text in place of `content`
     audio: None = None  # only `null`
     annotations: object = None
     cache_control: object = None
@@ -80,14 +80,17 @@ class Message(Strict):
     reasoning_details: object = None
     thinking_blocks: object = None
 
-    def plain(self, where: str) -> dict[str, object]:
-        """As `Engine.render` takes it. `developer` is OpenAI's newer word for `system`; templates know the older.
+    def template_fields(self, where: str) -> dict[str, object]:
+        """The message as `Engine.render` takes it. The role `developer` becomes `system`, which templates know.
 
-        Raises `ApiError` for a message that says nothing: only the assistant's may lack content, beside something else.
+        Raises `ApiError` for a message without content, unless it is an assistant's message with one of `_INSTEAD`.
         """
         fields = self.model_dump(exclude=_NOT_RENDERED, exclude_none=True)
         if self.role == "developer":
             fields["role"] = "system"
+        if self.content and self.refusal is not None:
+            message = f"{where} has both content and refusal; send one of them"
+            raise ApiError(400, message, f"{where}.refusal", "invalid_value")
         if self.content:
             texts: list[dict[str, object]] = [part.model_dump(include={"type", "text"}) for part in self.content]
             fields["content"] = texts[0]["text"] if len(texts) == 1 else texts
@@ -95,25 +98,17 @@ class Message(Strict):
             fields["content"] = self.refusal
         elif self.role != "assistant" or not any(fields.get(name) for name in _INSTEAD):
             raise _no_content(where, self.role)
-        if self.content and self.refusal is not None:
-            message = f"{where} has both content and refusal; send one of them"
-            raise ApiError(400, message, f"{where}.refusal", "invalid_value")
         return fields
 
 
-_INSTEAD = (
-    "tool_calls",
-    "function_call",
-    "reasoning_content",
-    "reasoning",
-    "thinking",
-)  # beside these there may be none
+# Fields of an assistant's message that may replace its content.
+_INSTEAD = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 _NOT_RENDERED = {"content", "refusal", "audio", *MESSAGE_NO_EFFECT}
 
 
-def plain(messages: Sequence[Message]) -> list[dict[str, object]]:
+def template_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
     """The messages as `Engine.render` takes them. Raises `ApiError`."""
-    return [message.plain(f"messages[{index}]") for index, message in enumerate(messages)]
+    return [message.template_fields(f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 def _no_content(where: str, role: str) -> ApiError:

@@ -1,14 +1,16 @@
-"""openai: the routes that OpenAI's clients call.
+"""openai: the routes of OpenAI's API.
 
-What they trip over, and what holds here: the role is only in the first chunk of a choice; its `finish_reason` comes
-before the chunk with the usage, whose `choices` are empty; `prompt_tokens_details.cached_tokens` is always there, 0
-when nothing was; a stream that went well, and only that, ends with `data: [DONE]`. An error is answered with its own
-status as long as nothing has been sent; later it is one more `data:` line with `{"error": ...}`, and the stream ends.
+What clients rely on: only the first chunk of a choice has the role; its `finish_reason` comes before the chunk with the
+usage, whose `choices` are empty; `prompt_tokens_details.cached_tokens` is always present, 0 if nothing was cached; a
+stream ends with `data: [DONE]` if and only if it succeeded. An error sets the status of the response until the first
+byte is sent; after that it is one more `data:` line, `{"error": ...}`, and the stream ends.
 """
 
 import asyncio
 import time
 from collections.abc import Coroutine, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import islice
 
 from starlette.requests import Request
@@ -16,154 +18,153 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from kvcellar.serve.answers import ChatShape, CompletionShape, Json, Scribe, Shape
-from kvcellar.serve.body import Arrival, Bodies, receive_json
+from kvcellar.serve.api_errors import ClientDisconnected, api_error, shutting_down
+from kvcellar.serve.body import BodyBudget, RequestBody, receive_json
 from kvcellar.serve.drain import Drain
-from kvcellar.serve.failures import PIECE, ClientGone, api_error, json_pieces, shutting_down, to_json
-from kvcellar.serve.http_request import HttpRequest
-from kvcellar.serve.lanes import Lanes
+from kvcellar.serve.http_request import Batch, HttpRequest
+from kvcellar.serve.json_text import CHUNK_ITEMS, json_chunks, to_json
 from kvcellar.serve.protocols import ServedEngine
-from kvcellar.serve.record import Record
-from kvcellar.serve.requests import Job, Read, model_not_found, read_chat, read_completion
+from kvcellar.serve.reader_threads import ReaderThreads
+from kvcellar.serve.request_log import RequestLog
+from kvcellar.serve.requests import ParsedRequest, Parser, model_not_found, parse_chat, parse_completion
+from kvcellar.serve.responses import ChatFormat, CompletionFormat, Json, ResponseBuilder, ResponseFormat
 from kvcellar.serve.settings import ServeSettings
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would hold the stream back
+    (b"x-accel-buffering", b"no"),  # stops nginx from buffering the stream
 ]
 PING = b": still here\n\n"
 DONE = b"data: [DONE]\n\n"
-SENT = 2**18  # bytes of an answer that are sent at once
+SEND_BYTES = 2**18  # of a response that are sent at once
 
 
-def openai_routes(engine: ServedEngine, settings: ServeSettings, lanes: Lanes, drain: Drain) -> list[Route]:
-    models, bodies = Models(engine), Bodies(settings.bodies_bytes)
-    completions = Answering(engine, settings, lanes, bodies, drain, read_completion, CompletionShape())
-    chat = Answering(engine, settings, lanes, bodies, drain, read_chat, ChatShape())
+def openai_routes(engine: ServedEngine, settings: ServeSettings, threads: ReaderThreads, drain: Drain) -> list[Route]:
+    models = ModelsHandler(engine)
+    server = Shared(engine, settings, threads, BodyBudget(settings.bodies_bytes), drain)
     return [
-        Route("/v1/models", models.all, methods=["GET"]),
-        Route("/v1/models/{name:path}", models.one, methods=["GET"]),
-        Route("/v1/completions", completions, methods=["POST"]),
-        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/models", models.list, methods=["GET"]),
+        Route("/v1/models/{name:path}", models.get, methods=["GET"]),
+        Route("/v1/completions", CompletionHandler(server, parse_completion, CompletionFormat()), methods=["POST"]),
+        Route("/v1/chat/completions", CompletionHandler(server, parse_chat, ChatFormat()), methods=["POST"]),
     ]
 
 
-class Models:
-    """The one model that is served. Its name may contain slashes."""
+class ModelsHandler:
+    """The list of models, which has one entry. Its name may contain slashes."""
 
     def __init__(self, engine: ServedEngine) -> None:
         self._engine = engine
         self._created = int(time.time())
 
-    async def all(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [self._card()]})
+    async def list(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [self._model()]})
 
-    async def one(self, request: Request) -> Response:
+    async def get(self, request: Request) -> Response:
         if (name := request.path_params["name"]) != self._engine.model.name:
             raise model_not_found(name)
-        return _json(self._card())
+        return _json(self._model())
 
-    def _card(self) -> Json:
+    def _model(self) -> Json:
         model = self._engine.model
-        card: Json = {"id": model.name, "object": "model", "created": self._created, "owned_by": "kvcellar"}
-        return card | {"max_model_len": model.context}
+        fields: Json = {"id": model.name, "object": "model", "created": self._created, "owned_by": "kvcellar"}
+        return fields | {"max_model_len": model.context}
 
 
-class Answering:
-    """A route that reads a body, runs it, and answers in one piece or as a stream. An ASGI application."""
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the handlers of one server share."""
 
-    def __init__(
-        self,
-        engine: ServedEngine,
-        settings: ServeSettings,
-        lanes: Lanes,
-        bodies: Bodies,
-        drain: Drain,
-        read: Read,
-        shape: Shape,
-    ) -> None:
-        self._engine = engine
-        self._settings = settings
-        self._lanes = lanes
-        self._bodies = bodies
-        self._drain = drain
-        self._read = read
-        self._shape = shape
+    engine: ServedEngine
+    settings: ServeSettings
+    threads: ReaderThreads
+    bodies: BodyBudget
+    drain: Drain
+
+
+class CompletionHandler:
+    """Handles requests for chat or text completions. An ASGI application."""
+
+    def __init__(self, server: Shared, parse: Parser, form: ResponseFormat) -> None:
+        self._server = server
+        self._parse = parse
+        self._format = form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrival = Arrival(self._bodies)
+        server, body = self._server, RequestBody(self._server.bodies)
         try:
-            await self._drain.before(receive_json(scope, receive, self._settings, arrival))
-            await attended(receive, self._answer(arrival, Record.of(scope), send))
+            await server.drain.run_before(receive_json(scope, receive, server.settings, body))
+            await until_disconnected(receive, self._respond(body, RequestLog.of(scope), send))
         finally:
-            arrival.left()
+            body.request_ended()
 
-    async def _answer(self, arrival: Arrival, record: Record, send: Send) -> None:
-        with (
-            HttpRequest(self._engine, self._settings.max_backlog_events) as exchange,
-            self._drain.refusing(exchange.refuse_queued),
-        ):
+    async def _respond(self, body: RequestBody, log: RequestLog, send: Send) -> None:
+        server = self._server
+        with ExitStack() as stack:
+            request = stack.enter_context(HttpRequest(server.engine, server.settings.max_backlog_events))
+            stack.enter_context(server.drain.on_start(request.refuse_if_queued))
 
-            def read_and_launch() -> Job:
-                job, prompts = self._read(self._engine, arrival.data)
-                record.asked(prompts)
-                exchange.launch(prompts, job.params)
-                return job
+            def parse_and_submit() -> ParsedRequest:
+                parsed, prompts = self._parse(server.engine, body.data)
+                log.set_prompts(prompts)
+                request.submit(prompts, parsed.params)
+                return parsed
 
-            job = await self._drain.before(self._lanes.run(arrival, read_and_launch))
-            scribe = Scribe(self._engine, job, self._shape)
-            if job.stream:
-
-                async def send_on(message: Message) -> None:
-                    with exchange.held_up():
-                        await send(message)
-
-                await self._stream(exchange, scribe, record, send_on)
+            parsed = await server.drain.run_before(server.threads.run(body, parse_and_submit))
+            builder = ResponseBuilder(server.engine, parsed, self._format)
+            if parsed.stream:
+                await self._stream(request, builder, log, send)
                 return
-            while not exchange.over:
-                batch = await exchange.next_batch()
-                record.tally(batch)
-                scribe.take(batch)
-        await _send_whole(send, scribe.answer())
+            while not request.finished:
+                batch = await request.next_batch()
+                log.count(batch)
+                builder.add(batch)
+        await _send_json(send, builder.response())
 
-    async def _stream(self, exchange: HttpRequest, scribe: Scribe, record: Record, send: Send) -> None:
-        """The status is 200 once something was said, or once it has taken so long that the client needs a sign."""
-        patience = self._settings.ping_seconds
-        batch = await exchange.next_batch(patience)
-        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+    async def _stream(self, request: HttpRequest, builder: ResponseBuilder, log: RequestLog, send: Send) -> None:
+        """The status is sent with the first event, or after `ping_seconds` without one."""
+
+        async def send_to_client(message: Message) -> None:
+            with request.waiting_for_client():
+                await send(message)
+
+        batch = await request.next_batch(self._server.settings.ping_seconds)
+        await send_to_client({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         try:
-            opening = scribe.opening()
-            while chunks := list(islice(opening, PIECE)):
-                await _send_lines(send, chunks)
-            while True:
-                record.tally(batch)
-                chunks = scribe.chunks(batch)
-                await (_send_lines(send, chunks) if batch else _send(send, PING))
-                if exchange.over:
-                    break
-                batch = await exchange.next_batch(patience)
+            await self._send_events(request, builder, log, send_to_client, batch)
         except Exception as error:
-            await _send_lines(send, [api_error(error).shape()])
-            await _send(send, b"", more=False)
+            await _end_stream(send_to_client, _data([api_error(error).body()]))
             raise
-        except asyncio.CancelledError:
-            # The client has left, then this goes nowhere; or the server stops, then the client should know.
-            await _send_lines(send, [shutting_down().shape()])
-            await _send(send, b"", more=False)
+        except asyncio.CancelledError:  # the client has disconnected, and this is discarded; or the server shuts down
+            await _end_stream(send_to_client, _data([shutting_down().body()]))
             raise
-        else:
-            await _send(send, DONE, more=False)
+        await _end_stream(send_to_client, DONE)
+
+    async def _send_events(
+        self, request: HttpRequest, builder: ResponseBuilder, log: RequestLog, send: Send, batch: Batch
+    ) -> None:
+        first = builder.first_chunks()
+        while chunks := list(islice(first, CHUNK_ITEMS)):
+            await _send(send, _data(chunks))
+        while True:
+            log.count(batch)
+            chunks = builder.chunks(batch)
+            if data := _data(chunks) if batch else PING:
+                await _send(send, data)
+            if request.finished:
+                return
+            batch = await request.next_batch(self._server.settings.ping_seconds)
 
 
-async def attended(receive: Receive, work: Coroutine[None, None, None]) -> None:
-    """Run `work` for as long as somebody waits for it. Raises what it raises, and `ClientGone`."""
+async def until_disconnected(receive: Receive, work: Coroutine[None, None, None]) -> None:
+    """Run `work`. Cancels it and raises `ClientDisconnected` if the client disconnects."""
     worker = asyncio.create_task(work)
-    watcher = asyncio.create_task(_departure(receive))
+    watcher = asyncio.create_task(_disconnect(receive))
     try:
         await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
         if not worker.done():
-            raise ClientGone
+            raise ClientDisconnected
         worker.result()
     finally:
         worker.cancel()
@@ -171,31 +172,35 @@ async def attended(receive: Receive, work: Coroutine[None, None, None]) -> None:
         await asyncio.gather(worker, watcher, return_exceptions=True)
 
 
-async def _departure(receive: Receive) -> None:
+async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _send_whole(send: Send, value: Json) -> None:
-    """Written and sent in pieces; between long ones the event loop turns to others."""
+async def _send_json(send: Send, value: Json) -> None:
+    """Encode and send in chunks; other tasks of the event loop run between them."""
     body = bytearray()
-    for number, piece in enumerate(json_pieces(value)):
-        body += piece
-        if len(piece) > 1000 or number % PIECE == 0:
+    for number, chunk in enumerate(json_chunks(value)):
+        body += chunk
+        if len(chunk) > 1000 or number % CHUNK_ITEMS == 0:
             await asyncio.sleep(0)
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    for at in range(0, len(body), SENT):
-        await _send(send, bytes(body[at : at + SENT]), more=at + SENT < len(body))
+    for at in range(0, len(body), SEND_BYTES):
+        await _send(send, bytes(body[at : at + SEND_BYTES]), more=at + SEND_BYTES < len(body))
 
 
 def _json(value: object) -> Response:
     return Response(to_json(value), media_type="application/json")
 
 
-async def _send_lines(send: Send, values: Sequence[Json]) -> None:
-    if values:
-        await _send(send, b"".join(b"data: " + to_json(value) + b"\n\n" for value in values))
+def _data(values: Sequence[Json]) -> bytes:
+    """Server-sent events."""
+    return b"".join(b"data: " + to_json(value) + b"\n\n" for value in values)
+
+
+async def _end_stream(send: Send, data: bytes) -> None:
+    await _send(send, data, more=False)
 
 
 async def _send(send: Send, data: bytes, *, more: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""protocols: what the server needs of an engine, and nothing more. `kvcellar.Engine` fits; tests bring their own."""
+"""protocols: the interface of an engine that the server uses. `kvcellar.Engine` implements it; so do fakes in tests."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -8,7 +8,7 @@ from kvcellar.sample.params import SamplingParams
 
 
 class ServedModel(Protocol):
-    """What is served. `has_text`: there is a tokenizer; `has_chat`: there is a chat template."""
+    """`has_text`: whether there is a tokenizer."""
 
     @property
     def name(self) -> str: ...
@@ -23,17 +23,18 @@ class ServedModel(Protocol):
 class Ticket(Protocol):
     @property
     def begun(self) -> bool:
-        """Has the engine taken the request out of its queue? May be read from any thread."""
+        """Whether the engine has taken the request out of its queue. May be read from any thread."""
         ...
 
     def cancel(self) -> None:
-        """From any thread, at any moment, any number of times. A `Done` still follows."""
+        """May be called from any thread, at any time and repeatedly. `Done` is still delivered."""
         ...
 
 
 class ServedEngine(Protocol):
-    """On the event loop `model` and `healthy` are read, and `decode` is called for a token or two: they must not hold
-    it up. All else is called on several threads at once. It may take long, but not keep the interpreter for long."""
+    """`model`, `healthy` and `decode` of one or two tokens are used on the event loop and must return quickly. All
+    other methods are called from several threads at once; they may take long, but must not hold the interpreter lock
+    for long."""
 
     @property
     def model(self) -> ServedModel: ...
@@ -41,7 +42,7 @@ class ServedEngine(Protocol):
     def healthy(self) -> bool: ...
 
     def encode(self, text: str, *, special: bool | None = None, limit: int | None = None) -> list[int]:
-        """Raises `PromptTooLong` for more than `limit` tokens, where the length tells without tokenizing."""
+        """Raises `PromptTooLong`, before tokenizing, for a text that cannot fit in `limit` tokens."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -58,5 +59,5 @@ class ServedEngine(Protocol):
         ...
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, *, deliver: Callable[[Event], None]) -> Ticket:
-        """Events come on the engine's own thread. Raises `BadRequest`, `Overloaded` or `EngineClosed` at once."""
+        """`deliver` is called on the engine's thread. Raises `BadRequest`, `Overloaded` or `EngineClosed`."""
         ...

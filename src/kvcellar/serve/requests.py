@@ -1,16 +1,15 @@
-"""requests: what a client may ask, field by field.
+"""requests: the schemas of completion and chat requests, and their conversion to prompts and sampling parameters.
 
-Every field is one of these, and none is ignored in silence:
+Every field of a request is one of these:
 
-* implemented: part of `CompletionBody` or `ChatBody`. Strict types: `"5"` is no number, `true` is no 1. `null` is
-  absence.
-* without effect (`fields.NO_EFFECT`): accepted with any value, because none could change the answer.
-* not implemented (`fields.NEUTRAL`): accepted with the values that ask for nothing, refused by name with any other.
-* unknown: refused by name, as OpenAI does.
+* implemented: part of `CompletionBody` or `ChatBody`. Types are strict: `"5"` is not a number, `true` is not 1. `null`
+  is the same as leaving a field out.
+* without effect (`ignored_fields.NO_EFFECT`): accepted with any value, because it cannot change the response.
+* not implemented (`ignored_fields.NEUTRAL`): accepted with values that have no effect, refused with any other.
+* unknown: refused, as OpenAI does.
 
-docs/reference/http-fields.md lists all of them, and is made from the comments here (`origin: what it does`). What a
-request leaves out comes from the model's generation config. `model` may be left out; if it is
-there it must be the one that is served.
+docs/reference/http-fields.md lists all fields; it is generated from the comments here (`origin: what it does`).
+Defaults come from the model's generation config. `model` may be left out; otherwise it must name the served model.
 """
 
 import json
@@ -22,24 +21,24 @@ from pydantic import BeforeValidator, FailFast, Field
 
 from kvcellar.errors import BadRequest
 from kvcellar.sample.params import MAX_BIASES, MAX_LOGPROBS, SamplingParams, asked
-from kvcellar.serve.body import parse_object, unknown_parameter, validated
-from kvcellar.serve.failures import ApiError, printable
-from kvcellar.serve.fields import NEUTRAL, NO_EFFECT
-from kvcellar.serve.messages import Message, Strict, plain
+from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.ignored_fields import NEUTRAL, NO_EFFECT
+from kvcellar.serve.json_reader import Limits
+from kvcellar.serve.json_text import printable
+from kvcellar.serve.messages import Message, StrictModel, template_messages
+from kvcellar.serve.parsing import parse_object, unknown_parameter, validated
 from kvcellar.serve.protocols import ServedEngine
-from kvcellar.serve.reader import Limits
 
 MAX_PROMPTS = 256
-MAX_ANSWERS = 4096  # prompts times n
+MAX_COMPLETIONS = 4096  # prompts times n
 MAX_MESSAGES = 4096
-COMPLETION_TOKENS = 16  # where neither request nor model says max_tokens; OpenAI's number. A chat answer has no limit
-
+COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens; chat completions have none
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def _not_many(value: object) -> object:
-    """No more keys than a bias may have: pydantic would check them all, and name each that is wrong."""
+    """Checks the number of keys before pydantic checks every one of them."""
     if isinstance(value, dict) and len(value) > MAX_BIASES:
         raise ValueError(f"{len(value)} biases; {MAX_BIASES} are allowed")
     return value
@@ -49,23 +48,23 @@ def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     include_usage: bool | None = None  # OpenAI: a last chunk with the usage of the request and empty `choices`
-    # vLLM: every chunk has the usage so far of its choice; implies `include_usage` unless that is `false`, which
+    # vLLM: every chunk has the usage of its choice so far; implies `include_usage` unless that is `false`, which
     # disables both
     continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] | None = None  # OpenAI: only `false`; chunks are never padded
 
 
-class CommonBody(Strict):
-    model: str | None = None  # OpenAI: may be left out; else the name in `/v1/models`, like `owner/name` or `gpt2`
+class CommonBody(StrictModel):
+    model: str | None = None  # OpenAI: may be left out; otherwise the name in `/v1/models`, like `owner/name` or `gpt2`
     stream: bool | None = None  # OpenAI: server-sent events
-    stream_options: StreamOptions | None = None  # OpenAI: see below; needs `stream`
+    stream_options: StreamOptions | None = None  # OpenAI: described below; needs `stream`
     return_token_ids: bool | None = None  # vLLM: each choice has `token_ids`
     return_tokens_as_token_ids: bool | None = None  # vLLM: `logprobs` write a token as `token_id:N`
-    # OpenAI: 16 for a completion where neither request nor model sets it; a chat answer is bounded by the context only
+    # OpenAI: most new tokens. Default: the model's; else 16 for a completion, and up to the context for a chat
     max_tokens: int | None = None
-    min_tokens: int | None = None  # vLLM: end-of-text and stop ids cannot be drawn before
+    min_tokens: int | None = None  # vLLM: end-of-text and stop ids are banned before this many tokens
     temperature: float | None = None  # OpenAI: sampling
     top_k: int | None = None  # vLLM: sampling
     top_p: float | None = None  # OpenAI: sampling
@@ -76,21 +75,21 @@ class CommonBody(Strict):
     frequency_penalty: float | None = None  # OpenAI: sampling
     # OpenAI: from token id to bias, -100 to 100
     logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_not_many)] = None
-    seed: int | None = None  # OpenAI: the same seed gives the same choices
-    n: int | None = None  # OpenAI: completions of each prompt; they share its K/V
+    seed: int | None = None  # OpenAI: makes sampling reproducible
+    n: int | None = None  # OpenAI: number of completions of each prompt; they share its K/V
     stop: Annotated[list[str] | None, FailFast(), BeforeValidator(_as_list)] = None  # OpenAI: a string, or up to 64
-    stop_token_ids: Annotated[list[int] | None, FailFast()] = None  # vLLM: end at one of these tokens
+    stop_token_ids: Annotated[list[int] | None, FailFast()] = None  # vLLM: the completion ends at any of these tokens
     ignore_eos: bool | None = None  # vLLM: continue past the end of text
     # Ollama: at the end of the context, drop the oldest tokens and continue; needs `max_tokens`
     shift: bool | None = None
     num_keep: int | None = None  # Ollama: with `shift`, first tokens that are never dropped; -1: the prompt
     repeat_last_n: int | None = None  # Ollama: penalties read this many of the last tokens; 0: none, -1: all
-    min_length: int | None = None  # transformers: `min_tokens`, counted with the prompt
-    no_repeat_ngram_size: int | None = None  # transformers: no n-gram of this size twice
-    bad_words_ids: list[list[int]] | None = None  # transformers: sequences of token ids that are never completed
-    sequence_bias: list[list[object]] | None = None  # transformers: a list of pairs of token ids and a number
-    suppress_tokens: list[int] | None = None  # transformers: token ids that are never drawn
-    begin_suppress_tokens: list[int] | None = None  # transformers: token ids that are not drawn first
+    min_length: int | None = None  # transformers: `min_tokens`, counting the prompt too
+    no_repeat_ngram_size: int | None = None  # transformers: no n-gram of this size occurs twice
+    bad_words_ids: list[list[int]] | None = None  # transformers: sequences of token ids that are banned
+    sequence_bias: list[list[object]] | None = None  # transformers: a list of pairs of token ids and a bias
+    suppress_tokens: list[int] | None = None  # transformers: token ids that are banned
+    begin_suppress_tokens: list[int] | None = None  # transformers: token ids that are banned as first token
     # transformers: a pair of a number of tokens and a factor
     exponential_decay_length_penalty: list[object] | None = None
     top_h: float | None = None  # transformers: sampling
@@ -99,93 +98,91 @@ class CommonBody(Strict):
 
 
 class CompletionBody(CommonBody):
-    prompt: object  # OpenAI: text, token ids, or a list of either: up to 256 prompts
+    prompt: object  # OpenAI: a string, token ids, or a list of either with up to 256 prompts
     logprobs: int | None = None  # OpenAI: up to 20
     best_of: int | None = None  # OpenAI: accepted if it equals `n`
-    add_special_tokens: bool | None = None  # vLLM: `false`: encode the prompt without begin- and end-of-text
+    add_special_tokens: bool | None = None  # vLLM: `false`: encode the prompt without begin-of-text and end-of-text
 
 
-class Reasoning(Strict):
-    """How OpenRouter's clients write `reasoning_effort`."""
+class Reasoning(StrictModel):
+    """OpenRouter's form of `reasoning_effort`."""
 
     effort: Effort | None = None
 
 
 class ChatBody(CommonBody):
-    # OpenAI: see below; up to 4096
+    # OpenAI: described below; up to 4096
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
-    # OpenAI: the newer name of `max_tokens`
+    # OpenAI: new name of `max_tokens`
     max_completion_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
     logprobs: bool | None = None  # OpenAI: whether to return log-probabilities
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)  # OpenAI: up to 20; needs `logprobs`
     reasoning_effort: Effort | None = None  # OpenAI: see [tool calls and reasoning](../tool-calls.md)
     reasoning: Reasoning | None = None  # OpenRouter: `{"effort": ...}`, the same as `reasoning_effort`
-    # vLLM: variables of the chat template; one that it does not read has no effect
+    # vLLM: variables of the chat template; those that it does not use have no effect
     chat_template_kwargs: dict[str, object] | None = None
-    add_generation_prompt: bool | None = None  # vLLM: `false`: without the beginning of the assistant's turn
+    add_generation_prompt: bool | None = None  # vLLM: `false`: render without the start of the assistant's turn
 
 
 AnyBody = TypeVar("AnyBody", bound=CommonBody)
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """A request that has been checked, as the engine takes it. Choice i of prompt p has the number p * n + i."""
+class ParsedRequest:
+    """A validated request, without its prompts. Choice i of prompt p has the index p * n + i."""
 
     prompt_tokens: tuple[int, ...]  # of each prompt
     params: SamplingParams
     stream: bool
-    include_usage: bool  # a last chunk with the usage of the whole request
-    continuous_usage: bool  # and in every other chunk the usage so far of its choice
-    token_ids: bool  # show the ids beside the text
+    include_usage: bool  # a last chunk with the usage of the request
+    continuous_usage: bool  # and in every other chunk the usage of its choice so far
+    token_ids: bool  # return the ids beside the text
     tokens_as_ids: bool  # in logprobs, write a token as "token_id:N"
 
 
 Prompts = list[list[int]]
-Read = Callable[[ServedEngine, bytes | bytearray], tuple[Job, Prompts]]
+Parser = Callable[[ServedEngine, bytes | bytearray], tuple[ParsedRequest, Prompts]]
 
 
-def read_completion(engine: ServedEngine, raw: bytes | bytearray) -> tuple[Job, Prompts]:
-    """Body of `/v1/completions`. Raises `ApiError` and `BadRequest`. Takes its time: not for the event loop."""
+def parse_completion(engine: ServedEngine, raw: bytes | bytearray) -> tuple[ParsedRequest, Prompts]:
+    """A body of `/v1/completions`. Raises `ApiError` and `BadRequest`. Slow: call it in a thread."""
     body = _checked(CompletionBody, engine, raw)
     params = _params(body, engine, {"logprobs": body.logprobs, "max_tokens": body.max_tokens})
     if body.best_of not in (None, params.n):
-        raise _unsupported(
-            "best_of",
-            f"best_of is {body.best_of}, which is not supported; leave it out, or send n, which is {params.n}",
-        )
+        message = f"best_of is {body.best_of}, which is not supported; leave it out, or send n, which is {params.n}"
+        raise _unsupported("best_of", message)
     if params.max_tokens is None:
         params = replace(params, max_tokens=COMPLETION_TOKENS)
-    return _job(engine, body, params, _prompts(engine, body.prompt, body.add_special_tokens))
+    return _parsed(engine, body, params, _prompts(engine, body.prompt, body.add_special_tokens))
 
 
-def read_chat(engine: ServedEngine, raw: bytes | bytearray) -> tuple[Job, Prompts]:
-    """Body of `/v1/chat/completions`. Raises `ApiError` and `BadRequest`. Takes its time: not for the event loop."""
+def parse_chat(engine: ServedEngine, raw: bytes | bytearray) -> tuple[ParsedRequest, Prompts]:
+    """A body of `/v1/chat/completions`. Raises `ApiError` and `BadRequest`. Slow: call it in a thread."""
     body = _checked(ChatBody, engine, raw)
     if body.top_logprobs is not None and not body.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs", "invalid_value")
-    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
-        message = "max_completion_tokens and max_tokens differ; send one of them"
-        raise ApiError(400, message, "max_completion_tokens", "invalid_value")
-    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        raise _invalid("top_logprobs", "top_logprobs needs logprobs to be true")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = _params(body, engine, {"logprobs": logprobs, "max_tokens": most})
+    params = _params(body, engine, {"logprobs": logprobs, "max_tokens": _max_tokens(body)})
     prompt = engine.render(
-        plain(body.messages),
+        template_messages(body.messages),
         variables=body.chat_template_kwargs,
         effort=_effort(body),
         add_generation_prompt=body.add_generation_prompt is not False,
         limit=engine.model.context,
     )
-    return _job(engine, body, params, [prompt])
+    return _parsed(engine, body, params, [prompt])
+
+
+def _max_tokens(body: ChatBody) -> int | None:
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        raise _invalid("max_completion_tokens", "max_completion_tokens and max_tokens differ; send one of them")
+    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
 
 
 def _effort(body: ChatBody) -> Effort | None:
     other = None if body.reasoning is None else body.reasoning.effort
     if None not in (body.reasoning_effort, other) and body.reasoning_effort != other:
-        raise ApiError(
-            400, "reasoning_effort and reasoning.effort differ; send one of them", "reasoning", "invalid_value"
-        )
+        raise _invalid("reasoning", "reasoning_effort and reasoning.effort differ; send one of them")
     return body.reasoning_effort or other
 
 
@@ -203,11 +200,11 @@ def _checked(kind: type[AnyBody], engine: ServedEngine, raw: bytes | bytearray) 
     if body.model not in (None, engine.model.name):
         raise model_not_found(body.model or "")
     if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options needs stream to be true", "stream_options", "invalid_value")
+        raise _invalid("stream_options", "stream_options needs stream to be true")
     return body
 
 
-_PLAIN = {  # fields that a request and SamplingParams know under one name
+_SAMPLING = {  # fields with the same name and form in SamplingParams
     *("min_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "seed", "n", "ignore_eos", "shift", "num_keep", "repeat_last_n"),
     *("min_length", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "suppress_tokens"),
@@ -216,7 +213,7 @@ _PLAIN = {  # fields that a request and SamplingParams know under one name
 
 
 def _params(body: CommonBody, engine: ServedEngine, special: dict[str, int | None]) -> SamplingParams:
-    given = body.model_dump(include=_PLAIN) | special
+    given = body.model_dump(include=_SAMPLING) | special
     if body.logit_bias is not None:
         given["logit_bias"] = {_token(key): bias for key, bias in body.logit_bias.items()}
     if body.stop is not None:
@@ -242,7 +239,7 @@ def _prompts(engine: ServedEngine, prompt: object, special: bool | None) -> Prom
             return [prompt]
         if len(prompt) > MAX_PROMPTS:
             message = f"prompt has {len(prompt)} items; at most {MAX_PROMPTS} prompts are allowed in one request"
-            raise ApiError(400, message, "prompt", "invalid_value")
+            raise _invalid("prompt", message)
         if all(isinstance(item, str) for item in prompt):
             return [engine.encode(item, special=special, limit=limit) for item in prompt]
         if all(isinstance(item, list) and item and _are_ids(item) for item in prompt):
@@ -250,20 +247,22 @@ def _prompts(engine: ServedEngine, prompt: object, special: bool | None) -> Prom
     message = (
         "prompt must be a string, a list of strings, a list of token ids, or a list of such lists; none of them empty"
     )
-    raise ApiError(400, message, "prompt", "invalid_value")
+    raise _invalid("prompt", message)
 
 
 def _are_ids(items: list[object]) -> bool:
     return set(map(type, items)) == {int}
 
 
-def _job(engine: ServedEngine, body: CommonBody, params: SamplingParams, prompts: Prompts) -> tuple[Job, Prompts]:
-    if len(prompts) * params.n > MAX_ANSWERS:
-        asked = f"{len(prompts)} prompts with n {params.n}"
-        message = f"{asked} are too many; at most {MAX_ANSWERS} answers to one request are allowed"
-        raise ApiError(400, message, "n", "invalid_value")
-    include, continuous = _usage_asked(body.stream_options)
-    job = Job(
+def _parsed(
+    engine: ServedEngine, body: CommonBody, params: SamplingParams, prompts: Prompts
+) -> tuple[ParsedRequest, Prompts]:
+    if len(prompts) * params.n > MAX_COMPLETIONS:
+        count = f"{len(prompts)} prompts with n {params.n}"
+        message = f"{count} are too many; at most {MAX_COMPLETIONS} completions of one request are allowed"
+        raise _invalid("n", message)
+    include, continuous = _usage_options(body.stream_options)
+    parsed = ParsedRequest(
         prompt_tokens=tuple(map(len, prompts)),
         params=params,
         stream=bool(body.stream),
@@ -272,12 +271,12 @@ def _job(engine: ServedEngine, body: CommonBody, params: SamplingParams, prompts
         token_ids=bool(body.return_token_ids) or not engine.model.has_text,
         tokens_as_ids=bool(body.return_tokens_as_token_ids) or not engine.model.has_text,
     )
-    return job, prompts
+    return parsed, prompts
 
 
-def _usage_asked(options: StreamOptions | None) -> tuple[bool, bool]:
-    """Is the usage of the request asked for, and that of every chunk? As in vLLM, the second asks for the first too,
-    unless that is declined, and then there is neither."""
+def _usage_options(options: StreamOptions | None) -> tuple[bool, bool]:
+    """Whether to send the usage of the request, and of every chunk. As in vLLM, the second implies the first, unless
+    that is explicitly false, which disables both."""
     if options is None:
         return False, False
     continuous = bool(options.continuous_usage_stats)
@@ -288,6 +287,10 @@ def _usage_asked(options: StreamOptions | None) -> tuple[bool, bool]:
 def model_not_found(name: str) -> ApiError:
     message = f"the model {printable(repr(name))} is not served here; /v1/models lists what is"
     return ApiError(404, message, "model", "model_not_found")
+
+
+def _invalid(param: str, message: str) -> ApiError:
+    return ApiError(400, message, param, "invalid_value")
 
 
 def _unsupported(param: str, message: str) -> ApiError:

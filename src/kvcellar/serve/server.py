@@ -1,9 +1,9 @@
-"""server: uvicorn around the application, in this thread or in one of its own.
+"""server: runs uvicorn with the application, in the calling thread or in a thread of its own.
 
-The first SIGINT or SIGTERM ends listening, closes idle connections, refuses requests that have not begun, and lets
-running ones end, for at most `drain_seconds`; then their clients get an error that says that the server stops. The
-second signal cuts them off. All of it takes at most `ENDING` seconds beside `drain_seconds`, whether clients read or
-not. The engine stays the caller's, to be closed afterwards.
+The first SIGINT or SIGTERM stops listening, closes idle connections, refuses requests that have not started, and waits
+up to `drain_seconds` for running ones; those that remain get an error that says that the server is shutting down. A
+second signal aborts all connections. Shutdown takes at most `SHUTDOWN_SECONDS` beyond `drain_seconds`, even if clients
+do not read. The caller closes the engine afterwards.
 """
 
 import asyncio
@@ -23,13 +23,13 @@ from kvcellar.errors import BadRequest
 from kvcellar.serve.app import build_app
 from kvcellar.serve.connection import ServeConfig
 from kvcellar.serve.drain import Drain
-from kvcellar.serve.lanes import Lanes
 from kvcellar.serve.protocols import ServedEngine
+from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.settings import ServeSettings
 
 BACKLOG = 512  # connections that wait to be accepted
-LAST_WORDS = 1.0  # seconds for telling clients that the server stops
-ENDING = 1.5  # seconds: those, and what uvicorn takes to notice a signal
+NOTIFY_SECONDS = 1.0  # to send the error to clients whose requests were cancelled
+SHUTDOWN_SECONDS = 1.5  # NOTIFY_SECONDS, and the time until uvicorn notices a signal
 
 
 def run(
@@ -40,43 +40,43 @@ def run(
     ready: Callable[[str], None] | None = None,
     signalled: Callable[[int], None] = lambda number: None,
 ) -> None:
-    """Serve until a signal says stop. `ready` is called with the address once requests are served, `signalled` in the
+    """Serve until a signal arrives. `ready` is called with the address once requests are served, `signalled` in the
     handler of each signal, with its number.
 
-    `listener` is what `bound` returned for these settings; None: it is made now. Raises `BadRequest` where the address
-    cannot be listened on.
+    `listener` is a socket returned by `bind` for these settings; None: one is made. Raises `BadRequest` if the server
+    cannot listen on the address.
     """
     Server(engine, settings, listener=listener).serve(ready, signalled)
 
 
 class Server:
-    """One server. Either `serve()` in the main thread, or a `with` block, around which it runs in a thread of its own.
+    """One server. Either call `serve()` in the main thread, or use it as a context manager that runs it in a thread.
 
-    It listens at once: `url` holds the real port before any request is answered. Raises `BadRequest` where it cannot.
+    It listens from the constructor on: `url` has the actual port. Raises `BadRequest` if it cannot listen.
     """
 
     def __init__(self, engine: ServedEngine, settings: ServeSettings, *, listener: socket.socket | None = None) -> None:
-        self._socket = listener or bound(settings)
+        self._socket = listener or bind(settings)
         _listen(self._socket, settings)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://{host}:{self.port}"
-        drain, self._lanes = Drain(), Lanes()
-        app = _LastWord(build_app(engine, settings=settings, lanes=self._lanes, drain=drain))
+        drain, self._threads = Drain(), ReaderThreads()
+        app = _SuppressCancelled(build_app(engine, settings=settings, threads=self._threads, drain=drain))
         self._uvicorn = _Uvicorn(ServeConfig(app, settings), drain)
         self._thread: threading.Thread | None = None
 
     def serve(
         self, ready: Callable[[str], None] | None = None, signalled: Callable[[int], None] = lambda number: None
     ) -> None:
-        """Until `stop()`, or a signal where this is the main thread."""
+        """Runs until `stop()`, or in the main thread until a signal."""
         self._uvicorn.when_ready = lambda: ready(self.url) if ready else None
         self._uvicorn.when_signalled = signalled
-        with self._socket, contextlib.closing(self._lanes):
+        with self._socket, contextlib.closing(self._threads):
             asyncio.run(self._uvicorn.serve([self._socket]))
 
     def stop(self, *, now: bool = False) -> None:
-        """From any thread. `now`: without waiting for running requests."""
+        """May be called from any thread. `now`: without waiting for running requests."""
         self._uvicorn.stop(now=now)
 
     def __enter__(self) -> "Server":
@@ -95,7 +95,7 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn, with signals that end the server and not the process: the engine is still to be closed."""
+    """uvicorn, except that a signal ends the server and not the process: the engine still has to be closed."""
 
     def __init__(self, config: ServeConfig, drain: Drain) -> None:
         super().__init__(config)
@@ -110,11 +110,11 @@ class _Uvicorn(uvicorn.Server):
         self.when_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._drain.begin()
+        self._drain.start()
         await super().shutdown(sockets)
-        if self.server_state.tasks:  # cancelled just now, at the end of the drain: they tell their clients
-            await asyncio.wait(set(self.server_state.tasks), timeout=LAST_WORDS)
-        self._cut_all()
+        if self.server_state.tasks:  # just cancelled, at the end of the drain: they send an error to their clients
+            await asyncio.wait(set(self.server_state.tasks), timeout=NOTIFY_SECONDS)
+        self._abort_connections()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
@@ -136,15 +136,15 @@ class _Uvicorn(uvicorn.Server):
         self.should_exit = True
         if now and self._loop is not None and not self._loop.is_closed():
             self.force_exit = True
-            self._loop.call_soon_threadsafe(self._cut_all)
+            self._loop.call_soon_threadsafe(self._abort_connections)
 
-    def _cut_all(self) -> None:
+    def _abort_connections(self) -> None:
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
 
-class _LastWord:
-    """Only the end of the drain cancels a request. It was answered by then, and uvicorn would report it as a crash."""
+class _SuppressCancelled:
+    """Requests are cancelled only at the end of the drain, after a response was sent; uvicorn would log a crash."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -154,8 +154,8 @@ class _LastWord:
             await self._app(scope, receive, send)
 
 
-def bound(settings: ServeSettings) -> socket.socket:
-    """A socket with the address of `settings`, which does not listen yet. Raises `BadRequest`, naming the field."""
+def bind(settings: ServeSettings) -> socket.socket:
+    """A socket bound to the address of `settings`, not listening yet. Raises `BadRequest` with the field's name."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -163,25 +163,25 @@ def bound(settings: ServeSettings) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
         raise BadRequest(f"cannot listen on {settings.host!r}: {error.strerror}", "host") from error
-    except ValueError as error:  # a name that is no host name at all
+    except ValueError as error:  # not the form of a host name
         raise BadRequest(f"cannot listen on {settings.host!r}: it is not a host name", "host") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        raise _unbindable(listener, settings, error) from error
+        raise _cannot_listen(listener, settings, error) from error
     return listener
 
 
 def _listen(listener: socket.socket, settings: ServeSettings) -> None:
-    """Where two servers have the same port and neither listens yet, only here the second one is refused."""
+    """If two servers are bound to one port and neither listens yet, the second one fails only here."""
     try:
         listener.listen(BACKLOG)
     except OSError as error:
-        raise _unbindable(listener, settings, error) from error
+        raise _cannot_listen(listener, settings, error) from error
 
 
-def _unbindable(listener: socket.socket, settings: ServeSettings, error: OSError) -> BadRequest:
+def _cannot_listen(listener: socket.socket, settings: ServeSettings, error: OSError) -> BadRequest:
     listener.close()
     where = f"cannot listen on {settings.host}, port {settings.port}: {error.strerror}."
     if error.errno == errno.EADDRNOTAVAIL:

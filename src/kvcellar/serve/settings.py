@@ -1,4 +1,4 @@
-"""settings: what the server allows, in numbers. Frozen; the command line resolves it once, at start."""
+"""settings: the settings of the server, immutable; checked once, at start."""
 
 import hashlib
 import ipaddress
@@ -10,7 +10,7 @@ MAX_DRAIN = 86400.0  # seconds
 
 
 def key_digest(key: str) -> bytes:
-    """What is kept of an API key: its sha256, 32 bytes. Raises `BadRequest` for a key no client could send."""
+    """SHA-256 of an API key, 32 bytes; only this is stored. Raises `BadRequest` for a key that HTTP cannot carry."""
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise BadRequest("an API key needs one or more visible ASCII characters, without spaces", "api_keys")
     return hashlib.sha256(key.encode()).digest()
@@ -20,10 +20,10 @@ def key_digest(key: str) -> bytes:
 class ServeSettings:
     """Where to listen, which clients to serve, and the limits of what one client may send.
 
-    docs/reference/server-settings.md is made from the comments.
+    docs/reference/server-settings.md is generated from the comments.
 
-    Raises `BadRequest`, naming the field, for values that cannot work, and for an address that others can reach while
-    no API key is required, unless `allow_open` says that this is wanted.
+    Raises `BadRequest` with the field's name for invalid values, and for an address that other machines can reach
+    without an API key, unless `allow_open` is set.
     """
 
     host: str = "127.0.0.1"  # address to listen on
@@ -32,45 +32,45 @@ class ServeSettings:
         default=(), repr=False
     )  # `key_digest(key)` of each API key; empty: no key is required
     allow_open: bool = False  # without keys, listen on an address that other machines can reach
-    allowed_hosts: tuple[str, ...] = ()  # accepted in the Host header, beside the names of the loopback interface
-    max_body_bytes: int = 8 * 2**20  # of one request
-    max_bodies_bytes: int | None = None  # of all requests being received; None: 8 times max_body_bytes
-    max_header_bytes: int = 64 * 2**10  # request line and headers together
-    max_headers: int = 100  # header lines of one request
-    max_connections: int = 512  # open at once; below 1024, the usual limit on open files
-    max_backlog_events: int = 4096  # events of one request, queued for a slow client; more cancel the request
-    header_seconds: float = 15.0  # to receive a request line and its headers
-    body_seconds: float = 60.0  # to receive a body
-    write_seconds: float = 60.0  # to wait for a client whose buffers are full
-    ping_seconds: float = 15.0  # a stream that has no data for so long sends a comment line
-    idle_seconds: int = 75  # to keep an idle connection open
-    drain_seconds: float = 5.0  # running requests may go on for after the first SIGTERM
+    allowed_hosts: tuple[str, ...] = ()  # names accepted in the Host header besides those of the loopback interface
+    max_body_bytes: int = 8 * 2**20  # largest body of one request
+    max_bodies_bytes: int | None = None  # largest sum of bodies being received; None: 8 times max_body_bytes
+    max_header_bytes: int = 64 * 2**10  # largest request line and headers together
+    max_headers: int = 100  # most header lines of one request
+    max_connections: int = 512  # most connections open at once; below 1024, the usual limit on open files
+    max_backlog_events: int = 4096  # most events of one request queued for a slow client; more cancel the request
+    header_seconds: float = 15.0  # limit for receiving a request line and its headers
+    body_seconds: float = 60.0  # limit for receiving a body
+    write_seconds: float = 60.0  # limit for a client that does not read
+    ping_seconds: float = 15.0  # a stream without data for this long sends a comment line
+    idle_seconds: int = 75  # limit for an idle connection
+    drain_seconds: float = 5.0  # limit for running requests after the first SIGTERM
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise BadRequest(f"port must be from 0 to 65535, not {self.port}", "port")
-        for name in ("max_body_bytes", "max_header_bytes", "max_headers", "max_connections", "max_backlog_events"):
-            if getattr(self, name) < 1:
-                raise BadRequest(f"{name} must be at least 1, not {getattr(self, name)}", name)
-        if self.bodies_bytes < self.max_body_bytes:
-            message = (
-                f"max_bodies_bytes must be at least max_body_bytes, {self.max_body_bytes}, not {self.bodies_bytes}"
-            )
-            raise BadRequest(message, "max_bodies_bytes")
-        for name in ("header_seconds", "body_seconds", "write_seconds", "ping_seconds", "idle_seconds"):
-            if not getattr(self, name) > 0:
-                raise BadRequest(f"{name} must be more than 0, not {getattr(self, name)}", name)
-        if not 0 <= self.drain_seconds <= MAX_DRAIN:
-            message = f"drain_seconds must be from 0 to {MAX_DRAIN:g}, not {self.drain_seconds}"
-            raise BadRequest(message, "drain_seconds")
+        self._check_numbers()
         if any(len(digest) != hashlib.sha256().digest_size for digest in self.key_digests):
             raise BadRequest("key_digests are what key_digest() returns, not the keys themselves", "key_digests")
         if not self.loopback and not self.key_digests and not self.allow_open:
             raise BadRequest(
                 f"{self.host!r} can be reached from other machines and no API key is set. Set one, listen on "
-                f"127.0.0.1, or say with allow_open that everybody may use this server.",
+                f"127.0.0.1, or set allow_open to serve every client.",
                 "host",
             )
+
+    def _check_numbers(self) -> None:
+        for name in ("max_body_bytes", "max_header_bytes", "max_headers", "max_connections", "max_backlog_events"):
+            self._require(getattr(self, name) >= 1, name, "at least 1")
+        for name in ("header_seconds", "body_seconds", "write_seconds", "ping_seconds", "idle_seconds"):
+            self._require(getattr(self, name) > 0, name, "more than 0")
+        self._require(0 <= self.port <= 65535, "port", "from 0 to 65535")
+        self._require(0 <= self.drain_seconds <= MAX_DRAIN, "drain_seconds", f"from 0 to {MAX_DRAIN:g}")
+        if self.bodies_bytes < self.max_body_bytes:
+            least = f"at least max_body_bytes, {self.max_body_bytes}, not {self.bodies_bytes}"
+            raise BadRequest(f"max_bodies_bytes must be {least}", "max_bodies_bytes")
+
+    def _require(self, valid: bool, name: str, what: str) -> None:
+        if not valid:
+            raise BadRequest(f"{name} must be {what}, not {getattr(self, name)}", name)
 
     @property
     def bodies_bytes(self) -> int:
@@ -78,7 +78,7 @@ class ServeSettings:
 
     @property
     def loopback(self) -> bool:
-        """Can only this machine reach the server?"""
+        """Whether only this machine can reach the server."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -86,10 +86,10 @@ class ServeSettings:
 
     @property
     def hosts(self) -> frozenset[str] | None:
-        """Names that a Host header may have, without port and in lower case; None: any.
+        """Names accepted in the Host header, without port and in lower case; None: any.
 
-        On loopback a list is always kept: a web page whose name was made to point to this machine (DNS rebinding) still
-        sends its own name.
+        On loopback there is always a list. It defeats DNS rebinding: a web page whose name resolves to this machine
+        still sends its own name.
         """
         extra = {name.lower() for name in self.allowed_hosts}
         if self.loopback:

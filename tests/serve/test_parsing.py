@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.serve.body import parse_object
-from kvcellar.serve.failures import ApiError, printable
-from kvcellar.serve.reader import Limits
+from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.json_reader import Limits
+from kvcellar.serve.json_text import printable
+from kvcellar.serve.parsing import parse_object
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from kvcellar.errors import PromptTooLong
 from kvcellar.serve import Server, ServeSettings
-from kvcellar.serve.body import SHORT_BODY, Arrival, Bodies
+from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.body import SHORT_BODY, BodyBudget, RequestBody
 from kvcellar.serve.connection import READ, Connection
-from kvcellar.serve.failures import ApiError, json_pieces, to_json
-from kvcellar.serve.openai import _send_whole
-from kvcellar.serve.reader import RUN, Limits, Reader, read
+from kvcellar.serve.json_reader import RUN, JsonReader, Limits, read
+from kvcellar.serve.json_text import json_chunks, to_json
+from kvcellar.serve.openai import _send_json
 from tests.serve.wire import COMPLETIONS, completion, connected, error_of, read_answer, request
 
 LIMITS = Limits(context=10_000)
@@ -81,7 +82,7 @@ def test_long_lists_of_numbers_are_read_whole(some: list[Any], count: int, befor
 class Watch:
     """Instead of a pace: how far the reader comes between two rests."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: JsonReader) -> None:
         self._reader, self._last = reader, 0
         self.longest = 0
 
@@ -103,7 +104,7 @@ class Watch:
     ids=["ids", "lists of ids", "objects", "deep", "keys", "texts"],
 )
 def test_between_two_rests_only_a_little_is_read(value: object) -> None:
-    reader = Reader(json.dumps({"user": value}), LIMITS)
+    reader = JsonReader(json.dumps({"user": value}), LIMITS)
     watch = reader._pace = Watch(reader)  # type: ignore[assignment]
     assert reader.read() == {"user": value}
     assert watch.longest < 25 * RUN
@@ -144,12 +145,12 @@ def test_ids_that_cannot_fit_are_refused_before_all_are_read(opening: str) -> No
     )
 )
 def test_json_in_pieces_is_the_json_of_the_whole(value: object) -> None:
-    assert b"".join(json_pieces(value)) == to_json(value)
+    assert b"".join(json_chunks(value)) == to_json(value)
 
 
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 1000])
 def test_an_iterator_is_written_as_a_list_in_pieces(count: int) -> None:
-    pieces = list(json_pieces({"a": [{"b": iter(range(count))}]}))
+    pieces = list(json_chunks({"a": [{"b": iter(range(count))}]}))
     assert (
         json.loads(b"".join(pieces))
         == {"a": [{"b": list(range(count))}]}
@@ -173,7 +174,7 @@ def test_while_a_long_answer_is_written_the_event_loop_turns_to_others() -> None
 
     async def main() -> None:
         counting = asyncio.create_task(others())
-        await _send_whole(send, {"choices": [{"logprobs": {"content": iter(entries)}}]})
+        await _send_json(send, {"choices": [{"logprobs": {"content": iter(entries)}}]})
         counting.cancel()
 
     asyncio.run(main())
@@ -183,20 +184,20 @@ def test_while_a_long_answer_is_written_the_event_loop_turns_to_others() -> None
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40_000)), max_size=30))
 def test_bodies_under_way_take_no_more_than_was_set_and_all_is_given_back(parts: list[tuple[int, int]]) -> None:
-    bodies = Bodies(50_000)
-    arrivals = [Arrival(bodies) for _ in range(4)]
+    budget = BodyBudget(50_000)
+    bodies = [RequestBody(budget) for _ in range(4)]
     for which, size in parts:
-        arrival = arrivals[which]
-        before = len(arrival.data)
+        body = bodies[which]
+        before = len(body.data)
         with suppress(ApiError):
-            arrival.add(bytes(size))
-        assert len(arrival.data) in (before, before + size)
-        counted = sum(max(0, len(one.data) - SHORT_BODY) for one in arrivals)
-        assert bodies.taken == counted <= bodies.most
-    for arrival in arrivals:
-        arrival.left()
-        arrival.left()
-    assert bodies.taken == 0
+            body.add(bytes(size))
+        assert len(body.data) in (before, before + size)
+        counted = sum(max(0, len(one.data) - SHORT_BODY) for one in bodies)
+        assert budget.used == counted <= budget.limit
+    for body in bodies:
+        body.request_ended()
+        body.request_ended()
+    assert budget.used == 0
 
 
 def test_long_bodies_beyond_the_limit_are_refused_and_short_ones_are_not(engine, monkeypatch) -> None:

@@ -1,29 +1,28 @@
-"""fields: request fields of other servers that are accepted here although nothing is done with them.
+"""ignored_fields: request fields of other servers that are accepted but not implemented.
 
-Clients send the defaults of the server that they were written for. A field is accepted without being implemented only
-where ignoring it cannot change the answer; docs/reference/http-fields.md is made from these
-tables.
+Clients send default values of the servers they were written for. A field is accepted without being implemented only if
+ignoring it cannot change the response. docs/reference/http-fields.md is generated from these tables.
 """
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
-NO_EFFECT: Mapping[str, str] = MappingProxyType(  # accepted with any value; why ignoring it cannot change the answer
+NO_EFFECT: Mapping[str, str] = MappingProxyType(  # accepted with any value, and the reason
     {
-        "cache_prompt": "the answer does not depend on what was kept in memory",
-        "cache_salt": "separate requests share no memory, so none can observe what another one left in it",
-        "length_penalty": "read by beam search only, which is refused",
-        "metadata": "about the caller",
+        "cache_prompt": "a hint for the prefix cache; the text does not depend on it",
+        "cache_salt": "separate requests share no memory, so none can observe the prompts of another",
+        "length_penalty": "used only by beam search, which is refused",
+        "metadata": "describes the caller",
         "parallel_tool_calls": "tool calls are not generated",
-        "prompt_cache_key": "the answer does not depend on what was kept in memory",
-        "request_id": "a name that the caller gives to the request; the server's own is in the header x-request-id",
-        "safety_identifier": "about the caller",
+        "prompt_cache_key": "a hint for the prefix cache; the text does not depend on it",
+        "request_id": "the caller's name for the request; the server's id is in the header x-request-id",
+        "safety_identifier": "describes the caller",
         "spaces_between_special_tokens": "special tokens are never part of the text",
-        "user": "about the caller",
+        "user": "describes the caller",
     }
 )
 
-NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(  # accepted with these values, which ask for nothing
+NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(  # accepted only with these values, which have no effect
     {
         # OpenAI's
         "audio": (None,),
@@ -45,7 +44,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(  # accepted with t
         "verbosity": (None, "medium"),
         "web_search_options": (None,),
         # vLLM's
-        "add_special_tokens": (None, False),  # of a chat; a completion implements it
+        "add_special_tokens": (None, False),  # in chats; completions implement it
         "allowed_token_ids": (None,),
         "bad_words": (None, []),
         "chat_template": (None,),

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.pace import FREE, REST
-from kvcellar.serve import turns
+from kvcellar.serve import parse_queue
 from kvcellar.serve.connection import Connection
-from kvcellar.serve.turns import SHARE, Allowance, Turns
+from kvcellar.serve.parse_queue import SHARE, CpuBudget, ParseQueue
 from tests.serve.wire import COMPLETIONS, completion, connected, read_answer, request
 
 
@@ -41,57 +41,57 @@ class FakeLoop:
 
 
 @given(st.lists(st.lists(st.floats(1e-4, 0.01), min_size=1, max_size=30), min_size=1, max_size=8))
-def test_connections_that_are_costly_take_their_allowances_and_a_third_of_the_time(costs) -> None:
-    loop, direct, in_turn = FakeLoop(), [0.0] * len(costs), 0.0
+def test_connections_that_are_costly_take_their_budgets_and_a_third_of_the_time(costs) -> None:
+    loop, direct, queued = FakeLoop(), [0.0] * len(costs), 0.0
 
     def parse(number: int) -> None:
         loop.now += costs[number][0]
-        allowances[number].spend(costs[number].pop(0))
+        budgets[number].spend(costs[number].pop(0))
         if costs[number]:
             loop.call_later(0.0, partial(arrive, number))
 
     def arrive(number: int) -> None:
-        if allowances[number].used_up:
-            queue.wait(partial(wait, number))
+        if budgets[number].used_up:
+            queue.add(partial(wait, number))
         else:
             direct[number] += costs[number][0]
             parse(number)
 
     def wait(number: int) -> None:
-        nonlocal in_turn
-        in_turn += costs[number][0]
+        nonlocal queued
+        queued += costs[number][0]
         parse(number)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(turns, "asyncio", SimpleNamespace(get_running_loop=lambda: loop))
-        queue, allowances = Turns(clock=loop.time), [Allowance(clock=loop.time) for _ in costs]
+        patch.setattr(parse_queue, "asyncio", SimpleNamespace(get_running_loop=lambda: loop))
+        queue, budgets = ParseQueue(clock=loop.time), [CpuBudget(clock=loop.time) for _ in costs]
         for number in range(len(costs)):
             loop.call_later(0.0, partial(arrive, number))
         loop.run()
     assert not any(costs), "a piece was never parsed"
-    assert in_turn <= SHARE * loop.now + 0.01
+    assert queued <= SHARE * loop.now + 0.01
     assert max(direct) <= FREE + SHARE * loop.now + 0.01
 
 
 def test_an_allowance_comes_back_with_time() -> None:
     loop = FakeLoop()
-    allowance = Allowance(clock=loop.time)
-    allowance.spend(FREE + 0.01)
-    assert allowance.used_up
+    budget = CpuBudget(clock=loop.time)
+    budget.spend(FREE + 0.01)
+    assert budget.used_up
     loop.now += 0.01 / SHARE + 1e-6
-    assert not allowance.used_up
+    assert not budget.used_up
     loop.now += 1000.0
-    allowance.spend(FREE)
-    assert allowance.used_up, "more than the allowance was saved up"
+    budget.spend(FREE)
+    assert budget.used_up, "more than the budget was saved up"
 
 
 def test_an_empty_queue_stops_and_starts_again() -> None:
     async def play() -> list[str]:
-        queue, done = Turns(), asyncio.Event()
+        queue, done = ParseQueue(), asyncio.Event()
         seen: list[str] = []
-        queue.wait(lambda: seen.append("first"))
+        queue.add(lambda: seen.append("first"))
         await asyncio.sleep(3 * REST)
-        queue.wait(lambda: (seen.append("second"), done.set()))
+        queue.add(lambda: (seen.append("second"), done.set()))
         await done.wait()
         return seen
 
@@ -101,25 +101,25 @@ def test_an_empty_queue_stops_and_starts_again() -> None:
 def test_the_queue_moves_on_past_work_that_raises() -> None:
     async def play() -> bool:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
-        queue, done = Turns(), asyncio.Event()
-        queue.wait(lambda: 1 // 0)
-        queue.wait(done.set)
+        queue, done = ParseQueue(), asyncio.Event()
+        queue.add(lambda: 1 // 0)
+        queue.add(done.set)
         return await done.wait()
 
     assert asyncio.run(play())
 
 
-def test_a_body_that_is_parsed_in_turns_arrives_whole(server, engine, monkeypatch) -> None:
+def test_a_body_that_is_parsed_queueds_arrives_whole(server, engine, monkeypatch) -> None:
     held = 0
-    in_turn = Connection._parse_in_turn
+    queued = Connection._parse_queued
 
     def counted(self: Connection, data: bytes) -> None:
         nonlocal held
         held += 1
-        in_turn(self, data)
+        queued(self, data)
 
-    monkeypatch.setattr(Connection, "_parse_in_turn", counted)
-    monkeypatch.setattr(Allowance, "used_up", property(lambda self: True))
+    monkeypatch.setattr(Connection, "_parse_queued", counted)
+    monkeypatch.setattr(CpuBudget, "used_up", property(lambda self: True))
     body = json.dumps(completion("a" * 5_000, max_tokens=1)).encode()
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
     head = request(COMPLETIONS, None, "Content-Type: application/json", "Transfer-Encoding: chunked", method="POST")
@@ -132,7 +132,7 @@ def test_a_body_that_is_parsed_in_turns_arrives_whole(server, engine, monkeypatc
 
 
 def test_a_client_that_leaves_before_its_turn_is_forgotten(server, engine, monkeypatch) -> None:
-    monkeypatch.setattr(Allowance, "used_up", property(lambda self: True))
+    monkeypatch.setattr(CpuBudget, "used_up", property(lambda self: True))
     for _ in range(20):
         with connected(server) as wire:
             wire.sendall(request(COMPLETIONS, completion("a", max_tokens=1)))

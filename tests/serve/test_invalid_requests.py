@@ -17,8 +17,8 @@ from kvcellar.errors import (
     PromptTooLong,
     TemplateFailed,
 )
-from kvcellar.serve.failures import printable
-from kvcellar.serve.fields import NEUTRAL, NO_EFFECT
+from kvcellar.serve.ignored_fields import NEUTRAL, NO_EFFECT
+from kvcellar.serve.json_text import printable
 from kvcellar.serve.requests import ChatBody, CompletionBody
 from tests.serve.wire import CHAT, COMPLETIONS, MODEL, chat, chunks_of, completion, error_of, lines_of
 
@@ -409,7 +409,7 @@ def test_messages_that_clients_send_back_are_taken(http, engine):
 
 
 NAMES = ["../../etc/passwd", "C:\\x", "cellar/../cellar/fake-1", "x" * 10_000, "\U0001f347", "a\x00b", ".", "-rf", ""]
-NAMES += ["cellar/fake-1.", "SequenceManager/Fake-1", " cellar/fake-1", "cellar/fake-1\n", "cellar//fake-1"]
+NAMES += ["cellar/fake-1.", "Cellar/Fake-1", " cellar/fake-1", "cellar/fake-1\n", "cellar//fake-1"]
 
 
 @pytest.mark.parametrize("name", NAMES, ids=[repr(name)[:20] for name in NAMES])

@@ -1,12 +1,12 @@
-"""reader: JSON in pieces. `json` reads a document in one go, and nothing else runs in the process until it has.
+"""json_reader: an incremental JSON parser that lets other threads run. `json` holds the interpreter lock throughout.
 
-Strings, numbers and constants are read by `json`, one by one, and runs of whole numbers by the thousand; what holds
-them together is read here, and the thread rests in between (`Pace`). The grammar is that of `json`, but every key of
-an object must be there once, NaN and Infinity are refused, and so are half surrogates and anything behind the end.
+`json` parses single strings, numbers and constants, and up to a thousand integers of a list at once; this file parses
+the structure around them, and the thread sleeps in between (`Pace`). The grammar is that of `json`, except that
+duplicate keys, NaN, Infinity, unpaired surrogates and anything after the end are errors.
 
 Always true:
-  * between two rests at most one string or `RUN` numbers are read;
-  * no more is kept than `Limits` allow.
+  * between two sleeps at most one string or `RUN` integers are parsed;
+  * no more values are kept than `Limits` allow.
 """
 
 import json
@@ -16,9 +16,10 @@ from typing import Any, NoReturn
 
 from kvcellar.errors import PromptTooLong
 from kvcellar.pace import Pace
-from kvcellar.serve.failures import ApiError, printable
+from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.json_text import printable
 
-RUN = 1000  # whole numbers
+RUN = 1000  # integers
 TOO_MANY = "too_many_values"
 _SPACE = re.compile(r"[ \t\n\r]*+")
 _NUMBERS = re.compile(r"(?:-?(?:0|[1-9][0-9]{0,18})[ \t\n\r]*+,[ \t\n\r]*+){1,1000}+")  # RUN of them
@@ -26,33 +27,33 @@ _NUMBERS = re.compile(r"(?:-?(?:0|[1-9][0-9]{0,18})[ \t\n\r]*+,[ \t\n\r]*+){1,10
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a body may hold. Far above what requests need; `validated` then says what each field may have."""
+    """Limits of a whole body, far above what requests need. The limits of each field are checked later."""
 
     context: int  # token ids of a prompt
-    values: int = 100_000  # all but the whole numbers in lists
+    values: int = 100_000  # of all kinds, except integers in lists
     containers: int = 2**14  # lists and objects
-    items: int = 2**14  # of a list, unless it is a prompt, and keys of an object
+    items: int = 2**14  # of a list that is not a prompt; keys of an object
     depth: int = 64
 
 
 class Malformed(ValueError):
-    """This is not JSON, or not as we take it."""
+    """Not JSON, or JSON that is not accepted here."""
 
 
 def read(text: str, limits: Limits) -> Any:
-    """What `text` says. Raises `Malformed`, and `ApiError` or `PromptTooLong` for more than `limits`."""
-    return Reader(text, limits).read()
+    """The value of `text`. Raises `Malformed`, and `ApiError` or `PromptTooLong` if it exceeds `limits`."""
+    return JsonReader(text, limits).read()
 
 
-class Reader:
-    """One document on its way. Containers that are open are on a stack, the innermost last."""
+class JsonReader:
+    """Parses one document. Open containers are on a stack, the innermost last."""
 
     def __init__(self, text: str, limits: Limits) -> None:
         self._text, self._limits = text, limits
         self._at = 0
         self._open: list[list[Any] | dict[str, Any]] = []
         self._values = self._containers = 0
-        self._halves = "\\ud" in text or "\\uD" in text  # pairs are fine; only a look at each string tells
+        self._surrogates = "\\ud" in text or "\\uD" in text  # then each string is checked for unpaired surrogates
         self._decoder = json.JSONDecoder(parse_constant=_no_constant)
         self._pace = Pace()
 
@@ -65,11 +66,11 @@ class Reader:
             (self._member if isinstance(inner, dict) else self._item)(inner)  # type: ignore[operator]
         self._skip()
         if self._at != len(self._text):
-            raise self._wrong("something stands behind the end")
+            raise self._wrong("there is text after the end")
         return root
 
     def _value(self) -> Any:
-        """The value that begins here; a container is opened, and filled by and by."""
+        """The value that begins at the current character. A container is pushed on the stack, empty."""
         self._values += 1
         if self._values > self._limits.values:
             raise ApiError(400, f"the body has more than {self._limits.values} values", code=TOO_MANY)
@@ -87,7 +88,7 @@ class Reader:
         return inner
 
     def _item(self, items: list[Any]) -> None:
-        """The next of a list, with whole numbers before it; or its end."""
+        """Parse the next item of a list and the integers before it, or the end of the list."""
         if self._ends("]", empty=not items):
             return
         while (found := _NUMBERS.match(self._text, self._at)) is not None:
@@ -99,7 +100,7 @@ class Reader:
         self._check_length(items)
 
     def _member(self, members: dict[str, Any]) -> None:
-        """The next key and value of an object; or its end."""
+        """Parse the next key and value of an object, or its end."""
         if self._ends("}", empty=not members):
             return
         if self._char() != '"':
@@ -117,7 +118,7 @@ class Reader:
         self._skip()
 
     def _ends(self, bracket: str, *, empty: bool) -> bool:
-        """Behind a value or a bracket: does the container end here? If not, the comma is passed over."""
+        """After a value or an opening bracket: whether the container ends here. If not, skips the comma."""
         self._skip()
         char = self._char()
         if char == bracket:
@@ -131,7 +132,7 @@ class Reader:
         return False
 
     def _check_length(self, items: list[Any]) -> None:
-        """A list is too long for every field, or for a prompt."""
+        """Raises if a list is longer than any field, or any prompt, may be."""
         root = self._open[0]
         field = next(reversed(root)) if isinstance(root, dict) else None
         if field == "prompt" and len(items) > max(self._limits.context, self._limits.items):
@@ -143,16 +144,16 @@ class Reader:
 
     def _scalar(self) -> Any:
         value, self._at = self._decoder.raw_decode(self._text, self._at)
-        if self._halves and isinstance(value, str):
+        if self._surrogates and isinstance(value, str):
             value.encode("utf-8")
         return value
 
     def _char(self) -> str:
-        """The character that is next; empty at the end."""
+        """The current character; empty at the end."""
         return self._text[self._at : self._at + 1]
 
     def _step(self) -> None:
-        """Past one character, and blanks."""
+        """Skip one character and the whitespace after it."""
         self._at += 1
         self._skip()
 

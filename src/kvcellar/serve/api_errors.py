@@ -1,0 +1,83 @@
+"""api_errors: errors in the format of OpenAI's API, and the conversion of exceptions to them.
+
+The format is `{"error": {"message", "type", "param", "code"}}`, with status 4xx for what the client can correct and 5xx
+for what it cannot; clients retry 408, 429 and 5xx themselves. Details of unexpected errors are only in the log.
+
+Messages name fields of the API, never options of the command line or names in Python; tests/serve/test_messages.py
+contains every message.
+"""
+
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from kvcellar.errors import BadRequest, CacheFull, EngineClosed, NotSupported, Overloaded, PromptTooLong
+from kvcellar.serve.json_text import printable, to_json
+
+RETRY_SECONDS = "1"
+
+
+@dataclass(eq=False)
+class ApiError(Exception):
+    """An error with its HTTP status."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__(self.message)
+
+    def body(self) -> dict[str, object]:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        return Response(to_json(self.body()), self.status, self.headers, "application/json")
+
+
+class ClientDisconnected(Exception):
+    """The client closed its connection before the response ended."""
+
+
+def api_error(error: Exception) -> ApiError:
+    """`error` as the client gets it. Only exceptions raised for the client keep their message."""
+    match error:
+        case ApiError():
+            return error
+        case HTTPException():
+            return _http_error(error)
+        case BadRequest():
+            code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+            return ApiError(400, printable(error.message, 2000), error.param, code)
+        case NotSupported():
+            return ApiError(400, printable(error.reason, 2000), code="not_supported")
+        case Overloaded():
+            return overloaded(str(error))
+        case CacheFull():
+            return overloaded("the memory for keys and values is full; try again later")
+        case EngineClosed():
+            return shutting_down()
+        case _:
+            return ApiError(500, "the server met an unexpected error; its log has the details", code="internal_error")
+
+
+def _http_error(error: HTTPException) -> ApiError:
+    message = "this route does not have that method; the header Allow lists those that it has"
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        message = "there is no such route"
+    code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
+    return ApiError(error.status_code, message, code=code, headers=dict(error.headers or {}))
+
+
+def overloaded(message: str) -> ApiError:
+    return ApiError(503, message, code="overloaded", headers={"retry-after": RETRY_SECONDS})
+
+
+def shutting_down() -> ApiError:
+    headers = {"retry-after": RETRY_SECONDS, "connection": "close"}
+    return ApiError(503, "the server is shutting down; try again later", code="shutting_down", headers=headers)

@@ -1,0 +1,118 @@
+"""middleware: checks every request before it is routed, and turns every exception into a response.
+
+Checks, in this order: too many or too long headers (431), a Host header that does not name this server (403), no valid
+API key (401), shutdown (503). Unknown routes are checked too, so a client without a key cannot find out which routes
+exist. No CORS headers are sent, so a web page of another origin cannot read a response; and as bodies need the content
+type JSON, it cannot send a request that has an effect.
+
+Every response has the API's format and an `x-request-id`, and every request has one line in the log (`request_log`).
+"""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+import traceback
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvcellar.errors import KvcellarError
+from kvcellar.serve.api_errors import ApiError, ClientDisconnected, api_error, shutting_down
+from kvcellar.serve.drain import Drain
+from kvcellar.serve.request_log import RequestLog
+from kvcellar.serve.settings import ServeSettings
+
+log = logging.getLogger("kvcellar.serve")
+
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:@/\\\s]+)(:[0-9]{1,5})?")
+
+
+class RequestMiddleware:
+    """ASGI middleware."""
+
+    def __init__(self, app: ASGIApp, settings: ServeSettings, drain: Drain) -> None:
+        self._app = app
+        self._settings = settings
+        self._drain = drain
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = RequestLog.of(scope)
+        response = ResponseSend(send, request)
+        try:
+            self._check(scope)
+            await self._app(scope, receive, response)
+        except ClientDisconnected:
+            request.set_error(499, "client_gone")  # nginx's status for a client that has disconnected
+        except (ApiError, KvcellarError) as error:
+            await self._send_error(api_error(error), scope, receive, response)
+        except asyncio.CancelledError:
+            await self._send_error(shutting_down(), scope, receive, response)
+            raise
+        except Exception as error:  # noqa: BLE001 -- logged without its message, which may quote a prompt
+            where = "".join(traceback.format_tb(error.__traceback__))
+            log.error("%s: unexpected %s\n%s", request.request_id, type(error).__name__, where)
+            await self._send_error(api_error(error), scope, receive, response)
+        finally:
+            request.write()
+
+    def _check(self, scope: Scope) -> None:
+        raw = scope["headers"]
+        size = sum(len(name) + len(value) + 4 for name, value in raw)
+        if len(raw) > self._settings.max_headers or size > self._settings.max_header_bytes:
+            raise headers_too_large(self._settings)
+        headers = Headers(scope=scope)
+        names = self._settings.hosts  # HTTP/1.0 allows a request without Host; browsers always send it
+        if names is not None and not all(_name_of(host) in names for host in headers.getlist("host")):
+            raise ApiError(403, "the header Host does not name this server", code="host_not_allowed")
+        if self._settings.key_digests and not self._has_valid_key(headers.getlist("authorization")):
+            message = "a valid API key is needed: Authorization: Bearer KEY"
+            raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        if self._drain.started:
+            raise shutting_down()
+
+    def _has_valid_key(self, authorizations: list[str]) -> bool:
+        """Compares in constant time: the same time for every key, however many of its characters are correct."""
+        if len(authorizations) != 1:
+            return False
+        scheme, _, key = authorizations[0].partition(" ")
+        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._settings.key_digests]
+        return any(matches) and scheme.lower() == "bearer"
+
+    async def _send_error(self, error: ApiError, scope: Scope, receive: Receive, response: "ResponseSend") -> None:
+        """Sends nothing if a response has begun: a stream reports its own error, other responses are cut off."""
+        response.request.set_error(error.status, error.code)
+        if not response.started:
+            await error.response()(scope, receive, response)
+
+
+class ResponseSend:
+    """An ASGI `send` that adds `x-request-id` to the headers and records the status."""
+
+    def __init__(self, send: Send, request: RequestLog) -> None:
+        self._send = send
+        self.request = request
+        self.started = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.started, self.request.status = True, message["status"]
+            message["headers"] = [*message["headers"], (b"x-request-id", self.request.request_id.encode())]
+        await self._send(message)
+
+
+def headers_too_large(settings: ServeSettings) -> ApiError:
+    most = f"{settings.max_headers} headers of {settings.max_header_bytes} bytes together"
+    message = f"the headers are too many or too long; at most {most} are allowed"
+    return ApiError(431, message, code="headers_too_large", headers={"connection": "close"})
+
+
+def _name_of(host: str) -> str | None:
+    """The name in a Host header, without its port; None if the header is malformed."""
+    match = _HOST.fullmatch(host.strip().lower())
+    return match[1] if match else None

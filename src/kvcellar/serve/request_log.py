@@ -1,0 +1,108 @@
+"""request_log: one log line per request, written when its response has ended, successful or not.
+
+A line contains numbers and fixed names, never text of a prompt or a response. What a client chooses (method, path,
+request id) is cut to a maximum length and escaped, without spaces and control characters, so that a request cannot
+forge a line or a field.
+"""
+
+import logging
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import quote
+
+from starlette.types import Scope
+
+from kvcellar.events import Delta, Done, Event
+
+log = logging.getLogger("kvcellar.serve")
+
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_KEY = "kvcellar.request_log"  # in the scope of a request
+_MAX_PATH = 200  # characters
+
+
+@dataclass(slots=True)
+class RequestLog:
+    """The fields of a request's log line. Counts are None until they are known."""
+
+    request_id: str
+    method: str = "-"  # "-": the request could not be parsed
+    route: str = "-"
+    status: int = 0  # of the response; 0: none was sent
+    outcome: str | None = None  # None: derived from the status
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    _completion_tokens: dict[int, int] = field(default_factory=dict[int, int])  # by number of the prompt
+    _began: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def of(cls, scope: Scope) -> "RequestLog":
+        """The log of a request, created at the first call. A valid `x-request-id` of the client becomes its id."""
+        request = scope.get(_KEY)
+        if request is None:
+            ids = [value for name, value in scope["headers"] if name == b"x-request-id"]
+            text = ids[0].decode("latin-1") if len(ids) == 1 else ""
+            route = quote(scope["path"][:_MAX_PATH], safe="/:@", errors="replace")
+            request = cls(text if _ID.fullmatch(text) else new_id(), scope["method"][:20], route)
+            scope[_KEY] = request
+        return request
+
+    def set_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+        self.prompt_tokens = sum(map(len, prompts))
+
+    def count(self, batch: Sequence[tuple[int, Event]]) -> None:
+        """Count tokens as they arrive, so that the number is right for a response that is cut off too."""
+        for number, event in batch:
+            match event:
+                case Delta():
+                    self._completion_tokens[number] = self._completion_tokens.get(number, 0) + len(event.token_ids)
+                case Done():
+                    self._completion_tokens[number] = event.usage.completion_tokens
+                    self.cached_tokens = (self.cached_tokens or 0) + event.usage.cached_tokens
+                case _:
+                    pass
+
+    def set_error(self, status: int, code: str | None) -> None:
+        """Only the first error is kept: later ones are its consequences."""
+        if self.outcome is None:
+            self.outcome = code or _code_of(status)
+            self.status = self.status or status
+
+    def write(self) -> None:
+        """Write the line. The attribute `request` of the log record has its fields by name."""
+        if not log.isEnabledFor(logging.INFO):
+            return
+        fields = self._fields()
+        numbers = " ".join(f"{name}={'-' if value is None else value}" for name, value in list(fields.items())[5:])
+        line = (self.request_id, self.method, self.route, self.status, fields["outcome"], numbers)
+        log.info("%s: %s %s %d %s %s", *line, extra={"request": fields})
+
+    def _fields(self) -> dict[str, Any]:
+        return {
+            "request_id": self.request_id,
+            "method": self.method,
+            "route": self.route,
+            "status": self.status,
+            "outcome": self.outcome or ("ok" if 200 <= self.status < 400 else _code_of(self.status)),
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "completion_tokens": sum(self._completion_tokens.values()) if self.prompt_tokens is not None else None,
+            "ms": round(1e3 * (time.monotonic() - self._began), 1),
+        }
+
+
+def new_id() -> str:
+    return f"req-{secrets.token_hex(8)}"
+
+
+def _code_of(status: int) -> str:
+    """The reason phrase of a status, in the form of a code."""
+    try:
+        return HTTPStatus(status).phrase.lower().replace(" ", "_")
+    except ValueError:
+        return "client_gone" if status == 499 else "no_response"

@@ -104,7 +104,7 @@ def page(monkeypatch, tmp_path) -> Iterator[Page]:
     with ExitStack() as stack:
         page = Page(monkeypatch, stack)
         monkeypatch.setattr("kvcellar.cli.serve._loaded", page.loaded)
-        monkeypatch.setattr("kvcellar.cli.serve.bound", lambda settings: nullcontext())
+        monkeypatch.setattr("kvcellar.cli.serve.bind", lambda settings: nullcontext())
         monkeypatch.setattr("kvcellar.cli.serve.run", page.serve)
         yield page
 

@@ -14,8 +14,8 @@ import transformers
 
 from kvcellar.attention.choose import backends
 from kvcellar.errors import ModelRefused
-from kvcellar.models.adopt import STRANGE, adopt
-from kvcellar.models.quiet import quiet
+from kvcellar.models.build_guest import MODEL_ERRORS, build_guest
+from kvcellar.models.hf_logging import silence_transformers
 from tests.models.served import expected
 from tests.models.timeline import BOUND, Timeline, seed_of
 from tests.zoo import ARCHS
@@ -33,19 +33,19 @@ class Found:
 
 def look(name: str) -> Found:
     try:
-        with quiet():
+        with silence_transformers():
             model, judge = ARCHS[name].build(), ARCHS[name].build()
-    except STRANGE as error:
+    except MODEL_ERRORS as error:
         return Found("refused", f"it cannot be built: {type(error).__name__}: {error}")
     try:
-        guest = adopt(model, backends())
+        guest = build_guest(model, backends())
     except ModelRefused as refusal:
         return Found("refused", str(refusal))
     timeline = Timeline(guest, judge, seed_of(name))
     try:
         timeline.play()
         worst = timeline.judged()
-    except (AssertionError, *STRANGE) as error:
+    except (AssertionError, *MODEL_ERRORS) as error:
         return Found("wrong", f"{type(error).__name__}: {error}")
     if worst > BOUND:
         return Found("wrong", f"its logits differ by {worst:.1e}")

@@ -17,8 +17,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from kvcellar.attention.choose import backends
 from kvcellar.errors import ModelRefused
-from kvcellar.models.adopt import adopt
-from kvcellar.models.quiet import quiet
+from kvcellar.models.build_guest import build_guest
+from kvcellar.models.hf_logging import silence_transformers
 from kvcellar.verify.run import Report, verify
 from tests.zoo import ARCHS
 from tests.zoo_test_support.sweep import NO_MODEL, of_type
@@ -77,14 +77,14 @@ class Row:
 
 
 def look(model_type: str) -> Row:
-    """Build a tiny model of the type, adopt it, and play every check."""
+    """Build a tiny model of the type, build_guest it, and play every check."""
     if model_type in NO_MODEL:
         return Row(model_type, "not tried", NO_MODEL[model_type])
     known = [arch for arch in ARCHS.values() if arch.model_type == model_type]
-    with quiet():
+    with silence_transformers():
         model = known[0].build() if known else of_type(model_type)
     try:
-        guest = adopt(model, backends())
+        guest = build_guest(model, backends())
     except ModelRefused as refusal:
         return Row(model_type, "refused", _plainly(str(refusal)))
     report = verify(guest, tokens=TOKENS, quality=False)

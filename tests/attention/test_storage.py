@@ -15,7 +15,7 @@ from kvcellar.cache.layouts import Causal, Sliding
 from kvcellar.cache.memory import Group, Memory
 from kvcellar.errors import NoBackend
 from kvcellar.layout import Layout
-from kvcellar.models.adopt import adopt
+from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.plan import Batch, Feed
 from kvcellar.shapes import Arrangement, AttentionSpec, Kind, Plane, Scoring, StoredAs
@@ -149,7 +149,7 @@ def stepped(
 @pytest.mark.parametrize("way", ["fp8", "int8+hadamard", "k=int4+hadamard,v=int8"])
 def test_logits_of_chunks_batches_and_forks_are_those_of_one_forward_through_the_same_storage(name, way):
     backends = [Sdpa()]
-    guest = adopt(ARCHS[name].build(), backends)
+    guest = build_guest(ARCHS[name].build(), backends)
     twin = guest.storing(StoredAs.parse(way), backends)
     ids = torch.randint(0, 100, (40,), generator=torch.Generator().manual_seed(4)).tolist()
     texts = {0: ids, 1: ids[:6] + ids[20:], 2: ids[7:19]}

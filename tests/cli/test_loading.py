@@ -70,7 +70,7 @@ def test_ctrl_c_while_it_loads_ends_it_at_once_and_cleanly(tmp_path: Path, stage
 
 
 @pytest.mark.parametrize(
-    "place", ["models.load._build", "engine.build.pack", "models.adopt.verdict_of", "engine.reserve._tried"]
+    "place", ["models.load._build", "engine.build.pack", "models.build_guest.whole_step_test", "engine.reserve._tried"]
 )
 def test_an_interrupt_in_the_middle_of_a_load_ends_it_with_nothing_but_the_line_erased(folder: str, place: str) -> None:
     with mock.patch(f"kvcellar.{place}", side_effect=KeyboardInterrupt):

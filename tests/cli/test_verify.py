@@ -246,14 +246,14 @@ MUTATIONS: list[tuple[str, Mutation, set[str]]] = [
 
 def broken_when_adopted(monkeypatch: pytest.MonkeyPatch, mutate: Mutation) -> None:
     """What the self-test finds is not to the credit of the checks of `verify`."""
-    honest = run.adopt
+    honest = run.build_guest
 
-    def adopt(*args: Any) -> Guest:
+    def build_guest(*args: Any) -> Guest:
         guest = honest(*args)
         mutate(monkeypatch, guest)
         return guest
 
-    monkeypatch.setattr(run, "adopt", adopt)
+    monkeypatch.setattr(run, "build_guest", build_guest)
 
 
 @pytest.mark.parametrize(("name", "mutate", "found"), MUTATIONS, ids=lambda x: x.__name__ if callable(x) else None)

@@ -19,7 +19,7 @@ from kvcellar.attention.choose import named
 from kvcellar.engine import depends, reserve
 from kvcellar.engine.depends import Unsettled, facts, identities, installed, measures_of, source_digest
 from kvcellar.engine.measures import MOST_BYTES, MOST_FILES, Measures, digest, directory_for, sealed
-from kvcellar.models.adopt import adopt
+from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.shapes import StoredAs
 from tests.zoo import ARCHS
@@ -229,7 +229,7 @@ LONG_SINCE = time.time_ns() + 10**15  # a load that begins long after the files 
 
 
 def llama(**config: Any) -> Guest:
-    return adopt(ARCHS["llama"].build(**config), named("sdpa"))
+    return build_guest(ARCHS["llama"].build(**config), named("sdpa"))
 
 
 def test_the_same_model_has_the_same_facts_each_time(model: Path) -> None:
@@ -240,7 +240,7 @@ def test_the_same_model_has_the_same_facts_each_time(model: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gemma3", "lfm3", "mamba2", "gpt-oss", "deepseek-v2", "bloom"])
 def test_facts_of_any_kind_of_model_are_the_same_each_time(model: Path, name: str) -> None:
-    first, second = (digest(of(adopt(ARCHS[name].build(), named("sdpa")), model)) for _ in range(2))
+    first, second = (digest(of(build_guest(ARCHS[name].build(), named("sdpa")), model)) for _ in range(2))
     assert first == second
 
 
@@ -255,11 +255,11 @@ def test_each_fact_counts(model: Path) -> None:
 
 CHANGES: dict[str, Callable[[Guest], Guest]] = {
     "kv_dtype": lambda guest: guest.storing(StoredAs.parse("int8"), named("sdpa")),
-    "attention": lambda _: adopt(ARCHS["llama"].build(), named("reference")),
-    "dtype": lambda _: adopt(ARCHS["llama"].build().bfloat16(), named("sdpa")),
+    "attention": lambda _: build_guest(ARCHS["llama"].build(), named("reference")),
+    "dtype": lambda _: build_guest(ARCHS["llama"].build().bfloat16(), named("sdpa")),
     "config": lambda _: llama(rope_theta=5000.0),
     "size": lambda _: llama(intermediate_size=ARCHS["llama"].build().config.intermediate_size + 8),
-    "class": lambda _: adopt(ARCHS["qwen2"].build(), named("sdpa")),
+    "class": lambda _: build_guest(ARCHS["qwen2"].build(), named("sdpa")),
 }
 
 

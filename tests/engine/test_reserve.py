@@ -14,7 +14,7 @@ from kvcellar.engine.engine import Engine
 from kvcellar.engine.reserve import ROWS, _draw, continued, peak, prove, scratch, uncollected
 from kvcellar.errors import BadRequest, CapacityTooSmall
 from kvcellar.kernels.packed import pack
-from kvcellar.models.adopt import adopt
+from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.plan import Batch, Feed
 from kvcellar.sample.draw import draw
@@ -33,7 +33,7 @@ def network() -> PreTrainedModel:
 
 
 def guest(attention: str = "sdpa") -> Guest:
-    return adopt(network(), named(attention))
+    return build_guest(network(), named(attention))
 
 
 @settings(derandomize=True, deadline=None)
@@ -66,7 +66,7 @@ def test_the_meter_counts_what_is_there_at_once_and_nothing_that_was_there_befor
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "mamba2", "zaya"])
 def test_a_reserved_step_that_could_be_kept_in_part_is_measured_with_all_that_it_holds(name: str) -> None:
-    model = adopt(ARCHS[name].build(), named("sdpa"))
+    model = build_guest(ARCHS[name].build(), named("sdpa"))
     memory = model.memory({group.name: 64 for group in model.shape.groups}, rows=3)
 
     def tried(*, revertible: bool, reserve: bool) -> tuple[int, int]:
@@ -115,7 +115,7 @@ def test_rows_that_packed_layers_pad_are_in_what_a_step_takes() -> None:
     )  # fmt: skip
     network = LlamaForCausalLM(config)
     assert pack(network).layers == 8
-    model = adopt(network, named("sdpa"))
+    model = build_guest(network, named("sdpa"))
     said = scratch(model, context=64, step_tokens=writers)(64, writers * 64, writers)
     memory = model.memory({group.name: writers * 64 for group in model.shape.groups})
     batch = Batch(tuple(Feed(seq, Span(63, 64)) for seq in range(writers)))
@@ -132,7 +132,7 @@ def test_what_fresh_memory_holds_does_not_change_what_a_step_is_measured_to_take
         vocab_size=500, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64,
     )  # fmt: skip
-    model = adopt(LlamaForCausalLM(config), named("sdpa"))
+    model = build_guest(LlamaForCausalLM(config), named("sdpa"))
     fresh, said = torch.empty, []
     for value in (0.0, torch.nan, torch.inf):
         with mock.patch("torch.empty", lambda *shape, value=value, **how: fresh(*shape, **how).fill_(value)):
@@ -180,7 +180,7 @@ def test_a_step_of_a_model_without_cells_stays_within_the_least_bytes_that_work(
 @pytest.mark.parametrize("name", ["mamba2", "lfm2"])
 def test_prompts_of_unequal_lengths_take_no_more_than_was_reserved(name: str) -> None:
     """Mixers run once for each length there is, on copies."""
-    guest, rows = adopt(ARCHS[name].build(), named("sdpa")), 200
+    guest, rows = build_guest(ARCHS[name].build(), named("sdpa")), 200
     most = scratch(guest, context=rows, step_tokens=rows)(rows, 4000, 4)
     memory = guest.memory({group.name: 2 * rows for group in guest.shape.groups}, rows=8)
     for few in (1, 9, 60, 100):

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from kvcellar import Engine
 from kvcellar.attention.choose import backends
 from kvcellar.engine import settings
-from kvcellar.models.adopt import adopt
+from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.shapes import StoredAs
 from tests.models.timeline import BOUND, read, relative, small_memory
@@ -96,7 +96,7 @@ def test_a_session_goes_on_and_shifts(name: str) -> None:
 
 
 def adopted(name: str, way: str, device: str) -> Guest:
-    return adopt(ARCHS[name].build().to(device), backends()).storing(StoredAs.parse(way), backends())
+    return build_guest(ARCHS[name].build().to(device), backends()).storing(StoredAs.parse(way), backends())
 
 
 @pytest.mark.parametrize("way", ["bfloat16", "fp8", "int8", "int4", "k=int8+hadamard,v=int4"])
@@ -120,7 +120,7 @@ def test_what_is_stored_in_fewer_bits_is_read_as_on_a_cpu(name: str, way: str) -
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
 def test_compaction_and_resizing_change_nobodys_tokens(name: str) -> None:
-    guest, judge = adopt(on_cuda(name), backends()), on_cuda(name)
+    guest, judge = build_guest(on_cuda(name), backends()), on_cuda(name)
     memory = small_memory(guest, 60)
     for at in range(0, 16, 4):
         read(guest, memory, *((seq, PROMPTS[1][at : at + 4]) for seq in (1, 2)))

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvcellar.attention.choose import backends
 from kvcellar.engine.engine import Engine
 from kvcellar.kernels.packed import BLOCK, PADDED, PackedLinear, pack, padded
-from kvcellar.models.adopt import adopt
+from kvcellar.models.build_guest import build_guest
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 DTYPES = sorted(BOUND, key=str)
@@ -213,7 +213,7 @@ def test_packed_network_is_adopted_and_says_the_same(tied: bool, dtype: torch.dt
     ids = torch.arange(11)[None]
     expected = model(ids).logits.float()
     assert pack(model).layers == 2 * 7 + 1
-    guest = adopt(model, backends())
+    guest = build_guest(model, backends())
     assert guest.mode == "flat"
     assert guest.verdict is not None
     assert guest.verdict.passed

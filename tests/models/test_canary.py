@@ -4,7 +4,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from kvcellar.errors import ModelRefused
-from kvcellar.models.adopt import adopt as honest
+from kvcellar.models.build_guest import build_guest as honest
 from kvcellar.models.guest import Guest
 from scripts import canary
 
@@ -24,12 +24,12 @@ def test_it_is_content_with_the_transformers_that_we_pin(capsys: pytest.CaptureF
 def test_it_cries_when_one_is_refused_that_was_served(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def adopt(model: PreTrainedModel, *rest: object) -> Guest:
+    def build_guest(model: PreTrainedModel, *rest: object) -> Guest:
         if model.config.model_type == "llama":
             raise ModelRefused("its cache has another face now")
         return honest(model, *rest)
 
-    monkeypatch.setattr(canary, "adopt", adopt)
+    monkeypatch.setattr(canary, "build_guest", build_guest)
     assert canary.main(["llama", "qwen3"]) == 1
     out = capsys.readouterr().out
     assert "LOST  llama" in out

@@ -11,8 +11,8 @@ from kvcellar.attention.choose import backends
 from kvcellar.engine.build import build
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import BadRequest, ModelRefused
-from kvcellar.models.adopt import adopt
-from kvcellar.models.facts import context_of, context_reason
+from kvcellar.models.build_guest import build_guest
+from kvcellar.models.input_limits import context_of, context_reason
 from kvcellar.verify.diagnosis import diagnose
 from tests.models.timeline import BOUND, animal, read, relative, small_memory
 from tests.zoo import ARCHS, ROPE_LONG, reference_logits
@@ -33,7 +33,7 @@ def longrope() -> PreTrainedModel:
 def gap(model: PreTrainedModel, judge: PreTrainedModel, length: int) -> float:
     """The largest difference of a sequence of `length` tokens that is read in pieces, the last token alone."""
     tokens = torch.randint(3, 101, (length,), generator=torch.Generator().manual_seed(0)).tolist()
-    guest = adopt(model, backends())
+    guest = build_guest(model, backends())
     memory = small_memory(guest, length, sequences=2)
     cuts = [*range(0, length - 1, 50), length - 1, length]
     seen = torch.cat([read(guest, memory, (1, tokens[a:b]))[0] for a, b in pairwise(cuts)])
@@ -82,5 +82,5 @@ def test_of_layers_with_frequencies_of_their_own_the_shortest_counts() -> None:
 
 def test_one_that_is_too_short_to_test_is_refused() -> None:
     with pytest.raises(ModelRefused, match="context of 7 positions is too short"):
-        adopt(ARCHS["llama"].build(max_position_embeddings=7), backends())
-    assert adopt(ARCHS["llama"].build(max_position_embeddings=8), backends()).mode == "flat"
+        build_guest(ARCHS["llama"].build(max_position_embeddings=7), backends())
+    assert build_guest(ARCHS["llama"].build(max_position_embeddings=8), backends()).mode == "flat"

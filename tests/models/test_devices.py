@@ -18,7 +18,7 @@ from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.memory import Memory
 from kvcellar.contracts import Backend
 from kvcellar.errors import NotSupported
-from kvcellar.models.adopt import adopt
+from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.plan import Batch, Feed
 from kvcellar.sample.draw import Drawn, draw
@@ -135,7 +135,7 @@ def test_no_step_makes_a_tensor_without_saying_where(name: str, stored: str, bac
     lives: list[Life] = []
     for model, place in ((here, torch.device("cpu")), (there, NOWHERE)):
         with place:
-            life = Life(adopt(model, candidates).storing(StoredAs.parse(stored), candidates))
+            life = Life(build_guest(model, candidates).storing(StoredAs.parse(stored), candidates))
             life.play()
             life.memory.check()
             lives.append(life)
@@ -149,7 +149,7 @@ def test_no_step_makes_a_tensor_without_saying_where(name: str, stored: str, bac
 @pytest.mark.parametrize(("name", "stored", "backend"), [way for way in WAYS if way[0] not in EXPERTS], ids=told)
 def test_no_tensor_of_another_device_meets_those_of_the_models(name: str, stored: str, backend: Backend | None) -> None:
     candidates = (Sdpa(), Reference()) if backend is None else (backend,)  # the kernel is for CPUs
-    guest = adopt(ARCHS[name].build(), candidates).storing(StoredAs.parse(stored), candidates)
+    guest = build_guest(ARCHS[name].build(), candidates).storing(StoredAs.parse(stored), candidates)
     guest.model.to(NOWHERE)  # pyright: ignore[reportCallIssue, reportArgumentType]
     life = Life(guest, draws=False)
     life.play()

@@ -14,8 +14,8 @@ from tokenizers.models import WordLevel
 from kvcellar.engine.engine import Engine
 from kvcellar.errors import ModelNotFound, ModelRefused
 from kvcellar.models.find import find
+from kvcellar.models.hf_logging import silence_transformers
 from kvcellar.models.load import load
-from kvcellar.models.quiet import quiet
 from tests.cli.command import kvcellar
 from tests.zoo import ARCHS, reference_logits
 
@@ -29,7 +29,7 @@ TEXT = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a repository holds."""
     path = tmp_path_factory.mktemp("repository")
-    with quiet():
+    with silence_transformers():
         ARCHS["llama"].build().save_pretrained(path, max_shard_size="200KB")
     Tokenizer(WordLevel({f"w{i}": i for i in range(101)}, unk_token="w0")).save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
@@ -101,7 +101,7 @@ def test_without_any_tokenizer_file_it_is_asked_in_ids(fetched: Fetch) -> None:
 def test_a_shard_that_was_not_fetched_is_named(fetched: Fetch, whole: Path) -> None:
     shard = sorted(whole.glob("model-*.safetensors"))[1].name
     fetched("owner/tiny", {*BESIDE, shard})
-    with pytest.raises(ModelRefused, match=f"the weight file {shard} is missing"):
+    with pytest.raises(ModelRefused, match=f"the weights file {shard} is missing"):
         load("owner/tiny")
 
 
@@ -109,7 +109,7 @@ def test_a_blob_that_is_gone_is_named(fetched: Fetch, tmp_path: Path) -> None:
     fetched("owner/tiny", ())
     shard = sorted((tmp_path / "models--owner--tiny" / "blobs").glob("model-*.safetensors"))[0]
     shard.unlink()
-    with pytest.raises(ModelRefused, match=f"the weight file {shard.name} is missing"):
+    with pytest.raises(ModelRefused, match=f"the weights file {shard.name} is missing"):
         load("owner/tiny")
 
 

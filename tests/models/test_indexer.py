@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvcellar.attention.choose import backends
 from kvcellar.errors import ModelRefused, NotSupported
-from kvcellar.models.adopt import adopt
+from kvcellar.models.build_guest import build_guest
 from kvcellar.models.generation import GenerationCache
 from kvcellar.models.own_layers import OwnLayer
 from kvcellar.models.seam import SoloDoor
@@ -112,7 +112,7 @@ def only_new(honest: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def test_wrong_values_beside_keys_and_values_change_the_logits(
     forget: Callable[..., Callable[..., Tensor]], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guest = adopt(ARCHS[name].build(), backends())
+    guest = build_guest(ARCHS[name].build(), backends())
     monkeypatch.setattr(SoloDoor, "update_plane", forget(SoloDoor.update_plane))
     timeline = Timeline(guest, animal(name)[1], seed_of(name))
     timeline.play()

@@ -21,10 +21,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from kvcellar.attention.choose import backends
 from kvcellar.errors import BadRequest, ModelNotFound, ModelRefused
-from kvcellar.models.adopt import adopt
-from kvcellar.models.checks import MOST_JSON, MOST_TEXT, config_fields
+from kvcellar.models.build_guest import build_guest
+from kvcellar.models.config_file import MOST_JSON, config_fields
+from kvcellar.models.hf_logging import silence_transformers
 from kvcellar.models.load import load
-from kvcellar.models.quiet import quiet
+from kvcellar.models.text_assets import MAX_FILE_BYTES
 from kvcellar.sample.params import SamplingParams
 from tests.zoo import ARCHS, auto_config, reference_logits
 
@@ -39,7 +40,7 @@ OTHER_CODE = (  # keys of a config that name it
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A good directory, with a tokenizer."""
     path = tmp_path_factory.mktemp("models") / "llama"
-    with quiet():
+    with silence_transformers():
         ARCHS["llama"].build().save_pretrained(path)
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(101)}, unk_token="w0"))
     words.pre_tokenizer = Whitespace()
@@ -110,7 +111,7 @@ def test_a_good_directory_gives_its_network_its_end_and_its_tokenizer(place: Pat
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "gemma3n", "deepseek-v3", "gpt2", "llama4", "dbrx", "mamba2"])
 def test_networks_whose_weights_are_renamed_or_joined_as_they_load(name: str, tmp_path: Path) -> None:
     model = ARCHS[name].build()
-    with quiet():
+    with silence_transformers():
         model.save_pretrained(tmp_path)
     assert torch.equal(reference_logits(load(tmp_path).model, TOKENS), reference_logits(model, TOKENS))
 
@@ -118,7 +119,7 @@ def test_networks_whose_weights_are_renamed_or_joined_as_they_load(name: str, tm
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHS)
 def test_every_architecture_loads_as_transformers_loads_it(name: str, tmp_path: Path) -> None:
-    with quiet():
+    with silence_transformers():
         ARCHS[name].build().save_pretrained(tmp_path)
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     ours = load(tmp_path).model.state_dict()
@@ -127,7 +128,7 @@ def test_every_architecture_loads_as_transformers_loads_it(name: str, tmp_path: 
 
 
 def test_shards_load(place: Path, tmp_path: Path) -> None:
-    with quiet():
+    with silence_transformers():
         ARCHS["llama"].build().save_pretrained(tmp_path / "shards", max_shard_size="100KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
     assert torch.equal(
@@ -247,7 +248,7 @@ def test_a_config_that_is_none_is_refused(place: Path, text: bytes, reason: str,
     ("fields", "reason"),
     [
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; a whole number from 1 to 10000"),
-        ({"num_hidden_layers": 5000}, "the weight files hold 39 tensors in all"),
+        ({"num_hidden_layers": 5000}, "the weights files hold 39 tensors in all"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
         ({"num_hidden_layers": "4"}, "num_hidden_layers is '4'"),
@@ -266,10 +267,10 @@ def test_a_config_that_is_none_is_refused(place: Path, text: bytes, reason: str,
         ({"hidden_size": 128}, "by the config"),
         ({"hidden_size": 2**19}, "by the config"),
         ({"num_hidden_layers": 5}, "it describes"),
-        ({"rope_theta": 10**30}, "which is no size of anything"),
+        ({"rope_theta": 10**30}, "which is no valid size"),
         ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers is 1000000000"),
         ({"parts": [{"n_layer": 10**9}]}, "n_layer is 1000000000"),
-        ({"num_local_experts": 10**9}, "num_local_experts is 1000000000; at most 131072 are built"),
+        ({"num_local_experts": 10**9}, "num_local_experts is 1000000000; at most 131072 are supported"),
         ({"hidden_act": "no-such"}, "cannot build a llama"),
         ({"hidden_act": 5}, "does not fit llama"),
         ({"rope_parameters": {"rope_type": "no-such", "rope_theta": 1.0}}, "a"),
@@ -288,7 +289,7 @@ def test_a_config_that_lies_is_refused_before_anything_is_built(
 
 
 def test_another_familys_name_for_its_layers_is_bounded_too(tmp_path: Path, unbuilt: None) -> None:
-    with quiet():
+    with silence_transformers():
         ARCHS["gpt2"].build().save_pretrained(tmp_path)
     assert "n_layer is 1000000000" in refused(configured(tmp_path, n_layer=10**9))
 
@@ -321,7 +322,7 @@ def test_a_config_cannot_choose_whose_attention_runs(place: Path, key: str) -> N
 
 @pytest.mark.parametrize("key", OTHER_CODE)
 def test_nor_can_a_config_inside_it(key: str, tmp_path: Path) -> None:
-    with quiet():
+    with silence_transformers():
         AutoModelForCausalLM.from_config(auto_config("gemma3")).save_pretrained(tmp_path)
     text = json.loads((tmp_path / "config.json").read_text())["text_config"]
     loaded = load(configured(tmp_path, text_config=text | {key: "somebody/kernel"}))
@@ -341,7 +342,7 @@ def test_a_config_cannot_name_another_weight_file(place: Path) -> None:
     "fields", [{"return_dict": False}, {"torchscript": True}, {"output_attentions": True}], ids=str
 )
 def test_a_config_cannot_change_the_form_of_the_answer(place: Path, fields: dict[str, Any]) -> None:
-    assert adopt(load(configured(place, **fields)).model, backends()).mode == "flat"
+    assert build_guest(load(configured(place, **fields)).model, backends()).mode == "flat"
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
@@ -372,7 +373,7 @@ def test_without_weights_it_is_no_model(place: Path, unbuilt: None) -> None:
 
 
 def header(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Rewrite the header of the weight file; its data stay."""
+    """Rewrite the header of the weights file; its data stay."""
     raw = (path / "model.safetensors").read_bytes()
     length = struct.unpack("<Q", raw[:8])[0]
     fields = json.loads(raw[8 : 8 + length])
@@ -425,7 +426,7 @@ def test_a_file_that_is_not_whole_is_refused(place: Path, how: str, unbuilt: Non
 
 def test_a_whole_file_without_tensors_is_refused(place: Path, unbuilt: None) -> None:
     save_file({}, place / "model.safetensors")
-    assert "the weight files hold 0 tensors" in refused(place)
+    assert "the weights files hold 0 tensors" in refused(place)
 
 
 def test_a_missing_tensor_is_named(place: Path) -> None:
@@ -476,11 +477,11 @@ def test_the_file_that_is_checked_is_the_file_that_is_read(place: Path) -> None:
 
 
 def test_a_missing_shard_is_named(tmp_path: Path, unbuilt: None) -> None:
-    with quiet():
+    with silence_transformers():
         ARCHS["llama"].build().save_pretrained(tmp_path, max_shard_size="100KB")
     shards = sorted(tmp_path.glob("model-*.safetensors"))
     shards[1].unlink()
-    assert f"the weight file {shards[1].name} is missing" in refused(tmp_path)
+    assert f"the weights file {shards[1].name} is missing" in refused(tmp_path)
 
 
 def test_weights_that_are_not_numbers_are_refused_when_the_model_is_tried() -> None:
@@ -488,7 +489,7 @@ def test_weights_that_are_not_numbers_are_refused_when_the_model_is_tried() -> N
     network = ARCHS["llama"].build()
     torch.nn.init.constant_(network.get_parameter("model.norm.weight"), torch.nan)
     with pytest.raises(ModelRefused, match="its logits are not finite: the weights are damaged"):
-        adopt(network, backends())
+        build_guest(network, backends())
 
 
 def test_weights_larger_than_the_machine_are_refused(place: Path, monkeypatch: Any, unbuilt: None) -> None:
@@ -523,7 +524,7 @@ def test_a_tokenizer_of_a_gigabyte_is_not_read(place: Path, name: str) -> None:
     sparse(place / name, 1 << 30)
     loaded = load(place)
     assert loaded.text is None
-    assert loaded.without_text == f"{name} has {1 << 30} bytes; {MOST_TEXT} are allowed"
+    assert loaded.without_text == f"{name} has {1 << 30} bytes; {MAX_FILE_BYTES} are allowed"
 
 
 # -- generation_config.json -------------------------------------------------------------------------------------------
@@ -610,7 +611,7 @@ def test_a_device_that_is_not_there_is_refused_before_anything_is_built(place: P
 
 @pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 def test_the_default_config_of_every_type_is_within_the_limits_on_sizes(model_type: str, tmp_path: Path) -> None:
-    with quiet():
+    with silence_transformers():
         try:
             config = CONFIG_MAPPING[model_type]()
         except StrictDataclassClassValidationError as error:
@@ -622,8 +623,8 @@ def test_the_default_config_of_every_type_is_within_the_limits_on_sizes(model_ty
 @pytest.mark.parametrize("experts", [16_384, 1 << 17])
 def test_many_experts_that_are_rows_of_an_embedding_are_served(experts: int, tmp_path: Path) -> None:
     place = tmp_path / "doge"
-    with quiet():
+    with silence_transformers():
         ARCHS["doge"].build(num_experts=experts).save_pretrained(place)
     assert type(load(place).model).__name__ == "DogeForCausalLM"
     message = refused(configured(place, num_experts=(1 << 17) + 1))
-    assert "num_experts is 131073; at most 131072 are built" in message
+    assert "num_experts is 131073; at most 131072 are supported" in message

@@ -6,8 +6,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from kvcellar.attention.choose import named
 from kvcellar.errors import ModelRefused
-from kvcellar.models.adopt import adopt
-from kvcellar.models.quiet import quiet
+from kvcellar.models.build_guest import build_guest
+from kvcellar.models.hf_logging import silence_transformers
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
 from tests.models.served import FLAT, SERVED, SOLO
@@ -39,10 +39,10 @@ def test_many_timelines_give_the_logits_of_plain_forwards(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", OTHER_TYPES)
 def test_every_other_causal_type_is_refused_or_gives_the_logits_of_plain_forwards(model_type: str) -> None:
-    with quiet():
+    with silence_transformers():
         model, judge = of_type(model_type), of_type(model_type)
     try:
-        guest = adopt(model, named("sdpa"))
+        guest = build_guest(model, named("sdpa"))
     except ModelRefused as refusal:
         pytest.skip(str(refusal))
     timeline = Timeline(guest, judge, seed_of(model_type))
@@ -52,7 +52,7 @@ def test_every_other_causal_type_is_refused_or_gives_the_logits_of_plain_forward
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_timeline_by_the_reference_backend(name: str) -> None:
-    guest = adopt(ARCHS[name].build(), named("reference"))
+    guest = build_guest(ARCHS[name].build(), named("reference"))
     timeline = Timeline(guest, animal(name)[1], seed_of(name, 100))
     timeline.play()
     assert timeline.judged() <= BOUND
@@ -116,7 +116,7 @@ def test_only_the_rows_that_are_wanted_are_answered_in_their_order(name: str) ->
 @pytest.mark.parametrize("name", NO_EXPERTS)
 def test_half_precision_is_no_further_from_the_truth_than_the_models_own(name: str, dtype: torch.dtype) -> None:
     truth, own = ARCHS[name].build(), ARCHS[name].build().to(dtype)
-    guest = adopt(ARCHS[name].build().to(dtype), named("sdpa"))
+    guest = build_guest(ARCHS[name].build().to(dtype), named("sdpa"))
     assert guest.memory({group.name: 1 for group in guest.shape.groups}).dtype == dtype
     tokens = torch.randint(3, 101, (MOST,), generator=torch.Generator().manual_seed(4)).tolist()
     memory = guest.memory({group.name: 3 * MOST for group in guest.shape.groups})

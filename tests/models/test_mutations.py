@@ -12,7 +12,7 @@ from kvcellar.attention.choose import backends
 from kvcellar.cache.layouts import Causal
 from kvcellar.errors import ModelRefused
 from kvcellar.models import seam
-from kvcellar.models.adopt import adopt
+from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.models.seam import FlatDoor
 from tests.models.timeline import BOUND, Timeline, seed_of
@@ -49,7 +49,7 @@ def without_offsets(guest: Guest) -> None:
     ],
 )
 def test_who_forgets_a_part_of_the_shape_is_found_out(name: str, forget: Callable[[Guest], None]) -> None:
-    guest = adopt(ARCHS[name].build(), backends())
+    guest = build_guest(ARCHS[name].build(), backends())
     forget(guest)
     assert judged(guest, name) > FAR
 
@@ -117,7 +117,7 @@ MUTATIONS = [
 def test_who_forgets_a_part_of_attention_is_found_out(
     name: str, mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guest = adopt(ARCHS[name].build(), backends())
+    guest = build_guest(ARCHS[name].build(), backends())
     mutate(monkeypatch)
     assert judged(guest, name) > FAR
 
@@ -132,7 +132,7 @@ def test_the_self_test_finds_it_out_too_and_does_not_serve_flat(
 ) -> None:
     mutate(monkeypatch)
     try:
-        guest = adopt(ARCHS[name].build().to(dtype), backends())
+        guest = build_guest(ARCHS[name].build().to(dtype), backends())
     except ModelRefused as refusal:  # the mutation reaches the solo way as well
         why = str(refusal)
     else:

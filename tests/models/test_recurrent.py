@@ -28,9 +28,9 @@ from kvcellar.cache.rows import Rows, Track
 from kvcellar.cache.states import States
 from kvcellar.engine.reserve import peak, uncollected
 from kvcellar.errors import ModelRefused, NotSupported
-from kvcellar.models import adopt as adoption
+from kvcellar.models import build_guest as guest_building
 from kvcellar.models import scan
-from kvcellar.models.adopt import adopt
+from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.models.mixers import Mixing, StateView
 from kvcellar.models.scan import SCANS, Advance, Call, Scan, selective_scan
@@ -490,7 +490,7 @@ def own_answers(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
 def test_outside_of_our_forwards_a_model_is_what_it_was(name: str) -> None:
     model = ARCHS[name].build()
     before = own_answers(model)
-    guest = adopt(model, backends())
+    guest = build_guest(model, backends())
     assert guest.mode == "flat"
     for ours, theirs in zip(own_answers(model), before, strict=True):
         assert torch.equal(ours, theirs)
@@ -499,7 +499,7 @@ def test_outside_of_our_forwards_a_model_is_what_it_was(name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen3.5", "mamba", "lfm2"])
 def test_two_guests_on_the_same_weights_do_not_disturb_each_other(name: str) -> None:
     model, judge = ARCHS[name].build(), animal(name)[1]
-    one, other = (Told(adopt(sharing_weights(model), backends()), judge) for _ in range(2))
+    one, other = (Told(build_guest(sharing_weights(model), backends()), judge) for _ in range(2))
     one.read({0: text(5, 1), 1: text(3, 2)})
     other.read({0: text(3, 3)})
     one.feed({0: text(3, 4), 1: text(3, 5)}, revertible=True)
@@ -514,7 +514,7 @@ def test_two_guests_on_the_same_weights_do_not_disturb_each_other(name: str) -> 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "mamba", "mamba2"])
 def test_sums_have_32_bits_in_a_model_of_16(name: str) -> None:
-    guest = adopt(ARCHS[name].build().to(torch.bfloat16), backends())
+    guest = build_guest(ARCHS[name].build().to(torch.bfloat16), backends())
     assert guest.shape.recurrent is not None
     memory = guest.memory({g.name: 64 for g in guest.shape.groups}, rows=2)
     for layer, planes in guest.shape.recurrent.layers.items():
@@ -535,7 +535,7 @@ def test_sums_have_32_bits_in_a_model_of_16(name: str) -> None:
 def test_a_solo_model_with_sums_keeps_all_of_a_feed_or_nothing() -> None:
     judge = animal("qwen3.5")[1]
     model = ARCHS["qwen3.5"].build()
-    told = Told(adoption._solo(model, backends(), "to see how it would be"), judge)
+    told = Told(guest_building._solo(model, backends(), "to see how it would be"), judge)
     told.read({0: text(5, 1)})
     for accepted in (3, 0):
         told.feed({0: text(3, 2)}, judged=False, revertible=True)
@@ -711,7 +711,7 @@ def test_the_self_test_finds_it_out_too_and_does_not_serve_flat(
 ) -> None:
     mutate(monkeypatch)
     try:
-        guest = adopt(ARCHS[name].build(), backends())
+        guest = build_guest(ARCHS[name].build(), backends())
     except ModelRefused as refusal:  # the mutation reaches the solo way as well
         why = str(refusal)
     else:
@@ -766,7 +766,7 @@ def test_what_is_wrong_in_parts_of_steps_only_is_switched_off_with_the_reason(
     name: str, mutate: Callable[[pytest.MonkeyPatch], None], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch)
-    guest = adopt(ARCHS[name].build().to(dtype), backends())
+    guest = build_guest(ARCHS[name].build().to(dtype), backends())
     assert (guest.mode, guest.verdict is not None and guest.verdict.passed) == ("flat", True)
     assert guest.no_partial_commit is not None
     assert guest.no_partial_commit.startswith("its logits differ by")
@@ -784,7 +784,7 @@ def test_what_is_wrong_in_parts_of_steps_only_is_switched_off_with_the_reason(
 def test_a_solo_model_with_sums_is_adopted_without_parts_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ARCHS["qwen3.5"].build()
     monkeypatch.setattr(model, "_can_set_attn_implementation", lambda: False)
-    guest = adopt(model, backends())
+    guest = build_guest(model, backends())
     assert guest.mode == "solo"
     assert guest.no_partial_commit is not None
     assert "runs solo" in guest.no_partial_commit
@@ -804,7 +804,7 @@ def test_a_model_without_recurrent_layers_is_refused_where_parts_of_steps_are_wr
 
     monkeypatch.setattr(Cells, "divide_all", the_last)
     with pytest.raises(ModelRefused, match="after a commit of a part of a step, its logits differ by"):
-        adopt(ARCHS[name].build(), backends())
+        build_guest(ARCHS[name].build(), backends())
 
 
 @pytest.mark.parametrize("name", EVERY)

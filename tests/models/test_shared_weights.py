@@ -20,7 +20,7 @@ from kvcellar.engine.loop import Loop
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import EngineFailed
 from kvcellar.kernels.packed import PackedLinear
-from kvcellar.models import adopt as adoption
+from kvcellar.models import build_guest as guest_building
 from kvcellar.models.guest import Verdict
 from kvcellar.models.shared_weights import sharing_weights
 from kvcellar.verify.diagnosis import diagnose
@@ -107,7 +107,7 @@ def test_so_does_an_engine_that_cannot_be_built(name: str) -> None:
         refused(CapacityTooSmall, cache_bytes=100)
         refused(BadRequest, context=10**6)
         refused(BadRequest, attention="magic")
-        with mock.patch.object(adoption, "verdict_of", return_value=Verdict(1.0, BOUND)):
+        with mock.patch.object(guest_building, "whole_step_test", return_value=Verdict(1.0, BOUND)):
             refused(ModelRefused)
         with mock.patch.object(Loop, "start", side_effect=RuntimeError("can't start new thread")):
             refused(RuntimeError)
@@ -216,11 +216,11 @@ def test_engines_on_one_network_do_not_meet(name: str) -> None:
     def use() -> None:
         with Engine(model, **SMALL) as first:
             said = greedy(first)
-            with mock.patch.object(adoption, "verdict_of", never("flat")):
+            with mock.patch.object(guest_building, "whole_step_test", never("flat")):
                 second = Engine(model, **SMALL)
             assert (first.model.mode, second.model.mode) == ("flat", "solo")
             with (
-                mock.patch.object(adoption, "verdict_of", return_value=Verdict(1.0, BOUND)),
+                mock.patch.object(guest_building, "whole_step_test", return_value=Verdict(1.0, BOUND)),
                 pytest.raises(ModelRefused),
             ):
                 Engine(model, **SMALL)

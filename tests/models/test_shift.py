@@ -9,7 +9,7 @@ from torch import Tensor
 from kvcellar.attention.choose import backends
 from kvcellar.cache.memory import Memory
 from kvcellar.errors import NotSupported
-from kvcellar.models.adopt import adopt
+from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.models.rope import TOKENS, stored_at
 from kvcellar.plan import Batch, Feed
@@ -71,7 +71,7 @@ def last(planes: dict[str, Tensor], count: int) -> dict[str, Tensor]:
 
 @pytest.fixture(params=SHIFTED)
 def guest(request: pytest.FixtureRequest) -> Guest:
-    return adopt(ARCHS[request.param].build(), backends())
+    return build_guest(ARCHS[request.param].build(), backends())
 
 
 def test_shifted_keys_equal_keys_computed_at_the_new_positions(guest: Guest) -> None:
@@ -147,7 +147,7 @@ def decode(guest: Guest, memory: Memory, pos: int) -> Tensor:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_shifted_exactly_is_refused_with_the_reason_before_anything_changes(name: str) -> None:
-    guest = adopt(ARCHS[name].build(), backends())
+    guest = build_guest(ARCHS[name].build(), backends())
     memory = guest.memory({group.name: 64 for group in guest.shape.groups})
     plan = memory.begin(Batch((Feed(1, Span(0, 20)),)))
     guest.forward(memory, plan, torch.arange(20), torch.tensor([19]))

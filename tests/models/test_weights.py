@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import ModelRefused
-from kvcellar.models import weights as reading
+from kvcellar.models import weights_loading as reading
+from kvcellar.models.hf_logging import silence_transformers
 from kvcellar.models.load import load
-from kvcellar.models.quiet import quiet
 from kvcellar.verify.diagnosis import diagnose
 from tests.zoo import ARCHS, reference_logits
 
@@ -30,7 +30,7 @@ Change = Callable[[dict[str, Tensor]], None]
 
 def saved(path: Path, name: str = "llama", **how: Any) -> Path:
     """A model directory of one of the zoo."""
-    with quiet():
+    with silence_transformers():
         ARCHS[name].build().save_pretrained(path, **how)
     return path
 
@@ -138,7 +138,7 @@ def test_a_good_directory_has_nothing_to_report(tmp_path: Path, caplog: pytest.L
 
 def tied(path: Path, factor: float) -> Path:
     """A directory whose config ties the head to the embedding, and whose file holds both."""
-    with quiet():
+    with silence_transformers():
         ARCHS["llama"].build(tie_word_embeddings=True).save_pretrained(path)
 
     def add(stored: dict[str, Tensor]) -> None:
@@ -157,7 +157,7 @@ def test_a_tied_head_that_is_stored_too_is_no_matter(tmp_path: Path) -> None:
 def test_a_tied_head_that_is_stored_with_other_values_is_used_as_stored_and_reported(tmp_path: Path) -> None:
     loaded = load(tied(tmp_path, 2.0))
     assert loaded.notes == ("config.json ties lm_head.weight, but other values are stored for it, and these are used",)
-    with quiet():
+    with silence_transformers():
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(reference_logits(loaded.model, TOKENS), reference_logits(theirs, TOKENS))
 

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from kvcellar.attention.choose import backends
 from kvcellar.cache.memory import Memory
 from kvcellar.errors import CacheFull
-from kvcellar.models.adopt import adopt
-from kvcellar.models.facts import context_of, padding_token
+from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
+from kvcellar.models.input_limits import context_of, padding_token
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
 from tests.zoo import ARCHS, WINDOW, reference_logits
@@ -36,7 +36,7 @@ Row = tuple[int, Tensor]  # a position, and the logits [V] that were seen there
 @cache
 def animal(name: str) -> tuple[Guest, PreTrainedModel]:
     """A guest, and the same network untouched for the judge. Shared between tests: nobody changes them."""
-    return adopt(ARCHS[name].build(), backends()), ARCHS[name].build()
+    return build_guest(ARCHS[name].build(), backends()), ARCHS[name].build()
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:

@@ -9,7 +9,7 @@ from kvcellar.attention.choose import backends
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cli.main import cli
 from kvcellar.errors import BadRequest
-from kvcellar.models.adopt import adopt
+from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.shapes import Kind
 from kvcellar.verify.kv_quality import WAYS, KvQuality, kv_quality
@@ -18,7 +18,7 @@ from tests.zoo import ARCHS
 
 @pytest.fixture(scope="module")
 def guest() -> Guest:
-    return adopt(ARCHS["gemma3"].build(), backends())
+    return build_guest(ARCHS["gemma3"].build(), backends())
 
 
 def test_quality_is_measured_for_every_way_and_falls_with_the_bits(guest):

@@ -12,7 +12,7 @@ import torch
 from kvcellar.attention.choose import backends
 from kvcellar.cache.layouts import Causal, Sliding
 from kvcellar.errors import BadRequest
-from kvcellar.models.adopt import adopt
+from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.models.mixers import StateView
 from kvcellar.models.selftest import worst
@@ -43,7 +43,7 @@ NAMES = [check.name for check in CHECKS]
 
 
 def guest_of(name: str) -> Guest:
-    return adopt(ARCHS[name].build(), backends())
+    return build_guest(ARCHS[name].build(), backends())
 
 
 @pytest.mark.parametrize("name", NOT_APPLICABLE)
@@ -118,7 +118,7 @@ def test_where_no_part_of_a_draft_can_be_kept_all_and_nothing_hold(monkeypatch: 
     model = ARCHS["lfm2"].build()
     model._can_set_attn_implementation = lambda: False
     monkeypatch.setattr(StateView, "_at", lambda self, layer, again: lambda rows, n: again(rows, n).states(layer))
-    guest = adopt(model, backends())
+    guest = build_guest(model, backends())
     assert guest.mode == "solo"
     report = verify(guest, quality=False)
     assert report.holds, report.broken

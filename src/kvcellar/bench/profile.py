@@ -16,7 +16,7 @@ from kvcellar.cache.memory import Memory
 from kvcellar.contracts import Backend, History
 from kvcellar.kernels.packed import PackedLinear, pack
 from kvcellar.kernels.widened import WidenedLinear
-from kvcellar.models.adopt import adopt
+from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.models.load import load
 from kvcellar.plan import Batch, Feed, GroupPlan
@@ -88,7 +88,7 @@ def profile(directory: Path, prompts: Sequence[Sequence[int]], steps: int) -> tu
     clock = Clock()
     network = load(directory, device="cpu").model
     pack(network)
-    guest = adopt(network, [Clocked(backend, clock) for backend in backends()])
+    guest = build_guest(network, [Clocked(backend, clock) for backend in backends()])
     for layer in network.modules():
         if isinstance(layer, PackedLinear | WidenedLinear | nn.Linear):
             clock.watch(layer)

@@ -19,7 +19,7 @@ from kvcellar.bench import hf_baseline
 from kvcellar.bench.network import RECURRENT, hybrid
 from kvcellar.cache.memory import Memory
 from kvcellar.kernels.packed import pack
-from kvcellar.models.adopt import adopt
+from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
@@ -64,7 +64,7 @@ def _guest(kind: str, *, small: bool) -> Guest:
     size = {"hidden": 64, "layers": 4, "head": 16} if small else {"hidden": 512, "layers": 4, "head": 64}
     network = hf_baseline.network(hybrid(kind, **size), torch.bfloat16)
     pack(network)
-    return adopt(network, backends())
+    return build_guest(network, backends())
 
 
 def _forked(guest: Guest) -> Forked:

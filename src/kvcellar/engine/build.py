@@ -36,9 +36,9 @@ from kvcellar.engine.settings import (
 )
 from kvcellar.errors import BadRequest, CapacityTooSmall, ModelRefused, PromptTooLong
 from kvcellar.kernels.packed import Packing, pack
-from kvcellar.models.adopt import adopt
-from kvcellar.models.facts import context_of, context_reason, embedding_rows, padding_token
+from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
+from kvcellar.models.input_limits import context_of, context_reason, embedding_rows, padding_token
 from kvcellar.models.load import Loaded, load
 from kvcellar.policy import trim
 from kvcellar.process import Origin
@@ -131,7 +131,7 @@ class Built:
 
 
 def build(model: "str | Path | PreTrainedModel | None", settings: Settings) -> Built:
-    """Load, prove, size, wire. Raises what `load`, `adopt` and `resolve_capacity` raise."""
+    """Load, prove, size, wire. Raises what `load`, `build_guest` and `resolve_capacity` raise."""
     settings = _in_a_fork(settings)
     began = time.time_ns()
     threads = threads_of(settings.threads, torch.get_num_threads())
@@ -141,7 +141,7 @@ def build(model: "str | Path | PreTrainedModel | None", settings: Settings) -> B
     if loaded.path is None:
         _check_as_it_is(loaded.model, settings)
     packing = _packing(loaded, settings)
-    guest = adopt(loaded.model, named(settings.attention))
+    guest = build_guest(loaded.model, named(settings.attention))
     return _wired(loaded, packing, guest, settings, threads, began)
 
 

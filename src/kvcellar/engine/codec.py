@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvcellar.errors import BadRequest
-from kvcellar.models.load import TextAssets
+from kvcellar.models.text_assets import TextAssets
 from kvcellar.text.meter import Caps
 from kvcellar.text.output import Output
 from kvcellar.text.room import longest_text

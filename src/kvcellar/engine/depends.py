@@ -150,7 +150,7 @@ def shape(guest: Guest) -> dict[str, Any]:
             [group.name, repr(group.layout), repr(group.planes), list(group.layers), group.plain]
             for group in guest.shape.groups
         ],
-        "asks": {name: repr(ask) for name, ask in guest.shape.asks.items()},
+        "asks": {name: repr(ask) for name, ask in guest.shape.specs.items()},
         "backends": {name: [_named(type(b)), repr(b.arrangement), b.padding] for name, b in guest.backends.items()},
         "recurrent": repr(guest.shape.recurrent),
     }

@@ -1,10 +1,10 @@
-"""generation: our memory under transformers' own `model.generate()`. Its loop, its masks, its attention; our cells.
+"""generation: a cache for transformers' own `model.generate()` that keeps its K/V in a `Memory`.
 
     cache = GenerationCache.of(model, cells=4096)
     model.generate(ids, past_key_values=cache, use_cache=True)
 
-Each row of the batch is a sequence; padding is a token like any other here, and the model's own masks hide it. Beams
-that share a past share its cells. The model is used as it is: its attention is not replaced.
+The model is not changed: the loop, the masks and the attention are transformers'. Each row of the batch is a sequence;
+a padding token takes a cell like any other, and the model's own masks hide it. Beams with a common past share cells.
 
 Always true between two forwards:
   * `rows` names one sequence of memory for each row of the batch, all of the same length;
@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.memory import Group, Memory
 from kvcellar.errors import BadRequest, ModelRefused, NotSupported
-from kvcellar.models.probe import stored_shape
+from kvcellar.models.shape import stored_shape
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
 
@@ -41,14 +41,14 @@ class GenerationCache(Cache):
     def of(cls, model: PreTrainedModel, *, cells: int) -> "GenerationCache":
         """For `model`, with room for `cells` tokens of all rows and beams together.
 
-        Raises `ModelRefused` if the model stores nothing, or has recurrent layers: their states are not kept here.
+        Raises `ModelRefused` if the model stores nothing, or has recurrent layers, whose states it cannot keep.
         """
         shape = stored_shape(model)
         if shape.recurrent is not None:
             layers = sorted(shape.recurrent.layers)
             raise ModelRefused(
                 f"{type(model).__name__} keeps recurrent or convolution state in layers {layers}, which this cache "
-                f"does not keep; an engine serves it"
+                f"does not support; an engine does"
             )
         device = model.device
         memory = Memory(
@@ -60,17 +60,17 @@ class GenerationCache(Cache):
         )
         return cls(shape.groups, memory)
 
-    # -- what models and `generate` call -------------------------------------------------------------------------
+    # -- called by models and by `generate` ----------------------------------------------------------------------
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
-        """Store k [B,G,L,D] and v [B,G,L,Dv]; answers all that every row holds, [B,G,N,D] and [B,G,N,Dv]."""
+        """Store k [B,G,L,D] and v [B,G,L,Dv]; returns all K/V of every row, [B,G,N,D] and [B,G,N,Dv]."""
         if layer_idx not in self._layers:
-            raise ModelRefused(f"layer {layer_idx} stored nothing when the model was probed, and does now")
-        if layer_idx in self._stored:  # the forward before this one did not come to its end
+            raise ModelRefused(f"layer {layer_idx} stores keys and values, and did not when the model was probed")
+        if layer_idx in self._stored:  # the previous forward failed
             self._abandon()
         if not self._stored:
             self._begin(key_states.shape[0], key_states.shape[2])
-        self._stored.add(layer_idx)  # before it has: a layer whose tensors are refused is where the next forward begins
+        self._stored.add(layer_idx)  # before `put`: if that raises, the next forward abandons this step
         self.memory.put(layer_idx, _rows(key_states), _rows(value_states))
         held = self.memory.get(layer_idx).each_in_order()
         if self._stored == self._layers:
@@ -80,7 +80,7 @@ class GenerationCache(Cache):
 
     @property
     def in_step(self) -> bool:
-        """Is a forward under way that has not stored all?"""
+        """Whether some layers of a forward have stored and others have not."""
         return bool(self._stored)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -96,7 +96,7 @@ class GenerationCache(Cache):
         return -1
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes what row `beam_idx[i]` was: forks, which copy no K/V."""
+        """Row i becomes a fork of row `beam_idx[i]`, which copies no K/V."""
         self._become([self.rows[row] for row in beam_idx.tolist()])
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -106,21 +106,21 @@ class GenerationCache(Cache):
         self._become([seq for seq in self.rows for _ in range(repeats)])
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens of every row."""
+        """Remove the last `-tokens_to_remove` tokens of every row."""
         length = self.get_seq_length()
         if not -length <= tokens_to_remove <= 0:
-            raise BadRequest(f"crop({tokens_to_remove}) of {length} tokens; it wants a negative number, or 0")
+            raise BadRequest(f"crop({tokens_to_remove}) of {length} tokens; a number from {-length} to 0 is needed")
         for seq in self.rows:
             self.memory.remove(seq, Span(length + tokens_to_remove, length))
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Drop all rows."""
         self.memory.clear()
         self.rows.clear()
         self._stored.clear()
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: what was stored is there until it is cropped."""
+        """Nothing to do: stored K/V are kept until they are cropped."""
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return True
@@ -142,12 +142,12 @@ class GenerationCache(Cache):
         return True
 
     def _recurrent(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotSupported("this model keeps recurrent or convolution state, which this cache does not")
+        raise NotSupported("this cache does not support recurrent or convolution state")
 
     get_conv_state = update_conv_state = get_recurrent_state = update_recurrent_state = _recurrent
     has_previous_state = update_indexer = _recurrent
 
-    # -- inside -------------------------------------------------------------------------------------------------
+    # -- internal -----------------------------------------------------------------------------------------------
 
     def _begin(self, rows: int, tokens: int) -> None:
         if self.rows and rows != len(self.rows):
@@ -160,18 +160,18 @@ class GenerationCache(Cache):
         self.rows = seqs
 
     def _end(self) -> None:
-        """All layers have stored: keep the step."""
+        """Commit the step: all layers have stored."""
         self.memory.commit()
         self._stored.clear()
 
     def _abandon(self) -> None:
-        """Forget the open step, and the rows if it was their first."""
+        """Abandon the open step, and forget rows of which it was the first."""
         self.memory.abandon()
         self._stored.clear()
         self.rows = [seq for seq in self.rows if self.memory.has(seq)]
 
     def _become(self, sources: list[int]) -> None:
-        """Row i goes on as `sources[i]`. Every source is forked before any is dropped."""
+        """Replace row i by a fork of `sources[i]`. Every source is forked before any is dropped."""
         length = self.get_seq_length()
         fresh = [self.fresh() for _ in sources]
         for seq, source in zip(fresh, sources, strict=True):
@@ -181,7 +181,7 @@ class GenerationCache(Cache):
         self.rows = fresh
 
     def fresh(self) -> int:
-        """The number of a sequence that nobody has."""
+        """The number of a new sequence."""
         self._next += 1
         return self._next
 

@@ -1,4 +1,4 @@
-"""guest: a transformers model that runs on our memory. Guests are made by `adopt`.
+"""guest: a transformers model that runs on our memory. `build_guest` makes it and tests it.
 
 Always true:
   * `mode` says how it is run: "flat" (all sequences in one row, our attention) or "solo" (one sequence per forward, its
@@ -22,7 +22,7 @@ from kvcellar.attention.choose import Chosen, choose
 from kvcellar.cache.memory import Memory
 from kvcellar.contracts import Backend
 from kvcellar.errors import ModelRefused, NotSupported
-from kvcellar.models.facts import first_position
+from kvcellar.models.input_limits import first_position
 from kvcellar.models.own_layers import fresh_layers
 from kvcellar.models.seam import Door, FlatDoor, SoloDoor, cache_argument, opened
 from kvcellar.models.shape import Shape
@@ -34,7 +34,7 @@ Mode = Literal["flat", "solo"]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the self-test saw: the largest difference of logits, relative to max(1, max|logit|), and the bound."""
+    """Result of the self-test: the largest difference of logits, relative to max(1, max|logit|), and the bound."""
 
     difference: float
     bound: float
@@ -44,12 +44,12 @@ class Verdict:
         return self.difference <= self.bound
 
     def __str__(self) -> str:
-        """Why it did not pass."""
+        """The reason where it did not pass."""
         return f"its logits differ by {self.difference:.1e} from its own forward ({self.bound:.0e} is allowed)"
 
 
 class Guest:
-    """Runs one model. Made by `adopt`; call `forward` between `Memory.begin` and `commit`."""
+    """Runs one model. Call `forward` between `Memory.begin` and `commit`."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Guest:
         limits: int | None = None,
         max_bytes: int | None = None,
     ) -> Memory:
-        """A memory of this model's shape. The rest is as in `Memory`; `rows` are needed by recurrent layers only."""
+        """A memory of this model's shape. Parameters are those of `Memory`; only recurrent layers need `rows`."""
         return Memory(
             self.shape.groups,
             cells=cells,
@@ -108,10 +108,10 @@ class Guest:
         twin.chosen = backends_for(twin.shape, backends)
         return twin
 
-    def seen(self, positions: Tensor) -> int | Tensor:
-        """What the model is told when it asks how many tokens came before its rows at `positions` [T].
+    def past_length(self, positions: Tensor) -> int | Tensor:
+        """What the cache reports as the number of earlier tokens, for rows at `positions` [T].
 
-        With a range over the rows added, the answer gives the real positions. Code that wants a number is told 0.
+        Models add a range over their rows to it, which gives the real positions. Code that needs a number gets 0.
         """
         return positions - torch.arange(len(positions), device=positions.device) if self._offsets else 0
 
@@ -119,22 +119,22 @@ class Guest:
     def forward(self, memory: Memory, plan: Plan, ids: Tensor, want: Tensor) -> Tensor:
         """Run the open step of `memory`: ids [T] -> logits [len(want), V] of the rows in `want`.
 
-        Raises `NotSupported` for a feed of which a part may be kept, where `no_partial_commit` says why not.
+        Raises `NotSupported` for a feed of which a part may be kept, if `no_partial_commit` is set.
         """
         if self.no_partial_commit is not None and any(feed.in_parts for feed in plan.feeds):
             raise NotSupported(f"a part of a feed cannot be kept, nor be a checkpoint: {self.no_partial_commit}")
         positions = torch.tensor(plan.positions, dtype=torch.long, device=self.device)
         if self.mode == "flat":
-            door = FlatDoor(memory, plan, self.seen(positions), self.shape.bindings)
-            return self._through(door, ids, positions, want)
+            door = FlatDoor(memory, plan, self.past_length(positions), self.shape.bindings)
+            return self._run(door, ids, positions, want)
         door = SoloDoor(memory, plan, fresh_layers(self.model))
-        logits = self._through(door, ids, positions, want)
+        logits = self._run(door, ids, positions, want)
         door.put()
         return logits
 
     @torch.inference_mode()
     def forward_with_hidden(self, memory: Memory, plan: Plan, ids: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
-        """The same, and the hidden states [R,hidden] of these rows: what the output head reads, so after the last layer
+        """`forward`, with the hidden states [len(want),hidden] that the output head reads: those after the last layer
         and the final norm. Raises `ModelRefused` if the network does not call one output head once."""
         head = self.model.get_output_embeddings()
         read: list[Tensor] = []  # [1,R,hidden], or of all rows [1,T,hidden]
@@ -144,13 +144,13 @@ class Guest:
             logits = self.forward(memory, plan, ids, want)
         if len(read) != 1:
             raise ModelRefused(
-                f"{type(self.model).__name__} calls its output head {len(read)} times in a forward, not once: which "
-                f"hidden states it reads is not known"
+                f"{type(self.model).__name__} calls its output head {len(read)} times in a forward, not once, so its "
+                f"hidden states are unknown"
             )
         hidden = read[0][0]
         return logits, hidden if "logits_to_keep" in self._accepts else hidden.index_select(0, want)
 
-    def _through(self, door: Door, ids: Tensor, positions: Tensor, want: Tensor) -> Tensor:
+    def _run(self, door: Door, ids: Tensor, positions: Tensor, want: Tensor) -> Tensor:
         with opened(door) as cache:
             inputs: dict[str, Any] = {"input_ids": ids[None], cache_argument(self._accepts): cache, "use_cache": True}
             if "position_ids" in self._accepts:
@@ -161,4 +161,5 @@ class Guest:
 
 
 def backends_for(shape: Shape, backends: Sequence[Backend]) -> dict[str, Chosen]:
-    return {name: choose(ask, backends) for name, ask in shape.asks.items()}
+    """The chosen backend of each group. Raises `NoBackend`."""
+    return {name: choose(spec, backends) for name, spec in shape.specs.items()}

@@ -207,7 +207,9 @@ def _open_door() -> Door:
     """The door of the forward that is running. Raises `WrongStage` for a forward that `Guest.forward` did not start."""
     door = _door.get(None)
     if door is None:
-        raise WrongStage("an adopted network is run by `Guest.forward` only: give `adopt` a copy to call it yourself")
+        raise WrongStage(
+            "a guest's network is run by `Guest.forward` only: pass `build_guest` a copy to call it yourself"
+        )
     return door
 
 

@@ -1,4 +1,4 @@
-"""selftest: does a guest give the logits of the model's own eager forward over the same tokens, on the real weights?"""
+"""selftest: compare a guest's logits with those of the model's own eager forward, on the real weights."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvcellar.errors import ModelRefused
-from kvcellar.models.facts import context_of, random_text
 from kvcellar.models.guest import Guest, Verdict
+from kvcellar.models.input_limits import context_of, random_tokens
 from kvcellar.models.seam import our_attention, own_attention
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
@@ -20,18 +20,18 @@ TOLERANCE: Mapping[torch.dtype, float] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class Reference:
     """Token ids of three sequences, and the logits [L,V] of the model's own eager forward over each."""
 
     texts: Mapping[int, list[int]]
     logits: Mapping[int, Tensor]
 
 
-def trial_of(model: PreTrainedModel, seed: int) -> Trial:
-    """Sequence 1 begins as 0 does; 2 is of its own. Leaves the model with its own attention."""
+def reference_of(model: PreTrainedModel, seed: int) -> Reference:
+    """Sequences 0 and 1 share a prefix. Leaves the model with its own attention."""
     most = min(24, context_of(model))
     draw = torch.Generator().manual_seed(seed)
-    ids = random_text(model, 3 * most, draw)
+    ids = random_tokens(model, 3 * most, draw)
     half = most // 2
     texts = {0: ids[:most], 1: ids[: half - 2] + ids[most : most + 6], 2: ids[2 * most : 2 * most + half]}
     own_attention(model)
@@ -44,55 +44,57 @@ def trial_of(model: PreTrainedModel, seed: int) -> Trial:
         raise ModelRefused(
             f"its logits are not finite: the weights are damaged, or {model.dtype} is too narrow for them"
         )
-    return Trial(texts, logits)
+    return Reference(texts, logits)
 
 
-def verdict_of(guest: Guest, trial: Trial) -> Verdict:
-    """Chunks of prompts beside decoding, a fork, an abandoned step: every step is committed whole, or not at all."""
-    return _judged(_Reader(guest, trial), _read_whole)
+def whole_step_test(guest: Guest, reference: Reference) -> Verdict:
+    """Chunked prefill beside decoding, a fork, an abandoned step; every step is committed whole, or not at all."""
+    return _verdict(_Replay(guest, reference), _whole_steps)
 
 
-def partial_verdict_of(guest: Guest, trial: Trial) -> Verdict:
-    """Of some steps a part is committed, as after drafts of which the first few are accepted, or is a checkpoint."""
-    return _judged(_Reader(guest, trial), _read_in_part)
+def partial_commit_test(guest: Guest, reference: Reference) -> Verdict:
+    """Of some steps only a part is committed, as after drafts of which the first few are accepted."""
+    return _verdict(_Replay(guest, reference), _partial_steps)
 
 
-def _judged(reader: "_Reader", read: Callable[["_Reader"], None]) -> Verdict:
-    read(reader)
-    bound = TOLERANCE[reader.guest.dtype]
-    if not all(bool(gap.isfinite().all()) for gap in reader.gaps):
+def _verdict(replay: "_Replay", steps: Callable[["_Replay"], None]) -> Verdict:
+    steps(replay)
+    bound = TOLERANCE[replay.guest.dtype]
+    if not all(bool(gap.isfinite().all()) for gap in replay.gaps):
         return Verdict(float("inf"), bound)
-    return Verdict(worst(reader.gaps, reader.guest.dtype), bound)
+    return Verdict(worst(replay.gaps, replay.guest.dtype), bound)
 
 
 def worst(gaps: Sequence[Tensor], dtype: torch.dtype) -> float:
-    """The difference that counts, of the gaps [l] of the rows of feeds: the largest, or in half precision a middle one.
+    """The largest of the differences `gaps`, [l] for the rows of each feed; in half precision the largest median.
 
-    A router's near tie falls either way on a token now and then there: each feed is judged by its middle row, not its
-    worst, and the feeds of a token or two together.
+    In half precision a router's near tie may select another expert for single tokens. So each feed counts with its
+    median row, and feeds of fewer than five tokens are pooled.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return max((float(gap.max()) for gap in gaps), default=0.0)
     short = [gap for gap in gaps if len(gap) < 5]
-    judged = [*([torch.cat(short)] if short else []), *(gap for gap in gaps if len(gap) >= 5)]
-    return max((float(gap.median()) for gap in judged), default=0.0)
+    pooled = [*([torch.cat(short)] if short else []), *(gap for gap in gaps if len(gap) >= 5)]
+    return max((float(gap.median()) for gap in pooled), default=0.0)
 
 
-class _Reader:
-    """Reads the texts of a trial through a small memory of its own; `gaps` are the differences [l] of every feed."""
+class _Replay:
+    """Feeds the texts of a reference through a small memory; `gaps` are the relative differences [l] of each feed."""
 
-    def __init__(self, guest: Guest, trial: Trial) -> None:
-        self.guest, self.texts = guest, trial.texts
+    def __init__(self, guest: Guest, reference: Reference) -> None:
+        self.guest, self.texts = guest, reference.texts
         self.gaps: list[Tensor] = []
-        self.memory = guest.memory({group.name: 4 * len(trial.texts[0]) for group in guest.shape.groups}, rows=8)
-        self._logits = trial.logits
-        self._scale = max(1.0, max(float(logits.abs().max()) for logits in trial.logits.values()))
+        self.memory = guest.memory({group.name: 4 * len(self.texts[0]) for group in guest.shape.groups}, rows=8)
+        self._logits = reference.logits
+        self._scale = max(1.0, max(float(logits.abs().max()) for logits in reference.logits.values()))
         if guest.mode == "flat":
             our_attention(guest.model)
 
     def step(self, *feeds: Feed, kept: Mapping[int, int] | None = None) -> dict[int, int]:
-        """In one step, or one by one if the guest runs solo; returns the claims that they leave, by sequence. Where not
-        all of a feed is kept, by sequence, the rest of its tokens are others than those of the text."""
+        """In one step, or one step per feed if the guest runs solo; returns the claims made, by sequence.
+
+        `kept`: tokens to commit, by sequence, if not all. The tokens of the feed after them differ from the text.
+        """
         claims: dict[int, int] = {}
         for part in [feeds] if self.guest.mode == "flat" else [(feed,) for feed in feeds]:
             counts = {feed.seq: (kept or {}).get(feed.seq, len(feed.pos)) for feed in part}
@@ -100,12 +102,12 @@ class _Reader:
             claims |= self.memory.commit(counts)
             for feed, rows in zip(part, logits, strict=True):
                 if count := counts[feed.seq]:
-                    theirs = self._logits[feed.seq][feed.pos.start : feed.pos.start + count]
-                    self.gaps.append((rows[:count] - theirs).abs().amax(-1) / self._scale)
+                    wanted = self._logits[feed.seq][feed.pos.start : feed.pos.start + count]
+                    self.gaps.append((rows[:count] - wanted).abs().amax(-1) / self._scale)
         return claims
 
     def forward(self, feeds: Sequence[Feed], counts: Mapping[int, int], wanted: int | None = None) -> Tensor:
-        """Rows are wanted from the last to the first, to see that the model respects that."""
+        """Rows are requested from the last to the first, to test that the model respects `want`."""
         plan = self.memory.begin(Batch(tuple(feeds)))
         ids: list[int] = []
         for feed in feeds:
@@ -115,10 +117,10 @@ class _Reader:
         return self.guest.forward(self.memory, plan, torch.tensor(ids, device=self.guest.device), rows).float().flip(0)
 
 
-def _read_whole(reader: _Reader) -> None:
-    """Chunks of prompts beside decoding, 1 forked from 0, then single tokens."""
-    step, memory = reader.step, reader.memory
-    a, b, c = (len(text) for text in reader.texts.values())
+def _whole_steps(replay: _Replay) -> None:
+    """Chunked prompts beside decoding, sequence 1 forked from 0, an abandoned step, then single tokens."""
+    step, memory = replay.step, replay.memory
+    a, b, c = (len(text) for text in replay.texts.values())
     half = a // 2
     step(Feed(0, Span(0, half - 2), capture=True), Feed(2, Span(0, 1)))
     step(Feed(0, Span(half - 2, half)))
@@ -126,19 +128,19 @@ def _read_whole(reader: _Reader) -> None:
     step(Feed(1, Span(shared, b - 2)), Feed(0, Span(half, half + 1)), Feed(2, Span(1, c - 2)))
     step(Feed(0, Span(half + 1, a - 2)), Feed(1, Span(b - 2, b - 1)))
     step(Feed(2, Span(c - 2, c - 1)), Feed(1, Span(b - 1, b)), Feed(0, Span(a - 2, a - 1)))
-    reader.forward([Feed(2, Span(c - 1, c))], {2: 1}, wanted=0)
+    replay.forward([Feed(2, Span(c - 1, c))], {2: 1}, wanted=0)
     memory.abandon()
     step(Feed(2, Span(c - 1, c)))
     step(Feed(0, Span(a - 1, a)))
 
 
-def _read_in_part(reader: _Reader) -> None:
-    """1 begins at a checkpoint inside a feed of 0. Then feeds of one length, and of several, of which parts are kept;
+def _partial_steps(replay: _Replay) -> None:
+    """Sequence 1 starts at a checkpoint inside a feed of 0; then parts of feeds of equal and unequal lengths are kept;
     then the rest of every text."""
-    texts, memory = reader.texts, reader.memory
+    texts, memory = replay.texts, replay.memory
     first, end = len(texts[0]) // 3, max(map(len, texts.values()))
     inside = first // 2
-    claims = reader.step(Feed(0, Span(0, first), checkpoints=(inside,)))
+    claims = replay.step(Feed(0, Span(0, first), checkpoints=(inside,)))
     memory.claims.assemble(1, [claims[0]], inside)
     rounds: list[dict[int, tuple[int, int]]] = [  # by sequence: tokens of its feed, and how many of these are kept
         {0: (4, 2), 1: (4, 3), 2: (4, 0)},
@@ -146,12 +148,9 @@ def _read_in_part(reader: _Reader) -> None:
         dict.fromkeys(texts, (end, end)),
     ]
     for shares in rounds:
-        feeds: list[Feed] = []
-        kept: dict[int, int] = {}
-        for seq, (tokens, count) in shares.items():
-            start = memory.length(seq)
-            feed = Feed(seq, Span(start, min(start + tokens, len(texts[seq]))), revertible=True)
-            kept[seq] = min(count, len(feed.pos))
-            if len(feed.pos):
-                feeds.append(feed)
-        reader.step(*feeds, kept=kept)
+        spans = {
+            seq: Span(memory.length(seq), min(memory.length(seq) + tokens, len(texts[seq])))
+            for seq, (tokens, _) in shares.items()
+        }
+        feeds = [Feed(seq, span, revertible=True) for seq, span in spans.items() if len(span)]
+        replay.step(*feeds, kept={seq: min(count, len(spans[seq])) for seq, (_, count) in shares.items()})

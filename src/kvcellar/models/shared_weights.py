@@ -1,8 +1,8 @@
-"""shared_weights: a copy of a network that has modules and configs of its own, on the same weights.
+"""shared_weights: a copy of a network with its own modules and configs, on the same weights.
 
 A network that the caller built is served through such a copy. Attention, eval mode, mixers and packed layers are
-changed in the copy, so the caller's network stays as it is: it can be called, saved, copied and moved at any time, and
-when the copy is dropped there is nothing to put back.
+changed in the copy, so the caller's network can be called, saved, copied and moved at any time, and there is nothing to
+restore when the copy is dropped.
 """
 
 from copy import Error, deepcopy
@@ -16,15 +16,15 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 def sharing_weights(model: Network) -> Network:
-    """A copy whose parameters and buffers are in the memory of the original's. Raises `ModelRefused`.
+    """A copy whose parameters and buffers share the storage of the original's. Raises `ModelRefused`.
 
-    The copy's parameters are objects of its own, without gradients: moving or casting the original, which replaces
-    tensors, does not reach the copy. Writing into a weight does.
+    The copy has its own parameter objects, without gradients. Moving or casting the original replaces its tensors, so
+    it does not affect the copy. Writing into a weight does.
     """
     held = [vars(module) | module._parameters | module._buffers for module in model.modules()]
     shared = {id(t): _shared(t) for tensors in held for t in tensors.values() if isinstance(t, Tensor)}
     try:
-        return deepcopy(model, shared)  # a memo: what is in it counts as copied
+        return deepcopy(model, shared)  # a memo: objects in it are taken as copied
     except (Error, TypeError, RuntimeError, ValueError, LookupError, AttributeError) as error:
         raise ModelRefused(
             f"{type(model).__name__} cannot be served: its modules cannot be copied: {error}. Load it from a directory"
@@ -32,5 +32,5 @@ def sharing_weights(model: Network) -> Network:
 
 
 def _shared(tensor: Tensor) -> Tensor:
-    """Subclasses stay the same object: what else they hold may not survive `detach`."""
+    """A subclass of Parameter stays the same object, since `detach` may lose its other attributes."""
     return nn.Parameter(tensor.detach(), requires_grad=False) if type(tensor) is nn.Parameter else tensor

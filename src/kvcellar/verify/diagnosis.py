@@ -7,8 +7,8 @@ from typing import Any
 from kvcellar.attention.choose import backends, named
 from kvcellar.engine.build import Built, build
 from kvcellar.engine.settings import Settings, sized
-from kvcellar.models.facts import context_reason
 from kvcellar.models.guest import Guest
+from kvcellar.models.input_limits import context_reason
 from kvcellar.progress import report
 from kvcellar.verify.kv_quality import KvQuality
 from kvcellar.verify.kv_quality import kv_quality as measure
@@ -96,7 +96,7 @@ def _diagnosed(built: Built, settings: Settings, kv_quality: bool) -> Diagnosis:
             sizes[group.name],
             built.capacity.cells[group.name],
             guest.chosen[group.name].backend.name if guest.mode == "flat" else None,
-            {backend.name: backend.refuse(guest.shape.asks[group.name]) for backend in every},
+            {backend.name: backend.refuse(guest.shape.specs[group.name]) for backend in every},
         )
         for group in guest.shape.groups
     )
@@ -144,7 +144,7 @@ def _limits(guest: Guest) -> Iterator[str]:
         yield f"context: {reason}"
     stuck = [group.no_shift for group in guest.shape.groups if group.no_shift is not None]
     if guest.shape.recurrent is not None:
-        stuck.append("what was read cannot be taken out of the state of its recurrent layers")
+        stuck.append("tokens cannot be removed from the state of its recurrent layers")
     yield f"context shift: by reading again ({stuck[0]})" if stuck else "context shift: in place"
     if guest.no_partial_commit is not None:
         yield f"committing a part of a step: off ({guest.no_partial_commit})"

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kvcellar.cache.memory import Memory
-from kvcellar.models.facts import random_text
 from kvcellar.models.guest import Guest
+from kvcellar.models.input_limits import random_tokens
 from kvcellar.models.seam import ATTENTION
 from kvcellar.plan import Batch, Feed, Plan
 from kvcellar.policy import trim
@@ -73,7 +73,7 @@ class Setup:
 
     def draw(self, draw: torch.Generator, n: int) -> list[int]:
         """`n` random tokens, the same on every machine."""
-        return random_text(self.guest.model, n, draw)
+        return random_tokens(self.guest.model, n, draw)
 
     def take(self) -> Memory:
         """An empty memory with room for every sequence at its longest, and for states to go back to."""

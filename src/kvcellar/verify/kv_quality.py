@@ -15,8 +15,8 @@ from kvcellar.cache.memory import Memory
 from kvcellar.contracts import Backend
 from kvcellar.engine.settings import sized
 from kvcellar.errors import BadRequest, NoBackend
-from kvcellar.models.facts import context_of, embedding_rows
 from kvcellar.models.guest import Guest
+from kvcellar.models.input_limits import context_of, embedding_rows
 from kvcellar.plan import Batch, Feed
 from kvcellar.shapes import StoredAs
 from kvcellar.spans import Span

@@ -16,11 +16,11 @@ from kvcellar.attention.choose import named
 from kvcellar.engine.cpus import threads_of
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import BadRequest, KvcellarError
-from kvcellar.models.adopt import STRANGE, adopt
-from kvcellar.models.facts import context_of
+from kvcellar.models.build_guest import MODEL_ERRORS, build_guest
 from kvcellar.models.guest import Guest
+from kvcellar.models.hf_logging import silence_transformers
+from kvcellar.models.input_limits import context_of
 from kvcellar.models.load import load
-from kvcellar.models.quiet import quiet
 from kvcellar.models.selftest import TOLERANCE, worst
 from kvcellar.verify.checks import CHECKS, Check, NotApplicable
 from kvcellar.verify.harness import CheckFailed, Harness, Setup
@@ -120,8 +120,8 @@ def verify(
     `watch` is called with the name of each check before it runs.
 
     Of `settings`, dtype, device, attention and threads count. `quality` also measures what storing K/V in fewer bits
-    would do; None does so for small models. Raises what `load` and `adopt` raise, and `BadRequest` for too few tokens
-    or a guest whose K/V are stored in fewer bits: that is not meant to give the same logits.
+    would do; None does so for small models. Raises what `load` and `build_guest` raise, and `BadRequest` for too few
+    tokens or a guest whose K/V are stored in fewer bits: that is not meant to give the same logits.
     """
     if tokens < LEAST:
         raise BadRequest(f"tokens is {tokens}; texts need at least {LEAST}", "tokens")
@@ -130,7 +130,7 @@ def verify(
         return _report(type(model.model).__name__, model, settings, tokens, seed, quality, watch)
     torch.set_num_threads(threads_of(settings.threads, torch.get_num_threads()).count)
     loaded = load(model, dtype=settings.dtype, device=settings.device)
-    guest = adopt(loaded.model, named(settings.attention))
+    guest = build_guest(loaded.model, named(settings.attention))
     return _report(loaded.name, guest, settings, tokens, seed, quality, watch)
 
 
@@ -180,7 +180,7 @@ def _checks(
     setup = Setup(guest, tokens)
     for number, check in enumerate(CHECKS):
         watch(check.name)
-        with quiet():
+        with silence_transformers():
             yield _tried(check, setup, seed * len(CHECKS) + number, layers)
 
 
@@ -213,7 +213,7 @@ def _result(check: Check, harness: Harness, layers: Sequence[str]) -> CheckResul
         return replace(result, outcome="not applicable", note=str(why))
     except CheckFailed as why:
         return replace(result, outcome="does not hold", note=str(why))
-    except STRANGE as error:
+    except MODEL_ERRORS as error:
         text = str(error) if isinstance(error, KvcellarError) else f"{type(error).__name__}: {error}"
         return replace(result, outcome="does not hold", note=f"an operation raised {text}")
     rows = sum(map(len, gaps))

@@ -1,4 +1,7 @@
-"""quiet: what transformers says while we work with a model stays unsaid. What matters, our results and errors say."""
+"""hf_logging: keep transformers' log records, warnings and progress bars off the user's terminal.
+
+What matters of them is in our results, notes and errors.
+"""
 
 import logging
 import threading
@@ -12,8 +15,8 @@ from transformers.utils import logging as transformers_logging
 from kvcellar.progress import report
 
 
-class Reported(transformers_logging.EmptyTqdm):
-    """In the place of a progress bar: shows nothing, and reports how far the iteration has come."""
+class ReportedBar(transformers_logging.EmptyTqdm):
+    """Replaces a progress bar: shows nothing, and reports its progress to `kvcellar.progress`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -28,22 +31,21 @@ class Reported(transformers_logging.EmptyTqdm):
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Within the block and on this thread, transformers logs nothing below an error and shows no progress bar: what a
-    bar would show is reported.
+def silence_transformers() -> Iterator[None]:
+    """Within the block and on this thread, transformers logs only errors, and its progress bars are reported instead.
 
-    Nobody's settings change: log records of other threads and libraries pass, and all is as it was afterwards. Python's
-    warnings know no threads before 3.14, so they are silenced for the whole process for as long as the block runs.
+    Log records of other threads and libraries pass, and all settings are restored afterwards. Before Python 3.14
+    warnings cannot be filtered by thread, so they are silenced in the whole process while the block runs.
     """
-    here = threading.get_ident()
+    this_thread = threading.get_ident()
 
     def passes(record: logging.LogRecord) -> bool:
-        ours = record.thread == here and record.name.partition(".")[0] == "transformers"
-        return not ours or record.levelno >= logging.ERROR
+        silenced = record.thread == this_thread and record.name.partition(".")[0] == "transformers"
+        return not silenced or record.levelno >= logging.ERROR
 
     def bar(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if threading.get_ident() == here:
-            return Reported(*args, **kwargs)
+        if threading.get_ident() == this_thread:
+            return ReportedBar(*args, **kwargs)
         return before(factory, args, kwargs) if before is not None else factory(*args, **kwargs)
 
     library = logging.getLogger("transformers")

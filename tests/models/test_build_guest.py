@@ -7,7 +7,7 @@ import pytest
 from kvcellar.attention.choose import backends
 from kvcellar.cache.layouts import Causal, Chunked, Sliding
 from kvcellar.errors import ModelRefused
-from kvcellar.models.adopt import adopt
+from kvcellar.models.build_guest import build_guest
 from tests.models.served import FLAT, REFUSED, SERVED, SOLO
 from tests.models.timeline import animal
 from tests.zoo import ARCHS, ATTENTION, WINDOW
@@ -38,7 +38,7 @@ def test_it_is_served_as_the_table_says(name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_is_refused_with_the_reason_that_the_table_says(name: str) -> None:
     with pytest.raises(ModelRefused, match=re.escape(REFUSED[name])) as refusal:
-        adopt(ARCHS[name].build(), backends())
+        build_guest(ARCHS[name].build(), backends())
     assert "cannot be served" in str(refusal.value)
 
 

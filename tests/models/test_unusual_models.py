@@ -14,9 +14,9 @@ from transformers.models.llama import modeling_llama
 from kvcellar.attention.choose import backends, named
 from kvcellar.cache.layouts import Causal, Sliding
 from kvcellar.errors import ModelRefused
-from kvcellar.models.adopt import adopt
+from kvcellar.models.build_guest import build_guest
+from kvcellar.models.mask_layout import recognise
 from kvcellar.models.seam import ATTENTION, scoring_of
-from kvcellar.models.shape import recognise
 from kvcellar.models.shared_weights import sharing_weights
 from tests.models.timeline import BOUND, Timeline, animal, read, relative, run, small_memory
 from tests.zoo import ARCHS, reference_logits
@@ -39,7 +39,7 @@ def attentions(model: PreTrainedModel) -> list[nn.Module]:
 
 def served_right(build: Callable[[], PreTrainedModel]) -> str:
     """Adopt it, see that it is right over a timeline, and answer why it is not run flat."""
-    guest = adopt(build(), backends())
+    guest = build_guest(build(), backends())
     timeline = Timeline(guest, build(), seed=0)
     timeline.play()
     assert timeline.judged() <= BOUND
@@ -49,7 +49,7 @@ def served_right(build: Callable[[], PreTrainedModel]) -> str:
 
 def refusal(model: PreTrainedModel) -> str:
     with pytest.raises(ModelRefused) as refused:
-        adopt(model, backends())
+        build_guest(model, backends())
     assert model.config._attn_implementation == "eager", "a refused model is given back with attention that works"
     return str(refused.value)
 
@@ -170,7 +170,7 @@ def test_a_mask_that_no_single_sequence_explains_is_refused(change: Wrap) -> Non
 
 def test_a_slice_of_the_mask_is_the_mask() -> None:
     model = with_mask(lambda mask: mask[:, :, :, : mask.shape[-1]])()
-    assert adopt(model, backends()).mode == "flat"
+    assert build_guest(model, backends()).mode == "flat"
 
 
 # -- positions --------------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def by_sum(past: Any, rows: int) -> Tensor:
 
 def test_a_count_of_tokens_before_is_the_sequences_own() -> None:
     build = told(by_sum)
-    guest = adopt(build(), backends())
+    guest = build_guest(build(), backends())
     timeline = Timeline(guest, build(), seed=0)
     timeline.play()
     assert guest.mode == "flat"
@@ -303,7 +303,7 @@ def test_float16_that_overflows_is_refused() -> None:
 
 
 def test_float64_is_served() -> None:
-    guest = adopt(llama().double(), backends())
+    guest = build_guest(llama().double(), backends())
     assert guest.mode == "flat"
     assert guest.verdict is not None
     assert guest.verdict.difference < 1e-6  # both are compared as float32
@@ -311,7 +311,7 @@ def test_float64_is_served() -> None:
 
 def test_an_adopted_model_uses_our_attention_and_is_not_trained() -> None:
     model = llama().train()
-    guest = adopt(model, backends())
+    guest = build_guest(model, backends())
     assert guest.model is model
     assert model.config._attn_implementation == ATTENTION
     assert not model.training
@@ -322,7 +322,7 @@ def test_an_adopted_model_uses_our_attention_and_is_not_trained() -> None:
 
 def test_copies_of_a_model_that_share_its_weights_can_be_adopted() -> None:
     model = llama()
-    guests = [adopt(sharing_weights(model), named(name)) for name in ("sdpa", "reference", None)]
+    guests = [build_guest(sharing_weights(model), named(name)) for name in ("sdpa", "reference", None)]
     for guest in guests:
         timeline = Timeline(guest, llama(), seed=1)
         timeline.play()
@@ -331,7 +331,7 @@ def test_copies_of_a_model_that_share_its_weights_can_be_adopted() -> None:
 
 def test_models_in_several_threads_do_not_meet() -> None:
     names = ("llama", "gemma3", "gpt-oss", "bloom")
-    timelines = [Timeline(adopt(ARCHS[name].build(), backends()), ARCHS[name].build(), seed=2) for name in names]
+    timelines = [Timeline(build_guest(ARCHS[name].build(), backends()), ARCHS[name].build(), seed=2) for name in names]
     with ThreadPoolExecutor(len(names)) as pool:
         list(pool.map(Timeline.play, timelines))
     assert all(timeline.judged() <= BOUND for timeline in timelines)
@@ -352,7 +352,7 @@ def test_two_memories_of_one_model_do_not_meet() -> None:
 
 def test_a_forward_that_breaks_off_leaves_nothing_behind() -> None:
     model = llama()
-    guest = adopt(model, backends())
+    guest = build_guest(model, backends())
     memory = small_memory(guest, 40)
     tokens = list(range(3, 33))
     seen = read(guest, memory, (1, tokens[:20]))

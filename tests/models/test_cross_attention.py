@@ -25,7 +25,7 @@ from transformers import (
 
 from kvcellar.cache.pool import Pool
 from kvcellar.errors import BadRequest, CacheFull, ModelRefused, NotSupported
-from kvcellar.models.crossing import DecoderCache, crossing
+from kvcellar.models.cross_attention import DecoderCache, cross_attention_cache
 from tests.zoo import ARCHS
 from tests.zoo_test_support.lively import enliven
 
@@ -153,7 +153,7 @@ def generate(model: PreTrainedModel, inputs: Mapping[str, Tensor], **how: Any) -
 @pytest.mark.parametrize("name", KINDS)
 def test_one_input_is_answered_as_on_their_caches(name: str, mode: str) -> None:
     model, inputs = built(name), KINDS[name].one(0)
-    ours = crossing(model, cells=200, input_cells=60)
+    ours = cross_attention_cache(model, cells=200, input_cells=60)
     assert torch.equal(
         generate(model, inputs, past_key_values=ours, **MODES[mode]), generate(model, inputs, **MODES[mode])
     )
@@ -166,7 +166,7 @@ def test_one_input_is_answered_as_on_their_caches(name: str, mode: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_a_padded_batch_is_answered_as_on_their_caches(name: str, mode: str) -> None:
     model, inputs = built(name), KINDS[name].two()
-    ours = crossing(model, cells=200, input_cells=60)
+    ours = cross_attention_cache(model, cells=200, input_cells=60)
     assert torch.equal(
         generate(model, inputs, past_key_values=ours, **MODES[mode]), generate(model, inputs, **MODES[mode])
     )
@@ -177,7 +177,7 @@ def test_a_padded_batch_is_answered_as_on_their_caches(name: str, mode: str) -> 
 def test_logits_of_a_padded_batch_are_those_on_their_caches(name: str) -> None:
     model, inputs = built(name), KINDS[name].two()
     how = {"output_logits": True, "return_dict_in_generate": True, "do_sample": False}
-    ours: Any = generate(model, inputs, past_key_values=crossing(model, cells=200, input_cells=60), **how)
+    ours: Any = generate(model, inputs, past_key_values=cross_attention_cache(model, cells=200, input_cells=60), **how)
     theirs: Any = generate(model, inputs, **how)
     assert len(ours.logits) == NEW
     for mine, others in zip(ours.logits, theirs.logits, strict=True):
@@ -189,7 +189,7 @@ def test_logits_of_a_padded_batch_are_those_on_their_caches(name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_the_answer_depends_on_the_input(name: str) -> None:
     model = built(name)
-    ours = crossing(model, cells=200, input_cells=60)
+    ours = cross_attention_cache(model, cells=200, input_cells=60)
     how = {"output_logits": True, "return_dict_in_generate": True, "do_sample": False}
     first: list[Tensor] = []  # logits of the first token: what is said later depends on what was said before, too
     for number in (0, 1, 0):
@@ -203,7 +203,7 @@ def test_the_answer_depends_on_the_input(name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_the_input_is_written_once_and_beams_share_its_cells(name: str) -> None:
     model = built(name)
-    ours = crossing(model, cells=300, input_cells=200)
+    ours = cross_attention_cache(model, cells=300, input_cells=200)
     inputs = {group.name for group in ours.memory.storage.groups if group.of_input}
     layers = sum(len(group.layers) for group in ours.memory.storage.groups if group.of_input)
     writes: list[int] = []
@@ -227,7 +227,7 @@ def test_the_input_is_written_once_and_beams_share_its_cells(name: str) -> None:
 def test_equal_inputs_of_a_batch_share_cells_wherever_their_rows_stand(name: str) -> None:
     model, two = built(name), KINDS[name].two()
     inputs = {key: torch.cat([x, x, x[:1]]) for key, x in two.items()}  # rows 0, 1, 0, 1, 0
-    ours = crossing(model, cells=300, input_cells=60)
+    ours = cross_attention_cache(model, cells=300, input_cells=60)
     assert torch.equal(generate(model, inputs, past_key_values=ours), generate(model, inputs))
     free, n = ours.memory.storage.free(), ours.memory.inputs.length(ours.rows[0])
     assert len(ours.rows) == 5
@@ -237,7 +237,7 @@ def test_equal_inputs_of_a_batch_share_cells_wherever_their_rows_stand(name: str
 
 def test_a_forward_that_failed_half_way_leaves_nothing_behind() -> None:
     model = built("bart")
-    ours = crossing(model, cells=100, input_cells=30)
+    ours = cross_attention_cache(model, cells=100, input_cells=30)
     with (
         mock.patch.object(model.model.decoder.layers[1], "forward", side_effect=ArithmeticError("half way")),
         pytest.raises(ArithmeticError),
@@ -250,7 +250,7 @@ def test_a_forward_that_failed_half_way_leaves_nothing_behind() -> None:
 def test_the_picture_of_a_failed_forward_is_not_that_of_the_next_one() -> None:
     model = built("mllama")
     text = {name: pictures(1, (0,))[name][:, 1:] for name in ("input_ids", "attention_mask")}
-    ours = crossing(model, cells=100, input_cells=60)
+    ours = cross_attention_cache(model, cells=100, input_cells=60)
     layer = model.model.language_model.layers[3]
     with mock.patch.object(layer, "forward", side_effect=ArithmeticError("late")), pytest.raises(ArithmeticError):
         generate(model, pictures(1, (0,)), past_key_values=ours)
@@ -261,7 +261,7 @@ def test_the_picture_of_a_failed_forward_is_not_that_of_the_next_one() -> None:
 
 def test_rows_that_change_places_take_their_inputs_along() -> None:
     model = built("bart")
-    ours = crossing(model, cells=100, input_cells=30)
+    ours = cross_attention_cache(model, cells=100, input_cells=30)
     generate(model, sentences(), past_key_values=ours)
     before = [ours.cross_attention_cache.layers[at].keys.clone() for at in (0, 1)]
     assert not torch.equal(before[1][0], before[1][1])
@@ -276,9 +276,9 @@ def test_rows_that_change_places_take_their_inputs_along() -> None:
 def test_after_an_input_that_does_not_fit_the_next_answer_is_that_of_a_fresh_cache(name: str) -> None:
     model = built(name)
     one, two = KINDS[name].one(0), KINDS[name].two()
-    probe = crossing(model, cells=200, input_cells=60)
+    probe = cross_attention_cache(model, cells=200, input_cells=60)
     fresh = generate(model, one, past_key_values=probe)
-    ours = crossing(model, cells=200, input_cells=probe.memory.inputs.length(probe.rows[0]))
+    ours = cross_attention_cache(model, cells=200, input_cells=probe.memory.inputs.length(probe.rows[0]))
     with pytest.raises(CacheFull):
         generate(model, two, past_key_values=ours)
     ours.check()
@@ -290,7 +290,7 @@ def test_after_an_input_that_does_not_fit_the_next_answer_is_that_of_a_fresh_cac
 def test_a_picture_that_does_not_fit_takes_only_the_tokens_that_came_with_it() -> None:
     model = built("mllama")
     first, last = torch.tensor([[5, 6, 7]]), torch.tensor([[21, 22]])
-    ours, fresh = (crossing(model, cells=100, input_cells=1) for _ in range(2))
+    ours, fresh = (cross_attention_cache(model, cells=100, input_cells=1) for _ in range(2))
     with torch.no_grad():
         model(input_ids=first, past_key_values=ours)
         model(input_ids=first, past_key_values=fresh)
@@ -305,7 +305,7 @@ def test_a_picture_that_does_not_fit_takes_only_the_tokens_that_came_with_it() -
 
 def test_a_forward_that_failed_between_its_last_two_stores_leaves_nothing_behind() -> None:
     model = built("bart")
-    ours = crossing(model, cells=100, input_cells=30)
+    ours = cross_attention_cache(model, cells=100, input_cells=30)
     late = model.model.decoder.layers[1].encoder_attn
     with mock.patch.object(late, "forward", side_effect=ArithmeticError("late")), pytest.raises(ArithmeticError):
         generate(model, sentence(1), past_key_values=ours)
@@ -315,10 +315,10 @@ def test_a_forward_that_failed_between_its_last_two_stores_leaves_nothing_behind
 
 def test_rows_can_have_no_second_input_nor_another_number_of_rows() -> None:
     model = built("mllama")
-    ours = crossing(model, cells=100, input_cells=60)
+    ours = cross_attention_cache(model, cells=100, input_cells=60)
     assert isinstance(ours, DecoderCache)
     first = generate(model, pictures(1, (0,)), past_key_values=ours)
-    with pytest.raises(NotSupported, match="no other"):
+    with pytest.raises(NotSupported, match="already have an input"):
         model(**pictures(1, (1,)), past_key_values=ours)
     ours.reset()
     assert torch.equal(generate(model, pictures(1, (0,)), past_key_values=ours), first)
@@ -328,13 +328,13 @@ def test_rows_can_have_no_second_input_nor_another_number_of_rows() -> None:
 
 def test_a_model_without_cross_attention_is_refused_with_the_reason() -> None:
     with pytest.raises(ModelRefused, match="encoder"):
-        crossing(ARCHS["llama"].build(), cells=10, input_cells=10)
+        cross_attention_cache(ARCHS["llama"].build(), cells=10, input_cells=10)
 
 
 @pytest.mark.parametrize("name", ["bart", "t5"])
 def test_assisted_generation_on_our_cells_is_that_on_theirs(name: str) -> None:
     model, inputs = built(name), sentence(0)
     how = {"do_sample": False, "assistant_model": model}
-    ours = crossing(model, cells=200, input_cells=60)
+    ours = cross_attention_cache(model, cells=200, input_cells=60)
     assert torch.equal(generate(model, inputs, past_key_values=ours, **how), generate(model, inputs, **how))
     ours.check()

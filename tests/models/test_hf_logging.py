@@ -12,9 +12,9 @@ import pytest
 from transformers.utils import logging as transformers_logging
 
 from kvcellar.attention.choose import backends
-from kvcellar.models.adopt import adopt
+from kvcellar.models.build_guest import build_guest
+from kvcellar.models.hf_logging import silence_transformers
 from kvcellar.models.load import load
-from kvcellar.models.quiet import quiet
 from tests.zoo import ARCHS
 
 LIBRARY = logging.getLogger("transformers")
@@ -23,11 +23,11 @@ PROGRAM = """
 import sys
 from kvcellar.attention.choose import backends
 from kvcellar.errors import ModelRefused
-from kvcellar.models.adopt import adopt
+from kvcellar.models.build_guest import build_guest
 from kvcellar.models.load import load
 for path in sys.argv[1:]:
     try:
-        adopt(load(path).model, backends())
+        build_guest(load(path).model, backends())
     except ModelRefused:
         pass
 """
@@ -52,7 +52,7 @@ def ear() -> Any:
 
 @pytest.mark.slow
 def test_a_program_that_loads_and_tries_models_prints_nothing(tmp_path: Path) -> None:
-    with quiet():
+    with silence_transformers():
         for name in ("dbrx", "granite", "mamba"):  # the first warns when its attention is set, the last of slow kernels
             ARCHS[name].build().save_pretrained(tmp_path / name)
     paths = [str(tmp_path / name) for name in ("dbrx", "granite", "mamba")]
@@ -61,15 +61,15 @@ def test_a_program_that_loads_and_tries_models_prints_nothing(tmp_path: Path) ->
 
 
 def test_loading_and_trying_a_model_says_nothing(ear: _Ear, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with quiet():
+    with silence_transformers():
         ARCHS["dbrx"].build().save_pretrained(tmp_path)
-    adopt(load(tmp_path).model, backends())
+    build_guest(load(tmp_path).model, backends())
     assert ear.heard == []
     assert capfd.readouterr() == ("", "")
 
 
 def test_what_transformers_says_is_not_said_but_errors_are(ear: _Ear) -> None:
-    with quiet():
+    with silence_transformers():
         STRANGER.warning("once")
         STRANGER.error("broken")
         warnings.warn("soon gone", FutureWarning, stacklevel=1)
@@ -78,7 +78,7 @@ def test_what_transformers_says_is_not_said_but_errors_are(ear: _Ear) -> None:
 
 
 def test_what_other_threads_say_is_said(ear: _Ear) -> None:
-    with quiet():
+    with silence_transformers():
         other = threading.Thread(target=STRANGER.warning, args=("from afar",))
         other.start()
         other.join()
@@ -94,7 +94,7 @@ def test_bars_are_not_shown_here_and_are_elsewhere_as_before() -> None:
 
     before = transformers_logging.set_tqdm_hook(users)
     try:
-        with quiet():
+        with silence_transformers():
             assert list(transformers_logging.tqdm([1, 2], desc="here")) == [1, 2]
             other = threading.Thread(target=transformers_logging.tqdm, args=([1],), kwargs={"desc": "elsewhere"})
             other.start()
@@ -107,7 +107,7 @@ def test_bars_are_not_shown_here_and_are_elsewhere_as_before() -> None:
 
 def test_all_is_as_before_also_after_a_failure() -> None:
     level, filters = LIBRARY.level, [list(handler.filters) for handler in LIBRARY.handlers]
-    with pytest.raises(ZeroDivisionError), quiet():
+    with pytest.raises(ZeroDivisionError), silence_transformers():
         raise ZeroDivisionError
     assert LIBRARY.level == level
     assert [list(handler.filters) for handler in LIBRARY.handlers] == filters

@@ -1,6 +1,7 @@
-"""checks: is a stranger's directory what it says it is? Asked before anything is built or allocated from it.
+"""config_file: read config.json and other JSON files of a model directory, with limits on their size and numbers.
 
-Everything here raises `ModelRefused` with what was found, the numbers, and the way out where there is one.
+A model directory is not trusted: sizes are checked before anything is read or built, and fields that could name other
+code or other files are dropped. Everything here raises `ModelRefused`, with the numbers and the remedy, if any.
 """
 
 import json
@@ -13,56 +14,49 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from kvcellar.errors import ModelRefused
 
-MOST_JSON = 64 << 20  # bytes of a config or an index: far above any real one
-MOST_TEXT = 256 << 20  # bytes of one file of a tokenizer
-_TEXT_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".vocab")
+MOST_JSON = 64 << 20  # bytes of a config or an index, far above any real one
 
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
-_SIZES = {  # numbers that must be there as whole numbers, if they are there, and the most that each may be
+_SIZES = {  # whole numbers, if present, and the maximum of each
     **dict.fromkeys(DEPTHS, 10_000),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "n_heads"), 10_000),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "head_dim", "intermediate_size", "ffn_dim"), 1 << 20),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"), 1 << 24),
     "vocab_size": 1 << 31,
 }
-_COUNTS = (  # names of other numbers, and the most that each may be: as many modules may be built
+_COUNTS = (  # patterns of other names, and the maximum of each: so many modules may be built
     (re.compile(r"(n|num)_\w*(layer|head|block)s?|\w+_(layers|heads)"), 10_000),
     (re.compile(r"(n|num)_\w*experts?|\w+_experts"), 1 << 17),  # Doge has 16384 by default: rows of an embedding
 )
 _DROPPED = frozenset({
     "auto_map", "transformers_weights", "attn_implementation", "experts_implementation",  # other code, other files
-    "return_dict", "use_return_dict", "torchscript", "output_attentions", "output_hidden_states",  # another answer
+    "return_dict", "use_return_dict", "torchscript", "output_attentions", "output_hidden_states",  # other outputs
 })  # fmt: skip
 
 
-def read_json(path: Path) -> Any:
-    """The contents of a JSON file of bounded size."""
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of bounded size."""
     try:
         size = path.stat().st_size
         if size > MOST_JSON:
             raise ModelRefused(f"{path.name} has {size} bytes; {MOST_JSON} are allowed")
-        return json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
+        raw = json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
     except OSError as error:
         raise ModelRefused(f"{path.name} cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:
         raise ModelRefused(f"{path.name} is not JSON: {error}") from error
-
-
-def _number(found: dict[str, Any]) -> Any:
-    """transformers writes a number that JSON has no word for as {"__float__": "Infinity"}."""
-    return float(found["__float__"]) if found.keys() == {"__float__"} else found
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The same for a file that holds a JSON object."""
-    raw = read_json(path)
     if not isinstance(raw, dict):
         raise ModelRefused(f"{path.name} holds a {type(raw).__name__}, not an object")
     return raw
 
 
+def _number(found: dict[str, Any]) -> Any:
+    """transformers writes a float that JSON cannot represent as {"__float__": "Infinity"}."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
+
+
 def config_fields(path: Path) -> dict[str, Any]:
-    """The fields of config.json that a transformers config may be made of."""
+    """The fields of config.json that a transformers config may be built from."""
     if (path / "adapter_config.json").exists():
         raise ModelRefused(
             f"{path} holds an adapter (adapter_config.json), and adapters are not supported. Merge it into the weights "
@@ -73,7 +67,7 @@ def config_fields(path: Path) -> dict[str, Any]:
     raw = read_object(path / "config.json")
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        own_code = ". It brings its own code, which is never run" if "auto_map" in raw else ""
+        own_code = ". It has its own code (auto_map), which is never run" if "auto_map" in raw else ""
         raise ModelRefused(f"the installed transformers has no causal language model of type {model_type!r}{own_code}")
     _check_fields(raw, depth=0)
     return _cleaned(raw)
@@ -82,9 +76,8 @@ def config_fields(path: Path) -> dict[str, Any]:
 def _check_fields(raw: Mapping[str, Any], *, depth: int) -> None:
     if depth > 8:
         raise ModelRefused("config.json is nested deeper than any model's")
-    if raw.get("quantization_config") or raw.get("compression_config"):
-        said = raw.get("quantization_config") or raw.get("compression_config")
-        method = said.get("quant_method") if isinstance(said, dict) else said
+    if quantised := raw.get("quantization_config") or raw.get("compression_config"):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise ModelRefused(f"its weights are quantised ({method}); float32, bfloat16 and float16 weights are served")
     for key, value in raw.items():
         if isinstance(value, dict):
@@ -103,20 +96,12 @@ def _check_field(key: str, value: Any) -> None:
         raise ModelRefused(f"config.json says {key} is {value!r}; a whole number from 1 to {most} is needed")
     counted = [limit for name, limit in _COUNTS if name.fullmatch(key)] if most is None else []
     if whole and counted and not -1 <= value <= counted[0]:
-        raise ModelRefused(f"config.json says {key} is {value}; at most {counted[0]} are built")
+        raise ModelRefused(f"config.json says {key} is {value}; at most {counted[0]} are supported")
     if whole and abs(value) > 1 << 53:
-        raise ModelRefused(f"config.json says {key} is {value}, which is no size of anything")
+        raise ModelRefused(f"config.json says {key} is {value}, which is no valid size")
 
 
 def _cleaned(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what could name other code, other files or another answer; nothing private can be set from outside."""
+    """Without private fields and those that could name other code, other files or other outputs."""
     kept = {key: value for key, value in raw.items() if not key.startswith("_") and key not in _DROPPED}
     return {key: _cleaned(value) if isinstance(value, dict) else value for key, value in kept.items()}
-
-
-def oversized_text(path: Path) -> str | None:
-    """A file of the tokenizer that is too large to be one; None if there is none."""
-    for file in (*path.iterdir(), *(path / "additional_chat_templates").glob("*")):
-        if file.suffix in _TEXT_SUFFIXES and file.is_file() and file.stat().st_size > MOST_TEXT:
-            return f"{file.name} has {file.stat().st_size} bytes; {MOST_TEXT} are allowed"
-    return None

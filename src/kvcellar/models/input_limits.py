@@ -1,4 +1,4 @@
-"""facts: numbers that a model says about itself, read with care: configs of 180 kinds agree on little."""
+"""input_limits: which positions and token ids a model accepts, from its config and its embedding tables."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,19 +9,19 @@ from transformers import PreTrainedModel
 
 
 def context_of(model: PreTrainedModel) -> int:
-    """Positions that can be served: those that the model is made for, and no more than `context_reason` lets."""
-    made = _made_for(model)
-    return min([made, *(length for _, length in _changes(model, made))])
+    """Positions that can be served: those of its config, limited to where its RoPE frequencies stay the same."""
+    configured = _configured_context(model)
+    return min([configured, *(length for _, length in _frequency_changes(model, configured))])
 
 
 def context_reason(model: PreTrainedModel) -> str | None:
-    """Why the context ends where it does, if not because the model is made for no more.
+    """Why the context is shorter than the config says; None if it is not.
 
-    RoPE kinds that change all frequencies once a sequence is longer than some length (longrope, dynamic) would make
+    Some kinds of RoPE (longrope, dynamic) change all frequencies once a sequence exceeds some length, which makes the
     keys stored before that wrong.
     """
     context = context_of(model)
-    for kind, length in _changes(model, _made_for(model)):
+    for kind, length in _frequency_changes(model, _configured_context(model)):
         if length == context:
             return (
                 f"its {kind} rope has other frequencies in sequences of more than {length} tokens, and the keys stored "
@@ -31,7 +31,7 @@ def context_reason(model: PreTrainedModel) -> str | None:
 
 
 def first_position(model: PreTrainedModel) -> int:
-    """What the model calls its first position: learned tables that set a row aside for padding begin behind it."""
+    """The model's number for position 0: learned tables that reserve a row for padding begin behind that row."""
     tables = [
         m for name, m in model.named_modules() if name.endswith("position_embeddings") and isinstance(m, Embedding)
     ]
@@ -39,46 +39,46 @@ def first_position(model: PreTrainedModel) -> int:
 
 
 def padding_token(model: PreTrainedModel) -> int | None:
-    """The token that is no text, where a table of positions sets a row aside for it: it is passed over when positions
-    are counted. None where every token is text."""
+    """The token that a model with such a table skips when it counts positions, so it cannot be part of a text; None if
+    every token can."""
     return first_position(model) - 1 if first_position(model) else None
 
 
-def random_text(model: PreTrainedModel, tokens: int, draw: Generator) -> list[int]:
-    """So many tokens that the model can read, the same on every machine."""
+def random_tokens(model: PreTrainedModel, tokens: int, draw: Generator) -> list[int]:
+    """So many token ids that the model accepts, the same on every machine."""
     ids = randint(0, embedding_rows(model), (tokens,), generator=draw, device=draw.device)
     padding = padding_token(model)
     return (ids if padding is None else ids.masked_fill(ids == padding, padding + 1)).tolist()
 
 
 def embedding_rows(model: PreTrainedModel) -> int:
-    """Token ids that the model can read."""
+    """The number of token ids that the model accepts."""
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
     return int(weight.shape[0])
 
 
-def _made_for(model: PreTrainedModel) -> int:
-    """Positions that its config names."""
+def _configured_context(model: PreTrainedModel) -> int:
     config = model.config.get_text_config(decoder=True)
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
     sizes = [value for name in names if isinstance(value := getattr(config, name, None), int) and value > 0]
     return (sizes[0] if sizes else 2**17) - first_position(model)
 
 
-def _changes(model: PreTrainedModel, made: int) -> list[tuple[str, int]]:
-    """Kinds of rope whose frequencies are others beyond a length of up to `made` positions, and that length."""
+def _frequency_changes(model: PreTrainedModel, most: int) -> list[tuple[str, int]]:
+    """Kinds of RoPE whose frequencies change beyond some length, with that length, if it is at most `most`."""
     config = model.config.get_text_config(decoder=True)
-    of_all = getattr(config, "original_max_position_embeddings", None)
+    default = getattr(config, "original_max_position_embeddings", None)
     found: list[tuple[str, int]] = []
     for rope in _ropes(getattr(config, "rope_parameters", None)):
         kind = rope.get("rope_type")
         if kind in ("longrope", "dynamic"):
-            found.append((kind, int(rope.get("original_max_position_embeddings") or of_all or made)))
-    return [(kind, length) for kind, length in found if length <= made]
+            found.append((kind, int(rope.get("original_max_position_embeddings") or default or most)))
+    return [(kind, length) for kind, length in found if length <= most]
 
 
 def _ropes(parameters: Any) -> list[Mapping[str, Any]]:
+    """The parameters for all layers, or those of each kind of layer."""
     if not isinstance(parameters, Mapping):
         return []
     return [parameters] if "rope_type" in parameters else [p for p in parameters.values() if isinstance(p, Mapping)]

@@ -1,18 +1,18 @@
-"""crossing: decoders that look at an encoder's output, under transformers' own `generate()`, on our cells.
+"""cross_attention: caches for transformers' `generate()` of models whose decoder attends to an encoder's output.
 
-    cache = crossing(model, cells=4096, input_cells=3000)
+    cache = cross_attention_cache(model, cells=4096, input_cells=3000)
     model.generate(ids, past_key_values=cache)
 
 The first forward of a model computes the keys and values of its cross-attention, for each row of the batch. They are
-written into the memory once, rows with the same input sharing their cells, and every later forward reads them there.
-Beams share them as they share their past; a row that is dropped gives them back.
+written into the memory once, rows with the same input share their cells, and every later forward reads them there.
+Beams share them as they share their past, and dropping a row drops its hold on them.
 
 Two kinds of models are served. Those with an encoder of their own (BART, T5, Whisper) keep two caches, and number the
 layers of both from 0. Those whose cross-attention layers stand between the others (Mllama) keep one.
 
 Always true between two forwards:
-  * every row of the batch has its input in memory, or none has and nothing of it is pending;
-  * what models are told of `is_updated` is what is in memory, whatever they have noted themselves.
+  * either every row of the batch has its input in memory, or none has, and no input is pending;
+  * `is_updated`, which models read and set, is true exactly if the rows have their inputs in memory.
 """
 
 import inspect
@@ -30,50 +30,49 @@ from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.layouts import Input
 from kvcellar.cache.memory import Group, Memory
 from kvcellar.errors import BadRequest, ModelRefused, NotSupported
-from kvcellar.models.facts import embedding_rows
 from kvcellar.models.generation import GenerationCache
+from kvcellar.models.input_limits import embedding_rows
+from kvcellar.models.probe import PROBE_TOKENS, StoreProbe
 from kvcellar.models.seam import GuestCache
-from kvcellar.models.shape import PROBE_TOKENS, StoreProbe, causal_shape
+from kvcellar.models.shape import causal_shape
 from kvcellar.spans import Span
 
 Stored = Mapping[int, tuple[Tensor, Tensor]]  # by layer: k [B,G,n,D] and v [B,G,n,Dv]
 
 
 class DecoderCache(GenerationCache):
-    """The decoder's own keys and values, and beside them, in the same memory, what its cross-attention reads.
+    """The decoder's own keys and values and, in the same memory, those of its cross-attention.
 
-    `crossed` are the layers that do: from the model's number to the memory's.
+    `cross_layers` maps the model's numbers of the cross-attention layers to the memory's.
     """
 
-    def __init__(self, groups: tuple[Group, ...], memory: Memory, crossed: Mapping[int, int]) -> None:
+    def __init__(self, groups: tuple[Group, ...], memory: Memory, cross_layers: Mapping[int, int]) -> None:
         super().__init__(groups, memory)
-        self.crossed = dict(crossed)
-        self.layers: list[Any] = [InputLayer(self, layer) for layer in range(max(crossed) + 1)]
-        self._pending: dict[int, tuple[Tensor, Tensor]] = {}  # what this forward has computed and nobody has written
-        self._read: tuple[tuple[Any, ...], Tensor] | None = None  # the last answer: models ask for it twice
+        self.cross_layers = dict(cross_layers)
+        self.layers: list[Any] = [InputLayer(self, layer) for layer in range(max(cross_layers) + 1)]
+        self._pending: dict[int, tuple[Tensor, Tensor]] = {}  # computed by this forward and not yet written
+        self._read: tuple[tuple[Any, ...], Tensor] | None = None  # the last result: models read each plane twice
         self._inputs = 0
-        self._past = 0  # how long the rows were before the last forward
+        self._past = 0  # length of the rows before the last forward
 
     @property
-    def written(self) -> bool:
-        """Do the rows have their inputs?"""
+    def has_input(self) -> bool:
+        """Whether the rows have their inputs in memory."""
         return bool(self.rows) and self.memory.inputs.length(self.rows[0]) > 0
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
-        if layer_idx in self.crossed and layer_idx not in self._layers:
-            return self.cross(key_states, value_states, layer_idx)
+        if layer_idx in self.cross_layers and layer_idx not in self._layers:
+            return self.update_input(key_states, value_states, layer_idx)
         held = super().update(key_states, value_states, layer_idx)
         self._settle()
         return held
 
-    def cross(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """What the encoder made of the rows' inputs for one layer: k [B,G,n,D] and v [B,G,n,Dv], which it answers."""
-        if layer not in self.crossed:
-            raise ModelRefused(f"layer {layer} did not look at an encoder when the model was probed, and does now")
-        if self.written:
-            raise NotSupported(
-                "the rows have an input, and can have no other: reset() the cache", self.get_seq_length()
-            )
+    def update_input(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Take the cross-attention's k [B,G,n,D] and v [B,G,n,Dv] of one layer for the rows' inputs; returns both."""
+        if layer not in self.cross_layers:
+            raise ModelRefused(f"layer {layer} has cross-attention, and had none when the model was probed")
+        if self.has_input:
+            raise NotSupported("the rows already have an input: reset() the cache for another", self.get_seq_length())
         self._pending[layer] = (k, v)
         if self._stored == self._layers:
             self._end()
@@ -82,9 +81,9 @@ class DecoderCache(GenerationCache):
 
     def read(self, layer: int, plane: str) -> Tensor:
         """[B,heads,n,size], as it was written."""
-        asked = (layer, plane, *self.rows)
-        if self._read is None or self._read[0] != asked:
-            self._read = asked, self.memory.inputs.read(self.crossed[layer], plane, self.rows).transpose(1, 2)
+        key = (layer, plane, *self.rows)
+        if self._read is None or self._read[0] != key:
+            self._read = key, self.memory.inputs.read(self.cross_layers[layer], plane, self.rows).transpose(1, 2)
         return self._read[1]
 
     def reset(self) -> None:
@@ -93,21 +92,21 @@ class DecoderCache(GenerationCache):
         self._read = None
 
     def _begin(self, rows: int, tokens: int) -> None:
-        self._pending.clear()  # the forward that computed it did not come to its end
+        self._pending.clear()  # of a forward that failed
         super()._begin(rows, tokens)
         self._past = self.get_seq_length()
 
     def _end(self) -> None:
-        """Keep the step, but not before the input is whole, if this forward brings one."""
-        if self._pending.keys() in (set(), self.crossed.keys()):
+        """Commit the step, but not while the input of this forward is incomplete."""
+        if self._pending.keys() in (set(), self.cross_layers.keys()):
             super()._end()
 
     def _settle(self) -> None:
-        """Write what is pending, once all layers are there and the forward's step is closed: for all rows, or for none.
+        """Write the pending input once all layers have it and the forward's step is closed: for all rows, or for none.
 
-        If that fails the tokens of this forward, which have been stored, are forgotten.
+        If that fails, the tokens that this forward stored are removed.
         """
-        if self._pending.keys() != self.crossed.keys() or self.in_step:
+        if self._pending.keys() != self.cross_layers.keys() or self.in_step:
             return
         pending, self._pending, self._read = self._pending, {}, None
         try:
@@ -117,13 +116,13 @@ class DecoderCache(GenerationCache):
             raise
 
     def _cut_back(self) -> None:
-        """The rows as they were before the last forward; none if it was their first, or they cannot go on there."""
+        """Cut the rows to their length before the last forward; drop them if it was their first, or they cannot be."""
         ends = [self.memory.remove(seq, Span(self._past, self.memory.length(seq))) for seq in self.rows]
         if not self._past or set(ends) != {self._past}:
             self.reset()
 
     def _write(self, pending: Stored) -> None:
-        """Each input is written for a sequence of its own first, so that no row has one if another finds no room."""
+        """Each input is first written for a sequence of its own, so that no row gets one if another does not fit."""
         names = self._names(pending)
         sources: dict[str, int] = {}
         try:
@@ -131,7 +130,7 @@ class DecoderCache(GenerationCache):
                 if name not in sources:
                     sources[name] = self.fresh()
                     planes = {
-                        self.crossed[layer]: (k[row].transpose(0, 1), v[row].transpose(0, 1))
+                        self.cross_layers[layer]: (k[row].transpose(0, 1), v[row].transpose(0, 1))
                         for layer, (k, v) in pending.items()
                     }
                     self.memory.inputs.write(sources[name], len(next(iter(planes.values()))[0]), planes, digest=name)
@@ -143,7 +142,7 @@ class DecoderCache(GenerationCache):
                     self.memory.drop(seq)
 
     def _names(self, pending: Stored) -> list[str]:
-        """For every row a name of its input: that of the first row which has the same (beams, several answers)."""
+        """A name for every row's input; rows with equal inputs (beams, several completions) have the same."""
         if any(len(k) != len(self.rows) for k, _ in pending.values()):
             raise BadRequest(f"inputs of {len(next(iter(pending.values()))[0])} rows for {len(self.rows)} rows of text")
         planes = [plane for pair in pending.values() for plane in pair]
@@ -165,14 +164,14 @@ class DecoderCache(GenerationCache):
 
 
 class InputLayer:
-    """What models look at in `cache.layers[layer]`: the input of all rows, as their cross-attention wants it."""
+    """`cache.layers[layer]` as models read it: the inputs of all rows for the cross-attention of that layer."""
 
     def __init__(self, own: DecoderCache, layer: int) -> None:
         self._own, self._layer = own, layer
 
     @property
     def is_initialized(self) -> bool:
-        return self._layer in self._own.crossed and self._own.written
+        return self._layer in self._own.cross_layers and self._own.has_input
 
     @property
     def keys(self) -> Tensor:
@@ -183,53 +182,46 @@ class InputLayer:
         return self._own.read(self._layer, "v")
 
 
-class CrossCache(Cache):
-    """The second cache of a model with an encoder. All that happens to rows happens to the first."""
+class InputCache(Cache):
+    """The second cache of a model with an encoder. Rows are reordered and dropped in the first, inputs with them."""
 
     def __init__(self, own: DecoderCache) -> None:
         super().__init__(layers=own.layers)
         self._own = own
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
-        return self._own.cross(key_states, value_states, layer_idx)
+        return self._own.update_input(key_states, value_states, layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._own.memory.inputs.length(self._own.rows[0]) if self._own.written else 0
+        return self._own.memory.inputs.length(self._own.rows[0]) if self._own.has_input else 0
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Nothing to do: the rows have been reordered, and their inputs with them."""
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do."""
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Nothing to do, likewise."""
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Nothing to do, likewise."""
-
-    def reset(self) -> None:
-        """Nothing to do: the rows are gone, and their inputs with them."""
+    reorder_cache = batch_select_indices = batch_repeat_interleave = reset = _nothing
 
 
-class _Written(dict[int, bool]):
-    """By layer: is what it looks at in memory? Models set flags before they know; here the memory is asked."""
+class _IsUpdated(dict[int, bool]):
+    """`is_updated` by layer. Models set it before the input is written, so what they set is ignored."""
 
     def __init__(self, own: DecoderCache) -> None:
         super().__init__()
         self._own = own
 
     def __getitem__(self, layer: int) -> bool:
-        return self._own.written
+        return self._own.has_input
 
     def get(self, layer: int, default: Any = None) -> bool:
-        return self._own.written
+        return self._own.has_input
 
 
-class CrossingCache(EncoderDecoderCache):
+class CrossAttentionCache(EncoderDecoderCache):
     """Both caches of a model with an encoder of its own, over one memory."""
 
     def __init__(self, own: DecoderCache) -> None:
-        super().__init__(own, CrossCache(own))
+        super().__init__(own, InputCache(own))
         self.own = own
-        self.is_updated: dict[int, bool] = _Written(own)
+        self.is_updated: dict[int, bool] = _IsUpdated(own)
 
     @property
     def memory(self) -> Memory:
@@ -240,64 +232,70 @@ class CrossingCache(EncoderDecoderCache):
         return self.own.rows
 
     def check_dynamic_cache(self, method: str) -> None:
-        """Both caches can do what transformers believes only its own can."""
+        """Nothing to check: transformers refuses some methods for caches that are not its own, and these have them."""
 
     def check(self) -> None:
         """Assert what is always true between two forwards."""
         self.own.check()
 
 
-def crossing(model: PreTrainedModel, *, cells: int, input_cells: int) -> CrossingCache | DecoderCache:
+def cross_attention_cache(
+    model: PreTrainedModel, *, cells: int, input_cells: int
+) -> CrossAttentionCache | DecoderCache:
     """A cache for `model.generate`, with room for `cells` tokens and `input_cells` positions of inputs.
 
-    Both are of all rows and beams together, where what is shared counts once. Raises `ModelRefused`.
+    Both are totals of all rows and beams, where shared cells count once. Raises `ModelRefused`.
     """
     has_encoder = bool(model.config.is_encoder_decoder)
     own, crossed = _with_encoder(model) if has_encoder else _interleaved(model)
     if not own or not crossed:
         raise ModelRefused(f"{type(model).__name__} keeps no keys and values of an encoder's output in its cache")
     if not has_encoder and min(crossed) < min(own):
-        raise ModelRefused(f"{type(model).__name__} looks at an encoder's output before it has stored a token")
-    dtype, device = str(model.dtype).removeprefix("torch."), model.device
-    text = causal_shape(own, None, dtype=dtype, device=device.type).groups
-    behind = 1 + max(own.keys() | crossed.keys())
+        raise ModelRefused(f"{type(model).__name__} has cross-attention before it has stored a token")
+    text, inputs = (_groups(model, stored) for stored in (own, crossed))
+    offset = 1 + max(own.keys() | crossed.keys())  # the memory's numbers of cross-attention layers begin here
     inputs = tuple(
-        replace(group, name=f"input {i}", layout=Input(input_cells), layers=tuple(behind + at for at in group.layers))
-        for i, group in enumerate(causal_shape(crossed, None, dtype=dtype, device=device.type).groups)
+        replace(group, name=f"input {i}", layout=Input(input_cells), layers=tuple(offset + at for at in group.layers))
+        for i, group in enumerate(inputs)
     )
     memory = Memory(
         text + inputs,
         cells=dict.fromkeys((g.name for g in text), cells) | dict.fromkeys((g.name for g in inputs), input_cells),
         dtype=model.dtype,
-        device=device,
+        device=model.device,
         backend=Sdpa(),
     )
-    cache = DecoderCache(text, memory, {layer: behind + layer for layer in crossed})
-    return CrossingCache(cache) if has_encoder else cache
+    cache = DecoderCache(text, memory, {layer: offset + layer for layer in crossed})
+    return CrossAttentionCache(cache) if has_encoder else cache
 
 
-# -- what a model stores, learned by watching one small forward -------------------------------------------------------
+def _groups(model: PreTrainedModel, stored: Stored) -> tuple[Group, ...]:
+    dtype = str(model.dtype).removeprefix("torch.")
+    return causal_shape(stored, None, dtype=dtype, device=model.device.type).groups
+
+
+# -- what a model stores, found by probing -----------------------------------------------------------------------------
 
 
 def _with_encoder(model: PreTrainedModel) -> tuple[Stored, Stored]:
     """What the decoder stores of its own tokens, and of the encoder's output."""
     own, cross = StoreProbe(), StoreProbe()
     size = model.get_encoder().config.hidden_size
-    seen = torch.zeros(1, PROBE_TOKENS, size, dtype=model.dtype, device=model.device)
+    output = torch.zeros(1, PROBE_TOKENS, size, dtype=model.dtype, device=model.device)
     caches = EncoderDecoderCache(GuestCache(own), GuestCache(cross))
-    _run(model, encoder_outputs=BaseModelOutput(last_hidden_state=seen), decoder_input_ids=_ids(model), cache=caches)
+    _run(model, encoder_outputs=BaseModelOutput(last_hidden_state=output), decoder_input_ids=_ids(model), cache=caches)
     return own.stored, cross.stored
 
 
 def _interleaved(model: PreTrainedModel) -> tuple[Stored, Stored]:
-    """Layers that store only if there is something to look at look at it; the others store tokens."""
+    """Layers that store only if there is an encoder's output have cross-attention; the others store tokens."""
     if "cross_attention_states" not in inspect.signature(model.forward).parameters:
         return {}, {}
     without, both = StoreProbe(), StoreProbe()
     _run(model, input_ids=_ids(model), cache=GuestCache(without))
     size = model.config.get_text_config(decoder=True).hidden_size
-    seen = torch.zeros(1, PROBE_TOKENS, size, dtype=model.dtype, device=model.device)
-    _run(model, input_ids=_ids(model), cross_attention_states=seen, cache=GuestCache(both))
+    output = torch.zeros(1, PROBE_TOKENS, size, dtype=model.dtype, device=model.device)
+    _run(model, input_ids=_ids(model), cross_attention_states=output, cache=GuestCache(both))
     return without.stored, {layer: held for layer, held in both.stored.items() if layer not in without.stored}
 
 

@@ -11,9 +11,9 @@ from transformers import GenerationConfig
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import BadRequest, ModelRefused
-from kvcellar.models.advice import FIELDS, advice
+from kvcellar.models.generation_defaults import FIELDS, generation_defaults
+from kvcellar.models.hf_logging import silence_transformers
 from kvcellar.models.load import load
-from kvcellar.models.quiet import quiet
 from kvcellar.verify.diagnosis import diagnose
 from tests.cli.command import kvcellar
 from tests.zoo import ARCHS
@@ -22,7 +22,7 @@ SMALL: dict[str, Any] = {"cache_bytes": 10**6, "threads": 1}
 
 
 def saved(path: Path, **rules: Any) -> Path:
-    with quiet():
+    with silence_transformers():
         ARCHS["llama"].build().save_pretrained(path)
     (path / "generation_config.json").write_text(json.dumps(rules))
     return path
@@ -52,15 +52,15 @@ FOLLOWED: dict[str, tuple[Any, str, Any]] = {
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_rules_that_hold_for_greedy_answers_too_are_followed(name: str, do_sample: bool) -> None:
     value, ours, said = FOLLOWED[name]
-    found = advice({"do_sample": do_sample, name: value})
+    found = generation_defaults({"do_sample": do_sample, name: value})
     assert found.sampling[ours] == said
     assert found.notes == ()
 
 
 @pytest.mark.parametrize("name", ["top_h", "epsilon_cutoff", "eta_cutoff"])
 def test_filters_are_followed_where_a_config_samples(name: str) -> None:
-    assert advice({"do_sample": True, name: 0.25}).sampling == {name: 0.25}
-    assert advice({name: 0.25}).sampling == {"temperature": 0.0}
+    assert generation_defaults({"do_sample": True, name: 0.25}).sampling == {name: 0.25}
+    assert generation_defaults({name: 0.25}).sampling == {"temperature": 0.0}
 
 
 UNFOLLOWED: dict[str, Any] = {
@@ -74,7 +74,7 @@ UNFOLLOWED: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", UNFOLLOWED)
 def test_what_is_not_followed_is_reported_with_its_value(name: str) -> None:
-    (note,) = advice({name: UNFOLLOWED[name]}).notes
+    (note,) = generation_defaults({name: UNFOLLOWED[name]}).notes
     assert note.startswith(f"generation config: {name}={UNFOLLOWED[name]!r} is not followed: ")
 
 
@@ -85,15 +85,15 @@ def test_values_that_ask_for_nothing_are_not_reported() -> None:
         "guidance_scale": 1.0, "no_repeat_ngram_size": 0, "min_length": 0, "watermarking_config": None,
         "use_cache": False, "pad_token_id": 0, "length_penalty": 2.0, "renormalize_logits": True,
     }  # fmt: skip
-    assert advice(nothing).notes == ()
-    assert advice({"max_length": 256}, context=256).notes == ()
-    assert len(advice({"max_length": 255}, context=256).notes) == 1
+    assert generation_defaults(nothing).notes == ()
+    assert generation_defaults({"max_length": 256}, context=256).notes == ()
+    assert len(generation_defaults({"max_length": 255}, context=256).notes) == 1
 
 
 @pytest.mark.parametrize(
     ("rules", "said"),
     [
-        ({"guidance_scale": 1.5}, "guidance_scale is 1.5: each score would be made of two forwards"),
+        ({"guidance_scale": 1.5}, "guidance_scale is 1.5: classifier-free guidance needs two forwards"),
         ({"no_repeat_ngram_size": 65}, "no_repeat_ngram_size must be a whole number from 0 to 64"),
         ({"no_repeat_ngram_size": "3"}, "no_repeat_ngram_size is '3'"),
         ({"suppress_tokens": [-1]}, "suppress_tokens must be a whole number from 0"),
@@ -118,16 +118,15 @@ def test_rules_that_make_no_sense_are_refused_before_anything_is_built(
     assert said in str(refusal.value)
 
 
-def test_a_word_that_is_only_the_end_of_the_text_is_no_bad_word() -> None:
-    assert advice({"bad_words_ids": [[2], [2, 3], [4]], "eos_token_id": [2, 9]}).sampling["bad_words_ids"] == [
-        [2, 3],
-        [4],
-    ]
-    assert advice({"bad_words_ids": [[2], [3]], "eos_token_id": 2}).sampling["bad_words_ids"] == [[3]]
+def test_an_end_of_text_id_alone_is_no_bad_word() -> None:
+    several = {"bad_words_ids": [[2], [2, 3], [4]], "eos_token_id": [2, 9]}
+    assert generation_defaults(several).sampling["bad_words_ids"] == [[2, 3], [4]]
+    one = {"bad_words_ids": [[2], [3]], "eos_token_id": 2}
+    assert generation_defaults(one).sampling["bad_words_ids"] == [[3]]
 
 
 def test_a_minimum_above_the_maximum_is_the_maximum() -> None:
-    assert advice({"min_new_tokens": 9, "max_new_tokens": 4}).sampling["min_tokens"] == 4
+    assert generation_defaults({"min_new_tokens": 9, "max_new_tokens": 4}).sampling["min_tokens"] == 4
 
 
 def test_tokens_that_the_model_does_not_have_are_refused_once_and_not_by_each_request(tmp_path: Path) -> None:
@@ -154,7 +153,7 @@ def test_stop_strings_without_a_tokenizer_are_reported(tmp_path: Path) -> None:
 
 def test_it_is_logged_and_told_by_doctor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = saved(tmp_path / "m", num_beams=4)
-    note = "generation config: num_beams=4 is not followed: answers are written one by one, without beams"
+    note = "generation config: num_beams=4 is not followed: beam search is not supported"
     assert note in diagnose(path, Settings(**SMALL), kv_quality=False).notes
     assert [record.getMessage() for record in caplog.records if "kvcellar" in record.name] == [f"m: {note}"]
     assert note in kvcellar("doctor", str(path), "--no-kv-quality", "--cache-bytes", "1M", "--threads", "1").out
@@ -187,7 +186,7 @@ def test_greedy_answers_are_those_of_transformers_with_the_same_generation_confi
     with Engine(path, pack=False, **SMALL) as engine:
         results = engine.generate(prompts, max_tokens=40)
         for prompt, result in zip(prompts, results, strict=True):
-            with quiet():
+            with silence_transformers():
                 theirs = network.generate(torch.tensor([prompt]), max_new_tokens=40)[0, len(prompt) :].tolist()
             assert list(result.token_ids) == [token for token in theirs if token != 2]
         engine.check()

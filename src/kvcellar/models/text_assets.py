@@ -1,0 +1,40 @@
+"""text_assets: the tokenizer and the chat template of a model directory."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+MAX_FILE_BYTES = 256 << 20  # of one file of a tokenizer
+_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".vocab")
+
+
+@dataclass(frozen=True, slots=True)
+class TextAssets:
+    """What `text/` needs of a model: a `tokenizers.Tokenizer`, special tokens by role, the chat template."""
+
+    tokenizer: Any
+    special: Mapping[str, str]  # "bos_token" -> its text, and so on
+    chat_template: str | None
+
+
+def text_assets(path: Path, config: Any) -> TextAssets | str:
+    """The tokenizer and its template, or why there is none."""
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        return "the directory has no tokenizer"
+    for file in (*path.iterdir(), *(path / "additional_chat_templates").glob("*")):
+        if file.suffix in _SUFFIXES and file.is_file() and file.stat().st_size > MAX_FILE_BYTES:
+            return f"{file.name} has {file.stat().st_size} bytes; {MAX_FILE_BYTES} are allowed"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, config=config, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # noqa: BLE001 - the tokenizers library raises plain Exception
+        return f"transformers cannot build its tokenizer: {type(error).__name__}: {error}"
+    if not tokenizer.is_fast:
+        return f"its tokenizer {type(tokenizer).__name__} has no fast form"
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    special = {role: str(text) for role, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
+    return TextAssets(tokenizer.backend_tokenizer, special, template)

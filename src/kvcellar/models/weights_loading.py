@@ -1,0 +1,173 @@
+"""weights_loading: copy the stored tensors into a network, with transformers' own renaming and joining.
+
+Always true: every stored tensor is copied into the network, or named in a note, or the model is refused.
+"""
+
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from kvcellar.errors import ModelRefused
+from kvcellar.models.weights_files import WeightsFiles, first_few
+
+_READ_AS_NEEDED = "HF_DEACTIVATE_ASYNC_LOAD"  # an environment variable that transformers reads for each load
+_LOADING = Lock()
+_FLOATS = ("F64", "F32", "BF16", "F16")  # named as in safetensors
+
+
+class Source:
+    """A stored tensor that is read into newly allocated memory when transformers indexes it; `was_read` records that.
+
+    `slices` is emptied when the files are closed.
+    """
+
+    def __init__(self, slices: Mapping[str, Any], name: str) -> None:
+        self._slices, self._name = slices, name
+        self.was_read = False
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        self.was_read = True
+        return self._slices[self._name][index]
+
+
+def fill(skeleton: PreTrainedModel, dtype: torch.dtype, weights: WeightsFiles) -> tuple[PreTrainedModel, list[str]]:
+    """A network like `skeleton` with copies of the weights as `dtype`, and notes on what is not used as stored.
+
+    Reads tensor by tensor, so its peak is the network's bytes and the tensors that transformers is joining. Raises
+    `ModelRefused` if tensors are missing, have another shape or no place in the network, or hold values that are not
+    finite; and what transformers raises.
+    """
+    targets = _targets(skeleton, weights)
+    _check_types(skeleton, weights, targets)
+    sources = {name: Source(weights.slices, name) for name in weights.slices}
+    with _sequential_reads():
+        built: Any = type(skeleton).from_pretrained(
+            None,
+            config=skeleton.config,
+            dtype=dtype,
+            state_dict=sources,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    model, report = built
+    weights.check_unchanged()
+    _check_report(report, weights, targets, type(model).__name__)
+    _check_finite(model, weights)
+    return model, _notes(skeleton, model, weights, [name for name, source in sources.items() if not source.was_read])
+
+
+@contextmanager
+def _sequential_reads() -> Iterator[None]:
+    """Within the block, transformers reads a tensor when it needs it. Its threads would read ahead without a bound: all
+    experts before the first are joined, which is a second copy of the model. One load at a time, since the switch is an
+    environment variable of the process."""
+    with _LOADING:
+        before = os.environ.get(_READ_AS_NEEDED)
+        os.environ[_READ_AS_NEEDED] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_READ_AS_NEEDED]
+            else:
+                os.environ[_READ_AS_NEEDED] = before
+
+
+def _targets(skeleton: PreTrainedModel, weights: WeightsFiles) -> dict[str, str]:
+    """The name under which transformers loads each stored tensor, by its own rules; the network may not have that name.
+
+    Raises `ModelRefused` if two are loaded under one name and are not joined there.
+    """
+    conversions = get_model_conversion_mapping(skeleton)
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, WeightConverter)]
+    prefix, own = skeleton.base_model_prefix, skeleton.state_dict()
+    targets: dict[str, str] = {}
+    first: dict[str, str] = {}
+    for name in weights.tensors:
+        target, joined = rename_source_key(name, renamings, converters, prefix, own)
+        if target not in own and name in own:
+            target, joined = rename_source_key(name, [], [], prefix, own)
+        targets[name] = target
+        if joined is None and target in own and (other := first.setdefault(target, name)) != name:
+            raise ModelRefused(
+                f"{other} ({weights.tensors[other].file}) and {name} ({weights.tensors[name].file}) are both the "
+                f"network's {target}, and only one of them would be used. Remove the other one from its file."
+            )
+    return targets
+
+
+def _check_types(skeleton: PreTrainedModel, weights: WeightsFiles, targets: Mapping[str, str]) -> None:
+    """Refuse integers and eight-bit floats for float parameters: a cast would ignore their scales."""
+    own = skeleton.state_dict()
+    for name, target in targets.items():
+        stored = weights.tensors[name]
+        if target in own and own[target].is_floating_point() and stored.dtype not in _FLOATS:
+            raise ModelRefused(
+                f"{stored.file} holds {name} as {stored.dtype}; float32, bfloat16 and float16 weights are served"
+            )
+
+
+def _check_report(report: Mapping[str, Any], weights: WeightsFiles, targets: Mapping[str, str], network: str) -> None:
+    """Raise `ModelRefused` for the faults in transformers' report, which leaves out names in its ignore lists."""
+    faults: list[str] = []
+    if unexpected := set(map(str, report["unexpected_keys"])):
+        names = [name for name, target in targets.items() if target in unexpected] or sorted(unexpected)
+        faults.append(f"{len(names)} tensors that have no place in it ({first_few(names)})")
+    for what, kind in (("missing_keys", "nothing for"), ("mismatched_keys", "another shape for")):
+        if found := sorted(map(str, report[what])):
+            faults.append(f"{kind} {len(found)} of its parameters ({first_few(found)})")
+    if faults:
+        raise ModelRefused(
+            f"the weights do not fit the config: it describes a {network}, and {weights.files} of {weights.path.name} "
+            f"holds {' and '.join(faults)}. It would be another model: correct config.json, or the weights."
+        )
+
+
+def _check_finite(model: PreTrainedModel, weights: WeightsFiles) -> None:
+    """A NaN in one row of a weight would affect only some texts, long after the load, so all values are checked now."""
+    bad = [name for name, one in model.named_parameters() if one.numel() and not _is_finite(one)]
+    if bad:
+        raise ModelRefused(
+            f"{weights.files} of {weights.path.name}: {len(bad)} tensors hold NaN or infinity as {model.dtype}: "
+            f"{first_few(bad)}. The weights are damaged; if not, load them with dtype float32."
+        )
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    if not values.is_floating_point():
+        return True
+    low, high = torch.aminmax(values.detach())  # both are NaN if any value is
+    return math.isfinite(float(low)) and math.isfinite(float(high))
+
+
+def _notes(skeleton: PreTrainedModel, model: PreTrainedModel, weights: WeightsFiles, unread: list[str]) -> list[str]:
+    """What of the files is not used as it is stored."""
+    notes: list[str] = []
+    network = type(model).__name__
+    if unread:
+        notes.append(f"{len(unread)} stored tensors are not used: {network} ignores {first_few(unread)}")
+    if weights.unlisted:
+        notes.append(f"{first_few(weights.unlisted)}: not read, since {weights.files} hold the model's weights")
+    if untied := sorted(set(skeleton.all_tied_weights_keys or ()) - set(model.all_tied_weights_keys or ())):
+        notes.append(f"config.json ties {first_few(untied)}, but other values are stored for it, and these are used")
+    filled = [one for one in model._keys_to_ignore_on_load_missing or () if _is_initialised(one, model, weights)]
+    if filled:
+        notes.append(f"no stored tensor is named like {first_few(filled)}: {network} uses its own initial values")
+    return notes
+
+
+def _is_initialised(pattern: str, model: PreTrainedModel, weights: WeightsFiles) -> bool:
+    """Whether the network has parameters of this name pattern, and the files have none."""
+    return any(re.search(pattern, name) for name in model.state_dict()) and not any(
+        re.search(pattern, name) for name in weights.tensors
+    )

@@ -18,7 +18,7 @@ from kvcellar.cache.rows import Rows
 from kvcellar.cache.states import States
 from kvcellar.cache.tables import Table
 from kvcellar.models.guest import Guest
-from kvcellar.models.mixers import Turn
+from kvcellar.models.mixers import StateView
 from kvcellar.models.seam import FlatDoor
 from kvcellar.plan import Batch, StateSegment
 from kvcellar.verify import run
@@ -205,14 +205,14 @@ def forks_write_the_row_that_they_share(monkeypatch: pytest.MonkeyPatch, guest: 
 
 
 def convolutions_are_one_input_behind(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
-    honest = Turn.shift_in
+    honest = StateView.shift_in
 
-    def shift_in(self: Turn, new: Tensor, layer: int, name: str) -> Tensor:
+    def shift_in(self: StateView, new: Tensor, layer: int, name: str) -> Tensor:
         longer = honest(self, new, layer, name)
         self._states[layer][name] = self._states[layer][name].roll(1, -1)
         return longer
 
-    monkeypatch.setattr(Turn, "shift_in", shift_in)
+    monkeypatch.setattr(StateView, "shift_in", shift_in)
 
 
 def given_up_steps_keep_their_rows(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:

@@ -21,7 +21,6 @@ OVER = {
     "bench/network.py:hybrid",
     "cli/options.py:sampling_options",
     "engine/build.py:_wired",
-    "models/load.py:load",
     "verify/diagnosis.py:_diagnosed",
 }
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvcellar.engine.stats import stats as stats_of
 from kvcellar.sample.params import SamplingParams
-from kvcellar.text.stops import _Table
+from kvcellar.text.output import _Table
 from tests.engine.mixes import Ear, judge, small_engine
 from tests.engine.spoken import Spoken
 from tests.zoo import reference_logits

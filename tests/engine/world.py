@@ -18,8 +18,7 @@ from kvcellar.layout import Layout
 from kvcellar.sample.params import SamplingParams
 from kvcellar.sample.sampler import Sampler
 from kvcellar.spans import Span
-from kvcellar.text.output import Output
-from kvcellar.text.stops import Stops
+from kvcellar.text.output import Output, Stops
 
 VOCABULARY = 1000
 

@@ -27,7 +27,7 @@ from kvcellar.serve import Server, ServeSettings, key_digest
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.body import BodyBudget
 from kvcellar.text.template import ChatTemplate
-from kvcellar.text.tokens import Words
+from kvcellar.text.tokens import TextTokenizer, TokenizingLimit
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.wire import CHAT, COMPLETIONS, chat, completion, connected, error_of, read_answer, request
 from tests.text.made import byte_level
@@ -318,6 +318,7 @@ def test_the_memory_and_the_queue(client: httpx.Client, real: Engine, monkeypatc
     assert told(client.post(COMPLETIONS, json=asked)) == BUSY
 
 
+LONG_TEXT = "prompt has 11 bytes of text; at most 10 are tokenized at once. Send less, or token ids"
 NO_TEXT = "this model has no tokenizer; send a prompt of token ids instead of text"
 NO_STOP = "stop strings need a tokenizer, and this model has none; use stop_token_ids"
 
@@ -329,6 +330,13 @@ def test_models_without_text(client: httpx.Client, real: Engine, monkeypatch: py
     assert told(client.post(COMPLETIONS, json={"prompt": "hi"})) == NO_TEXT
     assert told(client.post(CHAT, json=talk(USER))) == NO_TEXT
     assert told(client.post(COMPLETIONS, json={"prompt": [5], "stop": "x"})) == NO_STOP
+
+
+def test_a_text_that_is_too_long_to_tokenize(
+    client: httpx.Client, real: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(real._built.codec._tokenizer, "limit", TokenizingLimit(10))
+    assert told(client.post(COMPLETIONS, json={"prompt": "x" * 11})) == LONG_TEXT
 
 
 TEMPLATES = {  # the last part is the template's own words, or those of Jinja
@@ -344,7 +352,7 @@ TEMPLATES = {  # the last part is the template's own words, or those of Jinja
 def test_templates(
     client: httpx.Client, real: Engine, monkeypatch: pytest.MonkeyPatch, source: str, message: str
 ) -> None:
-    template = ChatTemplate(source, Words(byte_level())) if source else None
+    template = ChatTemplate(source, TextTokenizer(byte_level())) if source else None
     monkeypatch.setattr(real._built.codec, "_template", template)
     assert told(client.post(CHAT, json=talk(USER))) == message
 
@@ -463,11 +471,13 @@ HERE = {
     *(f"the body must be a JSON object: {message}" for _, message in BODIES),
     *(message for cases in (ROUTES, TEMPLATES, SENT) for message in cases.values()),
     *MANY,
-    *(CROWDED, BUSY, PADDING, NO_TEXT, NO_STOP, STOPPED, KEY, FULL),
+    *(CROWDED, BUSY, PADDING, LONG_TEXT, NO_TEXT, NO_STOP, STOPPED, KEY, FULL),
 }
 
 
-@pytest.mark.parametrize("message", [CROWDED, BUSY, PADDING, NO_TEXT, NO_STOP, STOPPED, KEY, FULL, *SENT.values()])
+@pytest.mark.parametrize(
+    "message", [CROWDED, BUSY, PADDING, LONG_TEXT, NO_TEXT, NO_STOP, STOPPED, KEY, FULL, *SENT.values()]
+)
 def test_all_of_them_are_in_this_style(message: str) -> None:
     """The others were looked at as they came."""
     check_style(message, None)

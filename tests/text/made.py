@@ -6,7 +6,7 @@ from functools import cache
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from kvcellar.text.tokens import Words
+from kvcellar.text.tokens import TextTokenizer
 
 TEXT = [
     "The cellar is cool and dark; nothing in it is forgotten, and nothing is kept for ever.",
@@ -127,6 +127,6 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
 
 
 @cache
-def words(kind: str) -> Words:
+def words(kind: str) -> TextTokenizer:
     made = KINDS[kind]()
-    return Words(made, end_ids=[made.token_to_id("</s>") or 0])
+    return TextTokenizer(made, end_ids=[made.token_to_id("</s>") or 0])

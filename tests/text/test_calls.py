@@ -12,11 +12,11 @@ from kvcellar.text.calls import Arguments
 from kvcellar.text.conversation import Marker, unmarked, unused
 from kvcellar.text.meter import Caps
 from kvcellar.text.template import ChatTemplate
-from kvcellar.text.tokens import Words
+from kvcellar.text.tokens import TextTokenizer
 from tests.text import templates
 from tests.text.made import CONTROL, byte_level
 
-WORDS = Words(byte_level(), special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
+WORDS = TextTokenizer(byte_level(), special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
 ALL = {**templates.ALL, "strings": templates.STRINGS, "parts only": templates.PARTS_ONLY}
 OURS = {name: ChatTemplate(source, WORDS) for name, source in ALL.items()}
 READ = {"llama3": Arguments.OBJECT, "thinker": Arguments.OBJECT, "strings": Arguments.STRING}

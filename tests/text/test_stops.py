@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.errors import WrongStage
-from kvcellar.text.stops import StopFinder, Stops
+from kvcellar.text.output import StopFinder, Stops
 
 
 def dumb(text: str, stops: list[str]) -> tuple[str, str | None]:

@@ -18,13 +18,13 @@ from kvcellar.text.conversation import Marker, unmarked, unused
 from kvcellar.text.meter import Caps
 from kvcellar.text.sandbox import CappedEnvironment
 from kvcellar.text.template import ChatTemplate, Rendered
-from kvcellar.text.tokens import Words
+from kvcellar.text.tokens import TextTokenizer
 from tests.text import templates
 from tests.text.made import CONTROL, byte_level, llama_like
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
-WORDS = Words(byte_level(), special_tokens=SPECIAL)
-LLAMA_WORDS = Words(llama_like(), special_tokens=SPECIAL)
+WORDS = TextTokenizer(byte_level(), special_tokens=SPECIAL)
+LLAMA_WORDS = TextTokenizer(llama_like(), special_tokens=SPECIAL)
 THEIRS = PreTrainedTokenizerFast(tokenizer_object=byte_level(), **SPECIAL)
 LLAMA_THEIRS = PreTrainedTokenizerFast(tokenizer_object=llama_like(), **SPECIAL)
 OURS = {name: ChatTemplate(source, WORDS) for name, source in templates.ALL.items()}

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.errors import BadRequest
-from kvcellar.text.tokens import Words
+from kvcellar.text.tokens import TextTokenizer
 from tests.text.made import CONTROL, KINDS, byte_level, words
 
 
@@ -14,14 +14,14 @@ def test_a_prompt_is_neither_cut_nor_padded() -> None:
     made.enable_truncation(4)
     made.enable_padding(length=9)
     plain = words("byte_level")
-    assert Words(made).encode("The cellar is cool and dark") == plain.encode("The cellar is cool and dark")
+    assert TextTokenizer(made).encode("The cellar is cool and dark") == plain.encode("The cellar is cool and dark")
 
 
 def test_begin_of_text_is_added_as_the_model_wants_it() -> None:
     begin = words("byte_level").encode("")[0]
     assert words("byte_level").encode("a", special=True)[0] == begin
     assert words("byte_level").encode("a", special=False)[0] != begin
-    assert Words(byte_level(), add_special=False).encode("a") == words("byte_level").encode("a", special=False)
+    assert TextTokenizer(byte_level(), add_special=False).encode("a") == words("byte_level").encode("a", special=False)
 
 
 @pytest.mark.parametrize("text", ["\ud800", "ok \udfff"])
@@ -53,7 +53,7 @@ def test_special_and_control_tokens_are_known() -> None:
     assert sorted(vocabulary.control.values()) == sorted(CONTROL)
     assert vocabulary.special_ids == set(vocabulary.control)
     think = vocabulary.encode("<think>", special=False)[0]
-    assert Words(byte_level(), end_ids=[think]).control[think] == "<think>"
+    assert TextTokenizer(byte_level(), end_ids=[think]).control[think] == "<think>"
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "gemma_like"])

@@ -20,8 +20,7 @@ from kvcellar.events import Delta, Done, Event, Failed, Finished, FinishReason, 
 from kvcellar.sample.params import SamplingParams
 from kvcellar.sample.sampler import Sampler
 from kvcellar.spans import Span
-from kvcellar.text.output import Output
-from kvcellar.text.stops import Stops
+from kvcellar.text.output import Output, Stops
 
 
 class Stage(Enum):

@@ -12,7 +12,7 @@ from kvcellar.engine.cpus import PER_CPU, control_groups, most_threads, read
 from kvcellar.errors import BadRequest, CapacityTooSmall, shown
 from kvcellar.layout import Layout
 from kvcellar.shapes import StoredAs
-from kvcellar.text.room import SHORT, bytes_for
+from kvcellar.text.tokens import SHORT, bytes_for
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 MOST_CAPTURES = 1024  # states kept to go back to
@@ -197,7 +197,7 @@ class Capacity:
 
     @property
     def holds(self) -> str:
-        """What there is room for, in words. Recurrent state does not grow with the text."""
+        """What there is room for, in tokenizer. Recurrent state does not grow with the text."""
         return f"{self.tokens} tokens" if self.cells else f"{self.states.sequences} sequences of any length"
 
     def __str__(self) -> str:

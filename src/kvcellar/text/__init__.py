@@ -1,3 +1,3 @@
-"""text: words to ids and back. `tokens` encodes and decodes, `stream` decodes as it comes, `stops` finds where to stop,
-`template` writes a conversation the way a model was taught to read it.
+"""text: text to token ids and back. `tokens` is the tokenizer, `output` the text of a completion token by token,
+`template` the chat template; `conversation` checks messages, `calls` converts tool calls, `sandbox` runs the template.
 """

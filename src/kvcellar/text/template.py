@@ -9,9 +9,9 @@ agree on: content in parts that the template does not read (their text is joined
 it does not read (see `calls`), a message that has reasoning only (its content is ""), and text that looks like a
 control token.
 
-One limit: a template that cuts a piece out of the middle of a client's text, and so joins a control token that was not
-there, is not seen through. Templates cut reasoning off the assistant's words, which only somebody who could write the
-assistant's words anyway can use.
+One limit: a template that removes text from the middle of a client's text can join a control token that was not there,
+which is not detected. Templates do that with the reasoning of assistant messages only, and a client that can send those
+controls what the assistant has said anyway.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ from kvcellar.text.calls import CallForm, probe
 from kvcellar.text.conversation import Copier, Marker, checked, joined, parted, strings, unmarked, unused
 from kvcellar.text.meter import Caps, OverCaps
 from kvcellar.text.sandbox import CappedEnvironment, Refused
-from kvcellar.text.tokens import Words
+from kvcellar.text.tokens import TextTokenizer
 
 MAX_SOURCE_CHARS = 2**20
 MAX_REASON_CHARS = 1000
@@ -55,20 +55,20 @@ class Rendered:
     text: str
     marks: tuple[int, ...] = ()
 
-    def encode(self, words: Words, *, limit: int | None = None) -> list[int]:
+    def encode(self, tokenizer: TextTokenizer, *, limit: int | None = None) -> list[int]:
         """The ids: exactly those of `text`, but control tokens with a mark inside are spelled out as ordinary text.
 
-        Raises `PromptTooLong` for more than `limit`, and `BadRequest`, as `Words.encode` does.
+        Raises `PromptTooLong` for more than `limit`, and `BadRequest`, as `TextTokenizer.encode` does.
         """
-        return words.encode_marked(self.text, self.marks, limit=limit)
+        return tokenizer.encode_marked(self.text, self.marks, limit=limit)
 
 
 class ChatTemplate:
     """A model's template, compiled. Safe to use from several threads: each run has an environment of its own."""
 
-    def __init__(self, source: str, words: Words, caps: Caps | None = None) -> None:
+    def __init__(self, source: str, tokenizer: TextTokenizer, caps: Caps | None = None) -> None:
         """Raises `ModelRefused` if `source` is not a template."""
-        self._source, self._words, self._caps = source, words, caps or Caps()
+        self._source, self._tokenizer, self._caps = source, tokenizer, caps or Caps()
         if len(source) > MAX_SOURCE_CHARS:
             raise ModelRefused(f"the chat template has {len(source)} characters; {MAX_SOURCE_CHARS} are allowed")
         try:
@@ -78,7 +78,7 @@ class ChatTemplate:
         except _FAULTS as error:
             raise ModelRefused(f"the chat template does not compile: {error}") from error
         self.variables = CappedEnvironment(self._caps).variables(source)  # that it reads
-        self._marker = Marker(words.control.values(), self._caps.marks)
+        self._marker = Marker(tokenizer.control.values(), self._caps.marks)
         self._reads_text, self._reads_parts = self._probed()
 
     def render(
@@ -97,7 +97,7 @@ class ChatTemplate:
         "none" or more also `enable_thinking` and `thinking`, where the template reads them and `variables` has none.
 
         Raises `BadRequest` for messages that are wrong in themselves, `TemplateFailed` (one, too) for those that the
-        template refuses, with its own words, or on which it fails or runs past its caps.
+        template refuses, with its own tokenizer, or on which it fails or runs past its caps.
         """
         given = {
             **self._settings(variables or {}, effort),
@@ -106,7 +106,7 @@ class ChatTemplate:
             "documents": Copier(self._caps, "documents").copy(documents, "documents"),
         }
         mark = unused((self._source, *strings(given)))
-        own = {**self._words.special_tokens, "add_generation_prompt": add_generation_prompt}
+        own = {**self._tokenizer.special_tokens, "add_generation_prompt": add_generation_prompt}
         return Rendered(*unmarked(self._run({**own, **self._marker.marked(given, mark)}, mark), mark))
 
     def _conversation(self, messages: object) -> list[dict[str, Any]]:
@@ -119,7 +119,7 @@ class ChatTemplate:
         """The variables that the template reads, beside those that are always there."""
         name = "chat_template_kwargs"
         copy: dict[str, Any] = Copier(self._caps, name).copy(variables, name)
-        if taken := sorted(copy.keys() & {*_OWN, *self._words.special_tokens}):
+        if taken := sorted(copy.keys() & {*_OWN, *self._tokenizer.special_tokens}):
             raise BadRequest(f"{name}.{taken[0]} cannot be set: the template gets it from the server", name)
         thinks = {} if effort is None else {"reasoning_effort": effort, **dict.fromkeys(_THINKING, effort != "none")}
         return {name: value for name, value in {**thinks, **copy}.items() if name in self.variables}
@@ -161,7 +161,7 @@ class ChatTemplate:
         return word in text or not reads_parts, reads_parts
 
     def _tried(self, messages: list[dict[str, Any]]) -> str:
-        own = {**self._words.special_tokens, "add_generation_prompt": False, "tools": None, "documents": None}
+        own = {**self._tokenizer.special_tokens, "add_generation_prompt": False, "tools": None, "documents": None}
         try:
             return self._run({**own, "messages": messages}, "")
         except TemplateFailed:

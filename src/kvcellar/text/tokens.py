@@ -1,42 +1,50 @@
-"""tokens: text to ids and ids to text, by a tokenizer that somebody else loaded.
+"""tokens: text to ids and ids to text, by the model's tokenizer, within limits on memory.
 
 A tokenizer is used as it is, with two exceptions: it neither truncates nor pads (a `tokenizer.json` may ask for either,
-and a prompt cut in silence is a wrong answer), and it can be told that some of the text is *only* text, so that
-`<|im_end|>` written by a user is eleven characters rather than the end of the user's turn.
+and a truncated prompt would be a wrong answer), and parts of a text can be marked as plain text, so that `<|im_end|>`
+written by a user is encoded as ten characters rather than as the end of the user's message.
+
+tokenizers takes up to 425 bytes of memory for each byte of a text (measured with words of one byte; less where words
+are longer). It releases the interpreter only for batches, and cannot be interrupted. A text cannot be cut so that its
+parts have the tokens of the whole, whatever the tokenizer: a word may be as long as the text, and where it ends may
+depend on what follows. So a text is checked before it is tokenized:
+
+* one that must have more tokens than the limit, by its length alone, is not tokenized at all (`LengthBound`);
+* long texts are tokenized one at a time, up to a limit in bytes; short ones beside them, `SHORTS` at a time
+  (`TokenizingLimit`).
+
+Always true:
+  * all texts that are being tokenized take at most `TokenizingLimit.bytes` of memory.
 """
 
 import json
 import re
+import threading
 from bisect import bisect_right
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from enum import Enum
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
 
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Encoding, Tokenizer, models
 
 from kvcellar.errors import BadRequest, PromptTooLong
-from kvcellar.text.room import BYTE_ALPHABET, Desk, reach_of
 
-ONE_GO = 4096  # bytes of text that are tokenized without giving the interpreter up: that takes some milliseconds
+RELEASE_ABOVE = 4096  # bytes of text; fewer are tokenized within milliseconds, without releasing the interpreter
 MOST_BYTES = 2**31  # of one text, where there is no other limit
+BYTES_PER_BYTE = 448  # of memory, for a byte of text while it is tokenized
+SHORT = 16 * 2**10  # bytes of text
+SHORTS = 4  # short texts at the same time
+COMPOSED = 4  # the most characters that Unicode's composition (NFC, NFKC) merges into one, as in U+1F82
 
 
-class Manner(Enum):
-    """How the text of a sequence follows from its tokens; read off the tokenizer's decoder."""
+class TextTokenizer:
+    """The tokenizer of a model. Takes ownership of `tokenizer`. Safe to use from several threads.
 
-    BYTES = "every token is some bytes; the text is all of them, read as UTF-8"
-    PIECES = "what a token adds depends on the token before it at most, except for runs of byte tokens"
-    WHOLE = "a later token may change any of it"
-
-
-class Words:
-    """A tokenizer with what a model says about it. Takes ownership of `tokenizer`. Safe to use from several threads.
-
-    `end_ids` end an answer, `special_tokens` are the names by which templates know some tokens (`bos_token`, ...), and
-    `add_special` says whether `encode` puts begin- and end-of-text around a prompt, as far as the tokenizer does. Texts
-    of more than `most_bytes` in UTF-8 are refused.
+    `end_ids` end a completion, `special_tokens` are the tokens that chat templates know by name (`bos_token`, ...), and
+    with `add_special`, `encode` adds begin- and end-of-text as the tokenizer does. Texts of more than `most_bytes` in
+    UTF-8 are refused.
     """
 
     def __init__(
@@ -56,46 +64,45 @@ class Words:
         self.special_tokens: Mapping[str, str] = MappingProxyType(dict(special_tokens or {}))
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, about in added.items() if about.special)
-        self.control = MappingProxyType(  # what steers the model: id -> how it is written
+        self.control = MappingProxyType(  # tokens that control the model: id -> text
             {token: about.content for token, about in added.items() if about.special or token in self.end_ids}
         )
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        kinds = _decoder_kinds(tokenizer)
-        self.manner = _manner(kinds)
-        self._byte_fallback = any(kind["type"] == "ByteFallback" for kind in kinds)
-        self.reach = reach_of(tokenizer)
-        self.desk = Desk(most_bytes)
+        self.decoder_steps = _steps(tokenizer.decoder, "decoders")
+        self._by_bytes = [step["type"] for step in self.decoder_steps if step["type"] != "Fuse"] == ["ByteLevel"]
+        self._byte_fallback = any(step["type"] == "ByteFallback" for step in self.decoder_steps)
+        self.bound = length_bound(tokenizer)
+        self.limit = TokenizingLimit(most_bytes)
 
     def encode(
         self, text: str, *, special: bool | None = None, param: str = "prompt", limit: int | None = None
     ) -> list[int]:
-        """The ids of `text`. `special`: add begin- and end-of-text (None: as this model wants it).
+        """The ids of `text`. `special`: add begin- and end-of-text (None: `add_special`).
 
-        Raises `PromptTooLong` for more than `limit` tokens (None: any number), before anything is done where the length
-        of the text tells; and `BadRequest`, naming `param`, for text that is not Unicode, or too long to be tokenized.
+        Raises `PromptTooLong` for more than `limit` tokens (None: any number), without tokenizing where the length of
+        the text implies that; and `BadRequest`, naming `param`, for text that is not Unicode, or too long to tokenize.
         """
         add = self._add_special if special is None else special
         with self._encoding(text, param, limit, special=add, offsets=False) as encoding:
             return encoding.ids
 
     def encode_marked(self, text: str, marks: Sequence[int], *, limit: int | None = None) -> list[int]:
-        """The ids of `text`, in which control tokens that have a mark inside are spelled out as plain text.
+        """The ids of `text`, in which control tokens that contain a mark are encoded as plain text.
 
-        `marks` are places between characters, ascending; a mark directly behind a control token of one character counts
-        as inside. Without marks this is exactly what the tokenizer makes of `text`, adding nothing. Where there are
-        marks, the tokenizer still decides what a control token is; it is only overruled afterwards, so whatever stands
-        around is encoded as ever.
+        `marks` are positions between characters, ascending; one directly after a control token of one character counts
+        as inside. Without marks these are the tokenizer's ids of `text`, with nothing added. With marks, the ids of
+        marked control tokens are replaced afterwards, so the text around them is encoded as without marks.
         """
         with self._encoding(text, "messages", limit, special=False, offsets=bool(marks)) as encoding:
-            return self._overruled(text, marks, encoding) if marks else encoding.ids
+            return self._with_plain(text, marks, encoding) if marks else encoding.ids
 
-    def _overruled(self, text: str, marks: Sequence[int], encoding: Encoding) -> list[int]:
-        """Its ids, with the control tokens that have a mark inside spelled out."""
+    def _with_plain(self, text: str, marks: Sequence[int], encoding: Encoding) -> list[int]:
+        """Its ids, with the control tokens that contain a mark as plain text."""
         read, ids, copied = encoding.ids, list[int](), 0
         spelled: dict[str, list[int]] = {}
         for index in [index for index, token in enumerate(read) if token in self.control]:
             start, end = cast("tuple[int, int]", encoding.token_to_chars(index))
-            nearest = bisect_right(marks, start)  # the first mark behind the token's start
+            nearest = bisect_right(marks, start)  # the first mark after the token's start
             if nearest == len(marks) or marks[nearest] >= max(end, start + 2):
                 continue
             written = text[start:end]
@@ -110,16 +117,16 @@ class Words:
     def _encoding(
         self, text: str, param: str, limit: int | None, *, special: bool, offsets: bool
     ) -> Generator[Encoding]:
-        """What the tokenizer makes of `text`, for as long as there is room for it on the desk.
+        """The tokenizer's encoding of `text`, whose memory counts as taken within the block.
 
-        Only batches are encoded without the interpreter, so a long text is one.
+        The interpreter is released only for batches, so a long text is encoded as one.
         """
-        least = self.reach.least(len(text))
+        least = self.bound.least_tokens(len(text))
         if limit is not None and least > limit:
             raise PromptTooLong(least, limit, "the model's context", at_least=True)
         size = check_unicode(text, param)
-        with self.desk.room(size, param):
-            if size <= ONE_GO:
+        with self.limit.taken(size, param):
+            if size <= RELEASE_ABOVE:
                 found = self._tokenizer.encode(text, add_special_tokens=special)
             elif offsets:
                 found = self._tokenizer.encode_batch([text], add_special_tokens=special)[0]
@@ -130,28 +137,28 @@ class Words:
             yield found
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """The text of `ids`; ids without a token give nothing. Raises `BadRequest` for what cannot be an id."""
+        """The text of `ids`; ids without a token are skipped. Raises `BadRequest` for what cannot be an id."""
         for token in ids:
             if not 0 <= token < 2**32:
                 raise BadRequest(f"{token} is not a token id; they are 0 to {self.vocab_size - 1}", "ids")
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special)
 
     def written(self, token: int) -> str | None:
-        """How the vocabulary writes this token, which is not yet text; None if there is no such token."""
+        """The entry of the vocabulary, which is not decoded; None if there is no such token."""
         return self._tokenizer.id_to_token(token)
 
     def byte_of(self, token: int) -> int | None:
-        """The byte that this token stands for, if it is one of those that stand for a single byte."""
+        """The byte of a token of byte fallback, like `<0xE2>`; None for other tokens."""
         written = self.written(token) if self._byte_fallback else None
         found = _BYTE_TOKEN.fullmatch(written) if written else None
         return int(found[1], 16) if found else None
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that this token adds to a text it does not begin. They may be a part of a character."""
+        """The bytes that this token adds to a text that it does not begin. They may be a part of a character."""
         written = self.written(token)
         if written is None:
             return b""
-        if self.manner is Manner.BYTES:
+        if self._by_bytes:
             return _byte_level(written)
         if (byte := self.byte_of(token)) is not None:
             return bytes((byte,))
@@ -159,16 +166,16 @@ class Words:
         return self.decode((token, token), skip_special=False)[len(once) :].encode()
 
     def _spelled(self, text: str) -> list[int]:
-        """The ids of a control token's text if it were ordinary text in the middle of some."""
-        ids = self._plain("\n" + text)  # behind a newline: some tokenizers put a space before what begins a text
+        """The ids of a control token's text as ordinary text inside a text."""
+        ids = self._plain("\n" + text)  # after a newline: some tokenizers add a space before a text
         newline = self._plain("\n")
         ids = ids[len(newline) :] if ids[: len(newline)] == newline else self._plain(text)
         if self.control.keys().isdisjoint(ids):
             return ids
-        return [token for char in text for token in self._plain(char)]  # the vocabulary has it as a word, too
+        return [token for char in text for token in self._plain(char)]  # it is a word of the vocabulary, too
 
     def _plain(self, text: str) -> list[int]:
-        """What the tokenizer does to ordinary text, and nothing else that it does."""
+        """The ids of ordinary text: without added tokens and post-processing."""
         normalizer, splitter = self._tokenizer.normalizer, self._tokenizer.pre_tokenizer
         text = text if normalizer is None else normalizer.normalize_str(text)
         parts = [text] if splitter is None else [part for part, _ in splitter.pre_tokenize_str(text)]
@@ -176,7 +183,7 @@ class Words:
 
 
 def check_unicode(text: str, param: str) -> int:
-    """The bytes of `text` in UTF-8. Raises `BadRequest`, naming `param`, for half of a surrogate pair: it has none."""
+    """The number of bytes of `text` in UTF-8. Raises `BadRequest`, naming `param`, for half of a surrogate pair."""
     try:
         return len(text.encode())
     except UnicodeEncodeError as error:
@@ -189,50 +196,138 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level(written: str) -> bytes:
-    """The bytes of a byte-level token. One with a character outside the alphabet was added as it is."""
+    """The bytes of a byte-level token. One with a character outside the alphabet is an added token: plain text."""
     try:
         return bytes([BYTE_ALPHABET[char] for char in written])
     except KeyError:
         return written.encode()
 
 
-def _decoder_kinds(tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The steps of the tokenizer's decoder, flattened."""
-    if tokenizer.decoder is None:
+class TokenizingLimit:
+    """Bounds the memory of texts that are being tokenized, by making threads wait for each other."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: bytes of the longest text, in UTF-8."""
+        self.most, self.bytes = most, bytes_for(most)
+        self._long, self._short = threading.Lock(), threading.BoundedSemaphore(SHORTS)
+
+    @contextmanager
+    def taken(self, size: int, param: str) -> Generator[None]:
+        """Take memory for a text of `size` bytes within the block. Raises `BadRequest`, naming `param`, if it is more
+        than there is."""
+        if size > self.most:
+            raise BadRequest(
+                f"{param} has {size} bytes of text; at most {self.most} are tokenized at once. Send less, or token ids",
+                param,
+                hint="Or raise text_bytes.",
+            )
+        with self._short if size <= SHORT else self._long:
+            yield
+
+
+def bytes_for(most: int) -> int:
+    """Bytes of memory for tokenizing texts of up to `most` bytes."""
+    return BYTES_PER_BYTE * (most + SHORTS * SHORT)
+
+
+def longest_text(memory: int) -> int:
+    """Bytes of the longest text that can be tokenized in so many bytes of memory."""
+    return memory // BYTES_PER_BYTE - SHORTS * SHORT
+
+
+@dataclass(frozen=True, slots=True)
+class LengthBound:
+    """The most characters of a text that one token can stand for; None where that is not bounded.
+
+    It is bounded if no part of the tokenizer can remove any number of characters: it is a BPE that has tokens for every
+    single character (its bytes, or an unknown token each), and the parts before it only add, replace or compose
+    characters. A token then stands for at most as many characters as the longest entry of the vocabulary has (for
+    byte-level vocabularies: bytes), times as many as normalizers may merge into one.
+    """
+
+    characters: int | None
+
+    def least_tokens(self, length: int) -> int:
+        """A lower bound of the tokens of a text of `length` characters."""
+        return 0 if self.characters is None else -(-length // self.characters)
+
+
+def length_bound(tokenizer: Tokenizer) -> LengthBound:
+    """The bound of `tokenizer`, by its parts. Unknown parts have none."""
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    splitters = _steps(tokenizer.pre_tokenizer, "pretokenizers")
+    normalizers = _steps(tokenizer.normalizer, "normalizers")
+    strips = any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values())
+    by_bytes = any(step["type"] == "ByteLevel" for step in (*splitters, *normalizers))
+    if strips or not vocabulary or not _keeps_unknown(tokenizer.model, vocabulary, by_bytes=by_bytes):
+        return LengthBound(None)
+    shrinks = [*map(_shrink_of_normalizer, normalizers), *map(_shrink_of_splitter, splitters)]
+    reach = max(map(len, vocabulary))
+    for shrink in shrinks:
+        if shrink is None:
+            return LengthBound(None)
+        reach *= shrink
+    return LengthBound(reach)
+
+
+def _steps(part: Any, inner: str) -> list[dict[str, Any]]:
+    """The steps of a part of a tokenizer, flattened. One written in Python has no state to read, and raises."""
+    if part is None:
         return []
-    waiting: list[dict[str, Any]] = [json.loads(tokenizer.decoder.__getstate__())]
+    waiting: list[dict[str, Any]] = [json.loads(part.__getstate__())]
     steps: list[dict[str, Any]] = []
     while waiting:
         step = waiting.pop(0)
         if step["type"] == "Sequence":
-            waiting = [*step["decoders"], *waiting]
+            waiting = [*step[inner], *waiting]
         else:
             steps.append(step)
     return steps
 
 
-def _manner(steps: list[dict[str, Any]]) -> Manner:
-    """What is known about a decoder of these steps. `Fuse` makes one text of all tokens: later steps see no borders."""
-    if [step["type"] for step in steps if step["type"] != "Fuse"] == ["ByteLevel"]:
-        return Manner.BYTES
-    fused = False
-    for step in steps:
-        kind = step["type"]
-        if kind == "Fuse":
-            fused = True
-        elif not (_local_in_text(step) if fused else kind in _LOCAL):
-            return Manner.WHOLE
-    return Manner.PIECES
+def _keeps_unknown(model: object, vocabulary: Mapping[str, int], *, by_bytes: bool) -> bool:
+    """Does each character that is not in the vocabulary become at least one token?"""
+    if not isinstance(model, models.BPE):
+        return False  # WordPiece and WordLevel: one token for an unknown word; Unigram: for a run of characters
+    if by_bytes:
+        return _all_in(BYTE_ALPHABET, vocabulary)
+    fallback = model.byte_fallback and _all_in((f"<0x{byte:02X}>" for byte in range(256)), vocabulary)
+    return fallback or (model.unk_token in vocabulary and not model.fuse_unk)
 
 
-_LOCAL = frozenset({"ByteFallback", "Metaspace", "WordPiece", "BPEDecoder", "Replace", "Strip"})
+def _all_in(written: Iterable[str], vocabulary: Mapping[str, int]) -> bool:
+    return all(text in vocabulary for text in written)
 
 
-def _local_in_text(step: dict[str, Any]) -> bool:
-    """Does this step, done to the whole text, do to each part of it what it would do to that part alone?
+def _shrink_of_normalizer(step: Mapping[str, Any]) -> int | None:
+    """How many characters may be merged into one; None: any number."""
+    match step["type"]:
+        case "ByteLevel" | "Prepend" | "NFD" | "NFKD" | "Lowercase":
+            return 1
+        case "NFC" | "NFKC":
+            return COMPOSED
+        case "Replace":
+            pattern, content = step["pattern"].get("String"), step["content"]
+            return -(-len(pattern) // len(content)) if pattern and content else None
+        case _:
+            return None
 
-    One character replaced everywhere does; so does one stripped from the beginning, once something is there.
-    """
-    if step["type"] == "Replace":
-        return len(step["pattern"].get("String", "")) == 1
-    return step["type"] == "Strip" and step["start"] <= 1 and step["stop"] == 0
+
+def _shrink_of_splitter(step: Mapping[str, Any]) -> int | None:
+    match step["type"]:
+        case "ByteLevel" | "Metaspace" | "Digits" | "UnicodeScripts" | "FixedLength":
+            return 1
+        case "Split" | "Punctuation":
+            return 1 if step["behavior"] != "Removed" else None
+        case _:
+            return None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The character of each byte in byte-level vocabularies: printable Latin-1 itself, others from U+0100 on."""
+    printable = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(b): b for b in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+BYTE_ALPHABET: Mapping[str, int] = _byte_alphabet()

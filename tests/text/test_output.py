@@ -4,11 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.text.stream import LONG_RUN, UNREADABLE, PieceStream, open_stream
-from kvcellar.text.tokens import Manner
+from kvcellar.text.output import LONG_RUN, UNREADABLE, DecoderKind, LocalStream, decoder_kind, open_stream
 from tests.text.made import KINDS, TEXT, words
 
-MANNERS = {"byte_level": Manner.BYTES, "strange": Manner.WHOLE}
+EXPECTED = {"byte_level": DecoderKind.BYTES, "strange": DecoderKind.WHOLE}
 
 
 def pieces(kind: str, ids: list[int], *, skip_special: bool = True, after: tuple[int, ...] = ()) -> list[str]:
@@ -27,7 +26,7 @@ def byte_ids(kind: str, data: bytes) -> list[int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoders_are_told_apart(kind: str) -> None:
-    assert words(kind).manner is MANNERS.get(kind, Manner.PIECES)
+    assert decoder_kind(words(kind).decoder_steps) is EXPECTED.get(kind, DecoderKind.LOCAL)
 
 
 @pytest.mark.parametrize("skip_special", [True, False])
@@ -81,7 +80,7 @@ def test_bytes_that_never_become_text_come_out_and_are_not_kept(kind: str) -> No
 
 def test_a_long_run_of_valid_bytes_is_let_go_and_stays_bounded() -> None:
     ids = byte_ids("llama_like", "你好世界".encode() * 50)
-    stream = PieceStream(words("llama_like"), True, ())
+    stream = LocalStream(words("llama_like"), True, ())
     held, longest, text = 0, 0, ""
     for token in ids:
         piece = stream.push(token)

@@ -9,8 +9,16 @@ from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
 from kvcellar.errors import BadRequest, PromptTooLong
 from kvcellar.models import embedded
-from kvcellar.text.room import SHORT, Desk, Reach, bytes_for, longest_text, reach_of
-from kvcellar.text.tokens import ONE_GO, Words
+from kvcellar.text.tokens import (
+    RELEASE_ABOVE,
+    SHORT,
+    LengthBound,
+    TextTokenizer,
+    TokenizingLimit,
+    bytes_for,
+    length_bound,
+    longest_text,
+)
 from tests.text.made import CONTROL, KINDS, byte_level, gemma_like, words
 
 BOUNDED = ("byte_level", "llama_like", "gemma_like", "metaspace")
@@ -53,16 +61,16 @@ texts = st.one_of(
 )
 
 
-OWN = Words(Tokenizer.from_file(str(embedded.path() / "tokenizer.json")))
+OWN = TextTokenizer(Tokenizer.from_file(str(embedded.path() / "tokenizer.json")))
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "embedded"])
 @given(text=texts, special=st.booleans())
 def test_no_text_has_fewer_tokens_than_its_length_says(kind: str, text: str, special: bool) -> None:
     vocabulary = OWN if kind == "embedded" else words(kind)
-    assert (vocabulary.reach.characters is not None) == (kind in (*BOUNDED, "strange", "embedded"))
+    assert (vocabulary.bound.characters is not None) == (kind in (*BOUNDED, "strange", "embedded"))
     ids = vocabulary.encode(text, special=special)
-    assert len(ids) >= vocabulary.reach.least(len(text))
+    assert len(ids) >= vocabulary.bound.least_tokens(len(text))
     assert vocabulary.encode(text, special=special, limit=len(ids)) == ids
     if ids:
         with pytest.raises(PromptTooLong):
@@ -74,16 +82,20 @@ def test_no_text_has_fewer_tokens_than_its_length_says(kind: str, text: str, spe
 def test_a_normalizer_that_shortens_is_allowed_for(name: str, text: str) -> None:
     for made in (byte_level(), gemma_like()):
         made.normalizer = SHRINKING[name]
-        vocabulary = Words(made)
-        assert len(vocabulary.encode(text, special=False)) >= vocabulary.reach.least(len(text)) >= (1 if text else 0)
+        vocabulary = TextTokenizer(made)
+        assert (
+            len(vocabulary.encode(text, special=False))
+            >= vocabulary.bound.least_tokens(len(text))
+            >= (1 if text else 0)
+        )
 
 
 @pytest.mark.parametrize("name", VANISHING)
 def test_where_characters_can_vanish_the_length_says_nothing(name: str) -> None:
     made = byte_level()
     made.normalizer = VANISHING[name]
-    assert reach_of(made) == Reach(None)
-    assert len(Words(made).encode("a" * 10_000, special=False, limit=10_000)) <= 10_000
+    assert length_bound(made) == LengthBound(None)
+    assert len(TextTokenizer(made).encode("a" * 10_000, special=False, limit=10_000)) <= 10_000
 
 
 def test_splitters_that_drop_what_they_split_at_have_no_reach() -> None:
@@ -95,16 +107,16 @@ def test_splitters_that_drop_what_they_split_at_have_no_reach() -> None:
     ):
         made = byte_level()
         made.pre_tokenizer = pre_tokenizers.Sequence([splitter, made.pre_tokenizer])
-        assert reach_of(made) == Reach(None)
-        assert len(Words(made).encode("a" + " a." * 500, special=False)) >= 0
+        assert length_bound(made) == LengthBound(None)
+        assert len(TextTokenizer(made).encode("a" + " a." * 500, special=False)) >= 0
 
 
 def test_a_control_token_that_swallows_blanks_leaves_no_reach() -> None:
     made = byte_level()
-    assert reach_of(made).characters is not None
+    assert length_bound(made).characters is not None
     made.add_special_tokens([AddedToken("<|end|>", rstrip=True, special=True)])
-    assert reach_of(made) == Reach(None)
-    assert len(Words(made).encode("<|end|>" + "\n" * 10_000, special=False, limit=1)) == 1
+    assert length_bound(made) == LengthBound(None)
+    assert len(TextTokenizer(made).encode("<|end|>" + "\n" * 10_000, special=False, limit=1)) == 1
 
 
 class Untouched:
@@ -119,14 +131,14 @@ class Untouched:
         return getattr(self._made, name)
 
 
-def untouched(**limits: int) -> tuple[Words, Untouched]:
+def untouched(**limits: int) -> tuple[TextTokenizer, Untouched]:
     fake = Untouched(byte_level())
-    return Words(fake, **limits), fake  # type: ignore[arg-type]
+    return TextTokenizer(fake, **limits), fake  # type: ignore[arg-type]
 
 
 def test_a_text_that_is_too_long_is_refused_before_it_is_tokenized() -> None:
     vocabulary, fake = untouched()
-    most = 100 * (vocabulary.reach.characters or 0)
+    most = 100 * (vocabulary.bound.characters or 0)
     assert vocabulary.encode("a" * 40, limit=100)
     fake.armed = True
     for ask in (
@@ -155,7 +167,7 @@ def test_long_texts_have_the_tokens_that_the_tokenizer_gives_them(kind: str, tex
     assert vocabulary.encode(text, special=False) == vocabulary.encode_marked(text, []) == expected
 
 
-@pytest.mark.parametrize("filler", ["", "a" * (ONE_GO + 1)])
+@pytest.mark.parametrize("filler", ["", "a" * (RELEASE_ABOVE + 1)])
 def test_marks_overrule_in_long_texts_as_in_short_ones(filler: str) -> None:
     text = "<s>hello<s>" + filler
     short = words("byte_level").encode_marked("<s>hello<s>", [1])
@@ -163,25 +175,25 @@ def test_marks_overrule_in_long_texts_as_in_short_ones(filler: str) -> None:
 
 
 @given(st.integers(0, 10**9))
-def test_a_desk_takes_the_memory_that_it_was_given(memory: int) -> None:
+def test_tokenizing_takes_no_more_memory_than_was_granted(memory: int) -> None:
     most = longest_text(memory)
     assert bytes_for(most) <= memory < bytes_for(most + 1)
-    assert Desk(most).bytes == bytes_for(most)
+    assert TokenizingLimit(most).bytes == bytes_for(most)
 
 
 def test_long_texts_come_one_at_a_time_and_short_ones_beside_them() -> None:
-    desk = Desk(10 * SHORT)
+    limit = TokenizingLimit(10 * SHORT)
     inside, entered = threading.Event(), threading.Event()
 
     def second() -> None:
-        with desk.room(SHORT + 1, "prompt"):
+        with limit.taken(SHORT + 1, "prompt"):
             entered.set()
             inside.wait(10)
 
-    with desk.room(SHORT + 1, "prompt"):
+    with limit.taken(SHORT + 1, "prompt"):
         other = threading.Thread(target=second)
         other.start()
-        with desk.room(SHORT, "prompt"), desk.room(1, "prompt"):  # nothing long is waited for
+        with limit.taken(SHORT, "prompt"), limit.taken(1, "prompt"):  # nothing long is waited for
             assert not entered.wait(0.05)
     assert entered.wait(10)
     inside.set()

@@ -92,7 +92,7 @@ def test_a_step_costs_the_same_in_a_million_cells(memories: list[Memory]) -> Non
 def test_sharing_and_giving_back_cost_the_same_in_a_million_cells(memories: list[Memory]) -> None:
     def share(memory: Memory) -> None:
         kept = memory.fork(3, 99, memory.length(3) - 1)
-        memory.remove(99, Span(kept - 1, kept))
+        memory.remove(99, Span(memory.can_cut(99, kept - 1), kept))
         memory.drop(99)
 
     costs = [lines(lambda m=memory: share(m)) for memory in memories]

@@ -82,7 +82,6 @@ def test_what_stands_before_a_removal_is_nobody_elses() -> None:
 def test_who_is_gone_is_not_derived() -> None:
     memory = edited_at_two()
     memory.drop(0)
-    assert memory.derived(0) is None
     put_zeros(memory, memory.begin(Batch((Feed(0, Span(0, 9)),))))
     memory.commit()
     assert memory.derived(0) is None

@@ -1,6 +1,8 @@
 """What a memory is made of and given: what cannot be is refused at the door, and what comes in stays what it was."""
 
 from collections.abc import Callable
+from functools import partial
+from inspect import getmembers, isfunction, signature
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from kvcellar.attention.reference import Reference
 from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.group import Group
+from kvcellar.cache.inputs import Inputs
 from kvcellar.cache.layouts import Causal, Input, Sliding
 from kvcellar.cache.memory import Memory
 from kvcellar.errors import BadRequest, CacheFull, CapacityTooSmall, NotSupported, UnknownSequence, WrongStage
@@ -197,7 +200,6 @@ AT_REST: dict[str, tuple[Callable[[Memory], Any], type[Exception], str]] = {
     "abandon": (lambda m: m.abandon(), WrongStage, r"abandon\(\) needs an open step"),
     # sequences
     "cut below": (lambda m: m.can_cut(0, -1), BadRequest, "-1 is not a position"),
-    "cut below, a stranger": (lambda m: m.can_cut(8, -1), BadRequest, "-1 is not a position"),
     "cut a token": (lambda m: m.can_cut(0, 2.5), BadRequest, "a position is a whole number, not 2.5"),
     "fork within a token": (lambda m: m.fork(0, 5, 2.5), BadRequest, "a position is a whole number, not 2.5"),
     "fork onto one that is there": (lambda m: m.fork(0, 1, None), BadRequest, "a whole number, not None"),
@@ -206,11 +208,8 @@ AT_REST: dict[str, tuple[Callable[[Memory], Any], type[Exception], str]] = {
     "fork below": (lambda m: m.fork(0, 5, -2), BadRequest, "-2 is not a position"),
     "fork onto itself": (lambda m: m.fork(0, 0, 3), BadRequest, "onto itself"),
     "fork beyond a limit": (lambda m: m.fork(0, 3, 9), BadRequest, "sequence 3 may have 5 tokens; this fork .* 9"),
-    "fork of a stranger": (lambda m: m.fork(8, 0, 3), UnknownSequence, "sequence 8 is not in memory"),
     "remove below": (lambda m: m.remove(0, Span(-1, 3)), BadRequest, "not a span"),
-    "remove from a stranger": (lambda m: m.remove(8, Span(0, 3)), UnknownSequence, "8"),
-    "drop a stranger": (lambda m: m.drop(8), UnknownSequence, "8"),
-    "a stranger's spans": (lambda m: m.held(8), UnknownSequence, "8"),
+    "beyond the end of a window": (lambda m: m.remove(0, Span(3, 2**31 - 1)), NotSupported, "window layers no longer"),
     "shift": (lambda m: m.remove(0, Span(6, 7)), NotSupported, "full layers cannot be shifted.*nobody has said"),
     # inputs
     "a second input": (
@@ -362,3 +361,26 @@ def test_a_put_that_was_refused_can_be_done_right() -> None:
     assert torch.equal(k, v)
     assert k.dtype == torch.float32
     assert (k == 2).sum() == NEW.numel()
+
+
+@pytest.mark.parametrize("part", [Memory, Inputs])
+def test_an_unknown_sequence_has_no_length_and_everything_else_refuses_it(part: type) -> None:
+    """Every method that takes the number of a sequence, but `inputs.write` and `inputs.share`, which may begin one."""
+    kept = inhabited()
+    owner: Any = kept if part is Memory else kept.inputs
+    values = {"seq": 8, "src": 8, "seqs": [8], "dst": 5, "pos": 0, "upto": 0, "span": Span(0, 1)}
+    values |= {"layer": 7, "plane": "k"}
+    tried = set()
+    for name, method in getmembers(part, isfunction):
+        names = list(signature(method).parameters)[1:]
+        if name.startswith("_") or not {"seq", "src", "seqs"} & set(names) or name in ("write", "share"):
+            continue
+        call = partial(getattr(owner, name), *(values[each] for each in names))
+        if name in ("has", "length"):
+            assert call() == 0
+        else:
+            with nothing_changes(kept), pytest.raises(UnknownSequence, match="sequence 8 is not in memory"):
+                call()
+        tried.add(name)
+    wanted = {"has", "length", "held", "derived", "can_cut", "fork", "remove", "drop"}
+    assert tried >= (wanted if part is Memory else {"length", "read"})

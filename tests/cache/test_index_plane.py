@@ -79,7 +79,8 @@ class Texts:
         elif name == "fork" and what[0] in self.tokens and what[0] != what[1]:
             self.tokens[what[1]] = self.tokens[what[0]][: self.memory.fork(*what)]
         elif name == "cut" and what[0] in self.tokens and what[1] < len(self.tokens[what[0]]):
-            kept = self.memory.remove(what[0], Span(what[1], len(self.tokens[what[0]])))
+            kept = self.memory.can_cut(what[0], what[1])
+            self.memory.remove(what[0], Span(kept, len(self.tokens[what[0]])))
             self.tokens[what[0]] = self.tokens[what[0]][:kept]
         elif name == "drop" and what[0] in self.tokens:
             self.memory.drop(what[0])

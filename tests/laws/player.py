@@ -255,41 +255,34 @@ class Player:
             assert self.dumb.fork(src, dst, upto) == kept
 
     def remove(self, seq: int, span: Span) -> None:
-        if span.end >= self.dumb.length(seq):
-            self._remove_end(seq, span)
-        elif len(span):
-            self._remove_middle(seq, span)
-        else:
-            with nothing_changes(self.memory):
-                assert self.memory.remove(seq, span) == self.dumb.length(seq)
-
-    def _remove_end(self, seq: int, span: Span) -> None:
-        kept = self.dumb.can_cut(seq, span.start)
-        if kept == min(span.start, self.dumb.length(seq)):
-            assert self._do("remove", lambda: self.memory.remove(seq, span)) == kept
-            self.dumb.remove(seq, span.start)
-        else:
-            with nothing_changes(self.memory):
-                assert self.memory.remove(seq, span) == kept
-
-    def _remove_middle(self, seq: int, span: Span) -> None:
-        memory, dumb = self.memory, self.dumb
-        if dumb.parts(seq, span):
+        """Exactly what is asked for, or nothing."""
+        memory, dumb, length = self.memory, self.dumb, self.dumb.length(seq)
+        gone = Span(min(span.start, length), min(span.end, length))
+        if not len(gone):
             with nothing_changes(memory):
-                assert memory.remove(seq, span) == dumb.can_cut(seq, span.start)
-            self.done["parted"] += 1
-        elif any(m.group.no_shift for m in self.members):
-            refused = self._refused(NotSupported, "cannot be shifted", lambda: memory.remove(seq, span))
-            assert refused.kept == dumb.can_cut(seq, span.start)
-        elif not dumb.can_shift(seq, span.start, span.end):
-            with nothing_changes(memory):
-                assert memory.remove(seq, span) == dumb.can_cut(seq, span.start)
-        elif not self._has_room_to_turn(seq, span.end):
+                assert memory.remove(seq, span) == length
+        elif (why := self._cannot_remove(seq, gone)) is not None:
+            refused = self._refused(NotSupported, why, lambda: memory.remove(seq, span))
+            assert refused.kept == dumb.can_cut(seq, gone.start)
+            self.done["parted"] += why == "looked ahead"
+        elif gone.end == length:
+            assert self._do("remove", lambda: memory.remove(seq, span)) == gone.start
+            dumb.remove(seq, gone.start)
+        elif not self._has_room_to_turn(seq, gone.end):
             self._refused(CacheFull, "cells in group", lambda: memory.remove(seq, span))
         else:
-            after = dumb.length(seq) - len(span)
-            assert self._do("shift", lambda: memory.remove(seq, span)) == after
-            dumb.shift(seq, span.start, span.end)
+            assert self._do("shift", lambda: memory.remove(seq, span)) == length - len(gone)
+            dumb.shift(seq, gone.start, gone.end)
+
+    def _cannot_remove(self, seq: int, gone: Span) -> str | None:
+        """What the reason of a refusal says; None if nothing is in the way."""
+        if self.dumb.parts(seq, gone):
+            return "looked ahead"
+        if gone.end == self.dumb.length(seq):
+            return None if self.dumb.can_cut(seq, gone.start) == gone.start else "no longer hold"
+        if any(m.group.no_shift for m in self.members):
+            return "cannot be shifted|no longer hold"
+        return None if self.dumb.can_shift(seq, gone.start, gone.end) else "no longer hold"
 
     def _has_room_to_turn(self, seq: int, end: int) -> bool:
         """Is each key written to a free cell, or turned where it is, with room for what was there?"""

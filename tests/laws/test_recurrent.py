@@ -21,7 +21,7 @@ from kvcellar.attention.sdpa import Sdpa
 from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.layouts import Input
 from kvcellar.cache.memory import Group, Memory
-from kvcellar.errors import BadRequest, CacheFull, WrongStage
+from kvcellar.errors import BadRequest, CacheFull, NotSupported, WrongStage
 from kvcellar.plan import Batch, Feed, Plan, StateSegment
 from kvcellar.policy import trim
 from kvcellar.shapes import Plane
@@ -384,12 +384,13 @@ class Timeline(RuleBasedStateMachine):
         start, length = self._place(line, start, how), len(line.tokens)
         kept = self.dumb.can_cut(seq, start)
         before = all_of(self.memory)
-        assert self.memory.remove(seq, Span(start, length)) == kept
-        if kept < start and kept < length:
-            assert all_of(self.memory) == before
+        if kept < min(start, length):
+            with pytest.raises(NotSupported, match=r"recurrent state|no longer hold") as refused:
+                self.memory.remove(seq, Span(start, length))
+            assert (refused.value.kept, all_of(self.memory)) == (kept, before)
             if not again:
                 return
-            assert self.memory.remove(seq, Span(kept, length)) == kept
+        assert self.memory.remove(seq, Span(kept, length)) == kept
         if kept < length:
             self.dumb.use(line.at(kept) if kept else None)
         self.dumb.lines[seq] = self.dumb.cut(line, kept)
@@ -398,14 +399,15 @@ class Timeline(RuleBasedStateMachine):
     @precondition(lambda self: self.dumb.lines)
     @rule(seq=NUMBERS, start=NUMBERS, n=st.integers(1, 3))
     def remove_from_the_middle(self, seq: int, start: int, n: int) -> None:
-        """A state cannot forget what came in between: nothing changes, and the answer says what could be kept."""
+        """A state cannot forget what came in between: nothing changes, and the error says what could be kept."""
         seq = self._known(seq)
         length = self.dumb.length(seq)
         if length > n:
             start %= length - n
             before = all_of(self.memory)
-            assert self.memory.remove(seq, Span(start, start + n)) == self.dumb.can_cut(seq, start)
-            assert all_of(self.memory) == before
+            with pytest.raises(NotSupported, match="taken out of a recurrent state") as refused:
+                self.memory.remove(seq, Span(start, start + n))
+            assert (refused.value.kept, all_of(self.memory)) == (self.dumb.can_cut(seq, start), before)
 
     @precondition(lambda self: self.dumb.lines)
     @rule(seq=NUMBERS)

@@ -112,7 +112,8 @@ class Life:
             if not rows:
                 self.step({0: 1}, stores=False)
         try:
-            self.shifted = memory.remove(0, Span(2, 5)) < 10 and memory.derived(0) is not None
+            memory.remove(0, Span(2, 5))
+            self.shifted = True
         except NotSupported:
             memory.drop(0)
         self.step({0: 2, 1: 1})

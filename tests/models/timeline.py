@@ -10,13 +10,14 @@ import zlib
 from collections.abc import Callable, Sequence
 from functools import cache
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvcellar.attention.choose import backends
 from kvcellar.cache.memory import Memory
-from kvcellar.errors import CacheFull
+from kvcellar.errors import CacheFull, NotSupported
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.models.input_limits import context_of, padding_token
@@ -192,10 +193,12 @@ class Timeline:
         seq = self.draw.choice(list(self.texts))
         length = len(self.texts[seq])
         start = self.draw.randint(0, length)
-        kept = self.memory.remove(seq, Span(start, length))
+        kept = self.memory.can_cut(seq, start)
         if kept < start:
-            assert self.memory.length(seq) == length
-            assert self.memory.remove(seq, Span(kept, length)) == kept
+            with pytest.raises(NotSupported) as refused:
+                self.memory.remove(seq, Span(start, length))
+            assert (refused.value.kept, self.memory.length(seq)) == (kept, length)
+        assert self.memory.remove(seq, Span(kept, length)) == kept
         self.texts[seq], self.next[seq] = self.texts[seq][:kept], self.token()
 
     def drop(self) -> None:

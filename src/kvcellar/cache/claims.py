@@ -119,10 +119,11 @@ class Claims:
         positions = sorted({whole(pos, "the position of a checkpoint") for pos in checkpoints})
         if positions and not span.start < positions[0] <= positions[-1] <= span.end:
             raise BadRequest(f"checkpoints of a claim on {span} are at positions behind {span.start}, not {positions}")
-        for pos in (span.start, span.end, *positions):
+        for pos in (span.start, span.end):
             _check_whole(record.ahead, pos)
         for pos in positions:
-            self._check_resume(seq, record.tables, pos)
+            if (obstacle := self._sequences.obstacle(seq, pos)) is not None:
+                raise BadRequest(f"sequence {seq} has no checkpoint at {pos}: {obstacle}")
         claim = Claim(span, {}, derived=_within(record.derived, span), digest=record.digest)
         claim.ahead = tuple(one for one in record.ahead if span.start <= one.start < span.end)
         with undone(lambda: claim.close(self._rows)):
@@ -330,18 +331,6 @@ class Claims:
             there = sorted(claim.checkpoints)
             raise BadRequest(f"there is no checkpoint at {shown(pos)}, only at {there or 'no position'}")
         return found
-
-    def _check_resume(self, seq: int, tables: Sequence[Table], pos: int) -> None:
-        for index in self._bounded:
-            group, table = self._stores[index].group, tables[index]
-            if (lowest := group.layout.lowest(pos)) < min(table.first, pos):
-                raise BadRequest(
-                    f"resuming at {pos} needs [{lowest},{pos}) in group {group.name}; sequence {seq} holds "
-                    f"[{table.first},{table.end})"
-                )
-        points = self._rows.points(seq)
-        if points is not None and pos not in points:
-            raise BadRequest(f"sequence {seq} has a recurrent state at {list(points)}, not at {pos}")
 
     def _check_same_input(self, one: Claim, other: Claim) -> None:
         for index in self._unbounded:

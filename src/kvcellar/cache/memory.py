@@ -107,7 +107,7 @@ class Memory:
 
     def derived(self, seq: int) -> int | None:
         """From which position on the K/V of `seq` encode text that was removed; None if they encode just its tokens."""
-        return self._sequences.derived(seq)
+        return self._sequences.record(seq).derived
 
     def can_cut(self, seq: int, pos: int) -> int:
         """The largest `kept <= pos` at which all groups can go on once `[kept, end)` is forgotten. Changes nothing.
@@ -201,9 +201,9 @@ class Memory:
     def fork(self, src: int, dst: int, upto: int) -> int:
         """Make `dst` share the first `kept <= upto` tokens of `src`, its input, and nothing else; returns `kept`.
 
-        `kept` is less than `upto` only where `src` no longer holds what going on at `upto` needs, or where a span that
-        looked ahead would be parted (see `can_cut`). Whatever `dst` was before is forgotten. Copies integers, no K/V.
-        Raises `BadRequest` if `kept` is beyond the limit of `dst`; nothing has changed then.
+        `kept` is what `can_cut(src, upto)` returns: as many tokens as can be shared. Whatever `dst` was before is
+        forgotten. Copies integers, no K/V. Raises `BadRequest` if `kept` is beyond the limit of `dst`; nothing has
+        changed then.
         """
         self._idle("fork")
         self._sequences.known(src)
@@ -216,40 +216,36 @@ class Memory:
         return kept
 
     def remove(self, seq: int, span: Span) -> int:
-        """Forget `span`. What lies behind it moves down, its keys turned to their new positions (context shift).
+        """Forget the tokens of `span`; returns how many the sequence has now. What lies behind the span moves down, its
+        keys turned to their new positions (context shift).
 
-        Returns how many tokens the sequence has now, which is `length - len(span)`. Any smaller answer means that
-        nothing has changed, because going on would need what is no longer held, or a span that looked ahead would be
-        parted; that many tokens could be kept: remove all from there on, and read what is missing again. A sequence
-        that was edited in the middle is *derived*: its K/V still encode what was removed (see `derived`).
+        Either exactly the tokens that the span has of the sequence are removed, or `NotSupported` is raised and nothing
+        has changed: if resuming would need what is no longer held, if a span that looked ahead would be parted, or if
+        the keys of some group cannot be turned exactly. Its `kept` is the largest position up to the span at which
+        everything can resume: remove all from there on, and read what is missing again. A sequence that was edited in
+        the middle is *derived*: its K/V still encode what was removed (see `derived`).
 
         Keys that move are written to free cells. Where too few are free, those that no other sequence shares are turned
         in the cells they are in, which the removal would free; what was there is kept until it is complete, in what
-        `max_bytes` leaves beside planes and staging (a step's scratch too: none is open).
-
-        Raises `NotSupported` if the keys of some group cannot be turned exactly, `CacheFull` if keys that are shared
-        need more cells than are free, or there is too little room for what was there; nothing has changed then.
+        `max_bytes` leaves beside planes and staging (a step's scratch too: none is open). Raises `CacheFull` if keys
+        that are shared need more cells than are free, or there is too little room for what was there; nothing has
+        changed then.
         """
         self._idle("remove")
         if type(span) is not Span:
             raise BadRequest(f"what is removed is a Span, not {shown(span)}")
         tables, length = self._sequences.known(seq), self.length(seq)
-        if not len(span) and span.end < length:
+        gone = Span(min(span.start, length), min(span.end, length))
+        if not len(gone):
             return length
-        kept = self.can_cut(seq, span.start)
-        if span.end >= length:
-            if kept in (span.start, length):
-                self._sequences.cut(seq, kept)
-            return kept
-        if not self._sequences.can_close_over(seq, span):
-            return kept
-        for store, table in zip(self._stores.all, tables, strict=True):
-            if store.group.no_shift is not None:
-                raise NotSupported(f"{store.group.name} layers cannot be shifted: {store.group.no_shift}", kept)
-            if not store.group.layout.can_shift(table.first, length, span):
-                return kept
-        self._sequences.close_over(seq, span, shifted(self._stores.all, tables, span, self.storage.spare))
-        return length - len(span)
+        if (reason := self._sequences.refusal(seq, gone)) is not None:
+            raise NotSupported(reason, self.can_cut(seq, gone.start))
+        if gone.end == length:
+            self._sequences.cut(seq, gone.start)
+        else:
+            behind = shifted(self._stores.all, tables, gone, self.storage.spare)
+            self._sequences.close_over(seq, gone, behind)
+        return length - len(gone)
 
     def capture(self, seq: int) -> None:
         """Keep the recurrent state that `seq` has now, to go back to, as a feed with `capture` does at its end."""

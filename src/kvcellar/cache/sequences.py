@@ -64,10 +64,6 @@ class Sequences:
         record = self.records.get(seq)
         return record.tables[0].end if record is not None and record.tables else self._rows.end(seq)
 
-    def derived(self, seq: int) -> int | None:
-        record = self.records.get(seq)
-        return record.derived if record is not None else None
-
     def input_length(self, seq: int) -> int:
         """How many positions its input has; 0 without, or if it is not there."""
         record = self.records.get(seq)
@@ -80,20 +76,43 @@ class Sequences:
 
     def can_cut(self, seq: int, pos: int) -> int:
         """The largest `kept <= pos` at which the sequence could go on. Changes nothing."""
-        record, kept = self.records.get(seq), min(pos, self.length(seq))
-        while record is not None:
+        record, kept = self.record(seq), min(pos, self.length(seq))
+        while True:
             agreed = deepest(record.ahead, self._rows.deepest(seq, kept))
             for store, table in zip(self._stores, record.tables, strict=True):
                 agreed = store.group.layout.can_cut(table.first, table.end, agreed)
             if agreed == kept:
                 return kept
             kept = agreed
-        return 0
 
-    def can_close_over(self, seq: int, gone: Span) -> bool:
-        """Can `gone` be removed, with something behind it that stays? Layouts are not asked, a state cannot forget."""
-        spans = self.record(seq).ahead
-        return self._rows.capacity is None and all(around(spans, pos) is None for pos in (gone.start, gone.end))
+    def obstacle(self, seq: int, pos: int) -> str | None:
+        """Why the sequence cannot go on at `pos`; None if it can. Without numbers, so that reasons can be counted."""
+        record = self.record(seq)
+        if around(record.ahead, pos) is not None:
+            return "a span that looked ahead would be parted"
+        if self._rows.deepest(seq, pos) != pos:
+            return "the recurrent state at that position was not kept"
+        for store, table in zip(self._stores, record.tables, strict=True):
+            if not store.group.layout.can_resume(table.first, table.end, pos):
+                return f"{store.group.name} layers no longer hold what resuming at that position needs"
+        return None
+
+    def refusal(self, seq: int, gone: Span) -> str | None:
+        """Why `gone` cannot be removed; None if it can."""
+        record, length = self.record(seq), self.length(seq)
+        if gone.end == length:
+            return self.obstacle(seq, gone.start)
+        if any(around(record.ahead, pos) is not None for pos in (gone.start, gone.end)):
+            return "a span that looked ahead would be parted"
+        if self._rows.capacity is not None:
+            return "what was read cannot be taken out of a recurrent state"
+        for store, table in zip(self._stores, record.tables, strict=True):
+            group = store.group
+            if group.no_shift is not None:
+                return f"{group.name} layers cannot be shifted: {group.no_shift}"
+            if not group.layout.can_shift(table.first, length, gone):
+                return f"{group.name} layers would see other positions, or what they no longer hold"
+        return None
 
     def check_limit(self, seq: int, length: int, what: str) -> None:
         """Raise `BadRequest` if `what` would bring a sequence more tokens than it may have."""

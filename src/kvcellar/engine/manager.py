@@ -118,19 +118,17 @@ class SequenceManager:
         """
         assert completion.seq is not None
         try:
-            kept = self.memory.remove(completion.seq, span)
+            self.memory.remove(completion.seq, span)
         except NotSupported as refused:
             return refused.reason
         except (RuntimeError, MemoryError) as error:  # the device has no scratch for it; memory is as it was
             log.warning("a shift of %s failed with %s: %s", span, type(error).__name__, error)
             return f"the device failed with {type(error).__name__}"
-        if kept < completion.read - len(span):
-            return "a window or a recurrent state would have to go back to what is no longer held"
         if span.end < completion.read:
             completion.shift(span)
             self.shifts += 1
         else:  # nothing was behind it: what is left is the K/V of just these tokens
-            completion.forget(span, kept)
+            completion.forget(span, self.memory.length(completion.seq))
         return None
 
     def forget(self, completion: Completion, span: Span, reason: str) -> None:

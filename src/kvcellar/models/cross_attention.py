@@ -117,9 +117,10 @@ class DecoderCache(GenerationCache):
 
     def _cut_back(self) -> None:
         """Cut the rows to their length before the last forward; drop them if it was their first, or they cannot be."""
-        ends = [self.memory.remove(seq, Span(self._past, self.memory.length(seq))) for seq in self.rows]
-        if not self._past or set(ends) != {self._past}:
+        if not self._past or any(self.memory.can_cut(seq, self._past) != self._past for seq in self.rows):
             self.reset()
+        for seq in self.rows:
+            self.memory.remove(seq, Span(self._past, self.memory.length(seq)))
 
     def _write(self, pending: Stored) -> None:
         """Each input is first written for a sequence of its own, so that no row gets one if another does not fit."""

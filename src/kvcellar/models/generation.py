@@ -110,8 +110,12 @@ class GenerationCache(Cache):
         length = self.get_seq_length()
         if not -length <= tokens_to_remove <= 0:
             raise BadRequest(f"crop({tokens_to_remove}) of {length} tokens; a number from {-length} to 0 is needed")
+        upto = length + tokens_to_remove
+        kept = min((self.memory.can_cut(seq, upto) for seq in self.rows), default=upto)
+        if kept < upto:  # of all rows or of none
+            raise NotSupported(f"some row cannot go on at {upto}", kept)
         for seq in self.rows:
-            self.memory.remove(seq, Span(length + tokens_to_remove, length))
+            self.memory.remove(seq, Span(upto, length))
 
     def reset(self) -> None:
         """Drop all rows."""

@@ -188,10 +188,9 @@ class Harness:
 
     def remove_end(self, seq: int, start: int) -> int:
         """Remove all from `start` on, or from what the memory offers instead; returns how many are kept."""
-        length = len(self.texts[seq])
-        kept = self.memory.remove(seq, Span(start, length))
-        if kept < start and (again := self.memory.remove(seq, Span(kept, length))) != kept:
-            raise CheckFailed(f"remove() returned that {kept} of {length} tokens could be kept, and then kept {again}")
+        length, kept = len(self.texts[seq]), self.memory.can_cut(seq, start)
+        if (left := self.memory.remove(seq, Span(kept, length))) != kept:
+            raise CheckFailed(f"can_cut says that {kept} of {length} tokens can be kept; a removal kept {left}")
         self.texts[seq] = self.texts[seq][:kept]
         return kept
 

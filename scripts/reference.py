@@ -15,7 +15,7 @@ from typing import Any, get_args
 import click
 from pydantic import BaseModel
 
-from kvcellar.cli.main import ENVIRONMENT, VERBS, cli
+from kvcellar.cli.main import COMMANDS, ENVIRONMENT, cli
 from kvcellar.engine.settings import Settings
 from kvcellar.engine.stats import EngineStats, GroupStats
 from kvcellar.events import Timings, Usage
@@ -52,7 +52,7 @@ RECORDS = {
     Usage: "`usage` of a result",
     Timings: "`timings` of a result",
 }
-COMMANDS = """\
+COMMAND_LINE = """\
 In a checkout the command is `.venv/bin/kvcellar`. Exit codes: 0 done; 1 refused or failed, with one line that says why;
 2 wrong usage; 130 interrupted; 128 and the number of the signal where `serve` was signalled twice. Sizes are written
 like 800M, 1.5G or 512MiB.
@@ -86,7 +86,7 @@ def pages() -> dict[str, str]:
         "server-settings.md": _page("Server settings", SERVER, _settings_table(ServeSettings)),
         "sampling.md": _page("Sampling parameters", SAMPLING, _settings_table(SamplingParams)),
         "statistics.md": _page("Statistics", STATISTICS, *map(_record, RECORDS)),
-        "command-line.md": _page("Command line", COMMANDS, *map(_verb, VERBS), _environment()),
+        "command-line.md": _page("Command line", COMMAND_LINE, *map(_command, COMMANDS), _environment()),
         "http-fields.md": _page("Fields of HTTP requests", FIELDS, *_http()),
     }
 
@@ -151,7 +151,7 @@ def _default(field: Any) -> str:
     return repr(dict(value)) if isinstance(value, Mapping) else repr(value)
 
 
-def _verb(name: str) -> str:
+def _command(name: str) -> str:
     command = cli.get_command(click.Context(cli), name)
     assert command is not None
     arguments = [p for p in command.params if isinstance(p, click.Argument)]

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.cli import logs
-from kvcellar.cli.logs import Background, JsonFormat, TextFormat, logged
+from kvcellar.cli.logs import BackgroundHandler, JsonFormat, TextFormat, log_to_stderr
 from kvcellar.serve import Server
 from tests.cli.command import kvcellar
 from tests.serve.fake_engine import FakeEngine
@@ -53,8 +53,8 @@ def test_a_traceback_is_told_in_both_formats():
 
 
 def test_a_stderr_that_blocks_for_ever_blocks_nothing_else(monkeypatch):
-    monkeypatch.setattr(logs, "MOST_WAITING", 5)
-    monkeypatch.setattr(logs, "LAST_LINES", 0.01)
+    monkeypatch.setattr(logs, "MAX_QUEUED", 5)
+    monkeypatch.setattr(logs, "FLUSH_SECONDS", 0.01)
     reached, never, written = threading.Event(), threading.Event(), []
 
     def write(data: bytes) -> None:
@@ -62,7 +62,7 @@ def test_a_stderr_that_blocks_for_ever_blocks_nothing_else(monkeypatch):
         never.wait()
         written.append(data)
 
-    handler = Background(write)
+    handler = BackgroundHandler(write)
     handler.handle(record("the first"))
     assert reached.wait(PATIENCE)
     for number in range(20):
@@ -85,7 +85,7 @@ def test_lines_that_cannot_be_written_are_counted_and_raise_nothing():
             raise failures.pop()
         written.append(data.decode())
 
-    handler = Background(write)
+    handler = BackgroundHandler(write)
     for number in range(3):
         handler.handle(record(f"number {number}"))
         assert tried.acquire(timeout=PATIENCE)
@@ -100,7 +100,7 @@ def test_lines_that_cannot_be_written_are_counted_and_raise_nothing():
 
 def test_a_record_that_cannot_be_formatted_raises_nothing():
     written = []
-    handler = Background(written.append)
+    handler = BackgroundHandler(written.append)
     handler.setFormatter(TextFormat())
     handler.handle(record("%d", args=("no number",)))
     handler.close()
@@ -110,14 +110,14 @@ def test_a_record_that_cannot_be_formatted_raises_nothing():
 
 def test_without_stderr_nothing_is_written_anywhere(monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
-    with logged("debug", "text"):
+    with log_to_stderr("debug", "text"):
         logging.getLogger("kvcellar.serve").error("nowhere")
 
 
 def test_afterwards_logging_is_as_it_was():
     loggers = [logging.getLogger(name) for name in (None, "kvcellar", "uvicorn.error")]
     before = [(one.level, list(one.handlers)) for one in loggers]
-    with logged("debug", "json"):
+    with log_to_stderr("debug", "json"):
         assert logging.getLogger("kvcellar.serve").isEnabledFor(logging.DEBUG)
     assert [(one.level, list(one.handlers)) for one in loggers] == before
 

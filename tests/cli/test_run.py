@@ -81,7 +81,7 @@ def test_a_model_without_a_tokenizer_is_spoken_to_in_token_ids(tmp_path, monkeyp
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     talk = kvcellar("run", str(tmp_path), "--ids", *words, typed="5 6 7\rfive\r8\r/bye\r")
-    assert "continues what you write, in token ids" in talk.out
+    assert "a completion model, in token ids" in talk.out
     (begun, *_), (more, cached, prompt) = re.findall(r"^(\d[\d ]*\n).* (\d+) of (\d+) prompt tokens", talk.out, re.M)
     assert begun == first
     assert (len(more.split()), cached, prompt) == (6, "8", "10"), "it goes on from what was read and said"

@@ -1,1 +1,1 @@
-"""cli: one file per verb. Words in, words out; everything else is somebody else's work."""
+"""cli: the `kvcellar` command, one file per subcommand. It parses options, formats output and configures logging."""

@@ -1,83 +1,83 @@
-"""doctor: what a model is, how it would be served, and why not otherwise."""
+"""doctor: the subcommand that prints how a model is served, and the reasons."""
 
 import json
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcellar.cli.loading import loading
-from kvcellar.cli.options import Verb, engine_options, given, quiet_option
+from kvcellar.cli.options import Command, engine_options, given, quiet_option
+from kvcellar.cli.progress_line import show_progress
 from kvcellar.engine.imports import imported
 from kvcellar.engine.settings import Settings, sized
 
-if TYPE_CHECKING:  # torch is imported when there is something to do, so that --help answers at once
-    from kvcellar.verify.diagnosis import Diagnosis
+if TYPE_CHECKING:  # torch is imported when it is needed, so that --help is fast
+    from kvcellar.verify.diagnosis import Diagnosis, GroupDiagnosis
 
 
-@click.command("doctor", cls=Verb, epilog="Example: kvcellar doctor ./my-model --cache-bytes 2G")
+@click.command("doctor", cls=Command, epilog="Example: kvcellar doctor ./my-model --cache-bytes 2G")
 @click.argument("model", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
     "--kv-quality/--no-kv-quality",
     default=None,
-    help="Measure what storing K/V in fewer bits would do. Default: for small models.",
+    help="Measure how quantised K/V would change the predictions. Default: for small models.",
 )
 @engine_options
 @quiet_option
 def command(model: str | None, as_json: bool, kv_quality: bool | None, quiet: bool, **options: Any) -> None:
-    """Load MODEL, test it, and say: what it is, its groups, bytes per token, how many tokens fit, which attention
-    backend serves it and why the others refused, and what storing its K/V in fewer bits would do to its answers. Ends
-    with 1 if it is refused.
+    """Load MODEL, test it, and print its groups, bytes per token, how many tokens fit, which attention backend serves
+    it and why others do not, and how quantised K/V would change its predictions. Exit code 1 if it is refused.
     """
     settings = Settings(**given(**options))
-    with loading(quiet=quiet):
+    with show_progress(quiet=quiet):
         imported()
         from kvcellar.verify.diagnosis import diagnose
 
         found = diagnose(model, settings, kv_quality=kv_quality)
-    click.echo(json.dumps(found.as_dict()) if as_json else _in_words(found))
+    click.echo(json.dumps(found.as_dict()) if as_json else "\n".join(_lines(found)))
 
 
-def _in_words(found: "Diagnosis") -> str:
-    lines = [
-        f"{found.name}: {found.architecture}, {found.parameters:,} parameters, {found.dtype} on {found.device}",
-        f"  context {found.context} tokens, vocabulary {found.vocab_size}, {found.layers} layers that store K/V",
-        f"  served {found.mode}: logits within {found.difference:.1e} of its own forward's ({found.bound:.0e} allowed)",
-    ]
+def _lines(found: "Diagnosis") -> Iterator[str]:
+    yield f"{found.name}: {found.architecture}, {found.parameters:,} parameters, {found.dtype} on {found.device}"
+    yield f"  context {found.context} tokens, vocabulary {found.vocab_size}, {found.layers} layers that store K/V"
+    yield f"  served {found.mode}: logits within {found.difference:.1e} of its own forward ({found.bound:.0e} allowed)"
     if found.why_not_flat:
-        lines.append(f"  not flat, because {found.why_not_flat}")
+        yield f"  not flat, because {found.why_not_flat}"
     for group in found.groups:
-        lines.append(
-            f"  group {group.name}: {group.layers} layers, {sized(group.bytes_per_cell)} a token, {group.cells} cells, "
-            f"attention by {group.backend or 'the model itself'}"
-        )
-        if group.backend is not None:
-            lines += [f"    {name} {_verdict(name == group.backend, why)}" for name, why in group.verdicts.items()]
+        yield from _group(group)
     if (recurrent := found.recurrent) is not None:
-        lines.append(
-            f"  recurrent: {recurrent.layers} layers, {sized(recurrent.bytes_per_row)} a sequence however long "
-            f"it is, {recurrent.rows} rows in {sized(recurrent.bytes)}, {recurrent.captures} or more of them kept "
-            f"to go back to"
+        yield (
+            f"  recurrent: {recurrent.layers} layers, {sized(recurrent.bytes_per_row)} per sequence of any length, "
+            f"{recurrent.rows} rows in {sized(recurrent.bytes)}, {recurrent.captures} or more of them for checkpoints"
         )
-    held = sized(found.cache_bytes)
-    if found.groups:
-        lines.append(f"  {sized(found.bytes_per_token)} a token in all; {found.tokens} tokens fit in {held}")
-    else:
-        lines.append(f"  {found.sequences} sequences of any length fit in {held}")
-    total = found.cache_bytes + found.scratch_bytes + found.staging_bytes
-    lines.append(
-        f"    with {sized(found.scratch_bytes)} for a step and {sized(found.staging_bytes)} for edits that is "
-        f"{sized(total)} of {sized(found.limit_bytes)}, which is {found.because}"
-    )
-    lines += [f"  {note}" for note in found.notes]
+    yield from _memory(found)
+    yield from (f"  {note}" for note in found.notes)
     if found.kv_quality:
         tokens = max(one.tokens for one in found.kv_quality)
-        lines.append(f"  K/V stored otherwise, over {tokens} tokens of its own (--kv-dtype):")
-        lines += [f"    {one}" for one in found.kv_quality]
-    return "\n".join(lines)
+        yield f"  with quantised K/V (--kv-dtype), over {tokens} tokens sampled from it:"
+        yield from (f"    {one}" for one in found.kv_quality)
 
 
-def _verdict(chosen: bool, refused: str | None) -> str:
-    if refused is not None:
-        return f"refused: {refused}"
-    return "was chosen" if chosen else "could serve it, too"
+def _group(group: "GroupDiagnosis") -> Iterator[str]:
+    yield (
+        f"  group {group.name}: {group.layers} layers, {sized(group.bytes_per_cell)} per token, {group.cells} cells, "
+        f"attention by {group.backend or 'the model itself'}"
+    )
+    if group.backend is not None:
+        for name, refused in group.verdicts.items():
+            supported = "chosen" if name == group.backend else "supported"
+            yield f"    {name}: {supported if refused is None else f'refused: {refused}'}"
+
+
+def _memory(found: "Diagnosis") -> Iterator[str]:
+    cache = sized(found.cache_bytes)
+    if found.groups:
+        yield f"  {sized(found.bytes_per_token)} per token in all groups; {found.tokens} tokens fit in {cache}"
+    else:
+        yield f"  {found.sequences} sequences of any length fit in {cache}"
+    total = found.cache_bytes + found.scratch_bytes + found.staging_bytes
+    yield (
+        f"    with {sized(found.scratch_bytes)} for a step and {sized(found.staging_bytes)} for edits: {sized(total)} "
+        f"of {sized(found.limit_bytes)}, which is {found.because}"
+    )

@@ -1,12 +1,12 @@
-"""logs: what a server writes to stderr while it runs: lines of text, or JSON objects, one per line.
+"""logs: the log of a server on stderr: lines of text, or JSON objects, one per line.
 
-Only the command line configures logging, for as long as the command runs; the library never does.
+Only the command line configures logging, while the command runs; the library never does.
 
 Always true:
-  * logging never waits for stderr and never raises its errors: lines are written by a thread of their own, and those
-    that cannot be written (a pipe that is full or closed, a full disk) are dropped and counted;
-  * a record begins with a timestamp, and a line that does not begin a record begins with spaces: control characters are
-    escaped, so that nothing that is logged can look like another record, or change a terminal.
+  * logging never waits for stderr and never raises its errors: a thread writes the lines, and lines that cannot be
+    written (a full or closed pipe, a full disk) are dropped and counted;
+  * a record begins with a timestamp, and its other lines begin with spaces; control characters are escaped, so that
+    logged text cannot look like another record or control a terminal.
 """
 
 import json
@@ -22,12 +22,12 @@ from typing import Literal
 
 LEVELS = ("debug", "info", "warning", "error")
 Format = Literal["text", "json"]
-MOST_WAITING = 10_000  # records that wait to be written; more are dropped
-LAST_LINES = 1.0  # seconds for what still waits when the command ends
+MAX_QUEUED = 10_000  # records waiting to be written; more are dropped
+FLUSH_SECONDS = 1.0  # for queued records when the command ends
 
 
 class TextFormat(logging.Formatter):
-    """`TIME LEVEL logger: message`, and indented lines where there is more to say."""
+    """`TIME LEVEL logger: message`; further lines are indented."""
 
     def format(self, record: logging.LogRecord) -> str:
         head = f"{_time(record)} {record.levelname} {record.name}: "
@@ -35,7 +35,7 @@ class TextFormat(logging.Formatter):
 
 
 class JsonFormat(logging.Formatter):
-    """One object per record, ASCII. A request's fields have names of their own; everything else is a `message`."""
+    """One ASCII object per record. Request lines have named fields; other records have a `message`."""
 
     def format(self, record: logging.LogRecord) -> str:
         head = {"time": _time(record), "level": record.levelname.lower(), "logger": record.name}
@@ -43,14 +43,14 @@ class JsonFormat(logging.Formatter):
         return json.dumps(head | fields, separators=(",", ":"))
 
 
-class Background(logging.Handler):
-    """Formats where it is called, and writes on a thread of its own."""
+class BackgroundHandler(logging.Handler):
+    """Formats in the calling thread and writes in a thread of its own."""
 
     def __init__(self, write: Callable[[bytes], None]) -> None:
         """`write` may block, and may raise `OSError`."""
         super().__init__()
         self._write, self._process = write, os.getpid()
-        self._waiting: SimpleQueue[str | None] = SimpleQueue()  # its put never blocks, not even in a signal handler
+        self._queue: SimpleQueue[str | None] = SimpleQueue()  # `put` never blocks, even in a signal handler
         self._dropped = 0
         self._thread = threading.Thread(target=self._work, name="kvcellar-log", daemon=True)
         self._thread.start()
@@ -58,43 +58,43 @@ class Background(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             line = self.format(record)
-        except Exception:  # noqa: BLE001 - a record that cannot be formatted must not hurt the code that logs it
+        except Exception:  # noqa: BLE001 - a formatting error must not reach the code that logs
             line = f"{_time(record)} ERROR kvcellar: a record of {record.name} could not be formatted"
-        if os.getpid() != self._process or self._waiting.qsize() >= MOST_WAITING:
-            self._dropped += 1  # the thread did not come along into a forked process
+        if os.getpid() != self._process or self._queue.qsize() >= MAX_QUEUED:
+            self._dropped += 1  # a forked process does not have the thread
         else:
-            self._waiting.put(line)
+            self._queue.put(line)
 
     def close(self) -> None:
-        """Write what waits, if that takes no longer than `LAST_LINES`. May be called again."""
-        self._waiting.put(None)
+        """Write queued records, for at most `FLUSH_SECONDS`. May be called again."""
+        self._queue.put(None)
         if os.getpid() == self._process:
-            self._thread.join(LAST_LINES)
+            self._thread.join(FLUSH_SECONDS)
         super().close()
 
     def _work(self) -> None:
-        while (line := self._waiting.get()) is not None:
+        while (line := self._queue.get()) is not None:
             dropped, self._dropped = self._dropped, 0
             note = f"{_now()} WARNING kvcellar: {dropped} lines of the log were dropped\n" if dropped else ""
             try:
                 self._write(f"{note}{line}\n".encode(errors="backslashreplace"))
-            except (OSError, ValueError):  # ValueError: a stream that Python has closed
+            except (OSError, ValueError):  # ValueError: the stream is closed
                 self._dropped += dropped + 1
 
 
 @contextmanager
-def logged(level: str, form: Format) -> Iterator[Callable[[], None]]:
-    """Within the block the log goes to stderr. Third parties are heard from `warning` on. Gives the call that writes
-    what still waits, as far as that is possible, and ends the log."""
+def log_to_stderr(level: str, form: Format) -> Iterator[Callable[[], None]]:
+    """Within the block the log goes to stderr; records of other libraries from level `warning` on. Yields the function
+    that writes queued records and closes the log."""
     write = _stderr()
-    handler = logging.NullHandler() if write is None else Background(write)
+    handler = logging.NullHandler() if write is None else BackgroundHandler(write)
     handler.setFormatter(JsonFormat() if form == "json" else TextFormat())
-    root, ours, server = logging.getLogger(), logging.getLogger("kvcellar"), logging.getLogger("uvicorn.error")
-    before = [(one, one.level) for one in (root, ours, server)]
+    root, package, server = logging.getLogger(), logging.getLogger("kvcellar"), logging.getLogger("uvicorn.error")
+    before = [(one, one.level) for one in (root, package, server)]
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
-    ours.setLevel(level.upper())
-    server.setLevel(logging.ERROR)  # what it warns about, like bad HTTP, is a request's line here
+    package.setLevel(level.upper())
+    server.setLevel(logging.ERROR)  # its warnings, such as invalid HTTP, are lines of requests here
     logging.captureWarnings(True)
     try:
         yield handler.close
@@ -107,15 +107,15 @@ def logged(level: str, form: Format) -> Iterator[Callable[[], None]]:
 
 
 def _stderr() -> Callable[[bytes], None] | None:
-    """How to write to stderr, past Python's buffers: a thread that is stuck in one of those would hang the exit.
+    """A function that writes to stderr without Python's buffers: a thread blocked in those would block the exit.
 
-    None where there is no stderr: another file could have its number by now.
+    None if there is no stderr: its file descriptor may belong to another file.
     """
     if sys.stderr is None:
         return None
     try:
         number = sys.stderr.fileno()
-    except OSError:  # a stream without a file, as tests have it
+    except OSError:  # a stream without a file descriptor
         stream = sys.stderr
         return lambda data: print(data.decode(), end="", file=stream)
 

@@ -1,7 +1,7 @@
-"""main: the `kvcellar` command. Verbs are imported when they are used, so that `--help` answers at once.
+"""main: the `kvcellar` command. Subcommands are imported when they are used, so that `--help` is fast.
 
-Exit codes: 0 done; 1 refused or failed, with one line that says why; 2 wrong usage; 130 interrupted; 128 and the number
-of the signal where `serve` was signalled twice.
+Exit codes: 0 success; 1 refused or failed, with the reason in one line; 2 wrong usage; 130 interrupted; 128 plus the
+number of the signal if `serve` got a second signal.
 """
 
 import errno
@@ -14,40 +14,40 @@ import click
 from kvcellar import __version__
 from kvcellar.errors import KvcellarError
 
-ENVIRONMENT = {  # of this process, for libraries that read it when they are first used; what is set already stays
+ENVIRONMENT = {  # environment variables for libraries; variables that are set already are not changed
     "TOKENIZERS_PARALLELISM": "false",
-    # Kernels that oneDNN keeps, one for each shape that it meets, up to half a megabyte each; 1024 if nothing is said.
-    # What we call it with has a few hundred shapes; a model's own code may call it with any number.
+    # Size of oneDNN's kernel cache (default 1024): one kernel per shape, of up to half a megabyte. kvcellar uses a few
+    # hundred shapes; the code of a model can use any number.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "512",
 }
-VERBS = {
-    "run": "Talk to a model, or let it answer one prompt.",
-    "serve": "Serve a model over HTTP, as the OpenAI API.",
-    "doctor": "Say what a model is, how it would be served, and what would not.",
-    "verify": "Show that a model's warm answer equals its cold one, on this machine.",
-    "bench": "Measure ours against transformers, in one run.",
+COMMANDS = {
+    "run": "Chat with a model at the terminal, or complete one prompt.",
+    "serve": "Serve a model over HTTP, with the OpenAI API.",
+    "doctor": "Test a model and print how it would be served, and why.",
+    "verify": "Check on this machine that using the cache does not change a model's logits.",
+    "bench": "Measure kvcellar and transformers in one run.",
 }
 
 
-class Verbs(click.Group):
-    """Finds each verb in the module of its name."""
+class Commands(click.Group):
+    """Imports each subcommand from the module of its name."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(VERBS)
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in VERBS:
+        if cmd_name not in COMMANDS:
             return None
         command: click.Command = importlib.import_module(f"kvcellar.cli.{cmd_name}").command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl(list(VERBS.items()))
+            formatter.write_dl(list(COMMANDS.items()))
 
 
 @click.command(
-    cls=Verbs,
+    cls=Commands,
     epilog="Examples: `kvcellar run`, `kvcellar run ./my-model 'Once upon'`, `kvcellar serve ./my-model --port 8080`.",
 )
 @click.version_option(__version__, prog_name="kvcellar")
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def _message(error: Exception) -> str:
-    """What to print of an error that ends the command. A full disk is named as such, with the file if it is known."""
+    """The message of an error that ends the command. For a full disk it names the file, if it is known."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"no space left on the disk of {error.filename or 'the file that the output goes to'} ({error.strerror})"
     return str(error)

@@ -1,4 +1,4 @@
-"""options: what several verbs are told in the same words."""
+"""options: options that several subcommands share, and the types of their values."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ class Size(click.ParamType):
 
 
 class Bias(click.ParamType):
-    """What is added to the score of a token: its id, and a number."""
+    """A token id and what is added to its logit: 13=-100."""
 
     name = "id=bias"
 
@@ -45,7 +45,7 @@ class Bias(click.ParamType):
 
 
 class Ids(click.ParamType):
-    """Token ids with commas between them; with `biased`, also a number behind them that is added to a score."""
+    """Token ids separated by commas; with `biased`, also what is added to the logit of the last: 12,7=-5."""
 
     name = "ids"
 
@@ -63,8 +63,8 @@ class Ids(click.ParamType):
             self.fail(f"{value!r} is not token ids like {'12,7=-5' if self.biased else '12,7'}", param, ctx)
 
 
-class Verb(click.Command):
-    """What is wrong with the value of an option is said of the option, whoever found it out, and however late."""
+class Command(click.Command):
+    """Reports a `BadRequest` that was raised for the value of an option as an error of that option."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -83,17 +83,22 @@ def _with(function: F, *options: Callable[[F], F]) -> F:
 
 
 def quiet_option(function: F) -> F:
-    """Whether stderr is silent at a terminal; elsewhere it always is."""
+    """Adds --quiet. Without a terminal, progress and timings are never printed."""
     return click.option("--quiet", is_flag=True, help="At a terminal, print neither progress nor timings.")(function)
 
 
 def model_options(function: F) -> F:
-    """How a model is loaded and run. The names are those of the engine's settings."""
+    """Adds the options for loading and running a model, named like the settings of the engine."""
     return _with(
         function,
-        click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16."),
-        click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
-        click.option("--attention", help="An attention backend by name. Default: the first that supports the model."),
+        click.option(
+            "--dtype",
+            default="auto",
+            show_default=True,
+            help="Type of computation: auto, float32, bfloat16 or float16.",
+        ),
+        click.option("--device", default="auto", show_default=True, help="Device: auto, cpu, cuda or cuda:N."),
+        click.option("--attention", help="Attention backend. Default: the first that supports the model."),
         click.option(
             "--threads",
             type=int,
@@ -103,82 +108,91 @@ def model_options(function: F) -> F:
 
 
 def engine_options(function: F) -> F:
-    """Everything about the engine. The names are those of its settings."""
+    """Adds the options of an engine, named like its settings."""
     return _with(
         function,
         model_options,
-        click.option("--cache-bytes", type=Size(), help="For K/V and steps, like 2G. Default: a share of free memory."),
+        click.option(
+            "--cache-bytes", type=Size(), help="Bytes of K/V and steps, like 2G. Default: a share of free memory."
+        ),
         click.option("--kv-dtype", help="Storage of K/V: int8, or k=int8+hadamard,v=int4. Default: as computed."),
-        click.option("--context", type=int, help="Tokens of one sequence. Default: what the config of the model says."),
-        click.option("--max-sequences", type=int, default=64, show_default=True, help="Completions that run at once."),
-        click.option("--step-tokens", type=int, default=512, show_default=True, help="New tokens in one step."),
+        click.option("--context", type=int, help="Most tokens of one sequence. Default: from the config of the model."),
+        click.option(
+            "--max-sequences", type=int, default=64, show_default=True, help="Most completions that run at once."
+        ),
+        click.option("--step-tokens", type=int, default=512, show_default=True, help="Most new tokens in one step."),
     )
+
+
+_PROBABILITY_OPTIONS = (
+    click.option("--temperature", type=float, help="0 always takes the most likely token."),
+    click.option("--top-k", type=int, help="Keep only this many of the most likely tokens; 0: all."),
+    click.option("--top-p", type=float, help="Keep only the fewest tokens that have this probability together."),
+    click.option("--min-p", type=float, help="Keep only tokens with this share of the highest probability."),
+    click.option("--typical-p", type=float, help="As --top-p, with the most typical tokens first."),
+    click.option(
+        "--top-h", type=float, help="Keep the first of the 100 best with this share of their entropy."
+    ),
+    click.option("--epsilon-cutoff", type=float, help="Keep only tokens with this probability."),
+    click.option("--eta-cutoff", type=float, help="As --epsilon-cutoff, lower where the entropy is high."),
+    click.option(
+        "--repetition-penalty", type=float, help="Above 1: makes tokens that have occurred less likely."
+    ),
+    click.option("--presence-penalty", type=float, help="Subtracted from the logits of generated tokens."),
+    click.option("--frequency-penalty", type=float, help="Subtracted once per occurrence of a generated token."),
+    click.option("--repeat-last-n", type=int, help="Penalties read this many of the last tokens; 0: none; -1: all."),
+)
+_BIAS_OPTIONS = (
+    click.option(
+        "--logit-bias", type=Bias(), multiple=True, help="Added to the logit of a token, like 13=-100. May be repeated."
+    ),
+    click.option(
+        "--sequence-bias",
+        type=Ids(biased=True),
+        multiple=True,
+        help="Added to the logit of the last id after the others: 12,7=-5. May be repeated.",
+    ),
+    click.option("--no-repeat-ngram-size", type=int, help="Ban a second n-gram of this size; 0: off."),
+    click.option(
+        "--bad-words", "bad_words_ids", type=Ids(), multiple=True, help="Ban these ids in a row. May be repeated."
+    ),
+    click.option(
+        "--suppress-token", "suppress_tokens", type=int, multiple=True, help="Ban this token. May be repeated."
+    ),
+    click.option(
+        "--begin-suppress-token",
+        "begin_suppress_tokens",
+        type=int,
+        multiple=True,
+        help="Ban this token as the first. May be repeated.",
+    ),
+)
+_LENGTH_OPTIONS = (
+    click.option("--max-tokens", type=int, default=512, show_default=True, help="Most tokens of a completion."),
+    click.option("--min-tokens", type=int, help="Do not end before this many tokens."),
+    click.option("--min-length", type=int, help="As --min-tokens, counting the prompt too."),
+    click.option(
+        "--exponential-decay",
+        "exponential_decay_length_penalty",
+        type=(int, float),
+        help="From this many tokens on, make the end more likely, by this factor per token.",
+    ),
+    click.option("--stop", multiple=True, help="End before this text. May be repeated."),
+    click.option("--stop-id", "stop_token_ids", type=int, multiple=True, help="End at this token. May be repeated."),
+    click.option("--ignore-eos", is_flag=True, default=None, help="Continue past the end of text."),
+    click.option(
+        "--shift", is_flag=True, default=None, help="At the end of the context, drop the oldest tokens and continue."
+    ),
+    click.option("--num-keep", type=int, help="With --shift: first tokens that are never dropped; -1: the prompt."),
+    click.option("--seed", type=int, help="Makes sampling reproducible."),
+)
 
 
 def sampling_options(function: F) -> F:
-    """How tokens are chosen. What is not given is the model's own default."""
-    return _with(
-        function,
-        click.option("--max-tokens", type=int, default=512, show_default=True, help="Most tokens of an answer."),
-        click.option("--temperature", type=float, help="0 always takes the most likely token."),
-        click.option("--top-k", type=int, help="Only so many of the most likely tokens; 0: all."),
-        click.option("--top-p", type=float, help="Only the fewest tokens that have this probability together."),
-        click.option("--min-p", type=float, help="Only tokens with this share of the highest probability."),
-        click.option("--typical-p", type=float, help="As --top-p, those of the most typical information first."),
-        click.option("--top-h", type=float, help="Of the 100 best, the most likely with this share of their entropy."),
-        click.option("--epsilon-cutoff", type=float, help="Only tokens with this probability."),
-        click.option("--eta-cutoff", type=float, help="As --epsilon-cutoff, lower where the entropy is high."),
-        click.option("--repetition-penalty", type=float, help="Above 1: tokens of prompt and answer get less likely."),
-        click.option("--presence-penalty", type=float, help="Subtracted from the logits of tokens of the answer."),
-        click.option("--frequency-penalty", type=float, help="The same, times the number of times that it has them."),
-        click.option("--repeat-last-n", type=int, help="Penalties read so many of the last tokens; 0: none; -1: all."),
-        click.option(
-            "--logit-bias",
-            type=Bias(),
-            multiple=True,
-            help="Added to the logit of a token, like 13=-100. May be repeated.",
-        ),
-        click.option(
-            "--sequence-bias", type=Ids(biased=True), multiple=True, help="Added to the last of several: 12,7=-5."
-        ),
-        click.option("--no-repeat-ngram-size", type=int, help="No n-gram of this size twice; 0: off."),
-        click.option(
-            "--bad-words", "bad_words_ids", type=Ids(), multiple=True, help="Never these ids in a row. May be repeated."
-        ),
-        click.option(
-            "--suppress-token", "suppress_tokens", type=int, multiple=True, help="Never this token. May be repeated."
-        ),
-        click.option(
-            "--begin-suppress-token",
-            "begin_suppress_tokens",
-            type=int,
-            multiple=True,
-            help="Not this token first. May be repeated.",
-        ),
-        click.option(
-            "--exponential-decay",
-            "exponential_decay_length_penalty",
-            type=(int, float),
-            help="From so many tokens on ends get likelier, by this factor per token.",
-        ),
-        click.option("--seed", type=int, help="The same seed gives the same answer."),
-        click.option("--min-tokens", type=int, help="The answer does not end before so many tokens."),
-        click.option("--min-length", type=int, help="As --min-tokens, counted with the prompt."),
-        click.option("--stop", multiple=True, help="End the answer where this text would come. May be repeated."),
-        click.option(
-            "--stop-id", "stop_token_ids", type=int, multiple=True, help="End it at this token. May be repeated."
-        ),
-        click.option(
-            "--shift",
-            is_flag=True,
-            default=None,
-            help="At the end of the context, drop the oldest tokens and continue.",
-        ),
-        click.option("--num-keep", type=int, help="With --shift: first tokens that are never dropped; -1: the prompt."),
-        click.option("--ignore-eos", is_flag=True, default=None, help="Continue past the end of text."),
-    )
+    """Adds the sampling parameters as options. Their defaults are those of the model."""
+    return _with(function, *_PROBABILITY_OPTIONS, *_BIAS_OPTIONS, *_LENGTH_OPTIONS)
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """The options that were given."""
+    """The options that the user has set."""
     return {name: value for name, value in options.items() if value not in (None, ())}

@@ -1,92 +1,83 @@
-"""verify: does the memory change the logits of a model? Runs the checks and prints the comparison."""
+"""verify: the subcommand that checks whether using the cache changes the logits of a model."""
 
 import json
+from collections.abc import Iterator
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvcellar import progress
-from kvcellar.cli.loading import loading
-from kvcellar.cli.options import Verb, given, model_options, quiet_option
+from kvcellar.cli.options import Command, given, model_options, quiet_option
+from kvcellar.cli.progress_line import show_progress
 from kvcellar.engine.imports import imported
 from kvcellar.engine.settings import Settings
 
-if TYPE_CHECKING:  # torch is imported when there is something to do, so that --help answers at once
+if TYPE_CHECKING:  # torch is imported when it is needed, so that --help is fast
     from kvcellar.verify.run import CheckResult, Report
 
 
-@click.command("verify", cls=Verb, epilog="Example: kvcellar verify ./my-model --dtype float32")
+@click.command("verify", cls=Command, epilog="Example: kvcellar verify ./my-model --dtype float32")
 @click.argument("model", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--tokens", type=int, default=512, show_default=True, help="Most tokens of a text.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the texts.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the texts.")
 @click.option(
     "--kv-quality/--no-kv-quality",
+    "quality",
     default=None,
-    help="Measure what storing K/V in fewer bits would do. Default: for small models.",
+    help="Measure how quantised K/V would change the predictions. Default: for small models.",
 )
 @model_options
 @quiet_option
-def command(
-    model: str | None,
-    as_json: bool,
-    tokens: int,
-    seed: int,
-    kv_quality: bool | None,
-    quiet: bool,
-    **options: Any,
-) -> None:
-    """Load MODEL and do with its memory what serving does: shared prefixes, forks, prompts in chunks, mixed
-    batches, drafts that are rejected, steps that are given up, spans that are removed. All logits are compared with
-    those of the model's own forward, which has no memory. Ends with 0 if they are the same in every check that applies.
+def command(model: str | None, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Load MODEL and use its cache as serving does: shared prefixes, forks, prompts in chunks, mixed batches, rejected
+    drafts, abandoned steps, removed spans. All logits are compared with those of the model's own forward, which uses no
+    cache. Exit code 0 if they are equal in every check that applies.
 
-    In float32 that is promised, to 1e-4 of the largest logit. In half precision a model differs from itself, so there a
-    feed is judged by its middle row and a wider bound, and a difference counts if other tokens show it, too;
-    --dtype float32 says more.
+    In float32 equality is promised, to 1e-4 of the largest logit. In half precision, where a model differs from itself,
+    a feed is judged by its median row and a wider bound, and a difference counts only if it occurs with other tokens
+    too; --dtype float32 is the stricter check.
     """
+    asked = {name: options.pop(name) for name in ("tokens", "seed", "quality")}
     settings = Settings(**given(**options))
-    with loading(quiet=quiet):
+    with show_progress(quiet=quiet):
         imported()
-        from kvcellar.verify.checks import CHECKS
         from kvcellar.verify.run import verify
 
-        begun = count()
-        report = verify(
-            model,
-            settings,
-            tokens=tokens,
-            seed=seed,
-            quality=kv_quality,
-            watch=lambda name: progress.report(f"checking {name}", next(begun), len(CHECKS) + 1),
-        )
-    click.echo(json.dumps(report.as_dict()) if as_json else _in_words(report))
+        report = verify(model, settings, **asked, watch=_reporter())
+    click.echo(json.dumps(report.as_dict()) if as_json else "\n".join(_lines(report)))
     if not report.holds:
         click.get_current_context().exit(1)
 
 
-def _in_words(report: "Report") -> str:
-    lines = [
+def _reporter() -> Any:
+    from kvcellar.verify.checks import CHECKS
+
+    begun = count()
+    return lambda name: progress.report(f"checking {name}", next(begun), len(CHECKS) + 1)
+
+
+def _lines(report: "Report") -> Iterator[str]:
+    yield (
         f"{report.name}: {report.architecture}, {report.parameters:,} parameters, {report.dtype} on {report.device}, "
-        f"served {report.mode}",
-        *_table([("check", "layers", "", "difference", "bound"), *map(_row, report.checks)]),
-        *(
-            f"  {check.name}: {check.note}"
-            for check in report.checks
-            if check.outcome != "does not hold" and check.note
-        ),
-    ]
+        f"served {report.mode}"
+    )
+    yield from _table([("check", "layers", "", "difference", "bound"), *map(_row, report.checks)])
+    for check in report.checks:
+        if check.outcome != "does not hold" and check.note:
+            yield f"  {check.name}: {check.note}"
     if report.kv_quality:
         tokens = max(one.tokens for one in report.kv_quality)
-        lines.append(f"  with K/V stored otherwise, over {tokens} tokens of its own (--kv-dtype of serve and run):")
-        lines += [f"    {one}" for one in report.kv_quality]
-    lines += [f"  {check}" for check in report.broken]
+        yield f"  with quantised K/V (--kv-dtype of serve and run), over {tokens} tokens sampled from it:"
+        yield from (f"    {one}" for one in report.kv_quality)
+    yield from (f"  {check}" for check in report.broken)
     applied = len(report.applied)
-    lines.append(
+    not_promised = f"; in {report.dtype} this is reported, not promised: use --dtype float32 for a strict check"
+    yield (
         f"warm equals cold in {applied - len(report.broken)} of {applied} checks that apply"
-        + ("" if report.promised else f"; {report.dtype} is reported, and not promised: --dtype float32 says more")
+        f"{'' if report.promised else not_promised}"
     )
-    return "\n".join(lines)
 
 
 def _row(check: "CheckResult") -> tuple[str, ...]:
@@ -97,12 +88,11 @@ def _row(check: "CheckResult") -> tuple[str, ...]:
 def _difference(check: "CheckResult") -> str:
     if check.difference is None or check.largest is None:
         return ""
-    middle = f" (middle {check.difference:.1e})" if check.difference != check.largest else ""
-    return f"{check.largest:.1e}{middle}"
+    median = f" (median {check.difference:.1e})" if check.difference != check.largest else ""
+    return f"{check.largest:.1e}{median}"
 
 
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
+def _table(rows: list[tuple[str, ...]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    for row in rows:
+        yield "  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -1,4 +1,4 @@
-"""loading: one line on stderr that says what is being done while a model is loaded, at a terminal."""
+"""progress_line: one line on stderr with the stage of loading a model, if stderr is a terminal."""
 
 import os
 import sys
@@ -9,17 +9,17 @@ from tqdm import tqdm
 
 from kvcellar.progress import Progress, listening
 
-COUNTED = "{desc} {percentage:3.0f}%|{bar:30}| {n_fmt}/{total_fmt}"
+WITH_BAR = "{desc} {percentage:3.0f}%|{bar:30}| {n_fmt}/{total_fmt}"
 
 
 class _Bar(tqdm):
-    """tqdm's, without a thread that watches it."""
+    """tqdm without its monitor thread."""
 
     monitor_interval = 0
 
 
-class Line:
-    """The line: the present stage, with a bar where things are counted. `close` erases it."""
+class ProgressLine:
+    """The current stage, with a bar if its items are counted. `close` erases the line."""
 
     def __init__(self) -> None:
         self._bar: _Bar | None = None
@@ -33,11 +33,11 @@ class Line:
                 total=progress.total or None,
                 initial=progress.done,
                 desc=f"{progress.stage} ...",
-                bar_format=COUNTED if progress.total else "{desc}",
+                bar_format=WITH_BAR if progress.total else "{desc}",
                 file=sys.stderr,
                 leave=False,
                 ncols=_columns(),
-                nrows=20,  # else a terminal that does not say its size is taken for one of no rows
+                nrows=20,  # tqdm would assume no rows for a terminal of unknown size
             )
         elif progress.total:
             self._bar.update(progress.done - self._bar.n)
@@ -49,7 +49,7 @@ class Line:
 
 
 def _columns() -> int:
-    """Of the terminal; 80 where it does not say."""
+    """Columns of the terminal; 80 if unknown."""
     try:
         return os.get_terminal_size(sys.stderr.fileno()).columns or 80
     except OSError:
@@ -57,12 +57,12 @@ def _columns() -> int:
 
 
 @contextmanager
-def loading(*, quiet: bool) -> Iterator[None]:
-    """Within the block, show what is reported, unless it is to be `quiet` or stderr is no terminal. Then erase it."""
+def show_progress(*, quiet: bool) -> Iterator[None]:
+    """Within the block, show progress reports, unless `quiet` or stderr is not a terminal. Erases the line at the end."""
     if quiet or not sys.stderr.isatty():
         yield
         return
-    line = Line()
+    line = ProgressLine()
     try:
         with listening(line.show):
             yield

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.cli.ending import Ending
+from kvcellar.cli.shutdown import ShutdownTimer
 from tests.cli.command import PATIENCE, ordinary_interrupts
 
 ROOT = Path(__file__).parents[2]
@@ -95,13 +95,13 @@ def listens(port: int) -> bool:
 
 def test_without_a_signal_or_after_the_end_nothing_happens():
     left: list[int] = []
-    with Ending(0.0, last=lambda: None, leave=left.append) as ending:
+    with ShutdownTimer(0.0, flush=lambda: None, leave=left.append) as timer:
         pass
-    ending._thread.join(PATIENCE)
-    with Ending(1000.0, last=lambda: None, leave=left.append) as ending:
-        ending.signalled(signal.SIGTERM)
-    ending._thread.join(PATIENCE)
-    assert not ending._thread.is_alive()
+    timer._thread.join(PATIENCE)
+    with ShutdownTimer(1000.0, flush=lambda: None, leave=left.append) as timer:
+        timer.signalled(signal.SIGTERM)
+    timer._thread.join(PATIENCE)
+    assert not timer._thread.is_alive()
     assert left == []
 
 
@@ -113,7 +113,7 @@ def test_the_log_is_written_to_its_end_before_the_process_is_left():
         happened.append(code)
         over.set()
 
-    with Ending(0.0, last=lambda: happened.append("last"), leave=leave) as ending:
-        ending.signalled(signal.SIGTERM)
+    with ShutdownTimer(0.0, flush=lambda: happened.append("flush"), leave=leave) as timer:
+        timer.signalled(signal.SIGTERM)
         assert over.wait(PATIENCE)
-    assert happened == ["last", 1]
+    assert happened == ["flush", 1]

@@ -1,0 +1,159 @@
+"""chat: the interactive chat of `kvcellar run`, with its commands and its history."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvcellar.cli.prompts import PromptFormat, cost_line
+from kvcellar.engine.engine import Engine
+from kvcellar.engine.session import Session
+from kvcellar.errors import EngineFailed, KvcellarError
+from kvcellar.places import NoPlace, state
+
+_HELP = """\
+  /help            show this help
+  /set NAME VALUE  set a sampling parameter, like /set temperature 0.2
+  /show            show memory in use and the sampling parameters
+  /rewind [N]      remove the last N turns (1)
+  /clear           start a new conversation
+  /bye             end the chat (also /exit and Ctrl-D)
+  \"\"\"              begin and end a message of several lines"""
+
+
+class Chat:
+    """A chat at the terminal: reads messages and commands, prints completions."""
+
+    def __init__(self, engine: Engine, form: PromptFormat, sampling: dict[str, Any], *, raw: bool, quiet: bool) -> None:
+        self._engine, self._form, self._sampling, self._quiet = engine, form, sampling, quiet
+        self._chat = engine.model.has_chat and not raw and not form.ids
+        self._session: Session = engine.session(chat=self._chat)
+
+    def run(self) -> None:
+        """Returns when the user ends the chat."""
+        from prompt_toolkit import PromptSession
+
+        self._introduce()
+        reader: PromptSession[str] = PromptSession(history=history())
+        while self._engine.healthy:
+            try:
+                line = self._read(reader)
+                if line.strip() in ("/bye", "/exit"):
+                    return
+                self._handle(line)
+            except KeyboardInterrupt:
+                continue
+            except EOFError:
+                return
+        raise EngineFailed("the engine has ended, and so has the chat")
+
+    def _introduce(self) -> None:
+        model = self._engine.model
+        kind = "a chat model" if self._chat else "a completion model" + (", in token ids" if self._form.ids else "")
+        click.echo(
+            f"{model.name} ({model.architecture}, {model.dtype} on {model.device}): {kind}. /help lists commands."
+        )
+        if model.name == "embedded" and not self._form.ids:
+            click.echo(
+                "It is a demo model trained on Python's standard library, not an assistant. Try: def read_file(path):"
+            )
+
+    def _read(self, reader: Any) -> str:
+        """One line, or a message of several lines between triple quotes."""
+        line: str = reader.prompt(">>> ")
+        if not line.startswith('"""'):
+            return line
+        lines = [line[3:]]
+        while not lines[-1].endswith('"""') or (len(lines) == 1 and not lines[0]):
+            lines.append(reader.prompt("... "))
+        return "\n".join(lines).removesuffix('"""')
+
+    def _handle(self, line: str) -> None:
+        """One message or command. Errors are printed, and the chat continues."""
+        try:
+            if line.startswith("/"):
+                self._command(*line[1:].split(maxsplit=2))
+            elif line:
+                self._complete(line)
+        except KvcellarError as error:
+            click.echo(f"{error}", err=True)
+
+    def _complete(self, text: str) -> None:
+        deltas = self._session.stream(self._form.parse(text), **self._sampling)
+        try:
+            for part in self._form.texts(deltas):
+                click.echo(part, nl=False)
+        except KeyboardInterrupt:
+            deltas.close()
+            click.echo("\n[interrupted; this turn was removed]")
+            return
+        click.echo()
+        if self._session.last is not None and not self._quiet:
+            click.secho(cost_line(self._session.last.usage, self._session.last.timings), dim=True)
+
+    def _command(self, verb: str = "", *words: str) -> None:
+        if verb == "set" and len(words) == 2:
+            changed = {**self._sampling, words[0]: _value(words[1])}
+            self._engine.params(**changed)
+            self._sampling = changed
+        elif verb == "show":
+            self._show()
+        elif verb == "rewind":
+            self._session.rewind(_value(words[0]) if words else 1)
+        elif verb == "clear":
+            self._session.close()
+            self._session = self._engine.session(chat=self._chat)
+        else:
+            click.echo(_HELP)
+
+    def _show(self) -> None:
+        stats = self._engine.stats()
+        click.echo(f"  {self._engine.capacity()}")
+        for group in stats.groups:
+            backend = group.backend or "the model itself"
+            click.echo(f"  {group.name}: {group.used} of {group.cells} cells in use, attention by {backend}")
+        click.echo(f"  {self._engine.params(**self._sampling)}")
+
+
+def _value(text: str) -> Any:
+    """The value of a JSON text; other text as it is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def history() -> Any:
+    """The lines typed in this chat and earlier ones, in a file that only the user can read, if one can be written."""
+    from prompt_toolkit.history import InMemoryHistory
+
+    try:
+        path = state(os.environ) / "history"
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.touch(mode=0o600)
+        path.chmod(0o600)
+    except (NoPlace, OSError) as error:
+        click.echo(f"Your input is not saved for the next chat: {error}", err=True)
+        return InMemoryHistory()
+    return _history_file(path)
+
+
+def _history_file(path: Path) -> Any:
+    from prompt_toolkit.history import FileHistory
+
+    class History(FileHistory):
+        """Continues without saving when the disk is full."""
+
+        failed = False
+
+        def store_string(self, string: str) -> None:
+            try:
+                super().store_string(string)
+            except OSError as error:
+                if not self.failed:
+                    self.failed = True
+                    click.echo(f"Your input is no longer saved in {path}: {error.strerror}", err=True)
+
+    return History(str(path))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcellar.cache import memory
+from kvcellar.cache import step
 from kvcellar.cache.group import GroupStore
 from kvcellar.cache.history import StoredHistory
 from kvcellar.cache.layouts import Sliding
@@ -84,8 +84,8 @@ def test_a_model_in_half_precision_is_reported_and_in_float32_promised(tmp_path:
     assert (full["dtype"], full["promised"]) == ("float32", True)
     assert half["checks"][0]["bound"] > full["checks"][0]["bound"] == 1e-4
     ran = verified(str(tmp_path), "--tokens", "16")
-    assert "(middle " in ran.out
-    assert ran.out.splitlines()[-1].endswith("bfloat16 is reported, and not promised: --dtype float32 says more")
+    assert "(median " in ran.out
+    assert ran.out.splitlines()[-1].endswith("this is reported, not promised: use --dtype float32 for a strict check")
 
 
 def test_at_a_terminal_it_says_how_far_it_is(folder: Callable[[str], str]) -> None:
@@ -133,20 +133,20 @@ def keys_go_to_the_row_before(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> 
 
 
 def rows_are_positions(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
-    honest = Guest.seen
+    honest = Guest.past_length
 
     def seen(self: Guest, positions: Tensor) -> int | Tensor:
         return honest(self, torch.arange(len(positions)))
 
-    forward = Guest._through
-    monkeypatch.setattr(Guest, "seen", seen)
+    forward = Guest._run
+    monkeypatch.setattr(Guest, "past_length", seen)
     monkeypatch.setattr(
-        Guest, "_through", lambda self, door, ids, at, want: forward(self, door, ids, torch.arange(len(at)), want)
+        Guest, "_run", lambda self, door, ids, at, want: forward(self, door, ids, torch.arange(len(at)), want)
     )
 
 
 def all_of_a_draft_is_accepted(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
-    monkeypatch.setattr(memory, "accepted_counts", lambda batch, accepted: [len(feed.pos) for feed in batch.feeds])
+    monkeypatch.setattr(step, "accepted_counts", lambda batch, accepted: [len(feed.pos) for feed in batch.feeds])
 
 
 def keys_turn_one_position_too_far(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:

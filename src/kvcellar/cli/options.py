@@ -130,14 +130,10 @@ _PROBABILITY_OPTIONS = (
     click.option("--top-p", type=float, help="Keep only the fewest tokens that have this probability together."),
     click.option("--min-p", type=float, help="Keep only tokens with this share of the highest probability."),
     click.option("--typical-p", type=float, help="As --top-p, with the most typical tokens first."),
-    click.option(
-        "--top-h", type=float, help="Keep the first of the 100 best with this share of their entropy."
-    ),
+    click.option("--top-h", type=float, help="Keep the first of the 100 best with this share of their entropy."),
     click.option("--epsilon-cutoff", type=float, help="Keep only tokens with this probability."),
     click.option("--eta-cutoff", type=float, help="As --epsilon-cutoff, lower where the entropy is high."),
-    click.option(
-        "--repetition-penalty", type=float, help="Above 1: makes tokens that have occurred less likely."
-    ),
+    click.option("--repetition-penalty", type=float, help="Above 1: makes tokens that have occurred less likely."),
     click.option("--presence-penalty", type=float, help="Subtracted from the logits of generated tokens."),
     click.option("--frequency-penalty", type=float, help="Subtracted once per occurrence of a generated token."),
     click.option("--repeat-last-n", type=int, help="Penalties read this many of the last tokens; 0: none; -1: all."),

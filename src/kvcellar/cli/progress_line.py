@@ -58,7 +58,7 @@ def _columns() -> int:
 
 @contextmanager
 def show_progress(*, quiet: bool) -> Iterator[None]:
-    """Within the block, show progress reports, unless `quiet` or stderr is not a terminal. Erases the line at the end."""
+    """Within the block, show progress reports if stderr is a terminal and not `quiet`. Erases the line at the end."""
     if quiet or not sys.stderr.isatty():
         yield
         return

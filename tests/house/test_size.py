@@ -19,7 +19,6 @@ OVER = {
     "cache/rows.py:NoRows",
     "cache/rows.py:Rows",
     "bench/network.py:hybrid",
-    "cli/options.py:sampling_options",
     "engine/build.py:_wired",
     "verify/diagnosis.py:_diagnosed",
 }

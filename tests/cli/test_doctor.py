@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from kvcellar import Engine
 from kvcellar.attention import choose
 from kvcellar.attention.reference import Reference
-from kvcellar.engine.settings import sized
+from kvcellar.engine.capacity import sized
 from kvcellar.verify import diagnosis
 from tests.cli.command import kvcellar
 from tests.zoo import ARCHS

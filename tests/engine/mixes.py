@@ -19,10 +19,9 @@ from transformers import PreTrainedModel
 
 from kvcellar import Engine
 from kvcellar.engine.build import _demand
-from kvcellar.engine.depends import flags, measures_of, model, shape
-from kvcellar.engine.measures import Measures, digest
+from kvcellar.engine.capacity import resolve_capacity
+from kvcellar.engine.measures import Measures, digest, flags, measures_of, model, shape
 from kvcellar.engine.reserve import scratch
-from kvcellar.engine.settings import resolve_capacity
 from kvcellar.errors import CapacityTooSmall
 from kvcellar.events import Delta, Done, Event, Failed, Finished, TokenLogprob
 from kvcellar.models.guest import Guest

@@ -44,7 +44,7 @@ def given(engine: Engine, how: dict[str, Any], context: int, batches: Sequence[S
     """What a completion delivers, and what it and its sampling state are afterwards."""
     events: list[Event] = []
     request = Request((5, 6, 7), SamplingParams(**{"temperature": 0.0, **how}), events.append)
-    completion: Completion = engine._built.completion(request, seed=1)
+    completion: Completion = engine._built.intake.completion(request, seed=1)
     request.completions.append(completion)
     for stage in (Stage.PREFILL, Stage.DECODE):
         completion.become(stage)

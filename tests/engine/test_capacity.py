@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from kvcellar import BadRequest, CapacityTooSmall
 from kvcellar.cache.layouts import Causal, Chunked, Sliding
-from kvcellar.engine.settings import Demand, Settings, free_cpu_bytes, resolve_capacity
+from kvcellar.engine.capacity import Demand, resolve_capacity
+from kvcellar.engine.machine import free_cpu_bytes
+from kvcellar.engine.settings import Settings
 
 LAYOUTS = st.one_of(
     st.just(Causal()),

@@ -7,7 +7,7 @@ import pytest
 
 from kvcellar import Engine
 from kvcellar.bench.conversation import Script, Turn, ideal, play, reads
-from kvcellar.engine import settings
+from kvcellar.engine import capacity
 from kvcellar.engine.manager import NEAR, common_prefix
 from kvcellar.engine.session import Session
 from tests.engine.mixes import small_engine, tokens
@@ -22,7 +22,7 @@ def scarce(monkeypatch):
     """An engine with room for few captures, whatever its bytes are. Half of it is also for sessions that rest."""
 
     def engine(name: str, captures: int, step_tokens: int = PIECE):
-        monkeypatch.setattr(settings, "MOST_CAPTURES", captures // 2)
+        monkeypatch.setattr(capacity, "MOST_CHECKPOINTS", captures // 2)
         made = small_engine(name, max_sequences=1, step_tokens=step_tokens)
         assert made.stats().rows == captures + 2, "one is the sequence's own, and a step takes one"
         return made

@@ -16,9 +16,22 @@ from hypothesis import strategies as st
 
 from kvcellar import Engine
 from kvcellar.attention.choose import named
-from kvcellar.engine import depends, reserve
-from kvcellar.engine.depends import Unsettled, facts, identities, installed, measures_of, source_digest
-from kvcellar.engine.measures import MOST_BYTES, MOST_FILES, Measures, digest, directory_for, sealed
+from kvcellar.engine import measures as measuring
+from kvcellar.engine import reserve
+from kvcellar.engine.measures import (
+    MOST_BYTES,
+    MOST_FILES,
+    Measures,
+    Unsettled,
+    digest,
+    directory_for,
+    facts,
+    identities,
+    installed,
+    measures_of,
+    sealed,
+    source_digest,
+)
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.shapes import StoredAs
@@ -287,11 +300,11 @@ def test_other_limits_variables_threads_and_flags_are_other_facts(model: Path) -
     finally:
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)
-    for switch in ("kvcellar.engine.depends.torch.backends.cuda.math_sdp_enabled", "platform.machine"):
+    for switch in ("kvcellar.engine.measures.torch.backends.cuda.math_sdp_enabled", "platform.machine"):
         with mock.patch(switch, return_value="other"):
             seen.append(digest(of(guest, model)))
     for version in ("torch.__version__", "torch.version.git_version", "sys.version"):
-        with mock.patch(f"kvcellar.engine.depends.{version}", "other"):
+        with mock.patch(f"kvcellar.engine.measures.{version}", "other"):
             seen.append(digest(of(guest, model)))
     assert digest(of(guest, model)) == seen[0]
     assert len(set(seen)) == len(seen)
@@ -359,7 +372,7 @@ def test_nothing_is_kept_of_a_network_that_the_caller_built(tmp_path: Path) -> N
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The cache directory of a machine on which models that were just written count as old."""
-    monkeypatch.setattr(depends, "SETTLED", -(10**15))
+    monkeypatch.setattr(measuring, "SETTLED", -(10**15))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache/kvcellar"
 

@@ -6,8 +6,7 @@ import numpy
 import pytest
 
 from kvcellar import Engine
-from kvcellar.engine.intake import prompt_ids
-from kvcellar.engine.prompts import COPY_BYTES, TOKEN_BYTES, Prompts
+from kvcellar.engine.intake import COPY_BYTES, TOKEN_BYTES, PromptMemory, prompt_ids
 from kvcellar.engine.settings import LEAST_TEXT_BYTES, MOST_TEXT_BYTES, Settings, text_bytes_of
 from kvcellar.errors import BadRequest, EngineClosed, Overloaded, PromptTooLong, shown
 from kvcellar.events import Event
@@ -42,7 +41,7 @@ TOO_LONG = {
 def test_what_cannot_fit_is_refused_without_being_tokenized(engine, ask, monkeypatch) -> None:
     if engine.model.has_chat is False and "messages" in ask.__code__.co_names:
         pytest.skip("the model has no template")
-    words = engine._built.codec._tokenizer
+    words = engine._built.intake.codec._tokenizer
     monkeypatch.setattr(words, "_tokenizer", None)
     with pytest.raises(PromptTooLong) as refused:
         ask(engine)
@@ -50,7 +49,7 @@ def test_what_cannot_fit_is_refused_without_being_tokenized(engine, ask, monkeyp
 
 
 def test_a_text_of_the_longest_tokens_is_taken(engine) -> None:
-    longest = engine._built.codec._tokenizer.bound.characters
+    longest = engine._built.intake.codec._tokenizer.bound.characters
     blanks = (" " * longest + "\n") * (CONTEXT // 2 - 1)  # one token is for the beginning of the text, and one is drawn
     assert engine.generate(blanks, max_tokens=1).usage.prompt_tokens == CONTEXT - 1
 
@@ -93,7 +92,7 @@ def test_what_is_shown_in_a_message_is_short(value) -> None:
 
 
 def test_prompts_take_memory_until_their_requests_are_over(engine) -> None:
-    prompts = engine._built.prompts
+    prompts = engine._built.intake.prompts
     params = engine.params(max_tokens=10**6, shift=True, ignore_eos=True, n=2)
     ticket = engine.submit([3] * 10, params, deliver=hear)
     assert prompts.taken == 10 * (TOKEN_BYTES + 2 * COPY_BYTES)
@@ -108,7 +107,7 @@ def test_prompts_take_memory_until_their_requests_are_over(engine) -> None:
 
 def test_more_prompts_than_there_is_memory_for_are_refused_until_others_end(engine, monkeypatch) -> None:
     params = engine.params(max_tokens=10**6, shift=True, ignore_eos=True)
-    monkeypatch.setattr(engine._built.prompts, "most", 25 * (TOKEN_BYTES + COPY_BYTES))
+    monkeypatch.setattr(engine._built.intake.prompts, "most", 25 * (TOKEN_BYTES + COPY_BYTES))
     first = engine.submit([3] * 20, params, deliver=hear)
     with pytest.raises(Overloaded, match="under way"):
         engine.generate([3] * 6, max_tokens=1)
@@ -126,11 +125,11 @@ def test_a_closed_engine_keeps_no_prompt() -> None:
     engine.close()
     with pytest.raises(EngineClosed):
         engine.submit([3] * 10, engine.params(), deliver=hear)
-    assert engine._built.prompts.taken == 0
+    assert engine._built.intake.prompts.taken == 0
 
 
 def test_what_is_taken_is_counted_once() -> None:
-    prompts = Prompts(1000)
+    prompts = PromptMemory(1000)
     size = prompts.take(5, 1)
     prompts.give(size)
     with pytest.raises(AssertionError, match="twice"):

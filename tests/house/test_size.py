@@ -19,8 +19,6 @@ OVER = {
     "cache/rows.py:NoRows",
     "cache/rows.py:Rows",
     "bench/network.py:hybrid",
-    "engine/build.py:_wired",
-    "verify/diagnosis.py:_diagnosed",
 }
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from kvcellar import Engine
-from kvcellar.engine.codec import TextCodec
+from kvcellar.engine.intake import TextCodec
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import CacheFull, EngineClosed, EngineFailed, NotSupported
 from kvcellar.serve import Server, ServeSettings, key_digest
@@ -335,7 +335,7 @@ def test_models_without_text(client: httpx.Client, real: Engine, monkeypatch: py
 def test_a_text_that_is_too_long_to_tokenize(
     client: httpx.Client, real: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(real._built.codec._tokenizer, "limit", TokenizingLimit(10))
+    monkeypatch.setattr(real._built.intake.codec._tokenizer, "limit", TokenizingLimit(10))
     assert told(client.post(COMPLETIONS, json={"prompt": "x" * 11})) == LONG_TEXT
 
 
@@ -353,7 +353,7 @@ def test_templates(
     client: httpx.Client, real: Engine, monkeypatch: pytest.MonkeyPatch, source: str, message: str
 ) -> None:
     template = ChatTemplate(source, TextTokenizer(byte_level())) if source else None
-    monkeypatch.setattr(real._built.codec, "_template", template)
+    monkeypatch.setattr(real._built.intake.codec, "_template", template)
     assert told(client.post(CHAT, json=talk(USER))) == message
 
 

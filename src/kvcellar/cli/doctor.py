@@ -8,8 +8,9 @@ import click
 
 from kvcellar.cli.options import Command, engine_options, given, quiet_option
 from kvcellar.cli.progress_line import show_progress
-from kvcellar.engine.imports import imported
-from kvcellar.engine.settings import Settings, sized
+from kvcellar.engine.capacity import sized
+from kvcellar.engine.engine import import_needed
+from kvcellar.engine.settings import Settings
 
 if TYPE_CHECKING:  # torch is imported when it is needed, so that --help is fast
     from kvcellar.verify.diagnosis import Diagnosis, GroupDiagnosis
@@ -31,7 +32,7 @@ def command(model: str | None, as_json: bool, kv_quality: bool | None, quiet: bo
     """
     settings = Settings(**given(**options))
     with show_progress(quiet=quiet):
-        imported()
+        import_needed()
         from kvcellar.verify.diagnosis import diagnose
 
         found = diagnose(model, settings, kv_quality=kv_quality)
@@ -49,7 +50,7 @@ def _lines(found: "Diagnosis") -> Iterator[str]:
     if (recurrent := found.recurrent) is not None:
         yield (
             f"  recurrent: {recurrent.layers} layers, {sized(recurrent.bytes_per_row)} per sequence of any length, "
-            f"{recurrent.rows} rows in {sized(recurrent.bytes)}, {recurrent.captures} or more of them for checkpoints"
+            f"{recurrent.rows} rows in {sized(recurrent.bytes)}, {recurrent.checkpoints} or more of them for checkpoints"
         )
     yield from _memory(found)
     yield from (f"  {note}" for note in found.notes)

@@ -10,7 +10,7 @@ import click
 from kvcellar import progress
 from kvcellar.cli.options import Command, given, model_options, quiet_option
 from kvcellar.cli.progress_line import show_progress
-from kvcellar.engine.imports import imported
+from kvcellar.engine.engine import import_needed
 from kvcellar.engine.settings import Settings
 
 if TYPE_CHECKING:  # torch is imported when it is needed, so that --help is fast
@@ -42,7 +42,7 @@ def command(model: str | None, as_json: bool, quiet: bool, **options: Any) -> No
     asked = {name: options.pop(name) for name in ("tokens", "seed", "quality")}
     settings = Settings(**given(**options))
     with show_progress(quiet=quiet):
-        imported()
+        import_needed()
         from kvcellar.verify.run import verify
 
         report = verify(model, settings, **asked, watch=_reporter())

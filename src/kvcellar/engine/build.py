@@ -1,9 +1,8 @@
-"""build: where the rooms are wired together. From settings to an engine that can be started."""
+"""build: makes the parts of an engine from its settings, and connects them."""
 
 import logging
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,27 +13,17 @@ import torch
 from kvcellar.attention.choose import named
 from kvcellar.cache.group import Group
 from kvcellar.cache.memory import Memory
-from kvcellar.engine.codec import TextCodec
-from kvcellar.engine.cpus import Threads, threads_of
-from kvcellar.engine.depends import measures_of
+from kvcellar.engine.capacity import Capacity, Demand, resolve_capacity
+from kvcellar.engine.intake import Intake, PromptMemory, TextCodec
 from kvcellar.engine.loop import Loop
+from kvcellar.engine.machine import Threads, free_cpu_bytes, threads_of
 from kvcellar.engine.manager import SequenceManager
-from kvcellar.engine.measures import Measures
-from kvcellar.engine.prompts import Prompts
-from kvcellar.engine.request import Completion, Request
+from kvcellar.engine.measures import Measures, measures_of
 from kvcellar.engine.reserve import check_room, prove, scratch
 from kvcellar.engine.runner import Runner
 from kvcellar.engine.scheduler import Scheduler
-from kvcellar.engine.settings import (
-    SHARE_OF_FREE,
-    Capacity,
-    Demand,
-    Settings,
-    free_cpu_bytes,
-    resolve_capacity,
-    text_bytes_of,
-)
-from kvcellar.errors import BadRequest, CapacityTooSmall, ModelRefused, PromptTooLong
+from kvcellar.engine.settings import SHARE_OF_FREE, Settings, text_bytes_of
+from kvcellar.errors import BadRequest, CapacityTooSmall, ModelRefused
 from kvcellar.kernels.packed import Packing, pack
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
@@ -44,7 +33,6 @@ from kvcellar.policy import trim
 from kvcellar.process import Origin
 from kvcellar.progress import report
 from kvcellar.sample.params import SamplingParams, check_ids
-from kvcellar.sample.sampler import Sampler
 from kvcellar.shapes import StoredAs
 
 if TYPE_CHECKING:
@@ -53,12 +41,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvcellar.engine")
 
-LOADED = Origin()  # of torch, in this process
+TORCH = Origin()  # the process that imported torch
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """Everything an engine consists of."""
+    """All parts of an engine."""
 
     settings: Settings
     loaded: Loaded
@@ -67,71 +55,14 @@ class Built:
     threads: Threads
     memory: Memory
     capacity: Capacity
-    context: int
-    vocab_size: int
-    padding: int | None  # the token that is no text, in models that pass over it when they count positions
-    codec: TextCodec
-    prompts: Prompts
+    intake: Intake
     loop: Loop
     runner: Runner
 
-    def completion(self, request: Request, seed: int) -> Completion:
-        """The completion of `request` that reads its prompt."""
-        sampler = Sampler(
-            request.params,
-            seed=seed,
-            index=0,
-            prompt_ids=request.prompt,
-            vocab_size=self.vocab_size,
-            end_ids=self.loaded.end_ids,
-            never_ids=frozenset() if self.padding is None else frozenset({self.padding}),
-        )
-        return self._completion(request, sampler, request.prompt)
-
-    def twins(self, completion: Completion) -> list[Completion]:
-        """The other completions of a request whose prompt `completion` has read; none if they are there already."""
-        missing = range(len(completion.request.completions), completion.request.params.n)
-        return [
-            self._completion(completion.request, completion.sampler.fork(choice), completion.tokens)
-            for choice in missing
-        ]
-
-    def _completion(self, request: Request, sampler: Sampler, tokens: Sequence[int]) -> Completion:
-        return Completion(request, sampler, self.codec.output(request.stops, request.prompt), list(tokens))
-
-    def check_text(self, prompt: Sequence[int]) -> None:
-        """Raise `BadRequest` for a prompt with padding in it, where that is no text.
-
-        Such a model counts positions without it as long as it reads a text at once, and with it as soon as it goes on
-        from a cache: there is no numbering that would be right.
-        """
-        if self.padding is not None and self.padding in prompt:
-            raise BadRequest(
-                f"prompt has token {self.padding} at {prompt.index(self.padding)}, which is padding: this model does "
-                f"not count it as a position, so it cannot be part of a text. Leave it out",
-                "prompt",
-            )
-
-    def check_fits(self, tokens: int) -> None:
-        """Raise `PromptTooLong` if a prompt of so many tokens could never be in memory, even alone."""
-        for group in self.memory.storage.groups:
-            most = self.capacity.cells[group.name]
-            if group.layout.most_cells(tokens, 1) > most:
-                held = f"the memory for {group.name} layers"
-                raise PromptTooLong(tokens, most, held, hint="Or raise cache_bytes.")
-
-    def check_answers(self, n: int) -> None:
-        """Raise `BadRequest` if so many answers could never be written at once."""
-        most, asked = self.capacity.states.sequences, self.settings.max_sequences
-        if n > most:
-            hint = "Or raise max_sequences."
-            if most < asked:
-                hint = f"Or raise cache_bytes: max_sequences is {asked}, but there are no more rows of recurrent state."
-            raise BadRequest(f"n is {n}; at most {most} answers to one request are generated at once", "n", hint=hint)
-
 
 def build(model: "str | Path | PreTrainedModel | None", settings: Settings) -> Built:
-    """Load, prove, size, wire. Raises what `load`, `build_guest` and `resolve_capacity` raise."""
+    """Load and test the model, size its memory, make the parts. Raises what `load`, `adopt` and `resolve_capacity`
+    raise."""
     settings = _in_a_fork(settings)
     began = time.time_ns()
     threads = threads_of(settings.threads, torch.get_num_threads())
@@ -142,24 +73,24 @@ def build(model: "str | Path | PreTrainedModel | None", settings: Settings) -> B
         _check_as_it_is(loaded.model, settings)
     packing = _packing(loaded, settings)
     guest = build_guest(loaded.model, named(settings.attention))
-    return _wired(loaded, packing, guest, settings, threads, began)
+    return _assembled(loaded, packing, guest, settings, threads, began)
 
 
 def _in_a_fork(settings: Settings) -> Settings:
-    """One thread, where torch was loaded before this process was forked.
+    """Settings with one thread, if this process was forked after torch was imported.
 
-    Threads of OpenMP that torch has started do not come along into a fork, and a computation that waits for them never
-    ends; whether there were any cannot be found out afterwards.
+    OpenMP threads that torch has started do not exist in a fork, and a computation that waits for them never ends;
+    whether there were any cannot be determined afterwards.
     """
-    if LOADED.here:
+    if TORCH.here:
         return settings
     if settings.threads not in (None, 1):
         raise BadRequest(
-            f"threads is {settings.threads}, but torch belongs to {LOADED}, and runs in one thread here. Leave threads "
+            f"threads is {settings.threads}, but torch belongs to {TORCH}, and runs in one thread here. Leave threads "
             f"out, or start the process with spawn instead of fork",
             "threads",
         )
-    log.warning("torch belongs to %s; this engine runs in one thread. Start processes with spawn to use more", LOADED)
+    log.warning("torch belongs to %s; this engine runs in one thread. Start processes with spawn to use more", TORCH)
     return replace(settings, threads=1)
 
 
@@ -170,17 +101,13 @@ def _packing(loaded: Loaded, settings: Settings) -> Packing | None:
     return pack(loaded.model)
 
 
-def _wired(
+def _assembled(
     loaded: Loaded, packing: Packing | None, guest: Guest, settings: Settings, threads: Threads, began: int
 ) -> Built:
     """`began`: when the load began, in nanoseconds of the clock."""
-    network = loaded.model
     _check_defaults(loaded)
-    if settings.kv_dtype is not None:
-        if not guest.shape.groups:
-            raise BadRequest("this model has no attention layers, so there are no keys and values to store", "kv_dtype")
-        guest = guest.storing(StoredAs.parse(settings.kv_dtype), named(settings.attention))
-    context = _context(settings, network)
+    guest = _storing(guest, settings)
+    context = _context(settings, loaded.model)
     limits = {"context": context, "step_tokens": settings.step_tokens, "max_sequences": settings.max_sequences}
     measures = measures_of(guest, loaded.path, began=began, limits=limits, environment=os.environ)
     capacity = _capacity(guest, settings, context, measures)
@@ -190,43 +117,63 @@ def _wired(
     sequences = capacity.states.sequences
     if guest.device.type == "cuda":
         prove(guest, memory, context=context, max_sequences=sequences, step_tokens=settings.step_tokens)
-    states, text_bytes = capacity.states, text_bytes_of(settings, context)
-    manager = SequenceManager(
-        memory, resting=states.captures if states.rows else None, checkpoint_positions=states.most_checkpoints
+    intake = _intake(loaded, memory, capacity, settings, context)
+    loop, runner = _running(guest, memory, capacity, settings, intake, threads)
+    return Built(settings, loaded, guest, packing, threads, memory, capacity, intake, loop, runner)
+
+
+def _storing(guest: Guest, settings: Settings) -> Guest:
+    """The guest with K/V stored as `kv_dtype` says."""
+    if settings.kv_dtype is None:
+        return guest
+    if not guest.shape.groups:
+        raise BadRequest("this model has no attention layers, so there are no keys and values to store", "kv_dtype")
+    return guest.storing(StoredAs.parse(settings.kv_dtype), named(settings.attention))
+
+
+def _intake(loaded: Loaded, memory: Memory, capacity: Capacity, settings: Settings, context: int) -> Intake:
+    text_bytes = text_bytes_of(settings, context)
+    codec = TextCodec(loaded.text, loaded.without_text, loaded.end_ids, context=context, text_bytes=text_bytes // 2)
+    return Intake(
+        codec=codec,
+        prompts=PromptMemory(text_bytes - text_bytes // 2),
+        context=context,
+        vocab_size=_vocabulary(loaded.model),
+        end_ids=loaded.end_ids,
+        padding=padding_token(loaded.model),
+        groups={group.name: (group.layout, capacity.cells[group.name]) for group in memory.storage.groups},
+        most_completions=capacity.states.sequences,
+        max_sequences=settings.max_sequences,
     )
-    layouts = {group.name: group.layout for group in memory.storage.groups}
-    scheduler = Scheduler(manager, layouts, context=context, max_sequences=sequences, step_tokens=settings.step_tokens)
+
+
+def _running(
+    guest: Guest, memory: Memory, capacity: Capacity, settings: Settings, intake: Intake, threads: Threads
+) -> tuple[Loop, Runner]:
+    """The parts that run on the engine's thread."""
+    states, context = capacity.states, intake.context
+    manager = SequenceManager(
+        memory, resting=states.checkpoints if states.rows else None, checkpoint_positions=states.most_checkpoints
+    )
+    layouts = {name: layout for name, (layout, _) in intake.groups.items()}
+    scheduler = Scheduler(
+        manager, layouts, context=context, max_sequences=states.sequences, step_tokens=settings.step_tokens
+    )
     loop = Loop(manager, scheduler, context=context, threads=threads.count)
     runner = Runner(
         guest,
         memory,
         context=context,
-        twins=lambda completion: built.twins(completion),
+        twins=intake.siblings,
         split=loop.split,
         ended=loop.ended,
-        trim=partial(trim, memory.rows, most=states.captures, spare=states.sequences),
+        trim=partial(trim, memory.rows, most=states.checkpoints, spare=states.sequences),
     )
-    built = Built(
-        settings=settings,
-        loaded=loaded,
-        guest=guest,
-        packing=packing,
-        threads=threads,
-        memory=memory,
-        capacity=capacity,
-        context=context,
-        vocab_size=_vocabulary(network),
-        padding=padding_token(network),
-        codec=TextCodec(loaded.text, loaded.without_text, loaded.end_ids, context=context, text_bytes=text_bytes // 2),
-        prompts=Prompts(text_bytes - text_bytes // 2),
-        loop=loop,
-        runner=runner,
-    )
-    return built
+    return loop, runner
 
 
 def _check_as_it_is(network: "PreTrainedModel", settings: Settings) -> None:
-    """A network that was built elsewhere stays in the type and the place that it has."""
+    """Raise `BadRequest` if the settings contradict the dtype or device of a network that was given."""
     dtype, device = str(network.dtype).removeprefix("torch."), str(network.device)
     if settings.dtype not in ("auto", dtype):
         raise BadRequest(f"dtype is {settings.dtype}, but the network that was given is in {dtype}", "dtype")

@@ -4,27 +4,27 @@ with Engine() as engine:
     print(engine.generate("def main():", max_tokens=32).text)
 """
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 
 from kvcellar.engine import intake
-from kvcellar.engine.imports import imported
 from kvcellar.engine.request import Request, fresh_seed
-from kvcellar.engine.result import Collector, Result, Ticket
+from kvcellar.engine.result import Collector, Result, Stream, Ticket
 from kvcellar.engine.settings import EngineOptions, Settings
 from kvcellar.engine.stats import EngineStats, model_card, stats
-from kvcellar.engine.stream import Stream
 from kvcellar.errors import BadRequest, Overloaded, shown
 from kvcellar.events import Event
-from kvcellar.progress import Progress, listening
-from kvcellar.sample.params import SamplingOptions, SamplingParams, asked, check_ids
+from kvcellar.progress import Progress, listening, report
+from kvcellar.sample.params import SamplingOptions, SamplingParams, asked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 Prompts = Sequence[str] | Sequence[Sequence[int]]
+NEEDED = {"torch": "torch", "transformers": "kvcellar.engine.build"}  # each name, and what imports it
 _OPTIONAL = frozenset(field.name for field in fields(SamplingParams) if field.default is None)
 
 
@@ -59,7 +60,7 @@ class Engine:
     ) -> None:
         checked = _settings(settings)
         with listening(progress):
-            imported()
+            import_needed()
             from kvcellar.engine.build import build  # not before there is a model to load
 
             self._built: Built = build(model, checked)
@@ -99,15 +100,15 @@ class Engine:
             raise BadRequest(f"text is a string, not {shown(text)}", "text")
         if special is not None and not isinstance(special, bool):
             raise BadRequest(f"special is True, False or None, not {shown(special)}", "special")
-        return self._built.codec.encode(text, special=special, limit=limit)
+        return self._built.intake.codec.encode(text, special=special, limit=limit)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids. Raises `BadRequest` for what is no id of this model."""
-        return self._built.codec.decode(intake.tokens(ids, self.model.vocab_size, "ids"))
+        return self._built.intake.codec.decode(intake.tokens(ids, self.model.vocab_size, "ids"))
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token adds to a text; they may be a part of a character."""
-        return self._built.codec.token_bytes(intake.token(token, self.model.vocab_size, "ids"))
+        return self._built.intake.codec.token_bytes(intake.token(token, self.model.vocab_size, "ids"))
 
     def render(
         self,
@@ -129,9 +130,9 @@ class Engine:
         if effort is not None and not isinstance(effort, str):
             raise BadRequest(f"effort is a word, not {shown(effort)}", "effort")
         options = {"variables": variables, "effort": effort, "add_generation_prompt": add_generation_prompt}
-        return self._built.codec.render(messages, limit=limit, **options)
+        return self._built.intake.codec.render(messages, limit=limit, **options)
 
-    # -- asking -------------------------------------------------------------------------------------------------
+    # -- requests -----------------------------------------------------------------------------------------------
 
     def submit(
         self,
@@ -151,19 +152,20 @@ class Engine:
         """
         params, deliver = intake.parameters(params), intake.receiver(deliver)
         session = intake.session_number(session)
-        prompt = self._checked(prompt_ids, params)
-        places = intake.places(checkpoint_positions, len(prompt))
+        prompt = self._built.intake.prompt(prompt_ids, params)
+        positions = intake.positions(checkpoint_positions, len(prompt))
         if self._loop.backlog >= self._built.settings.max_waiting:
             raise Overloaded(f"{self._loop.backlog} requests are waiting already; try again later")
         seed = params.seed if params.seed is not None else fresh_seed()
-        request = Request(prompt, params, deliver, session, places)
-        size = self._built.prompts.take(len(prompt), params.n)
+        request = Request(prompt, params, deliver, session, positions)
+        prompts = self._built.intake.prompts
+        size = prompts.take(len(prompt), params.n)
         try:
-            completion = self._built.completion(request, seed)
-            request.ended = partial(self._built.prompts.give, size)
+            completion = self._built.intake.completion(request, seed)
+            request.ended = partial(prompts.give, size)
             self._loop.submit(request, completion)
         except BaseException:
-            self._built.prompts.give(size)
+            prompts.give(size)
             raise
         return Ticket(lambda: self._loop.cancel(request), lambda: request.admitted is not None)
 
@@ -183,7 +185,7 @@ class Engine:
             return self._wait(self._ids(prompt), params)
         every = [self._ids(one) for one in prompt]
         for ids in every:
-            self._checked(ids, params)
+            self._built.intake.prompt(ids, params)
         return self._together(every, params)
 
     def stream(self, prompt: Prompt, **sampling: Unpack[SamplingOptions]) -> Stream:
@@ -221,7 +223,7 @@ class Engine:
         given = {name: value for name, value in sampling.items() if value is not None or name in _OPTIONAL}
         return asked(self.model.default_sampling, given)
 
-    # -- looking ------------------------------------------------------------------------------------------------
+    # -- inspection ---------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
         """How it is doing now. Waits for the step that is running."""
@@ -294,16 +296,13 @@ class Engine:
             return self.encode(prompt, limit=self.model.context)
         return intake.prompt_ids(prompt, vocab_size=self.model.vocab_size, context=self.model.context)
 
-    def _checked(self, prompt_ids: Sequence[int], params: SamplingParams) -> tuple[int, ...]:
-        """The prompt as a tuple, or why this model cannot be asked so."""
-        prompt = intake.prompt_ids(prompt_ids, vocab_size=self.model.vocab_size, context=self.model.context)
-        self._built.check_text(prompt)
-        check_ids(params, self.model.vocab_size)
-        self._built.check_answers(params.n)
-        if params.stop and not self.model.has_text:
-            raise BadRequest("stop strings need a tokenizer, and this model has none; use stop_token_ids", "stop")
-        self._built.check_fits(len(prompt))
-        return prompt
+
+def import_needed() -> None:
+    """Import torch and transformers, which takes seconds, and report it. Only where there is a model to load."""
+    for name, module in NEEDED.items():
+        if name not in sys.modules:
+            report(f"importing {name}")
+        import_module(module)
 
 
 def _settings(given: Mapping[str, Any]) -> Settings:

@@ -1,25 +1,221 @@
-"""intake: what a caller passes, as values that the engine's thread can trust. No torch.
+"""intake: from what a caller passes to a request that the engine's thread can trust. No torch.
 
 Always true of what is returned: plain ints, floats and strings in range, in tuples of its own. A later change of an
 argument, or code of its type (an int with an `__eq__` of its own), never reaches the engine's thread. `deliver` is the
-one thing of the caller's that does, and what it raises is caught there.
+only object of the caller's that does, and what it raises is caught there.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from typing import Any
 
-from kvcellar.errors import BadRequest, PromptTooLong, shown
+from kvcellar.engine.request import Completion, Request
+from kvcellar.errors import BadRequest, Overloaded, PromptTooLong, shown
 from kvcellar.events import Event
-from kvcellar.sample.params import SamplingParams
+from kvcellar.layout import Layout
+from kvcellar.models.text_assets import TextAssets
+from kvcellar.sample.params import SamplingParams, check_ids
+from kvcellar.sample.sampler import Sampler
 from kvcellar.spans import whole
+from kvcellar.text.meter import Caps
+from kvcellar.text.output import Output, Stops, open_stream
+from kvcellar.text.template import ChatTemplate
+from kvcellar.text.tokens import TextTokenizer, longest_text
 
 FIELDS = frozenset(field.name for field in fields(SamplingParams))
+LEAST_MESSAGE_CHARS = 2**20
+SPARE = 4  # messages may have so many times the text that fits the context: templates omit some of it (reasoning)
+TOKEN_BYTES = 44  # of a token id in a tuple, and of the id itself
+COPY_BYTES = 8  # of a token id in the list of one completion
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """What an engine checks of a request, and makes of it. Safe to use from several threads."""
+
+    codec: "TextCodec"
+    prompts: "PromptMemory"
+    context: int
+    vocab_size: int
+    end_ids: frozenset[int]
+    padding: int | None  # the padding token, in models that do not count it as a position
+    groups: Mapping[str, tuple[Layout, int]]  # layout and cells of each
+    most_completions: int  # that can run at once
+    max_sequences: int  # as set; more than `most_completions` where state rows are fewer
+
+    def prompt(self, ids: Any, params: SamplingParams) -> tuple[int, ...]:
+        """The prompt as a tuple. Raises `BadRequest` or `PromptTooLong` if this model cannot serve it with `params`."""
+        found = prompt_ids(ids, vocab_size=self.vocab_size, context=self.context)
+        self._check_padding(found)
+        check_ids(params, self.vocab_size)
+        self._check_completions(params.n)
+        if params.stop and not self.codec.has_text:
+            raise BadRequest("stop strings need a tokenizer, and this model has none; use stop_token_ids", "stop")
+        self._check_fits(len(found))
+        return found
+
+    def completion(self, request: Request, seed: int) -> Completion:
+        """The completion of `request` that prefills its prompt."""
+        sampler = Sampler(
+            request.params,
+            seed=seed,
+            index=0,
+            prompt_ids=request.prompt,
+            vocab_size=self.vocab_size,
+            end_ids=self.end_ids,
+            never_ids=frozenset() if self.padding is None else frozenset({self.padding}),
+        )
+        return self._completion(request, sampler, request.prompt)
+
+    def siblings(self, completion: Completion) -> list[Completion]:
+        """The other completions of a request whose prompt `completion` has prefilled; none if they exist already."""
+        missing = range(len(completion.request.completions), completion.request.params.n)
+        return [
+            self._completion(completion.request, completion.sampler.fork(index), completion.tokens) for index in missing
+        ]
+
+    def _completion(self, request: Request, sampler: Sampler, tokens: Sequence[int]) -> Completion:
+        return Completion(request, sampler, self.codec.output(request.stops, request.prompt), list(tokens))
+
+    def _check_padding(self, prompt: Sequence[int]) -> None:
+        """Raise `BadRequest` for a prompt that contains the padding token.
+
+        Such a model leaves it out when it counts positions in a forward without a cache, and counts it in one with a
+        cache: no positions would be right.
+        """
+        if self.padding is not None and self.padding in prompt:
+            raise BadRequest(
+                f"prompt has token {self.padding} at {prompt.index(self.padding)}, which is padding: this model does "
+                f"not count it as a position, so it cannot be part of a text. Leave it out",
+                "prompt",
+            )
+
+    def _check_fits(self, tokens: int) -> None:
+        """Raise `PromptTooLong` if a prompt of so many tokens could not be in memory, even alone."""
+        for name, (layout, cells) in self.groups.items():
+            if layout.most_cells(tokens, 1) > cells:
+                raise PromptTooLong(tokens, cells, f"the memory for {name} layers", hint="Or raise cache_bytes.")
+
+    def _check_completions(self, n: int) -> None:
+        """Raise `BadRequest` if so many completions could not run at once."""
+        most, wanted = self.most_completions, self.max_sequences
+        if n > most:
+            hint = "Or raise max_sequences."
+            if most < wanted:
+                hint = (
+                    f"Or raise cache_bytes: max_sequences is {wanted}, but there are no more rows of recurrent state."
+                )
+            raise BadRequest(f"n is {n}; at most {most} answers to one request are generated at once", "n", hint=hint)
+
+
+class TextCodec:
+    """Text to token ids and back, with the model's tokenizer and chat template. Safe to use from several threads.
+
+    All methods raise `BadRequest` where the model has none.
+    """
+
+    def __init__(
+        self, assets: TextAssets | None, why_not: str, end_ids: frozenset[int], *, context: int, text_bytes: int
+    ) -> None:
+        """`why_not` is the reason where `assets` is None. `text_bytes` of memory are for tokenizing."""
+        self._tokenizer: TextTokenizer | None = None
+        self._template: ChatTemplate | None = None
+        self._why_not = why_not
+        if assets is not None:
+            most = longest_text(text_bytes)
+            self._tokenizer = TextTokenizer(
+                assets.tokenizer, end_ids=end_ids, special_tokens=assets.special, most_bytes=most
+            )
+            if assets.chat_template is not None:
+                self._template = ChatTemplate(assets.chat_template, self._tokenizer, _caps(self._tokenizer, context))
+
+    @property
+    def has_text(self) -> bool:
+        return self._tokenizer is not None
+
+    @property
+    def has_chat(self) -> bool:
+        return self._template is not None
+
+    def encode(self, text: str, *, special: bool | None = None, limit: int | None = None) -> list[int]:
+        return self._checked().encode(text, special=special, limit=limit)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._checked().decode(ids)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, limit: int | None = None, **options: Any) -> list[int]:
+        """`options` are those of `ChatTemplate.render`."""
+        tokenizer = self._checked()
+        if self._template is None:
+            raise BadRequest("this model has no chat template; send a prompt instead of messages", "messages")
+        return self._template.render(messages, **options).encode(tokenizer, limit=limit)
+
+    def output(self, stops: Stops, prompt: Sequence[int]) -> Output:
+        """The text of one completion, which continues that of the prompt."""
+        if self._tokenizer is None:
+            return Output(None, stops)
+        after = prompt[-1:] if prompt[-1] not in self._tokenizer.special_ids else ()
+        return Output(open_stream(self._tokenizer, after=after), stops)
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._checked().token_bytes(token)
+
+    def _checked(self) -> TextTokenizer:
+        if self._tokenizer is None:
+            raise BadRequest(
+                "this model has no tokenizer; send a prompt of token ids instead of text",
+                "prompt",
+                hint=f"The reason: {self._why_not}.",
+            )
+        return self._tokenizer
+
+
+def _caps(tokenizer: TextTokenizer, context: int) -> Caps:
+    """Caps on a conversation, by how much text fits the context."""
+    caps = Caps()
+    if tokenizer.bound.characters is None:
+        return caps
+    useful = max(LEAST_MESSAGE_CHARS, SPARE * context * tokenizer.bound.characters)
+    return replace(caps, message_chars=min(caps.message_chars, useful))
+
+
+class PromptMemory:
+    """Bounds the memory of prompts of requests that are not over: each has one copy, and one per completion. Safe to
+    use from several threads."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.taken = most, 0
+        self._lock = threading.Lock()
+
+    def take(self, tokens: int, completions: int) -> int:
+        """Take bytes for a prompt of so many tokens; returns them, for `give`. Raises `Overloaded`, or `BadRequest` if
+        a prompt alone takes more than `most`."""
+        size = tokens * (TOKEN_BYTES + COPY_BYTES * completions)
+        if size > self.most:
+            raise BadRequest(
+                f"a prompt of {tokens} tokens with n {completions} takes {size} bytes; {self.most} are for prompts, "
+                f"half of text_bytes. Shorten the prompt, ask for fewer answers, or raise that limit.",
+                "n",
+            )
+        with self._lock:
+            if self.taken + size > self.most:
+                raise Overloaded(
+                    f"prompts of {self.taken} bytes are under way; {self.most} are for prompts. Try again later."
+                )
+            self.taken += size
+        return size
+
+    def give(self, size: int) -> None:
+        """Return bytes that `take` returned, once."""
+        with self._lock:
+            self.taken -= size
+            assert self.taken >= 0, "a prompt was given back twice"
 
 
 def parameters(params: Any) -> SamplingParams:
-    """A copy that was checked just now: a frozen record can be changed, too (`object.__setattr__`)."""
+    """A copy, checked again: a frozen record can be changed (`object.__setattr__`)."""
     if not isinstance(params, SamplingParams):
         raise BadRequest(f"params is SamplingParams(...), not {shown(params)}", "params")
     return SamplingParams(**{name: getattr(params, name) for name in FIELDS})
@@ -40,7 +236,7 @@ def session_number(session: Any) -> int | None:
 
 
 def token(value: Any, vocab_size: int, param: str) -> int:
-    """A token id; anything that Python can use as an index may be one, numpy's integers too."""
+    """A token id as a plain int. Any integer is accepted, numpy's too."""
     number = _index(value)
     if not 0 <= number < vocab_size:
         ids = f"whose ids are 0 to {vocab_size - 1}"
@@ -49,7 +245,7 @@ def token(value: Any, vocab_size: int, param: str) -> int:
 
 
 def tokens(ids: Any, vocab_size: int, param: str) -> tuple[int, ...]:
-    """Token ids: plain ones in a few passes in C, as they may be many."""
+    """Token ids as plain ints. Lists of plain ints are checked by few calls that run in C, as they may be long."""
     found = tuple(items(ids, "a list of token ids is needed", param))
     if set(map(type, found)) == {int} and min(found) >= 0 and max(found) < vocab_size:
         return found
@@ -57,7 +253,7 @@ def tokens(ids: Any, vocab_size: int, param: str) -> tuple[int, ...]:
 
 
 def prompt_ids(prompt: Any, *, vocab_size: int, context: int) -> tuple[int, ...]:
-    """A prompt of at least one token and no more than the context has: a longer one is not even copied."""
+    """A prompt of 1 to `context` tokens. A longer one is refused before it is copied."""
     length = len(_sequence(prompt, "a prompt is text or a list of token ids", "prompt"))
     if not length:
         raise BadRequest("the prompt is empty; at least one token is needed", "prompt")
@@ -70,13 +266,13 @@ def prompt_ids(prompt: Any, *, vocab_size: int, context: int) -> tuple[int, ...]
 
 
 def items(values: Any, what: str, param: str) -> list[Any]:
-    """What a sequence other than a text or bytes has, as many as it says."""
+    """The elements of a sequence other than text or bytes, as many as its length says."""
     values = _sequence(values, what, param)
     return list(islice(values, len(values)))
 
 
 def _sequence(values: Any, what: str, param: str) -> Sequence[Any]:
-    import numpy as np  # not before there are values: the command's help is shown without it
+    import numpy as np  # not at the top: imported only where there are values
 
     if isinstance(values, np.ndarray) and values.ndim == 1:
         return values.tolist()
@@ -85,24 +281,17 @@ def _sequence(values: Any, what: str, param: str) -> Sequence[Any]:
     return values
 
 
-def places(checkpoint_positions: Any, end: int) -> tuple[int, ...]:
-    """Borders as positions of a prompt that ends at `end`, in order, each once."""
-    found = [
-        _index(border)
-        for border in items(
-            checkpoint_positions, "checkpoint_positions are a list of positions", "checkpoint_positions"
-        )
-    ]
-    if found != sorted(found) or any(not 0 <= place <= end for place in found):
-        raise BadRequest(
-            f"checkpoint_positions are positions 0 to {end}, in order, not {shown(checkpoint_positions)}",
-            "checkpoint_positions",
-        )
+def positions(given: Any, end: int) -> tuple[int, ...]:
+    """`checkpoint_positions` of a prompt that ends at `end`, in order, each once."""
+    name = "checkpoint_positions"
+    found = [_index(pos) for pos in items(given, f"{name} are a list of positions", name)]
+    if found != sorted(found) or any(not 0 <= pos <= end for pos in found):
+        raise BadRequest(f"{name} are positions 0 to {end}, in order, not {shown(given)}", name)
     return tuple(dict.fromkeys(found))
 
 
 def _index(value: Any) -> int:
-    """A whole number as a plain int; -1 for what is none, a bool for one."""
+    """A whole number as a plain int; -1 for anything else, and for a bool."""
     if isinstance(value, bool):
         return -1
     try:

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcellar.cache.memory import Memory
+from kvcellar.engine.capacity import Capacity
 from kvcellar.engine.measures import Measures
-from kvcellar.engine.settings import Capacity
 from kvcellar.errors import CapacityTooSmall
 from kvcellar.kernels.packed import with_padding
 from kvcellar.models.guest import Guest
@@ -153,8 +153,8 @@ def _draw(logits: Tensor) -> None:
     """Draw with everything that a request may ask for, from zeros, written over logits [R,V]: cells of the memory that
     serves may hold NaN by now, and drawing from NaN takes fewer bytes."""
     vocab = min(logits.shape[1], MAX_VOCAB)
-    choice = Sampler(HUNGRY, seed=0, index=0, prompt_ids=(), vocab_size=vocab, end_ids=frozenset())
-    draw(logits.zero_(), [choice] * len(logits), [0] * len(logits))
+    sampler = Sampler(HUNGRY, seed=0, index=0, prompt_ids=(), vocab_size=vocab, end_ids=frozenset())
+    draw(logits.zero_(), [sampler] * len(logits), [0] * len(logits))
 
 
 @contextmanager

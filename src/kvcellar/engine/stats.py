@@ -72,13 +72,13 @@ def model_card(built: "Built") -> ModelCard:
         name=loaded.name,
         path=loaded.path,
         architecture=type(guest.model).__name__,
-        context=built.context,
-        vocab_size=built.vocab_size,
+        context=built.intake.context,
+        vocab_size=built.intake.vocab_size,
         dtype=str(guest.dtype).removeprefix("torch."),
         device=str(guest.device),
         mode=guest.mode,
-        has_text=built.codec.has_text,
-        has_chat=built.codec.has_chat,
+        has_text=built.intake.codec.has_text,
+        has_chat=built.intake.codec.has_chat,
         default_sampling=SamplingParams(**loaded.defaults) if loaded.defaults else SamplingParams(temperature=0.0),
     )
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from kvcellar.attention.choose import backends, named
 from kvcellar.engine.build import Built, build
-from kvcellar.engine.settings import Settings, sized
+from kvcellar.engine.capacity import sized
+from kvcellar.engine.settings import Settings
 from kvcellar.models.guest import Guest
 from kvcellar.models.input_limits import context_reason
 from kvcellar.progress import report
@@ -37,7 +38,7 @@ class RecurrentDiagnosis:
     bytes_per_row: int
     rows: int
     bytes: int
-    captures: int  # rows that may always be kept to go back to; more while others are free
+    checkpoints: int  # rows that are kept as checkpoints in any case; more while others are free
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +88,10 @@ def diagnose(model: Any, settings: Settings, *, kv_quality: bool | None = None) 
 
 
 def _diagnosed(built: Built, settings: Settings, kv_quality: bool) -> Diagnosis:
-    guest, sizes = built.guest, built.guest.shape.bytes_per_cell(built.guest.dtype.itemsize)
-    every = backends()
-    groups = tuple(
-        GroupDiagnosis(
-            group.name,
-            len(group.layers),
-            sizes[group.name],
-            built.capacity.cells[group.name],
-            guest.chosen[group.name].backend.name if guest.mode == "flat" else None,
-            {backend.name: backend.refuse(guest.shape.specs[group.name]) for backend in every},
-        )
-        for group in guest.shape.groups
-    )
+    guest = built.guest
+    groups = tuple(_groups(built))
     if kv_quality:
-        report("measuring K/V stored otherwise")
+        report("measuring quantised K/V")
     assert guest.verdict is not None, "a guest is only handed out with a verdict"
     return Diagnosis(
         name=built.loaded.name,
@@ -109,8 +99,8 @@ def _diagnosed(built: Built, settings: Settings, kv_quality: bool) -> Diagnosis:
         parameters=built.loaded.parameters,
         dtype=str(guest.dtype).removeprefix("torch."),
         device=str(guest.device),
-        context=built.context,
-        vocab_size=built.vocab_size,
+        context=built.intake.context,
+        vocab_size=built.intake.vocab_size,
         layers=sum(len(group.layers) for group in guest.shape.groups),
         mode=guest.mode,
         why_not_flat=guest.refused,
@@ -119,7 +109,7 @@ def _diagnosed(built: Built, settings: Settings, kv_quality: bool) -> Diagnosis:
         groups=groups,
         recurrent=_recurrent(built),
         sequences=built.capacity.states.sequences,
-        bytes_per_token=sum(sizes.values()),
+        bytes_per_token=sum(group.bytes_per_cell for group in groups),
         tokens=built.capacity.tokens,
         cache_bytes=built.capacity.bytes,
         scratch_bytes=built.capacity.scratch,
@@ -131,11 +121,25 @@ def _diagnosed(built: Built, settings: Settings, kv_quality: bool) -> Diagnosis:
     )
 
 
+def _groups(built: Built) -> Iterator[GroupDiagnosis]:
+    guest, sizes = built.guest, built.guest.shape.bytes_per_cell(built.guest.dtype.itemsize)
+    every = backends()  # once: each call looks for a compiler
+    for group in guest.shape.groups:
+        yield GroupDiagnosis(
+            group.name,
+            len(group.layers),
+            sizes[group.name],
+            built.capacity.cells[group.name],
+            guest.chosen[group.name].backend.name if guest.mode == "flat" else None,
+            {backend.name: backend.refuse(guest.shape.specs[group.name]) for backend in every},
+        )
+
+
 def _recurrent(built: Built) -> RecurrentDiagnosis | None:
     recurrent, states = built.guest.shape.recurrent, built.capacity.states
     if recurrent is None:
         return None
-    return RecurrentDiagnosis(len(recurrent.layers), recurrent.bytes, states.rows, states.bytes, states.captures)
+    return RecurrentDiagnosis(len(recurrent.layers), recurrent.bytes, states.rows, states.bytes, states.checkpoints)
 
 
 def _limits(guest: Guest) -> Iterator[str]:
@@ -152,9 +156,9 @@ def _limits(guest: Guest) -> Iterator[str]:
 
 def _notes(built: Built) -> list[str]:
     notes = [f"CPU threads: {built.threads.count} ({built.threads.because})", *built.loaded.notes]
-    if not built.codec.has_text:
+    if not built.intake.codec.has_text:
         notes.append(f"no text: {built.loaded.without_text}; it is asked in token ids")
-    elif not built.codec.has_chat:
+    elif not built.intake.codec.has_chat:
         notes.append("no chat template: it continues text, and cannot be given messages")
     notes += _limits(built.guest)
     if built.capacity.states.sequences < built.settings.max_sequences:

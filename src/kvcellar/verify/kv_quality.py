@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvcellar.cache.memory import Memory
 from kvcellar.contracts import Backend
-from kvcellar.engine.settings import sized
+from kvcellar.engine.capacity import sized
 from kvcellar.errors import BadRequest, NoBackend
 from kvcellar.models.guest import Guest
 from kvcellar.models.input_limits import context_of, embedding_rows

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from kvcellar.attention.choose import named
-from kvcellar.engine.cpus import threads_of
+from kvcellar.engine.machine import threads_of
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import BadRequest, KvcellarError
 from kvcellar.models.build_guest import MODEL_ERRORS, build_guest

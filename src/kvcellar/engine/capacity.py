@@ -1,0 +1,204 @@
+"""capacity: how many cells and state rows fit into the bytes that were granted, and what that takes."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvcellar.errors import CapacityTooSmall
+from kvcellar.layout import Layout
+
+MOST_CHECKPOINTS = 1024  # state rows kept as checkpoints
+
+
+def sized(count: int) -> str:
+    """A number of bytes, exact and rounded: 800000000 bytes (800 MB)."""
+    if count < 1000:
+        return f"{count} bytes"
+    shares = [(count / 1000**power, unit) for power, unit in enumerate(("kB", "MB", "GB", "TB"), 1)]
+    size, unit = next((share for share in shares if share[0] < 999.5), shares[-1])
+    return f"{count} bytes ({size:.3g} {unit})"
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What one group takes: `bytes` of its planes and `staging` of an edit, as functions of its number of cells.
+
+    `undo` are the bytes of a cell's keys, kept while a context shift with too few free cells rotates them in place.
+    """
+
+    name: str
+    layout: Layout
+    bytes: Callable[[int], int]
+    staging: Callable[[int], int]
+    undo: int = 0
+
+    def shifting(self, cells: int, context: int) -> int:
+        """The most bytes that a context shift keeps to undo it, of the only sequence in so many cells, which fills the
+        context: half of it moves, or all that a window holds."""
+        held = self.layout.most_cells(context, 0)
+        return self.undo * max(0, min(held, context - context // 2) - (cells - held))
+
+
+@dataclass(frozen=True, slots=True)
+class RowShare:
+    """Rows of recurrent state. Each of `sequences` running at once has one and takes another in a step; `checkpoints`
+    are kept to resume from, and as many sessions may be idle, with a row each. Rows that all of these leave free,
+    except those of a step, hold more checkpoints."""
+
+    sequences: int
+    checkpoints: int = 0
+    bytes_per_row: int = 0
+
+    @property
+    def rows(self) -> int:
+        return 2 * self.sequences + 2 * self.checkpoints if self.bytes_per_row else 0
+
+    @property
+    def most_checkpoints(self) -> int:
+        """Checkpoints that fit while as many sequences as possible run, and no session is idle."""
+        return self.rows - 2 * self.sequences
+
+    @property
+    def bytes(self) -> int:
+        """The null row included."""
+        return (self.rows + 1) * self.bytes_per_row
+
+
+def share_rows(bytes_per_row: int, *, budget: int, because: str, max_sequences: int) -> RowShare:
+    """Rows for as many sequences as fit into half of `budget`, up to `max_sequences`; checkpoints take a sixteenth of
+    it, but at least one for each sequence and at most `MOST_CHECKPOINTS`.
+
+    Raises `CapacityTooSmall` if not even one sequence fits.
+    """
+    if not bytes_per_row:
+        return RowShare(max_sequences)
+    sequences = min(max_sequences, (budget // 2 // bytes_per_row - 1) // 4)
+    if sequences < 1:
+        raise CapacityTooSmall(
+            f"{budget} bytes ({because}) are too few: a row of recurrent state has {bytes_per_row}, five are the least "
+            f"that can work, and they may take half. Raise cache_bytes."
+        )
+    checkpoints = max(sequences, min(MOST_CHECKPOINTS, budget // 32 // bytes_per_row))
+    return RowShare(sequences, checkpoints, bytes_per_row)
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Cells of each group, what they take, and what limits them: `bytes + scratch + staging <= budget`."""
+
+    cells: Mapping[str, int]
+    by_group: Mapping[str, int]  # bytes of its planes, null cells and padding included
+    states: RowShare
+    scratch: int  # bytes of a step, or of what a context shift keeps to undo it, whichever are more
+    staging: int  # bytes of an edit
+    budget: int
+    tokens: int  # of all sequences together that fit; without groups, the most that can be used
+    because: str
+
+    @property
+    def bytes(self) -> int:
+        """Of all planes, and all states."""
+        return sum(self.by_group.values()) + self.states.bytes
+
+    @property
+    def total(self) -> int:
+        """The most bytes allocated at once."""
+        return self.bytes + self.scratch + self.staging
+
+    @property
+    def holds(self) -> str:
+        """What fits, in words. Recurrent state does not grow with the text."""
+        return f"{self.tokens} tokens" if self.cells else f"{self.states.sequences} sequences of any length"
+
+    def __str__(self) -> str:
+        shares = [f"{name}: {self.cells[name]} cells in {sized(size)}" for name, size in self.by_group.items()]
+        if self.states.bytes:
+            shares.append(f"recurrent: {self.states.rows} rows in {sized(self.states.bytes)}")
+        groups = ", ".join(shares)
+        return (
+            f"{self.holds} in {sized(self.bytes)} ({groups}); with {sized(self.scratch)} for a step and "
+            f"{sized(self.staging)} for edits that is {sized(self.total)} of {sized(self.budget)}, which is "
+            f"{self.because}"
+        )
+
+
+def resolve_capacity(
+    demands: Sequence[Demand],
+    *,
+    budget: int,
+    because: str,
+    scratch: Callable[[int, int, int], int],
+    context: int,
+    max_sequences: int,
+    step_tokens: int,
+    bytes_per_row: int = 0,
+) -> Capacity:
+    """Divide `budget` bytes among groups so that all of them are full at the same number of tokens in use.
+
+    With `x` tokens in use, a group needs `min(x, max_sequences * resting + step_tokens)` cells, where `resting` is the
+    most that one sequence holds between steps. The largest such `x` is taken, and no more than full contexts need.
+    `scratch` returns the bytes of a step, given the longest sequence, how many tokens fit, and how many sequences
+    decode; and the staging of one group is left for edits. Recurrent state, of `bytes_per_row` a sequence, is allocated
+    first (`share_rows`). Without groups, tokens take no bytes, and only the largest step has to fit.
+
+    A sequence that can fill the context, alone in memory, can also be shifted there: what that takes beside cells is
+    part of the bytes of a step, as both never happen at once. If it does not fit, no sequence can fill the context.
+
+    Raises `CapacityTooSmall`.
+    """
+    states = share_rows(bytes_per_row, budget=budget, because=because, max_sequences=max_sequences)
+    max_sequences = states.sequences
+
+    def capacity(tokens: int, why: str) -> Capacity:
+        cells = {d.name: min(tokens, max_sequences * d.layout.most_cells(context, 0) + step_tokens) for d in demands}
+        longest = _longest(demands, cells, context)
+        shift = sum(d.shifting(cells[d.name], context) for d in demands) if longest == context else 0
+        return Capacity(
+            cells=cells,
+            states=states,
+            by_group={demand.name: demand.bytes(cells[demand.name]) for demand in demands},
+            scratch=max(scratch(longest, tokens, max_sequences), shift),
+            staging=max((demand.staging(cells[demand.name]) for demand in demands), default=0),
+            budget=budget,
+            tokens=tokens,
+            because=why,
+        )
+
+    most = max_sequences * context + step_tokens
+    if not demands:
+        return _stepping(capacity(most, because))
+    # A shift takes bytes only if a sequence can fill the context, so more tokens may fit where fewer do not; but below
+    # and above that border, fewer fit where more do.
+    border = bisect_left(range(most), True, key=lambda n: all(d.layout.most_cells(context, 1) <= n for d in demands))
+    low, high = (border, most) if capacity(border, because).total <= budget else (0, max(0, border - 1))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if capacity(middle, because).total <= budget else (low, middle - 1)
+    if low < 2:
+        least = capacity(2, because)
+        raise CapacityTooSmall(
+            f"{budget} bytes ({because}) hold {low} tokens of this model; two are the least that can work, which is "
+            f"{least.total} bytes, {least.scratch} of them for a step. Raise cache_bytes."
+        )
+    why = because if low < most else f"all that {max_sequences} sequences of {context} tokens can use"
+    return capacity(low, why)
+
+
+def _stepping(capacity: Capacity) -> Capacity:
+    """`capacity`, of a model without groups, if its largest step fits the budget."""
+    if capacity.total > capacity.budget:
+        raise CapacityTooSmall(
+            f"{capacity.budget} bytes ({capacity.because}) are too few: {capacity.states.rows} rows of recurrent state "
+            f"take {capacity.states.bytes}, and a step {capacity.scratch} more. Raise cache_bytes; or lower "
+            f"step_tokens or max_sequences."
+        )
+    return capacity
+
+
+def _longest(demands: Sequence[Demand], cells: Mapping[str, int], context: int) -> int:
+    """The most tokens of one sequence, alone in so many cells."""
+
+    def too_long(tokens: int) -> bool:
+        return any(demand.layout.most_cells(tokens, 1) > cells[demand.name] for demand in demands)
+
+    return max(1, bisect_left(range(1, context + 1), True, key=too_long))

@@ -50,7 +50,7 @@ def _lines(found: "Diagnosis") -> Iterator[str]:
     if (recurrent := found.recurrent) is not None:
         yield (
             f"  recurrent: {recurrent.layers} layers, {sized(recurrent.bytes_per_row)} per sequence of any length, "
-            f"{recurrent.rows} rows in {sized(recurrent.bytes)}, {recurrent.checkpoints} or more of them for checkpoints"
+            f"{recurrent.rows} rows in {sized(recurrent.bytes)}, {recurrent.checkpoints} or more for checkpoints"
         )
     yield from _memory(found)
     yield from (f"  {note}" for note in found.notes)

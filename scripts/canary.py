@@ -34,17 +34,17 @@ class Found:
 def look(name: str) -> Found:
     try:
         with silence_transformers():
-            model, judge = ARCHS[name].build(), ARCHS[name].build()
+            model, reference = ARCHS[name].build(), ARCHS[name].build()
     except MODEL_ERRORS as error:
         return Found("refused", f"it cannot be built: {type(error).__name__}: {error}")
     try:
         guest = build_guest(model, backends())
     except ModelRefused as refusal:
         return Found("refused", str(refusal))
-    timeline = Timeline(guest, judge, seed_of(name))
+    timeline = Timeline(guest, reference, seed_of(name))
     try:
         timeline.play()
-        worst = timeline.judged()
+        worst = timeline.worst_difference()
     except (AssertionError, *MODEL_ERRORS) as error:
         return Found("wrong", f"{type(error).__name__}: {error}")
     if worst > BOUND:

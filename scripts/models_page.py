@@ -1,7 +1,7 @@
-"""Try every causal type of the installed transformers and write docs/models.md: `python -m scripts.models_page`.
+"""Test every causal type of the installed transformers and write docs/models.md: `python -m scripts.models_page`.
 
-A tiny random model of each type is adopted and verified as `kvcellar verify` does. Types that are named are
-printed, and nothing is written.
+A tiny random model of each type is served and verified as `kvcellar verify` does. With types as arguments, their rows
+are printed, and nothing is written.
 """
 
 import re
@@ -30,44 +30,30 @@ TOKENS = 48  # of the longest text: far beyond the windows, chunks and blocks of
 HEAD = """\
 # Which models work
 
-*Made by `make docs`, with transformers {version}. Tests try a sample of it again.*
+*Made by `make docs`, with transformers {version}. Tests repeat a sample of it.*
 
-Every type of causal language model that transformers knows, each as a tiny random network in float32: loaded as any
-model is, then checked as `kvcellar verify` does. Your model may be configured otherwise than the tiny one:
-`kvcellar doctor` says how it is served, and `kvcellar verify` whether its warm answers equal its cold ones.
+Every type of causal language model in transformers, each as a tiny random network in float32, loaded as any model is
+and checked as `kvcellar verify` does. Your model may have another configuration than the tiny one: `kvcellar doctor`
+prints how it is served, and `kvcellar verify` whether completions from memory equal those computed from the start.
 
 **{works} of the {built} types that can be built work: {share:.1%}.**
 
 | | types |
 | --- | --- |
 | work *flat*: all sequences in one forward, through our attention | {flat} |
-| work *solo*: one sequence a forward, through their own attention | {solo} |
+| work *solo*: one sequence per forward, through their own attention | {solo} |
 | refused when they are loaded, with the reason | {refused} |
-| wrong: served, and a check does not hold | {wrong} |
-| not tried: there is no tiny model of them | {untried} |
+| wrong: served, and a check fails | {wrong} |
+| not tested: there is no tiny model of them | {untested} |
 """
-
-# What transformers itself does with the types that are refused, where the reason of the refusal does not say it. A test
-# tries each of them.
-FACTS: Mapping[str, Sequence[str]] = {
-    "its forward returns no cache, so generation reads the whole text again for each token": ("openai-gpt", "xlm"),
-    "its memory is an object of its own, which is no cache of transformers": ("reformer", "rwkv", "xlnet"),
-    "the logits of a token depend on the tokens after it, so no cache can equal a forward over the whole text": (
-        *("cpmant", "prophetnet"),
-    ),
-    "its state is kept in its modules, and a forward over several tokens starts its convolution from zeros": (
-        *("recurrent_gemma",),
-    ),
-    "its forward with a cache raises: it counts layers by a field that its config does not have": ("blt",),
-}
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What became of a type. `why` says so of all that is not flat; `except_for` says what a type that works cannot."""
+    """How a type is served, `why` if not flat, and what a type that works does not support (`except_for`)."""
 
     model_type: str
-    how: Literal["flat", "solo", "refused", "wrong", "not tried"]
+    how: Literal["flat", "solo", "refused", "wrong", "not tested"]
     why: str = ""
     except_for: tuple[str, ...] = ()
 
@@ -77,9 +63,9 @@ class Row:
 
 
 def look(model_type: str) -> Row:
-    """Build a tiny model of the type, build_guest it, and play every check."""
+    """Build a tiny model of the type and run every check on it."""
     if model_type in NO_MODEL:
-        return Row(model_type, "not tried", NO_MODEL[model_type])
+        return Row(model_type, "not tested", NO_MODEL[model_type])
     known = [arch for arch in ARCHS.values() if arch.model_type == model_type]
     with silence_transformers():
         model = known[0].build() if known else of_type(model_type)
@@ -89,22 +75,22 @@ def look(model_type: str) -> Row:
         return Row(model_type, "refused", _plainly(str(refusal)))
     report = verify(guest, tokens=TOKENS, quality=False)
     if not report.holds:
-        return Row(model_type, "wrong", "what does not hold: " + ", ".join(check.name for check in report.broken))
+        return Row(model_type, "wrong", "failed checks: " + ", ".join(check.name for check in report.broken))
     return Row(model_type, guest.mode, _plainly(guest.refused or ""), tuple(_exceptions(report)))
 
 
 def _exceptions(report: Report) -> Iterable[str]:
-    """What a model that works cannot do. That it has no windows or no recurrent layers is no lack."""
+    """What a model that works does not support. Having no windows or no recurrent layers is no exception."""
     for check in report.checks:
         if check.note and (check.outcome == "holds" or check.name == "context shift"):
             yield f"{check.name}: {_plainly(check.note)}"
 
 
 def _plainly(reason: str) -> str:
-    """Without what differs from machine to machine, or from one type to the next of its kind."""
+    """The reason without numbers that differ between machines, and without names that differ between types."""
     for pattern, plain in (
         (r"^\w+ cannot be served: ", ""),
-        (r"^not supported, what lies behind is read again: ", "by reading again, because "),
+        (r"^not supported, what lies behind is read again: ", "by recomputing, because "),
         (r" \((off by |)[\d.]+e[+-]\d+( is allowed|)\)", ""),
         (r"( by|;)? \d\.\d?e?[\d.]*e?[+-]\d+", ""),
         (r" by \d+e[+-]\d+", ""),
@@ -119,15 +105,15 @@ def _plainly(reason: str) -> str:
 
 def render(rows: Sequence[Row]) -> str:
     """The whole page."""
-    counts = {how: sum(row.how == how for row in rows) for how in ("flat", "solo", "refused", "wrong", "not tried")}
-    works, built = counts["flat"] + counts["solo"], len(rows) - counts["not tried"]
+    counts = {how: sum(row.how == how for row in rows) for how in ("flat", "solo", "refused", "wrong", "not tested")}
+    works, built = counts["flat"] + counts["solo"], len(rows) - counts["not tested"]
     parts = [
         HEAD.format(
             version=transformers.__version__,
             works=works,
             built=built,
             share=works / max(1, built),
-            untried=counts["not tried"],
+            untested=counts["not tested"],
             **{how: counts[how] for how in ("flat", "solo", "refused", "wrong")},
         )
     ]
@@ -136,12 +122,10 @@ def render(rows: Sequence[Row]) -> str:
         for exception in row.except_for:
             exceptions.setdefault(exception, []).append(row.model_type)
     parts += _grouped("Refused, and why", _by_reason(row for row in rows if row.how == "refused"))
-    refused = {row.model_type for row in rows if row.how == "refused"}
-    parts += _grouped("What transformers does with those", {fact: t for fact, t in FACTS.items() if refused >= {*t}})
     parts += _grouped("Wrong", _by_reason(row for row in rows if row.how == "wrong"))
-    parts += _grouped("Not tried, and why", _by_reason(row for row in rows if row.how == "not tried"))
+    parts += _grouped("Not tested, and why", _by_reason(row for row in rows if row.how == "not tested"))
     parts += _grouped("Solo, and why not flat", _by_reason(row for row in rows if row.how == "solo"))
-    parts += _grouped("What does not work in place", exceptions)
+    parts += _grouped("Exceptions", exceptions)
     parts += ["## Every type\n", "| type | served | except, or why not |\n| --- | --- | --- |"]
     return "\n".join([*parts, *map(str, rows)]) + "\n"
 
@@ -154,7 +138,7 @@ def _by_reason(rows: Iterable[Row]) -> dict[str, list[str]]:
 
 
 def _grouped(title: str, reasons: Mapping[str, Sequence[str]]) -> list[str]:
-    """A section with the reason that most types have first; nothing where there is none."""
+    """A section of reasons, the most frequent one first; empty without reasons."""
     if not reasons:
         return []
     lines = [

@@ -1,12 +1,12 @@
-"""The zoo: tiny random models of real architectures, for whoever runs transformers' models on a memory of its own.
+"""The zoo: tiny random models of real architectures.
 
-Every animal is float32, in eval mode, has a vocabulary of 101 and a context of 256, and is built from its config and
-a seed in well under a second: the same name is the same network, every time. Windows and chunks are 8 wide, far
-shorter than a test sequence of 40 tokens, and layers of different kinds alternate. The weights are lively: forgetting a
-window, a sink, a soft cap or a position moves the logits by more than a hundredth of the largest.
+Every model is float32, in eval mode, has a vocabulary of 101 and a context of 256, and is built from its config and a
+fixed seed in well under a second. Windows and chunks are 8 wide, far shorter than a test sequence of 40 tokens, and
+layers of different kinds alternate. Weights are initialised so that omitting a window, a sink, a soft cap or a position
+changes the logits by more than a hundredth of the largest.
 
     model = ARCHS["gpt-oss"].build()
-    logits = reference_logits(model, tokens)  # [L,V]: what any other way of running it has to equal
+    logits = reference_logits(model, tokens)  # [L,V]
 """
 
 import zlib
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from tests.zoo_test_support.lively import enliven
+from tests.zoo_test_support.initialise import initialise
 from tests.zoo_test_support.sweep import auto_config, sweep
 from tests.zoo_test_support.tiny import CONTEXT, VOCAB, WINDOW, tiny
 
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 KINDS = {
-    "full": "layers that see all before them",
+    "full": "layers that see all earlier positions",
     "sliding": "layers that see the last WINDOW positions",
     "chunked": "layers that see their own block of WINDOW positions",
     "conv": "short convolutions",
@@ -47,23 +47,23 @@ KINDS = {
     "indexed": "layers that see the top few positions of an index",
     "compressed": "layers that also see summaries of blocks",
     "moe": "experts chosen by a router",
-    "alibi": "positions told to attention by a bias on the scores, counted from where the keys lie",
+    "alibi": "positions as a bias on the scores",
     "learned-pos": "positions added to the embedding",
-    "some-nope": "some layers that are told no position",
-    "nope": "no layer that is told a position; recurrence and causality still show the order",
+    "some-nope": "some layers without positions",
+    "nope": "no layer has positions; the order comes from recurrence and causality",
     "rope-scaled": "rotary frequencies stretched by a scheme",
-    "sinks": "a learned logit per head that takes weight from the visible positions",
+    "sinks": "a learned logit per head in the softmax",
     "token-sinks": "such a logit per head and token",
     "softcap": "scores squashed by tanh",
-    "temperature": "queries scaled by how far along they are",
-    "own-attention": "attention code that knows neither the attention nor the mask interface",
-    "own-cache": "memory kept outside of transformers' cache objects",
+    "temperature": "queries scaled by their position",
+    "own-attention": "attention code that uses neither the attention nor the mask interface",
+    "own-cache": "state outside of transformers' cache objects",
 }
 
 
 @dataclass(frozen=True)
 class Arch:
-    """One architecture. `own` are the config fields in which it differs from small sizes and its own defaults."""
+    """One architecture. `own` are the config fields that differ from small sizes and from its defaults."""
 
     name: str
     model_type: str
@@ -73,26 +73,25 @@ class Arch:
     context: int = CONTEXT
 
     def config(self, **changes: object) -> PreTrainedConfig:
-        """A fresh config, so that nobody's changes reach another test."""
+        """A new config, which a test may change."""
         return tiny(self.model_type, **dict(self.own) | changes)
 
     def build(self, **changes: object) -> PreTrainedModel:
-        """A fresh model on the CPU. Changed fields that leave every shape alone leave every weight alone, too."""
+        """A new model on the CPU. Changed fields that keep every shape keep every weight, too."""
         seed = zlib.crc32(self.name.encode())
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(
                 self.config(**changes), attn_implementation="eager", dtype=torch.float32
             )
-        enliven(model, seed)
+        initialise(model, seed)
         return model.eval()
 
 
 def reference_logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:
-    """One plain forward over all tokens with the model's eager attention and no cache -> [L,V] float32.
+    """One forward over all tokens with the model's eager attention and no cache -> [L,V] float32.
 
-    The attention implementation of the model is as it was afterwards. Modules that somebody wrapped stay wrapped:
-    where that may matter, hand over a fresh model.
+    The attention implementation of the model is restored. Modules whose forward was replaced are called as they are.
     """
     before = model.config._attn_implementation or "eager"
     if before != "eager":

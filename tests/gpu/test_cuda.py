@@ -59,7 +59,7 @@ def assert_greedy(model: PreTrainedModel, prompt: Sequence[int], answer: Sequenc
 
 @pytest.mark.parametrize("name", [*FLAT, *SOLO, *HYBRID])
 def test_an_engine_says_what_transformers_says(name: str) -> None:
-    judge = on_cuda(name)
+    reference = on_cuda(name)
     with Engine(on_cuda(name), **SMALL) as engine:
         assert engine.model.device.startswith("cuda")
         assert engine.model.mode == ("solo" if name in SOLO else "flat")
@@ -68,7 +68,7 @@ def test_an_engine_says_what_transformers_says(name: str) -> None:
         ):
             for choice in result.choices:
                 assert len(choice.token_ids) == 20
-                assert_greedy(judge, prompt, choice.token_ids)
+                assert_greedy(reference, prompt, choice.token_ids)
         engine.check()
         assert engine.stats().cells_used == 0
 
@@ -83,13 +83,13 @@ def test_a_draw_depends_on_its_seed_and_not_on_its_company(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gemma3", "bloom", "lfm2"])
 def test_a_session_goes_on_and_shifts(name: str) -> None:
-    judge = on_cuda(name)
+    reference = on_cuda(name)
     with Engine(on_cuda(name), **SMALL | {"context": 48}) as engine, engine.session(chat=False) as session:
         first = session.send(PROMPTS[2], max_tokens=10, temperature=0, ignore_eos=True)
-        assert_greedy(judge, PROMPTS[2], first.token_ids)
+        assert_greedy(reference, PROMPTS[2], first.token_ids)
         before = list(session.tokens)
         second = session.send([9, 8, 7], max_tokens=4, temperature=0, ignore_eos=True)
-        assert_greedy(judge, [*before, 9, 8, 7], second.token_ids)
+        assert_greedy(reference, [*before, 9, 8, 7], second.token_ids)
         longer = session.send([5], max_tokens=60, temperature=0, ignore_eos=True, shift=True, num_keep=4)
         assert len(longer.token_ids) == 60
         engine.check()
@@ -120,7 +120,7 @@ def test_what_is_stored_in_fewer_bits_is_read_as_on_a_cpu(name: str, way: str) -
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
 def test_compaction_and_resizing_change_nobodys_tokens(name: str) -> None:
-    guest, judge = build_guest(on_cuda(name), backends()), on_cuda(name)
+    guest, reference = build_guest(on_cuda(name), backends()), on_cuda(name)
     memory = small_memory(guest, 60)
     for at in range(0, 16, 4):
         read(guest, memory, *((seq, PROMPTS[1][at : at + 4]) for seq in (1, 2)))
@@ -133,7 +133,7 @@ def test_compaction_and_resizing_change_nobodys_tokens(name: str) -> None:
         memory.storage.resize(group.name, memory.storage.capacity()[group.name] + 8)
     memory.check()
     (rows,) = read(guest, memory, (2, PROMPTS[1][16:]))
-    assert relative(rows, own_logits(judge, PROMPTS[1])[16:]) <= BOUND
+    assert relative(rows, own_logits(reference, PROMPTS[1])[16:]) <= BOUND
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom", "lfm2"])

@@ -1,4 +1,4 @@
-"""The zoo's animals are alive: each hears every token it may see, every position, and nothing from the future."""
+"""The architectures of the zoo are sensitive: logits depend on every visible token and position, on no later token."""
 
 from collections.abc import Callable
 
@@ -25,15 +25,15 @@ from tests.zoo_test_support.sweep import NO_MODEL, of_type
 
 LENGTH = 40
 TOKENS = torch.randint(3, 101, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
-HEARD = 1e-2
-SILENT = 1e-5
+SENSITIVE = 1e-2
+INSENSITIVE = 1e-5
 FAR = 4096  # wider than any context here
 
 every_arch = pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda arch: arch.name)
 
 
 def moved(before: Tensor, after: Tensor) -> float:
-    """The largest difference of logits, as a part of the largest logit."""
+    """The largest difference of logits, relative to the largest logit."""
     return float((after - before).abs().max() / before.abs().max())
 
 
@@ -47,33 +47,33 @@ def swapped(pos: int) -> list[int]:
 
 
 def early(arch: Arch) -> int:
-    """The second position, or where every layer looks through a window, the first that even one of them sees."""
+    """The second position; if all layers have windows, the first position that a single layer sees."""
     return LENGTH - WINDOW if arch.kinds == ("sliding",) else 1
 
 
 @every_arch
-def test_the_last_logits_hear_an_early_token_and_the_order_but_not_the_future(arch: Arch) -> None:
+def test_logits_depend_on_early_tokens_and_their_order_but_not_on_later_tokens(arch: Arch) -> None:
     model = arch.build()
     logits = reference_logits(model, TOKENS)
     assert logits.shape == (LENGTH, arch.vocab)
     assert logits.isfinite().all()
-    assert moved(logits[-1], reference_logits(model, changed(early(arch)))[-1]) > HEARD
-    # Two of them, because an index may see neither position of one.
-    assert max(moved(logits[-1], reference_logits(model, swapped(LENGTH - back))[-1]) for back in (4, 10)) > HEARD
-    assert moved(logits[:30], reference_logits(model, changed(30))[:30]) < SILENT
+    assert moved(logits[-1], reference_logits(model, changed(early(arch)))[-1]) > SENSITIVE
+    # At two places, because an index may select neither position of one.
+    assert max(moved(logits[-1], reference_logits(model, swapped(LENGTH - back))[-1]) for back in (4, 10)) > SENSITIVE
+    assert moved(logits[:30], reference_logits(model, changed(30))[:30]) < INSENSITIVE
 
 
 @every_arch
-def test_positions_are_heard_by_those_that_are_told_them(arch: Arch) -> None:
+def test_position_ids_change_logits_unless_the_model_uses_none(arch: Arch) -> None:
     model = arch.build()
     halved = torch.arange(LENGTH)[None] // 2
-    # All ones, because without a mask jumps in the positions are taken for borders between packed sequences.
+    # All ones, because without a mask jumps in the positions are taken for boundaries of packed sequences.
     everything = torch.ones(1, LENGTH, dtype=torch.long)
     with torch.no_grad():
         ids = torch.tensor([TOKENS])
         logits = model(input_ids=ids, position_ids=halved, attention_mask=everything, use_cache=False).logits[0]
-    told = not {"nope", "alibi"} & set(arch.kinds)
-    assert (moved(reference_logits(model, TOKENS)[-1], logits[-1]) > HEARD) == told
+    uses_positions = not {"nope", "alibi"} & set(arch.kinds)
+    assert (moved(reference_logits(model, TOKENS)[-1], logits[-1]) > SENSITIVE) == uses_positions
 
 
 WINDOWS = ("sliding_window", "sliding_window_size", "window_size", "attention_window_size", "local_attention")
@@ -100,12 +100,12 @@ def without_temperature(arch: Arch) -> PreTrainedModel:
 
 
 def with_plain_rope(arch: Arch) -> PreTrainedModel:
-    """The temperature of Ministral 3 lives in the rope parameters, and stays."""
+    """The temperature of Ministral 3 is in the rope parameters, and is kept."""
     kept = {name: value for name, value in arch.config().rope_parameters.items() if name in TEMPERATURE}
     return arch.build(rope_parameters=kept | {"rope_type": "default", "rope_theta": 10000.0})
 
 
-FORGET: dict[str, Callable[[Arch], PreTrainedModel]] = {
+WITHOUT: dict[str, Callable[[Arch], PreTrainedModel]] = {
     "sliding": without_window,
     "chunked": lambda arch: arch.build(attention_chunk_size=FAR),
     "softcap": lambda arch: arch.build(attn_logit_softcapping=None),
@@ -114,44 +114,44 @@ FORGET: dict[str, Callable[[Arch], PreTrainedModel]] = {
     "temperature": without_temperature,
     "indexed": lambda arch: arch.build(index_topk=FAR, index_topk_blocks=FAR),
 }
-# As wide as the window is a weight of theirs, so a wider one makes another network.
+# A weight of these is as wide as the window, so another window is another network.
 SHAPED = {("sliding", "inkling"), ("sliding", "inkling2")}
-FORGETTING = [
+WITHOUT_A_FEATURE = [
     pytest.param(arch, kind, id=f"{arch.name}-{kind}")
     for arch in ARCHS.values()
-    for kind in FORGET
+    for kind in WITHOUT
     if kind in arch.kinds and (kind, arch.name) not in SHAPED
 ]
 
 
-@pytest.mark.parametrize(("arch", "kind"), FORGETTING)
-def test_who_forgets_a_kind_gets_other_logits(arch: Arch, kind: str) -> None:
-    model, forgetful = arch.build(), FORGET[kind](arch)
-    assert moved(reference_logits(model, TOKENS)[-1], reference_logits(forgetful, TOKENS)[-1]) > HEARD
+@pytest.mark.parametrize(("arch", "kind"), WITHOUT_A_FEATURE)
+def test_logits_differ_without_a_feature(arch: Arch, kind: str) -> None:
+    model, changed_model = arch.build(), WITHOUT[kind](arch)
+    assert moved(reference_logits(model, TOKENS)[-1], reference_logits(changed_model, TOKENS)[-1]) > SENSITIVE
 
 
 @pytest.mark.parametrize("name", [name for name, arch in ARCHS.items() if arch.kinds == ("sliding",)])
-def test_a_stack_of_windows_sees_so_far_and_no_further(name: str) -> None:
+def test_a_stack_of_sliding_layers_sees_exactly_its_receptive_field(name: str) -> None:
     model = ARCHS[name].build()
     first = LENGTH - 1 - model.config.num_hidden_layers * (WINDOW - 1)
     logits = reference_logits(model, TOKENS)[-1]
-    assert moved(logits, reference_logits(model, changed(first - 1))[-1]) < SILENT
-    assert moved(logits, reference_logits(model, changed(first))[-1]) > SILENT
+    assert moved(logits, reference_logits(model, changed(first - 1))[-1]) < INSENSITIVE
+    assert moved(logits, reference_logits(model, changed(first))[-1]) > INSENSITIVE
 
 
-def test_a_stack_of_chunks_sees_its_own_chunk() -> None:
+def test_a_stack_of_chunked_layers_sees_only_its_chunk() -> None:
     model = ARCHS["llama4"].build(layer_types=layers("CCCC"))
     first = (LENGTH - 1) // WINDOW * WINDOW
     logits = reference_logits(model, TOKENS)[-1]
-    assert moved(logits, reference_logits(model, changed(first - 1))[-1]) < SILENT
-    assert moved(logits, reference_logits(model, changed(first))[-1]) > HEARD
+    assert moved(logits, reference_logits(model, changed(first - 1))[-1]) < INSENSITIVE
+    assert moved(logits, reference_logits(model, changed(first))[-1]) > SENSITIVE
 
 
 @every_arch
-def test_kinds_are_what_config_and_modules_say(arch: Arch) -> None:
+def test_kinds_match_config_and_modules(arch: Arch) -> None:
     model = arch.build()
     types = getattr(model.config, "layer_types", None) or []
-    said = {
+    message = {
         "chunked": "chunked_attention" in types,
         "conv": "conv" in types
         or getattr(model.config, "conv_kernel_size", None) is not None
@@ -161,25 +161,25 @@ def test_kinds_are_what_config_and_modules_say(arch: Arch) -> None:
         "shared-kv": "reuse" in getattr(model.config, "kv_sharing_modes", []),
         "sinks": any(name.endswith("sinks") for name, _ in model.named_parameters()),
     }
-    assert {kind for kind in said if kind in arch.kinds} == {kind for kind, there in said.items() if there}
+    assert {kind for kind in message if kind in arch.kinds} == {kind for kind, there in message.items() if there}
     assert "sliding" in arch.kinds or not any("sliding" in layer_type for layer_type in types)
     assert set(arch.kinds) <= set(KINDS)
     assert model.config.vocab_size == arch.vocab
 
 
-def test_every_animal_is_in_one_group() -> None:
+def test_every_architecture_is_in_one_list() -> None:
     assert (*ATTENTION, *RECURRENT, *REFUSED_OR_UNUSUAL) == tuple(ARCHS)
     assert all(name == arch.name for name, arch in ARCHS.items())
 
 
-def test_the_same_name_is_the_same_network_and_nobody_elses_draws_change() -> None:
+def test_a_build_is_deterministic_and_leaves_the_global_generator_unchanged() -> None:
     before = torch.get_rng_state()
     one, two = ARCHS["mamba2"].build(), ARCHS["mamba2"].build()
     assert torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
 
 
-def test_reference_logits_are_eager_and_leave_the_implementation_as_it_was() -> None:
+def test_reference_logits_use_eager_attention_and_restore_the_implementation() -> None:
     model = ARCHS["llama"].build()
     eager = reference_logits(model, TOKENS)
     model.set_attn_implementation("sdpa")
@@ -187,21 +187,21 @@ def test_reference_logits_are_eager_and_leave_the_implementation_as_it_was() -> 
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_the_sweep_answers_for_every_causal_model_type() -> None:
+def test_the_sweep_covers_every_causal_model_type() -> None:
     found = sweep()
     assert set(found) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    assert {model_type for model_type, answer in found.items() if isinstance(answer, str)} == set(NO_MODEL)
+    assert {model_type for model_type, config in found.items() if isinstance(config, str)} == set(NO_MODEL)
     assert {arch.model_type for arch in ARCHS.values()} <= set(found) - set(NO_MODEL)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(NO_MODEL)))
-def test_what_the_sweep_found_runs(model_type: str) -> None:
+def test_every_swept_config_runs(model_type: str) -> None:
     model = AutoModelForCausalLM.from_config(auto_config(model_type), attn_implementation="eager").eval()
     assert reference_logits(model, TOKENS).isfinite().all()
     assert sum(weight.numel() for weight in model.parameters()) < 20e6
 
 
-def test_a_table_of_sines_that_is_not_trained_stays_one() -> None:
+def test_fixed_sinusoidal_tables_keep_their_values() -> None:
     sines, cosines = of_type("roformer").get_parameter("roformer.encoder.embed_positions.weight").chunk(2, dim=1)
     torch.testing.assert_close(sines**2 + cosines**2, torch.ones_like(sines))

@@ -12,7 +12,7 @@ from kvcellar.kernels.convolutions import of_few_lengths
 from kvcellar.kernels.packed import BLOCK, PADDED, with_padding
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
-from tests.models.timeline import animal
+from tests.models.timeline import guest_and_reference
 
 LENGTHS = [*range(1, 40), 63, 64, 65, 100, 127, 128, 129, 200, 300]
 
@@ -56,7 +56,7 @@ def test_texts_that_are_packed_into_one_are_left_to_transformers(lengths: set[in
 
 @pytest.mark.parametrize("name", ["lfm2", "mamba2", "qwen3.5"])
 def test_prompts_of_many_lengths_meet_few_in_a_served_model(name: str, lengths: set[int]) -> None:
-    guest, _ = animal(name)
+    guest, _ = guest_and_reference(name)
     lengths.clear()  # of the probes that it was adopted by
     memory = guest.memory({group.name: 100 for group in guest.shape.groups}, rows=4)
     for n in range(2, 60):

@@ -1,4 +1,4 @@
-"""A judge whose masks are other than its own: the model's eager forward, of which each row sees what a test says."""
+"""Reference logits with changed masks: the model's eager forward, in which a test decides what each row sees."""
 
 from collections.abc import Callable, Sequence
 from unittest import mock
@@ -8,13 +8,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (batch, head, query, key) -> may the row see the key?
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (batch, head, query, key) -> whether the row sees the key
 
 
 def remasked_logits(
     model: PreTrainedModel, tokens: Sequence[int], change: Callable[[Rule], Rule], positions: Sequence[int]
 ) -> Tensor:
-    """[L,V] of one plain forward without a cache, with `change` of the rule of every mask that the model makes."""
+    """[L,V] of one forward without a cache, with `change(rule)` in place of each mask rule of the model."""
     eager, made = ALL_MASK_ATTENTION_FUNCTIONS["eager"], 0
 
     def changed(*, mask_function: Rule, **rest: object) -> Tensor:
@@ -30,5 +30,5 @@ def remasked_logits(
             position_ids=torch.tensor([list(positions)]),
             use_cache=False,
         )
-    assert made, "the model asked for no mask"
+    assert made, "the model made no mask"
     return out.logits[0].float()

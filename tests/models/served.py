@@ -1,6 +1,6 @@
-"""How each architecture of the zoo is served with the transformers that we pin: flat, unless it is named here.
+"""How each architecture of the zoo is served with the pinned transformers: flat, unless it is listed here.
 
-A change of this table is a change of what users get. `scripts/canary.py` compares it with another transformers.
+A change of this table is visible to users. `scripts/canary.py` compares it with another release of transformers.
 """
 
 from typing import Literal
@@ -24,7 +24,7 @@ SOLO = {  # one sequence per forward, and why not flat
 REFUSED = {  # and why
     **dict.fromkeys(("rwkv", "openai-gpt"), "stores nothing through the cache"),
     "xlstm": "no attribute 'rnn_state'",  # a cache of its own
-    "recurrent-gemma": "its logits differ",  # its state lies in the modules
+    "recurrent-gemma": "its logits differ",  # its state is in the modules
     "minimax-01": "MiniMax uses cache of its own",
 }  # fmt: skip
 SERVED = tuple(name for name in ARCHS if name not in REFUSED)

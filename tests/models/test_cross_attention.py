@@ -1,4 +1,4 @@
-"""Decoders that look at an encoder: `model.generate()` on our cells gives what it gives on transformers' own caches."""
+"""Cross-attention: `model.generate()` on our cells gives what it gives on transformers' own caches."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from kvcellar.cache.pool import Pool
 from kvcellar.errors import BadRequest, CacheFull, ModelRefused, NotSupported
 from kvcellar.models.cross_attention import DecoderCache, cross_attention_cache
 from tests.zoo import ARCHS
-from tests.zoo_test_support.lively import enliven
+from tests.zoo_test_support.initialise import initialise
 
 NEW = 8
 HOW: dict[str, Any] = {"max_new_tokens": NEW, "min_new_tokens": NEW}
@@ -36,7 +36,7 @@ MODES: dict[str, dict[str, Any]] = {
     "sampling": {"do_sample": True, "temperature": 0.9, "top_k": 20},
     "beam search": {"do_sample": False, "num_beams": 3},
     "beam sampling": {"do_sample": True, "num_beams": 2, "num_return_sequences": 2},
-    "several answers": {"do_sample": True, "num_return_sequences": 3},
+    "several completions": {"do_sample": True, "num_return_sequences": 3},
 }
 SIDES: dict[str, Any] = {
     "vocab_size": 100, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
@@ -132,10 +132,10 @@ KINDS: Mapping[str, Kind] = {
 
 @cache
 def built(name: str) -> PreTrainedModel:
-    """With weights so lively, and gates so open, that what the encoder says changes the answer."""
+    """With weights and gates for which the encoder's output changes the generated tokens."""
     torch.manual_seed(5)
     model = KINDS[name].build().eval()
-    enliven(model, 5)
+    initialise(model, 5)
     with torch.no_grad():
         for at, weight in model.named_parameters():
             if "gate" in at and weight.numel() == 1:
@@ -151,7 +151,7 @@ def generate(model: PreTrainedModel, inputs: Mapping[str, Tensor], **how: Any) -
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", KINDS)
-def test_one_input_is_answered_as_on_their_caches(name: str, mode: str) -> None:
+def test_one_row_generates_the_same_tokens_as_with_transformers_caches(name: str, mode: str) -> None:
     model, inputs = built(name), KINDS[name].one(0)
     ours = cross_attention_cache(model, cells=200, input_cells=60)
     assert torch.equal(
@@ -164,7 +164,7 @@ def test_one_input_is_answered_as_on_their_caches(name: str, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", KINDS)
-def test_a_padded_batch_is_answered_as_on_their_caches(name: str, mode: str) -> None:
+def test_a_padded_batch_generates_the_same_tokens_as_with_transformers_caches(name: str, mode: str) -> None:
     model, inputs = built(name), KINDS[name].two()
     ours = cross_attention_cache(model, cells=200, input_cells=60)
     assert torch.equal(
@@ -174,7 +174,7 @@ def test_a_padded_batch_is_answered_as_on_their_caches(name: str, mode: str) -> 
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_logits_of_a_padded_batch_are_those_on_their_caches(name: str) -> None:
+def test_logits_of_a_padded_batch_equal_those_with_transformers_caches(name: str) -> None:
     model, inputs = built(name), KINDS[name].two()
     how = {"output_logits": True, "return_dict_in_generate": True, "do_sample": False}
     ours: Any = generate(model, inputs, past_key_values=cross_attention_cache(model, cells=200, input_cells=60), **how)
@@ -187,11 +187,11 @@ def test_logits_of_a_padded_batch_are_those_on_their_caches(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_answer_depends_on_the_input(name: str) -> None:
+def test_logits_depend_on_the_input(name: str) -> None:
     model = built(name)
     ours = cross_attention_cache(model, cells=200, input_cells=60)
     how = {"output_logits": True, "return_dict_in_generate": True, "do_sample": False}
-    first: list[Tensor] = []  # logits of the first token: what is said later depends on what was said before, too
+    first: list[Tensor] = []  # logits of the first token, which depend on the input alone
     for number in (0, 1, 0):
         found: Any = generate(model, KINDS[name].one(number), past_key_values=ours, **how)
         first.append(found.logits[0])
@@ -201,7 +201,7 @@ def test_the_answer_depends_on_the_input(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_input_is_written_once_and_beams_share_its_cells(name: str) -> None:
+def test_an_input_is_written_once_and_beams_share_its_cells(name: str) -> None:
     model = built(name)
     ours = cross_attention_cache(model, cells=300, input_cells=200)
     inputs = {group.name for group in ours.memory.storage.groups if group.of_input}
@@ -224,7 +224,7 @@ def test_the_input_is_written_once_and_beams_share_its_cells(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["bart", "mllama"])
-def test_equal_inputs_of_a_batch_share_cells_wherever_their_rows_stand(name: str) -> None:
+def test_equal_inputs_of_a_batch_share_cells(name: str) -> None:
     model, two = built(name), KINDS[name].two()
     inputs = {key: torch.cat([x, x, x[:1]]) for key, x in two.items()}  # rows 0, 1, 0, 1, 0
     ours = cross_attention_cache(model, cells=300, input_cells=60)
@@ -235,7 +235,7 @@ def test_equal_inputs_of_a_batch_share_cells_wherever_their_rows_stand(name: str
     ours.check()
 
 
-def test_a_forward_that_failed_half_way_leaves_nothing_behind() -> None:
+def test_a_failed_forward_leaves_nothing_behind() -> None:
     model = built("bart")
     ours = cross_attention_cache(model, cells=100, input_cells=30)
     with (
@@ -247,7 +247,7 @@ def test_a_forward_that_failed_half_way_leaves_nothing_behind() -> None:
     ours.check()
 
 
-def test_the_picture_of_a_failed_forward_is_not_that_of_the_next_one() -> None:
+def test_the_input_of_a_failed_forward_is_dropped() -> None:
     model = built("mllama")
     text = {name: pictures(1, (0,))[name][:, 1:] for name in ("input_ids", "attention_mask")}
     ours = cross_attention_cache(model, cells=100, input_cells=60)
@@ -259,7 +259,7 @@ def test_the_picture_of_a_failed_forward_is_not_that_of_the_next_one() -> None:
     assert ours.memory.inputs.length(ours.rows[0]) == 0
 
 
-def test_rows_that_change_places_take_their_inputs_along() -> None:
+def test_reordered_rows_keep_their_inputs() -> None:
     model = built("bart")
     ours = cross_attention_cache(model, cells=100, input_cells=30)
     generate(model, sentences(), past_key_values=ours)
@@ -273,7 +273,7 @@ def test_rows_that_change_places_take_their_inputs_along() -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_after_an_input_that_does_not_fit_the_next_answer_is_that_of_a_fresh_cache(name: str) -> None:
+def test_after_an_input_that_does_not_fit_the_cache_is_as_new(name: str) -> None:
     model = built(name)
     one, two = KINDS[name].one(0), KINDS[name].two()
     probe = cross_attention_cache(model, cells=200, input_cells=60)
@@ -287,7 +287,7 @@ def test_after_an_input_that_does_not_fit_the_next_answer_is_that_of_a_fresh_cac
     assert torch.equal(generate(model, one, past_key_values=ours), fresh)
 
 
-def test_a_picture_that_does_not_fit_takes_only_the_tokens_that_came_with_it() -> None:
+def test_an_input_that_does_not_fit_removes_only_the_tokens_of_its_forward() -> None:
     model = built("mllama")
     first, last = torch.tensor([[5, 6, 7]]), torch.tensor([[21, 22]])
     ours, fresh = (cross_attention_cache(model, cells=100, input_cells=1) for _ in range(2))
@@ -303,7 +303,7 @@ def test_a_picture_that_does_not_fit_takes_only_the_tokens_that_came_with_it() -
     assert torch.equal(*logits)
 
 
-def test_a_forward_that_failed_between_its_last_two_stores_leaves_nothing_behind() -> None:
+def test_a_forward_that_fails_between_its_last_two_stores_leaves_nothing_behind() -> None:
     model = built("bart")
     ours = cross_attention_cache(model, cells=100, input_cells=30)
     late = model.model.decoder.layers[1].encoder_attn
@@ -313,7 +313,7 @@ def test_a_forward_that_failed_between_its_last_two_stores_leaves_nothing_behind
     ours.check()
 
 
-def test_rows_can_have_no_second_input_nor_another_number_of_rows() -> None:
+def test_a_second_input_and_another_number_of_rows_are_refused() -> None:
     model = built("mllama")
     ours = cross_attention_cache(model, cells=100, input_cells=60)
     assert isinstance(ours, DecoderCache)
@@ -326,13 +326,13 @@ def test_rows_can_have_no_second_input_nor_another_number_of_rows() -> None:
         model(input_ids=torch.tensor([[5], [6]]), past_key_values=ours)
 
 
-def test_a_model_without_cross_attention_is_refused_with_the_reason() -> None:
+def test_a_model_without_cross_attention_is_refused() -> None:
     with pytest.raises(ModelRefused, match="encoder"):
         cross_attention_cache(ARCHS["llama"].build(), cells=10, input_cells=10)
 
 
 @pytest.mark.parametrize("name", ["bart", "t5"])
-def test_assisted_generation_on_our_cells_is_that_on_theirs(name: str) -> None:
+def test_assisted_generation_gives_the_same_tokens_as_with_transformers_caches(name: str) -> None:
     model, inputs = built(name), sentence(0)
     how = {"do_sample": False, "assistant_model": model}
     ours = cross_attention_cache(model, cells=200, input_cells=60)

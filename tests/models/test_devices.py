@@ -1,7 +1,7 @@
-"""Every tensor is made on the device that it is for, and meets none of another: a CPU shows what would fail elsewhere.
+"""Every tensor is created on the model's device, tested on a CPU with torch's meta device.
 
-Tensors on torch's meta device have shapes and no numbers. Where that is the default device, whoever makes a tensor
-without saying where cannot read it. Where it is the model's device, whoever brings one of the CPU's is refused.
+Tensors on torch's meta device have shapes and no numbers. Where that is the default device, a tensor that is created
+without a device cannot be read. Where it is the model's device, torch refuses operations with CPU tensors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,28 +29,33 @@ from kvcellar.spans import Span
 from tests.zoo import ARCHS
 
 NOWHERE = torch.device("meta")
-ALL_OF_IT = {
+ALL_PARAMETERS = {
     "temperature": 0.8, "top_k": 9, "top_p": 0.9, "typical_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1,
     "presence_penalty": 0.1, "frequency_penalty": 0.1, "logit_bias": {5: 1.0}, "logprobs": 3, "min_tokens": 2,
     "stop_token_ids": (7,),
 }  # fmt: skip
-ASKED: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0}, ALL_OF_IT, {"top_k": 5, "min_p": 0.1}]
-WAYS: list[tuple[str, str, Backend | None]] = [
-    # flat: full, windows, chunks, sinks and soft caps, latent
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    ALL_PARAMETERS,
+    {"top_k": 5, "min_p": 0.1},
+]
+CASES: list[tuple[str, str, Backend | None]] = [
+    # flat: full, sliding, chunked, sinks, latent
     *((name, "auto", None) for name in ("llama", "gemma3", "llama4", "gpt-oss", "deepseek-v3")),
-    # solo: biases of its own, an indexer
+    # solo: its own biases, an indexer
     *((name, "auto", None) for name in ("bloom", "deepseek-v3.2")),
     # recurrent layers alone, and beside attention
     *((name, "auto", None) for name in ("mamba", "mamba2", "lfm2", "qwen3-next", "kimi-linear")),
-    *((name, way, None) for name in ("gemma3", "bloom") for way in ("int8", "k=int4+hadamard,v=fp8")),
+    *((name, stored, None) for name in ("gemma3", "bloom") for stored in ("int8", "k=int4+hadamard,v=fp8")),
     *((name, "auto", backend) for name in ("gemma3", "gpt-oss") for backend in (Sdpa(fused=True), Reference())),
 ]
 
 
-EXPERTS = ("gpt-oss", "deepseek-v3", "deepseek-v3.2", "qwen3-next", "kimi-linear")  # torch routes no meta
+EXPERTS = ("gpt-oss", "deepseek-v3", "deepseek-v3.2", "qwen3-next", "kimi-linear")  # torch cannot route meta tensors
 
 
-def told(what: object) -> str:
+def label(what: object) -> str:
     return what.name if isinstance(what, Sdpa | Reference) else str(what)
 
 
@@ -58,19 +63,19 @@ def text(seed: int, n: int) -> list[int]:
     return [3 + (seed * 31 + i * 17) % 90 for i in range(n)]
 
 
-class Life:
-    """Some sequences of one guest, and all that was seen of them."""
+class Scenario:
+    """Some sequences of one guest, with all logits and draws."""
 
     def __init__(self, guest: Guest, *, draws: bool = True) -> None:
         self.guest, self.draws = guest, draws
         cells = {group.name: 96 for group in guest.shape.groups}
         self.memory: Memory = guest.memory(cells, rows=12)
-        self.seen: list[Tensor] = []
+        self.logits: list[Tensor] = []
         self.drawn: list[Drawn] = []
         self.shifted = False
 
     def step(self, new: Mapping[int, int], *, part: int | None = None, stores: bool = True) -> None:
-        """So many tokens of each sequence, and as many draws as there are sequences; keeps `part` of the first's."""
+        """So many tokens of each sequence, and a draw for each; commits `part` of the first one's."""
         memory, flat = self.memory, self.guest.mode == "flat"
         for some in [new] if flat else [{seq: n} for seq, n in new.items()]:
             feeds = tuple(
@@ -82,7 +87,7 @@ class Life:
             ids = [token for feed in feeds for token in text(feed.seq, feed.pos.end)[feed.pos.start :]]
             logits = self.guest.forward(memory, plan, self.here(ids), self.here(rows))
             memory.commit(None if part is None else {feeds[0].seq: part})
-            self.seen.append(logits)
+            self.logits.append(logits)
             if self.draws:
                 self.draw(logits, [feed.pos.end for feed in feeds])
 
@@ -91,10 +96,10 @@ class Life:
 
     def draw(self, logits: Tensor, positions: Sequence[int]) -> None:
         vocab = min(logits.shape[1], 101)
-        for at in range(len(ASKED)):
+        for at in range(len(SAMPLING)):
             choices = [
                 Sampler(
-                    SamplingParams(**ASKED[(at + row) % len(ASKED)]),
+                    SamplingParams(**SAMPLING[(at + row) % len(SAMPLING)]),
                     seed=3, choice=row, prompt_ids=text(row, 6), vocab_size=vocab, end_ids=frozenset({2}),
                 )
                 for row in range(len(positions))
@@ -102,7 +107,7 @@ class Life:
             self.drawn += draw(logits, choices, positions)
 
     def play(self) -> None:
-        """Prompts beside answers, forks, parts that are kept, rows that only ask, edits, and all that moves cells."""
+        """Prefill beside decoding, forks, partial commits, query-only rows, edits, and everything that moves cells."""
         memory, rows = self.memory, self.guest.shape.recurrent is not None
         self.step({0: 9, 1: 4})
         memory.fork(0, 2, 9)
@@ -129,42 +134,44 @@ class Life:
         self.step({2: 2, 3: 5})
 
 
-@pytest.mark.parametrize(("name", "stored", "backend"), WAYS, ids=told)
-def test_no_step_makes_a_tensor_without_saying_where(name: str, stored: str, backend: Backend | None) -> None:
+@pytest.mark.parametrize(("name", "stored", "backend"), CASES, ids=label)
+def test_no_step_creates_a_tensor_on_the_default_device(name: str, stored: str, backend: Backend | None) -> None:
     here, there = ARCHS[name].build(), ARCHS[name].build()
     candidates = backends() if backend is None else (backend,)
-    lives: list[Life] = []
+    scenarios: list[Scenario] = []
     for model, place in ((here, torch.device("cpu")), (there, NOWHERE)):
         with place:
-            life = Life(build_guest(model, candidates).storing(StoredAs.parse(stored), candidates))
-            life.play()
-            life.memory.check()
-            lives.append(life)
-    one, other = lives
+            scenario = Scenario(build_guest(model, candidates).storing(StoredAs.parse(stored), candidates))
+            scenario.play()
+            scenario.memory.check()
+            scenarios.append(scenario)
+    one, other = scenarios
     assert (one.guest.mode, one.shifted) == (other.guest.mode, other.shifted)
     assert one.shifted or name != "llama"
-    assert all(torch.equal(a, b) for a, b in zip(one.seen, other.seen, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(one.logits, other.logits, strict=True))
     assert one.drawn == other.drawn
 
 
-@pytest.mark.parametrize(("name", "stored", "backend"), [way for way in WAYS if way[0] not in EXPERTS], ids=told)
-def test_no_tensor_of_another_device_meets_those_of_the_models(name: str, stored: str, backend: Backend | None) -> None:
+@pytest.mark.parametrize(
+    ("name", "stored", "backend"), [stored for stored in CASES if stored[0] not in EXPERTS], ids=label
+)
+def test_all_tensors_of_a_step_are_on_the_models_device(name: str, stored: str, backend: Backend | None) -> None:
     candidates = (Sdpa(), Reference()) if backend is None else (backend,)  # the kernel is for CPUs
     guest = build_guest(ARCHS[name].build(), candidates).storing(StoredAs.parse(stored), candidates)
     guest.model.to(NOWHERE)  # pyright: ignore[reportCallIssue, reportArgumentType]
-    life = Life(guest, draws=False)
-    life.play()
-    assert life.seen
-    assert all(logits.device == NOWHERE for logits in life.seen)
+    scenario = Scenario(guest, draws=False)
+    scenario.play()
+    assert scenario.logits
+    assert all(logits.device == NOWHERE for logits in scenario.logits)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "bloom", "lfm2"])
-def test_an_engine_is_made_whatever_somebodys_default_device_is(name: str) -> None:
+def test_an_engine_does_not_depend_on_the_default_device(name: str) -> None:
     settings: dict[str, Any] = {"cache_bytes": 10**6, "context": 64, "threads": 1, "max_sequences": 4}
-    answers: list[Any] = []
+    results: list[Any] = []
     for place in (torch.device("cpu"), NOWHERE):
         model = ARCHS[name].build()
         with place, Engine(model, **settings) as engine:
-            said = engine.generate(text(1, 9), max_tokens=5, n=2, seed=3, **ALL_OF_IT)
-            answers.append((engine.capacity(), said.choices))
-    assert answers[0] == answers[1]
+            result = engine.generate(text(1, 9), max_tokens=5, n=2, seed=3, **ALL_PARAMETERS)
+            results.append((engine.capacity(), result.choices))
+    assert results[0] == results[1]

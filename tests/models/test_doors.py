@@ -1,4 +1,4 @@
-"""What a door does not handle it refuses, with the reason: a model never goes on with values that mean nothing."""
+"""A call that a door does not override is refused with the reason."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ X = torch.zeros(1, 1, 2, 4)
 
 
 class StoringDoor(Door):
-    """Overrides what has to be overridden, and no more."""
+    """Overrides only the abstract methods."""
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         return k, v
@@ -39,12 +39,12 @@ OTHERS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", CACHE)
-def test_a_call_of_the_cache_is_refused(name: str) -> None:
+def test_a_cache_call_that_a_door_does_not_override_is_refused(name: str) -> None:
     with pytest.raises(ModelRefused):
         getattr(GuestCache(StoringDoor()), name)(*CACHE[name])
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_any_other_call_is_refused(name: str) -> None:
+def test_any_other_call_that_a_door_does_not_override_is_refused(name: str) -> None:
     with pytest.raises(ModelRefused):
         getattr(StoringDoor(), name)(*OTHERS[name])

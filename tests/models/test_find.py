@@ -1,4 +1,4 @@
-"""A name is a snapshot in the local Hugging Face cache, even fetched in part, or an error that says what is missing."""
+"""A name is found in the local Hugging Face cache, even if fetched in part, or the missing files are named."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ TEXT = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a repository holds."""
+    """The files of a repository."""
     path = tmp_path_factory.mktemp("repository")
     with silence_transformers():
         ARCHS["llama"].build().save_pretrained(path, max_shard_size="200KB")
@@ -66,7 +66,7 @@ def fetched(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fet
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_snapshot_that_was_fetched_in_part_is_found_and_served(name: str, fetched: Fetch) -> None:
+def test_a_partly_fetched_snapshot_is_found_and_served(name: str, fetched: Fetch) -> None:
     snapshot = fetched(name)
     assert find(name) == (name, snapshot)
     loaded = load(name)
@@ -79,33 +79,33 @@ def test_a_snapshot_that_was_fetched_in_part_is_found_and_served(name: str, fetc
     assert loaded.defaults["temperature"] == 0.5
 
 
-def test_so_is_one_of_which_no_listing_was_kept(fetched: Fetch, tmp_path: Path) -> None:
+def test_a_snapshot_without_a_file_listing_is_found_and_served(fetched: Fetch, tmp_path: Path) -> None:
     snapshot = fetched("owner/tiny")
     shutil.rmtree(tmp_path / "models--owner--tiny" / "trees")
     assert find("owner/tiny") == ("owner/tiny", snapshot)
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json", *TEXT])
-def test_a_file_that_decides_answers_and_was_not_fetched_is_named(file: str, fetched: Fetch) -> None:
+def test_a_missing_config_or_tokenizer_file_is_named(file: str, fetched: Fetch) -> None:
     fetched("gpt2", {*BESIDE, file})
     with pytest.raises(ModelRefused, match=f"gpt2 in the local Hugging Face cache lacks .*{file}.*allow_patterns must"):
         find("gpt2")
 
 
-def test_without_any_tokenizer_file_it_is_asked_in_ids(fetched: Fetch) -> None:
+def test_without_any_tokenizer_file_it_is_served_with_token_ids(fetched: Fetch) -> None:
     fetched("gpt2", {*BESIDE, *TEXT})
     loaded = load("gpt2")
     assert (loaded.text, loaded.without_text) == (None, "the directory has no tokenizer")
 
 
-def test_a_shard_that_was_not_fetched_is_named(fetched: Fetch, whole: Path) -> None:
+def test_a_missing_shard_of_a_snapshot_is_named(fetched: Fetch, whole: Path) -> None:
     shard = sorted(whole.glob("model-*.safetensors"))[1].name
     fetched("owner/tiny", {*BESIDE, shard})
     with pytest.raises(ModelRefused, match=f"the weights file {shard} is missing"):
         load("owner/tiny")
 
 
-def test_a_blob_that_is_gone_is_named(fetched: Fetch, tmp_path: Path) -> None:
+def test_a_deleted_blob_is_named(fetched: Fetch, tmp_path: Path) -> None:
     fetched("owner/tiny", ())
     shard = sorted((tmp_path / "models--owner--tiny" / "blobs").glob("model-*.safetensors"))[0]
     shard.unlink()
@@ -113,13 +113,13 @@ def test_a_blob_that_is_gone_is_named(fetched: Fetch, tmp_path: Path) -> None:
         load("owner/tiny")
 
 
-def test_weights_that_were_not_fetched_at_all_are_missed(fetched: Fetch, whole: Path) -> None:
+def test_a_snapshot_without_weights_is_refused(fetched: Fetch, whole: Path) -> None:
     fetched("gpt2", {*BESIDE, *(file.name for file in whole.glob("model*"))})
     with pytest.raises(ModelRefused, match=r"has no model\.safetensors"):
         load("gpt2")
 
 
-def test_the_main_revision_is_taken_and_no_other(fetched: Fetch) -> None:
+def test_only_the_main_revision_is_used(fetched: Fetch) -> None:
     fetched("gpt2", revision="v1", commit=OTHER)
     with pytest.raises(ModelNotFound, match=r"no main revision of a model of that name .* Nothing is downloaded"):
         find("gpt2")
@@ -127,7 +127,7 @@ def test_the_main_revision_is_taken_and_no_other(fetched: Fetch) -> None:
     assert find("gpt2") == ("gpt2", snapshot)
 
 
-def test_a_directory_of_that_name_comes_first(
+def test_a_directory_of_that_name_is_preferred(
     fetched: Fetch, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetched("gpt2")
@@ -136,7 +136,7 @@ def test_a_directory_of_that_name_comes_first(
     assert find("gpt2") == ("gpt2", (tmp_path / "here" / "gpt2").resolve())
 
 
-def test_an_engine_and_the_command_take_a_name_without_an_owner(fetched: Fetch) -> None:
+def test_engine_and_command_accept_a_name_without_an_owner(fetched: Fetch) -> None:
     fetched("gpt2")
     with Engine("gpt2", cache_bytes=10**6, threads=1) as engine:
         assert engine.model.name == "gpt2"

@@ -1,4 +1,4 @@
-"""`model.generate()` of transformers on our cells gives what it gives on its own cache, in every mode that it has."""
+"""`model.generate()` of transformers on our cells gives what it gives on its own cache, in every decoding mode."""
 
 from typing import Any
 
@@ -19,10 +19,10 @@ MODES: dict[str, dict[str, Any]] = {
     "sampling": {"do_sample": True, "temperature": 0.9, "top_k": 20},
     "beam search": {"do_sample": False, "num_beams": 3},
     "beam sampling": {"do_sample": True, "num_beams": 2, "num_return_sequences": 2},
-    "several answers": {"do_sample": True, "num_return_sequences": 3},
+    "several completions": {"do_sample": True, "num_return_sequences": 3},
     "prompt lookup": {"do_sample": False, "prompt_lookup_num_tokens": 3},
 }
-MODES_OF_A_BATCH = [mode for mode in MODES if mode != "prompt lookup"]  # transformers drafts for one sequence only
+MODES_OF_A_BATCH = [mode for mode in MODES if mode != "prompt lookup"]  # transformers supports it for one sequence only
 
 
 def generate(model: PreTrainedModel, ids: Tensor, **how: Any) -> Tensor:
@@ -38,7 +38,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_one_sequence_goes_on_as_on_their_cache(model: PreTrainedModel, mode: str) -> None:
+def test_one_row_generates_the_same_tokens_as_with_transformers_cache(model: PreTrainedModel, mode: str) -> None:
     cache = GenerationCache.of(model, cells=256)
     ours = generate(model, PROMPT, past_key_values=cache, **MODES[mode])
     assert torch.equal(ours, generate(model, PROMPT, **MODES[mode]))
@@ -48,7 +48,7 @@ def test_one_sequence_goes_on_as_on_their_cache(model: PreTrainedModel, mode: st
 
 
 @pytest.mark.parametrize("mode", MODES_OF_A_BATCH)
-def test_a_padded_batch_goes_on_as_on_their_cache(model: PreTrainedModel, mode: str) -> None:
+def test_a_padded_batch_generates_the_same_tokens_as_with_transformers_cache(model: PreTrainedModel, mode: str) -> None:
     ids = torch.tensor([[0, 0, 0, 11, 12], [8, 4, 90, 3, 2]])
     mask = torch.tensor([[0, 0, 0, 1, 1], [1, 1, 1, 1, 1]])
     cache = GenerationCache.of(model, cells=512)
@@ -57,7 +57,7 @@ def test_a_padded_batch_goes_on_as_on_their_cache(model: PreTrainedModel, mode: 
     cache.check()
 
 
-def test_assisted_generation_on_our_cells_is_that_on_theirs() -> None:
+def test_assisted_generation_gives_the_same_tokens_as_with_transformers_caches() -> None:
     target, draft = (ARCHS["llama"].build() for _ in range(2))
     other = ARCHS["qwen3"].build()
     for assistant in (draft, other):
@@ -76,7 +76,7 @@ def test_beams_share_the_cells_of_their_prompt() -> None:
     assert used <= 60 + 4 * 14, f"{used} cells for four beams over one prompt of 60 tokens"
 
 
-def test_going_on_later_reads_only_what_is_new() -> None:
+def test_a_second_generate_computes_only_new_tokens() -> None:
     model = ARCHS["llama"].build()
     cache = GenerationCache.of(model, cells=128)
     first = generate(model, PROMPT, past_key_values=cache)
@@ -90,18 +90,18 @@ def test_going_on_later_reads_only_what_is_new() -> None:
         cache.crop(5)
 
 
-def test_a_forward_that_failed_half_way_leaves_nothing_behind() -> None:
+def test_a_failed_forward_leaves_nothing_behind() -> None:
     model = ARCHS["llama"].build()
     cache = GenerationCache.of(model, cells=128)
     layer = sorted(cache._layers)[0]
     planes = cache.memory.storage.groups[0].planes
     k = torch.randn(1, planes[0].heads, 4, planes[0].size)
-    cache.update(k, k, layer)  # and the other layers never come
+    cache.update(k, k, layer)  # the other layers never store
     assert torch.equal(generate(model, PROMPT, past_key_values=cache), generate(model, PROMPT))
     cache.check()
 
 
-def test_a_prompt_without_room_leaves_no_rows() -> None:
+def test_a_prompt_that_does_not_fit_leaves_no_rows() -> None:
     model = ARCHS["llama"].build()
     cache = GenerationCache.of(model, cells=32)
     with pytest.raises(CacheFull):
@@ -112,12 +112,12 @@ def test_a_prompt_without_room_leaves_no_rows() -> None:
     assert torch.equal(generate(model, PROMPT, past_key_values=cache, **short), generate(model, PROMPT, **short))
 
 
-def test_after_a_first_forward_that_failed_another_batch_size_may_come() -> None:
+def test_another_batch_size_is_accepted_after_a_failed_first_forward() -> None:
     model = ARCHS["llama"].build()
     cache = GenerationCache.of(model, cells=256)
     first, plane = min(cache._layers), cache.memory.storage.groups[0].planes[0]
     k = torch.randn(1, plane.heads, 4, plane.size)
-    cache.update(k, k, first)  # and the other layers never come
+    cache.update(k, k, first)  # the other layers never store
     with pytest.raises(BadRequest):
         cache.update(k[:, :1], k, first)
     both = PROMPT.repeat(2, 1)
@@ -125,7 +125,7 @@ def test_after_a_first_forward_that_failed_another_batch_size_may_come() -> None
     cache.check()
 
 
-def test_another_batch_size_is_refused_with_the_reason() -> None:
+def test_another_batch_size_is_refused() -> None:
     model = ARCHS["llama"].build()
     cache = GenerationCache.of(model, cells=128)
     generate(model, PROMPT, past_key_values=cache)
@@ -136,6 +136,6 @@ def test_another_batch_size_is_refused_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("name", "layers"), [("mamba", "0, 1, 2, 3"), ("lfm3", "0, 3"), ("qwen3.5", "0, 1, 2"), ("falcon-h1", "0, 1, 2, 3")]
 )
-def test_a_model_with_recurrent_layers_is_refused_before_it_is_given_a_cache(name: str, layers: str) -> None:
+def test_a_model_with_recurrent_layers_is_refused(name: str, layers: str) -> None:
     with pytest.raises(ModelRefused, match=rf"convolution state in layers \[{layers}\]"):
         GenerationCache.of(ARCHS[name].build(), cells=128)

@@ -1,4 +1,4 @@
-"""Of a generation config, each field is followed, without effect, or reported; none is passed over in silence."""
+"""Every field of a generation config is followed, without effect, reported, or refused."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def saved(path: Path, **rules: Any) -> Path:
     return path
 
 
-def test_every_field_that_transformers_knows_is_known_here() -> None:
+def test_every_field_of_transformers_is_classified() -> None:
     theirs = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     assert theirs == FIELDS
 
@@ -50,15 +50,15 @@ FOLLOWED: dict[str, tuple[Any, str, Any]] = {
 
 @pytest.mark.parametrize("name", FOLLOWED)
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_rules_that_hold_for_greedy_answers_too_are_followed(name: str, do_sample: bool) -> None:
-    value, ours, said = FOLLOWED[name]
+def test_rules_that_apply_to_greedy_decoding_are_followed(name: str, do_sample: bool) -> None:
+    value, ours, message = FOLLOWED[name]
     found = generation_defaults({"do_sample": do_sample, name: value})
-    assert found.sampling[ours] == said
+    assert found.sampling[ours] == message
     assert found.notes == ()
 
 
 @pytest.mark.parametrize("name", ["top_h", "epsilon_cutoff", "eta_cutoff"])
-def test_filters_are_followed_where_a_config_samples(name: str) -> None:
+def test_sampling_filters_are_followed_only_with_do_sample(name: str) -> None:
     assert generation_defaults({"do_sample": True, name: 0.25}).sampling == {name: 0.25}
     assert generation_defaults({name: 0.25}).sampling == {"temperature": 0.0}
 
@@ -73,12 +73,12 @@ UNFOLLOWED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", UNFOLLOWED)
-def test_what_is_not_followed_is_reported_with_its_value(name: str) -> None:
+def test_a_field_that_is_not_followed_is_reported_with_its_value(name: str) -> None:
     (note,) = generation_defaults({name: UNFOLLOWED[name]}).notes
     assert note.startswith(f"generation config: {name}={UNFOLLOWED[name]!r} is not followed: ")
 
 
-def test_values_that_ask_for_nothing_are_not_reported() -> None:
+def test_values_that_leave_a_feature_off_are_not_reported() -> None:
     nothing = {
         "num_beams": 1, "max_length": 20, "num_return_sequences": 1, "token_healing": False, "diversity_penalty": 0.0,
         "remove_invalid_values": False, "encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0,
@@ -91,7 +91,7 @@ def test_values_that_ask_for_nothing_are_not_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rules", "said"),
+    ("rules", "message"),
     [
         ({"guidance_scale": 1.5}, "guidance_scale is 1.5: classifier-free guidance needs two forwards"),
         ({"no_repeat_ngram_size": 65}, "no_repeat_ngram_size must be a whole number from 0 to 64"),
@@ -109,13 +109,13 @@ def test_values_that_ask_for_nothing_are_not_reported() -> None:
     ],
     ids=str,
 )
-def test_rules_that_make_no_sense_are_refused_before_anything_is_built(
-    rules: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_invalid_rules_are_refused_before_anything_is_built(
+    rules: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvcellar.models.load.opened", lambda path: pytest.fail("the weights were opened"))
     with pytest.raises(ModelRefused) as refusal:
         load(saved(tmp_path, **rules))
-    assert said in str(refusal.value)
+    assert message in str(refusal.value)
 
 
 def test_an_end_of_text_id_alone_is_no_bad_word() -> None:
@@ -129,12 +129,12 @@ def test_a_minimum_above_the_maximum_is_the_maximum() -> None:
     assert generation_defaults({"min_new_tokens": 9, "max_new_tokens": 4}).sampling["min_tokens"] == 4
 
 
-def test_tokens_that_the_model_does_not_have_are_refused_once_and_not_by_each_request(tmp_path: Path) -> None:
+def test_token_ids_beyond_the_vocabulary_are_refused_at_load(tmp_path: Path) -> None:
     with pytest.raises(ModelRefused, match=r"cannot be followed: suppress_tokens names token 500; .* are 0 to 100"):
         Engine(saved(tmp_path, suppress_tokens=[500]), **SMALL)
 
 
-def test_old_configs_say_it_in_config_json(tmp_path: Path) -> None:
+def test_generation_fields_of_config_json_are_read(tmp_path: Path) -> None:
     path = saved(tmp_path)
     (path / "generation_config.json").unlink()
     raw = json.loads((path / "config.json").read_text())
@@ -151,7 +151,7 @@ def test_stop_strings_without_a_tokenizer_are_reported(tmp_path: Path) -> None:
     assert loaded.notes == ("generation config: stop=['end'] is not followed: the directory has no tokenizer",)
 
 
-def test_it_is_logged_and_told_by_doctor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_notes_are_logged_and_printed_by_doctor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = saved(tmp_path / "m", num_beams=4)
     note = "generation config: num_beams=4 is not followed: beam search is not supported"
     assert note in diagnose(path, Settings(**SMALL), kv_quality=False).notes
@@ -159,7 +159,7 @@ def test_it_is_logged_and_told_by_doctor(tmp_path: Path, caplog: pytest.LogCaptu
     assert note in kvcellar("doctor", str(path), "--no-kv-quality", "--cache-bytes", "1M", "--threads", "1").out
 
 
-def test_a_network_that_was_given_is_asked_too() -> None:
+def test_the_generation_config_of_a_given_network_is_read() -> None:
     network = ARCHS["llama"].build()
     network.generation_config = GenerationConfig(no_repeat_ngram_size=2, num_beams=4)
     loaded = load(network)
@@ -170,10 +170,10 @@ def test_a_network_that_was_given_is_asked_too() -> None:
         load(network)
 
 
-# -- in answers -------------------------------------------------------------------------------------------------------
+# -- in completions ---------------------------------------------------------------------------------------------------
 
 
-def test_greedy_answers_are_those_of_transformers_with_the_same_generation_config(tmp_path: Path) -> None:
+def test_greedy_completions_equal_those_of_transformers_with_the_same_config(tmp_path: Path) -> None:
     rules = {
         "no_repeat_ngram_size": 2, "suppress_tokens": [90, 91], "begin_suppress_tokens": [40, 41],
         "bad_words_ids": [[12, 13], [77]], "sequence_bias": [[[5], 1.5], [[8, 9], -3.0]], "min_length": 30,
@@ -192,8 +192,8 @@ def test_greedy_answers_are_those_of_transformers_with_the_same_generation_confi
         engine.check()
 
 
-def test_rules_hold_whatever_happens_to_the_memory_of_an_answer(tmp_path: Path) -> None:
-    """Answers beside each other, preempted and shifted are those that come alone in plenty of memory."""
+def test_rules_hold_through_batching_preemption_and_shift(tmp_path: Path) -> None:
+    """Batched, preempted and shifted completions equal those generated alone with enough memory."""
     rules: dict[str, Any] = {"no_repeat_ngram_size": 3, "bad_words_ids": [[4, 5], [9]], "begin_suppress_tokens": [7]}
     how: dict[str, Any] = {"max_tokens": 40, "n": 3, "seed": 5, "temperature": 1.0, "ignore_eos": True}
     prompts = [[5, 6, 7, 8] * 6, list(range(3, 30))]
@@ -218,10 +218,10 @@ def test_rules_hold_whatever_happens_to_the_memory_of_an_answer(tmp_path: Path) 
         shifted = engine.generate(prompts[0], **{**how, "max_tokens": 90, "n": 1}, shift=True, num_keep=2).token_ids
     whole = [*prompts[0], *shifted]
     new = [tuple(whole[at : at + 3]) for at in range(len(prompts[0]) - 2, len(whole) - 2)]
-    assert len(set(new)) == len(new) == 90, "n-grams of what a shift has forgotten count, too"
+    assert len(set(new)) == len(new) == 90, "n-grams removed by a shift count, too"
 
 
-def test_a_request_may_ask_otherwise(tmp_path: Path) -> None:
+def test_a_request_overrides_the_defaults(tmp_path: Path) -> None:
     with Engine(saved(tmp_path, suppress_tokens=[5], max_new_tokens=3, min_new_tokens=3), **SMALL) as engine:
         assert engine.params().suppress_tokens == (5,)
         assert engine.params(suppress_tokens=[]).suppress_tokens == ()

@@ -1,4 +1,4 @@
-"""Loading and trying a model says nothing; what others say meanwhile, and afterwards, is heard."""
+"""Loading and testing a model logs nothing; records of other threads, and later ones, pass."""
 
 import logging
 import subprocess
@@ -36,22 +36,22 @@ for path in sys.argv[1:]:
 class _Ear(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
-        self.heard: list[str] = []
+        self.records: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.heard.append(record.getMessage())
+        self.records.append(record.getMessage())
 
 
 @pytest.fixture
-def ear() -> Any:
-    ear = _Ear()
-    LIBRARY.addHandler(ear)
-    yield ear
-    LIBRARY.removeHandler(ear)
+def handler() -> Any:
+    handler = _Ear()
+    LIBRARY.addHandler(handler)
+    yield handler
+    LIBRARY.removeHandler(handler)
 
 
 @pytest.mark.slow
-def test_a_program_that_loads_and_tries_models_prints_nothing(tmp_path: Path) -> None:
+def test_a_program_that_loads_and_tests_models_prints_nothing(tmp_path: Path) -> None:
     with silence_transformers():
         for name in ("dbrx", "granite", "mamba"):  # the first warns when its attention is set, the last of slow kernels
             ARCHS[name].build().save_pretrained(tmp_path / name)
@@ -60,32 +60,34 @@ def test_a_program_that_loads_and_tries_models_prints_nothing(tmp_path: Path) ->
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
 
 
-def test_loading_and_trying_a_model_says_nothing(ear: _Ear, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_loading_and_testing_a_model_logs_nothing(
+    handler: _Ear, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with silence_transformers():
         ARCHS["dbrx"].build().save_pretrained(tmp_path)
     build_guest(load(tmp_path).model, backends())
-    assert ear.heard == []
+    assert handler.records == []
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_transformers_says_is_not_said_but_errors_are(ear: _Ear) -> None:
+def test_only_errors_of_transformers_are_logged(handler: _Ear) -> None:
     with silence_transformers():
         STRANGER.warning("once")
         STRANGER.error("broken")
         warnings.warn("soon gone", FutureWarning, stacklevel=1)
     STRANGER.warning("after")
-    assert ear.heard == ["broken", "after"]
+    assert handler.records == ["broken", "after"]
 
 
-def test_what_other_threads_say_is_said(ear: _Ear) -> None:
+def test_log_records_of_other_threads_pass(handler: _Ear) -> None:
     with silence_transformers():
-        other = threading.Thread(target=STRANGER.warning, args=("from afar",))
+        other = threading.Thread(target=STRANGER.warning, args=("from another thread",))
         other.start()
         other.join()
-    assert ear.heard == ["from afar"]
+    assert handler.records == ["from another thread"]
 
 
-def test_bars_are_not_shown_here_and_are_elsewhere_as_before() -> None:
+def test_progress_bars_are_replaced_on_this_thread_only() -> None:
     made: list[str] = []
 
     def users(factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -105,7 +107,7 @@ def test_bars_are_not_shown_here_and_are_elsewhere_as_before() -> None:
         assert transformers_logging.set_tqdm_hook(before) is users
 
 
-def test_all_is_as_before_also_after_a_failure() -> None:
+def test_settings_are_restored_after_an_exception() -> None:
     level, filters = LIBRARY.level, [list(handler.filters) for handler in LIBRARY.handlers]
     with pytest.raises(ZeroDivisionError), silence_transformers():
         raise ZeroDivisionError

@@ -1,4 +1,4 @@
-"""Hidden states beside logits: those that the output head reads, of the wanted rows, in the order they are wanted."""
+"""Hidden states beside logits: those that the output head reads, for the wanted rows, in their order."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from kvcellar.errors import ModelRefused
 from kvcellar.models.guest import Guest
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
-from tests.models.timeline import BOUND, animal, read, relative, small_memory
+from tests.models.timeline import BOUND, guest_and_reference, read, relative, small_memory
 
 # Full, sliding, chunked, latents, learned positions; convolutions, delta rules, scans; solo. By how much the model
 # scales its last hidden states before its head reads them.
@@ -17,19 +17,19 @@ SCALES = {
     "qwen3.5": 1.0, "jamba": 1.0, "mamba2": 1.0, "bloom": 1.0, "gptj": 1.0, "inkling": 0.5,
 }  # fmt: skip
 TEXTS = {1: list(range(20, 41)), 2: [7, 9, 8, 60, 61]}
-FIRST = {1: 16, 2: 2}  # tokens that were read before
+FIRST = {1: 16, 2: 2}  # tokens in memory before
 
 
-def judged(model: PreTrainedModel, text: list[int]) -> torch.Tensor:
-    """[L,hidden] of a plain forward."""
+def hidden_of(model: PreTrainedModel, text: list[int]) -> torch.Tensor:
+    """[L,hidden] of the reference."""
     with torch.no_grad():
         ids = torch.tensor([text])
         return model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states[-1][0].float()
 
 
 def again(guest: Guest, name: str, parts: list[int]) -> float:
-    """The rest of these texts is read in one step, and some of its rows are wanted, the last of them first."""
-    judge, memory = animal(name)[1], small_memory(guest, 40)
+    """One step over the rest of the texts, of which some rows are wanted, the last one first."""
+    reference, memory = guest_and_reference(name)[1], small_memory(guest, 40)
     for seq in parts:
         read(guest, memory, (seq, TEXTS[seq][: FIRST[seq]]))
     feeds = tuple(Feed(seq, Span(FIRST[seq], len(TEXTS[seq]))) for seq in parts)
@@ -39,27 +39,27 @@ def again(guest: Guest, name: str, parts: list[int]) -> float:
     logits, hidden = guest.forward_with_hidden(memory, plan, ids, want)
     memory.abandon()
     assert torch.equal(logits, guest.forward(memory, memory.begin(Batch(feeds)), ids, want))
-    expected = torch.cat([judged(judge, TEXTS[seq])[FIRST[seq] :] for seq in parts]) * SCALES[name]
+    expected = torch.cat([hidden_of(reference, TEXTS[seq])[FIRST[seq] :] for seq in parts]) * SCALES[name]
     assert hidden.shape == expected[1:].shape
     return relative(hidden.float(), expected[want])
 
 
 @pytest.mark.parametrize("name", SCALES)
 def test_hidden_states_are_those_of_a_plain_forward(name: str) -> None:
-    guest = animal(name)[0]
+    guest = guest_and_reference(name)[0]
     for parts in [[2, 1]] if guest.mode == "flat" else [[1], [2]]:
         assert again(guest, name, parts) <= BOUND
 
 
-def test_no_hook_stays_at_the_head() -> None:
-    guest = animal("llama")[0]
+def test_no_hook_stays_on_the_output_head() -> None:
+    guest = guest_and_reference("llama")[0]
     again(guest, "llama", [1])
     assert not guest.model.get_output_embeddings()._forward_pre_hooks
 
 
 @pytest.mark.parametrize("head", ["none", "not called"])
-def test_a_network_whose_head_is_not_called_has_no_hidden_states(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    guest = animal("llama")[0]
+def test_hidden_states_are_refused_if_the_output_head_is_not_called(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    guest = guest_and_reference("llama")[0]
     found = None if head == "none" else torch.nn.Linear(1, 1)
     monkeypatch.setattr(guest.model, "get_output_embeddings", lambda: found)
     with pytest.raises(ModelRefused, match="calls its output head 0 times"):

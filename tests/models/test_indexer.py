@@ -1,4 +1,4 @@
-"""Layers that select keys with an indexer: what it looks at is a plane of theirs, and it is looked at in order."""
+"""Planes beside keys and values: the keys of indexers, and the inputs of a model's own cache layers."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ from kvcellar.models.own_layers import OwnLayer
 from kvcellar.models.seam import SoloDoor
 from kvcellar.shapes import StoredAs
 from kvcellar.spans import Span
-from tests.models.timeline import BOUND, Timeline, animal, read, relative, seed_of, small_memory
+from tests.models.timeline import BOUND, Timeline, guest_and_reference, read, relative, seed_of, small_memory
 from tests.zoo import ARCHS, reference_logits
 
 INDEXED = ("deepseek-v3.2", "glm-moe-dsa", "hy-v4")
@@ -26,9 +26,9 @@ def tokens(n: int) -> list[int]:
 
 
 @pytest.mark.parametrize("name", INDEXED)
-def test_the_layers_that_have_an_indexer_have_a_plane_of_its_keys(name: str) -> None:
-    guest, judge = animal(name)
-    config = judge.config.get_text_config()
+def test_layers_with_an_indexer_have_a_plane_for_its_keys(name: str) -> None:
+    guest, reference = guest_and_reference(name)
+    config = reference.config.get_text_config()
     kinds = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
     wanted = {layer: kind == "full" for layer, kind in enumerate(kinds)}
     indexed: dict[int, bool] = {}
@@ -39,15 +39,15 @@ def test_the_layers_that_have_an_indexer_have_a_plane_of_its_keys(name: str) -> 
     assert indexed == wanted
 
 
-def test_layers_that_share_a_selection_keep_no_keys_of_an_indexer() -> None:
-    groups = animal("glm-moe-dsa")[0].shape.groups
+def test_layers_that_reuse_a_selection_store_no_indexer_keys() -> None:
+    groups = guest_and_reference("glm-moe-dsa")[0].shape.groups
     assert [("index" in {plane.name for plane in group.planes}) for group in groups] == [True, False]
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_what_a_cache_layer_of_the_models_own_class_computes_from_is_stored_token_by_token(name: str) -> None:
-    guest, judge = animal(name)
-    config = judge.config
+def test_inputs_of_own_cache_layers_are_stored_per_token(name: str) -> None:
+    guest, reference = guest_and_reference(name)
+    config = reference.config
     planes: dict[int, dict[str, int]] = {}
     for group in guest.shape.groups:
         sizes = {plane.name: plane.heads * plane.size for plane in group.planes if plane.name not in ("k", "v")}
@@ -68,8 +68,8 @@ def test_what_a_cache_layer_of_the_models_own_class_computes_from_is_stored_toke
 
 
 @pytest.mark.parametrize("name", [*INDEXED, *OWN])
-def test_nothing_is_taken_out_of_the_middle_and_the_end_can_be_cut(name: str) -> None:
-    guest, judge = animal(name)
+def test_only_the_end_of_a_sequence_can_be_removed(name: str) -> None:
+    guest, reference = guest_and_reference(name)
     memory = small_memory(guest, 64)
     text = tokens(30)
     read(guest, memory, (1, text))
@@ -79,11 +79,11 @@ def test_nothing_is_taken_out_of_the_middle_and_the_end_can_be_cut(name: str) ->
     assert memory.remove(1, Span(20, 30)) == 20
     other = [*text[:20], *tokens(8)]
     (logits,) = read(guest, memory, (1, other[20:]))
-    assert relative(logits, reference_logits(judge, other)[20:]) <= BOUND
+    assert relative(logits, reference_logits(reference, other)[20:]) <= BOUND
 
 
-def test_what_is_stored_in_fewer_bits_are_keys_and_values_only() -> None:
-    guest = animal("deepseek-v3.2")[0].storing(StoredAs.parse("int8"), backends())
+def test_only_keys_and_values_are_quantised() -> None:
+    guest = guest_and_reference("deepseek-v3.2")[0].storing(StoredAs.parse("int8"), backends())
     for group in guest.shape.groups:
         kinds = {plane.name: plane.storage and plane.storage.kind for plane in group.planes}
         assert kinds == {"k": "int8", "v": "int8", "index": None}
@@ -92,15 +92,15 @@ def test_what_is_stored_in_fewer_bits_are_keys_and_values_only() -> None:
     assert logits.isfinite().all()
 
 
-def backwards(honest: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda self, name, new, layer: honest(self, name, new, layer).flip(1)
+def backwards(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda self, name, new, layer: original(self, name, new, layer).flip(1)
 
 
-def only_new(honest: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Padded with zeros, so that all fits."""
+def only_new(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Padded with zeros to the same shape."""
 
     def update(self: SoloDoor, name: str, new: Tensor, layer: int) -> Tensor:
-        held = honest(self, name, new, layer).clone()
+        held = original(self, name, new, layer).clone()
         held[:, : held.shape[1] - new.shape[1]] = 0
         return held
 
@@ -108,28 +108,28 @@ def only_new(honest: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3.2", *OWN])
-@pytest.mark.parametrize("forget", [backwards, only_new])
-def test_wrong_values_beside_keys_and_values_change_the_logits(
-    forget: Callable[..., Callable[..., Tensor]], name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("mutate", [backwards, only_new])
+def test_wrong_values_in_additional_planes_change_the_logits(
+    mutate: Callable[..., Callable[..., Tensor]], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guest = build_guest(ARCHS[name].build(), backends())
-    monkeypatch.setattr(SoloDoor, "update_plane", forget(SoloDoor.update_plane))
-    timeline = Timeline(guest, animal(name)[1], seed_of(name))
+    monkeypatch.setattr(SoloDoor, "update_plane", mutate(SoloDoor.update_plane))
+    timeline = Timeline(guest, guest_and_reference(name)[1], seed_of(name))
     timeline.play()
     try:
-        worst = timeline.judged()
-    except AssertionError:  # other text
+        worst = timeline.worst_difference()
+    except AssertionError:  # greedy text differs
         worst = float("inf")
     assert worst > 10 * BOUND
 
 
 @pytest.mark.parametrize(("name", "why"), [("hy-v4", "an indexer of its own"), ("deepseek-v4", "of their own class")])
-def test_the_cache_for_generate_refuses_what_it_cannot_keep(name: str, why: str) -> None:
+def test_generation_cache_refuses_models_with_additional_planes(name: str, why: str) -> None:
     with pytest.raises(ModelRefused, match=why):
         GenerationCache.of(ARCHS[name].build(), cells=64)
 
 
-def test_a_method_of_a_cache_layer_that_is_not_known_is_refused_by_name() -> None:
+def test_an_unknown_method_of_a_cache_layer_is_refused_by_name() -> None:
     layer = OwnLayer(object(), 3, lambda name, new, layer: new)
     with pytest.raises(ModelRefused, match="layer 3 uses store_something of a cache layer of its own class"):
         layer.store_something(torch.zeros(1))

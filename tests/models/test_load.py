@@ -1,4 +1,4 @@
-"""Whatever lies in a directory, loading it gives a network or a sentence, builds nothing from lies and runs no code."""
+"""Loading any directory gives a network or an error with the reason, and runs no code from it."""
 
 import json
 import os
@@ -30,7 +30,7 @@ from kvcellar.sample.params import SamplingParams
 from tests.zoo import ARCHS, auto_config, reference_logits
 
 TOKENS = list(range(3, 40))
-OTHER_CODE = (  # keys of a config that name it
+OTHER_CODE = (  # config keys that name code
     "_attn_implementation_internal", "_attn_implementation", "attn_implementation", "_experts_implementation_internal",
     "experts_implementation",
 )  # fmt: skip
@@ -38,7 +38,7 @@ OTHER_CODE = (  # keys of a config that name it
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A good directory, with a tokenizer."""
+    """A valid directory, with a tokenizer."""
     path = tmp_path_factory.mktemp("models") / "llama"
     with silence_transformers():
         ARCHS["llama"].build().save_pretrained(path)
@@ -51,13 +51,13 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(llama: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be spoilt."""
+    """A copy of it, which a test may change."""
     return Path(shutil.copytree(llama, tmp_path / "model"))
 
 
 @pytest.fixture
 def unbuilt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever happens in this test, no weight is read and no network is built from it."""
+    """The test fails if a network is built."""
 
     def never(*args: Any, **kw: Any) -> Any:
         pytest.fail("a network was built")
@@ -72,7 +72,7 @@ def refused(path: Path, **how: Any) -> str:
 
 
 def configured(path: Path, **fields: Any) -> Path:
-    """With these fields in its config; None takes one away."""
+    """With these fields in its config; None removes one."""
     file = path / "config.json"
     raw = json.loads(file.read_text()) | fields
     file.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
@@ -94,7 +94,7 @@ def reweighted(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) ->
 # -- what is good -----------------------------------------------------------------------------------------------------
 
 
-def test_a_good_directory_gives_its_network_its_end_and_its_tokenizer(place: Path) -> None:
+def test_a_valid_directory_gives_network_end_ids_defaults_and_tokenizer(place: Path) -> None:
     (place / "generation_config.json").write_text(
         json.dumps({"do_sample": True, "temperature": 0.5, "top_p": 0.9, "eos_token_id": [7, 9, -1]})
     )
@@ -109,7 +109,7 @@ def test_a_good_directory_gives_its_network_its_end_and_its_tokenizer(place: Pat
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "gemma3n", "deepseek-v3", "gpt2", "llama4", "dbrx", "mamba2"])
-def test_networks_whose_weights_are_renamed_or_joined_as_they_load(name: str, tmp_path: Path) -> None:
+def test_weights_that_transformers_renames_or_joins_are_loaded(name: str, tmp_path: Path) -> None:
     model = ARCHS[name].build()
     with silence_transformers():
         model.save_pretrained(tmp_path)
@@ -118,7 +118,7 @@ def test_networks_whose_weights_are_renamed_or_joined_as_they_load(name: str, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHS)
-def test_every_architecture_loads_as_transformers_loads_it(name: str, tmp_path: Path) -> None:
+def test_every_architecture_loads_the_same_weights_as_transformers(name: str, tmp_path: Path) -> None:
     with silence_transformers():
         ARCHS[name].build().save_pretrained(tmp_path)
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
@@ -127,7 +127,7 @@ def test_every_architecture_loads_as_transformers_loads_it(name: str, tmp_path: 
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-def test_shards_load(place: Path, tmp_path: Path) -> None:
+def test_sharded_weights_are_loaded(place: Path, tmp_path: Path) -> None:
     with silence_transformers():
         ARCHS["llama"].build().save_pretrained(tmp_path / "shards", max_shard_size="100KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
@@ -136,14 +136,14 @@ def test_shards_load(place: Path, tmp_path: Path) -> None:
     )
 
 
-def test_weights_may_be_links_into_a_store_of_blobs(place: Path, tmp_path: Path) -> None:
+def test_symlinked_weights_are_loaded(place: Path, tmp_path: Path) -> None:
     (place / "model.safetensors").rename(tmp_path / "blob")
     (place / "model.safetensors").symlink_to(tmp_path / "blob")
     assert load(place).parameters > 0
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_the_type_is_what_was_asked_for_else_the_configs_else_the_weights(place: Path, key: str) -> None:
+def test_the_dtype_is_the_requested_one_else_the_configs_else_that_of_the_weights(place: Path, key: str) -> None:
     configured(place, dtype=None)
     assert load(place).model.dtype == torch.float32
     reweighted(place, lambda tensors: tensors.update({k: v.bfloat16() for k, v in tensors.items()}))
@@ -152,7 +152,7 @@ def test_the_type_is_what_was_asked_for_else_the_configs_else_the_weights(place:
     assert load(place, dtype="float32").model.dtype == torch.float32
 
 
-def test_a_network_is_taken_with_its_weights() -> None:
+def test_a_given_network_shares_its_weights() -> None:
     model = ARCHS["llama"].build()
     loaded = load(model)
     held = {name: weight.data_ptr() for name, weight in model.named_parameters()}
@@ -163,16 +163,16 @@ def test_a_network_is_taken_with_its_weights() -> None:
 # -- names ------------------------------------------------------------------------------------------------------------
 
 NAMES = [
-    "", ".x", "nobody", "nobody/nothing", "a/b/../../c", "../../no/such/place", "/no/such/place", "C:\\x", "-rf",
-    "no..body/no--thing", "a..b/c", "owner/name.git", "owner/" + "x" * 97, "x" * 300, "x" * 10_000, "é/ü", "🦙",
+    "", ".x", "missing", "owner/missing", "a/b/../../c", "../../no/such/place", "/no/such/place", "C:\\x", "-rf",
+    "mis..sing/mod--el", "a..b/c", "owner/name.git", "owner/" + "x" * 97, "x" * 300, "x" * 10_000, "é/ü", "🦙",
     "a b/c",
-    "~nobody-of-that-name/x", "nul\0byte", "line\nbreak", "owner/name/", "owner//name", "\ud800", "huggingface.co/a/b",
+    "~unknown-user/x", "nul\0byte", "line\nbreak", "owner/name/", "owner//name", "\ud800", "huggingface.co/a/b",
     "https://huggingface.co/a/b", "owner/name@main", "datasets/a", "models--a--b", "a/..", "%2e%2e/x",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name[:20]))
-def test_a_name_of_nothing_is_not_found(name: str, unbuilt: None) -> None:
+def test_a_name_without_a_model_is_not_found(name: str, unbuilt: None) -> None:
     with pytest.raises(ModelNotFound) as missing:
         load(name)
     assert len(str(missing.value)) < 6000
@@ -181,7 +181,7 @@ def test_a_name_of_nothing_is_not_found(name: str, unbuilt: None) -> None:
 @pytest.mark.parametrize(
     "model", [5, b"embedded", True, ["embedded"], {}, torch.nn.Linear(2, 2), torch.zeros(2)], ids=type
 )
-def test_what_is_neither_a_name_nor_a_model_is_named(model: Any, unbuilt: None) -> None:
+def test_other_types_are_refused_by_name(model: Any, unbuilt: None) -> None:
     with pytest.raises(BadRequest, match="a directory, a name, or a model of transformers, not ") as refused:
         load(model)
     assert refused.value.param == "model"
@@ -191,14 +191,14 @@ def test_a_file_is_not_a_model(place: Path, unbuilt: None) -> None:
     assert "is a file; a model is a directory" in refused(place / "model.safetensors")
 
 
-def test_links_that_go_in_circles_lead_nowhere(place: Path, unbuilt: None) -> None:
+def test_circular_links_are_not_found(place: Path, unbuilt: None) -> None:
     (place / "loop").symlink_to(place / "loop")
     with pytest.raises(ModelNotFound):
         load(place / "loop")
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_what_only_has_the_name_of_a_file_is_none(place: Path, name: str, unbuilt: None) -> None:
+def test_broken_links_and_directories_are_not_taken_for_files(place: Path, name: str, unbuilt: None) -> None:
     (place / name).unlink()
     (place / name).symlink_to(place / name)
     assert f"has no {name}" in refused(place)
@@ -210,7 +210,7 @@ def test_what_only_has_the_name_of_a_file_is_none(place: Path, name: str, unbuil
 # -- config.json ------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_config_it_is_no_model(tmp_path: Path, unbuilt: None) -> None:
+def test_a_directory_without_config_json_is_refused(tmp_path: Path, unbuilt: None) -> None:
     assert "has no config.json" in refused(tmp_path)
 
 
@@ -239,7 +239,7 @@ def test_without_a_config_it_is_no_model(tmp_path: Path, unbuilt: None) -> None:
     ],
     ids=range(19),
 )
-def test_a_config_that_is_none_is_refused(place: Path, text: bytes, reason: str, unbuilt: None) -> None:
+def test_an_invalid_config_json_is_refused(place: Path, text: bytes, reason: str, unbuilt: None) -> None:
     (place / "config.json").write_bytes(text)
     assert reason in refused(place)
 
@@ -282,24 +282,24 @@ def test_a_config_that_is_none_is_refused(place: Path, text: bytes, reason: str,
     ],
     ids=lambda value: json.dumps(value)[:50] if isinstance(value, dict) else "",
 )
-def test_a_config_that_lies_is_refused_before_anything_is_built(
+def test_a_config_with_impossible_values_is_refused_before_anything_is_built(
     place: Path, fields: dict[str, Any], reason: str, unbuilt: None
 ) -> None:
     assert reason in refused(configured(place, **fields))
 
 
-def test_another_familys_name_for_its_layers_is_bounded_too(tmp_path: Path, unbuilt: None) -> None:
+def test_other_names_for_the_number_of_layers_are_limited_too(tmp_path: Path, unbuilt: None) -> None:
     with silence_transformers():
         ARCHS["gpt2"].build().save_pretrained(tmp_path)
     assert "n_layer is 1000000000" in refused(configured(tmp_path, n_layer=10**9))
 
 
-def test_a_config_of_a_gigabyte_is_not_read(place: Path, unbuilt: None) -> None:
+def test_a_config_of_a_gigabyte_is_refused_unread(place: Path, unbuilt: None) -> None:
     sparse(place / "config.json", 1 << 30)
     assert f"config.json has {1 << 30} bytes; {MOST_JSON} are allowed" in refused(place)
 
 
-def test_code_beside_the_weights_is_never_run(place: Path) -> None:
+def test_code_in_the_directory_is_never_run(place: Path) -> None:
     code = f"open({str(place / 'ran')!r}, 'w')"
     for name in ("modeling_own", "configuration_own", "tokenization_own", "custom_generate/generate"):
         (place / name).with_suffix(".py").parent.mkdir(exist_ok=True)
@@ -314,23 +314,23 @@ def test_code_beside_the_weights_is_never_run(place: Path) -> None:
 
 
 @pytest.mark.parametrize("key", OTHER_CODE)
-def test_a_config_cannot_choose_whose_attention_runs(place: Path, key: str) -> None:
-    loaded = load(configured(place, **{key: "somebody/kernel"}))
+def test_a_config_cannot_choose_the_attention_implementation(place: Path, key: str) -> None:
+    loaded = load(configured(place, **{key: "other/kernel"}))
     assert loaded.model.config._attn_implementation in ("sdpa", "eager")
-    assert "somebody" not in str(vars(loaded.model.config))
+    assert "other/kernel" not in str(vars(loaded.model.config))
 
 
 @pytest.mark.parametrize("key", OTHER_CODE)
-def test_nor_can_a_config_inside_it(key: str, tmp_path: Path) -> None:
+def test_a_nested_config_cannot_choose_the_attention_implementation(key: str, tmp_path: Path) -> None:
     with silence_transformers():
         AutoModelForCausalLM.from_config(auto_config("gemma3")).save_pretrained(tmp_path)
     text = json.loads((tmp_path / "config.json").read_text())["text_config"]
-    loaded = load(configured(tmp_path, text_config=text | {key: "somebody/kernel"}))
+    loaded = load(configured(tmp_path, text_config=text | {key: "other/kernel"}))
     assert loaded.model.config.text_config._attn_implementation in ("sdpa", "eager")
-    assert "somebody" not in str(vars(loaded.model.config.text_config))
+    assert "other/kernel" not in str(vars(loaded.model.config.text_config))
 
 
-def test_a_config_cannot_name_another_weight_file(place: Path) -> None:
+def test_a_config_cannot_name_another_weights_file(place: Path) -> None:
     with (place / "adapter_model.bin").open("wb") as out:
         pickle.dump(_Bomb(str(place / "ran")), out)
     loaded = load(configured(place, transformers_weights="adapter_model.bin"))
@@ -341,7 +341,7 @@ def test_a_config_cannot_name_another_weight_file(place: Path) -> None:
 @pytest.mark.parametrize(
     "fields", [{"return_dict": False}, {"torchscript": True}, {"output_attentions": True}], ids=str
 )
-def test_a_config_cannot_change_the_form_of_the_answer(place: Path, fields: dict[str, Any]) -> None:
+def test_a_config_cannot_change_the_type_of_the_output(place: Path, fields: dict[str, Any]) -> None:
     assert build_guest(load(configured(place, **fields)).model, backends()).mode == "flat"
 
 
@@ -357,23 +357,23 @@ class _Bomb:
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "last.ckpt"])
-def test_pickled_weights_alone_are_refused_unread(place: Path, name: str, unbuilt: None) -> None:
+def test_pickled_weights_are_refused_unread(place: Path, name: str, unbuilt: None) -> None:
     (place / "model.safetensors").unlink()
     with (place / name).open("wb") as out:
         pickle.dump(_Bomb(str(place / "ran")), out)
-    said = refused(place)
-    assert name in said
-    assert "can run code when they are read. Convert them to safetensors." in said
+    message = refused(place)
+    assert name in message
+    assert "can run code when they are read. Convert them to safetensors." in message
     assert not (place / "ran").exists()
 
 
-def test_without_weights_it_is_no_model(place: Path, unbuilt: None) -> None:
+def test_a_directory_without_weights_is_refused(place: Path, unbuilt: None) -> None:
     (place / "model.safetensors").unlink()
     assert "has no model.safetensors" in refused(place)
 
 
 def header(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Rewrite the header of the weights file; its data stay."""
+    """Rewrite the header of the weights file, not its data."""
     raw = (path / "model.safetensors").read_bytes()
     length = struct.unpack("<Q", raw[:8])[0]
     fields = json.loads(raw[8 : 8 + length])
@@ -382,31 +382,31 @@ def header(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     (path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
 
 
-def spoil(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    def spoiler(path: Path) -> None:
+def changed_bytes(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def change_file(path: Path) -> None:
         file = path / "model.safetensors"
         file.write_bytes(change(file.read_bytes()))
 
-    return spoiler
+    return change_file
 
 
 def first(fields: dict[str, Any]) -> dict[str, Any]:
     return fields["model.norm.weight"]
 
 
-SPOILT: dict[str, Callable[[Path], None]] = {
-    "empty": spoil(lambda raw: b""),
-    "seven bytes": spoil(lambda raw: raw[:7]),
-    "garbage": spoil(lambda raw: bytes(range(256)) * 8),
-    "text": spoil(lambda raw: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
-    "zeros": spoil(lambda raw: bytes(len(raw))),
-    "half": spoil(lambda raw: raw[: len(raw) // 2]),
-    "last byte missing": spoil(lambda raw: raw[:-1]),
-    "a byte more": spoil(lambda raw: raw + b"x"),
-    "header longer than the file": spoil(lambda raw: struct.pack("<Q", len(raw)) + raw[8:]),
-    "header of 2^63": spoil(lambda raw: struct.pack("<Q", 1 << 63) + raw[8:]),
-    "header too short": spoil(lambda raw: struct.pack("<Q", 9) + raw[8:]),
-    "header not JSON": spoil(lambda raw: raw[:8] + b"x" + raw[9:]),
+DAMAGED: dict[str, Callable[[Path], None]] = {
+    "empty": changed_bytes(lambda raw: b""),
+    "seven bytes": changed_bytes(lambda raw: raw[:7]),
+    "garbage": changed_bytes(lambda raw: bytes(range(256)) * 8),
+    "text": changed_bytes(lambda raw: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
+    "zeros": changed_bytes(lambda raw: bytes(len(raw))),
+    "half": changed_bytes(lambda raw: raw[: len(raw) // 2]),
+    "last byte missing": changed_bytes(lambda raw: raw[:-1]),
+    "a byte more": changed_bytes(lambda raw: raw + b"x"),
+    "header longer than the file": changed_bytes(lambda raw: struct.pack("<Q", len(raw)) + raw[8:]),
+    "header of 2^63": changed_bytes(lambda raw: struct.pack("<Q", 1 << 63) + raw[8:]),
+    "header too short": changed_bytes(lambda raw: struct.pack("<Q", 9) + raw[8:]),
+    "header not JSON": changed_bytes(lambda raw: raw[:8] + b"x" + raw[9:]),
     "overlapping": lambda path: header(path, lambda fields: first(fields).update(data_offsets=[0, 256])),
     "out of range": lambda path: header(path, lambda fields: first(fields).update(data_offsets=[1 << 60, 1 << 61])),
     "backwards": lambda path: header(path, lambda fields: first(fields).update(data_offsets=[256, 0])),
@@ -418,13 +418,13 @@ SPOILT: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("how", SPOILT)
-def test_a_file_that_is_not_whole_is_refused(place: Path, how: str, unbuilt: None) -> None:
-    SPOILT[how](place)
+@pytest.mark.parametrize("how", DAMAGED)
+def test_a_damaged_safetensors_file_is_refused(place: Path, how: str, unbuilt: None) -> None:
+    DAMAGED[how](place)
     assert "model.safetensors is not a whole safetensors file" in refused(place)
 
 
-def test_a_whole_file_without_tensors_is_refused(place: Path, unbuilt: None) -> None:
+def test_a_safetensors_file_without_tensors_is_refused(place: Path, unbuilt: None) -> None:
     save_file({}, place / "model.safetensors")
     assert "the weights files hold 0 tensors" in refused(place)
 
@@ -432,7 +432,9 @@ def test_a_whole_file_without_tensors_is_refused(place: Path, unbuilt: None) -> 
 def test_a_missing_tensor_is_named(place: Path) -> None:
     reweighted(place, lambda tensors: tensors.pop("model.norm.weight"))
     assert "parameters; the files hold" in refused(place)
-    reweighted(place, lambda tensors: tensors.update(spare=torch.zeros(64)))  # so that the sum alone does not tell
+    reweighted(
+        place, lambda tensors: tensors.update(spare=torch.zeros(64))
+    )  # so that the number of elements is sufficient
     assert "nothing for 1 of its parameters (model.norm.weight)" in refused(place)
 
 
@@ -462,17 +464,17 @@ def test_a_tensor_of_another_shape_is_named(place: Path, unbuilt: None) -> None:
     ],
     ids=range(15),
 )
-def test_an_index_that_points_elsewhere_is_refused(place: Path, index: str, reason: str, unbuilt: None) -> None:
+def test_an_index_of_other_than_its_own_shards_is_refused(place: Path, index: str, reason: str, unbuilt: None) -> None:
     (place / "model.safetensors").rename(place.parent / "model.safetensors")
     (place / "model.safetensors.index.json").write_text(index)
     assert reason in refused(place)
 
 
-def test_the_file_that_is_checked_is_the_file_that_is_read(place: Path) -> None:
-    """With both a single file and an index, transformers reads the file; so that is the one to look at."""
+def test_a_single_file_beside_an_index_is_the_one_checked_and_read(place: Path) -> None:
+    """With both a single file and an index, transformers reads the single file."""
     (place / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../elsewhere.safetensors"}}')
     assert load(place).parameters > 0
-    SPOILT["half"](place)
+    DAMAGED["half"](place)
     assert "model.safetensors is not a whole" in refused(place)
 
 
@@ -484,15 +486,15 @@ def test_a_missing_shard_is_named(tmp_path: Path, unbuilt: None) -> None:
     assert f"the weights file {shards[1].name} is missing" in refused(tmp_path)
 
 
-def test_weights_that_are_not_numbers_are_refused_when_the_model_is_tried() -> None:
-    """Those of a network that was built elsewhere; those of a file are refused as they are loaded."""
+def test_nan_weights_of_a_given_network_are_refused_by_the_self_test() -> None:
+    """NaN in a file is refused while it is loaded."""
     network = ARCHS["llama"].build()
     torch.nn.init.constant_(network.get_parameter("model.norm.weight"), torch.nan)
     with pytest.raises(ModelRefused, match="its logits are not finite: the weights are damaged"):
         build_guest(network, backends())
 
 
-def test_weights_larger_than_the_machine_are_refused(place: Path, monkeypatch: Any, unbuilt: None) -> None:
+def test_weights_larger_than_memory_are_refused(place: Path, monkeypatch: Any, unbuilt: None) -> None:
     monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 3}[name])
     assert "this machine has 12288 bytes of memory in all" in refused(place)
 
@@ -500,7 +502,7 @@ def test_weights_larger_than_the_machine_are_refused(place: Path, monkeypatch: A
 # -- text -------------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_tokenizer_it_serves_ids(place: Path) -> None:
+def test_a_model_without_a_tokenizer_is_loaded(place: Path) -> None:
     for file in place.glob("tokenizer*"):
         file.unlink()
     loaded = load(place)
@@ -510,7 +512,7 @@ def test_without_a_tokenizer_it_serves_ids(place: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "{}", '{"model": {"type": "BPE"}}', "\0\0\0", '{"model": 5}'], ids=range(7)
 )
-def test_with_a_broken_tokenizer_it_serves_ids_and_says_why(place: Path, text: str) -> None:
+def test_a_model_with_a_broken_tokenizer_is_loaded_with_the_reason(place: Path, text: str) -> None:
     (place / "tokenizer.json").write_text(text)
     loaded = load(place)
     assert loaded.text is None
@@ -531,12 +533,12 @@ def test_a_tokenizer_of_a_gigabyte_is_not_read(place: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null"])
-def test_a_broken_generation_config_is_not_passed_over(place: Path, text: str, unbuilt: None) -> None:
+def test_an_invalid_generation_config_is_refused(place: Path, text: str, unbuilt: None) -> None:
     (place / "generation_config.json").write_text(text)
     assert "generation_config.json" in refused(place)
 
 
-def test_a_generation_config_of_a_gigabyte_is_not_read(place: Path, unbuilt: None) -> None:
+def test_a_generation_config_of_a_gigabyte_is_refused_unread(place: Path, unbuilt: None) -> None:
     sparse(place / "generation_config.json", 1 << 30)
     assert "generation_config.json has" in refused(place)
 
@@ -549,7 +551,7 @@ def test_a_generation_config_of_a_gigabyte_is_not_read(place: Path, unbuilt: Non
     ],
     ids=str,
 )  # fmt: skip
-def test_advice_that_makes_no_sense_is_refused(place: Path, fields: dict[str, Any]) -> None:
+def test_generation_fields_of_wrong_types_are_refused(place: Path, fields: dict[str, Any]) -> None:
     (place / "generation_config.json").write_text(json.dumps({"do_sample": True, **fields}))
     refused(place)
 
@@ -567,7 +569,7 @@ def test_advice_that_makes_no_sense_is_refused(place: Path, fields: dict[str, An
     ],
     ids=str,
 )
-def test_advice_is_followed_as_transformers_follows_it(
+def test_generation_fields_are_interpreted_as_in_transformers(
     place: Path, fields: dict[str, Any], defaults: dict[str, Any]
 ) -> None:
     (place / "generation_config.json").write_text(json.dumps(fields))
@@ -591,7 +593,7 @@ def test_advice_is_followed_as_transformers_follows_it(
     ],
     ids=str,
 )
-def test_advice_that_nobody_could_follow_is_refused_before_anything_is_built(
+def test_generation_values_out_of_range_are_refused_before_anything_is_built(
     place: Path, fields: dict[str, Any], name: str, unbuilt: None
 ) -> None:
     (place / "generation_config.json").write_text(json.dumps(fields))
@@ -603,14 +605,14 @@ def test_advice_that_nobody_could_follow_is_refused_before_anything_is_built(
 # -- where ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_device_that_is_not_there_is_refused_before_anything_is_built(place: Path, unbuilt: None) -> None:
+def test_an_absent_device_is_refused_before_anything_is_built(place: Path, unbuilt: None) -> None:
     assert f"torch sees {torch.cuda.device_count()} CUDA devices" in refused(place, device="cuda:99")
     with pytest.raises(BadRequest, match="there is no device 'banana'"):
         load(place, device="banana")
 
 
 @pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-def test_the_default_config_of_every_type_is_within_the_limits_on_sizes(model_type: str, tmp_path: Path) -> None:
+def test_the_default_config_of_every_type_is_within_the_size_limits(model_type: str, tmp_path: Path) -> None:
     with silence_transformers():
         try:
             config = CONFIG_MAPPING[model_type]()
@@ -621,7 +623,7 @@ def test_the_default_config_of_every_type_is_within_the_limits_on_sizes(model_ty
 
 
 @pytest.mark.parametrize("experts", [16_384, 1 << 17])
-def test_many_experts_that_are_rows_of_an_embedding_are_served(experts: int, tmp_path: Path) -> None:
+def test_experts_that_are_rows_of_an_embedding_may_be_many(experts: int, tmp_path: Path) -> None:
     place = tmp_path / "doge"
     with silence_transformers():
         ARCHS["doge"].build(num_experts=experts).save_pretrained(place)

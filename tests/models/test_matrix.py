@@ -1,4 +1,4 @@
-"""Whatever happens to sequences, each row's logits are those of a plain forward over that sequence's tokens alone."""
+"""After any operations on sequences, each row's logits equal a reference forward over its sequence's tokens alone."""
 
 import pytest
 import torch
@@ -11,56 +11,75 @@ from kvcellar.models.hf_logging import silence_transformers
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
 from tests.models.served import FLAT, SERVED, SOLO
-from tests.models.timeline import BOUND, CHUNK, MOST, Timeline, animal, play, read, relative, seed_of, small_memory
+from tests.models.timeline import (
+    BOUND,
+    CHUNK,
+    MOST,
+    Timeline,
+    guest_and_reference,
+    play,
+    read,
+    relative,
+    seed_of,
+    small_memory,
+)
 from tests.zoo import ARCHS, WINDOW, reference_logits
 from tests.zoo_test_support.sweep import NO_MODEL, of_type
 
-CLOSE = 1e-5  # what the same rows may differ by in another company, in float32
-OTHERS = ("llama", "gemma3n", "gpt-oss", "llama4", "deepseek-v3", "cohere2", "opt")  # for what need not be seen on all
+CLOSE = 1e-5  # tolerance for the same rows in another batch, in float32
+OTHERS = (
+    "llama",
+    "gemma3n",
+    "gpt-oss",
+    "llama4",
+    "deepseek-v3",
+    "cohere2",
+    "opt",
+)  # for what need not be tested on all
 
 OTHER_TYPES = sorted(
     set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(NO_MODEL) - {arch.model_type for arch in ARCHS.values()}
 )
-# In half precision, which of two nearly equal experts a router takes may differ from run to run.
+# Without routers: in half precision a near tie of two experts may fall either way.
 NO_EXPERTS = ("llama", "gemma3n", "gemma4-e2b", "vaultgemma", "granite-swa", "cohere2", "minicpm3", "opt", "bloom")
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_a_timeline_gives_the_logits_of_plain_forwards(name: str) -> None:
+def test_a_timeline_gives_the_logits_of_the_reference(name: str) -> None:
     assert play(name) <= BOUND
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SERVED)
-def test_many_timelines_give_the_logits_of_plain_forwards(name: str) -> None:
+def test_many_timelines_give_the_logits_of_the_reference(name: str) -> None:
     assert max(play(name, times) for times in range(1, 9)) <= BOUND
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", OTHER_TYPES)
-def test_every_other_causal_type_is_refused_or_gives_the_logits_of_plain_forwards(model_type: str) -> None:
+def test_every_other_causal_type_is_refused_or_gives_the_logits_of_the_reference(model_type: str) -> None:
     with silence_transformers():
-        model, judge = of_type(model_type), of_type(model_type)
+        model, reference = of_type(model_type), of_type(model_type)
     try:
         guest = build_guest(model, named("sdpa"))
     except ModelRefused as refusal:
         pytest.skip(str(refusal))
-    timeline = Timeline(guest, judge, seed_of(model_type))
+    timeline = Timeline(guest, reference, seed_of(model_type))
     timeline.play()
-    assert timeline.judged() <= BOUND
+    assert timeline.worst_difference() <= BOUND
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_timeline_by_the_reference_backend(name: str) -> None:
+def test_a_timeline_with_the_reference_backend(name: str) -> None:
     guest = build_guest(ARCHS[name].build(), named("reference"))
-    timeline = Timeline(guest, animal(name)[1], seed_of(name, 100))
+    timeline = Timeline(guest, guest_and_reference(name)[1], seed_of(name, 100))
     timeline.play()
-    assert timeline.judged() <= BOUND
+    assert timeline.worst_difference() <= BOUND
 
 
-def test_timelines_are_long_and_full_of_everything() -> None:
-    """The timelines above are worth something: they reach far, share, cut and refill."""
-    timeline = Timeline(*animal("gemma3"), seed_of("gemma3"))
+def test_timelines_are_long_and_cover_every_operation() -> None:
+    """Timelines exceed windows, share cells, cut and refill."""
+    timeline = Timeline(*guest_and_reference("gemma3"), seed_of("gemma3"))
     timeline.play()
     lengths = [len(text) for text in timeline.seen]
     rows = sum(len(seen) for seen in timeline.seen.values())
@@ -72,33 +91,33 @@ def test_timelines_are_long_and_full_of_everything() -> None:
 
 
 @pytest.mark.parametrize("name", FLAT)
-def test_the_rest_of_the_step_changes_nothing(name: str) -> None:
-    guest, _ = animal(name)
+def test_logits_do_not_depend_on_other_sequences_of_the_step(name: str) -> None:
+    guest, _ = guest_and_reference(name)
     draw = torch.Generator().manual_seed(1)
     first, second, other = (torch.randint(3, 101, (n,), generator=draw).tolist() for n in (11, 1, 15))
     alone = small_memory(guest, 64)
     apart = [read(guest, alone, (1, text))[0] for text in (first, second)]
-    company = small_memory(guest, 64)
-    read(guest, company, (7, other[:9]))
+    batched = small_memory(guest, 64)
+    read(guest, batched, (7, other[:9]))
     beside = [
-        read(guest, company, (3, other[:5]), (1, first), (7, [other[9]]))[1],
-        read(guest, company, (7, other[10:]), (1, second))[1],
+        read(guest, batched, (3, other[:5]), (1, first), (7, [other[9]]))[1],
+        read(guest, batched, (7, other[10:]), (1, second))[1],
     ]
     assert all(relative(a, b) <= CLOSE for a, b in zip(apart, beside, strict=True))
 
 
 @pytest.mark.parametrize("name", [*OTHERS, "mistral", "gemma4-e2b", "bloom", "doge"])
-def test_reading_token_by_token_from_the_first(name: str) -> None:
-    guest, judge = animal(name)
+def test_token_by_token_prefill_gives_the_logits_of_the_reference(name: str) -> None:
+    guest, reference = guest_and_reference(name)
     tokens = torch.randint(3, 101, (MOST,), generator=torch.Generator().manual_seed(2)).tolist()
     memory = small_memory(guest, MOST, sequences=1)
-    seen = torch.cat([read(guest, memory, (1, [token]))[0] for token in tokens])
-    assert relative(seen, reference_logits(judge, tokens)) <= BOUND
+    logits = torch.cat([read(guest, memory, (1, [token]))[0] for token in tokens])
+    assert relative(logits, reference_logits(reference, tokens)) <= BOUND
 
 
 @pytest.mark.parametrize("name", [*OTHERS, *SOLO])
-def test_only_the_rows_that_are_wanted_are_answered_in_their_order(name: str) -> None:
-    guest, _ = animal(name)
+def test_only_wanted_rows_are_returned_in_their_order(name: str) -> None:
+    guest, _ = guest_and_reference(name)
     tokens = torch.randint(3, 101, (9,), generator=torch.Generator().manual_seed(3)).tolist()
     memory = small_memory(guest, 64)
     (everything,) = read(guest, memory, (1, tokens))
@@ -114,7 +133,7 @@ def test_only_the_rows_that_are_wanted_are_answered_in_their_order(name: str) ->
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", NO_EXPERTS)
-def test_half_precision_is_no_further_from_the_truth_than_the_models_own(name: str, dtype: torch.dtype) -> None:
+def test_half_precision_is_as_close_to_float32_as_the_models_own_forward(name: str, dtype: torch.dtype) -> None:
     truth, own = ARCHS[name].build(), ARCHS[name].build().to(dtype)
     guest = build_guest(ARCHS[name].build().to(dtype), named("sdpa"))
     assert guest.memory({group.name: 1 for group in guest.shape.groups}).dtype == dtype

@@ -1,5 +1,5 @@
-"""Recurrent layers of real architectures: wherever a text was cut, kept in part, forked or taken up again, what comes
-next is what a plain forward over all of its tokens says. And whoever forgets one thing that makes it so is found out.
+"""Recurrent layers of real architectures: after splits, partial commits, forks and resuming, logits equal a reference
+forward over all tokens of the sequence; and each mutation that breaks this is detected.
 """
 
 import inspect
@@ -38,15 +38,15 @@ from kvcellar.models.shared_weights import sharing_weights
 from kvcellar.plan import Batch, Feed, Run, StateSegment
 from kvcellar.spans import Span
 from tests.laws.prefixes import Made
-from tests.models.timeline import BOUND, animal, relative
+from tests.models.timeline import BOUND, guest_and_reference, relative
 from tests.zoo import ARCHS, RECURRENT, reference_logits
 
 FAR = 10 * BOUND
-# Convolutions; delta rules; a scan of Mamba's first kind, beside attention and with several heads; of its second kind.
+# Convolutions; delta rules; Mamba's scan beside attention and with several heads; Mamba-2's scan.
 FEW = ("lfm2", "qwen3.5", "jamba", "zamba", "mamba2")
 SOLO = ("inkling",)
 EVERY = [pytest.param(name, marks=[] if name in FEW else [pytest.mark.slow]) for name in RECURRENT if name not in SOLO]
-# Of the rest, whose window or chunk hides what lies before it, one cannot go back to every point.
+# Those without windows: with a window one cannot resume at every checkpoint.
 WHOLE = [param for param in EVERY if "sliding" not in ARCHS[param.values[0]].kinds]
 
 
@@ -55,11 +55,11 @@ def text(length: int, seed: int) -> list[int]:
     return [draw.randrange(3, 101) for _ in range(length)]
 
 
-class Told:
-    """A guest's memory with NaN in every row, what each sequence has read, and how far its logits were ever off."""
+class Driver:
+    """A guest's memory with NaN in every row, the text of each sequence, and the largest difference of logits."""
 
-    def __init__(self, guest: Guest, judge: PreTrainedModel, *, rows: int = 60) -> None:
-        self.guest, self.judge = guest, judge
+    def __init__(self, guest: Guest, reference: PreTrainedModel, *, rows: int = 60) -> None:
+        self.guest, self.reference = guest, reference
         self.memory = guest.memory({g.name: 2000 for g in guest.shape.groups}, rows=rows)
         for planes in self.memory._states._planes.values():
             for plane in planes.values():
@@ -67,16 +67,16 @@ class Told:
         self.texts: dict[int, list[int]] = {}
         self.worst = 0.0
 
-    def feed(self, new: Mapping[int, Sequence[int]], *, judged: bool = True, **feed: bool) -> None:
-        """In one step, which stays open."""
+    def feed(self, new: Mapping[int, Sequence[int]], *, compared: bool = True, **feed: bool) -> None:
+        """Run one step, which stays open."""
         starts = {seq: self.memory.length(seq) for seq in new}
         feeds = tuple(Feed(seq, Span(starts[seq], starts[seq] + len(ids)), **feed) for seq, ids in new.items())
         plan = self.memory.begin(Batch(feeds))
         ids = torch.tensor([token for ids in new.values() for token in ids])
         logits = self.guest.forward(self.memory, plan, ids, torch.arange(len(ids))).float()
         for (seq, ids), rows in zip(new.items(), logits.split([len(ids) for ids in new.values()]), strict=True):
-            if judged:
-                wanted = reference_logits(self.judge, [*self.texts.get(seq, ()), *ids])[-len(ids) :]
+            if compared:
+                wanted = reference_logits(self.reference, [*self.texts.get(seq, ()), *ids])[-len(ids) :]
                 gap = relative(rows, wanted)
                 self.worst = max(self.worst, gap if gap == gap else float("inf"))
 
@@ -85,11 +85,11 @@ class Told:
         new: Mapping[int, Sequence[int]],
         accepted: Mapping[int, int] | None = None,
         *,
-        judged: bool = True,
+        compared: bool = True,
         **feed: bool,
     ) -> None:
         for part in [new] if self.guest.mode == "flat" else [{seq: ids} for seq, ids in new.items()]:
-            self.feed(part, judged=judged, **feed)
+            self.feed(part, compared=compared, **feed)
             kept = {seq: n for seq, n in (accepted or {}).items() if seq in part}
             self.memory.commit(kept)
             self.memory.check()
@@ -103,78 +103,78 @@ class Told:
         return kept
 
 
-def cuts(guest: Guest, judge: PreTrainedModel) -> float:
-    """A text cut in two at every place, all beside each other, and one read token by token."""
-    whole, told = text(11, seed=1), Told(guest, judge)
-    told.read({cut: whole[:cut] for cut in range(1, 11)})
-    told.read({cut: whole[cut:] for cut in reversed(range(1, 11))})
+def cuts(guest: Guest, reference: PreTrainedModel) -> float:
+    """A text split in two at every position, all in one batch, and one fed token by token."""
+    whole, driver = text(11, seed=1), Driver(guest, reference)
+    driver.read({cut: whole[:cut] for cut in range(1, 11)})
+    driver.read({cut: whole[cut:] for cut in reversed(range(1, 11))})
     for token in whole[:4]:
-        told.read({0: [token]})
-    told.read({0: whole[4:5], 1: [5], 2: [6]})
-    told.read({11: whole, 0: whole[5:]})
-    return told.worst
+        driver.read({0: [token]})
+    driver.read({0: whole[4:5], 1: [5], 2: [6]})
+    driver.read({11: whole, 0: whole[5:]})
+    return driver.worst
 
 
-def parts(guest: Guest, judge: PreTrainedModel) -> float:
-    """Of feeds of 4, 3 and 1 tokens, begun at different places, every part is kept; then they go on otherwise."""
-    told, draw = Told(guest, judge), count(10)
-    told.read({seq: text(1 + seq % 3, next(draw)) for seq in range(9) if seq != 4})
+def parts(guest: Guest, reference: PreTrainedModel) -> float:
+    """Every part of feeds of 4, 3 and 1 tokens, at different positions, is committed; then other tokens follow."""
+    driver, draw = Driver(guest, reference), count(10)
+    driver.read({seq: text(1 + seq % 3, next(draw)) for seq in range(9) if seq != 4})
     fed = {**dict.fromkeys(range(5), 4), **dict.fromkeys(range(5, 9), 3), 9: 1, 10: 1}
     kept = {0: 2, 1: 0, 2: 4, 3: 1, 4: 3, 5: 3, 6: 0, 7: 1, 8: 2, 9: 0, 10: 1}
-    told.read({seq: text(n, next(draw)) for seq, n in fed.items()}, kept, revertible=True)
-    told.read({seq: text(1 + (seq == 3), next(draw)) for seq in reversed(range(11))})
-    return told.worst
+    driver.read({seq: text(n, next(draw)) for seq, n in fed.items()}, kept, revertible=True)
+    driver.read({seq: text(1 + (seq == 3), next(draw)) for seq in reversed(range(11))})
+    return driver.worst
 
 
-def points(guest: Guest, judge: PreTrainedModel) -> float:
-    """States are captured on the way; forked and rewound there and in between, texts are read again and go on."""
-    whole, told, draw = text(16, seed=2), Told(guest, judge, rows=24), count(40)
+def points(guest: Guest, reference: PreTrainedModel) -> float:
+    """Forks and rewinds to checkpoints and to positions between them, then other tokens follow."""
+    whole, driver, draw = text(16, seed=2), Driver(guest, reference, rows=24), count(40)
     for start, end in ((0, 3), (3, 4), (4, 9), (9, 16)):
-        told.read({0: whole[start:end]}, capture=True)
+        driver.read({0: whole[start:end]}, capture=True)
     for pos in range(17):
-        kept = told.memory.can_cut(0, pos)
+        kept = driver.memory.can_cut(0, pos)
         assert kept == max(point for point in (0, 3, 4, 9, 16) if point <= pos)
-        assert told.fork(0, 100 + pos, pos) == kept
-    told.read({0: text(1, next(draw))})
-    told.read({0: text(2, next(draw))})
-    assert told.memory.rows.points(0) == (3, 4, 9, 16, 19)
-    odd = {100 + pos: [*whole[len(told.texts[100 + pos]) : pos], next(draw)] for pos in range(1, 17, 3)}
-    told.read(odd)
+        assert driver.fork(0, 100 + pos, pos) == kept
+    driver.read({0: text(1, next(draw))})
+    driver.read({0: text(2, next(draw))})
+    assert driver.memory.rows.points(0) == (3, 4, 9, 16, 19)
+    odd = {100 + pos: [*whole[len(driver.texts[100 + pos]) : pos], next(draw)] for pos in range(1, 17, 3)}
+    driver.read(odd)
     for pos in (10, 7, 3):
-        kept = told.memory.can_cut(0, pos)
-        assert told.memory.remove(0, Span(kept, told.memory.length(0))) == kept == {10: 9, 7: 4, 3: 3}[pos]
-        told.texts[0] = told.texts[0][:kept]
-        told.read({0: [*whole[kept:pos], next(draw)], 116 - pos: text(2, next(draw))})
-    return told.worst
+        kept = driver.memory.can_cut(0, pos)
+        assert driver.memory.remove(0, Span(kept, driver.memory.length(0))) == kept == {10: 9, 7: 4, 3: 3}[pos]
+        driver.texts[0] = driver.texts[0][:kept]
+        driver.read({0: [*whole[kept:pos], next(draw)], 116 - pos: text(2, next(draw))})
+    return driver.worst
 
 
 # -- what holds -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_prompt_may_be_cut_anywhere(name: str) -> None:
-    assert cuts(*animal(name)) <= BOUND
+def test_a_prompt_can_be_split_anywhere(name: str) -> None:
+    assert cuts(*guest_and_reference(name)) <= BOUND
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_every_part_of_a_feed_can_be_kept(name: str) -> None:
-    assert parts(*animal(name)) <= BOUND
+def test_every_part_of_a_feed_can_be_committed(name: str) -> None:
+    assert parts(*guest_and_reference(name)) <= BOUND
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_one_can_go_on_from_every_captured_state(name: str) -> None:
-    assert points(*animal(name)) <= BOUND
+def test_decoding_can_resume_at_every_checkpoint(name: str) -> None:
+    assert points(*guest_and_reference(name)) <= BOUND
 
 
 @pytest.mark.parametrize("name", SOLO)
-def test_a_model_that_runs_solo_keeps_parts_of_its_convolutions(name: str) -> None:
-    assert animal(name)[0].mode == "solo"
-    told = Told(*animal(name))
+def test_a_solo_model_with_convolutions_commits_parts_of_feeds(name: str) -> None:
+    assert guest_and_reference(name)[0].mode == "solo"
+    driver = Driver(*guest_and_reference(name))
     for n in range(5):
-        told.read({n: text(6, seed=n)})
-        told.read({n: text(4, seed=9)}, {n: n}, revertible=True)
-        told.read({n: text(2, seed=8)})
-    assert told.worst <= BOUND
+        driver.read({n: text(6, seed=n)})
+        driver.read({n: text(4, seed=9)}, {n: n}, revertible=True)
+        driver.read({n: text(2, seed=8)})
+    assert driver.worst <= BOUND
 
 
 # -- the scan ---------------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def drawn(batch: int, channels: int, states: int, length: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("length", [1, 2, 7])
-def test_a_scan_goes_on_from_its_state(length: int) -> None:
+def test_a_scan_continues_from_its_initial_state(length: int) -> None:
     u, delta, A, B, C, D, z, bias = drawn(2, 3, 4, length)
     state = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
     y, last = selective_scan(u, delta, A, B, C, D, z, bias, True, True, state)
@@ -218,7 +218,7 @@ def test_a_scan_goes_on_from_its_state(length: int) -> None:
 
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("theirs", [modeling_mamba, modeling_zamba], ids=lambda module: module.__name__[-5:])
-def test_from_zero_it_is_transformers_own(theirs: ModuleType, plain: bool) -> None:
+def test_a_scan_from_zero_equals_that_of_transformers(theirs: ModuleType, plain: bool) -> None:
     u, delta, A, B, C, D, z, bias = drawn(2, 3, 4, 9)
     if plain:
         delta = delta.abs()
@@ -229,8 +229,8 @@ def test_from_zero_it_is_transformers_own(theirs: ModuleType, plain: bool) -> No
     torch.testing.assert_close(selective_scan(u, delta, A, B, C, **more), own[0], atol=1e-5, rtol=1e-5)
 
 
-def test_a_scan_in_half_precision_keeps_its_sums_in_float32() -> None:
-    """A thousand small steps are lost beside a large sum, had it 8 bits."""
+def test_a_scan_in_half_precision_sums_in_float32() -> None:
+    """Small terms would be lost beside a large sum of 8 significant bits."""
     u, delta, A, B, C, D, z, bias = (x.bfloat16() for x in drawn(1, 2, 3, 400))
     A, B, u = torch.full_like(A, -1e-4), torch.ones_like(B), torch.ones_like(u)
     state = torch.full((1, 2, 3), 50.0)
@@ -242,7 +242,7 @@ def test_a_scan_in_half_precision_keeps_its_sums_in_float32() -> None:
 
 
 def call_of(name: str, theirs: Callable[..., Any], arguments: dict[str, Any]) -> Call:
-    """As a mixer makes it. All arguments are there, by name."""
+    """As a mixer makes it, with every argument by name."""
     kind = SCANS[name]
     bound = inspect.signature(kind.ours or theirs).bind(**arguments)
     bound.apply_defaults()
@@ -250,7 +250,7 @@ def call_of(name: str, theirs: Callable[..., Any], arguments: dict[str, Any]) ->
 
 
 def drawn_calls() -> Iterator[tuple[str, Call]]:
-    """Scans of 4 sequences of 6 tokens, of every kind and with whatever changes what they reckon."""
+    """Scans of 4 sequences of 6 tokens, of every kind and with every option that changes the result."""
     generator = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> Tensor:
@@ -306,7 +306,7 @@ ALL_TOKENS = {"hidden_states", "dt", "B", "C", "z", "query", "key", "value", "g"
 
 
 @pytest.mark.parametrize("kind", CALLS)
-def test_a_state_after_some_tokens_is_what_the_scan_of_these_alone_leaves(kind: str) -> None:
+def test_the_state_after_some_tokens_equals_that_of_a_scan_over_these_alone(kind: str) -> None:
     call = CALLS[kind]
     indices, counts = [3, 0, 2], [6, 2, 1]
     before = call.arguments[call.scan.state]
@@ -323,13 +323,13 @@ def test_a_state_after_some_tokens_is_what_the_scan_of_these_alone_leaves(kind: 
 
 
 @pytest.mark.parametrize("kind", CALLS)
-def test_a_short_scan_is_what_the_whole_chunks_of_transformers_give(kind: str) -> None:
+def test_a_short_scan_equals_one_in_whole_chunks(kind: str) -> None:
     call = CALLS[kind]
     torch.testing.assert_close(call.made(), call.function(**call.arguments), atol=1e-5, rtol=1e-5)
 
 
 class _Held:
-    """A memory that remembers one state."""
+    """A memory of one state."""
 
     def __init__(self, state: Tensor) -> None:
         self._state = state
@@ -338,7 +338,7 @@ class _Held:
         return {scan.recurrent(0): self._state}
 
 
-def test_heads_are_scanned_in_order_from_their_own_states() -> None:
+def test_each_head_is_scanned_from_its_own_state() -> None:
     u, delta, A, B, C, *_ = drawn(2, 3, 4, 5)
     state = torch.randn(2, 3, 3, 4, generator=torch.Generator().manual_seed(0))
     turn = StateView(cast(Memory, _Held(state)), [], 5)
@@ -347,7 +347,7 @@ def test_heads_are_scanned_in_order_from_their_own_states() -> None:
         given = {"hidden_states": u, "dt": delta.abs(), "A": A, "B": B, "C": C, "return_last_state": True}
         call = Call(SCANS["mamba_selective_scan"], selective_scan, given)
         _, last = turn.scan(0, call)
-        unbiased = torch.expm1(delta.abs().double()).log()  # what softplus makes delta of
+        unbiased = torch.expm1(delta.abs().double()).log()  # the inverse of softplus
         _, wanted = obvious(u, unbiased, A, B, C, zero, none, zero, state[:, head])
         torch.testing.assert_close(last.double(), wanted, atol=1e-5, rtol=1e-5)
     with pytest.raises(ModelRefused, match="scans more often than it has states"):
@@ -359,7 +359,7 @@ def test_heads_are_scanned_in_order_from_their_own_states() -> None:
 
 @contextmanager
 def counted(modules: Sequence[nn.Module]) -> Iterator[dict[nn.Module, int]]:
-    """How often each module within these is called."""
+    """The number of calls of each module within these."""
     calls: dict[nn.Module, int] = {}
 
     def called(module: nn.Module, *_: object) -> None:
@@ -374,30 +374,30 @@ def counted(modules: Sequence[nn.Module]) -> Iterator[dict[nn.Module, int]]:
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_one_can_resume_at_every_checkpoint_inside_a_feed(name: str) -> None:
-    guest, judge = animal(name)
-    told, whole = Told(guest, judge), text(11, seed=3)
+def test_decoding_can_resume_at_every_checkpoint_inside_a_feed(name: str) -> None:
+    guest, reference = guest_and_reference(name)
+    driver, whole = Driver(guest, reference), text(11, seed=3)
     batch = Batch((Feed(0, Span(0, 9), checkpoints=(2, 5, 6, 9)),))
-    plan = told.memory.begin(batch)
-    guest.forward(told.memory, plan, torch.tensor(whole[:9]), torch.tensor([8]))
-    claim = told.memory.commit()[0]
-    told.memory.drop(0)
+    plan = driver.memory.begin(batch)
+    guest.forward(driver.memory, plan, torch.tensor(whole[:9]), torch.tensor([8]))
+    claim = driver.memory.commit()[0]
+    driver.memory.drop(0)
     for pos in (2, 5, 6, 9):
-        told.memory.claims.assemble(pos, [claim], pos)
-        told.texts[pos] = whole[:pos]
-    told.read({pos: whole[pos:] for pos in (2, 5, 6, 9)})
-    assert told.worst <= BOUND
+        driver.memory.claims.assemble(pos, [claim], pos)
+        driver.texts[pos] = whole[:pos]
+    driver.read({pos: whole[pos:] for pos in (2, 5, 6, 9)})
+    assert driver.worst <= BOUND
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_a_mixer_runs_once_for_each_length_there_is(name: str) -> None:
-    guest, judge = animal(name)
-    told = Told(guest, judge)
+def test_a_mixer_runs_once_per_distinct_length(name: str) -> None:
+    guest, reference = guest_and_reference(name)
+    driver = Driver(guest, reference)
     runs: list[dict[nn.Module, int]] = []
     for sizes in ((2,), (2,) * 5, (1,), (1,) * 6, (1, 2, 1, 3, 2, 1)):
         with counted(guest.shape.mixers) as calls:
-            told.feed({seq: text(n, seed=seq) for seq, n in enumerate(sizes)}, judged=False)
-        told.memory.abandon()
+            driver.feed({seq: text(n, seed=seq) for seq, n in enumerate(sizes)}, compared=False)
+        driver.memory.abandon()
         runs.append(dict(calls))
     alone, equal, token, decoding, mixed = runs
     assert guest.shape.mixers
@@ -406,10 +406,10 @@ def test_a_mixer_runs_once_for_each_length_there_is(name: str) -> None:
     assert sum(mixed.values()) == 2 * sum(alone.values()) + sum(token.values())
 
 
-def test_the_rows_of_equal_feeds_are_looked_up_once_for_all_mixers() -> None:
-    """And what a mixer answers comes back to the rows that asked."""
+def test_row_indices_of_equal_feeds_are_computed_once_per_step() -> None:
+    """And its outputs are returned to their rows."""
     segments = [StateSegment(0, 0, 2, 0, 1), StateSegment(1, 2, 1, 0, 2), StateSegment(2, 3, 2, 0, 3)]
-    mixing = Mixing(Told(*animal("lfm2")).memory, segments, 5, opened=nullcontext)
+    mixing = Mixing(Driver(*guest_and_reference("lfm2")).memory, segments, 5, opened=nullcontext)
     hidden, shapes = torch.arange(10.0).reshape(1, 5, 2), []
 
     def mixer(x: Tensor, scale: int) -> tuple[Tensor, None]:
@@ -425,19 +425,19 @@ def test_the_rows_of_equal_feeds_are_looked_up_once_for_all_mixers() -> None:
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_nothing_of_a_mixer_but_its_scan_is_computed_again_for_a_part(name: str) -> None:
-    """And what a convolution remembers of a part is cut from its inputs."""
-    guest, judge = animal(name)
-    told = Told(guest, judge)
-    told.feed({0: text(4, 1), 1: text(4, 2), 2: text(4, 3)}, judged=False, revertible=True)
+def test_a_partial_commit_recomputes_only_the_scan(name: str) -> None:
+    """And the state of a convolution is cut from its inputs."""
+    guest, reference = guest_and_reference(name)
+    driver = Driver(guest, reference)
+    driver.feed({0: text(4, 1), 1: text(4, 2), 2: text(4, 3)}, compared=False, revertible=True)
     with counted(guest.shape.mixers) as calls:
-        told.memory.commit({0: 2, 1: 2})
+        driver.memory.commit({0: 2, 1: 2})
     assert not calls
 
 
 @pytest.mark.parametrize("name", RECURRENT)
-def test_a_step_of_which_a_part_is_kept_takes_no_more_memory_than_reserving_it_tells(name: str) -> None:
-    guest, _ = animal(name)
+def test_a_partial_commit_takes_no_more_memory_than_its_reservation(name: str) -> None:
+    guest, _ = guest_and_reference(name)
     if guest.mode == "solo":
         pytest.skip("a model that runs solo gets one sequence a forward, and cannot keep a part of sums")
     memory = guest.memory({group.name: 40 for group in guest.shape.groups}, rows=12)
@@ -455,7 +455,7 @@ def test_a_step_of_which_a_part_is_kept_takes_no_more_memory_than_reserving_it_t
             memory.drop(seq)
         return meter.bytes
 
-    taken(reserve=True)  # what is made once
+    taken(reserve=True)  # allocated once
     assert taken(reserve=False) <= taken(reserve=True)
 
 
@@ -463,9 +463,9 @@ def test_a_step_of_which_a_part_is_kept_takes_no_more_memory_than_reserving_it_t
 
 
 def own_answers(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """The logits of its own forward, and of a few tokens that it generates with its own cache.
+    """Logits of its own forward, and of a few tokens generated with its own cache.
 
-    Without gradients before as afterwards: torch multiplies otherwise where it keeps a graph in mind.
+    Without gradients before as afterwards: torch selects other kernels where it records a graph.
     """
     model.requires_grad_(False)
     if model._can_set_attn_implementation():
@@ -487,7 +487,7 @@ def own_answers(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "jamba", "mamba"])
-def test_outside_of_our_forwards_a_model_is_what_it_was(name: str) -> None:
+def test_outside_of_guest_forwards_a_model_behaves_as_before(name: str) -> None:
     model = ARCHS[name].build()
     before = own_answers(model)
     guest = build_guest(model, backends())
@@ -497,9 +497,9 @@ def test_outside_of_our_forwards_a_model_is_what_it_was(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "mamba", "lfm2"])
-def test_two_guests_on_the_same_weights_do_not_disturb_each_other(name: str) -> None:
-    model, judge = ARCHS[name].build(), animal(name)[1]
-    one, other = (Told(build_guest(sharing_weights(model), backends()), judge) for _ in range(2))
+def test_two_guests_on_the_same_weights_are_independent(name: str) -> None:
+    model, reference = ARCHS[name].build(), guest_and_reference(name)[1]
+    one, other = (Driver(build_guest(sharing_weights(model), backends()), reference) for _ in range(2))
     one.read({0: text(5, 1), 1: text(3, 2)})
     other.read({0: text(3, 3)})
     one.feed({0: text(3, 4), 1: text(3, 5)}, revertible=True)
@@ -507,13 +507,13 @@ def test_two_guests_on_the_same_weights_do_not_disturb_each_other(name: str) -> 
     one.memory.commit({0: 1, 1: 2})
     one.texts[0] += text(3, 4)[:1]
     one.texts[1] += text(3, 5)[:2]
-    for told in (one, other):
-        told.read({0: text(2, 8), 1: text(1, 9)})
-        assert told.worst <= BOUND
+    for driver in (one, other):
+        driver.read({0: text(2, 8), 1: text(1, 9)})
+        assert driver.worst <= BOUND
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "mamba", "mamba2"])
-def test_sums_have_32_bits_in_a_model_of_16(name: str) -> None:
+def test_recurrent_sums_are_float32_in_a_bfloat16_model(name: str) -> None:
     guest = build_guest(ARCHS[name].build().to(torch.bfloat16), backends())
     assert guest.shape.recurrent is not None
     memory = guest.memory({g.name: 64 for g in guest.shape.groups}, rows=2)
@@ -529,34 +529,34 @@ def test_sums_have_32_bits_in_a_model_of_16(name: str) -> None:
         memory._states.read(layer, [StateSegment(0, 0, 1, memory._states.rows._tracks[0].row, 0)])["recurrent 0"]
         for layer in guest.shape.recurrent.layers
     ]
-    assert any((x != x.bfloat16().float()).any() for x in sums), "and they are used"
+    assert any((x != x.bfloat16().float()).any() for x in sums), "the additional bits are used"
 
 
-def test_a_solo_model_with_sums_keeps_all_of_a_feed_or_nothing() -> None:
-    judge = animal("qwen3.5")[1]
+def test_a_solo_model_with_recurrent_sums_commits_all_of_a_feed_or_nothing() -> None:
+    reference = guest_and_reference("qwen3.5")[1]
     model = ARCHS["qwen3.5"].build()
-    told = Told(guest_building._solo(model, backends(), "to see how it would be"), judge)
-    told.read({0: text(5, 1)})
+    driver = Driver(guest_building._solo(model, backends(), "forced by the test"), reference)
+    driver.read({0: text(5, 1)})
     for accepted in (3, 0):
-        told.feed({0: text(3, 2)}, judged=False, revertible=True)
+        driver.feed({0: text(3, 2)}, compared=False, revertible=True)
         for n in (1, 2):
             with pytest.raises(NotSupported, match=r"a part of the tokens cannot be kept.*runs solo"):
-                told.memory.commit({0: n})
-            told.memory.check()
-        told.memory.commit({0: accepted})
-        told.texts[0] += text(3, 2)[:accepted]
-        told.read({0: text(1, 3)})
-    assert told.worst <= BOUND
+                driver.memory.commit({0: n})
+            driver.memory.check()
+        driver.memory.commit({0: accepted})
+        driver.texts[0] += text(3, 2)[:accepted]
+        driver.read({0: text(1, 3)})
+    assert driver.worst <= BOUND
 
 
-# -- whoever forgets something is found out ---------------------------------------------------------------------------
+# -- mutations --------------------------------------------------------------------------------------------------------
 
 
 def a_fork_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Rows.fork
+    original = Rows.fork
 
     def fork(self: Rows, src: int, dst: int, kept: int) -> None:
-        honest(self, src, dst, kept)
+        original(self, src, dst, kept)
         if row := self._tracks[dst].row:
             self._rows[row].own -= 1
             self._rows[row].captors.clear()
@@ -565,10 +565,10 @@ def a_fork_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def steps_write_where_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = States.write
+    original = States.write
 
     def write(self: States, layer: int, segments: Sequence[StateSegment], planes: Any, at: Any = None) -> None:
-        honest(self, layer, segments, planes, at)
+        original(self, layer, segments, planes, at)
         for i, segment in enumerate(segments):
             for name, plane in self._planes[layer].items():
                 if segment.read:
@@ -582,20 +582,20 @@ def parts_are_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def convolutions_are_cut_one_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = StateView._at
+    original = StateView._at
 
     def at(self: StateView, layer: int, again: Any) -> Any:
-        rightly = honest(self, layer, again)
+        rightly = original(self, layer, again)
         return lambda indices, counts: rightly(indices, [count - 1 for count in counts])
 
     monkeypatch.setattr(StateView, "_at", at)
 
 
 def convolutions_remember_one_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = StateView.shift_in
+    original = StateView.shift_in
 
     def shift_in(self: StateView, new: Tensor, layer: int, name: str) -> Tensor:
-        longer = honest(self, new, layer, name)
+        longer = original(self, new, layer, name)
         self._states[layer][name] = longer[..., -self._states[layer][name].shape[-1] - 1 : -1]
         return longer
 
@@ -603,11 +603,11 @@ def convolutions_remember_one_less(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def captures_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The row of a captured state is given away once its sequence goes on."""
-    honest = Rows._capture
+    """The row of a checkpoint is freed once its sequence continues."""
+    original = Rows._capture
 
     def capture(self: Rows, track: Track, pos: int, row: int) -> None:
-        honest(self, track, pos, row)
+        original(self, track, pos, row)
         if row:
             self._rows[row].captors.clear()
 
@@ -615,10 +615,10 @@ def captures_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def nothing_is_not_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = States.__init__
+    original = States.__init__
 
     def init(self: States, *args: Any, **kwargs: Any) -> None:
-        honest(self, *args, **kwargs)
+        original(self, *args, **kwargs)
         for planes in self._planes.values():
             for plane in planes.values():
                 plane[0] = 1
@@ -628,38 +628,38 @@ def nothing_is_not_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def groups_are_out_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = StateView.__init__
+    original = StateView.__init__
 
     def init(self: StateView, memory: Memory, segments: Sequence[StateSegment], length: int, **more: Any) -> None:
-        honest(self, memory, segments[::-1], length, **more)
+        original(self, memory, segments[::-1], length, **more)
 
     monkeypatch.setattr(StateView, "__init__", init)
 
 
 def scans_begin_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = StateView.scan
+    original = StateView.scan
 
     def from_zero(self: StateView, layer: int, call: Call) -> Any:
         if call.scan.ours is None:
-            return honest(self, layer, call)
+            return original(self, layer, call)
         ours = call.function
-        return honest(self, layer, replace(call, function=lambda **given: ours(**given | {call.scan.state: None})))
+        return original(self, layer, replace(call, function=lambda **given: ours(**given | {call.scan.state: None})))
 
     monkeypatch.setattr(StateView, "scan", from_zero)
 
 
 def parts_are_of_other_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Call.after
+    original = Call.after
     monkeypatch.setattr(
-        Call, "after", lambda self, before, indices, counts: honest(self, before, list(range(len(indices))), counts)
+        Call, "after", lambda self, before, indices, counts: original(self, before, list(range(len(indices))), counts)
     )
 
 
 def parts_begin_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Call.after
+    original = Call.after
 
     def after(self: Call, before: Tensor, indices: Sequence[int], counts: Sequence[int]) -> Tensor:
-        return honest(self, torch.zeros_like(before), indices, counts)
+        return original(self, torch.zeros_like(before), indices, counts)
 
     monkeypatch.setattr(Call, "after", after)
 
@@ -681,7 +681,7 @@ MUTATIONS: list[tuple[str, Callable[[pytest.MonkeyPatch], None], Scenario]] = [
     ("qwen3.5", parts_begin_at_zero, parts),
     ("mamba2", parts_begin_at_zero, parts),
 ]
-SEEN_AT_ADOPTION = [
+SEEN_BY_SELF_TEST = [
     ("lfm2", steps_write_where_they_read),
     ("lfm2", convolutions_remember_one_less),
     ("lfm2", nothing_is_not_zero),
@@ -691,28 +691,28 @@ SEEN_AT_ADOPTION = [
 
 
 @pytest.mark.parametrize(("name", "mutate", "scenario"), MUTATIONS)
-def test_who_forgets_a_part_of_it_is_found_out(
+def test_scenarios_detect_wrong_states(
     name: str, mutate: Callable[[pytest.MonkeyPatch], None], scenario: Scenario, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its logits, or because a row is gone when it is needed: what checks itself is not asked."""
-    guest, judge = animal(name)
+    """By logits, or by a missing row; `Memory.check` is disabled."""
+    guest, reference = guest_and_reference(name)
     monkeypatch.setattr(Memory, "check", lambda self: None)
     mutate(monkeypatch)
     try:
-        gap = scenario(guest, judge)
+        gap = scenario(guest, reference)
     except KeyError:
         gap = float("inf")
     assert gap > FAR
 
 
-@pytest.mark.parametrize(("name", "mutate"), SEEN_AT_ADOPTION)
-def test_the_self_test_finds_it_out_too_and_does_not_serve_flat(
+@pytest.mark.parametrize(("name", "mutate"), SEEN_BY_SELF_TEST)
+def test_the_self_test_prevents_flat(
     name: str, mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch)
     try:
         guest = build_guest(ARCHS[name].build(), backends())
-    except ModelRefused as refusal:  # the mutation reaches the solo way as well
+    except ModelRefused as refusal:  # the mutation affects solo as well
         why = str(refusal)
     else:
         assert guest.mode == "solo"
@@ -724,9 +724,9 @@ def test_the_self_test_finds_it_out_too_and_does_not_serve_flat(
 
 
 def recurrences_take_each_token_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(honest: Callable[[Mapping[str, Any]], Advance]) -> Callable[[Mapping[str, Any]], Advance]:
+    def wrong(original: Callable[[Mapping[str, Any]], Advance]) -> Callable[[Mapping[str, Any]], Advance]:
         def recurrence(given: Mapping[str, Any]) -> Advance:
-            advance = honest(given)
+            advance = original(given)
 
             def twice(states: Tensor, t: int) -> None:
                 advance(states, t)
@@ -762,7 +762,7 @@ WRONG_IN_PART = [
 
 @pytest.mark.parametrize(("name", "mutate"), WRONG_IN_PART)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_is_wrong_in_parts_of_steps_only_is_switched_off_with_the_reason(
+def test_wrong_partial_commits_are_switched_off_with_the_reason(
     name: str, mutate: Callable[[pytest.MonkeyPatch], None], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch)
@@ -770,18 +770,18 @@ def test_what_is_wrong_in_parts_of_steps_only_is_switched_off_with_the_reason(
     assert (guest.mode, guest.verdict is not None and guest.verdict.passed) == ("flat", True)
     assert guest.no_partial_commit is not None
     assert guest.no_partial_commit.startswith("its logits differ by")
-    told = Told(guest, animal(name)[1])
-    told.read({0: text(5, 1)}, judged=dtype == torch.float32)
+    driver = Driver(guest, guest_and_reference(name)[1])
+    driver.read({0: text(5, 1)}, compared=dtype == torch.float32)
     for how in ({"revertible": True}, {"checkpoints": (6,)}):
-        plan = told.memory.begin(Batch((Feed(0, Span(5, 8), **how),)))
+        plan = driver.memory.begin(Batch((Feed(0, Span(5, 8), **how),)))
         with pytest.raises(NotSupported, match="cannot be kept, nor be a checkpoint: its logits differ"):
-            guest.forward(told.memory, plan, torch.tensor([5, 6, 7]), torch.tensor([2]))
-        told.memory.abandon()
-    told.read({0: text(3, 3), 1: text(2, 4)}, judged=dtype == torch.float32)
-    assert told.worst <= BOUND
+            guest.forward(driver.memory, plan, torch.tensor([5, 6, 7]), torch.tensor([2]))
+        driver.memory.abandon()
+    driver.read({0: text(3, 3), 1: text(2, 4)}, compared=dtype == torch.float32)
+    assert driver.worst <= BOUND
 
 
-def test_a_solo_model_with_sums_is_adopted_without_parts_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_solo_model_with_recurrent_sums_is_served_without_partial_commits(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ARCHS["qwen3.5"].build()
     monkeypatch.setattr(model, "_can_set_attn_implementation", lambda: False)
     guest = build_guest(model, backends())
@@ -792,14 +792,14 @@ def test_a_solo_model_with_sums_is_adopted_without_parts_of_steps(monkeypatch: p
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
-def test_a_model_without_recurrent_layers_is_refused_where_parts_of_steps_are_wrong(
+def test_wrong_partial_commits_refuse_a_model_without_recurrent_layers(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has no feeds to refuse: any of its steps may be committed in part."""
-    honest = Cells.divide_all
+    """Any of its steps may be committed in part, so it cannot be switched off."""
+    original = Cells.divide_all
 
     def the_last(self: Cells, runs: Sequence[Run], count: int) -> tuple[list[Run], list[Run]]:
-        first, last = honest(self, runs, sum(run.n for run in runs) - count)
+        first, last = original(self, runs, sum(run.n for run in runs) - count)
         return last, first
 
     monkeypatch.setattr(Cells, "divide_all", the_last)
@@ -808,5 +808,5 @@ def test_a_model_without_recurrent_layers_is_refused_where_parts_of_steps_are_wr
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_every_kind_of_layer_keeps_parts_of_steps(name: str) -> None:
-    assert animal(name)[0].no_partial_commit is None
+def test_every_recurrent_architecture_supports_partial_commits(name: str) -> None:
+    assert guest_and_reference(name)[0].no_partial_commit is None

@@ -1,4 +1,4 @@
-"""A network that the caller built is served through a copy on the same weights, and is never changed itself."""
+"""A network that the caller built is served through a copy on the same weights, and stays unchanged."""
 
 import copy
 import logging
@@ -36,7 +36,7 @@ NAMES = ("llama", "gpt2", "gemma3", "bloom", "mpt", "lfm2", "qwen3-next", "mamba
 
 
 def owned(name: str) -> PreTrainedModel:
-    """With another attention than ours, a layer in train mode, a frozen weight."""
+    """With its own attention, a layer in train mode, a frozen weight."""
     model = ARCHS[name].build().eval()
     if model._can_set_attn_implementation() and model._supports_sdpa:
         model.set_attn_implementation("sdpa")
@@ -58,8 +58,8 @@ def everything(model: PreTrainedModel) -> list[Any]:
     ]
 
 
-def answers(model: PreTrainedModel) -> list[Tensor]:
-    """Its own logits, and what its own `generate` makes of them."""
+def own_outputs(model: PreTrainedModel) -> list[Tensor]:
+    """Its own logits, and the tokens that its own `generate` returns."""
     ids = torch.tensor([TEXT])
     with torch.no_grad():
         made = model.generate(
@@ -76,14 +76,14 @@ def answers(model: PreTrainedModel) -> list[Tensor]:
 
 
 def assert_untouched_by(model: PreTrainedModel, use: Callable[[], None]) -> None:
-    said, seen = answers(model), everything(model)
+    outputs, state = own_outputs(model), everything(model)
     use()
-    assert everything(model) == seen
-    assert all(torch.equal(now, then) for now, then in zip(answers(model), said, strict=True))
+    assert everything(model) == state
+    assert all(torch.equal(now, then) for now, then in zip(own_outputs(model), outputs, strict=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_closed_engine_leaves_a_network_as_it_was(name: str) -> None:
+def test_a_closed_engine_leaves_the_network_unchanged(name: str) -> None:
     model = owned(name)
 
     def use() -> None:
@@ -94,14 +94,14 @@ def test_a_closed_engine_leaves_a_network_as_it_was(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "lfm2"])
-def test_so_does_an_engine_that_cannot_be_built(name: str) -> None:
+def test_an_engine_that_cannot_be_built_leaves_the_network_unchanged(name: str) -> None:
     model = owned(name)
 
     def refused(why: type[BaseException], **settings: Any) -> None:
-        seen = everything(model)
+        state = everything(model)
         with pytest.raises(why):
             Engine(model, **SMALL | settings)
-        assert everything(model) == seen
+        assert everything(model) == state
 
     def use() -> None:
         refused(CapacityTooSmall, cache_bytes=100)
@@ -117,7 +117,7 @@ def test_so_does_an_engine_that_cannot_be_built(name: str) -> None:
     assert_untouched_by(model, use)
 
 
-def test_so_do_doctor_and_verify() -> None:
+def test_doctor_and_verify_leave_the_network_unchanged() -> None:
     model = owned("llama")
 
     def use() -> None:
@@ -128,7 +128,7 @@ def test_so_do_doctor_and_verify() -> None:
     assert_untouched_by(model, use)
 
 
-def test_so_does_an_engine_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_fails_leaves_the_network_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     model = owned("llama")
 
     def use() -> None:
@@ -149,19 +149,19 @@ def greedy(engine: Engine) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_served_network_is_what_it_was(name: str, tmp_path: Path) -> None:
-    """It answers, and can be saved and copied; the engine goes on."""
+def test_a_served_network_is_unchanged(name: str, tmp_path: Path) -> None:
+    """It can be called, saved and copied while the engine runs."""
     model = owned(name)
-    said, saved = answers(model), files(model, tmp_path / "before")
-    seen = everything(model)
+    outputs, saved = own_outputs(model), files(model, tmp_path / "before")
+    state = everything(model)
     with Engine(model, **SMALL) as engine:
         before = greedy(engine)
-        assert everything(model) == seen
+        assert everything(model) == state
         assert files(model, tmp_path / "while") == saved
         for one in (model, copy.deepcopy(model)):
-            assert all(torch.equal(now, then) for now, then in zip(answers(one), said, strict=True))
+            assert all(torch.equal(now, then) for now, then in zip(own_outputs(one), outputs, strict=True))
         assert greedy(engine) == before
-    assert everything(model) == seen
+    assert everything(model) == state
 
 
 def files(model: PreTrainedModel, place: Path) -> dict[str, bytes]:
@@ -171,8 +171,8 @@ def files(model: PreTrainedModel, place: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("pack", [True, False], ids=["packed", "plain"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "lfm2"])
-def test_what_becomes_of_a_network_does_not_reach_its_engine(name: str, pack: bool) -> None:
-    """Modes, gradients, dtype and place, attention: all but the values of weights."""
+def test_changes_to_the_network_do_not_affect_its_engine(name: str, pack: bool) -> None:
+    """Modes, gradients, dtype, device, attention: everything but the values of weights."""
     model = owned(name)
     with Engine(model, pack=pack, **SMALL) as engine:
         before = greedy(engine)
@@ -186,9 +186,9 @@ def test_what_becomes_of_a_network_does_not_reach_its_engine(name: str, pack: bo
         assert greedy(engine) == before
 
 
-def test_a_network_answers_while_a_step_of_its_engine_runs() -> None:
+def test_a_network_can_be_called_during_a_step_of_its_engine() -> None:
     model = owned("llama")
-    said = answers(model)
+    outputs = own_outputs(model)
     inside, on = threading.Event(), threading.Event()
 
     def wait(*_: object) -> None:
@@ -198,24 +198,24 @@ def test_a_network_answers_while_a_step_of_its_engine_runs() -> None:
     with Engine(model, **SMALL) as engine, ThreadPoolExecutor(1) as pool:
         expected = greedy(engine)
         hook = engine._built.guest.model.register_forward_pre_hook(wait)
-        answer = pool.submit(greedy, engine)
+        completion = pool.submit(greedy, engine)
         inside.wait()
         try:
-            assert all(torch.equal(now, then) for now, then in zip(answers(model), said, strict=True))
+            assert all(torch.equal(now, then) for now, then in zip(own_outputs(model), outputs, strict=True))
         finally:
             hook.remove()
             on.set()
-        assert answer.result() == expected
+        assert completion.result() == expected
 
 
 @pytest.mark.parametrize("name", ["llama", "lfm2"])
-def test_engines_on_one_network_do_not_meet(name: str) -> None:
-    """Whether they run it in the same way or not, are closed or are refused."""
+def test_engines_on_one_network_are_independent(name: str) -> None:
+    """In the same mode or not, closed or refused."""
     model = owned(name)
 
     def use() -> None:
         with Engine(model, **SMALL) as first:
-            said = greedy(first)
+            outputs = greedy(first)
             with mock.patch.object(guest_building, "whole_step_test", never("flat")):
                 second = Engine(model, **SMALL)
             assert (first.model.mode, second.model.mode) == ("flat", "solo")
@@ -224,9 +224,9 @@ def test_engines_on_one_network_do_not_meet(name: str) -> None:
                 pytest.raises(ModelRefused),
             ):
                 Engine(model, **SMALL)
-            assert greedy(first) == greedy(second) == said
+            assert greedy(first) == greedy(second) == outputs
             second.close()
-            assert greedy(first) == said
+            assert greedy(first) == outputs
 
     assert_untouched_by(model, use)
 
@@ -257,10 +257,10 @@ def test_only_packed_copies_take_memory(name: str) -> None:
 
 
 class Strange(nn.Parameter):
-    """As libraries that quantise have."""
+    """As quantisation libraries use."""
 
 
-def test_parameters_of_a_subclass_are_shared_as_they_are() -> None:
+def test_parameters_of_a_subclass_are_shared_as_objects() -> None:
     layer = nn.Linear(2, 2)
     layer.weight = Strange(torch.ones(2, 2))
     twin = sharing_weights(layer)
@@ -276,14 +276,14 @@ def test_tied_weights_are_tied_in_the_copy() -> None:
     assert len(list(twin.parameters())) == len(list(model.parameters()))
 
 
-def test_weights_made_without_gradients_are_served() -> None:
+def test_inference_tensors_are_served() -> None:
     with torch.inference_mode():
         model = ARCHS["llama"].build()
     with Engine(model, **SMALL) as engine:
         assert len(greedy(engine)) == 5
 
 
-def test_a_network_that_cannot_be_copied_is_refused_with_the_reason() -> None:
+def test_a_network_that_cannot_be_copied_is_refused() -> None:
     model = owned("llama")
     model.lock = threading.Lock()
     with pytest.raises(ModelRefused, match=r"LlamaForCausalLM cannot be served: its modules cannot be copied: .*lock"):
@@ -291,7 +291,7 @@ def test_a_network_that_cannot_be_copied_is_refused_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize("kind", ["lfm2", "qwen3-next", "mamba2"])
-def test_a_mixer_whose_forward_was_replaced_is_called_through_the_replacement(kind: str) -> None:
+def test_a_replaced_forward_of_a_mixer_is_called(kind: str) -> None:
     """As accelerate does, whose hooks move weights between devices."""
     with Engine(ARCHS[kind].build(), **SMALL) as engine:
         expected, shape = greedy(engine), engine._built.guest.shape
@@ -300,13 +300,13 @@ def test_a_mixer_whose_forward_was_replaced_is_called_through_the_replacement(ki
     mixer = model.get_submodule(names[0])
     own, calls = mixer.forward, []
 
-    def heard(*args: Any, **kwargs: Any) -> Any:
+    def replacement(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
         return own(*args, **kwargs)
 
-    mixer.forward = heard
+    mixer.forward = replacement
     with Engine(model, **SMALL) as engine:
         calls.clear()
         assert greedy(engine) == expected
         assert calls
-    assert vars(mixer)["forward"] is heard
+    assert vars(mixer)["forward"] is replacement

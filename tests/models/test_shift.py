@@ -1,4 +1,4 @@
-"""Context shift on real architectures: keys that were moved are the keys that would have been computed there."""
+"""Context shift on real architectures: moved keys equal keys computed at the new positions."""
 
 from dataclasses import dataclass
 
@@ -32,13 +32,13 @@ REFUSED = {
 
 @dataclass
 class Placed:
-    """A sequence whose last TOKENS tokens hold the K/V of the probe's tokens at their places; the rest is filler."""
+    """A sequence whose last TOKENS tokens have the K/V of the probe at their positions; the rest is filler."""
 
     memory: Memory
     ids: Tensor
 
     def planes(self, layer: int) -> dict[str, Tensor]:
-        """What a layer holds of the last TOKENS - 1 positions, in order."""
+        """K/V of a layer for the last TOKENS - 1 positions, in order."""
         memory = self.memory
         end = memory.length(1)
         plan = memory.begin(Batch((Feed(1, Span(end, end + 1)),)))
@@ -75,7 +75,7 @@ def guest(request: pytest.FixtureRequest) -> Guest:
 
 
 def test_shifted_keys_equal_keys_computed_at_the_new_positions(guest: Guest) -> None:
-    """And values stay as they were. 1e-4 of the largest element, in float32, in every layer that is held."""
+    """And values are unchanged: to 1e-4 of the largest element, in float32, in every layer."""
     moved = place(guest, FILLER)
     fresh = place(guest, FILLER - len(GONE))
     before = moved.memory.length(1)
@@ -92,11 +92,11 @@ def test_shifted_keys_equal_keys_computed_at_the_new_positions(guest: Guest) -> 
                 assert (a - b).abs().max() <= 1e-4 * b.abs().max().clamp(min=1.0), f"{name} of layer {layer}"
 
 
-def test_logits_after_a_shift_are_those_over_the_same_keys_and_values_at_the_new_positions(guest: Guest) -> None:
+def test_logits_after_a_shift_equal_those_over_the_same_kv_at_the_new_positions(guest: Guest) -> None:
     moved = place(guest, FILLER)
     before = moved.memory.length(1)
     moved.memory.remove(1, GONE)
-    # A fresh memory is given the K/V that a shift promises: the filler around the gap, the probe's at its new place.
+    # A fresh memory gets the expected K/V: the filler around the gap, the probe's at its new positions.
     fresh = guest.memory({group.name: 256 for group in guest.shape.groups})
     stored, _, _ = stored_at(guest, FILLER - len(GONE))
     generator = torch.Generator().manual_seed(1)
@@ -116,7 +116,7 @@ def test_logits_after_a_shift_are_those_over_the_same_keys_and_values_at_the_new
 
 
 def rotated(guest: Guest, layer: int, planes: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The filler without the gap: what lay behind it turned back, by the obvious formula in complex numbers."""
+    """The filler without the gap, what followed it rotated back by multiplication of complex numbers."""
     group = next(group for group in guest.shape.groups if layer in group.layers)
     out: dict[str, Tensor] = {}
     for name, x in planes.items():
@@ -146,7 +146,7 @@ def decode(guest: Guest, memory: Memory, pos: int) -> Tensor:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_shifted_exactly_is_refused_with_the_reason_before_anything_changes(name: str) -> None:
+def test_an_inexact_shift_is_refused_and_changes_nothing(name: str) -> None:
     guest = build_guest(ARCHS[name].build(), backends())
     memory = guest.memory({group.name: 64 for group in guest.shape.groups})
     plan = memory.begin(Batch((Feed(1, Span(0, 20)),)))

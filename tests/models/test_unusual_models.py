@@ -1,4 +1,4 @@
-"""A stranger's model that does what we do not know is run another way that is right, or refused with a sentence."""
+"""A model with code that does something unusual is served solo with right logits, or refused with the reason."""
 
 import functools
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from kvcellar.models.build_guest import build_guest
 from kvcellar.models.mask_layout import recognise
 from kvcellar.models.seam import ATTENTION, scoring_of
 from kvcellar.models.shared_weights import sharing_weights
-from tests.models.timeline import BOUND, Timeline, animal, read, relative, run, small_memory
+from tests.models.timeline import BOUND, Timeline, guest_and_reference, read, relative, run, small_memory
 from tests.zoo import ARCHS, reference_logits
 
 Wrap = Callable[..., Any]
@@ -29,7 +29,7 @@ def llama() -> PreTrainedModel:
 
 
 def around(module: nn.Module, wrap: Callable[..., Any]) -> None:
-    """Have `wrap(forward, ...)` run where the module's forward did."""
+    """Replace the module's forward by `wrap(forward, ...)`."""
     module.forward = functools.partial(wrap, module.forward)
 
 
@@ -38,11 +38,11 @@ def attentions(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def served_right(build: Callable[[], PreTrainedModel]) -> str:
-    """Adopt it, see that it is right over a timeline, and answer why it is not run flat."""
+    """Assert that it is served solo, with right logits over a timeline; returns why it is not served flat."""
     guest = build_guest(build(), backends())
     timeline = Timeline(guest, build(), seed=0)
     timeline.play()
-    assert timeline.judged() <= BOUND
+    assert timeline.worst_difference() <= BOUND
     assert guest.mode == "solo"
     return str(guest.refused)
 
@@ -50,7 +50,7 @@ def served_right(build: Callable[[], PreTrainedModel]) -> str:
 def refusal(model: PreTrainedModel) -> str:
     with pytest.raises(ModelRefused) as refused:
         build_guest(model, backends())
-    assert model.config._attn_implementation == "eager", "a refused model is given back with attention that works"
+    assert model.config._attn_implementation == "eager", "a refused model has working attention"
     return str(refused.value)
 
 
@@ -58,7 +58,7 @@ def refusal(model: PreTrainedModel) -> str:
 
 
 @pytest.mark.parametrize("extra", [torch.ones(4), 0.5, "deep", [1], True], ids=repr)
-def test_an_unknown_keyword_of_attention_is_not_swallowed(extra: object) -> None:
+def test_an_unknown_keyword_of_attention_prevents_flat(extra: object) -> None:
     def build() -> PreTrainedModel:
         model = llama()
         around(attentions(model)[2], lambda forward, *args, **kw: forward(*args, temperature=extra, **kw))
@@ -67,10 +67,10 @@ def test_an_unknown_keyword_of_attention_is_not_swallowed(extra: object) -> None
     assert "called with ['temperature'], which we do not know how to honour" in served_right(build)
 
 
-def test_keywords_that_say_nothing_are_let_pass() -> None:
+def test_attention_keywords_without_effect_are_accepted() -> None:
     q = torch.zeros(1, 2, 3, 16)
-    said = scoring_of(q, {"position_bias": None, "cu_seq_lens_q": False, "dropout": 0.0, "sliding_window": 8})
-    assert (said.scale, said.softcap, said.sinks) == (0.25, None, None)
+    message = scoring_of(q, {"position_bias": None, "cu_seq_lens_q": False, "dropout": 0.0, "sliding_window": 8})
+    assert (message.scale, message.softcap, message.sinks) == (0.25, None, None)
     with pytest.raises(ModelRefused, match=r"\['block_indices', 'position_bias'\]"):
         scoring_of(q, {"position_bias": q, "block_indices": q, "scaling": 1.0})
 
@@ -79,9 +79,9 @@ def test_keywords_that_say_nothing_are_let_pass() -> None:
 
 
 def masked(monkeypatch: pytest.MonkeyPatch, **how: Any) -> None:
-    """Llamas make their causal masks with these further rules."""
-    honest = modeling_llama.create_causal_mask
-    monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda *args, **kw: honest(*args, **kw, **how))
+    """Llama makes its causal masks with these additional rules."""
+    original = modeling_llama.create_causal_mask
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda *args, **kw: original(*args, **kw, **how))
 
 
 def every_second(batch: Any, head: Any, q: Any, k: Any) -> Any:
@@ -104,14 +104,14 @@ def a_window_from_afar(batch: Any, head: Any, q: Any, k: Any) -> Any:
         (a_window_from_afar, "position 255 sees [156, 157"),
     ],
 )
-def test_a_mask_of_another_shape_is_left_to_the_model(rule: Wrap, sees: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_of_no_known_layout_is_served_solo(rule: Wrap, sees: str, monkeypatch: pytest.MonkeyPatch) -> None:
     masked(monkeypatch, and_mask_function=rule)
-    said = served_right(llama)
-    assert "neither causal, nor sliding, nor chunked" in said
-    assert sees in said
+    message = served_right(llama)
+    assert "neither causal, nor sliding, nor chunked" in message
+    assert sees in message
 
 
-def test_a_context_of_millions_is_recognised_without_a_mask_of_millions() -> None:
+def test_a_layout_is_recognised_at_long_contexts_with_few_keys() -> None:
     def window(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         assert k.numel() < 2000
         return (k <= q) & (k > q - 100_000)
@@ -124,19 +124,19 @@ def test_a_context_of_millions_is_recognised_without_a_mask_of_millions() -> Non
     assert recognise(window, 100_000, 100_000, torch.device("cpu")) == Causal()
 
 
-def test_a_mask_that_sees_the_future_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_that_sees_later_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     masked(monkeypatch, or_mask_function=lambda batch, head, q, k: k <= q + 1)
-    said = refusal(llama())
-    assert "position 0 sees [0, 1]" in said
-    assert "solo: its logits differ" in said
+    message = refusal(llama())
+    assert "position 0 sees [0, 1]" in message
+    assert "solo: its logits differ" in message
 
 
 def with_mask(change: Callable[[Any], Any]) -> Callable[[], PreTrainedModel]:
     def build() -> PreTrainedModel:
         model = llama()
 
-        def forward(honest: Wrap, hidden_states: Tensor, *args: Any, attention_mask: Any = None, **kw: Any) -> Any:
-            return honest(hidden_states, *args, attention_mask=change(attention_mask), **kw)
+        def forward(original: Wrap, hidden_states: Tensor, *args: Any, attention_mask: Any = None, **kw: Any) -> Any:
+            return original(hidden_states, *args, attention_mask=change(attention_mask), **kw)
 
         around(attentions(model)[1], forward)
         return model
@@ -145,7 +145,7 @@ def with_mask(change: Callable[[Any], Any]) -> Callable[[], PreTrainedModel]:
 
 
 def without_its_diagonal(mask: Any) -> Any:
-    """The last row does not see the key before its own; float masks are added, so this hides one place."""
+    """The last row does not see the key before its own."""
     hidden = torch.zeros(mask.shape, dtype=torch.bool)
     if mask.shape[-1] > 1:
         hidden[..., -1, -2] = True
@@ -157,18 +157,18 @@ def changed_in_place(mask: Any) -> Any:
 
 
 @pytest.mark.parametrize("change", [lambda mask: mask.clone(), lambda mask: mask.repeat(1, 1, 1, 1)])
-def test_a_mask_that_the_model_makes_anew_is_left_to_the_model(change: Wrap) -> None:
+def test_a_mask_made_by_the_model_is_served_solo(change: Wrap) -> None:
     assert "a mask that the model made or changed by itself" in served_right(with_mask(change))
 
 
 @pytest.mark.parametrize("change", [without_its_diagonal, changed_in_place, lambda mask: None])
-def test_a_mask_that_no_single_sequence_explains_is_refused(change: Wrap) -> None:
-    said = refusal(with_mask(change)())
-    assert "a mask that the model made or changed by itself" in said
-    assert "solo: its logits differ" in said
+def test_a_mask_that_depends_on_the_forward_is_refused(change: Wrap) -> None:
+    message = refusal(with_mask(change)())
+    assert "a mask that the model made or changed by itself" in message
+    assert "solo: its logits differ" in message
 
 
-def test_a_slice_of_the_mask_is_the_mask() -> None:
+def test_a_slice_of_the_mask_is_recognised() -> None:
     model = with_mask(lambda mask: mask[:, :, :, : mask.shape[-1]])()
     assert build_guest(model, backends()).mode == "flat"
 
@@ -177,25 +177,25 @@ def test_a_slice_of_the_mask_is_the_mask() -> None:
 
 
 def test_frequencies_that_depend_on_the_longest_sequence_are_refused() -> None:
-    def stretched(honest: Wrap, x: Tensor, position_ids: Tensor) -> Any:
-        return honest(x, position_ids / (1 + position_ids.max() / 64))
+    def stretched(original: Wrap, x: Tensor, position_ids: Tensor) -> Any:
+        return original(x, position_ids / (1 + position_ids.max() / 64))
 
     model = llama()
     around(model.model.rotary_emb, stretched)
-    said = refusal(model)
-    assert "depend on how far other tokens are" in said
-    assert "solo: its logits differ" in said
+    message = refusal(model)
+    assert "depend on how far other tokens are" in message
+    assert "solo: its logits differ" in message
 
 
-def told(temperature: Callable[[Any, int], Tensor]) -> Callable[[], PreTrainedModel]:
-    """A model whose layers weigh what they read by a temperature [T] of what the cache says came before."""
+def scaled_by_past(temperature: Callable[[Any, int], Tensor]) -> Callable[[], PreTrainedModel]:
+    """A model whose first layer scales its output by a temperature [T] of the cache's past length."""
 
     def build() -> PreTrainedModel:
         model = llama()
 
-        def forward(honest: Wrap, hidden_states: Tensor, *args: Any, past_key_values: Any = None, **kw: Any) -> Any:
+        def forward(original: Wrap, hidden_states: Tensor, *args: Any, past_key_values: Any = None, **kw: Any) -> Any:
             past = past_key_values.get_seq_length() if past_key_values is not None else 0
-            out, weights = honest(hidden_states, *args, past_key_values=past_key_values, **kw)
+            out, weights = original(hidden_states, *args, past_key_values=past_key_values, **kw)
             return out * temperature(past, hidden_states.shape[1])[None, :, None], weights
 
         around(attentions(model)[0], forward)
@@ -205,7 +205,7 @@ def told(temperature: Callable[[Any, int], Tensor]) -> Callable[[], PreTrainedMo
 
 
 def by_range(past: Any, rows: int) -> Tensor:
-    """Only after 100 positions: a short test alone would not see it."""
+    """Only after 100 positions, which a short test would not detect."""
     return 1 + torch.div(torch.arange(past, past + rows), 100, rounding_mode="floor").float()
 
 
@@ -213,13 +213,13 @@ def by_sum(past: Any, rows: int) -> Tensor:
     return 1 + torch.div(torch.arange(rows) + past, 10, rounding_mode="floor").float()
 
 
-def test_a_count_of_tokens_before_is_the_sequences_own() -> None:
-    build = told(by_sum)
+def test_the_past_length_is_that_of_each_sequence() -> None:
+    build = scaled_by_past(by_sum)
     guest = build_guest(build(), backends())
     timeline = Timeline(guest, build(), seed=0)
     timeline.play()
     assert guest.mode == "flat"
-    assert timeline.judged() <= BOUND
+    assert timeline.worst_difference() <= BOUND
 
 
 # -- storing ----------------------------------------------------------------------------------------------------------
@@ -231,20 +231,20 @@ def test_a_layer_that_stores_twice_is_refused() -> None:
     assert "layer 2 stores keys and values twice" in refusal(model)
 
 
-def test_a_layer_that_attends_twice_runs_solo_if_it_stores_once() -> None:
+def test_a_layer_that_attends_twice_is_served_solo() -> None:
     assert ARCHS["diffllama"].build().config.model_type == "diffllama"
     assert "attends twice" in served_right(ARCHS["diffllama"].build)
 
 
-def test_a_layer_that_stores_what_nobody_reads_runs_solo() -> None:
+def test_stored_keys_without_an_attention_call_are_served_solo() -> None:
     def build() -> PreTrainedModel:
         model = llama()
 
-        def forward(honest: Wrap, hidden_states: Tensor, *args: Any, past_key_values: Any = None, **kw: Any) -> Any:
+        def forward(original: Wrap, hidden_states: Tensor, *args: Any, past_key_values: Any = None, **kw: Any) -> Any:
             if past_key_values is not None:
                 k = hidden_states[:, None, :, :16]
                 past_key_values.update(k, k, 9)
-            return honest(hidden_states, *args, past_key_values=past_key_values, **kw)
+            return original(hidden_states, *args, past_key_values=past_key_values, **kw)
 
         around(attentions(model)[0], forward)
         return model
@@ -252,14 +252,14 @@ def test_a_layer_that_stores_what_nobody_reads_runs_solo() -> None:
     assert "layers [9] store keys that no attention call was seen to read" in served_right(build)
 
 
-def test_keys_that_are_used_beyond_attention_run_solo() -> None:
-    """A layer that adds the mean of all its keys so far: right only where it is handed one sequence's, in order."""
+def test_keys_used_outside_attention_are_served_solo() -> None:
+    """A layer that adds the mean of all its keys so far, which needs the keys of one sequence, in order."""
 
     def build() -> PreTrainedModel:
         model = llama()
 
-        def forward(honest: Wrap, hidden_states: Tensor, *args: Any, past_key_values: Any = None, **kw: Any) -> Any:
-            out, weights = honest(hidden_states, *args, past_key_values=past_key_values, **kw)
+        def forward(original: Wrap, hidden_states: Tensor, *args: Any, past_key_values: Any = None, **kw: Any) -> Any:
+            out, weights = original(hidden_states, *args, past_key_values=past_key_values, **kw)
             k = hidden_states[:, None]
             if past_key_values is not None:
                 k, _ = past_key_values.update(k, k, 9)
@@ -273,12 +273,12 @@ def test_keys_that_are_used_beyond_attention_run_solo() -> None:
     served_right(build)
 
 
-def test_a_model_that_heeds_not_which_rows_are_wanted_is_refused() -> None:
+def test_a_model_that_ignores_the_wanted_rows_is_refused() -> None:
     model = llama()
-    honest = model.forward
+    original = model.forward
 
     def forward(input_ids: Any, position_ids: Any = None, logits_to_keep: Any = 0, **kw: Any) -> Any:
-        return honest(input_ids=input_ids, position_ids=position_ids, **kw)
+        return original(input_ids=input_ids, position_ids=position_ids, **kw)
 
     model.forward = forward
     assert "its logits differ" in refusal(model)
@@ -288,7 +288,7 @@ def test_a_model_that_heeds_not_which_rows_are_wanted_is_refused() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_weights_that_are_not_numbers_are_refused(value: float) -> None:
+def test_nan_and_infinite_weights_are_refused(value: float) -> None:
     model = llama()
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[3, 4] = value
@@ -309,7 +309,7 @@ def test_float64_is_served() -> None:
     assert guest.verdict.difference < 1e-6  # both are compared as float32
 
 
-def test_an_adopted_model_uses_our_attention_and_is_not_trained() -> None:
+def test_the_model_of_a_guest_uses_our_attention_and_eval_mode() -> None:
     model = llama().train()
     guest = build_guest(model, backends())
     assert guest.model is model
@@ -320,52 +320,54 @@ def test_an_adopted_model_uses_our_attention_and_is_not_trained() -> None:
 # -- more than one ----------------------------------------------------------------------------------------------------
 
 
-def test_copies_of_a_model_that_share_its_weights_can_be_adopted() -> None:
+def test_several_guests_on_shared_weights_are_right() -> None:
     model = llama()
     guests = [build_guest(sharing_weights(model), named(name)) for name in ("sdpa", "reference", None)]
     for guest in guests:
         timeline = Timeline(guest, llama(), seed=1)
         timeline.play()
-        assert timeline.judged() <= BOUND
+        assert timeline.worst_difference() <= BOUND
 
 
-def test_models_in_several_threads_do_not_meet() -> None:
+def test_guests_in_several_threads_are_independent() -> None:
     names = ("llama", "gemma3", "gpt-oss", "bloom")
     timelines = [Timeline(build_guest(ARCHS[name].build(), backends()), ARCHS[name].build(), seed=2) for name in names]
     with ThreadPoolExecutor(len(names)) as pool:
         list(pool.map(Timeline.play, timelines))
-    assert all(timeline.judged() <= BOUND for timeline in timelines)
+    assert all(timeline.worst_difference() <= BOUND for timeline in timelines)
 
 
-def test_two_memories_of_one_model_do_not_meet() -> None:
-    guest, judge = animal("gemma3")
+def test_two_memories_of_one_guest_are_independent() -> None:
+    guest, reference = guest_and_reference("gemma3")
     texts = {
         seed: torch.randint(3, 101, (30,), generator=torch.Generator().manual_seed(seed)).tolist() for seed in (1, 2)
     }
     memories = {seed: small_memory(guest, 40) for seed in texts}
-    seen: dict[int, list[Tensor]] = {seed: [] for seed in texts}
+    logits: dict[int, list[Tensor]] = {seed: [] for seed in texts}
     for a, b in ((0, 12), (12, 13), (13, 30)):
         for seed, text in texts.items():
-            seen[seed] += read(guest, memories[seed], (1, text[a:b]))
-    assert all(relative(torch.cat(seen[seed]), reference_logits(judge, text)) <= BOUND for seed, text in texts.items())
+            logits[seed] += read(guest, memories[seed], (1, text[a:b]))
+    assert all(
+        relative(torch.cat(logits[seed]), reference_logits(reference, text)) <= BOUND for seed, text in texts.items()
+    )
 
 
-def test_a_forward_that_breaks_off_leaves_nothing_behind() -> None:
+def test_a_failed_step_can_be_abandoned() -> None:
     model = llama()
     guest = build_guest(model, backends())
     memory = small_memory(guest, 40)
     tokens = list(range(3, 33))
-    seen = read(guest, memory, (1, tokens[:20]))
+    logits = read(guest, memory, (1, tokens[:20]))
     layer = attentions(model)[2]
-    honest, layer.forward = layer.forward, raises
+    original, layer.forward = layer.forward, raises
     with pytest.raises(MemoryError):
         run(guest, memory, [(1, tokens[20:25]), (2, tokens)])
-    layer.forward = honest
+    layer.forward = original
     memory.abandon()
     memory.check()
     assert memory.sequences == (1,)
-    seen += read(guest, memory, (2, tokens[::-1]), (1, tokens[20:]))[1:]
-    assert relative(torch.cat(seen), reference_logits(llama(), tokens)) <= BOUND
+    logits += read(guest, memory, (2, tokens[::-1]), (1, tokens[20:]))[1:]
+    assert relative(torch.cat(logits), reference_logits(llama(), tokens)) <= BOUND
 
 
 def raises(*args: Any, **kw: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Every stored tensor is in the network, or named in a note, or the model is refused; then the files may go."""
+"""Every stored tensor is used, named in a note, or refused; after the load nothing depends on the files."""
 
 import json
 import os
@@ -29,7 +29,7 @@ Change = Callable[[dict[str, Tensor]], None]
 
 
 def saved(path: Path, name: str = "llama", **how: Any) -> Path:
-    """A model directory of one of the zoo."""
+    """A model directory of an architecture of the zoo."""
     with silence_transformers():
         ARCHS[name].build().save_pretrained(path, **how)
     return path
@@ -77,28 +77,29 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("what", FOREIGN)
-def test_a_tensor_without_a_place_is_refused_by_its_name(what: str, tmp_path: Path) -> None:
+def test_a_tensor_without_a_place_in_the_network_is_named(what: str, tmp_path: Path) -> None:
     tensors, named = FOREIGN[what]
-    said = refused(changed(saved(tmp_path / "m"), lambda stored: stored.update(tensors)))
-    assert named in said
-    assert "it describes a LlamaForCausalLM, and model.safetensors of m holds" in said
-    assert "correct config.json, or the weights" in said
+    message = refused(changed(saved(tmp_path / "m"), lambda stored: stored.update(tensors)))
+    assert named in message
+    assert "it describes a LlamaForCausalLM, and model.safetensors of m holds" in message
+    assert "correct config.json, or the weights" in message
 
 
-def test_more_layers_than_the_config_says_are_refused(tmp_path: Path) -> None:
-    said = refused(configured(saved(tmp_path), num_hidden_layers=2))
-    assert "18 tensors that have no place in it (model.layers.2.input_layernorm.weight" in said
+def test_more_stored_layers_than_the_config_says_are_refused(tmp_path: Path) -> None:
+    message = refused(configured(saved(tmp_path), num_hidden_layers=2))
+    assert "18 tensors that have no place in it (model.layers.2.input_layernorm.weight" in message
 
 
-def test_a_reward_model_is_no_language_model(tmp_path: Path) -> None:
-    """With a head of its own missing, too: both are said."""
+def test_a_reward_model_is_refused(tmp_path: Path) -> None:
+    """Both faults are named: the unexpected head and the missing one."""
 
     def exchange(stored: dict[str, Tensor]) -> None:
         stored["score.weight"] = stored.pop("lm_head.weight")
 
-    said = refused(changed(saved(tmp_path), exchange))
+    message = refused(changed(saved(tmp_path), exchange))
     assert (
-        "1 tensors that have no place in it (score.weight) and nothing for 1 of its parameters (lm_head.weight)" in said
+        "1 tensors that have no place in it (score.weight) and nothing for 1 of its parameters (lm_head.weight)"
+        in message
     )
 
 
@@ -111,7 +112,7 @@ IGNORED = {
 
 
 @pytest.mark.parametrize("name", IGNORED)
-def test_what_a_class_ignores_by_its_own_list_is_served_without_and_reported(
+def test_tensors_that_the_class_ignores_are_reported(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     loaded = load(changed(saved(tmp_path / "m", name), lambda stored: stored.update(IGNORED[name])))
@@ -122,13 +123,13 @@ def test_what_a_class_ignores_by_its_own_list_is_served_without_and_reported(
     assert [record.getMessage() for record in caplog.records if "kvcellar" in record.name] == [f"m: {note}"]
 
 
-def test_doctor_reports_it(tmp_path: Path) -> None:
+def test_doctor_prints_notes_on_weights(tmp_path: Path) -> None:
     path = changed(saved(tmp_path), with_these(model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8)))
     found = diagnose(path, Settings(cache_bytes=10**6), kv_quality=False)
     assert any("inv_freq" in note for note in found.notes)
 
 
-def test_a_good_directory_has_nothing_to_report(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_valid_directory_has_no_notes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert load(saved(tmp_path)).notes == ()
     assert not caplog.records
 
@@ -137,7 +138,7 @@ def test_a_good_directory_has_nothing_to_report(tmp_path: Path, caplog: pytest.L
 
 
 def tied(path: Path, factor: float) -> Path:
-    """A directory whose config ties the head to the embedding, and whose file holds both."""
+    """A directory whose config ties head and embedding, and whose file holds both."""
     with silence_transformers():
         ARCHS["llama"].build(tie_word_embeddings=True).save_pretrained(path)
 
@@ -148,13 +149,13 @@ def tied(path: Path, factor: float) -> Path:
     return changed(path, add)
 
 
-def test_a_tied_head_that_is_stored_too_is_no_matter(tmp_path: Path) -> None:
+def test_a_stored_tied_head_with_equal_values_stays_tied(tmp_path: Path) -> None:
     loaded = load(tied(tmp_path, 1.0))
     assert loaded.notes == ()
     assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
 
 
-def test_a_tied_head_that_is_stored_with_other_values_is_used_as_stored_and_reported(tmp_path: Path) -> None:
+def test_a_stored_tied_head_with_other_values_is_used_and_reported(tmp_path: Path) -> None:
     loaded = load(tied(tmp_path, 2.0))
     assert loaded.notes == ("config.json ties lm_head.weight, but other values are stored for it, and these are used",)
     with silence_transformers():
@@ -184,19 +185,21 @@ def test_two_names_of_one_parameter_are_refused(tmp_path: Path) -> None:
     def again(stored: dict[str, Tensor]) -> None:
         stored["embed_tokens.weight"] = stored["model.embed_tokens.weight"] * 2
 
-    said = refused(changed(saved(tmp_path), again))
-    assert "embed_tokens.weight (model.safetensors) and model.embed_tokens.weight (model.safetensors) are both" in said
+    message = refused(changed(saved(tmp_path), again))
+    assert (
+        "embed_tokens.weight (model.safetensors) and model.embed_tokens.weight (model.safetensors) are both" in message
+    )
 
 
-def test_what_an_index_lists_and_no_shard_holds_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_listed_in_the_index_and_in_no_shard_is_named(tmp_path: Path) -> None:
     name, *_ = load_file(sharded(tmp_path)[1])
     changed(tmp_path, lambda stored: stored.pop(name), sharded(tmp_path / "other")[1].name)
-    said = refused(tmp_path)
-    assert "model.safetensors.index.json lists 1 tensors that the files of" in said
-    assert name in said
+    message = refused(tmp_path)
+    assert "model.safetensors.index.json lists 1 tensors that the files of" in message
+    assert name in message
 
 
-def test_weight_files_that_are_not_read_are_reported(tmp_path: Path) -> None:
+def test_weights_files_that_are_not_read_are_reported(tmp_path: Path) -> None:
     shards = sharded(tmp_path)
     save_file({"a": torch.ones(1)}, tmp_path / "model-00009-of-00009.safetensors")
     (note,) = load(tmp_path).notes
@@ -204,7 +207,7 @@ def test_weight_files_that_are_not_read_are_reported(tmp_path: Path) -> None:
     assert shards[0].name in note
 
 
-def test_a_single_file_beside_an_index_and_its_shards_is_the_one_that_is_read(tmp_path: Path) -> None:
+def test_shards_beside_a_single_file_are_reported_as_not_read(tmp_path: Path) -> None:
     shards = sharded(tmp_path)
     shutil.copy(saved(tmp_path / "other") / "model.safetensors", tmp_path)
     (note,) = load(tmp_path).notes
@@ -219,27 +222,27 @@ def test_a_single_file_beside_an_index_and_its_shards_is_the_one_that_is_read(tm
 @pytest.mark.parametrize(
     "name", ["model.embed_tokens.weight", "model.layers.3.mlp.up_proj.weight", "model.norm.weight"]
 )
-def test_one_value_that_is_no_number_is_refused(value: float, name: str, tmp_path: Path) -> None:
-    def spoil(stored: dict[str, Tensor]) -> None:
+def test_one_nan_or_infinite_value_is_refused(value: float, name: str, tmp_path: Path) -> None:
+    def damage(stored: dict[str, Tensor]) -> None:
         stored[name].view(-1)[-1] = value
 
-    said = refused(changed(saved(tmp_path / "m"), spoil))
-    assert f"model.safetensors of m: 1 tensors hold NaN or infinity as torch.float32: {name}" in said
+    message = refused(changed(saved(tmp_path / "m"), damage))
+    assert f"model.safetensors of m: 1 tensors hold NaN or infinity as torch.float32: {name}" in message
 
 
-def test_weights_that_are_too_large_for_float16_are_refused_and_served_otherwise(tmp_path: Path) -> None:
+def test_weights_that_overflow_float16_are_refused_only_in_float16(tmp_path: Path) -> None:
     changed(saved(tmp_path), lambda stored: stored["model.layers.0.mlp.up_proj.weight"].view(-1)[:1].fill_(1e5))
     assert "hold NaN or infinity as torch.float16" in refused(tmp_path, dtype="float16")
     assert load(tmp_path).notes == ()
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bool])
-def test_weights_in_eight_bits_are_refused_whatever_the_config_says(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_eight_bit_weights_are_refused_without_a_quantization_config(dtype: torch.dtype, tmp_path: Path) -> None:
     def narrow(stored: dict[str, Tensor]) -> None:
         stored["model.layers.1.mlp.up_proj.weight"] = stored["model.layers.1.mlp.up_proj.weight"].to(dtype)
 
-    said = refused(changed(saved(tmp_path), narrow))
-    assert "model.safetensors holds model.layers.1.mlp.up_proj.weight as " in said
+    message = refused(changed(saved(tmp_path), narrow))
+    assert "model.safetensors holds model.layers.1.mlp.up_proj.weight as " in message
 
 
 # -- after it was read ------------------------------------------------------------------------------------------------
@@ -262,17 +265,17 @@ def test_after_a_load_nothing_depends_on_the_files(name: str, how: str, tmp_path
 
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_nor_does_an_engine(pack: bool, dtype: Any, tmp_path: Path) -> None:
-    asked: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "logprobs": 3, "ignore_eos": True}
+def test_an_engine_does_not_depend_on_the_files(pack: bool, dtype: Any, tmp_path: Path) -> None:
+    params: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "logprobs": 3, "ignore_eos": True}
     with Engine(saved(tmp_path), dtype=dtype, pack=pack, cache_bytes=10**6, threads=1) as engine:
-        before = engine.generate(TOKENS, **asked)
+        before = engine.generate(TOKENS, **params)
         os.truncate(tmp_path / "model.safetensors", 0)
-        after = engine.generate(TOKENS, **asked)
+        after = engine.generate(TOKENS, **params)
     assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_no_weight_file_stays_mapped_or_open(tmp_path: Path) -> None:
+def test_no_weights_file_stays_mapped_or_open(tmp_path: Path) -> None:
     sharded(tmp_path)
     loaded = load(tmp_path)
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
@@ -284,12 +287,12 @@ def test_no_weight_file_stays_mapped_or_open(tmp_path: Path) -> None:
 def _target(link: Path) -> str:
     try:
         return str(link.readlink())
-    except OSError:  # that of the listing itself, and of threads that end
+    except OSError:  # of the listing itself, and of threads that end
         return ""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_no_weight_file_stays_open_after_a_refusal(tmp_path: Path) -> None:
+def test_no_weights_file_stays_open_after_a_refusal(tmp_path: Path) -> None:
     refused(changed(saved(tmp_path), lambda stored: stored.update(extra=torch.ones(3))))
     links = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
     assert not [link for link in links if str(tmp_path) in _target(link)]
@@ -299,26 +302,26 @@ def test_no_weight_file_stays_open_after_a_refusal(tmp_path: Path) -> None:
 def test_a_file_that_changes_while_it_is_read_is_refused(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest, done = reading.Source.__getitem__, []
+    original, done = reading.Source.__getitem__, []
 
     def changing(source: Any, index: Any) -> Tensor:
         if not done:
             done.append(GONE[how](tmp_path / "model.safetensors"))
-        return honest(source, index)
+        return original(source, index)
 
     monkeypatch.setattr(reading.Source, "__getitem__", changing)
     saved(tmp_path)
-    said = refused(tmp_path)
-    assert "model.safetensors" in said
-    assert "while it was read" in said or "is missing from" in said
+    message = refused(tmp_path)
+    assert "model.safetensors" in message
+    assert "while it was read" in message or "is missing from" in message
 
 
-def test_experts_are_read_when_they_are_joined_and_not_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each stored tensor is read once, and few wait for others: else a model would be in memory twice."""
-    honest, alive, most = reading.Source.__getitem__, [0], [0]
+def test_experts_are_read_when_they_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stored tensor is read once, and few are in memory before they are joined."""
+    original, alive, most = reading.Source.__getitem__, [0], [0]
 
     def counting(source: Any, index: Any) -> Tensor:
-        tensor = honest(source, index)
+        tensor = original(source, index)
         alive[0] += 1
         most[0] = max(most[0], alive[0])
         reads.append(id(source))
@@ -335,7 +338,7 @@ def test_experts_are_read_when_they_are_joined_and_not_before(tmp_path: Path, mo
     )
 
 
-def test_a_load_leaves_the_environment_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_restores_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path)
     for value in (None, "0", "1"):
         monkeypatch.delenv(reading._READ_AS_NEEDED, raising=False)
@@ -348,10 +351,10 @@ def test_a_load_leaves_the_environment_as_it_was(tmp_path: Path, monkeypatch: py
 # -- adapters ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_adapter_beside_a_model_is_refused_whether_or_not_peft_is_installed(tmp_path: Path) -> None:
+def test_an_adapter_in_the_directory_is_refused(tmp_path: Path) -> None:
     (saved(tmp_path) / "adapter_config.json").write_text("{}")
-    said = refused(tmp_path)
-    assert "adapter_config.json" in said
-    assert "merge_and_unload" in said
+    message = refused(tmp_path)
+    assert "adapter_config.json" in message
+    assert "merge_and_unload" in message
     (tmp_path / "config.json").unlink()
     assert "adapter_config.json" in refused(tmp_path)

@@ -1,8 +1,8 @@
-"""A timeline: a random but seeded life of several sequences on one model, every row of it judged by a plain forward.
+"""A timeline: seeded random operations on several sequences of one model; every row is compared with a reference.
 
-Sequences are fed in chunks and token by token, several in one step; steps are kept, kept in part, or abandoned before
-or after their forward; sequences are forked at any point, cut back and continued with other tokens, and dropped. Cells
-are scarce, so that they are used again and again, and hold NaN until something is stored in them.
+Sequences are fed in chunks and token by token, several in one step; steps are committed, committed in part, or
+abandoned before or after their forward; sequences are forked anywhere, cut and continued with other tokens, and
+dropped. Cells are scarce, so they are reused often, and hold NaN until something is stored in them.
 """
 
 import random
@@ -29,24 +29,24 @@ BOUND = 1e-4  # of the largest logit, in float32
 MOST = 5 * WINDOW  # tokens of one sequence
 CHUNK = 3 * WINDOW + 2  # tokens of the longest feed: more than three windows
 SEQUENCES = range(5)
-CAPTURES = 4  # states that are kept to go back to
+CAPTURES = 4  # state rows of checkpoints
 
-Row = tuple[int, Tensor]  # a position, and the logits [V] that were seen there
+Row = tuple[int, Tensor]  # a position, and the logits [V] there
 
 
 @cache
-def animal(name: str) -> tuple[Guest, PreTrainedModel]:
-    """A guest, and the same network untouched for the judge. Shared between tests: nobody changes them."""
+def guest_and_reference(name: str) -> tuple[Guest, PreTrainedModel]:
+    """A guest, and the same network unchanged. Shared between tests, which must not change them."""
     return build_guest(ARCHS[name].build(), backends()), ARCHS[name].build()
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference, as a part of the largest logit (of 1, if that is smaller)."""
+    """The largest difference, relative to the largest logit (to 1, if that is smaller)."""
     return float((ours - theirs).abs().max()) / max(1.0, float(theirs.abs().max()))
 
 
 def small_memory(guest: Guest, tokens: int, sequences: int = 3) -> Memory:
-    """Room for so many sequences of so many tokens; NaN in every cell."""
+    """A memory for so many sequences of so many tokens, with NaN in every cell."""
     cells = {g.name: sequences * g.layout.most_cells(tokens, CHUNK) for g in guest.shape.groups}
     memory = guest.memory(cells, rows=len(SEQUENCES) + sequences + CAPTURES)
     for planes in memory._states._planes.values():
@@ -86,7 +86,7 @@ def run(
 
 
 def read(guest: Guest, memory: Memory, *texts: tuple[int, Sequence[int]]) -> list[Tensor]:
-    """The same, and keep it; in as many steps as the guest needs."""
+    """The same, committed, in as many steps as the guest needs."""
     seen: list[Tensor] = []
     for part in [texts] if guest.mode == "flat" else [[text] for text in texts]:
         seen += run(guest, memory, part)
@@ -95,15 +95,15 @@ def read(guest: Guest, memory: Memory, *texts: tuple[int, Sequence[int]]) -> lis
 
 
 class Timeline:
-    """Plays on `guest` and remembers what it saw; `judged` compares all of it with `judge`."""
+    """Runs on `guest` and records all logits; `worst_difference` compares them with `reference`."""
 
-    def __init__(self, guest: Guest, judge: PreTrainedModel, seed: int) -> None:
-        self.guest, self.judge = guest, judge
+    def __init__(self, guest: Guest, reference: PreTrainedModel, seed: int) -> None:
+        self.guest, self.reference = guest, reference
         self.draw = random.Random(seed)
-        self.most = min(MOST, context_of(judge))
+        self.most = min(MOST, context_of(reference))
         self.memory = small_memory(guest, self.most)
         self.texts: dict[int, list[int]] = {}
-        self.next: dict[int, int] = {}  # the greedy token of a sequence whose last logits we know
+        self.next: dict[int, int] = {}  # the greedy token of a sequence whose last logits are known
         self.seen: dict[tuple[int, ...], list[Row]] = {}  # by all tokens up to the last of the feed
 
     def play(self) -> None:
@@ -122,17 +122,19 @@ class Timeline:
         assert self.memory.storage.free() == self.memory.storage.capacity()
         assert self.memory.rows.free in (None, self.memory.rows.capacity)
 
-    def judged(self) -> float:
+    def worst_difference(self) -> float:
         """The largest difference of any row, relative to the largest logit. Asserts that greedy text is the same."""
-        worst, judge, longest = 0.0, torch.empty(0), ()
-        for text in sorted(self.seen, reverse=True):  # so that a text comes right after those that go on from it
+        worst, reference, longest = 0.0, torch.empty(0), ()
+        for text in sorted(self.seen, reverse=True):  # so that a text follows its continuations
             if longest[: len(text)] != text:
-                judge, longest = reference_logits(self.judge, list(text)), text
-            bound = BOUND * max(1.0, float(judge.abs().max()))
+                reference, longest = reference_logits(self.reference, list(text)), text
+            bound = BOUND * max(1.0, float(reference.abs().max()))
             for pos, logits in self.seen[text]:
-                worst = max(worst, relative(logits, judge[pos]))
-                first, second = judge[pos].topk(2).values.tolist()
-                assert first - second <= 2 * bound or logits.argmax() == judge[pos].argmax(), f"other text at {pos}"
+                worst = max(worst, relative(logits, reference[pos]))
+                first, second = reference[pos].topk(2).values.tolist()
+                assert first - second <= 2 * bound or logits.argmax() == reference[pos].argmax(), (
+                    f"greedy text differs at {pos}"
+                )
         return worst
 
     # -- acts -------------------------------------------------------------------------------------------------------
@@ -144,7 +146,7 @@ class Timeline:
                 try:
                     self.forward(part, outcome)
                     break
-                except CacheFull:  # and nothing has changed
+                except CacheFull:  # memory is unchanged
                     self.memory.check()
                     self.drop() if self.texts else part.pop()
 
@@ -173,7 +175,7 @@ class Timeline:
                 count = len(ids) if kept is None else kept[seq]
                 self.texts[seq] = [*text, *ids[:count]]
                 greedy = int(logits[count - 1].argmax()) if count else self.token()
-                self.next[seq] = self.token() if greedy == padding_token(self.judge) else greedy
+                self.next[seq] = self.token() if greedy == padding_token(self.reference) else greedy
 
     def fork(self) -> None:
         if not self.texts:
@@ -187,7 +189,7 @@ class Timeline:
         self.texts[dst], self.next[dst] = self.texts[src][:kept], self.token()
 
     def rewind(self) -> None:
-        """To any point; if that is too far back to go on from, to the point that the memory offers instead."""
+        """To any position; where decoding cannot resume there, to the position that the memory returns."""
         if not self.texts:
             return
         seq = self.draw.choice(list(self.texts))
@@ -216,7 +218,7 @@ class Timeline:
         return Span(self.memory.length(seq), self.memory.length(seq) + tokens)
 
     def feeds(self, *, long: bool, decode: bool) -> list[tuple[int, list[int]]]:
-        """Sequences in any order, each with its greedy token and perhaps a draft, or with a piece of a prompt."""
+        """Sequences in any order, each with its greedy token and perhaps a draft, or with a chunk of a prompt."""
         who = self.draw.sample(SEQUENCES, self.draw.randint(2, len(SEQUENCES)))
         fed: list[tuple[int, list[int]]] = []
         for index, seq in enumerate(who):
@@ -234,7 +236,7 @@ def seed_of(name: str, times: int = 0) -> int:
 
 
 def play(name: str, times: int = 0) -> float:
-    """A whole timeline of one animal; the largest difference."""
-    timeline = Timeline(*animal(name), seed_of(name, times))
+    """The largest difference over a timeline of one architecture."""
+    timeline = Timeline(*guest_and_reference(name), seed_of(name, times))
     timeline.play()
-    return timeline.judged()
+    return timeline.worst_difference()

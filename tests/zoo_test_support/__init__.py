@@ -1,1 +1,1 @@
-"""What the zoo is built from: small sizes, weights that matter, and a sweep over every causal model type."""
+"""What the zoo is built from: small sizes, initial weights, and a sweep over every causal model type."""

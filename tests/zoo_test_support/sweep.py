@@ -7,12 +7,12 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.zoo_test_support.lively import enliven
+from tests.zoo_test_support.initialise import initialise
 from tests.zoo_test_support.tiny import tiny
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
-# What a type needs beside small sizes: list-valued fields as long as it is deep, and sizes that hang together.
+# What a type needs beside small sizes: lists with a value per layer, and sizes that depend on each other.
 OWN: dict[str, dict[str, Any]] = {
     "blt": {
         "encoder_hash_byte_group_vocab": 101,
@@ -59,7 +59,7 @@ OWN["dots3_note"] = {
 OWN["qwen4_exp"] = {"text_config": OWN["qwen4_exp_text"]}
 
 
-# Types that no small config makes run, whatever its sizes, with transformers 5.23.
+# Types without a small config that runs, with transformers 5.23.
 NO_MODEL = {
     "gemma3n": "its vision tower needs timm; gemma3n_text does not",
     "gemma4_assistant": "its layers read another model's keys and values, and its config wants one that stores them",
@@ -77,21 +77,21 @@ def auto_config(model_type: str) -> PreTrainedConfig:
 
 
 def of_type(model_type: str) -> PreTrainedModel:
-    """A fresh lively model of this type, the same every time, on the CPU in float32."""
+    """A new model of this type with a fixed seed, on the CPU in float32."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(
             auto_config(model_type), attn_implementation="eager", dtype=torch.float32
         )
-    enliven(model, 0)
+    initialise(model, 0)
     return model.eval()
 
 
 def sweep() -> dict[str, PreTrainedConfig | str]:
     """Every causal model type, with its tiny config or the reason why it has none.
 
-    A type that a newer transformers brings along is tried with small sizes alone, so its reason may be the first
-    complaint of its config class.
+    A type of a newer transformers is tried with small sizes alone, so its reason may be the first error of its config
+    class.
     """
     found: dict[str, PreTrainedConfig | str] = {}
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:

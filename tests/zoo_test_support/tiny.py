@@ -1,7 +1,7 @@
 """Small sizes for any config of transformers: one table, read by field name.
 
-Config classes of different families agree on what their fields are called far more often than not, so a tiny
-config of a new family is usually this table and nothing else. What a family does differently it says itself.
+Config classes of different families mostly use the same field names, so this table is usually enough for a tiny
+config of a new family. Other fields are given per family.
 """
 
 from copy import deepcopy
@@ -33,7 +33,7 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 4),
     **dict.fromkeys(("decoder_layers", "encoder_layers"), 2),
     **dict.fromkeys(("num_kv_shared_layers", "num_mtp_layers", "num_nextn_predict_layers"), 0),
-    # encoders that can be asked to look back only
+    # encoders that can be causal
     "is_decoder": True,
     # attention heads
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), 4),
@@ -87,7 +87,7 @@ def tiny(model_type: str, **own: object) -> PreTrainedConfig:
     raises on sizes that do not fit together is passed on.
     """
     config_class = _class_of(model_type)
-    # Configs keep and complete the lists and dicts they are given.
+    # Configs keep and change the lists and dicts passed to them.
     return config_class(**deepcopy(_over(small_fields(config_class), own)))
 
 

@@ -97,14 +97,14 @@ class Scenario:
     def draw(self, logits: Tensor, positions: Sequence[int]) -> None:
         vocab = min(logits.shape[1], 101)
         for at in range(len(SAMPLING)):
-            choices = [
+            samplers = [
                 Sampler(
                     SamplingParams(**SAMPLING[(at + row) % len(SAMPLING)]),
-                    seed=3, choice=row, prompt_ids=text(row, 6), vocab_size=vocab, end_ids=frozenset({2}),
+                    seed=3, index=row, prompt_ids=text(row, 6), vocab_size=vocab, end_ids=frozenset({2}),
                 )
                 for row in range(len(positions))
             ]  # fmt: skip
-            self.drawn += draw(logits, choices, positions)
+            self.drawn += draw(logits, samplers, positions)
 
     def play(self) -> None:
         """Prefill beside decoding, forks, partial commits, query-only rows, edits, and everything that moves cells."""

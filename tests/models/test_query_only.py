@@ -12,7 +12,7 @@ from kvcellar.errors import ModelRefused
 from kvcellar.models.guest import Guest
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
-from tests.models.remasked import Rule, remquery_logits
+from tests.models.remasked import Rule, remasked_logits
 from tests.models.timeline import BOUND, guest_and_reference, read, relative, run, small_memory
 from tests.zoo import RECURRENT, reference_logits
 
@@ -37,7 +37,7 @@ def query_logits(reference: PreTrainedModel, stored: Sequence[int], queried: Seq
         return visible
 
     positions = [*range(n), *range(at, at + len(queried))]
-    return remquery_logits(reference, [*stored, *queried], change, positions)[n:]
+    return remasked_logits(reference, [*stored, *queried], change, positions)[n:]
 
 
 def held_by(memory: Memory, seq: int) -> list[Tensor]:

@@ -18,7 +18,6 @@ OVER = {
     "cache/rows.py",
     "cache/rows.py:NoRows",
     "cache/rows.py:Rows",
-    "bench/network.py:hybrid",
 }
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -1,1 +1,1 @@
-"""bench: how fast is it here, beside transformers on the same weights? Workloads, measures, reports."""
+"""bench: measures kvcellar against transformers on the same weights, and the cost of single operations."""

@@ -1,6 +1,6 @@
-"""bookkeeping: what `begin` and `commit` of a decoding step take, with few and with very many cells in use.
+"""bookkeeping: the time of `begin` and `commit` in a decoding step, by number of cells in use.
 
-On the meta device: cells, tables and plans are real, keys and values are not.
+Runs on the meta device: cells, tables and plans are real, K/V are not.
 """
 
 import statistics
@@ -21,7 +21,7 @@ SEQUENCES = 32
 
 
 def bookkeeping(size: Size, in_use: list[int], *, steps: int = 64, rounds: int = 7) -> dict[int, float]:
-    """Median milliseconds of a step of 32 sequences, by how many cells they have in use. Measured in turn."""
+    """Median milliseconds of a step of 32 sequences, by number of cells in use. Measured interleaved."""
     memories = {cells: _filled(size, cells, spare=SEQUENCES * steps * (rounds + 1)) for cells in in_use}
     taken: dict[int, list[float]] = {cells: [] for cells in in_use}
     for turn in range(rounds + 1):
@@ -33,7 +33,7 @@ def bookkeeping(size: Size, in_use: list[int], *, steps: int = 64, rounds: int =
 
 
 def _filled(size: Size, in_use: int, spare: int) -> Memory:
-    """A memory in which 32 sequences hold `in_use` cells in all, read in chunks that alternate as prompts do."""
+    """A memory in which 32 sequences hold `in_use` cells, filled by chunks of all sequences in turn."""
     planes = (Plane("k", size.kv_heads, size.head_size), Plane("v", size.kv_heads, size.head_size))
     group = Group("causal", Causal(), planes, tuple(range(size.layers)))
     capacity = {"causal": 2 * in_use + spare}
@@ -48,7 +48,7 @@ def _filled(size: Size, in_use: int, spare: int) -> Memory:
 
 
 def _step(memory: Memory) -> float:
-    """Seconds of one token for each sequence, all but the forward."""
+    """Seconds of a step of one token per sequence, without the forward."""
     batch = Batch(tuple(Feed(seq, Span(memory.length(seq), memory.length(seq) + 1)) for seq in range(SEQUENCES)))
     start = time.perf_counter()
     plan = memory.begin(batch)

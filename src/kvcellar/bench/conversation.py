@@ -1,8 +1,7 @@
-"""conversation: how much of a conversation is read again where recurrent state can be gone back to at few places only.
+"""conversation: how many prompt tokens of a conversation are computed again, with few checkpoints of recurrent state.
 
-Counted, not timed: what a session read of its prompts, beside what two caches would have had to read. One has as many
-rows for states, may keep them where sessions do, and knows all that will be asked. The other can go back to every
-token.
+Tokens are counted, not time. A session is compared with two caches: one with as many checkpoints, chosen with knowledge
+of all later turns; and one with a checkpoint at every token.
 """
 
 import random
@@ -22,20 +21,20 @@ from kvcellar.engine.manager import common_prefix
 from kvcellar.engine.session import Session
 from kvcellar.engine.settings import Settings
 
-CAPTURES = (2, 4, 8, 32)
-PIECE = 512  # tokens of a prompt that are read in one step
+CHECKPOINTS = (2, 4, 8, 32)
+STEP_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """Eight turns, back to the third, five others, and the last answer once more."""
+    """Eight turns, back to the third, five other turns, and the last of those again."""
 
     start: int = 2000
     user: int = 40
     answer: int = 8
 
-    def acts(self) -> Iterator[tuple[int, list[int]]]:
-        """How many turns to go back, and what to send then."""
+    def turns(self) -> Iterator[tuple[int, list[int]]]:
+        """How many turns to rewind, and the tokens to send then."""
         draw = random.Random(0)
         sent = [[draw.randrange(3, 100) for _ in range(self.user)] for _ in range(13)]
         sent[0] = [draw.randrange(3, 100) for _ in range(self.start)] + sent[0]
@@ -47,7 +46,7 @@ QUICK = Script(start=100, user=10, answer=4)
 
 
 class Turn(NamedTuple):
-    """Of a turn: its prompt, how much of that was not read again, and the answer."""
+    """A turn: its prompt, how many tokens of it were not computed, and its completion."""
 
     prompt: tuple[int, ...]
     cached: int
@@ -55,12 +54,12 @@ class Turn(NamedTuple):
 
     @property
     def held(self) -> tuple[int, ...]:
-        """What memory has when it is over: the last token that was drawn has not been read."""
+        """The tokens in memory after the turn: the last sampled token has not been computed."""
         return (*self.prompt, *self.answer[:-1])
 
 
 class Reads(NamedTuple):
-    """Tokens of prompts that were read: by a session, by who knows the future, by who can go back to every token."""
+    """Prompt tokens computed: by a session, with the best choice of checkpoints, with a checkpoint at every token."""
 
     ours: int
     ideal: int
@@ -69,7 +68,7 @@ class Reads(NamedTuple):
 
 def play(session: Session, script: Script) -> list[Turn]:
     turns: list[Turn] = []
-    for back, tokens in script.acts():
+    for back, tokens in script.turns():
         session.rewind(back)
         prompt = (*session.tokens, *tokens)
         result = session.send(tokens, max_tokens=script.answer, temperature=0.0, ignore_eos=True)
@@ -77,28 +76,28 @@ def play(session: Session, script: Script) -> list[Turn]:
     return turns
 
 
-def reads(turns: Sequence[Turn], *, captures: int, piece: int) -> Reads:
+def reads(turns: Sequence[Turn], *, checkpoints: int, step_tokens: int) -> Reads:
     return Reads(
         ours=sum(len(turn.prompt) - turn.cached for turn in turns),
-        ideal=ideal(turns, captures=captures, piece=piece),
-        by_token=sum(len(turn.prompt) - common for turn, common in zip(turns, _commons(turns), strict=True)),
+        ideal=ideal(turns, checkpoints=checkpoints, step_tokens=step_tokens),
+        by_token=sum(len(turn.prompt) - common for turn, common in zip(turns, _common_prefixes(turns), strict=True)),
     )
 
 
-def _commons(turns: Sequence[Turn]) -> list[int]:
-    """How much of each prompt who could go back to every token would not read: never its last token."""
+def _common_prefixes(turns: Sequence[Turn]) -> list[int]:
+    """Tokens of each prompt that need not be computed with a checkpoint at every token; never its last token."""
     before: tuple[tuple[int, ...], ...] = ((), *(turn.held for turn in turns[:-1]))
     found = [common_prefix(list(held), list(turn.prompt)) for held, turn in zip(before, turns, strict=True)]
     return [min(common, len(turn.prompt) - 1) for common, turn in zip(found, turns, strict=True)]
 
 
-def ideal(turns: Sequence[Turn], *, captures: int, piece: int) -> int:
-    """The fewest tokens of prompts that can be read by who keeps up to `captures` states beside the newest one.
+def ideal(turns: Sequence[Turn], *, checkpoints: int, step_tokens: int) -> int:
+    """The fewest prompt tokens that must be computed with up to `checkpoints` checkpoints beside the newest state.
 
-    A state can be kept behind every `piece` tokens, before the last token of a prompt, and at the end of a turn.
+    A checkpoint is possible after every `step_tokens` tokens, before the last token of a prompt, and after a turn.
     """
-    commons = _commons(turns)
-    # The lowest place that each later turn goes back to, seen from each turn: a state beyond it is lost by then.
+    commons = _common_prefixes(turns)
+    # For each turn, the lowest position up to each later turn: checkpoints beyond it are invalid by then.
     wanted = [{min(commons[i + 1 : j + 1]) for j in range(i + 1, len(turns))} for i in range(len(turns))]
 
     @cache
@@ -107,29 +106,29 @@ def ideal(turns: Sequence[Turn], *, captures: int, piece: int) -> int:
             return 0
         alive = {place for place in (*kept, end, 0) if place <= commons[i]}
         prompt, held = len(turns[i].prompt), len(turns[i].held)
-        places = alive | set(range(piece, prompt - 1, piece)) | {prompt - 1}
-        # Of all that could be kept only what is the best for some later turn is ever worth it.
+        places = alive | set(range(step_tokens, prompt - 1, step_tokens)) | {prompt - 1}
+        # Only checkpoints that are the best for some later turn are worth keeping.
         best = {max(place for place in places if place <= pos) for pos in wanted[i]} - {0}
-        ways = combinations(sorted(best), min(captures, len(best)))
+        ways = combinations(sorted(best), min(checkpoints, len(best)))
         return prompt - max(alive) + min(fewest(i + 1, frozenset(way), held) for way in ways)
 
     return fewest(0, frozenset(), 0)
 
 
 def conversation(script: Script, *, small: bool) -> dict[int, Reads]:
-    """What is read with room for so many captures, of a network with gated delta rules and attention."""
+    """By number of checkpoints. The network has gated delta rules and attention."""
     network = hf_baseline.network(hybrid("qwen3_5_text", hidden=256, layers=4, head=64), torch.bfloat16)
     found: dict[int, Reads] = {}
     row = build(network, Settings(cache_bytes=1 << 28)).capacity.states.bytes_per_row
-    for captures in CAPTURES[-1:] if small else CAPTURES:
-        # An engine has as many rows for captures as fit a 32nd of its bytes, and as many for sessions that rest. There
-        # is one session, so captures may have both: all but its own row, and the one that a step takes.
+    for checkpoints in CHECKPOINTS[-1:] if small else CHECKPOINTS:
+        # An engine has rows for checkpoints in a 32nd of its bytes, and as many for idle sessions. With one session,
+        # checkpoints can use both, except for the session's own row and the one that a step takes.
         limits: dict[str, Any] = {
             "max_sequences": 1,
-            "cache_bytes": 16 * (captures + 2) * row - 1,
-            "step_tokens": PIECE,
+            "cache_bytes": 16 * (checkpoints + 2) * row - 1,
+            "step_tokens": STEP_TOKENS,
         }
         with Engine(network, threads=1, **limits) as engine, engine.session(chat=False) as session:
-            assert engine.stats().rows == captures + 2, "an engine divides its bytes otherwise"
-            found[captures] = reads(play(session, script), captures=captures, piece=PIECE)
+            assert engine.stats().rows == checkpoints + 2, "the division of bytes in an engine has changed"
+            found[checkpoints] = reads(play(session, script), checkpoints=checkpoints, step_tokens=STEP_TOKENS)
     return found

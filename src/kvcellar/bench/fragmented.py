@@ -1,8 +1,8 @@
-"""fragmented: what attention takes over memory that has been in use for long, before and after compaction.
+"""fragmented: the time of attention on fragmented memory, before and after compaction.
 
-Two memories are brought into the same state: they are full of many short sequences, which end one by one, in no order,
-while a few long ones grow in what they leave. One of the two is then compacted as an idle engine does it. A decoding
-step's attention is measured over both in turn.
+Two memories are brought into the same state: filled with many short sequences, which are dropped in random order while
+a few long ones grow into the freed cells. One of the two is then compacted as an idle engine does it. The attention of
+a decoding step is measured on both, interleaved.
 """
 
 import random
@@ -26,12 +26,12 @@ from kvcellar.shapes import AttentionSpec, Plane, Scoring
 from kvcellar.spans import Span
 
 GROUP = "causal"
-SEQUENCES, TOKENS = 8, 1024  # that are there at the end, and what each of them has
-SHORT = (4, 9, 17, 30)  # tokens of those that were there before
+SEQUENCES, TOKENS = 8, 1024  # long sequences, and tokens of each
+SHORT = (4, 9, 17, 30)  # tokens of short sequences
 
 
 class Compacted(NamedTuple):
-    """One backend's attention in all layers of a step, in CPU milliseconds, and what compaction took."""
+    """CPU milliseconds of one backend's attention in all layers of a step, and the cost of compaction."""
 
     before: float
     after: float
@@ -40,13 +40,13 @@ class Compacted(NamedTuple):
     runs_after: int
     cells: int  # of all sequences
     moved: int
-    piece_ms: float  # CPU milliseconds of the longest piece: what a request that arrives waits for at most
+    piece_ms: float  # CPU milliseconds of the longest piece, the longest that a new request waits
 
 
 def fragmented(
     size: Size, *, sequences: int = SEQUENCES, tokens: int = TOKENS, rounds: int = 30
 ) -> dict[str, Compacted]:
-    """By the name of each backend that serves such a network in bfloat16."""
+    """By name of the backend, for backends that support such a network in bfloat16."""
     ask = AttentionSpec(size.query_heads, size.kv_heads, size.head_size, size.head_size, dtype="bfloat16", device="cpu")
     found: dict[str, Compacted] = {}
     for name in ("cpu", "sdpa"):
@@ -92,7 +92,7 @@ def _measured(size: Size, backend: Backend, sequences: int, tokens: int, rounds:
 
 
 def _used(size: Size, backend: Backend, sequences: int, tokens: int) -> Memory:
-    """A memory that was full; an eighth of its cells is free now. What is in the others is zeros."""
+    """A fragmented memory with an eighth of its cells free; the others contain zeros."""
     planes = (Plane("k", size.kv_heads, size.head_size), Plane("v", size.kv_heads, size.head_size))
     group = Group(GROUP, Causal(), planes, tuple(range(size.layers)), no_shift=None)
     cells = {GROUP: sequences * tokens * 8 // 7}

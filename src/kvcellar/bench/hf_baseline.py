@@ -1,4 +1,4 @@
-"""hf_baseline: `generate` and `generate_batch` of transformers, with which the bench compares ours."""
+"""hf_baseline: `generate` and `generate_batch` of transformers, the baselines of the bench."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, PreTrainedModel
 
-PAGE = 256  # tokens of a page of its continuous batching
-STEP_TOKENS = 512  # most tokens of a step of it
-SPARE = 0.2  # of its pages: it begins no sequence while fewer than 15 % are free
+PAGE = 256  # tokens per page in continuous batching
+STEP_TOKENS = 512  # most tokens of one of its steps
+SPARE = 0.2  # of the pages: it starts no sequence while fewer than 15 % are free
 
 
 class _StepStreamer:
@@ -31,7 +31,7 @@ class _StepStreamer:
 
 
 def network(config: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
-    """A random network of this config, the same each time."""
+    """A network with random weights, the same for each call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype).eval()
@@ -40,9 +40,9 @@ def network(config: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
 def generate(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], new: int, step: Callable[[], None] | None = None
 ) -> Tensor:
-    """`model.generate` with its dynamic cache: `new` greedy tokens behind each prompt, padded on the left.
+    """`model.generate` with its dynamic cache: `new` greedy tokens after each prompt, padded on the left.
 
-    `step` is called when a token of every sequence has been drawn. Returns ids [B,longest+new].
+    `step` is called when every sequence has got a token. Returns ids [B,longest+new].
     """
     longest = max(map(len, prompts))
     ids = torch.zeros(len(prompts), longest, dtype=torch.long)
@@ -57,10 +57,10 @@ def generate(
 
 
 def generate_batch(model: PreTrainedModel, prompts: Sequence[Sequence[int]], new: int) -> list[float]:
-    """Its continuous batching: seconds of each step in which every sequence got a token.
+    """Continuous batching: seconds of each step in which every sequence got a token.
 
-    It gets as many pages as the prompts need plus those it keeps free; by default it would allocate most of the
-    machine's memory. Raises `RuntimeError` if it does not run here, or never serves all of them at once.
+    The number of pages is set to what the prompts need plus those it keeps free; by default it allocates most of the
+    machine's memory. Raises `RuntimeError` if it fails, or never serves all prompts at once.
     """
     pages = ceil(sum((len(prompt) + new) // PAGE + 2 for prompt in prompts) / (1 - SPARE))
     outputs = model.generate_batch(  # pyright: ignore[reportCallIssue]
@@ -76,11 +76,11 @@ def generate_batch(model: PreTrainedModel, prompts: Sequence[Sequence[int]], new
         if output.error is not None:
             raise RuntimeError(output.error)
     if len(outputs) != len(prompts):
-        raise RuntimeError(f"{len(outputs)} of {len(prompts)} prompts were answered")
-    # From the moment that the last sequence has begun until the first one is done, every step serves all of them.
+        raise RuntimeError(f"{len(outputs)} of {len(prompts)} prompts were completed")
+    # From the first token of the last sequence to the end of the first one, every step serves all sequences.
     start, end = max(output.timestamps[0] for output in outputs), min(output.timestamps[-1] for output in outputs)
     last = max(outputs, key=lambda output: output.timestamps[0]).timestamps
     seconds = [b - a for a, b in pairwise(last) if start <= a and b <= end]
     if not seconds:
-        raise RuntimeError("no step of it gave a token to every sequence")
+        raise RuntimeError("no step gave a token to every sequence")
     return seconds

@@ -1,9 +1,9 @@
-"""kv_dtypes: how often a model still says the same when its K/V are stored in fewer bits.
+"""kv_dtypes: how quantised K/V change the predictions of a model.
 
 `python -m kvcellar.bench.kv_dtypes` prints it for the embedded model, or for another one.
 
-At every place of a text that the model wrote by itself, its most likely token and its whole prediction are compared
-with those that it makes with K/V as it computes them.
+At every position of a text sampled from the model, its most likely token and its distribution are compared with those
+computed with unquantised K/V.
 """
 
 import argparse
@@ -21,13 +21,15 @@ TOKENS = 2000
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kvcellar.bench.kv_dtypes", description=__doc__)
     parser.add_argument("model", nargs="?", help="a directory or a name (the embedded model)")
-    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"of the text ({TOKENS})")
-    parser.add_argument("--dtype", default="auto", help="that the model computes in (as stored)")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"tokens of the text ({TOKENS})")
+    parser.add_argument("--dtype", default="auto", help="type of computation (that of the weights)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (1)")
     given = parser.parse_args()
     built = build(given.model, Settings(dtype=given.dtype, threads=given.threads))
     found = kv_quality(built.guest, named(None), ("auto", *WAYS), tokens=given.tokens)
-    print(f"{built.loaded.name}, {str(built.guest.dtype).removeprefix('torch.')}, {given.tokens} tokens of its own")
+    print(
+        f"{built.loaded.name}, {str(built.guest.dtype).removeprefix('torch.')}, {given.tokens} tokens sampled from it"
+    )
     print(f"{'kv_dtype':16} {'bytes a token':>13} {'same token':>10} {'KL, nats':>9}")
     for one in found:
         print(_line(one))

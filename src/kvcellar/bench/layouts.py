@@ -1,7 +1,7 @@
-"""layouts: what it saves that the pool stores K/V the way attention reads them.
+"""layouts: what is gained by storing K/V in the arrangement that the attention backend declares.
 
-The same backend attends twice: over planes arranged as it asks for, and over plain ones, [cells,heads,size], which it
-first has to permute and make contiguous in every layer of every step. Everything else is the same.
+The same backend is measured on planes in its arrangement, and on plain planes [cells,heads,size], which it permutes and
+makes contiguous in every layer of every step.
 """
 
 import statistics
@@ -23,7 +23,7 @@ from kvcellar.spans import Span
 
 
 class Rearranging(Sdpa):
-    """Does not say what it wants, and makes what it gets contiguous by head."""
+    """Declares no arrangement, and makes K/V contiguous by head."""
 
     name = "rearranging"
 
@@ -33,7 +33,7 @@ class Rearranging(Sdpa):
 
 @dataclass(frozen=True, slots=True)
 class _Rearranged:
-    """A history whose planes are copied when they are read."""
+    """A history whose planes are copied on each read."""
 
     history: History
 
@@ -84,7 +84,7 @@ class _RearrangedPlane:
 
 
 class Side:
-    """A memory of sequences of unequal length, and what each layer of a decoding step stores and asks."""
+    """A memory with sequences of unequal length, and the K/V and queries of a decoding step."""
 
     def __init__(self, size: Size, lengths: list[int], backend: Sdpa, dtype: torch.dtype, *, plain: bool) -> None:
         planes = (Plane("k", size.kv_heads, size.head_size), Plane("v", size.kv_heads, size.head_size))
@@ -103,7 +103,7 @@ class Side:
         self._step = Batch(tuple(Feed(seq, Span(length, length + 1)) for seq, length in enumerate(lengths)))
 
     def step(self) -> float:
-        """Seconds that all layers of a step take to store and to attend."""
+        """Seconds of writing K/V and of attention, in all layers of a step."""
         self._memory.begin(self._step)
         start = time.perf_counter()
         for layer in self._layers:
@@ -116,12 +116,12 @@ class Side:
 
 @torch.inference_mode()
 def layouts(size: Size, lengths: list[int], dtype: torch.dtype, steps: int) -> tuple[float, float]:
-    """Median milliseconds of a decoding step's attention: agreed, and rearranged in each step. Measured in turn."""
+    """Median milliseconds of a step's attention: in the backend's arrangement, and rearranged. Interleaved."""
     sides = Side(size, lengths, Sdpa(), dtype, plain=False), Side(size, lengths, Rearranging(), dtype, plain=True)
     taken: tuple[list[float], list[float]] = ([], [])
     for turn in range(steps + 1):
         for side, seconds in zip(sides, taken, strict=True):
             one = side.step()
-            if turn:  # the first warms up
+            if turn:  # the first round warms up
                 seconds.append(one)
     return 1000 * statistics.median(taken[0]), 1000 * statistics.median(taken[1])

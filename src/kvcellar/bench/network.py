@@ -1,4 +1,4 @@
-"""network: a random network of Llama's shape, as a model directory, so that both sides load the same weights."""
+"""network: networks with random weights: Llama as a model directory, and configs of hybrid networks."""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What a network of this kind is made of; the output weights are the embedding's, as in most small models."""
+    """The sizes of a Llama network. Output weights are tied to the embedding, as in most small models."""
 
     hidden: int
     layers: int
@@ -42,45 +42,20 @@ class Size:
 
 
 SMALL = Size(896, 12, 14, 2, 64, 2304, 32_000, 8192)  # 125 million parameters
-TINY = Size(64, 2, 4, 2, 16, 128, 512, 1024)  # to see that the bench works
+TINY = Size(64, 2, 4, 2, 16, 128, 512, 1024)  # to test the bench
 
 
-RECURRENT = ("lfm2", "qwen3_5_text", "bamba")  # short convolutions; gated delta rules; Mamba's second kind
+RECURRENT = ("lfm2", "qwen3_5_text", "bamba")  # short convolutions; gated delta rules; Mamba 2
 
 
 def hybrid(kind: str, *, hidden: int, layers: int, head: int) -> dict[str, object]:
     """The config of a network with recurrent layers of one kind, and attention in every fourth layer."""
-    attention = [layer for layer in range(layers) if layer % 4 == 3]
-    inner = hidden // head  # heads of the recurrent layers
-    own: dict[str, dict[str, object]] = {
-        "lfm2": {
-            "layer_types": ["full_attention" if layer in attention else "conv" for layer in range(layers)],
-            "block_ff_dim": 3 * hidden,
-            "block_auto_adjust_ff_dim": False,
-        },
-        "qwen3_5_text": {
-            "layer_types": ["full_attention" if layer in attention else "linear_attention" for layer in range(layers)],
-            "linear_num_key_heads": inner // 2,
-            "linear_num_value_heads": inner,
-            "linear_key_head_dim": head,
-            "linear_value_head_dim": head,
-        },
-        "bamba": {
-            "attn_layer_indices": attention,
-            "attn_rotary_emb": head // 2,
-            "mamba_n_heads": 2 * inner,
-            "mamba_d_head": head,
-            "mamba_d_state": head,
-            "mamba_expand": 2,
-            "mamba_n_groups": 1,
-        },
-    }
     return {
         "model_type": kind,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
-        "num_attention_heads": inner,
-        "num_key_value_heads": inner // 2,
+        "num_attention_heads": hidden // head,
+        "num_key_value_heads": hidden // head // 2,
         "head_dim": head,
         "intermediate_size": 3 * hidden,
         "vocab_size": 512,
@@ -89,12 +64,37 @@ def hybrid(kind: str, *, hidden: int, layers: int, head: int) -> dict[str, objec
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
-        **own[kind],
+        **_recurrent_config(kind, hidden=hidden, layers=layers, head=head),
+    }
+
+
+def _recurrent_config(kind: str, *, hidden: int, layers: int, head: int) -> dict[str, object]:
+    attention, heads = range(3, layers, 4), hidden // head
+    if kind == "bamba":
+        return {
+            "attn_layer_indices": list(attention),
+            "attn_rotary_emb": head // 2,
+            "mamba_n_heads": 2 * heads,
+            "mamba_d_head": head,
+            "mamba_d_state": head,
+            "mamba_expand": 2,
+            "mamba_n_groups": 1,
+        }
+    recurrent = "conv" if kind == "lfm2" else "linear_attention"
+    layer_types = ["full_attention" if layer in attention else recurrent for layer in range(layers)]
+    if kind == "lfm2":
+        return {"layer_types": layer_types, "block_ff_dim": 3 * hidden, "block_auto_adjust_ff_dim": False}
+    return {
+        "layer_types": layer_types,
+        "linear_num_key_heads": heads // 2,
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": head,
+        "linear_value_head_dim": head,
     }
 
 
 def write(size: Size, directory: Path) -> int:
-    """Make the directory of a network, bf16, the same each time. Answers its number of parameters."""
+    """Write a model directory in bfloat16, the same for each call. Returns the number of parameters."""
     weights = dict(_weights(size))
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(size.config()))

@@ -1,8 +1,7 @@
-"""revertible: what it costs that a part of a step's new tokens may be kept, in networks with recurrent layers.
+"""revertible: the cost of steps that can be committed in part, and of forks, in networks with recurrent layers.
 
-The same step, once as it is and once begun as revertible, with all of its tokens kept or a part of them; commit
-included. They are measured in turn, on one memory, and each is forgotten again. Beside them, the bytes of state that a
-fork takes.
+A step is measured plain, and revertible with all or a part of its tokens accepted, commit included. The variants are
+interleaved on one memory, and each step is removed again.
 """
 
 import random
@@ -25,12 +24,12 @@ from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
 
 READ = 64  # tokens of each sequence before the step
-NEW = 4  # tokens that each sequence gets in the step
+NEW = 4  # tokens of each sequence in the step
 WIDTHS = (8, 1)
 
 
 class Cost(NamedTuple):
-    """Median milliseconds of a step, and how many times that it takes as revertible, by what is kept."""
+    """Median milliseconds of a plain step, and the ratio of a revertible one with all or a part accepted."""
 
     plain: float
     all_kept: float
@@ -38,8 +37,7 @@ class Cost(NamedTuple):
 
 
 class Forked(NamedTuple):
-    """Bytes of recurrent state that a fork takes at once, and that the first token of its own then takes, beside those
-    of one row in each recurrent layer."""
+    """Bytes of recurrent state allocated by a fork, by the first token after it, and by one state row."""
 
     at_once: int
     first_write: int
@@ -47,7 +45,7 @@ class Forked(NamedTuple):
 
 
 def revertible(*, small: bool) -> dict[str, dict[int, Cost]]:
-    """By kind of network, and by how many sequences are in the step."""
+    """By kind of network and number of sequences in the step."""
     found: dict[str, dict[int, Cost]] = {}
     for kind in RECURRENT:
         guest = _guest(kind, small=small)
@@ -96,19 +94,19 @@ def _cost(guest: Guest, width: int, rounds: int) -> Cost:
             one = _step(guest, memory, feeds, accepted)
             for seq in range(width):
                 memory.remove(seq, Span(READ, memory.length(seq)))
-            if turn:  # the first warms up
+            if turn:  # the first round warms up
                 seconds.append(one)
     plain, whole, parts = taken
     return Cost(1000 * statistics.median(plain), _times(whole, plain), _times(parts, plain))
 
 
 def _times(one: list[float], other: list[float]) -> float:
-    """How many times what was measured beside it: what slows one round down slows down both."""
+    """The median ratio of both, round by round: load on the machine affects both times of a round."""
     return statistics.median(a / b for a, b in zip(one, other, strict=True))
 
 
 def _step(guest: Guest, memory: Memory, feeds: list[Feed], accepted: Mapping[int, int]) -> float:
-    """Seconds of one."""
+    """Seconds of a step."""
     ids = torch.tensor([3 + (7 * feed.seq + pos) % 90 for feed in feeds for pos in range(feed.pos.start, feed.pos.end)])
     start = time.perf_counter()
     plan = memory.begin(Batch(tuple(feeds)))

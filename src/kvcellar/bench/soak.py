@@ -1,11 +1,10 @@
-"""soak: random requests for minutes, a third of them cancelled, while the memory of the process stays what it is.
+"""soak: sends random requests for minutes, cancels a third of them, and fails if the memory of the process grows.
 
-`make soak`, or `python -m kvcellar.bench.soak --minutes 3`, runs it on three models at once, each in a process of its
-own: the embedded model, a random network in float32 and the same one in bfloat16. After the first two minutes the
-resident set (RSS) of none of them may grow by more than 5 %. It prints a table and one line of JSON, and exits with 1
-where one grew.
+`make soak`, or `python -m kvcellar.bench.soak --minutes 3`, tests three models at once, each in a process of its own:
+the embedded model, and a network with random weights in float32 and in bfloat16. After the first two minutes the
+resident set (RSS) of each may grow by at most 5 %. Prints a table and one line of JSON; exit code 1 if one grew more.
 
-Cells take no memory before they are used for the first time, so all of them are used once before the clock starts.
+Cells take no memory before their first use, so all cells are used once before the measurement starts.
 """
 
 import argparse
@@ -30,7 +29,7 @@ from kvcellar.engine.engine import Engine
 MODELS = ("embedded", "float32", "bfloat16")
 MINUTES = 20.0
 WARM = 2.0  # minutes, at most half of all, in which memory may grow
-MOST_GROWTH = 0.05
+MAX_GROWTH = 0.05
 EVERY = 5.0  # seconds between two samples
 CLIENTS = 6
 CACHE_BYTES = 24 << 20
@@ -39,7 +38,7 @@ NETWORK = Size(256, 4, 4, 2, 64, 704, 2000, 1024)
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a process holds so many seconds after its clock started, and what it has done by then."""
+    """RSS of a process, and its counts, `seconds` after the start of the measurement."""
 
     seconds: float
     rss: int  # bytes
@@ -50,7 +49,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Soaked:
-    """What became of one model. `warm` and `most` are bytes: when the first minutes were over, and the most after."""
+    """The result for one model. `warm` is the RSS after the first minutes; `least` and `most` are those after it."""
 
     model: str
     warm: int
@@ -67,12 +66,12 @@ class Soaked:
     @property
     def passed(self) -> bool:
         grew = self.most - self.warm
-        return grew <= MOST_GROWTH * self.warm and self.finished > 0 and self.cancelled > 0
+        return grew <= MAX_GROWTH * self.warm and self.finished > 0 and self.cancelled > 0
 
 
 def judged(model: str, samples: Sequence[Sample], warm: float) -> Soaked:
-    """`warm` is in seconds. The middle of the last samples until then is what the others are compared with, so that a
-    step which is under way in one of them does not count. Raises `ValueError` without samples on both sides."""
+    """Compares the samples after `warm` seconds with the median of the last ones before, so that a step running during
+    one sample does not count. Raises `ValueError` without samples on both sides."""
     before = [sample.rss for sample in samples if sample.seconds <= warm]
     after = [sample.rss for sample in samples if sample.seconds > warm]
     if not before or not after:
@@ -82,17 +81,18 @@ def judged(model: str, samples: Sequence[Sample], warm: float) -> Soaked:
 
 
 def resident(root: Path = Path("/")) -> int:
-    """The resident set of this process, in bytes. Raises `OSError` where there is no Linux to say it."""
+    """The resident set of this process, in bytes. Raises `OSError` on other systems than Linux."""
     return int((root / "proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def soak(engine: Engine, seconds: float, seed: int, *, every: float = EVERY) -> Iterator[Sample]:
-    """Let clients ask for so long, and look at the process again and again."""
+    """Run clients for `seconds`, and yield a sample of the process every `every` seconds."""
     fill(engine, seed)
     stop, counts = threading.Event(), [[0, 0] for _ in range(CLIENTS)]
     with ThreadPoolExecutor(CLIENTS) as pool:
         clients = [
-            pool.submit(ask, engine, random.Random(f"{seed} {i}"), count, stop.is_set) for i, count in enumerate(counts)
+            pool.submit(send_requests, engine, random.Random(f"{seed} {i}"), count, stop.is_set)
+            for i, count in enumerate(counts)
         ]
         began = time.perf_counter()
         try:
@@ -103,7 +103,7 @@ def soak(engine: Engine, seconds: float, seed: int, *, every: float = EVERY) -> 
         finally:
             stop.set()
     for client in clients:
-        client.result()  # raises what ended it
+        client.result()  # raises the error of a client that has failed
     engine.check()
 
 
@@ -116,39 +116,42 @@ def fill(engine: Engine, seed: int) -> None:
 
 
 def longest(engine: Engine) -> int:
-    """Tokens of a prompt for which there are cells in every group, and one token of an answer."""
+    """Tokens of the longest prompt that fits every group with one new token."""
     return min(engine.model.context, *(group.cells for group in engine.stats().groups)) - 1
 
 
-def ask(engine: Engine, draw: random.Random, counts: list[int], over: Callable[[], bool]) -> None:
-    """One request after the other, short ones more often than long ones. Of three, one is cancelled: at any time, or
-    after any of its pieces. `counts` are of those that were read to their end, and of those that were not."""
+def send_requests(engine: Engine, draw: random.Random, counts: list[int], stopped: Callable[[], bool]) -> None:
+    """Send one request after another, short ones more often than long ones. A third is cancelled, after a random time
+    or a random number of tokens. `counts` has the numbers of finished and of cancelled requests."""
     most = longest(engine) // 2
-    while not over():
+    while not stopped():
         ids, tokens = _ids(draw, engine.model.vocab_size, int(most ** draw.random())), int(64 ** draw.random())
-        how: dict[str, Any] = {
-            "max_tokens": tokens,
-            "n": draw.choice((1, 1, 1, 2, 3)),
-            "temperature": draw.choice((0.0, 1.0)),
-            "top_k": draw.choice((0, 40)),
-            "logprobs": draw.choice((None, None, 3)),
-            "seed": draw.randrange(1 << 30),
-            "ignore_eos": True,
-        }
-        fate = draw.randrange(6)
-        if fate == 0:
-            ticket = engine.submit(ids, engine.params(**how), deliver=lambda _: None)
+        options, kind = _options(draw, tokens), draw.randrange(6)
+        if kind == 0:
+            ticket = engine.submit(ids, engine.params(**options), deliver=lambda _: None)
             time.sleep(draw.random())
             ticket.cancel()
         else:
-            stream = engine.stream(ids, **how)
+            stream = engine.stream(ids, **options)
             for index, _ in enumerate(stream):
-                if over() or (fate == 1 and index >= tokens // 2):
+                if stopped() or (kind == 1 and index >= tokens // 2):
                     break
             stream.close()
-        counts[fate < 2] += 1
-        if draw.random() < 0.1:  # so that not always as many ask at once
+        counts[kind < 2] += 1
+        if draw.random() < 0.1:  # so that the number of concurrent requests varies
             time.sleep(draw.random())
+
+
+def _options(draw: random.Random, tokens: int) -> dict[str, Any]:
+    return {
+        "max_tokens": tokens,
+        "n": draw.choice((1, 1, 1, 2, 3)),
+        "temperature": draw.choice((0.0, 1.0)),
+        "top_k": draw.choice((0, 40)),
+        "logprobs": draw.choice((None, None, 3)),
+        "seed": draw.randrange(1 << 30),
+        "ignore_eos": True,
+    }
 
 
 def _ids(draw: random.Random, vocabulary: int, n: int) -> list[int]:
@@ -159,7 +162,7 @@ def _ids(draw: random.Random, vocabulary: int, n: int) -> list[int]:
 
 
 def run_one(model: str, minutes: float, seed: int) -> None:
-    """Soak one model in this process, and print a line of JSON for each sample."""
+    """Test one model in this process, and print a line of JSON for each sample."""
     settings: dict[str, Any] = {"cache_bytes": CACHE_BYTES, "threads": 1, "max_sequences": 16, "device": "cpu"}
     with tempfile.TemporaryDirectory() as directory:
         if model == "embedded":
@@ -174,17 +177,17 @@ def run_one(model: str, minutes: float, seed: int) -> None:
 
 
 def watch(model: str, minutes: float, seed: int) -> list[Sample]:
-    """Run one model in a process of its own. Raises `RuntimeError` if that fails."""
+    """Test one model in a process of its own. Raises `RuntimeError` if that fails."""
     command = [sys.executable, "-m", "kvcellar.bench.soak", "--model", model]
     command += ["--minutes", str(minutes), "--seed", str(seed)]
     samples: list[Sample] = []
-    said = 0.0
+    printed = 0.0
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             samples.append(sample := Sample(**json.loads(line)))
-            if sample.seconds >= said:
-                said += 60
+            if sample.seconds >= printed:
+                printed += 60
                 print(f"{sample.seconds / 60:5.1f} min  {model:9} {sample.rss / 1e6:7.1f} MB", flush=True)
     if process.returncode:
         raise RuntimeError(f"the soak of {model} ended with {process.returncode}")
@@ -204,9 +207,9 @@ def table(found: Sequence[Soaked]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kvcellar.bench.soak", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"how long ({MINUTES:g})")
-    parser.add_argument("--seed", type=int, default=0, help="of the requests (0)")
-    parser.add_argument("--model", choices=MODELS, help="only this one, in this process, as samples")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"duration ({MINUTES:g})")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the requests (0)")
+    parser.add_argument("--model", choices=MODELS, help="only this model, in this process; prints samples")
     given = parser.parse_args()
     if given.model is not None:
         run_one(given.model, given.minutes, given.seed)
@@ -217,7 +220,7 @@ def main() -> None:
     found = [judged(model, samples, 60 * warm) for model, samples in zip(MODELS, every, strict=True)]
     print("\n".join(table(found)))
     results = {one.model: {**asdict(one), "growth": round(one.growth, 4), "passed": one.passed} for one in found}
-    print(json.dumps({"minutes": given.minutes, "warm_minutes": warm, "most_growth": MOST_GROWTH, "results": results}))
+    print(json.dumps({"minutes": given.minutes, "warm_minutes": warm, "max_growth": MAX_GROWTH, "results": results}))
     sys.exit(not all(one.passed for one in found))
 
 

@@ -1,9 +1,8 @@
-"""start: CPU seconds from a fresh process to the first token of the embedded model, in three parts.
+"""start: CPU seconds from the start of a process to the first token of the embedded model, in three parts.
 
-Each start is a process of its own, which runs this file: importing torch, then importing the module of the model's
-network from transformers with all that this imports, then everything else up to the first token, by the command that
-`make run` runs. CPU seconds are user and system time of the process and of the compilers that it starts, so other
-processes on the machine matter less than they do to wall time.
+Each start is a new process that runs this file: it imports torch, then the module of the network from transformers,
+then runs `kvcellar run` up to the first token. CPU seconds are user and system time of the process and of the compilers
+that it starts, which other processes on the machine affect less than wall time.
 """
 
 import json
@@ -24,13 +23,13 @@ import kvcellar
 from kvcellar.errors import KvcellarError
 
 PROMPT = "def read_lines(path):"
-WARM = 3  # starts with a cache; the table has their medians
-WANTED = 1.0  # seconds of `ours`, from the second start on
+WARM = 3  # starts with a filled cache directory, whose medians are reported
+TARGET = 1.0  # seconds of `ours`, from the second start on
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """CPU seconds of one start. `ours` is all that is neither of the two imports, nor the interpreter itself."""
+    """CPU seconds of one start. `ours` excludes both imports and the start of the interpreter."""
 
     python: float
     torch: float
@@ -39,10 +38,10 @@ class Start:
 
 
 def starts(*, warm: int = WARM) -> dict[str, Start]:
-    """The first start of a user, with an empty cache directory, and the medians of the next `warm`."""
+    """The first start, with an empty cache directory, and the medians of the next `warm` starts."""
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "XDG_CACHE_HOME": cache}
-        if not compile_dir(Path(kvcellar.__file__).parent, quiet=1):  # as pip does when it installs
+        if not compile_dir(Path(kvcellar.__file__).parent, quiet=1):  # as pip does at installation
             raise KvcellarError("kvcellar's modules cannot be compiled, so each start would compile them again")
         first = _started(environment)
         others = [_started(environment) for _ in range(warm)]
@@ -57,7 +56,7 @@ def lines(found: Mapping[str, Start]) -> list[str]:
         f"{name + ' start':13} {one.torch:8.2f} s {one.transformers:11.2f} s {one.ours:7.2f} s"
         for name, one in found.items()
     ]
-    return [head, *rows, f"{'':13} {'':10} {'':13} {WANTED:7.2f} s   wanted at most, from the second start on"]
+    return [head, *rows, f"{'':13} {'':10} {'':13} {TARGET:7.2f} s   target, from the second start on"]
 
 
 def _started(environment: Mapping[str, str]) -> Start:
@@ -67,7 +66,7 @@ def _started(environment: Mapping[str, str]) -> Start:
 
 
 def _start() -> dict[str, Any]:
-    """Do it, in this process."""
+    """One start, in this process."""
     from kvcellar.models import embedded
 
     kind = json.loads((embedded.path() / "config.json").read_text())["model_type"]
@@ -83,7 +82,7 @@ def _start() -> dict[str, Any]:
 
 
 def _cpu_seconds() -> float:
-    """Of this process, and of its children that have ended."""
+    """CPU seconds of this process and of its children that have ended."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 

@@ -1,4 +1,4 @@
-"""zeros: what is stored where only cells, tables and plans matter, not the keys and values in them."""
+"""zeros: writes zeros as K/V, for workloads that measure cells, tables and plans only."""
 
 import torch
 
@@ -7,10 +7,8 @@ from kvcellar.plan import Plan
 
 
 def put_zeros(memory: Memory, plan: Plan) -> None:
-    """Store zeros [T,heads,size] in every plane of every layer for the T tokens that the open step of `plan` stores.
-
-    On the memory's own device, the meta device too. `commit` accepts the step then.
-    """
+    """Write zeros [T,heads,size] to every plane of every layer for the T tokens of the open step, so that it can be
+    committed. Works on every device, including meta."""
     for group in memory.storage.groups:
         planes = () if group.of_input else group.planes
         for plane in planes:

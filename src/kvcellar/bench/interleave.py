@@ -1,30 +1,30 @@
-"""turns: two sides that decode in turn, a few steps each, so that whatever else the machine does falls on both alike.
+"""interleave: two decoders take turns of a few steps each, so that other load on the machine slows both down alike.
 
-Each side runs on its own thread and says `step()` whenever it has finished one. Both have read their prompts before the
-first turn.
+Each decoder runs in its own thread and calls `step()` after each of its steps. Both finish prefill before the first
+turn.
 """
 
 import threading
 import time
 
-PATIENCE = 1800.0  # seconds that a side waits for the other before it gives up
+TIMEOUT = 1800.0  # seconds that one decoder waits for the other
 
 
 class Side:
-    """One of the two. `seconds` and `cpu` are what each of its steps took, without the time it waited."""
+    """One of the two decoders. `seconds` and `cpu` have the duration of each of its steps, without waiting."""
 
     def __init__(self, burst: int) -> None:
         self.seconds: list[float] = []
-        self.cpu: list[float] = []  # of the whole process, in which nobody else has anything to do meanwhile
+        self.cpu: list[float] = []  # of the whole process, in which nothing else runs meanwhile
         self.other: Side | None = None
         self._burst, self._left = burst, burst
         self._go, self._ready = threading.Semaphore(0), threading.Event()
         self._since: tuple[float, float] | None = None
-        self._over = False
+        self._ended = False
 
     def step(self) -> None:
-        """On the side's own thread. The first call only says that the prompts have been read."""
-        if self._over:
+        """Called on the decoder's thread. The first call only reports the end of prefill."""
+        if self._ended:
             return
         if self._since is None:
             self._ready.set()
@@ -42,22 +42,22 @@ class Side:
             self._since = _clocks()
 
     def _wait(self) -> None:
-        if not self._go.acquire(timeout=PATIENCE):
-            raise TimeoutError("the other side never came back")
+        if not self._go.acquire(timeout=TIMEOUT):
+            raise TimeoutError("the other decoder did not finish its turn")
         self._left, self._since = self._burst, _clocks()
 
-    def ready(self) -> None:
-        """Wait until the side has read its prompts."""
-        if not self._ready.wait(PATIENCE):
-            raise TimeoutError("this side never began")
+    def wait_ready(self) -> None:
+        """Wait for the end of prefill."""
+        if not self._ready.wait(TIMEOUT):
+            raise TimeoutError("the decoder did not finish prefill")
 
     def go(self) -> None:
-        """Give the side its first turn."""
+        """Start the first turn of this side."""
         self._go.release()
 
     def end(self) -> None:
-        """This side takes no more turns: whoever waits for it, or for a turn, goes on."""
-        self._over = True
+        """Take no more turns. Releases every thread that waits for this side or in it."""
+        self._ended = True
         self._ready.set()
         self._go.release()
         if self.other is not None:
@@ -69,7 +69,7 @@ def _clocks() -> tuple[float, float]:
 
 
 def sides(burst: int) -> tuple[Side, Side]:
-    """Two sides that know each other."""
+    """Two sides that alternate."""
     one, two = Side(burst), Side(burst)
     one.other, two.other = two, one
     return one, two

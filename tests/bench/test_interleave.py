@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from kvcellar.bench import turns
-from kvcellar.bench.turns import Side, sides
+from kvcellar.bench import interleave
+from kvcellar.bench.interleave import Side, sides
 
 
 def play(side: Side, steps: int, name: str, heard: list[str]) -> None:
@@ -27,8 +27,8 @@ def test_bursts_alternate_from_the_first_that_may_go():
     heard: list[str] = []
     one, two = sides(2)
     threads = started((one, 6, "a", heard), (two, 6, "b", heard))
-    one.ready()
-    two.ready()
+    one.wait_ready()
+    two.wait_ready()
     one.go()
     for thread in threads:
         thread.join(10)
@@ -38,7 +38,7 @@ def test_bursts_alternate_from_the_first_that_may_go():
 
 def test_time_spent_waiting_is_nobodys(monkeypatch: pytest.MonkeyPatch):
     now = [0.0]
-    monkeypatch.setattr(turns, "_clocks", lambda: (now[0], 2 * now[0]))
+    monkeypatch.setattr(interleave, "_clocks", lambda: (now[0], 2 * now[0]))
     one, two = sides(2)
 
     def work(side: Side, takes: float) -> None:
@@ -51,8 +51,8 @@ def test_time_spent_waiting_is_nobodys(monkeypatch: pytest.MonkeyPatch):
     threads = [threading.Thread(target=work, args=args, daemon=True) for args in ((one, 1.0), (two, 100.0))]
     for thread in threads:
         thread.start()
-    one.ready()
-    two.ready()
+    one.wait_ready()
+    two.wait_ready()
     one.go()
     for thread in threads:
         thread.join(10)
@@ -64,8 +64,8 @@ def test_side_that_is_over_keeps_nobody_waiting():
     heard: list[str] = []
     one, two = sides(1)
     threads = started((one, 5, "a", heard), (two, 1, "b", heard))
-    one.ready()
-    two.ready()
+    one.wait_ready()
+    two.wait_ready()
     one.go()
     threads[1].join(10)
     one.end()

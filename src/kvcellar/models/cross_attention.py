@@ -116,8 +116,8 @@ class DecoderCache(GenerationCache):
             raise
 
     def _cut_back(self) -> None:
-        """Cut the rows to their length before the last forward; drop them if it was their first, or they cannot be."""
-        if not self._past or any(self.memory.can_cut(seq, self._past) != self._past for seq in self.rows):
+        """Cut the rows to their length before the last forward; drop them if it was their first."""
+        if not self._past:
             self.reset()
         for seq in self.rows:
             self.memory.remove(seq, Span(self._past, self.memory.length(seq)))

@@ -86,9 +86,6 @@ class GenerationCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.memory.length(self.rows[0]) if self.rows else 0
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self.get_seq_length()
-
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
 
@@ -110,28 +107,14 @@ class GenerationCache(Cache):
         length = self.get_seq_length()
         if not -length <= tokens_to_remove <= 0:
             raise BadRequest(f"crop({tokens_to_remove}) of {length} tokens; a number from {-length} to 0 is needed")
-        upto = length + tokens_to_remove
-        kept = min((self.memory.can_cut(seq, upto) for seq in self.rows), default=upto)
-        if kept < upto:  # of all rows or of none
-            raise NotSupported(f"some row cannot go on at {upto}", kept)
-        for seq in self.rows:
-            self.memory.remove(seq, Span(upto, length))
+        for seq in self.rows:  # their layers are causal, so any end can be removed
+            self.memory.remove(seq, Span(length + tokens_to_remove, length))
 
     def reset(self) -> None:
         """Drop all rows."""
         self.memory.clear()
         self.rows.clear()
         self._stored.clear()
-
-    def activate_past_recording(self) -> None:
-        """Nothing to do: stored K/V are kept until they are cropped."""
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        return True
-
-    @property
-    def batch_size(self) -> int:
-        return len(self.rows) or -1
 
     @property
     def is_compileable(self) -> bool:

@@ -81,12 +81,7 @@ class Guest:
         return {name: chosen.backend for name, chosen in self.chosen.items()}
 
     def memory(
-        self,
-        cells: Mapping[str, int],
-        *,
-        rows: int = 0,
-        limits: int | None = None,
-        max_bytes: int | None = None,
+        self, cells: Mapping[str, int], *, rows: int = 0, limits: int | None = None, max_bytes: int | None = None
     ) -> Memory:
         """A memory of this model's shape. Parameters are those of `Memory`; only recurrent layers need `rows`."""
         return Memory(

@@ -8,7 +8,7 @@ dropped, and what is missing or does not fit is refused with the reason.
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,11 +49,11 @@ class Loaded:
     path: Path | None
     model: PreTrainedModel
     end_ids: frozenset[int]
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # sampling parameters from the generation config
-    parameters: int = 0
-    text: TextAssets | None = None
-    without_text: str = ""
-    notes: tuple[str, ...] = ()  # what of its files is not used or not followed
+    defaults: Mapping[str, Any]  # sampling parameters from the generation config
+    parameters: int
+    text: TextAssets | None
+    without_text: str
+    notes: tuple[str, ...]  # what of its files is not used or not followed
 
 
 def load(model: str | Path | PreTrainedModel | None, *, dtype: Dtype = "auto", device: str = "auto") -> Loaded:
@@ -106,17 +106,9 @@ def _loaded(
     defaults = defaults.without("stop", why) if why else defaults
     for note in (notes := (*notes, *defaults.notes)):
         log.warning("%s: %s", name, note)
-    return Loaded(
-        name=name,
-        path=path,
-        model=network,
-        end_ids=_end_ids(network),
-        defaults=defaults.sampling,
-        parameters=_count(network),
-        notes=notes,
-        text=None if isinstance(text, str) else text,
-        without_text=why,
-    )
+    assets = None if isinstance(text, str) else text
+    end_ids, parameters = _end_ids(network), _count(network)
+    return Loaded(name, path, network, end_ids, defaults.sampling, parameters, assets, why, notes)
 
 
 def _generation_fields(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Tensors are `Any` here: the thinking half must import without torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from kvcellar.plan import GroupPlan
@@ -13,7 +13,7 @@ from kvcellar.shapes import Arrangement, AttentionSpec, Kind, Plane, Scoring, St
 class Stored(Protocol):
     """One plane of one layer: the data as it is stored, and how to read it.
 
-    Kernels read `codes` and `scales` in place; all other code calls `read`.
+    Kernels read `codes` (or `rows`) and `scales` in place; all other code calls `read` or `at`.
     """
 
     @property
@@ -32,6 +32,11 @@ class Stored(Protocol):
         ...
 
     @property
+    def rows(self) -> Any:
+        """The same as [cells,heads,width], a view."""
+        ...
+
+    @property
     def scales(self) -> Any:
         """Float16, arranged like `codes`, with one scale for `BLOCK` elements; None if nothing is quantised."""
         ...
@@ -43,25 +48,54 @@ class Stored(Protocol):
         """
         ...
 
+    def at(self, cells: Any, heads: Any, dtype: Any) -> Any:
+        """[*,size] of cells and heads, two indices that broadcast to [*]; rotated keys are not rotated back."""
+        ...
+
     def meet(self, q: Any) -> Any:
-        """Queries [T,H,size], rotated like keys that are read `rotated`: their products are the same."""
+        """Queries [...,size], rotated like keys that are read `rotated`: their products are the same."""
+        ...
+
+
+class StepTables(Protocol):
+    """Tensors that stay where they are from step to step, so that a step can be recorded and replayed.
+
+    Each has a name, and a bucket: a power of two of elements. What has the same name, type and bucket has the same
+    address in every step. What it held before is overwritten.
+    """
+
+    device: Any
+    dtype: Any  # the memory's own type
+    heads: int  # KV heads of the group
+
+    def fill(self, name: str, values: Sequence[int]) -> Any:
+        """int64 [n] on the device, filled from the host at once; the rest of its bucket is zeros."""
+        ...
+
+    def empty(self, name: str, shape: Sequence[int], dtype: Any) -> Any:
+        """Of this shape on the device, for the caller to fill."""
+        ...
+
+
+class GroupStep(Protocol):
+    """What the layers of a group share in the open step."""
+
+    @property
+    def prepared(self) -> Any:
+        """What the backend's `prepare` returned."""
         ...
 
 
 class History(Protocol):
-    """What one layer remembers, as stored, and how to read it. Valid until its step ends."""
+    """One layer in the open step: its planes and the tables of its group, bound once for all steps."""
 
     @property
-    def plan(self) -> GroupPlan: ...
+    def planes(self) -> Mapping[str, Stored]:
+        """By name: "k", "v"; all cells, as stored."""
+        ...
 
     @property
-    def prepared(self) -> Any:
-        """What the backend's `prepare` made of the plan at `begin`."""
-        ...
-
-    def stored(self, name: str) -> Stored:
-        """A plane, all cells, as stored."""
-        ...
+    def step(self) -> GroupStep: ...
 
     def dense(self) -> tuple[Any, Any, Any]:
         """(k [N,G,D], v [N,G,Dv], visible [T,N]): every cell that some row may see, once."""
@@ -84,14 +118,13 @@ class Backend(Protocol):
         """Why it cannot serve `spec`; None if it can. `AttentionSpec.unreadable` checks the kinds."""
         ...
 
-    def prepare(self, plan: GroupPlan, device: Any) -> Any:
+    def prepare(self, plan: GroupPlan, tables: StepTables) -> Any:
         """Work that all layers of a group share in a step: tables, masks. Called once per group and step."""
         ...
 
     def attend(self, q: Any, history: History, scoring: Scoring) -> Any:
-        """q [T,H,D] -> [T,H,Dv]; row t sees `[layout.lowest(pos_t), segment.last(pos_t)]` of its own segment, no more.
-
-        The rows of a segment without cells (a sequence that was given no input) are zeros.
+        """q [1,T,H,D] -> [1,T,H,Dv]; row t sees `[layout.lowest(pos_t), segment.last(pos_t)]` of its own segment, no
+        more. The rows of a segment without cells (a sequence that was given no input) are zeros.
         """
         ...
 

@@ -5,17 +5,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcellar.attention import buckets
+from kvcellar.attention.buckets import room
+from kvcellar.attention.products import BLOCK
 from kvcellar.attention.reference import Reference, attend_dense
-from kvcellar.attention.sdpa import BLOCK, Sdpa, _room
+from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.layouts import Causal, Chunked, Sliding
 from kvcellar.shapes import Scoring
 from tests.attention.texts import LAYOUTS, SHAPES, Texts, assert_scores_are_as_exact_as_float32, scorings
+
+every_backend = pytest.mark.parametrize(
+    "backend", [Sdpa(), Sdpa(fused=True), Reference()], ids=["sdpa", "fused", "reference"]
+)
+both_ways = pytest.mark.parametrize("fused", [False, True], ids=["products", "fused"])
 
 
 @pytest.mark.parametrize("scoring", scorings(1, 1))
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("backend", [Sdpa(), Reference()], ids=lambda backend: backend.name)
+@every_backend
 def test_prompts_and_single_tokens_of_unequal_sequences(backend, shape, layout, scoring) -> None:
     texts = Texts(layout, shape, 64, backend=backend)
     scores = scorings(shape[0], shape[2])[scoring]
@@ -23,10 +31,11 @@ def test_prompts_and_single_tokens_of_unequal_sequences(backend, shape, layout, 
         texts.step(feeds, scores)
 
 
+@both_ways
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("scoring", scorings(1, 1))
-def test_half_precision(dtype, scoring) -> None:
-    texts = Texts(Sliding(9), (6, 2, 32, 16), 64, dtype=dtype)
+def test_half_precision(dtype, scoring, fused) -> None:
+    texts = Texts(Sliding(9), (6, 2, 32, 16), 64, dtype=dtype, backend=Sdpa(fused=fused))
     for feeds in ({0: 12, 1: 5}, {1: 1, 0: 1}, {0: 3}):
         texts.step(feeds, scorings(6, 32)[scoring])
 
@@ -76,7 +85,7 @@ def test_products_in_bfloat16_have_few_shapes(layout, products, monkeypatch) -> 
 
 
 def test_the_keys_that_a_block_is_multiplied_with_are_of_few_numbers() -> None:
-    rooms = [_room(slice(7, 7 + n)) for n in range(1, 1 << 17)]
+    rooms = [room(n) for n in range(1, 1 << 17)]
     assert all(n <= room <= max(BLOCK, n + BLOCK, n * 9 / 8) for n, room in enumerate(rooms, 1))
     assert len(set(rooms)) == 8 + 8 * 7  # up to 1024, and for each doubling up to 131072
 
@@ -96,7 +105,7 @@ def test_scores_are_as_exact_as_float32(dtype, tokens) -> None:
     assert_scores_are_as_exact_as_float32(Sdpa(), dtype, tokens)
 
 
-@pytest.mark.parametrize("backend", [Sdpa(), Reference()], ids=lambda backend: backend.name)
+@every_backend
 @pytest.mark.parametrize("scoring", scorings(1, 1))
 def test_a_row_that_sees_nothing_answers_zeros(backend, scoring) -> None:
     texts = Texts(Causal(), (4, 2, 8, 12), 32, backend=backend)
@@ -109,10 +118,12 @@ def test_a_row_that_sees_nothing_answers_zeros(backend, scoring) -> None:
     assert got.isfinite().all()
 
 
+@both_ways
 @pytest.mark.parametrize("layout", [Causal(), Sliding(7), Sliding(BLOCK + 9), Chunked(50), Chunked(BLOCK)], ids=str)
 @pytest.mark.parametrize("new", [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3])
-def test_a_prompt_of_several_blocks(layout, new) -> None:
-    texts = Texts(layout, (4, 2, 8, 8), 2 * (2 * BLOCK + 99))
+def test_a_prompt_of_several_blocks(layout, new, fused, monkeypatch) -> None:
+    monkeypatch.setattr(buckets, "ROWS", BLOCK)
+    texts = Texts(layout, (4, 2, 8, 8), 2 * (2 * BLOCK + 99), backend=Sdpa(fused=fused))
     texts.step({0: 5, 1: 3}, Scoring(0.4))
     q = texts.begin({1: 1, 0: new})
     k, v, visible = texts.memory.get(7).dense()
@@ -121,12 +132,13 @@ def test_a_prompt_of_several_blocks(layout, new) -> None:
     torch.testing.assert_close(texts.memory.attend(7, q, Scoring(0.4), dense=(k, v)), expected, atol=1e-5, rtol=1e-5)
 
 
+@both_ways
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("tokens", [1, 40], ids=["short runs", "long runs"])
-def test_cells_in_many_pieces(layout, tokens) -> None:
+def test_cells_in_many_pieces(layout, tokens, fused) -> None:
     """Sequences that grow side by side in a pool without room to spare lie in pieces, which are read in two ways."""
     layout = Sliding(4 * tokens) if isinstance(layout, Sliding) else layout
-    texts, most = Texts(layout, (4, 2, 8, 12), 26 * tokens), 0
+    texts, most = Texts(layout, (4, 2, 8, 12), 26 * tokens, backend=Sdpa(fused=fused)), 0
     for turn in range(12):
         for seq in range(5):
             if texts.memory.storage.free()["g"] < tokens:
@@ -145,10 +157,11 @@ def test_cells_in_many_pieces(layout, tokens) -> None:
     scoring=st.sampled_from(sorted(scorings(1, 1))),
     steps=st.lists(st.dictionaries(st.integers(0, 3), st.integers(1, 8), min_size=1), min_size=1, max_size=4),
     accepted=st.integers(0, 8),
+    fused=st.booleans(),
 )
-def test_any_steps(layout, shape, scoring, steps, accepted) -> None:
+def test_any_steps(layout, shape, scoring, steps, accepted, fused) -> None:
     """Shared prefixes, steps of which a part is kept, and whatever comes after."""
-    texts = Texts(layout, shape, 200)
+    texts = Texts(layout, shape, 200, backend=Sdpa(fused=fused))
     scores = scorings(shape[0], shape[2])[scoring]
     for feeds in steps:
         texts.step(feeds, scores)
@@ -161,7 +174,7 @@ def test_any_steps(layout, shape, scoring, steps, accepted) -> None:
     texts.step({9: 2, source: 3}, scores)
 
 
-@pytest.mark.parametrize("backend", [Sdpa(), Reference()], ids=lambda backend: backend.name)
+@every_backend
 def test_keys_that_were_computed_from_what_is_stored(backend) -> None:
     """As in MLA: other heads and sizes than the planes have."""
     texts = Texts(Sliding(5), (4, 1, 16, 4), 40, backend=backend)
@@ -177,10 +190,11 @@ def test_keys_that_were_computed_from_what_is_stored(backend) -> None:
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)
 
 
+@both_ways
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_queries_need_not_be_contiguous(layout) -> None:
+def test_queries_need_not_be_contiguous(layout, fused) -> None:
     """A model hands them over as [H,T,D] turned."""
-    texts = Texts(layout, (4, 2, 8, 8), 32)
+    texts = Texts(layout, (4, 2, 8, 8), 32, backend=Sdpa(fused=fused))
     q = texts.begin({0: 6, 1: 1})
     got = texts.memory.attend(7, q.transpose(0, 1).contiguous().transpose(0, 1), Scoring(0.5))
     torch.testing.assert_close(got, texts.memory.attend(7, q, Scoring(0.5)), atol=0, rtol=0)
@@ -208,9 +222,9 @@ def test_a_row_alone_in_its_block_sees_no_other_sequence_through_computed_keys(f
 def test_attending_changes_nothing_of_what_is_stored() -> None:
     texts = Texts(Causal(), (4, 2, 8, 8), 32)
     q = texts.begin({0: 6, 1: 1})
-    before = [texts.memory.get(7).stored(name).codes.clone() for name in ("k", "v")]
+    before = [texts.memory.get(7).planes[name].codes.clone() for name in ("k", "v")]
     for scoring in scorings(4, 8).values():
         kept = q.clone()
         texts.memory.attend(7, q, scoring)
         assert torch.equal(q, kept)
-    assert all(torch.equal(texts.memory.get(7).stored(n).codes, b) for n, b in zip(("k", "v"), before, strict=True))
+    assert all(torch.equal(texts.memory.get(7).planes[n].codes, b) for n, b in zip(("k", "v"), before, strict=True))

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from kvcellar.attention.choose import choose
+from kvcellar.attention.products import BLOCK
 from kvcellar.attention.reference import Reference, attend_dense
-from kvcellar.attention.sdpa import BLOCK, Sdpa
+from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.layouts import Causal, Sliding
 from kvcellar.cache.memory import Group, Memory
 from kvcellar.errors import NoBackend
@@ -40,11 +41,20 @@ class ValuesTransposed(Sdpa):
     arrangement = {"k": "head", "v": "transposed"}  # noqa: RUF012  # a declaration
 
 
+class Fused(Sdpa):
+    def __init__(self) -> None:
+        super().__init__(fused=True)
+
+
+class FusedTransposed(Fused):
+    arrangement = "transposed"
+
+
 class Transposed(Reference):
     arrangement: Arrangement = "transposed"
 
 
-BACKENDS = (Sdpa, TokenMajor, HeadMajor, ValuesTransposed, Reference, Transposed)
+BACKENDS = (Sdpa, TokenMajor, HeadMajor, ValuesTransposed, Fused, FusedTransposed, Reference, Transposed)
 
 
 def drawn(seed: int, *shape: int) -> Tensor:
@@ -88,8 +98,9 @@ def test_no_arrangement_and_no_chunk_changes_what_is_seen(way, layout):
 def test_softcap_and_sinks_read_what_is_stored_too():
     scoring = Scoring(SIZE**-0.5, softcap=3.0, sinks=drawn(5, HEADS))
     judge = attended(memory(Reference(), Causal(), "int8+hadamard"), [], scoring)
-    got = attended(memory(Sdpa(), Causal(), "int8+hadamard"), [7, 90], scoring)
-    torch.testing.assert_close(got, judge, atol=1e-5, rtol=1e-5)
+    for fused in (False, True):
+        got = attended(memory(Sdpa(fused=fused), Causal(), "int8+hadamard"), [7, 90], scoring)
+        torch.testing.assert_close(got, judge, atol=1e-5, rtol=1e-5)
 
 
 # -- refusing ---------------------------------------------------------------------------------------------------------

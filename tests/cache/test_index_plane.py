@@ -130,7 +130,7 @@ def test_a_backend_that_says_where_it_wants_keys_and_values_says_nothing_of_othe
 
     kept = memory(Names())
     kept.begin(Batch((Feed(0, Span(0, 1)),)))
-    assert [kept.get(0).stored(name).arrangement for name in ("k", "v", "index")] == ["transposed", "head", "token"]
+    assert [kept.get(0).planes[name].arrangement for name in ("k", "v", "index")] == ["transposed", "head", "token"]
 
 
 def test_each_plane_is_stored_once_a_step_in_its_own_shape() -> None:

@@ -196,8 +196,8 @@ def index(*cells: int) -> Tensor:
 
 def fill(kept: Pool) -> None:
     """Cells 3 to 6 as a run, and a few that lie anywhere."""
-    kept.write(6, slice(3, 7), {"k": drawn(4, 4, 3, 80), "v": drawn(5, 4, 2, 24)})
-    kept.write(6, index(20, 1, 9), {"k": drawn(6, 3, 3, 80), "v": drawn(7, 3, 2, 24)})
+    kept.write(6, index(3, 4, 5, 6), {"k": drawn(4, 1, 3, 4, 80), "v": drawn(5, 1, 2, 4, 24)})
+    kept.write(6, index(20, 1, 9), {"k": drawn(6, 1, 3, 3, 80), "v": drawn(7, 1, 2, 3, 24)})
 
 
 EVERY = index(*range(21))
@@ -210,7 +210,7 @@ def test_all_arrangements_hold_the_same_bit_for_bit(storage, arrangement):
     plain, other = pool(storage), pool(storage, arrangement, padding=8)
     for kept in (plain, other):
         for layer in (4, 6):  # what a cell holds before it is written is undefined
-            kept.write(layer, EVERY, {"k": torch.zeros(21, 3, 80), "v": torch.zeros(21, 2, 24)})
+            kept.write(layer, EVERY, {"k": torch.zeros(1, 3, 21, 80), "v": torch.zeros(1, 2, 21, 24)})
         fill(kept)
         kept.move(6, index(4, 9, 20), index(11, 2, 15), {"k": Rotation((1.0, 0.1), start=2)}, -5)
     for name in ("k", "v"):
@@ -373,12 +373,12 @@ def test_a_plain_group_is_token_major_without_padding_whatever_the_backend_wants
     kept = memory(StoredAs(), plain=True)
     kept.begin(Batch((Feed(0, Span(0, 1)),)))
     history = kept.get(0)
-    assert [tuple(history.stored(name).codes.shape) for name in ("k", "v")] == [(91, 2, 24), (91, 2, 16)]
+    assert [tuple(history.planes[name].codes.shape) for name in ("k", "v")] == [(91, 2, 24), (91, 2, 16)]
     kept.abandon()
     kept = memory(StoredAs())
     kept.begin(Batch((Feed(0, Span(0, 1)),)))
     history = kept.get(0)
-    assert [tuple(history.stored(name).codes.shape) for name in ("k", "v")] == [(2, 96, 24), (2, 16, 96)]
+    assert [tuple(history.planes[name].codes.shape) for name in ("k", "v")] == [(2, 96, 24), (2, 16, 96)]
 
 
 @pytest.mark.parametrize("text", ["auto", "float16", "fp8", "int8+hadamard", "k=int4+hadamard,v=int8"])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvcellar.cache import step
 from kvcellar.cache.group import GroupStore
-from kvcellar.cache.history import StoredHistory
+from kvcellar.cache.history import LayerHistory
 from kvcellar.cache.layouts import Sliding
 from kvcellar.cache.rows import Rows
 from kvcellar.cache.states import States
@@ -220,9 +220,9 @@ def given_up_steps_keep_their_rows(monkeypatch: pytest.MonkeyPatch, guest: Guest
 
 
 def a_solo_model_reads_keys_backwards(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
-    honest = StoredHistory.in_order
+    honest = LayerHistory.in_order
     monkeypatch.setattr(
-        StoredHistory, "in_order", lambda self: tuple(torch.cat([x[:-1].flip(0), x[-1:]]) for x in honest(self))
+        LayerHistory, "in_order", lambda self: tuple(torch.cat([x[:-1].flip(0), x[-1:]]) for x in honest(self))
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from kvcellar.cache.history import StoredHistory
+from kvcellar.cache.history import LayerHistory
 from kvcellar.cache.readout import Record
 from kvcellar.plan import Batch, Feed, Plan
 from kvcellar.shapes import Scoring, StoredAs
@@ -177,7 +177,7 @@ def in_order(player: Player, layer: int) -> Any:
     return player.memory.get(layer).each_in_order()
 
 
-def asked(player: Player, see: Callable[[StoredHistory], Any]) -> list[Any]:
+def asked(player: Player, see: Callable[[LayerHistory], Any]) -> list[Any]:
     """What `see` says of every layer when all sequences ask."""
     memory = player.memory
     asks = [Feed(seq, Span(end, end + 1), stores=False) for seq in memory.sequences if (end := memory.length(seq))]

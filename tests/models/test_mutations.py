@@ -118,6 +118,7 @@ def test_timelines_detect_wrong_attention(
     name: str, mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guest = build_guest(ARCHS[name].build(), backends())
+    guest._scorings.clear()  # worked out by the self-test
     mutate(monkeypatch)
     assert worst_difference(guest, name) > FAR
 

@@ -56,7 +56,7 @@ def small_memory(guest: Guest, tokens: int, sequences: int = 3) -> Memory:
     for group in memory.storage.groups:
         for layer in group.layers:
             for plane in group.planes:
-                memory.get(layer).plane(plane.name).fill_(torch.nan)
+                memory.get(layer).planes[plane.name].codes.fill_(torch.nan)
     memory.abandon()
     return memory
 

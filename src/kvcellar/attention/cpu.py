@@ -11,13 +11,13 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from kvcellar.attention.sdpa import Part, Sdpa, part
-from kvcellar.contracts import History
+from kvcellar.attention.products import Products, part
+from kvcellar.attention.sdpa import Sdpa
+from kvcellar.contracts import History, StepTables
 from kvcellar.errors import NoBackend
-from kvcellar.kernels.attention import Kernel, Table
+from kvcellar.kernels.attention import Kernel, Table, table
 from kvcellar.kernels.compiled import NotCompiled
 from kvcellar.plan import GroupPlan
 from kvcellar.shapes import Arrangement, AttentionSpec, Kind, Scoring
@@ -26,10 +26,10 @@ SHORT = 16  # rows of a sequence up to which the kernel serves them
 
 
 class Prepared(NamedTuple):
-    """What all layers of a group share in a step: the rows for the kernel, and those for `sdpa`."""
+    """What all layers of a group share in a step: the rows for the kernel, and those for products."""
 
-    table: Table
-    parts: list[Part]
+    table: Table | None
+    products: Products | None
 
 
 class Cpu:
@@ -42,46 +42,43 @@ class Cpu:
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         """`environment` names the compiler, and where its work is kept (`kvcellar.kernels.compiled`)."""
-        self._environment, self._products = environment, Sdpa()
+        self._environment, self._portable = environment, Sdpa()
         self._kernel: Kernel | None = None
 
     def refuse(self, spec: AttentionSpec) -> str | None:
         if spec.device != "cpu":
             return f"it runs on a CPU, not on {spec.device}"
-        if (reason := self._products.refuse(spec) or spec.unreadable(self.kinds)) is not None:
+        if (reason := self._portable.refuse(spec) or spec.unreadable(self.kinds)) is not None:
             return reason
         try:
-            self._compiled()
+            self._kernel = self._kernel or Kernel(self._environment)
         except NotCompiled as error:
             return str(error)
         return None
 
     def _compiled(self) -> Kernel:
-        if self._kernel is None:
+        """Raises `NoBackend`."""
+        try:
             self._kernel = Kernel(self._environment)
+        except NotCompiled as error:
+            raise NoBackend("this step", {self.name: str(error)}) from error
         return self._kernel
 
-    def prepare(self, plan: GroupPlan, device: torch.device) -> Prepared:
-        prepared = Prepared(Table(), [])
-        for segment in plan.segments:
-            if len(segment.pos) > SHORT:
-                prepared.parts.append(part(plan.layout, segment, device))
-            else:
-                prepared.table.add(plan.layout, segment)
-        return prepared
+    def prepare(self, plan: GroupPlan, tables: StepTables) -> Prepared:
+        short = [segment for segment in plan.segments if len(segment.pos) <= SHORT]
+        long = [part(plan.layout, segment, tables.device) for segment in plan.segments if len(segment.pos) > SHORT]
+        return Prepared(table(plan.layout, short, tables) if short else None, Products(long) if long else None)
 
     def attend(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
-        prepared: Prepared = history.prepared
-        out = q.new_empty(q.shape[0], q.shape[1], history.stored("v").plane.size)  # [T,H,Dv]
-        if prepared.parts:
-            self._products.attend_parts(q, history, scoring, prepared.parts, out)
-        if prepared.table.segments:
-            try:
-                kernel = self._compiled()
-            except NotCompiled as error:
-                raise NoBackend("this step", {self.name: str(error)}) from error
-            kernel.attend(q, history.stored("k"), history.stored("v"), scoring, prepared.table, out)
+        prepared: Prepared = history.step.prepared
+        planes = history.planes
+        out = q.new_empty(*q.shape[:3], planes["v"].plane.size)  # [1,T,H,Dv]
+        if prepared.products is not None:
+            prepared.products.attend_into(q, history, scoring, out)
+        if prepared.table is not None:
+            kernel = self._kernel or self._compiled()
+            kernel.attend(q, planes["k"], planes["v"], scoring, prepared.table, out)
         return out
 
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:
-        return self._products.attend_dense(q, k, v, visible, scoring)
+        return self._portable.attend_dense(q, k, v, visible, scoring)

@@ -6,7 +6,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from kvcellar.contracts import History
+from kvcellar.contracts import History, StepTables
 from kvcellar.plan import GroupPlan
 from kvcellar.shapes import Arrangement, AttentionSpec, Kind, Scoring
 
@@ -22,12 +22,12 @@ class Reference:
     def refuse(self, spec: AttentionSpec) -> str | None:
         return spec.unreadable(self.kinds)
 
-    def prepare(self, plan: GroupPlan, device: torch.device) -> None:
+    def prepare(self, plan: GroupPlan, tables: StepTables) -> None:
         return None
 
     def attend(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
         k, v, visible = history.dense()  # [N,G,D], [N,G,Dv], [T,N]
-        return attend_dense(q, k, v, visible, scoring).contiguous()
+        return attend_dense(q[0], k, v, visible, scoring).contiguous()[None]
 
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:
         return attend_dense(q, k, v, visible, scoring)

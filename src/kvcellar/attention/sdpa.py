@@ -1,58 +1,19 @@
-"""sdpa: portable attention in plain torch, sequence by sequence, on the cells where they are.
-
-On a CPU it is two matrix products around a softmax, for a block of rows at a time: scores in float32, weights rounded
-to the type of the values. That is as exact there as torch's scaled_dot_product_attention. Elsewhere it is
-scaled_dot_product_attention, except with softcap or sinks, which that does not know.
-
-A CPU's products in bfloat16 are oneDNN's, which compiles a kernel for every shape and keeps it. That takes longer than
-most of the products do. So only blocks of `BLOCK` rows are multiplied so, with zeros behind their keys up to one of few
-numbers (`_room`); other products are in float32, by MKL, which keeps nothing.
-
-The query heads that share a KV head are folded into rows that read it once.
+"""sdpa: attention in plain torch, on any device. On a CPU in products (`products.py`), where what counts is how much is
+computed and copied; elsewhere in few calls (`buckets.py`).
 """
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, get_args
+from collections.abc import Mapping
+from typing import get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from kvcellar.contracts import History, Stored
-from kvcellar.layout import Layout
-from kvcellar.plan import GroupPlan, Segment
+from kvcellar.attention import products
+from kvcellar.attention.buckets import Bucket, Buckets, attend_dense, buckets
+from kvcellar.attention.products import Products, part
+from kvcellar.contracts import History, StepTables
+from kvcellar.plan import GroupPlan
 from kvcellar.shapes import Arrangement, AttentionSpec, Kind, Scoring
-
-BLOCK = 128  # rows scored at once: bounds the scores, and skips the keys that no row of a block sees
-LONG_RUN = 32  # cells of a run, on average, from which on runs are copied one by one instead of cell by cell
-
-
-class Veil(NamedTuple):
-    """A stretch of a block's keys that some of its rows must not see."""
-
-    keys: slice
-    hidden: Tensor  # [L,m], True where the row must not see the key
-
-
-class Block(NamedTuple):
-    """Rows [start,end) of a part, and the stretch of its keys that they see, but for what veils hide."""
-
-    start: int
-    end: int
-    keys: slice
-    veils: tuple[Veil, ...]
-
-
-Cells = slice | tuple[slice, ...] | Tensor  # one run, a few long ones, or many short ones as an index [n]
-
-
-class Part(NamedTuple):
-    """One sequence: rows [start,end) of the step, and the cells of its keys in order of position."""
-
-    start: int
-    end: int
-    cells: Cells
-    blocks: tuple[Block, ...]  # none if there is nothing to see
 
 
 class Sdpa:
@@ -64,7 +25,7 @@ class Sdpa:
     kinds: frozenset[Kind] = frozenset(get_args(Kind))
 
     def __init__(self, *, fused: bool | None = None) -> None:
-        """`fused`: use torch's scaled_dot_product_attention. None: off the CPU."""
+        """`fused`: in few calls. None: off the CPU."""
         self._fused = fused
 
     def refuse(self, spec: AttentionSpec) -> str | None:
@@ -72,199 +33,17 @@ class Sdpa:
             return f"{spec.query_heads} query heads cannot share {spec.kv_heads} KV heads evenly"
         return spec.unreadable(self.kinds)
 
-    def _fuses(self, q: Tensor) -> bool:
-        return q.device.type != "cpu" if self._fused is None else self._fused
+    def _fuses(self, device: torch.device) -> bool:
+        return device.type != "cpu" if self._fused is None else self._fused
 
-    def prepare(self, plan: GroupPlan, device: torch.device) -> list[Part]:
-        return [part(plan.layout, segment, device) for segment in plan.segments]
+    def prepare(self, plan: GroupPlan, tables: StepTables) -> Bucket | Buckets | Products:
+        if self._fuses(tables.device):
+            return buckets(plan, tables)
+        return Products([part(plan.layout, segment, tables.device) for segment in plan.segments])
 
     def attend(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
-        out = q.new_empty(q.shape[0], q.shape[1], history.stored("v").plane.size)  # [T,H,Dv]
-        self.attend_parts(q, history, scoring, history.prepared, out)
-        return out
-
-    def attend_parts(self, q: Tensor, history: History, scoring: Scoring, parts: Sequence[Part], out: Tensor) -> None:
-        """Some sequences of a step, into their rows of out [T,H,Dv]."""
-        keys, values = history.stored("k"), history.stored("v")
-        rows = _Rows(keys.meet(q), keys.plane.heads, scoring, fused=self._fuses(q))
-        for one in parts:
-            if not one.blocks:
-                out[one.start : one.end] = 0
-                continue
-            k, v = _read(keys, one.cells, rows.key_dtype), _read(values, one.cells, rows.value_dtype(one.blocks))
-            rows.attend(one.start, one.blocks, k, v, out)
+        return history.step.prepared.attend(q, history, scoring)
 
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:
-        every = slice(0, k.shape[0])
-        starts = range(0, q.shape[0], BLOCK)
-        blocks = [Block(a, min(a + BLOCK, q.shape[0]), every, (Veil(every, ~visible[a : a + BLOCK]),)) for a in starts]
-        out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])  # [T,H,Dv]
-        rows = _Rows(q, k.shape[1], scoring, fused=self._fuses(q))
-        values = v.transpose(0, 1).to(rows.value_dtype(blocks))
-        rows.attend(0, blocks, k.transpose(0, 1).to(rows.key_dtype), values, out)
-        return out.masked_fill_(~visible.any(-1)[:, None, None], 0)
-
-
-def part(layout: Layout, segment: Segment, device: torch.device) -> Part:
-    """A segment, cut into blocks, with what each row must not see of its block's keys."""
-    start, end = segment.pos.start, segment.pos.end
-    triangles: dict[int, Tensor] = {}
-    blocks: list[Block] = []
-    for a in range(start, end, BLOCK) if segment.runs else ():
-        b = min(a + BLOCK, end)
-        low = [layout.lowest(pos) for pos in range(a, b)]
-        last = [segment.last(pos) for pos in range(a, b)]
-        veils: list[Veil] = []
-        if segment.ahead or last[-1] < b - 1:
-            if last[-1] > last[0]:
-                keys = torch.arange(last[0] + 1, last[-1] + 1, device=device)
-                hidden = keys > torch.tensor(last, device=device)[:, None]
-                veils.append(Veil(slice(last[0] + 1 - low[0], last[-1] + 1 - low[0]), hidden))
-        elif b - a > 1:
-            ahead = triangles.get(b - a)
-            if ahead is None:
-                ahead = triangles[b - a] = torch.ones(b - a, b - a, dtype=torch.bool, device=device).triu(1)
-            veils.append(Veil(slice(a - low[0], b - low[0]), ahead))
-        if low[-1] > low[0]:
-            keys = torch.arange(low[0], low[-1], device=device)
-            veils.append(Veil(slice(0, low[-1] - low[0]), keys < torch.tensor(low, device=device)[:, None]))
-        seen = slice(low[0] - segment.first, last[-1] + 1 - segment.first)
-        blocks.append(Block(a - start, b - start, seen, tuple(veils)))
-    return Part(segment.row, segment.row + end - start, _cells(segment, device), tuple(blocks))
-
-
-def _cells(segment: Segment, device: torch.device) -> Cells:
-    """All that the segment sees."""
-    runs = tuple(slice(run.cell, run.end) for run in segment.runs)
-    if len(runs) == 1:
-        return runs[0]
-    if segment.end - segment.first >= LONG_RUN * len(runs):  # for no runs, too: nothing is read then
-        return runs
-    return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])
-
-
-def _read(stored: Stored, cells: Cells, dtype: torch.dtype) -> Tensor:
-    """[heads,n,size] in `dtype`, of keys as they were rotated: a view where it is one run, stored so."""
-    if not isinstance(cells, tuple):
-        return stored.read(cells, dtype, rotated=True)
-    n = sum(run.stop - run.start for run in cells)
-    out = torch.empty(stored.plane.heads, n, stored.plane.size, dtype=dtype, device=stored.codes.device)
-    plain = dtype if stored.storage.quantised else stored.codes.dtype  # a view, converted as it is copied
-    at = 0
-    for run in cells:
-        end = at + run.stop - run.start
-        out[:, at:end] = stored.read(run, plain, rotated=True)
-        at = end
-    return out
-
-
-class _Rows:
-    """The queries of a step, as the products want them: q [T,H,D] of which H/G heads share a KV head."""
-
-    def __init__(self, q: Tensor, groups: int, scoring: Scoring, *, fused: bool) -> None:
-        self._scoring, self._groups = scoring, groups
-        self._fused = fused and scoring.softcap is None and scoring.sinks is None
-        self._wide = wide = torch.promote_types(q.dtype, torch.float32)
-        self.key_dtype = q.dtype if self._fused else wide
-        self._narrow = q.dtype if self._fused or _multiplies(q.dtype, q.device) else wide  # type of values, where ...
-        self._in_blocks = not self._fused and q.device.type == "cpu" and self._narrow is not wide  # ... only in these
-        self._weight_dtype = wide if q.dtype is torch.float16 else q.dtype  # that the weights are rounded to
-        if not self._fused:
-            q = q.to(wide) * scoring.scale
-        self._q = q.view(q.shape[0], groups, -1, q.shape[-1])  # [T,G,H/G,D]
-
-    def value_dtype(self, blocks: Sequence[Block]) -> torch.dtype:
-        """What the values of these blocks are read as."""
-        return self._wide if self._in_blocks and not any(map(_is_whole, blocks)) else self._narrow
-
-    def attend(self, start: int, blocks: Sequence[Block], k: Tensor, v: Tensor, out: Tensor) -> None:
-        """The rows of a part that begins at `start`, over its k [G,N,D] and v [G,N,Dv], into out [T,H,Dv]."""
-        if self._in_blocks and v.dtype is self._narrow:
-            ends = (block.keys.start + _room(block.keys) for block in filter(_is_whole, blocks))
-            v = _with_zeros(v, max(v.shape[1], *ends), v.shape[2], v.dtype)
-        for block in blocks:
-            a, b = start + block.start, start + block.end
-            if self._fused:
-                out[a:b] = self._in_one_call(a, b, k, v, block)
-            elif b - a == 1 and len(blocks) == 1 and not block.veils:  # a row behind other blocks may see less
-                out[a] = self._one_row(a, k, v).view(out.shape[1:])
-            else:
-                out[a:b] = self._by_products(a, b, k[:, block.keys], v, block)
-
-    def _one_row(self, row: int, k: Tensor, v: Tensor) -> Tensor:
-        """[G,H/G,Dv], of a row that sees everything."""
-        scores = torch.bmm(self._q[row], k.transpose(1, 2))  # [G,H/G,n]
-        return torch.bmm(self._rounded(self._weights(scores, 1), v.dtype), v)
-
-    def _by_products(self, a: int, b: int, k: Tensor, v: Tensor, block: Block) -> Tensor:
-        """[b-a,H,Dv], of rows a to b over the block's k [G,n,D] and the part's v [G,N,Dv]."""
-        rows = self._q[a:b].permute(1, 2, 0, 3).reshape(self._groups, -1, k.shape[-1])  # [G,H/G*L,D]
-        scores = torch.bmm(rows, k.transpose(1, 2))  # [G,H/G*L,n]
-        weights = self._weights(scores, b - a, block.veils)
-        if not self._in_blocks or v.dtype is self._wide:
-            seen = torch.bmm(self._rounded(weights, v.dtype), v[:, block.keys])  # [G,H/G*L,Dv]
-        elif _is_whole(block):
-            room = _room(block.keys)
-            weights = _with_zeros(weights, weights.shape[1], room, v.dtype)  # [G,H/G*L,room]
-            seen = torch.bmm(weights, v[:, block.keys.start : block.keys.start + room])
-        else:
-            seen = torch.bmm(self._rounded(weights, self._wide), v[:, block.keys].to(self._wide))
-        return seen.view(-1, b - a, v.shape[-1]).transpose(0, 1)
-
-    def _rounded(self, weights: Tensor, dtype: torch.dtype) -> Tensor:
-        """Weights as the product with values of this type takes them."""
-        return weights.to(self._weight_dtype).to(dtype)
-
-    def _weights(self, scores: Tensor, length: int, veils: Sequence[Veil] = ()) -> Tensor:
-        """Scores [G,H/G*L,n] of L rows, made into weights; overwrites them."""
-        softcap, sinks = self._scoring.softcap, self._scoring.sinks
-        if softcap is not None:
-            scores.div_(softcap).tanh_().mul_(softcap)
-        for veil in veils:
-            scores.view(-1, length, scores.shape[-1])[..., veil.keys].masked_fill_(veil.hidden, -torch.inf)
-        if sinks is None:
-            return torch.softmax(scores, -1, out=scores)
-        sink = sinks.to(scores.dtype).view(self._groups, -1, 1).expand(-1, -1, length).reshape(*scores.shape[:2], 1)
-        return torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
-
-    def _in_one_call(self, a: int, b: int, k: Tensor, v: Tensor, block: Block) -> Tensor:
-        """[b-a,H,Dv]. One row has its query heads as the rows of the call; for more a view repeats the keys."""
-        q, k, v, scale = self._q[a:b], k[:, block.keys], v[:, block.keys], self._scoring.scale
-        if b - a == 1 and not block.veils:
-            return F.scaled_dot_product_attention(q, k[None], v[None], scale=scale).reshape(1, -1, v.shape[-1])
-        visible = torch.ones(b - a, k.shape[1], dtype=torch.bool, device=q.device)
-        for veil in block.veils:
-            visible[:, veil.keys] &= ~veil.hidden
-        keys, values = (x[:, None].expand(-1, q.shape[2], -1, -1) for x in (k, v))
-        seen = F.scaled_dot_product_attention(q.permute(1, 2, 0, 3), keys, values, attn_mask=visible, scale=scale)
-        return seen.permute(2, 0, 1, 3).reshape(b - a, -1, v.shape[-1])  # of [G,H/G,L,Dv]
-
-
-def _is_whole(block: Block) -> bool:
-    return block.end - block.start == BLOCK
-
-
-def _room(keys: slice) -> int:
-    """How many keys a whole block is multiplied with: one of eight numbers a doubling, at most an eighth too many."""
-    n = keys.stop - keys.start
-    step = max(BLOCK, (1 << (n - 1).bit_length()) >> 4)
-    return -(-n // step) * step
-
-
-def _with_zeros(x: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """x [G,m,n] as [G,rows,columns], with zeros below it and beside it."""
-    out = x.new_empty(x.shape[0], rows, columns, dtype=dtype)
-    out[:, : x.shape[1], : x.shape[2]] = x
-    out[:, x.shape[1] :] = 0
-    out[:, :, x.shape[2] :] = 0
-    return out
-
-
-def _multiplies(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a product in `dtype` is as fast as one in float32. On CPUs without instructions for it, torch takes ten
-    times as long in bfloat16, and a hundred times in float16, which no CPU is asked for here."""
-    if dtype is torch.float16:
-        return False
-    if dtype is not torch.bfloat16 or device.type != "cpu":
-        return True
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        dense = attend_dense if self._fuses(q.device) else products.attend_dense
+        return dense(q, k, v, visible, scoring).masked_fill_(~visible.any(-1)[:, None, None], 0)

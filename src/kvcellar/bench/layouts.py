@@ -6,8 +6,8 @@ makes contiguous in every layer of every step.
 
 import statistics
 import time
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from kvcellar.bench.network import Size
 from kvcellar.cache.layouts import Causal
 from kvcellar.cache.memory import Group, Memory
 from kvcellar.contracts import History, Stored
-from kvcellar.plan import Batch, Feed, GroupPlan
-from kvcellar.shapes import Arrangement, Plane, Scoring, Storage
+from kvcellar.plan import Batch, Feed
+from kvcellar.shapes import Plane, Scoring
 from kvcellar.spans import Span
 
 
@@ -31,56 +31,22 @@ class Rearranging(Sdpa):
         return super().attend(q, _Rearranged(history), scoring)
 
 
-@dataclass(frozen=True, slots=True)
 class _Rearranged:
     """A history whose planes are copied on each read."""
 
-    history: History
-
-    @property
-    def plan(self) -> GroupPlan:
-        return self.history.plan
-
-    @property
-    def prepared(self) -> Any:
-        return self.history.prepared
-
-    def stored(self, name: str) -> "_RearrangedPlane":
-        return _RearrangedPlane(self.history.stored(name))
-
-    def dense(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.history.dense()
+    def __init__(self, history: History) -> None:
+        self.step, self.dense = history.step, history.dense
+        self.planes: Mapping[str, Stored] = {name: _copied(plane) for name, plane in history.planes.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _RearrangedPlane:
-    kept: Stored
+def _copied(plane: Stored) -> Stored:
+    twin = copy(plane)
 
-    @property
-    def plane(self) -> Plane:
-        return self.kept.plane
+    def read(cells: Tensor | slice, dtype: torch.dtype, *, rotated: bool = False) -> Tensor:
+        return plane.read(cells, dtype, rotated=rotated).contiguous()
 
-    @property
-    def storage(self) -> Storage:
-        return self.kept.storage
-
-    @property
-    def arrangement(self) -> Arrangement:
-        return self.kept.arrangement
-
-    @property
-    def codes(self) -> Tensor:
-        return self.kept.codes
-
-    @property
-    def scales(self) -> Tensor | None:
-        return self.kept.scales
-
-    def read(self, cells: Tensor | slice, dtype: torch.dtype, *, rotated: bool = False) -> Tensor:
-        return self.kept.read(cells, dtype, rotated=rotated).contiguous()
-
-    def meet(self, q: Tensor) -> Tensor:
-        return self.kept.meet(q)
+    twin.read = read
+    return twin
 
 
 class Side:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kvcellar.attention.choose import backends
 from kvcellar.cache.memory import Memory
-from kvcellar.contracts import Backend, History
+from kvcellar.contracts import Backend, History, StepTables
 from kvcellar.kernels.packed import PackedLinear, pack
 from kvcellar.kernels.widened import WidenedLinear
 from kvcellar.models.build_guest import build_guest
@@ -71,8 +71,8 @@ class Clocked:
     def refuse(self, spec: AttentionSpec) -> str | None:
         return self._backend.refuse(spec)
 
-    def prepare(self, plan: GroupPlan, device: Any) -> Any:
-        return self._backend.prepare(plan, device)
+    def prepare(self, plan: GroupPlan, tables: StepTables) -> Any:
+        return self._backend.prepare(plan, tables)
 
     def attend(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
         with self._clock.running("attention"):
@@ -128,7 +128,7 @@ def _forward(guest: Guest, memory: Memory, new: Mapping[int, Sequence[int]], clo
     with clock.running("begin and commit"):
         plan = memory.begin(Batch(tuple(feeds)))
     with clock.running("forward"):
-        logits = guest.forward(memory, plan, torch.tensor(ids), torch.tensor(last))
+        logits = guest.forward(memory, plan, ids, last)
     with clock.running("begin and commit"):
         memory.commit()
     return logits

@@ -13,9 +13,11 @@ import torch
 
 from kvcellar.cache.cells import Cells
 from kvcellar.cache.compact import Compaction, relocate
+from kvcellar.cache.history import GroupStep, LayerHistory
 from kvcellar.cache.layouts.encoder import Input
 from kvcellar.cache.plans import indices, pieces
 from kvcellar.cache.pool import Pool, rotated_sizes
+from kvcellar.cache.step_tables import StepTables
 from kvcellar.cache.tables import InputTable, Move, Table
 from kvcellar.contracts import Backend
 from kvcellar.errors import BadRequest, CapacityTooSmall, WrongStage, shown
@@ -152,6 +154,8 @@ class GroupStore:
     backend: Backend
     itemsize: int  # of the memory's own type
     device: torch.device
+    step: GroupStep  # the open one
+    layers: Mapping[int, LayerHistory]
     compaction: Compaction = field(default_factory=Compaction)
 
     @classmethod
@@ -159,7 +163,9 @@ class GroupStore:
         pool = Pool.agreed(
             group.planes, group.layers, backend, plain=group.plain, cells=cells, dtype=dtype, device=device
         )
-        return cls(group, Cells(cells), pool, backend, dtype.itemsize, device)
+        step = GroupStep(StepTables(device, dtype, heads=group.planes[0].heads if group.planes else 0))
+        layers = {layer: LayerHistory(pool, layer, backend, step) for layer in group.layers}
+        return cls(group, Cells(cells), pool, backend, dtype.itemsize, device, step, layers)
 
     @property
     def staging(self) -> int:
@@ -252,6 +258,8 @@ class Stores:
             GroupStore.new(group, backends[group.name], cells[group.name], dtype, device)
             for group in sorted(groups, key=lambda group: group.of_input)
         )
+        self.layers = {layer: history for store in self.all for layer, history in store.layers.items()}
+        self.tables = StepTables(device, dtype)
         self._index_of = {layer: index for index, store in enumerate(self.all) for layer in store.group.layers}
 
     @property

@@ -1,5 +1,9 @@
-"""history: what one layer remembers in an open step, as stored, and how to read it."""
+"""history: what one layer remembers in an open step: where its new tokens are written, and how the stored are read.
 
+Always true: what is bound here outlives steps; what it shows belongs to the open step.
+"""
+
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -7,37 +11,51 @@ import torch
 from torch import Tensor
 
 from kvcellar.cache.plans import indices
-from kvcellar.cache.pool import Pool, StoredPlane
+from kvcellar.cache.pool import Pool
+from kvcellar.cache.step_tables import StepTables
+from kvcellar.contracts import Backend
+from kvcellar.errors import BadRequest
 from kvcellar.plan import GroupPlan, Run
-from kvcellar.shapes import Arrangement
 
 HOST = torch.device("cpu")
 
 
-class StoredHistory:
-    """What one layer remembers, as stored, and how to read it (see `contracts.History`)."""
+class GroupStep:
+    """What the layers of a group share in the open step: one object for each group, refilled by `begin`."""
 
-    def __init__(self, pool: Pool, layer: int, plan: GroupPlan, prepared: Any, columns: "Columns") -> None:
-        self._pool, self._layer, self._columns = pool, layer, columns
-        self.plan, self.prepared = plan, prepared
+    plan: GroupPlan
+    prepared: Any  # what the backend's `prepare` returned
+    cells: Tensor  # [t], where the new tokens are written
+    columns: "Columns"
+    written: set[tuple[int, str]]  # layers and planes of the step, in all groups
 
-    def stored(self, name: str) -> StoredPlane:
-        return self._pool.stored(self._layer, name)
+    def __init__(self, tables: StepTables) -> None:
+        self.tables = tables
 
-    @property
-    def arrangement(self) -> Arrangement:
-        """Of the keys."""
-        return self.stored("k").arrangement
 
-    def plane(self, name: str) -> Tensor:
-        """The elements of a plane, as stored."""
-        return self.stored(name).codes
+class LayerHistory:
+    """One layer of a group (see `contracts.History`), bound once: its planes, its backend and the step of its group."""
+
+    def __init__(self, pool: Pool, layer: int, backend: Backend, step: GroupStep) -> None:
+        self.layer, self.backend, self.step = layer, backend, step
+        self.planes = pool.planes(layer)
+        self._pool = pool
+
+    def put(self, new: Mapping[str, Tensor]) -> None:
+        """Store new planes [1,heads,t,size] by name, of the sizes that the layer has."""
+        written = self.step.written
+        for name in new:
+            if (self.layer, name) in written:
+                names = " and ".join(new)
+                raise BadRequest(f"layer {self.layer} was given its {names} of this step before: they are stored once")
+        self._pool.write(self.layer, self.step.cells, new)
+        for name in new:
+            written.add((self.layer, name))
 
     def dense(self) -> tuple[Tensor, Tensor, Tensor]:
         """(k [N,G,D], v [N,G,Dv], visible [T,N]): each cell that some row may see is there once, in order of cell."""
-        cells = self._columns.cells
-        k, v = (self._pool.read(self._layer, name, cells) for name in ("k", "v"))
-        return k, v, self._columns.visible
+        k, v = (self._read(name, self.step.columns.cells) for name in ("k", "v"))
+        return k, v, self.step.columns.visible
 
     def in_order(self) -> tuple[Tensor, Tensor]:
         """(k [n,G,D], v [n,G,Dv]) of the only sequence in the step, in order of position."""
@@ -50,8 +68,11 @@ class StoredHistory:
 
     def plane_in_order(self, name: str) -> list[Tensor]:
         """A plane [n,heads,size] of every sequence in the step, each in order of position."""
-        device = self.stored(name).codes.device
-        return [self._pool.read(self._layer, name, indices(segment.runs, device)) for segment in self.plan.segments]
+        runs = (segment.runs for segment in self.step.plan.segments)
+        return [self._read(name, indices(of_one, self.step.tables.device)) for of_one in runs]
+
+    def _read(self, name: str, cells: Tensor) -> Tensor:
+        return self._pool.read(self.layer, name, cells)
 
 
 class Columns:

@@ -11,7 +11,8 @@ from torch import Tensor
 from kvcellar.cache.claims import Claims
 from kvcellar.cache.group import GroupStore, Stores
 from kvcellar.cache.layouts.encoder import Input
-from kvcellar.cache.plans import indices, write_index
+from kvcellar.cache.plans import indices
+from kvcellar.cache.pool import as_new
 from kvcellar.cache.sequences import Sequences
 from kvcellar.cache.tables import Table, share_all
 from kvcellar.errors import BadRequest, CacheFull, shown
@@ -48,10 +49,10 @@ def write(stores: Sequence[GroupStore], n: int, planes: Planes, device: torch.de
         for store in stores:
             tables.append(store.table())
             tables[-1].append(store.cells.take(n))
-            cells = write_index([tables[-1].runs], device)
+            cells = indices(tables[-1].runs, device)
             for layer in store.group.layers:
                 k, v = planes[layer]
-                store.pool.write(layer, cells, {"k": k, "v": v})
+                store.pool.write(layer, cells, {"k": as_new(k), "v": as_new(v)})
     except BaseException:
         for table in tables:
             table.close()

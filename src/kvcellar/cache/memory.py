@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvcellar.cache.claims import Claims
 from kvcellar.cache.group import Group, Stores, check_groups
-from kvcellar.cache.history import StoredHistory
+from kvcellar.cache.history import LayerHistory
 from kvcellar.cache.inputs import Inputs
 from kvcellar.cache.readout import shape_of
 from kvcellar.cache.sequences import Sequences
@@ -74,6 +74,7 @@ class Memory:
         backends = backend if isinstance(backend, Mapping) else dict.fromkeys((group.name for group in groups), backend)
         check_planned(groups, cells, backends, dtype, recurrent, rows, max_bytes)
         self._stores = Stores(groups, cells, backends, dtype, self.device)
+        self.tables = self._stores.tables  # what a step fills for all groups together
         self._states = States(recurrent, rows=rows, device=self.device)
         self._sequences = Sequences(self._stores.all, self._states.rows, limits)
         self.rows = self._states.rows
@@ -146,7 +147,12 @@ class Memory:
         given = {"k": k, "v": v, **planes}
         self._open("put").put(layer, {name: plane for name, plane in given.items() if plane is not None})
 
-    def get(self, layer: int) -> StoredHistory:
+    def layers(self) -> Mapping[int, LayerHistory]:
+        """What `get` returns, by layer. The same objects in every step."""
+        self._open("layers")
+        return self._stores.layers
+
+    def get(self, layer: int) -> LayerHistory:
         """What the rows of the open step may see in one layer, as stored, the new tokens included."""
         return self._open("get").get(layer)
 

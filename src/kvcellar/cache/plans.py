@@ -113,15 +113,6 @@ def worst_case(name: str, layout: Layout, batch: Batch, capacity: int) -> GroupP
     return GroupPlan(name, layout, tuple(segments))
 
 
-def write_index(taken: Taken, device: torch.device) -> Tensor | slice:
-    """Where a step's rows are written: one slice if they are one run, else an index [T]."""
-    runs = [run for of_feed in taken for run in of_feed]
-    if len(runs) == 1:
-        return slice(runs[0].cell, runs[0].end)
-    cells = [cell for run in runs for cell in range(run.cell, run.end)]
-    return torch.tensor(cells, dtype=torch.long, device=device)
-
-
 def indices(runs: Iterable[Run], device: torch.device) -> Tensor:
     """[n], the cells of `runs`, in order."""
     cells = [torch.arange(run.cell, run.end, device=device) for run in runs]

@@ -48,13 +48,13 @@ class StoredPlane:
         """`rotation` [size,size] is `hadamard`'s, which the pool owns, if `storage` asks for one."""
         self.plane, self.storage = plane, storage
         self.arrangement: Arrangement = arrangement
+        self._rotation = rotation
         kind, size = storage.kind, plane.size
         width = (size + 1) // 2 if kind == "int4" else size
-        self._codes = self._allocated(places, width, CODES[kind], device)
-        self.scales: Tensor | None = None
+        tensors = [self._allocated(places, width, CODES[kind], device)]
         if storage.quantised:
-            self.scales = self._allocated(places, storage.scales(size), torch.float16, device)
-        self._rotation = rotation
+            tensors.append(self._allocated(places, storage.scales(size), torch.float16, device))
+        self._bind(tensors)
 
     def _allocated(self, places: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """`places` of `heads` vectors of `width` elements, as they are arranged; all but the null one undefined."""
@@ -66,24 +66,34 @@ class StoredPlane:
         self._rows(made)[0] = 0
         return made
 
-    @property
-    def codes(self) -> Tensor:
-        return self._codes.view(torch.float8_e4m3fn) if self.storage.kind == "fp8" else self._codes
+    def _bind(self, tensors: Sequence[Tensor]) -> None:
+        """Keep codes (and scales) in these tensors from now on. Views that steps use are made once, here."""
+        self._tensors = list(tensors)
+        codes = tensors[0]
+        self.codes = codes.view(torch.float8_e4m3fn) if self.storage.kind == "fp8" else codes
+        self.scales = tensors[1] if len(tensors) > 1 else None
+        self.rows = self._rows(codes)  # [places,heads,width]
+        self.by_head = self.rows.transpose(0, 1)[None]  # [1,heads,places,width]
 
     @property
     def bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors)
 
-    @property
-    def _tensors(self) -> list[Tensor]:
-        return [self._codes] if self.scales is None else [self._codes, self.scales]
-
     def read(self, cells: Tensor | slice, dtype: torch.dtype, *, rotated: bool = False) -> Tensor:
         """[heads,n,size] of `cells`: a view where they are a slice and stored in `dtype`."""
-        codes = self._by_head(self._codes, cells)
-        if self.scales is None:
+        codes = self._by_head(self._tensors[0], cells)
+        scales = None if self.scales is None else self._by_head(self.scales, cells)
+        return self._values(codes, scales, dtype, rotated=rotated)
+
+    def at(self, cells: Tensor, heads: Tensor, dtype: torch.dtype) -> Tensor:
+        """[*,size] of these cells and heads, which broadcast to [*]; rotated keys as they were rotated."""
+        scales = None if self.scales is None else self._rows(self.scales)[cells, heads]
+        return self._values(self.rows[cells, heads], scales, dtype, rotated=True)
+
+    def _values(self, codes: Tensor, scales: Tensor | None, dtype: torch.dtype, *, rotated: bool) -> Tensor:
+        if scales is None:
             return codes.to(dtype)
-        values = dequantise(codes, self._by_head(self.scales, cells), self.storage.kind, self.plane.size)
+        values = dequantise(codes, scales, self.storage.kind, self.plane.size)
         if self._rotation is not None and not rotated:
             values = values @ self._rotation
         return values.to(dtype)
@@ -92,19 +102,16 @@ class StoredPlane:
         """Queries [T,H,size], rotated as the keys are that `read` answers if `rotated`."""
         return q if self._rotation is None else (q.float() @ self._rotation).to(q.dtype)
 
-    def write(self, cells: Tensor | slice, values: Tensor) -> None:
-        """Store `values` [n,heads,size]: what they are, not how they came about."""
-        values = values.detach()  # else the plane would keep the graph of every step that wrote it
-        if self.scales is None:
-            self._put(self._codes, cells, values)
-            return
-        codes, scales = quantise(rotate(values) if self.storage.hadamard else values, self.storage.kind)
-        self._put(self._codes, cells, codes)
-        self._put(self.scales, cells, scales)
+    def quantise(self, cells: Tensor, values: Tensor) -> None:
+        """Store `values` [1,heads,n,size] in cells [n] as codes and scales."""
+        made = quantise(rotate(values) if self.storage.hadamard else values, self.storage.kind)
+        for tensor, new in zip(self._tensors, made, strict=True):
+            self._rows(tensor).index_copy_(0, cells, new[0].transpose(0, 1))
 
     def resized(self, places: int) -> "StoredPlane":
         """A copy with so many places, bit for bit as far as it goes."""
-        twin = StoredPlane(self.plane, self.storage, places, self.arrangement, self._codes.device, self._rotation)
+        device = self.codes.device
+        twin = StoredPlane(self.plane, self.storage, places, self.arrangement, device, self._rotation)
         for old, new in zip(self._tensors, twin._tensors, strict=True):
             kept, there = self._rows(old), self._rows(new)
             both = min(len(kept), len(there))
@@ -132,12 +139,6 @@ class StoredPlane:
     def _rows(self, tensor: Tensor) -> Tensor:
         """[C,heads,width], a view."""
         return tensor.permute(AXES[self.arrangement])
-
-    def _put(self, tensor: Tensor, cells: Tensor | slice, values: Tensor) -> None:
-        if isinstance(cells, slice):
-            self._rows(tensor)[cells] = values
-        else:
-            self._rows(tensor).index_copy_(0, cells, values.to(tensor.dtype))
 
     def _by_head(self, tensor: Tensor, cells: Tensor | slice) -> Tensor:
         """[heads,n,width]: a view of a slice."""
@@ -210,13 +211,17 @@ class Pool:
         Old and new planes are there together for a moment.
         """
         places = self._places(cells)
-        self._of[layer] = {name: kept.resized(places) for name, kept in self._of[layer].items()}
+        self._of[layer].update({name: kept.resized(places) for name, kept in self._of[layer].items()})
 
     @property
     def bytes(self) -> int:
         """Bytes held, all layers and planes, scales and rotations included."""
         planes = sum(kept.bytes for planes in self._of.values() for kept in planes.values())
         return planes + sum(rotation.nbytes for rotation in self._rotations.values())
+
+    def planes(self, layer: int) -> Mapping[str, StoredPlane]:
+        """Of a layer, by name: the same mapping as long as the pool is there."""
+        return self._of[layer]
 
     def stored(self, layer: int, name: str) -> StoredPlane:
         return self._of[layer][name]
@@ -233,10 +238,17 @@ class Pool:
                     f"{[n, plane.heads, plane.size]} of floats"
                 )
 
-    def write(self, layer: int, cells: Tensor | slice, new: Mapping[str, Tensor]) -> None:
-        """Store `new` planes [T,heads,size] into `cells` (T of them; a slice where they are one run)."""
+    def write(self, layer: int, cells: Tensor, new: Mapping[str, Tensor]) -> None:
+        """Store `new` planes [1,heads,n,size] in cells [n]: what they are, not how they were computed."""
+        planes = self._of[layer]
         for name, values in new.items():
-            self._of[layer][name].write(cells, values)
+            kept = planes[name]
+            if values.requires_grad:
+                values = values.detach()  # else the plane would keep the graph of every step that wrote it
+            if kept.scales is None:
+                kept.by_head.index_copy_(2, cells, values.to(kept.codes.dtype))
+            else:
+                kept.quantise(cells, values)
 
     def move(self, layer: int, source: Tensor, target: Tensor, turns: Mapping[str, Rotation], by: int) -> None:
         """Copy what cells `source` hold into cells `target` (none of them a source), turned by `by` positions.
@@ -248,16 +260,21 @@ class Pool:
             if rotation is None:
                 kept.copy(source, target)
             else:
-                kept.write(target, turn(self.read(layer, name, source), rotation, by))
+                self.write(layer, target, {name: as_new(turn(self.read(layer, name, source), rotation, by))})
 
     def turn(self, layer: int, name: str, cells: Tensor, rotation: Rotation, by: int) -> None:
         """Turn what a plane holds in `cells` by `by` positions, where it is; as `move` does it."""
-        self._of[layer][name].write(cells, turn(self.read(layer, name, cells), rotation, by))
+        self.write(layer, cells, {name: as_new(turn(self.read(layer, name, cells), rotation, by))})
 
     def read(self, layer: int, name: str, cells: Tensor) -> Tensor:
         """A copy [n,heads,size] of what is stored in `cells`: float32 where it is quantised."""
         kept = self._of[layer][name]
         return kept.read(cells, PLAIN.get(kept.storage.kind, torch.float32)).transpose(0, 1)
+
+
+def as_new(values: Tensor) -> Tensor:
+    """[n,heads,size] -> [1,heads,n,size], a view: as models have new keys and values, and as they are written."""
+    return values.transpose(0, 1)[None]
 
 
 def rotated_sizes(planes: Iterable[Plane]) -> set[int]:

@@ -6,19 +6,20 @@ Always true:
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Self
 
-import torch
 from torch import Tensor
 
 from kvcellar.cache.claim import undone
 from kvcellar.cache.group import Stores, check_written
-from kvcellar.cache.history import Columns, StoredHistory
-from kvcellar.cache.plans import accepted_counts, check_query, group_plan, worst_case, write_index
+from kvcellar.cache.history import Columns, LayerHistory
+from kvcellar.cache.plans import accepted_counts, check_query, group_plan, worst_case
+from kvcellar.cache.pool import as_new
 from kvcellar.cache.sequences import Sequences
 from kvcellar.cache.states import States
 from kvcellar.errors import BadRequest, CacheFull, WrongStage
 from kvcellar.plan import Batch, GroupPlan, Plan, Run, StateSegment
+from kvcellar.shapes import Scoring
 
 
 class Step:
@@ -33,9 +34,6 @@ class Step:
         self.reserved = False
         self.written: set[tuple[int, str]] = set()  # layers and planes
         self._stores, self._sequences, self._states = stores, sequences, states
-        self._writes: list[Tensor | slice] = []
-        self._prepared: list[Any] = []
-        self._columns: list[Columns] = []
 
     @classmethod
     def open(cls, stores: Stores, sequences: Sequences, states: States, batch: Batch) -> Self:
@@ -50,7 +48,6 @@ class Step:
             for index in range(len(stores.all)):
                 step._take(index)
             groups = [step._plan_group(index) for index in range(len(stores.all))]
-            step._writes = [write_index(runs, stores.device) for runs in step.taken]
             step._lay_out(groups, states.rows.begin(batch))
         return step
 
@@ -60,36 +57,26 @@ class Step:
         step = cls(stores, sequences, states, batch)
         step.reserved = True
         groups = [worst_case(one.group.name, one.group.layout, batch, one.cells.capacity) for one in stores.all]
-        null = torch.zeros(batch.stored, dtype=torch.long, device=stores.device)
-        step._writes = [null for _ in groups]
         step._lay_out(groups, states.rows.null(batch))
         return step
 
     # -- in the forward -----------------------------------------------------------------------------------------
 
     def put(self, layer: int, new: Mapping[str, Tensor]) -> None:
-        index, planes = self._stores.index_of(layer), {(layer, name) for name in new}
-        store = self._stores.all[index]
+        store = self._stores.all[self._stores.index_of(layer)]
         if store.group.of_input:
             raise BadRequest(f"layer {layer} remembers an input, which inputs.write() writes before the step")
-        if planes & self.written:
-            names = " and ".join(new)
-            raise BadRequest(f"layer {layer} was given its {names} of this step before: nobody stores them twice")
         store.pool.check_new(layer, self.plan.stored, new)
-        store.pool.write(layer, self._writes[index], new)
-        self.written |= planes
+        store.layers[layer].put({name: as_new(values) for name, values in new.items()})
 
-    def get(self, layer: int) -> StoredHistory:
-        index = self._stores.index_of(layer)
-        pool, group = self._stores.all[index].pool, self.plan.groups[index]
-        return StoredHistory(pool, layer, group, self._prepared[index], self._columns[index])
+    def get(self, layer: int) -> LayerHistory:
+        return self._stores.all[self._stores.index_of(layer)].layers[layer]
 
-    def attend(self, layer: int, q: Tensor, scoring: Any, dense: tuple[Tensor, Tensor] | None) -> Tensor:
-        index = self._stores.index_of(layer)
-        backend = self._stores.all[index].backend
+    def attend(self, layer: int, q: Tensor, scoring: Scoring, dense: tuple[Tensor, Tensor] | None) -> Tensor:
+        history = self.get(layer)
         if dense is None:
-            return backend.attend(q, self.get(layer), scoring)
-        return backend.attend_dense(q, *dense, self._columns[index].visible, scoring)
+            return history.backend.attend(q[None], history, scoring)[0]
+        return history.backend.attend_dense(q, *dense, history.step.columns.visible, scoring)
 
     # -- at the end ---------------------------------------------------------------------------------------------
 
@@ -148,10 +135,13 @@ class Step:
         return group_plan(group.name, group.layout, self.batch, tables, self.taken[index])
 
     def _lay_out(self, groups: Sequence[GroupPlan], states: tuple[StateSegment, ...]) -> None:
-        """Make of plans what kernels read."""
-        batch, device = self.batch, self._stores.device
+        """Make of plans what kernels read, in the tables of each group."""
+        batch = self.batch
         self.plan = Plan(batch.tokens, batch.feeds, tuple(groups), batch.stored, batch.look_ahead, states)
-        self._prepared = [
-            store.backend.prepare(group, device) for store, group in zip(self._stores.all, groups, strict=True)
-        ]
-        self._columns = [Columns(group, batch.tokens, device) for group in groups]
+        for store, plan, taken in zip(self._stores.all, groups, self.taken, strict=True):
+            step = store.step
+            step.plan, step.written = plan, self.written
+            cells = [cell for runs in taken for run in runs for cell in range(run.cell, run.end)]
+            step.cells = step.tables.fill("cells", [0] * batch.stored if self.reserved else cells)
+            step.prepared = store.backend.prepare(plan, step.tables)
+            step.columns = Columns(plan, batch.tokens, self._stores.device)

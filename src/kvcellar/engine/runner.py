@@ -117,7 +117,7 @@ class Runner:
             raise
         return ready, draws
 
-    def _inputs(self, shares: Sequence[Share]) -> tuple[Tensor, Tensor]:
+    def _inputs(self, shares: Sequence[Share]) -> tuple[list[int], list[int]]:
         """Token ids [T] of the step, and the rows [R] whose logits are wanted."""
         ids: list[int] = []
         rows: list[int] = []
@@ -125,8 +125,7 @@ class Runner:
             ids += completion.tokens[completion.read : completion.read + count]
             if count == completion.unread:
                 rows.append(len(ids) - 1)
-        device = self._guest.device
-        return torch.tensor(ids, device=device), torch.tensor(rows, dtype=torch.long, device=device)
+        return ids, rows
 
     def _ready(self, shares: Sequence[Share]) -> list[Ready]:
         done = [completion for completion, count in shares if count == completion.unread]

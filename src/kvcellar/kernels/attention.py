@@ -1,14 +1,14 @@
 """attention: a few new rows of each sequence over its cells, which are read once and in place (`attention.cpp`)."""
 
 import ctypes
-from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvcellar.contracts import Stored
+from kvcellar.contracts import StepTables, Stored
 from kvcellar.kernels.compiled import check_shared, library
 from kvcellar.layout import Layout
 from kvcellar.plan import Segment
@@ -35,33 +35,43 @@ class _Call(ctypes.Structure):
     )
 
 
-class Table:
+class Table(NamedTuple):
     """Short segments of a step, in integers, as the kernel reads them (`Call` says what each row is).
 
     Made of rows and runs alone: nothing here grows with the keys that are seen.
     """
 
-    def __init__(self) -> None:
-        self.segments, self.rows, self.runs = (array("q") for _ in range(3))
-        self.partial_rows = 0  # rows that the kernel weighs: each of a segment's, once for each of its chunks
-        self.keys = 0  # that are read, once for all rows of a segment
+    segments: Tensor  # int64, flat, as are the others
+    rows: Tensor
+    runs: Tensor
+    partial_rows: int  # rows that the kernel weighs: each of a segment's, once for each of its chunks
+    keys: int  # that are read, once for all rows of a segment
 
-    def add(self, layout: Layout, segment: Segment) -> None:
-        """At least one row, with the cells that it sees."""
+
+def table(layout: Layout, segments: Sequence[Segment], tables: StepTables) -> Table:
+    """Of segments of at least one row, with the cells that they see."""
+    numbers: list[int] = []
+    rows: list[int] = []
+    runs: list[int] = []
+    partial_rows = all_keys = 0
+    for segment in segments:
         seen = [(layout.lowest(pos), segment.last(pos) + 1) for pos in range(segment.pos.start, segment.pos.end)]
-        self.segments.extend((len(self.rows) // 3, len(seen), len(self.runs) // 2, len(segment.runs)))
+        numbers.extend((len(rows) // 3, len(seen), len(runs) // 2, len(segment.runs)))
         for row, keys in enumerate(seen, segment.row):
-            self.rows.extend((row, *keys))
+            rows.extend((row, *keys))
         if not segment.runs:
-            return
+            continue
         keys = max(0, seen[-1][1] - seen[0][0])
-        self.keys += keys
-        self.partial_rows += len(seen) * -(-keys // CHUNK)
+        all_keys += keys
+        partial_rows += len(seen) * -(-keys // CHUNK)
         key = segment.first
         for run in segment.runs:
-            self.runs.extend((key, run.cell))
+            runs.extend((key, run.cell))
             key += run.n
-        self.runs.extend((key, 0))
+        runs.extend((key, 0))
+    return Table(
+        tables.fill("segments", numbers), tables.fill("rows", rows), tables.fill("runs", runs), partial_rows, all_keys
+    )
 
 
 class Kernel:
@@ -82,22 +92,22 @@ class Kernel:
         self._library.kvcellar_attend.restype = ctypes.c_int
 
     def attend(self, q: Tensor, keys: Stored, values: Stored, scoring: Scoring, table: Table, out: Tensor) -> None:
-        """q [T,H,D], into the rows of out [T,H,Dv] that the table names."""
+        """q [1,T,H,D], into the rows of out [1,T,H,Dv] that the table names."""
         known = q if q.dtype in TYPES else q.float()
         known = known if known.stride(-1) == 1 else known.contiguous()
         filled = out if known is q or out.dtype is known.dtype else out.to(known.dtype)
-        k, v = _by_cell(keys), _by_cell(values)
+        k, v = keys.rows, values.rows  # [C,G,D]: one element after the other within a head
+        heads, width = q.shape[2], -(-v.shape[2] // WIDTH) * WIDTH
         sinks = None if scoring.sinks is None else scoring.sinks.detach().float().contiguous()
-        width = -(-v.shape[2] // WIDTH) * WIDTH
         # Of each: maximum, sum, weighted values.
-        partials = torch.empty(table.partial_rows, q.shape[1], width + 2, dtype=torch.float32, device=q.device)
+        partials = torch.empty(table.partial_rows, heads, width + 2, dtype=torch.float32, device=q.device)
         read = table.keys * k.shape[1] * (k.shape[2] * k.itemsize + v.shape[2] * v.itemsize)
         call = _Call(
             known.data_ptr(), k.data_ptr(), v.data_ptr(), filled.data_ptr(),
             None if sinks is None else sinks.data_ptr(), partials.data_ptr(),
-            table.segments.buffer_info()[0], table.rows.buffer_info()[0], table.runs.buffer_info()[0],
-            known.stride(0), known.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            q.shape[1], k.shape[1], k.shape[2], v.shape[2],
+            table.segments.data_ptr(), table.rows.data_ptr(), table.runs.data_ptr(),
+            *known.stride()[1:3], *k.stride()[:2], *v.stride()[:2],
+            heads, *k.shape[1:], v.shape[2],
             len(table.segments) // 4, min(torch.get_num_threads(), 1 + read // PER_THREAD),
             TYPES[known.dtype], TYPES[k.dtype], TYPES[v.dtype],
             scoring.scale, scoring.softcap or 0.0,
@@ -105,10 +115,5 @@ class Kernel:
         if self._library.kvcellar_attend(ctypes.byref(call)):
             raise MemoryError("there is not enough memory to attend")
         if filled is not out:
-            rows = [table.rows[i] for i in range(0, len(table.rows), 3)]
-            out[rows] = filled[rows].to(out.dtype)
-
-
-def _by_cell(stored: Stored) -> Tensor:
-    """The elements of all cells, [C,heads,size], a view: one after the other within a head."""
-    return stored.codes.transpose(0, 1) if stored.arrangement == "head" else stored.codes
+            rows = table.rows[::3]
+            out[:, rows] = filled[:, rows].to(out.dtype)

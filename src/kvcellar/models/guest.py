@@ -24,12 +24,13 @@ from kvcellar.contracts import Backend
 from kvcellar.errors import ModelRefused, NotSupported
 from kvcellar.models.input_limits import first_position
 from kvcellar.models.own_layers import fresh_layers
-from kvcellar.models.seam import Door, FlatDoor, SoloDoor, cache_argument, opened
+from kvcellar.models.seam import Door, FlatDoor, Scorings, SoloDoor, cache_argument, opened
 from kvcellar.models.shape import Shape
 from kvcellar.plan import Plan
 from kvcellar.shapes import StoredAs
 
 Mode = Literal["flat", "solo"]
+Ints = Sequence[int] | Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ class Guest:
         self.no_partial_commit: str | None = None
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
         self._first = first_position(model)
+        self._scorings: Scorings = {}
 
     @property
     def device(self) -> torch.device:
@@ -111,24 +113,25 @@ class Guest:
         return positions - torch.arange(len(positions), device=positions.device) if self._offsets else 0
 
     @torch.inference_mode()
-    def forward(self, memory: Memory, plan: Plan, ids: Tensor, want: Tensor) -> Tensor:
+    def forward(self, memory: Memory, plan: Plan, ids: Ints, want: Ints) -> Tensor:
         """Run the open step of `memory`: ids [T] -> logits [len(want), V] of the rows in `want`.
 
         Raises `NotSupported` for a feed of which a part may be kept, if `no_partial_commit` is set.
         """
         if self.no_partial_commit is not None and any(feed.in_parts for feed in plan.feeds):
             raise NotSupported(f"a part of a feed cannot be kept, nor be a checkpoint: {self.no_partial_commit}")
-        positions = torch.tensor(plan.positions, dtype=torch.long, device=self.device)
+        given = {"ids": ids, "positions": plan.positions, "wanted rows": want}
+        inputs = [memory.tables.fill(name, values) for name, values in given.items()]
         if self.mode == "flat":
-            door = FlatDoor(memory, plan, self.past_length(positions), self.shape.bindings)
-            return self._run(door, ids, positions, want)
+            door = FlatDoor(memory, plan, self.past_length(inputs[1]), self.shape.bindings, self._scorings)
+            return self._run(door, *inputs)
         door = SoloDoor(memory, plan, fresh_layers(self.model))
-        logits = self._run(door, ids, positions, want)
+        logits = self._run(door, *inputs)
         door.put()
         return logits
 
     @torch.inference_mode()
-    def forward_with_hidden(self, memory: Memory, plan: Plan, ids: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
+    def forward_with_hidden(self, memory: Memory, plan: Plan, ids: Ints, want: Ints) -> tuple[Tensor, Tensor]:
         """`forward`, with the hidden states [len(want),hidden] that the output head reads: those after the last layer
         and the final norm. Raises `ModelRefused` if the network does not call one output head once."""
         head = self.model.get_output_embeddings()
@@ -143,7 +146,7 @@ class Guest:
                 f"hidden states are unknown"
             )
         hidden = read[0][0]
-        return logits, hidden if "logits_to_keep" in self._accepts else hidden.index_select(0, want)
+        return logits, hidden if "logits_to_keep" in self._accepts else hidden[torch.as_tensor(want)]
 
     def _run(self, door: Door, ids: Tensor, positions: Tensor, want: Tensor) -> Tensor:
         with opened(door) as cache:

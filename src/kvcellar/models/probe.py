@@ -15,7 +15,7 @@ from kvcellar.models.input_limits import embedding_rows, first_position
 from kvcellar.models.mask_layout import Rule, recognise
 from kvcellar.models.own_layers import OwnLayer, OwnLayers
 from kvcellar.models.scan import Call
-from kvcellar.models.seam import Binding, Door, cache_argument, opened
+from kvcellar.models.seam import Binding, Door, Extras, cache_argument, opened, scoring_of
 from kvcellar.shapes import Kind, Recurrent, Scoring, StatePlane
 
 PROBE_TOKENS = 5
@@ -120,11 +120,13 @@ class ProbeDoor(StoreProbe):
         self._masks: list[tuple[Tensor, Rule, int | None]] = []
         self._layouts: dict[int, Layout] = {}  # by index of their mask
 
-    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scoring: Scoring) -> Tensor:
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, extras: Extras) -> Tensor:
         if module in self.reads:
             raise ModelRefused(f"{type(module).__name__} attends twice in one forward")
         binding, layout = self._binding(module, k, v), self._layout(module, mask)
-        self.reads[module] = Read(q, binding, layout, q.shape[1], k.shape[1], q.shape[3], v.shape[3], scoring)
+        self.reads[module] = Read(
+            q, binding, layout, q.shape[1], k.shape[1], q.shape[3], v.shape[3], scoring_of(q, extras)
+        )
         return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
 
     def mask(self, rule: Rule, local_size: int | None, q_length: int, device: torch.device) -> Tensor:

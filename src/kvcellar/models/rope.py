@@ -19,9 +19,9 @@ from kvcellar.cache.turn import turn
 from kvcellar.errors import KvcellarError
 from kvcellar.models.guest import Guest
 from kvcellar.models.input_limits import context_of, first_position, random_tokens
-from kvcellar.models.seam import Door, opened
+from kvcellar.models.seam import Door, Extras, opened, scoring_of
 from kvcellar.models.shape import Shape
-from kvcellar.shapes import Rotation, Scoring
+from kvcellar.shapes import Rotation
 
 TOKENS = 12
 NEAR = 37  # no multiple of any head size or window, so that a wrong frequency shows
@@ -43,11 +43,12 @@ class PlaceDoor(Door):
         self.stored[layer] = {"k": k[0].transpose(0, 1), "v": v[0].transpose(0, 1)}
         return k, v
 
-    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scoring: Scoring) -> Tensor:
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, extras: Extras) -> Tensor:
         layer = self.guest.shape.bindings[module].layer
         layout = next(group.layout for group in self.guest.shape.groups if layer in group.layers)
         at = self.positions.tolist()
         visible = torch.tensor([[layout.lowest(pos) <= key <= pos for key in at] for pos in at], device=q.device)
+        scoring = scoring_of(q, extras)
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
         return attend_dense(q, k, v, visible, scoring).contiguous()[None]
 

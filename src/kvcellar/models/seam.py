@@ -3,8 +3,8 @@
 A forward gives all sequences of a step as one row `[1,T]` with explicit positions (*flat*). Each attention layer hands
 its new keys and values to `FlatDoor.update`, which writes them, and then calls `FlatDoor.attend`, which reads:
 
-    memory.put(layer, k, v)                      # written here
-    memory.attend(layer, q, scoring)             # read here, from the cells, with no mask
+    history.put({"k": k, "v": v})                # written here
+    history.backend.attend(q, history, scoring)  # read here, from the cells, with no mask
 
 A model whose attention cannot be flattened (its code looks at the order of keys, say) is run *solo*: one sequence per
 forward, its cells gathered in order, with the model's own attention and masks.
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +41,13 @@ INDEXED = "it selects keys with an indexer of its own, which looks at the keys o
 _READ = frozenset({"scaling", "softcap", "s_aux"})  # part of the scores
 _HARMLESS = frozenset({  # they change nothing in inference, or repeat what the plan knows
     "dropout", "is_causal", "sliding_window", "position_ids", "use_cache", "output_attentions", "output_hidden_states",
+    "output_router_logits",
     "return_dict", "logits_to_keep", "past_key_values", "cache_position", "attention_mask", "head_mask",
 })  # fmt: skip
+_KNOWN = _READ | _HARMLESS
+
+
+Extras = Mapping[str, Any]
 
 
 class Door(ABC):
@@ -60,8 +65,8 @@ class Door(ABC):
         """The cache layer of a class of the model's own that the model expects."""
         raise ModelRefused(OWN)
 
-    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scoring: Scoring) -> Tensor:
-        """q [1,H,T,D] -> [1,T,H,Dv]."""
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, extras: Extras) -> Tensor:
+        """q [1,H,T,D] -> [1,T,H,Dv]. `extras` are the other arguments of the call: see `scoring_of`."""
         raise ModelRefused("a model that runs solo must use its own attention")
 
     def mask(self, rule: Any, local_size: int | None, q_length: int, device: torch.device) -> Tensor:
@@ -121,14 +126,12 @@ class GuestCache(Cache):
     def __init__(self, door: Door) -> None:
         super().__init__(layers=[])
         self.layers: Any = _Layers(door)
+        self.update: Any = door.update  # the door itself is called: this is called by every layer
         self._door = door
 
     @property
     def is_compileable(self) -> bool:
         return False
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
-        return self._door.update(key_states, value_states, layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         return self._door.seen(layer_idx)
@@ -185,12 +188,10 @@ def cache_argument(accepts: frozenset[str]) -> str:
     return "past_key_values" if "past_key_values" in accepts or "cache_params" not in accepts else "cache_params"
 
 
-def scoring_of(q: Tensor, extras: Mapping[str, Any]) -> Scoring:
+def scoring_of(q: Tensor, extras: Extras) -> Scoring:
     """From the keyword arguments of an attention call. Raises `ModelRefused` for any that we do not know."""
     unknown = {
-        name
-        for name, value in extras.items()
-        if name not in _READ and name not in _HARMLESS and value is not None and value is not False
+        name for name, value in extras.items() if name not in _KNOWN and value is not None and value is not False
     }
     if unknown:
         raise ModelRefused(f"its attention is called with {sorted(unknown)}, which we do not know how to honour")
@@ -203,22 +204,21 @@ def scoring_of(q: Tensor, extras: Mapping[str, Any]) -> Scoring:
     )
 
 
-def _open_door() -> Door:
-    """The door of the forward that is running. Raises `WrongStage` for a forward that `Guest.forward` did not start."""
-    door = _door.get(None)
-    if door is None:
-        raise WrongStage(
-            "a guest's network is run by `Guest.forward` only: pass `build_guest` a copy to call it yourself"
-        )
-    return door
+UNOPENED = "a guest's network is run by `Guest.forward` only: pass `build_guest` a copy to call it yourself"
 
 
 def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **extras: Any):
-    return _open_door().attend(module, query, key, value, attention_mask, scoring_of(query, extras)), None
+    door = _door.get(None)
+    if door is None:
+        raise WrongStage(UNOPENED)
+    return door.attend(module, query, key, value, attention_mask, extras), None
 
 
 def _mask(*, q_length: int, mask_function: Any, local_size: int | None = None, device: Any = None, **_: Any) -> Tensor:
-    return _open_door().mask(mask_function, local_size, q_length, torch.device(device or "cpu"))
+    door = _door.get(None)
+    if door is None:
+        raise WrongStage(UNOPENED)
+    return door.mask(mask_function, local_size, q_length, torch.device(device or "cpu"))
 
 
 def register() -> None:
@@ -249,39 +249,68 @@ class Binding:
     direct: bool
 
 
+class KnownScoring(NamedTuple):
+    """What an attention module was called with, and what its scoring is therefore."""
+
+    scaling: Any
+    softcap: Any
+    sinks: Any
+    scoring: Scoring
+
+
+Scorings = dict[nn.Module, KnownScoring]  # each is worked out at the first call of a module
+
+
 class FlatDoor(Door):
     """All sequences of the open step in one row. K/V are written and read here."""
 
-    def __init__(self, memory: Memory, plan: Plan, seen: int | Tensor, bindings: Mapping[nn.Module, Binding]) -> None:
-        self._memory, self._seen, self._bindings = memory, seen, bindings
+    def __init__(
+        self,
+        memory: Memory,
+        plan: Plan,
+        seen: int | Tensor,
+        bindings: Mapping[nn.Module, Binding],
+        scorings: Scorings | None = None,
+    ) -> None:
+        """`scorings` are those of forwards before."""
+        self._layers, self._seen, self._bindings = memory.layers(), seen, bindings
+        self._scorings: Scorings = {} if scorings is None else scorings
         self._expanded = frozenset(b.layer for b in bindings.values() if not b.direct)
-        every = plan.stored == plan.tokens
-        self._storing = None if every else torch.tensor(plan.storing, dtype=torch.long, device=memory.device)
+        self._storing = None if plan.stored == plan.tokens else memory.tables.fill("storing rows", plan.storing)
         revertible = frozenset(feed.seq for feed in plan.feeds if feed.in_parts)
         self._mixing = Mixing(memory, plan.states, plan.tokens, lambda: opened(self), revertible)
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        self._memory.put(layer, self._stored(k), self._stored(v))
+        history = self._layers.get(layer)
+        if history is None:
+            raise ModelRefused(f"layer {layer} stores keys and values, and did not when the model's shape was learned")
+        if self._storing is None:
+            history.put({"k": k, "v": v})
+        else:
+            history.put({"k": k.index_select(2, self._storing), "v": v.index_select(2, self._storing)})
         if layer not in self._expanded:
             return k, v
-        stored_k, stored_v, _ = self._memory.get(layer).dense()
+        stored_k, stored_v, _ = history.dense()
         return stored_k.transpose(0, 1)[None].to(k.dtype), stored_v.transpose(0, 1)[None].to(v.dtype)
 
-    def _stored(self, x: Tensor) -> Tensor:
-        """[1,G,T,D] -> [t,G,D], of the rows that get a cell."""
-        rows = x[0].transpose(0, 1)
-        return rows if self._storing is None else rows.index_select(0, self._storing)
-
-    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scoring: Scoring) -> Tensor:
-        binding = self._bindings.get(module)
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, extras: Extras) -> Tensor:
+        binding, known = self._bindings.get(module), self._scorings.get(module)
         if binding is None:
             raise ModelRefused(f"{type(module).__name__} attends, and did not when the model's shape was learned")
-        rows = q[0].transpose(0, 1)  # [T,H,D]
+        if (
+            known is None
+            or extras.get("s_aux") is not known.sinks
+            or extras.get("scaling") != known.scaling
+            or extras.get("softcap") != known.softcap
+            or not extras.keys() <= _KNOWN
+        ):
+            scaling, softcap, sinks = extras.get("scaling"), extras.get("softcap"), extras.get("s_aux")
+            known = self._scorings[module] = KnownScoring(scaling, softcap, sinks, scoring_of(q, extras))
+        history, rows = self._layers[binding.layer], q.transpose(1, 2)  # [1,T,H,D]
         if binding.direct:
-            return self._memory.attend(binding.layer, rows, scoring)[None]
-        return self._memory.attend(binding.layer, rows, scoring, dense=(k[0].transpose(0, 1), v[0].transpose(0, 1)))[
-            None
-        ]
+            return history.backend.attend(rows, history, known.scoring)
+        k, v = k[0].transpose(0, 1), v[0].transpose(0, 1)  # [N,G,D], [N,G,Dv]
+        return history.backend.attend_dense(rows[0], k, v, history.step.columns.visible, known.scoring)[None]
 
     def mask(self, rule: Any, local_size: int | None, q_length: int, device: torch.device) -> Tensor:
         return torch.ones(1, 1, q_length, 1, dtype=torch.bool, device=device)  # nobody reads it: the plan knows

@@ -142,10 +142,14 @@ def test_profile_parts_a_step_without_remainder(capsys: pytest.CaptureFixture[st
         "profile",
         "attention",
         "ms",
+        "per_layer",
     }
     assert found["profile"] == "ragged-8"
     assert found["attention"] in {backend.name for backend in backends()}
-    assert list(found["ms"]) == list(PARTS) == [line[:20].strip() for line in table]
+    assert list(found["ms"]) == list(PARTS) == [line[:20].strip() for line in table[: len(PARTS)]]
+    by_number = [counts for by_n in found["per_layer"].values() for counts in by_n.values()]
+    assert len(by_number) == len(table) - len(PARTS)
+    assert all(counts["calls"] > 0 < counts["operations"] for counts in by_number)
     assert all(took > 0 for took in found["ms"].values())
     with pytest.raises(BadRequest, match="ragged-32; not 'prefill-2048'"):
         run_profile("prefill-2048")

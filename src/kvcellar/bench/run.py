@@ -12,6 +12,8 @@ import torch
 from kvcellar.bench import report, start
 from kvcellar.bench.bookkeeping import bookkeeping
 from kvcellar.bench.conversation import QUICK, Script, conversation
+from kvcellar.bench.counts import all_counts
+from kvcellar.bench.counts import lines as count_lines
 from kvcellar.bench.fragmented import fragmented
 from kvcellar.bench.fragmented import lines as fragmented_lines
 from kvcellar.bench.network import SMALL, TINY, Size, write
@@ -106,8 +108,12 @@ def run_profile(name: str, *, quick: bool = False, threads: int = 1) -> None:
         attention, parts = profile(Path(directory), PROMPTS[name](scale), steps=scale.bursts * scale.burst)
     for part, took in parts.items():
         print(f"{part:20} {took:8.2f} ms {took / sum(parts.values()):6.1%}")
+    found = all_counts()
+    _print(count_lines(found))
     about = report.about(parameters=parameters, threads=threads, quick=quick)
-    print(json.dumps({**about, "profile": name, "attention": attention, "ms": parts}), flush=True)
+    per_layer = {name: {str(n): one._asdict() for n, one in by_n.items()} for name, by_n in found.items()}
+    measured = {"profile": name, "attention": attention, "ms": parts, "per_layer": per_layer}
+    print(json.dumps({**about, **measured}), flush=True)
 
 
 def _print(lines: list[str]) -> None:

@@ -245,10 +245,12 @@ class Pool:
             kept = planes[name]
             if values.requires_grad:
                 values = values.detach()  # else the plane would keep the graph of every step that wrote it
-            if kept.scales is None:
-                kept.by_head.index_copy_(2, cells, values.to(kept.codes.dtype))
-            else:
+            if kept.scales is not None:
                 kept.quantise(cells, values)
+                continue
+            if values.dtype is not kept.codes.dtype:
+                values = values.to(kept.codes.dtype)
+            kept.by_head.index_copy_(2, cells, values)
 
     def move(self, layer: int, source: Tensor, target: Tensor, turns: Mapping[str, Rotation], by: int) -> None:
         """Copy what cells `source` hold into cells `target` (none of them a source), turned by `by` positions.

@@ -1,0 +1,123 @@
+"""counts: what a decode step costs in each layer apart from its arithmetic: Python functions of ours, torch operations.
+
+Both are the same in every run. A step is counted in networks of different depth: what their layers differ by is a
+layer's.
+"""
+
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kvcellar
+from kvcellar.attention.cpu import Cpu
+from kvcellar.attention.sdpa import Sdpa
+from kvcellar.bench.network import TINY, write
+from kvcellar.contracts import Backend
+from kvcellar.kernels import packed, widened
+from kvcellar.models import seam
+from kvcellar.models.build_guest import build_guest
+from kvcellar.models.load import load
+from kvcellar.plan import Batch, Feed
+from kvcellar.shapes import AttentionSpec
+from kvcellar.spans import Span
+
+DEPTHS = (2, 6)
+SEQUENCES = (1, 8, 32)
+SPEC = AttentionSpec(TINY.query_heads, TINY.kv_heads, TINY.head_size, TINY.head_size, dtype="bfloat16", device="cpu")
+PROMPT = 40  # tokens of the first sequence; each has one more than the one before
+OURS = str(Path(kvcellar.__file__).parent)
+LINEAR = (packed.__file__, widened.__file__)  # the network's own calls, answered by packed layers
+
+
+class Counts(NamedTuple):
+    """Of a layer, in a step that gives each of some sequences a token."""
+
+    calls: float  # of Python functions of ours, those of linear layers apart
+    operations: float  # of torch that they issue, views included
+
+
+class _Operations(TorchDispatchMode):
+    """Counts what is issued while a function of the seam runs that the network has called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = self._inside = 0
+
+    def watch(self, frame: FrameType, event: str, _: Any) -> None:
+        if frame.f_code.co_filename == seam.__file__:
+            self._inside += {"call": 1, "return": -1}.get(event, 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        self.found += self._inside > 0
+        return func(*args, **(kwargs or {}))
+
+
+def all_counts() -> dict[str, dict[int, Counts]]:
+    """By what attends, of those that serve here, and the number of sequences."""
+    sides: Mapping[str, Backend] = {"cpu": Cpu(), "sdpa": Sdpa(), "sdpa off the CPU": Sdpa(fused=True)}
+    serving = {name: backend for name, backend in sides.items() if backend.refuse(SPEC) is None}
+    return {name: {n: counts(backend, n) for n in SEQUENCES} for name, backend in serving.items()}
+
+
+def counts(backend: Backend, sequences: int) -> Counts:
+    """Where `backend` attends, in a step of so many sequences."""
+    shallow, deep = (_of_network(backend, sequences, depth) for depth in DEPTHS)
+    layers = DEPTHS[1] - DEPTHS[0]
+    return Counts((deep.calls - shallow.calls) / layers, (deep.operations - shallow.operations) / layers)
+
+
+def _of_network(backend: Backend, sequences: int, layers: int) -> Counts:
+    """Of all layers and what comes before and after them."""
+    with tempfile.TemporaryDirectory() as directory:
+        write(replace(TINY, layers=layers), Path(directory))
+        network = load(Path(directory), device="cpu").model
+    packed.pack(network)
+    guest = build_guest(network, [backend])
+    memory = guest.memory({group.name: sequences * (PROMPT + sequences + 9) for group in guest.shape.groups})
+
+    def step(tokens: Mapping[int, int]) -> None:
+        starts = {seq: memory.length(seq) if memory.has(seq) else 0 for seq in tokens}
+        plan = memory.begin(Batch(tuple(Feed(seq, Span(starts[seq], starts[seq] + n)) for seq, n in tokens.items())))
+        guest.forward(memory, plan, [7] * plan.tokens, [0])
+        memory.commit()
+
+    for seq in range(sequences):
+        step({seq: PROMPT + seq})
+    decode = dict.fromkeys(range(sequences), 1)
+    step(decode)  # what is made at the first call of a layer is there from now on
+    calls = 0
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal calls
+        name = frame.f_code.co_filename
+        calls += event == "call" and name.startswith(OURS) and name not in LINEAR
+
+    _profiled(count, lambda: step(decode))
+    operations = _Operations()
+    with operations:
+        _profiled(operations.watch, lambda: step(decode))
+    return Counts(calls, operations.found)
+
+
+def _profiled(profiler: Callable[[FrameType, str, Any], None], run: Callable[[], None]) -> None:
+    before = sys.getprofile()
+    sys.setprofile(profiler)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+
+
+def lines(found: Mapping[str, Mapping[int, Counts]]) -> list[str]:
+    """By the name of a backend and the number of sequences."""
+    return [
+        f"{name:20} {one.calls:5.0f} calls and {one.operations:5.0f} torch operations a layer, {n} sequence(s)"
+        for name, by_number in found.items()
+        for n, one in by_number.items()
+    ]

@@ -462,7 +462,7 @@ def test_a_partial_commit_takes_no_more_memory_than_its_reservation(name: str) -
 # -- the model is a guest ---------------------------------------------------------------------------------------------
 
 
-def own_answers(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+def own_outputs(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     """Logits of its own forward, and of a few tokens generated with its own cache.
 
     Without gradients before as afterwards: torch selects other kernels where it records a graph.
@@ -489,10 +489,10 @@ def own_answers(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "jamba", "mamba"])
 def test_outside_of_guest_forwards_a_model_behaves_as_before(name: str) -> None:
     model = ARCHS[name].build()
-    before = own_answers(model)
+    before = own_outputs(model)
     guest = build_guest(model, backends())
     assert guest.mode == "flat"
-    for ours, theirs in zip(own_answers(model), before, strict=True):
+    for ours, theirs in zip(own_outputs(model), before, strict=True):
         assert torch.equal(ours, theirs)
 
 

@@ -219,9 +219,9 @@ class Timeline:
 
     def feeds(self, *, long: bool, decode: bool) -> list[tuple[int, list[int]]]:
         """Sequences in any order, each with its greedy token and perhaps a draft, or with a chunk of a prompt."""
-        who = self.draw.sample(SEQUENCES, self.draw.randint(2, len(SEQUENCES)))
+        chosen = self.draw.sample(SEQUENCES, self.draw.randint(2, len(SEQUENCES)))
         fed: list[tuple[int, list[int]]] = []
-        for index, seq in enumerate(who):
+        for index, seq in enumerate(chosen):
             room = self.most - len(self.texts.get(seq, ()))
             count = CHUNK if long and index == 0 else self.draw.choice([1, 1, 1, 3, 7, 12])
             count = min(room, 1 if decode else count)

@@ -1,8 +1,8 @@
-# `make help` lists what there is. Everything lives in .venv, at the versions of constraints.txt.
+# `make help` lists what there is. Everything is installed in .venv, at the versions of constraints.txt.
 #
-#   PYTHON=python3.12     which Python makes the environment (default: the first one found that is 3.11 or newer)
-#   MODEL=DIR_OR_NAME     which model `make run` talks to (default: the embedded one)
-#   ARGS='...'            more words for the command behind run, test, test-long, bench, soak and train-embedded
+#   PYTHON=python3.12     the Python of the environment (default: the first one found that is 3.11 or newer)
+#   MODEL=DIR_OR_NAME     the model of `make run` (default: the embedded one)
+#   ARGS='...'            more arguments for the command behind run, test, test-long, bench, soak and train-embedded
 
 PYTHON ?=
 MODEL ?=
@@ -19,9 +19,9 @@ TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 help:
 	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/  make \1 \2/p' Makefile | awk '{t = $$2; $$1 = $$2 = ""; printf "  make %-15s%s\n", t, $$0}'
 
-# Without a terminal there is nobody to talk to: the embedded model goes on from what is piped in, or from a sample.
+# Without a terminal the embedded model completes the text from stdin, or a sample.
 SAMPLE := def read_lines(path):
-run: $(VENV)/.run ## talk to the embedded model, or to MODEL
+run: $(VENV)/.run ## chat with the embedded model, or with MODEL
 ifneq ($(strip $(MODEL)$(ARGS)),)
 	@$(BIN)/kvcellar run $(MODEL) $(ARGS)
 else
@@ -29,9 +29,9 @@ else
 	else text=$$(cat); $(BIN)/kvcellar run embedded --max-tokens 100 "$${text:-$(SAMPLE)}"; fi
 endif
 
-# A process for each core, up to eight: each takes about 1 GB. ARGS=-n0 runs them in one process, as a debugger wants it.
+# A process for each core, up to eight: each takes about 1 GB. ARGS=-n0 runs them in one process, for a debugger.
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
-test: $(VENV)/.dev ## every test but the slow ones and, without an accelerator, those for one
+test: $(VENV)/.dev ## all tests except the slow ones and, without an accelerator, those that need one
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-long: $(VENV)/.dev ## the slow tests too, with many more examples
@@ -43,30 +43,30 @@ lint: $(VENV)/.dev ## style, format, types and the direction of imports
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
-format: $(VENV)/.dev ## rewrite the code the way lint wants it
+format: $(VENV)/.dev ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.dev ## rewrite the documents that are made from the code
+docs: $(VENV)/.dev ## generate the documents that are made from the code
 	$(BIN)/python scripts/rooms.py
 	$(BIN)/python -m scripts.reference
 	$(BIN)/python -m scripts.models_page
 
-bench: $(VENV)/.run ## ours against transformers, in one run; a table, then one line of JSON
+bench: $(VENV)/.run ## measure kvcellar and transformers in one run; a table, then one line of JSON
 	@$(BIN)/kvcellar bench $(ARGS)
 
-soak: $(VENV)/.run ## twenty minutes of random requests on three models: does memory grow? (ARGS='--minutes 3')
+soak: $(VENV)/.run ## twenty minutes of random requests on three models; fails if memory grows (ARGS='--minutes 3')
 	@$(BIN)/python -m kvcellar.bench.soak $(ARGS)
 
 train-embedded: $(VENV)/.run ## train the embedded model again, from the Python standard library
 	$(BIN)/python scripts/train_embedded.py $(ARGS)
 
-clean: ## remove everything that make made
+clean: ## remove everything that make has created
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests scripts examples docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
-# The stamps say what is already installed, so that a second call starts at once. torch comes first and alone: whatever is
-# installed after it finds it there, and does not choose a build of its own.
+# Stamp files record what is installed, so that a second call starts at once. torch is installed first and alone, so that
+# packages installed after it do not choose another build.
 $(VENV)/.torch: constraints.txt
 	@python=; \
 	for p in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \

@@ -1,8 +1,8 @@
-"""transformers' own `model.generate()` on kvcellar's cells. Run it: python examples/generate.py
+"""`model.generate()` of transformers with K/V in kvcellar's cells. Run it: python examples/generate.py
 
-A small network of sliding and full layers goes on from a batch of two prompts by greedy search, from where it was, and
-by beam search; the text is what transformers' own cache gives. Its weights are random, so the text means nothing: put
-a checkpoint of attention layers in its place.
+A small network with sliding and full attention completes a batch of two prompts by greedy search, continues them, and
+completes them by beam search; the tokens equal those with the cache of transformers. Its weights are random, so the text
+means nothing: replace it with a model of attention layers.
 """
 
 import torch
@@ -13,7 +13,7 @@ from kvcellar.models.generation import GenerationCache
 
 
 def network(vocabulary: int) -> PreTrainedModel:
-    """Four layers, every other of which sees 16 tokens."""
+    """Four layers; every other one has a window of 16 tokens."""
     torch.manual_seed(0)
     config = Gemma3TextConfig(
         vocab_size=vocabulary, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
@@ -31,14 +31,16 @@ def main() -> list[str]:
     how = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     cache = GenerationCache.of(model, cells=512)
     ours = model.generate(**batch, past_key_values=cache, **how)
-    assert torch.equal(ours, model.generate(**batch, **how)), "our cells gave another text than transformers' cache"
+    assert torch.equal(ours, model.generate(**batch, **how)), (
+        "the tokens differ from those with the cache of transformers"
+    )
     free = min(cache.memory.storage.free().values())
     print(f"after greedy search: {len(cache.rows)} rows of {cache.get_seq_length()} tokens, {free} cells free")
     more = model.generate(
         ours, attention_mask=torch.cat([batch["attention_mask"], torch.ones(2, 12, dtype=torch.long)], 1),
         past_key_values=cache, **how,
     )  # fmt: skip
-    print(f"and on from there, reading nothing twice: {cache.get_seq_length()} tokens")
+    print(f"continued without computing any token again: {cache.get_seq_length()} tokens")
     cache.reset()
     beams = model.generate(**batch, past_key_values=cache, num_beams=3, **how)
     print(f"beam search, whose beams share their cells: {tokenizer.decode(beams[0], skip_special_tokens=True)!r}")

@@ -1,8 +1,8 @@
 """A hand-written attention model on kvcellar's memory: no engine, no transformers. Run it as it is.
 
-It has two layers, one that sees everything and one that sees a window of 8 tokens, and random weights. Three sequences
-of different lengths travel in one batch; one of them is forked. At the end every logit is compared with the same model
-without any memory.
+It has two layers, one with full attention and one with a window of 8 tokens, and random weights. Three sequences of
+different lengths run in one batch; one of them is a fork. At the end every logit is compared with that of the same model
+without sharing.
 """
 
 import torch
@@ -28,7 +28,7 @@ class Model:
         self.back = [random(HEADS * SIZE, HIDDEN) for _ in range(2)]
 
     def forward(self, memory: Memory, plan: Plan, ids: list[int]) -> Tensor:
-        """Logits [T,VOCAB] of the open step's tokens."""
+        """Logits [T,VOCAB] of the tokens of the open step."""
         x = self.embed[ids] + self.places[plan.positions]  # [T,HIDDEN]
         for layer, (wq, wk, wv) in enumerate(self.qkv):
             q, k, v = ((x @ w).unflatten(1, (-1, SIZE)) for w in (wq, wk, wv))
@@ -39,15 +39,15 @@ class Model:
 
 
 def new_memory() -> Memory:
-    """Room for 256 tokens in each of the two groups."""
+    """256 cells in each of the two groups."""
     planes = (Plane("k", KV_HEADS, SIZE), Plane("v", KV_HEADS, SIZE))
-    groups = [Group("everything", Causal(), planes, (0,)), Group("window", Sliding(WINDOW), planes, (1,))]
+    groups = [Group("full", Causal(), planes, (0,)), Group("window", Sliding(WINDOW), planes, (1,))]
     cells = {group.name: 256 for group in groups}
     return Memory(groups, cells=cells, dtype=torch.float32, device="cpu", backend=Sdpa())
 
 
 def step(model: Model, memory: Memory, texts: dict[int, list[int]], counts: dict[int, int]) -> dict[int, Tensor]:
-    """Read the next `counts[seq]` tokens of each sequence, all in one row; answers each one's logits."""
+    """Compute the next `counts[seq]` tokens of each sequence, all in one row. Returns logits by sequence."""
     feeds = tuple(Feed(seq, Span(memory.length(seq), memory.length(seq) + n)) for seq, n in counts.items())
     plan = memory.begin(Batch(feeds))
     logits = model.forward(memory, plan, [texts[f.seq][pos] for f in feeds for pos in range(f.pos.start, f.pos.end)])
@@ -56,12 +56,12 @@ def step(model: Model, memory: Memory, texts: dict[int, list[int]], counts: dict
 
 
 def main() -> float:
-    """The largest difference between logits with shared, stepwise memory and those of one forward each."""
+    """The largest difference between logits computed in steps with sharing, and in one forward per sequence."""
     model, memory = Model(), new_memory()
     base = [(7 * i) % VOCAB for i in range(20)]
     texts = {1: base, 2: [*base[:12], 3, 1, 4, 1, 5], 3: [2, 7, 1, 8]}
     got = {seq: [logits] for seq, logits in step(model, memory, texts, {1: 12, 3: 2}).items()}
-    shared = memory.fork(1, 2, upto=12)  # the second text begins like the first: its cells are shared
+    shared = memory.fork(1, 2, upto=12)  # the second text begins like the first, so their cells are shared
     got[2] = [got[1][0][:shared]]
     for counts in ({1: 1, 2: 3, 3: 1}, {1: 7, 2: 1, 3: 1}, {2: 1}):
         for seq, logits in step(model, memory, texts, counts).items():

@@ -1,7 +1,7 @@
-"""Run the zoo on whatever transformers is installed: `python -m scripts.canary [NAME ...]`.
+"""Test the architectures of `tests/zoo.py` with the installed transformers: `python -m scripts.canary [NAME ...]`.
 
-Each architecture is adopted and plays the timeline that its test plays. The table says how it is served, and how with
-the transformers that we pin. Exits with 1 if one that is served with that no longer is, or is served wrongly.
+Each architecture runs the timeline of its test. The table shows how it is served with the pinned release of transformers
+and with the installed one. Exit code 1 if one is no longer served, or is wrong.
 """
 
 import sys
@@ -25,13 +25,13 @@ WIDTH = max(map(len, ARCHS))
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """How an architecture is served, and what there is to say about it."""
+    """How an architecture is served, with the reason or the largest difference."""
 
     how: Literal["flat", "solo", "refused", "wrong"]
-    said: str
+    note: str
 
 
-def look(name: str) -> Found:
+def check(name: str) -> Found:
     try:
         with silence_transformers():
             model, reference = ARCHS[name].build(), ARCHS[name].build()
@@ -57,13 +57,13 @@ def main(names: Sequence[str]) -> int:
     print(f"transformers {transformers.__version__}, torch {torch.__version__}")
     lost: list[str] = []
     for name in names or ARCHS:
-        found, before = look(name), expected(name)
+        found, before = check(name), expected(name)
         broken = found.how == "wrong" or (found.how == "refused" and before != "refused")
         if broken:
             lost.append(name)
         mark = "LOST " if broken else "     " if found.how == before else "other"
-        said = " ".join(found.said.split())[:160]
-        print(f"{mark} {name:{WIDTH}} {before:7} -> {found.how:7} {said}", flush=True)
+        note = " ".join(found.note.split())[:160]
+        print(f"{mark} {name:{WIDTH}} {before:7} -> {found.how:7} {note}", flush=True)
     print(f"{len(lost)} lost{': ' if lost else ''}{', '.join(lost)}")
     return 1 if lost else 0
 

@@ -1,11 +1,10 @@
-"""Plays hostile requests against a server of the embedded model while /health is asked and another request streams.
+"""Measure how hostile requests affect other clients of a server with the embedded model.
 
     python -m scripts.hostile [--only NAME] [--copies 4]
 
-For each attack: the longest wait for /health, the longest time between two tokens of the stream, how much memory the
-process took at most, and how the attack was answered; last, the same as a line of JSON. Everything is in one process,
-so what the clients take of the interpreter counts, too. Times are the wall's: compare with the row `quiet`, which has
-no attack.
+Prints for each attack: the longest response time of /health, the longest time between two tokens of another stream, the
+growth of memory, and the status of the response; then the same as a line of JSON. Server and clients run in one process,
+so the clients' use of the interpreter counts too. Times are wall time: compare with the row `quiet`, without an attack.
 """
 
 import argparse
@@ -31,15 +30,15 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 @dataclass(frozen=True)
 class Attack:
-    """`bodies` are sent at the same time, each on a connection of its own, `copies` times."""
+    """One request, which is sent on `copies` connections at the same time."""
 
     path: str
     body: bytes
-    chunk: int | None = None  # sent in chunks of so many bytes; None: with its length
+    chunk: int | None = None  # bytes per chunk of a chunked body; None: not chunked
 
 
 def attacks() -> Iterator[tuple[str, Callable[[], Attack]]]:
-    """About 8 MB each: the most that a server took by default when this was written."""
+    """Requests of about 8 MB, the default limit of a server."""
 
     def body(**fields: object) -> bytes:
         return json.dumps({"max_tokens": 1, **fields}).encode()
@@ -69,13 +68,13 @@ def attacks() -> Iterator[tuple[str, Callable[[], Attack]]]:
         "logprobs of many",
         lambda: Attack(COMPLETIONS, body(prompt=["a"] * 16, n=4, logprobs=20, max_tokens=32, ignore_eos=True)),
     )
-    yield "many answers", lambda: Attack(COMPLETIONS, body(prompt=["a"] * 256, n=16, stream=True, max_tokens=1))
+    yield "many completions", lambda: Attack(COMPLETIONS, body(prompt=["a"] * 256, n=16, stream=True, max_tokens=1))
     yield "small chunks", lambda: Attack(COMPLETIONS, body(prompt="a" * 100_000), 1)
 
 
 @dataclass
 class Waits:
-    """Moments of something that should keep happening, and the longest time between two of them."""
+    """The longest time between two calls of `now`."""
 
     worst: float = 0.0
     since: float = field(default_factory=time.perf_counter)
@@ -89,15 +88,15 @@ class Waits:
 @dataclass(frozen=True)
 class Row:
     name: str
-    health_ms: float  # the longest from asking to the answer
-    token_ms: float  # the longest between two tokens of the stream
-    memory_mb: float  # the most resident memory, less what it was before
-    seconds: float  # until the attack was answered
-    answers: Mapping[int, int]  # by status; 0: the connection was closed
+    health_ms: float  # longest response time
+    token_ms: float  # longest time between two tokens
+    memory_mb: float  # growth of the resident set
+    seconds: float  # until the response to the attack
+    responses: Mapping[int, int]  # number by status; 0: the connection was closed
 
 
 class Probes:
-    """Asks /health, streams from the engine and looks at memory, on threads, until it is closed."""
+    """Threads that request /health, read a stream and sample memory until `close`."""
 
     def __init__(self, engine: Engine, port: int) -> None:
         self._over = threading.Event()
@@ -108,7 +107,7 @@ class Probes:
         self._begun = threading.Event()
         self._ticket = engine.submit(engine.encode("import os\n"), params, deliver=self._token)
         self._begun.wait()
-        self._threads = [threading.Thread(target=work) for work in (self._ask, self._look)]
+        self._threads = [threading.Thread(target=work) for work in (self._request_health, self._sample_memory)]
         for thread in self._threads:
             thread.start()
 
@@ -119,17 +118,17 @@ class Probes:
                 self.tokens = Waits()
                 self._begun.set()
 
-    def _ask(self) -> None:
+    def _request_health(self) -> None:
         with closing(http.client.HTTPConnection("127.0.0.1", self._port)) as connection:
             while not self._over.wait(0.005):
                 self.health.since = time.perf_counter()
                 connection.request("GET", "/health")
-                with connection.getresponse() as answer:
-                    assert answer.status == 200
-                    answer.read()
+                with connection.getresponse() as response:
+                    assert response.status == 200
+                    response.read()
                 self.health.now()
 
-    def _look(self) -> None:
+    def _sample_memory(self) -> None:
         while not self._over.wait(0.01):
             self.memory = max(self.memory, resident())
 
@@ -148,7 +147,7 @@ def resident() -> float:
 
 
 def send(attack: Attack, port: int) -> int:
-    """The status of the answer, when all of it is there; 0 if the connection was closed without one."""
+    """The status of the complete response; 0 if the connection was closed without one."""
     head = f"POST {attack.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
     if attack.chunk is None:
         data = f"{head}Content-Length: {len(attack.body)}\r\n\r\n".encode() + attack.body
@@ -171,17 +170,17 @@ def measured(name: str, engine: Engine, port: int, attack: Attack | None, copies
     probes = Probes(engine, port)
     before = probes.memory = resident()
     began = time.perf_counter()
-    answers: list[int] = []
+    responses: list[int] = []
     try:
         if attack is None:
             time.sleep(QUIET)
         else:
             with ThreadPoolExecutor(copies) as senders:
-                answers = list(senders.map(lambda _: send(attack, port), range(copies)))
+                responses = list(senders.map(lambda _: send(attack, port), range(copies)))
     finally:
         took = time.perf_counter() - began
         probes.close()
-    counted = {status: answers.count(status) for status in sorted(set(answers))}
+    counted = {status: responses.count(status) for status in sorted(set(responses))}
     return Row(name, 1e3 * probes.health.worst, 1e3 * probes.tokens.worst, probes.memory - before, took, counted)
 
 
@@ -198,11 +197,11 @@ def served(threads: int) -> Iterator[tuple[Engine, int]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", action="append", help="One attack, by the name that its row has. May be repeated.")
-    parser.add_argument("--copies", type=int, default=1, help="How often each is sent at the same time.")
+    parser.add_argument("--only", action="append", help="Run only this attack. May be repeated.")
+    parser.add_argument("--copies", type=int, default=1, help="Number of simultaneous requests of each attack.")
     options = parser.parse_args()
     rows: list[Row] = []
-    print(f"{'attack':18} {'/health ms':>11} {'token ms':>9} {'memory MB':>10} {'seconds':>8}  answers")
+    print(f"{'attack':18} {'/health ms':>11} {'token ms':>9} {'memory MB':>10} {'seconds':>8}  responses")
     with served(threads=1) as (engine, port):
         for name, make in [("quiet", None), *attacks()]:
             if options.only and name not in (*options.only, "quiet"):
@@ -211,7 +210,7 @@ def main() -> None:
             row = measured(name, engine, port, attack, options.copies)
             print(
                 f"{name:18} {row.health_ms:11.0f} {row.token_ms:9.0f} {row.memory_mb:10.0f} {row.seconds:8.1f}"
-                f"  {dict(row.answers)}",
+                f"  {dict(row.responses)}",
                 flush=True,
             )
             rows.append(row)

@@ -58,11 +58,11 @@ class Row:
     except_for: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        said = "; ".join(self.except_for) if self.how in ("flat", "solo") else self.why
-        return f"| {self.model_type} | {self.how} | {said.replace('|', '/')} |"
+        note = "; ".join(self.except_for) if self.how in ("flat", "solo") else self.why
+        return f"| {self.model_type} | {self.how} | {note.replace('|', '/')} |"
 
 
-def look(model_type: str) -> Row:
+def check(model_type: str) -> Row:
     """Build a tiny model of the type and run every check on it."""
     if model_type in NO_MODEL:
         return Row(model_type, "not tested", NO_MODEL[model_type])
@@ -152,7 +152,7 @@ def main(names: Sequence[str]) -> int:
     torch.set_num_threads(1)
     rows: list[Row] = []
     for number, model_type in enumerate(names or TYPES, start=1):
-        rows.append(look(model_type))
+        rows.append(check(model_type))
         if names:
             print(rows[-1])
         else:

@@ -1,6 +1,6 @@
 """Write docs/reference/ from the code: `python -m scripts.reference`.
 
-The description of a setting or a field is the comment beside it, or the comment lines directly above it.
+The description of a setting or field is the comment on its line, or the comment lines directly above it.
 """
 
 import ast
@@ -28,23 +28,23 @@ from kvcellar.serve.requests import ChatBody, CommonBody, CompletionBody, Stream
 from kvcellar.serve.settings import ServeSettings
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
-NOTE = "*Made from the code by `make docs`; a test compares the two.*"
+NOTE = "*Generated from the code by `make docs`; a test compares the two.*"
 
 SETTINGS = """\
 Keyword arguments of `Engine(model, ...)`. Most have an option of the same name in `kvcellar serve`, `run` and `doctor`
 (`cache_bytes` is `--cache-bytes`). How bytes are divided: [limit memory](../howto/limit-memory.md).
 """
 SERVER = """\
-Fields of `kvcellar.serve.ServeSettings`, for a server in a program of your own. `kvcellar serve` sets those that
-[have an option](command-line.md#kvcellar-serve); the others have their defaults there.
+Fields of `kvcellar.serve.ServeSettings`, for a server in your own program. `kvcellar serve` has [options for some of
+them](command-line.md#kvcellar-serve) and uses the defaults of the others.
 """
 SAMPLING = """\
 Keyword arguments of `generate`, `stream`, `chat` and `send`, fields of `kvcellar.SamplingParams`, and fields of HTTP
-requests. What is not given comes from the generation config of the model, and from this page where that says nothing.
+requests. Defaults come from the generation config of the model, then from this page.
 """
 STATISTICS = """\
-Numbers that an engine counts. Over HTTP the usage of a request is in its response and in its log line; there is no
-metrics endpoint yet.
+Counters of an engine and of its results. Over HTTP, the usage of a request is in its response and in its log line;
+there is no metrics endpoint yet.
 """
 RECORDS = {
     EngineStats: "`engine.stats()`",
@@ -53,29 +53,29 @@ RECORDS = {
     Timings: "`timings` of a result",
 }
 COMMAND_LINE = """\
-In a checkout the command is `.venv/bin/kvcellar`. Exit codes: 0 done; 1 refused or failed, with one line that says why;
-2 wrong usage; 130 interrupted; 128 and the number of the signal where `serve` was signalled twice. Sizes are written
-like 800M, 1.5G or 512MiB.
+In a checkout the command is `.venv/bin/kvcellar`. Exit codes: 0 success; 1 refused or failed, with the reason in one
+line; 2 wrong usage; 130 interrupted; 128 plus the number of the signal if `serve` got a second signal. Sizes are
+written like 800M, 1.5G or 512MiB.
 
-At a terminal, `run` prints what is done while the model is loaded, and after each answer tokens per second, the time to
-the first token, and how many prompt tokens came from memory; `--quiet` prints neither. Its sampling options are
-described [on a page of their own](sampling.md).
+At a terminal, `run` prints the stages of loading, and after each completion tokens per second, the time to the first
+token, and how many prompt tokens came from memory; `--quiet` prints neither. Its sampling options are described [on a
+page of their own](sampling.md).
 """
 FIELDS = """\
-What `POST /v1/completions` and `POST /v1/chat/completions` do with every field that a client may send. No field is
-ignored in silence where ignoring it could change the answer: it is implemented, accepted without effect because there
-could be none, accepted with the values that ask for nothing, or refused with 400 and its name. `null` is the same as
-leaving a field out. Types are strict: `"5"` is no number and `true` is no 1.
+How `POST /v1/completions` and `POST /v1/chat/completions` handle every field that a client may send. A field that could
+change the response is never ignored silently: a field is implemented, or without effect by its nature, or accepted only
+with values that have no effect, or refused with 400 and its name. `null` is the same as leaving a field out. Types are
+strict: `"5"` is not a number and `true` is not 1.
 
-Fields for sampling are described [on a page of their own](sampling.md). What a request leaves out comes from
-the generation config of the model.
+Sampling fields are described [on a page of their own](sampling.md). Defaults come from the generation config of the
+model.
 """
 NEUTRAL_HEAD = """\
 Any other value is refused with 400, `"code": "unsupported_parameter"` and the name of the field.
 """
 MESSAGE_TAIL = """\
-The same holds for `cache_control` in a part of `content`, and for other keys in a tool call (`index`, for one), which
-no template reads. Any other field of a message is refused by its name.
+The same holds for `cache_control` in a part of `content`, and for other keys in a tool call (such as `index`), which no
+template reads. Any other field of a message is refused with its name.
 """
 
 
@@ -129,14 +129,14 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def _settings_table(cls: Any) -> str:
-    told = described(cls)
-    rows = [(f"`{f.name}`", f"`{_type(cls, f.name)}`", f"`{_default(f)}`", told[f.name]) for f in fields(cls)]
+    comments = described(cls)
+    rows = [(f"`{f.name}`", f"`{_type(cls, f.name)}`", f"`{_default(f)}`", comments[f.name]) for f in fields(cls)]
     return _table(("name", "type", "default", "meaning"), rows)
 
 
 def _record(cls: Any) -> str:
-    told = described(cls)
-    rows = [(f"`{f.name}`", f"`{_type(cls, f.name)}`", told[f.name]) for f in fields(cls)]
+    comments = described(cls)
+    rows = [(f"`{f.name}`", f"`{_type(cls, f.name)}`", comments[f.name]) for f in fields(cls)]
     return "\n".join([f"## {RECORDS[cls]}\n", _table(("name", "type", "meaning"), rows)])
 
 
@@ -173,11 +173,14 @@ def _option(option: click.Option) -> tuple[str, str, str]:
 def _environment() -> str:
     rows = [
         (f"`{VARIABLE}`", "one more API key of `kvcellar serve`"),
-        ("`XDG_CACHE_HOME`", "compiled kernels and measured steps are kept in its `kvcellar`; default: `~/.cache`"),
-        ("`XDG_STATE_HOME`", "the history of `kvcellar run` is kept in its `kvcellar`; default: `~/.local/state`"),
+        ("`XDG_CACHE_HOME`", "directory of compiled kernels and measured steps, in `kvcellar/`; default: `~/.cache`"),
+        ("`XDG_STATE_HOME`", "directory of the history of `kvcellar run`, in `kvcellar/`; default: `~/.local/state`"),
         ("`CXX`", f"C++ compiler for kernels; default: the first of {', '.join(COMPILERS)}"),
-        ("`OMP_NUM_THREADS`", "CPU threads, where `--threads` is not given"),
-        *((f"`{name}`", f"for a library; set to `{value}` if it is not set") for name, value in ENVIRONMENT.items()),
+        ("`OMP_NUM_THREADS`", "default of `--threads`"),
+        *(
+            (f"`{name}`", f"read by a library; set to `{value}` if it is not set")
+            for name, value in ENVIRONMENT.items()
+        ),
     ]
     return "\n".join(["## Environment variables\n", _table(("name", "meaning"), rows)])
 
@@ -191,15 +194,15 @@ def _http() -> Iterator[str]:
     yield _fields(ChatBody)
     yield "## `stream_options`\n"
     yield _fields(StreamOptions)
-    yield "The usage of a single chunk has no `prompt_tokens_details`: only the last says how much came from memory.\n"
+    yield "The usage of a single chunk has no `prompt_tokens_details`: only the last chunk has the number of cached tokens.\n"
     yield "## Accepted without effect, with any value\n"
     yield _harmless(NO_EFFECT)
-    yield f"## Accepted with the values that ask for nothing\n\n{NEUTRAL_HEAD}"
+    yield f"## Accepted only with values that have no effect\n\n{NEUTRAL_HEAD}"
     yield _table(("field", "values"), [(_where(n), ", ".join(_json(v) for v in same)) for n, same in NEUTRAL.items()])
     yield "## Messages of a chat\n"
-    told = {name: text for name, text in described(Message).items() if name not in MESSAGE_NO_EFFECT}
+    comments = {name: text for name, text in described(Message).items() if name not in MESSAGE_NO_EFFECT}
     types = _types(Message)
-    yield _table(("field", "type", "what happens"), [(f"`{n}`", types[n], text) for n, text in told.items()])
+    yield _table(("field", "type", "what happens"), [(f"`{n}`", types[n], text) for n, text in comments.items()])
     yield "Without effect, with any value:\n"
     yield _harmless(MESSAGE_NO_EFFECT)
     yield MESSAGE_TAIL
@@ -215,11 +218,13 @@ def _fields(body: type[BaseModel]) -> str:
 
 
 def _harmless(table: Mapping[str, str]) -> str:
-    return _table(("field", "why ignoring it is harmless"), [(f"`{name}`", why) for name, why in table.items()])
+    return _table(
+        ("field", "why ignoring it cannot change the response"), [(f"`{name}`", why) for name, why in table.items()]
+    )
 
 
 def _where(name: str) -> str:
-    """A field, with the route that it says this of where the other one implements it."""
+    """A field; with the route if the other route implements it."""
     for body, other in ((CompletionBody, "chats"), (ChatBody, "completions")):
         if name in body.model_fields:
             return f"`{name}` in {other}"

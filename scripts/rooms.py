@@ -1,6 +1,6 @@
 """Write docs/rooms.md from the docstrings of packages and files: `python scripts/rooms.py`.
 
-Nothing is imported, only read, so that the map can be made wherever the sources are.
+Sources are parsed, not imported.
 """
 
 import ast
@@ -14,8 +14,8 @@ MAP = ROOT / "docs" / "rooms.md"
 HEAD = """\
 # Packages and files
 
-*Made from the docstrings by `make docs`; a test compares the two. Packages import downwards only, in the order of this
-page; `make lint` checks it. What is marked (no torch) loads without torch.*
+*Generated from the docstrings by `make docs`; a test compares the two. Packages import only packages below them on this
+page; `make lint` checks it. Files marked (no torch) are imported without torch.*
 """
 
 
@@ -35,7 +35,7 @@ def render() -> str:
 
 
 def _room(room: Path, thinking: set[str]) -> str:
-    """A package: what it is for, then one line for each file in it."""
+    """A package: its description, then one line for each of its files."""
     lines = [_section(room / "__init__.py", f"{room.name}/", thinking)]
     for file in sorted(room.rglob("*.py")):
         if file.parent == room and file.name == "__init__.py":

@@ -4,8 +4,8 @@
     python scripts/train_embedded.py --arch gemma3      another architecture
     python scripts/train_embedded.py --export-only      export the last checkpoint, finished or not
 
-A run that was stopped goes on from its last checkpoint when it is started with the same options, and one that is done
-is only exported again; remove the folder named by --work to train anew.
+A run that was stopped resumes at its last checkpoint when it is started with the same options; a finished run is only
+exported again. To train again from the start, remove the folder named by --work.
 """
 
 from embedded_trainer.command import main

@@ -1,4 +1,4 @@
-"""The card: everything in it that is a number comes from the run's record."""
+"""The model card. All its numbers come from the record of the run."""
 
 import re
 import textwrap
@@ -9,7 +9,7 @@ LAYER_WORDS = {"S": "sliding window of {window}", "F": "full attention", "C": "s
 
 
 def paragraph(text: str) -> str:
-    """Filled lines; what stands in backticks stays on one."""
+    """Wraps lines; text in backticks is not broken."""
     whole = re.sub(r"`[^`]*`", lambda quoted: quoted[0].replace(" ", "\0"), " ".join(text.split()))
     return textwrap.fill(whole, 116, break_on_hyphens=False, break_long_words=False).replace("\0", " ")
 
@@ -83,7 +83,7 @@ def recipe_section(run: dict[str, Any]) -> list[str]:
 
 
 def curve(run: dict[str, Any]) -> str:
-    """At most TABLE_ROWS looks, the last among them."""
+    """At most TABLE_ROWS evaluations, the last among them."""
     looks = run["looks"]
     kept = looks[:: -max(1, -(-len(looks) // TABLE_ROWS))][::-1]
     rows = [

@@ -1,4 +1,4 @@
-"""Which files of the Python standard library are learned from, and which are held out.
+"""Selects files of the Python standard library for training and for held-out text.
 
 The corpus is the library of the interpreter that runs the trainer, so it differs between installs; the manifest of a
 trained model names each file with its hash.
@@ -60,7 +60,7 @@ def standard_library() -> Path:
 
 
 def carries_own_notice(text: str) -> bool:
-    """Whether the first lines claim rights for somebody other than the Python Software Foundation."""
+    """Whether the first lines claim rights for others than the Python Software Foundation."""
     head = text.splitlines()[:NOTICE_LINES]
     if any("licensed to psf" in line.lower() for line in head):
         return False

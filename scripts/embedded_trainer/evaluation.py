@@ -1,4 +1,4 @@
-"""What the finished model is worth on text it has not seen, and what it says when asked."""
+"""Evaluates the trained model: loss on held-out text, and properties of sampled text."""
 
 import ast
 import itertools
@@ -47,19 +47,19 @@ class HeldOut:
 @dataclass(frozen=True, slots=True)
 class Sample:
     prompt: str
-    temperature: float  # 0: the likeliest token each time
+    temperature: float  # 0: greedy
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Bodies:
-    """What became of continuing the signatures of held-out functions."""
+    """Results of completing the signatures of held-out functions."""
 
     temperature: float
     penalty: float
     count: int
     parses: int  # the body ended and the function is Python
-    loops: int  # the end of the text is one phrase again and again
+    loops: int  # the text ends in a repeated phrase
 
 
 def held_out(network: Network, weights: Weights, prepared: Prepared, name: str) -> HeldOut:

@@ -1,4 +1,4 @@
-"""From a checkpoint to a folder that transformers and this project load, and the proof that both mean the same network.
+"""Exports a checkpoint to a folder that transformers and kvcellar load, after comparing both networks.
 
 Always true:
   * nothing is written into the target before the exported weights have been compared with the trainer's.

@@ -1,4 +1,4 @@
-"""A lean forward pass of three architectures, whose weights carry the names transformers gives them.
+"""A minimal forward pass of three architectures, with the weight names of transformers.
 
 Always true:
   * `forward` computes what the transformers model of `hf_config` computes from the same weights; exporting checks it;

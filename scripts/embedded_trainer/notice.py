@@ -1,4 +1,4 @@
-"""The NOTICE that ships with the weights: what they were made of, and whose rights the files speak of."""
+"""The NOTICE file that is shipped with the weights: their sources, and the copyright notices in them."""
 
 import textwrap
 

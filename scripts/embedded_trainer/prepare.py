@@ -1,4 +1,4 @@
-"""From the library's folder to streams of tokens, kept in the working folder so that a run can go on."""
+"""From the library's folder to streams of tokens, kept in the working folder so that a run can resume."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Everything that ships: the model's files, what it was made of, what it is worth, and under which terms."""
+"""Writes the released folder: model files, manifest, evaluation, card and notices."""
 
 import logging
 import os

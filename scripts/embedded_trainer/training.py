@@ -1,9 +1,9 @@
-"""The run: draw windows, step, look at held-out text now and then, keep a checkpoint.
+"""The training loop: draws windows, steps, evaluates on held-out text at intervals, and saves checkpoints.
 
 Always true:
-  * a step's windows, rate and length follow from the recipe and its number alone, so a run that was killed and went on
+  * a step's windows, rate and length follow from the recipe and its number alone, so a run that was killed and resumed
     equals one that was not;
-  * the checkpoint is replaced whole, never half.
+  * a checkpoint is replaced atomically.
 """
 
 import json

@@ -1,8 +1,8 @@
 """`model.generate()` of transformers with K/V in kvcellar's cells. Run it: python examples/generate.py
 
 A small network with sliding and full attention completes a batch of two prompts by greedy search, continues them, and
-completes them by beam search; the tokens equal those with the cache of transformers. Its weights are random, so the text
-means nothing: replace it with a model of attention layers.
+completes them by beam search; the tokens equal those with the cache of transformers. Its weights are random, so the
+text means nothing: replace it with a model of attention layers.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """A hand-written attention model on kvcellar's memory: no engine, no transformers. Run it as it is.
 
 It has two layers, one with full attention and one with a window of 8 tokens, and random weights. Three sequences of
-different lengths run in one batch; one of them is a fork. At the end every logit is compared with that of the same model
-without sharing.
+different lengths run in one batch; one of them is a fork. At the end every logit is compared with that of the same
+model without sharing.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Test the architectures of `tests/zoo.py` with the installed transformers: `python -m scripts.canary [NAME ...]`.
 
-Each architecture runs the timeline of its test. The table shows how it is served with the pinned release of transformers
-and with the installed one. Exit code 1 if one is no longer served, or is wrong.
+Each architecture runs the timeline of its test. The table shows how it is served with the pinned release of
+transformers and with the installed one. Exit code 1 if one is no longer served, or is wrong.
 """
 
 import sys

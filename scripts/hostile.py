@@ -3,8 +3,9 @@
     python -m scripts.hostile [--only NAME] [--copies 4]
 
 Prints for each attack: the longest response time of /health, the longest time between two tokens of another stream, the
-growth of memory, and the status of the response; then the same as a line of JSON. Server and clients run in one process,
-so the clients' use of the interpreter counts too. Times are wall time: compare with the row `quiet`, without an attack.
+growth of memory, and the status of the response; then the same as a line of JSON. Server and clients run in one
+process, so the clients' use of the interpreter counts too. Times are wall time: compare with the row `quiet`, without
+an attack.
 """
 
 import argparse

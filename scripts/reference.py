@@ -24,7 +24,9 @@ from kvcellar.sample.params import SamplingParams
 from kvcellar.serve.ignored_fields import NEUTRAL, NO_EFFECT
 from kvcellar.serve.keys import VARIABLE
 from kvcellar.serve.messages import MESSAGE_NO_EFFECT, Message
+from kvcellar.serve.request_log import LOG_FIELDS
 from kvcellar.serve.requests import ChatBody, CommonBody, CompletionBody, StreamOptions
+from kvcellar.serve.responses import TIMINGS
 from kvcellar.serve.settings import ServeSettings
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
@@ -77,6 +79,13 @@ MESSAGE_TAIL = """\
 The same holds for `cache_control` in a part of `content`, and for other keys in a tool call (such as `index`), which no
 template reads. Any other field of a message is refused with its name.
 """
+RESPONSE_FIELDS = """\
+- `stop_reason` of a choice: the stop string that ended it, or `null` (as in vLLM).
+- `token_ids` of a choice, if `return_token_ids` is set or the model has no tokenizer.
+- `timings` of a response, or of the last chunk of a stream with `include_usage`: [statistics](statistics.md).
+- `max_model_len` of a model in `/v1/models`: its context.
+- The header `x-request-id`: the id of the request in the log. A client may set it.
+"""
 
 
 def pages() -> dict[str, str]:
@@ -85,8 +94,10 @@ def pages() -> dict[str, str]:
         "settings.md": _page("Engine settings", SETTINGS, _settings_table(Settings)),
         "server-settings.md": _page("Server settings", SERVER, _settings_table(ServeSettings)),
         "sampling.md": _page("Sampling parameters", SAMPLING, _settings_table(SamplingParams)),
-        "statistics.md": _page("Statistics", STATISTICS, *map(_record, RECORDS)),
-        "command-line.md": _page("Command line", COMMAND_LINE, *map(_command, COMMANDS), _environment()),
+        "statistics.md": _page("Statistics", STATISTICS, *map(_record, RECORDS), *_http_statistics()),
+        "command-line.md": _page(
+            "Command line", COMMAND_LINE, _group_options(), *map(_command, COMMANDS), _environment()
+        ),
         "http-fields.md": _page("Fields of HTTP requests", FIELDS, *_http()),
     }
 
@@ -140,6 +151,12 @@ def _record(cls: Any) -> str:
     return "\n".join([f"## {RECORDS[cls]}\n", _table(("name", "type", "meaning"), rows)])
 
 
+def _http_statistics() -> Iterator[str]:
+    for title, table in (("`timings` of an HTTP response", TIMINGS), ("Log line of an HTTP request", LOG_FIELDS)):
+        yield f"## {title}\n"
+        yield _table(("name", "meaning"), [(f"`{name}`", meaning) for name, meaning in table.items()])
+
+
 def _type(cls: type, name: str) -> str:
     kind = inspect.get_annotations(cls)[name]
     text = kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
@@ -162,6 +179,21 @@ def _command(name: str) -> str:
     )
     usage = f"```text\nkvcellar {name} [OPTIONS] {words}".rstrip() + "\n```\n"
     return "\n".join([f"## kvcellar {name}\n", usage, f"{about}\n", _table(("option", "default", "meaning"), rows)])
+
+
+def _command_line() -> Iterator[str]:
+    yield _group_options()
+    yield from map(_command, COMMANDS)
+    yield _environment()
+
+
+def _group_options() -> str:
+    rows = [
+        (f"`{'`/`'.join(p.opts)}`", p.help or "")
+        for p in cli.get_params(click.Context(cli))
+        if isinstance(p, click.Option)
+    ]
+    return _table(("option of `kvcellar`", "meaning"), rows)
 
 
 def _option(option: click.Option) -> tuple[str, str, str]:
@@ -194,7 +226,7 @@ def _http() -> Iterator[str]:
     yield _fields(ChatBody)
     yield "## `stream_options`\n"
     yield _fields(StreamOptions)
-    yield "The usage of a single chunk has no `prompt_tokens_details`: only the last chunk has the number of cached tokens.\n"
+    yield "Only the usage in the last chunk has `prompt_tokens_details`, with the number of cached tokens.\n"
     yield "## Accepted without effect, with any value\n"
     yield _harmless(NO_EFFECT)
     yield f"## Accepted only with values that have no effect\n\n{NEUTRAL_HEAD}"
@@ -206,6 +238,7 @@ def _http() -> Iterator[str]:
     yield "Without effect, with any value:\n"
     yield _harmless(MESSAGE_NO_EFFECT)
     yield MESSAGE_TAIL
+    yield f"## Response fields beyond OpenAI's\n\n{RESPONSE_FIELDS}"
 
 
 def _fields(body: type[BaseModel]) -> str:
@@ -218,9 +251,7 @@ def _fields(body: type[BaseModel]) -> str:
 
 
 def _harmless(table: Mapping[str, str]) -> str:
-    return _table(
-        ("field", "why ignoring it cannot change the response"), [(f"`{name}`", why) for name, why in table.items()]
-    )
+    return _table(("field", "why ignoring it changes nothing"), [(f"`{name}`", why) for name, why in table.items()])
 
 
 def _where(name: str) -> str:

@@ -42,9 +42,9 @@ class Finished:
 class Usage:
     """Tokens of one request."""
 
-    prompt_tokens: int  # of the prompt
-    cached_tokens: int  # of the prompt that came from memory instead of being computed
-    completion_tokens: int  # of all completions together
+    prompt_tokens: int  # tokens of the prompt
+    cached_tokens: int  # tokens of the prompt that came from memory instead of being computed
+    completion_tokens: int  # tokens of all completions together
 
 
 @dataclass(frozen=True, slots=True)

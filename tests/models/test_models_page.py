@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from scripts.models_page import PAGE, TYPES, look, render
+from scripts.models_page import PAGE, TYPES, check, render
 from tests.zoo_test_support.sweep import NO_MODEL
 
 TEXT = PAGE.read_text()
@@ -14,7 +14,7 @@ SAMPLE = ("bloom", "camembert", "gemma3n", "gpt2", "lfm2", "llama", "llama4_text
 
 @pytest.mark.parametrize("model_type", SAMPLE)
 def test_a_sampled_type_is_served_as_the_page_says(model_type: str) -> None:
-    assert f"\n{look(model_type)}\n" in TEXT, "run `make docs`"
+    assert f"\n{check(model_type)}\n" in TEXT, "run `make docs`"
 
 
 def test_every_type_has_a_row() -> None:

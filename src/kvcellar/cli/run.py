@@ -21,7 +21,7 @@ from kvcellar.sample.params import SamplingParams
 @click.argument("model", required=False)
 @click.argument("prompt", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with text, ids, usage and timings.")
-@click.option("--logprobs", type=int, help="With --json: log-probabilities of each token and of this many others.")
+@click.option("--logprobs", type=int, help="With --json: log-probabilities, also of this many most likely tokens.")
 @click.option("--raw", is_flag=True, help="Complete the text as it is, without the chat template.")
 @click.option("--ids", is_flag=True, help="Read and print token ids, like 12 7 99. Needs no tokenizer.")
 @sampling_options

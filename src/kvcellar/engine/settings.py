@@ -24,14 +24,14 @@ class Settings:
     docs/reference/settings.md is made from the comments.
     """
 
-    # type that the model computes in; auto: the type of its weights
+    # type of computation; auto: the type of the weights
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"  # auto, cpu, cuda or cuda:N; auto: CUDA if there is a device
-    cache_bytes: int | None = None  # bytes of K/V, steps and edits together; None: a share of free memory
-    context: int | None = None  # tokens of one sequence; None: what the config of the model says
-    max_sequences: int = 64  # completions that run at once
-    step_tokens: int = 512  # new tokens in one step
-    max_waiting: int = 512  # requests that wait for admission; more are refused with `Overloaded`
+    cache_bytes: int | None = None  # cap on the bytes of K/V, state, steps and edits; None: a share of free memory
+    context: int | None = None  # most tokens of one sequence; None: from the config of the model
+    max_sequences: int = 64  # most completions that run at once
+    step_tokens: int = 512  # most new tokens in one step
+    max_waiting: int = 512  # most requests waiting for admission; more raise `Overloaded`
     text_bytes: int | None = None  # CPU memory for texts, half for tokenizing, half for prompts; None: by context
     attention: str | None = None  # name of an attention backend; None: the first that supports the model
     threads: int | None = None  # CPU threads of torch; None: its default, within the CPU quota

@@ -30,36 +30,37 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class GroupStats:
-    """One group's cells. docs/reference/statistics.md is made from the comments."""
+    """The cells of one group. docs/reference/statistics.md is generated from the comments."""
 
-    name: str  # of the layout
-    layers: int  # that share its cells
-    cells: int  # there are, the null cell apart
-    used: int  # of them, held by sequences
-    bytes: int  # of its planes, whether used or not
-    backend: str | None  # of its attention; None where the model attends by itself
+    name: str  # name of the group
+    layers: int  # layers of the group
+    cells: int  # all cells, without the null cell
+    used: int  # cells in use
+    bytes: int  # bytes of all cells, used or not
+    backend: str | None  # attention backend; None: the attention of the model
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The state of an engine between two steps. docs/reference/statistics.md is made from the comments."""
+    """The state of an engine between two steps. docs/reference/statistics.md is generated from the
+    comments."""
 
     running: int  # completions in prefill or decode
-    waiting: int  # completions that wait for admission
-    sequences: int  # in memory, those of idle sessions among them
-    steps: int  # since the start
-    preemptions: int  # since the start
-    cache_bytes: int  # of K/V and recurrent state
-    scratch_bytes: int  # that a step takes beside them, at most
-    staging_bytes: int  # that an edit takes beside them, at most
-    limit_bytes: int  # cap on all three together
-    groups: tuple[GroupStats, ...]  # see below
-    rows: int  # of recurrent state, the null row apart
-    rows_used: int  # of them, held by sequences and checkpoints
-    state_bytes: int  # of all rows
+    waiting: int  # completions waiting for admission
+    sequences: int  # sequences in memory, including those of idle sessions
+    steps: int  # steps since the start
+    preemptions: int  # preemptions since the start
+    cache_bytes: int  # bytes of K/V and recurrent state
+    scratch_bytes: int  # bytes of the largest step
+    staging_bytes: int  # bytes of the largest edit
+    limit_bytes: int  # cap on the sum of these three
+    groups: tuple[GroupStats, ...]  # described below
+    rows: int  # rows of recurrent state, without the null row
+    rows_used: int  # rows in use by sequences and checkpoints
+    state_bytes: int  # bytes of all rows
     shifts: int  # context shifts that rotated keys
     rereads: Mapping[str, int]  # context shifts that computed text again instead, by reason
-    compacted: int  # cells that were moved together while no request ran
+    compacted: int  # cells moved by compaction
 
     @property
     def cells_used(self) -> int:

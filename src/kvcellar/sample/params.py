@@ -32,38 +32,38 @@ class SamplingParams:
     as in transformers' GenerationConfig.
     """
 
-    max_tokens: int | None = None  # new tokens at most; None: until the context is full
-    min_tokens: int = 0  # end-of-text and stop ids cannot be drawn before so many, and stop strings do not end it
-    min_length: int = 0  # as min_tokens, counted with the prompt
+    max_tokens: int | None = None  # most new tokens; None: until the context is full
+    min_tokens: int = 0  # before this many tokens, end-of-text and stop ids are banned and stop strings ignored
+    min_length: int = 0  # as min_tokens, counting the prompt too
     temperature: float = 1.0  # 0: always the most likely token
-    top_k: int = 0  # only so many of the most likely tokens; 0: all
-    top_p: float = 1.0  # only the fewest tokens that have this probability together
-    min_p: float = 0.0  # only tokens with this share of the highest probability
-    typical_p: float = 1.0  # as top_p, those of the most typical information first (arXiv 2202.00666)
-    top_h: float | None = None  # of the 100 best, the most likely with this share of their entropy; None: off
-    epsilon_cutoff: float = 0.0  # only tokens with this probability
+    top_k: int = 0  # keep only this many of the most likely tokens; 0: all
+    top_p: float = 1.0  # keep only the fewest tokens that have this probability together
+    min_p: float = 0.0  # keep only tokens with this share of the highest probability
+    typical_p: float = 1.0  # as top_p, with the most typical tokens first (arXiv 2202.00666)
+    top_h: float | None = None  # keep the first of the 100 best with this share of their entropy; None: off
+    epsilon_cutoff: float = 0.0  # keep only tokens with this probability
     eta_cutoff: float = 0.0  # as epsilon_cutoff, lower where the entropy is high (arXiv 2210.15191)
-    repetition_penalty: float = 1.0  # over prompt and answer, as in the CTRL paper (arXiv 1909.05858)
-    presence_penalty: float = 0.0  # over the answer, as OpenAI defines it
-    frequency_penalty: float = 0.0  # over the answer, as OpenAI defines it
-    repeat_last_n: int = -1  # penalties read so many of the last tokens of prompt and answer; 0: none; -1: all
+    repetition_penalty: float = 1.0  # over prompt and completion, as in the CTRL paper (arXiv 1909.05858)
+    presence_penalty: float = 0.0  # over the completion, as OpenAI defines it
+    frequency_penalty: float = 0.0  # over the completion, as OpenAI defines it
+    repeat_last_n: int = -1  # penalties read this many of the last tokens; 0: none; -1: all
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logit of a token
-    # added to the logit of the last id where the others stand before it
+    # added to the logit of the last id after the others
     sequence_bias: Mapping[tuple[int, ...], float] = field(default_factory=dict)
-    no_repeat_ngram_size: int = 0  # no n-gram of this size twice in prompt and answer; 0: off
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # sequences of token ids that are never completed
-    suppress_tokens: tuple[int, ...] = ()  # never drawn
-    begin_suppress_tokens: tuple[int, ...] = ()  # not drawn as the answer's first token
-    # (tokens, factor): from so many tokens on, ends get likelier by the factor per token
+    no_repeat_ngram_size: int = 0  # no n-gram of this size occurs twice in prompt and completion; 0: off
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # banned sequences of token ids
+    suppress_tokens: tuple[int, ...] = ()  # banned tokens
+    begin_suppress_tokens: tuple[int, ...] = ()  # tokens banned as the first of a completion
+    # (tokens, factor): from this many tokens on, the end becomes more likely by the factor per token
     exponential_decay_length_penalty: tuple[int, float] | None = None
-    seed: int | None = None  # None: a new one for each request
-    n: int = 1  # completions of the prompt, which share its K/V
-    logprobs: int | None = None  # log-probabilities of the drawn token and of so many of the most likely
-    stop: tuple[str, ...] = ()  # the answer ends before the first of these texts
-    stop_token_ids: tuple[int, ...] = ()  # the answer ends at one of these tokens
+    seed: int | None = None  # makes sampling reproducible; None: a new seed for each request
+    n: int = 1  # number of completions, which share the K/V of the prompt
+    logprobs: int | None = None  # return log-probabilities of the token and of this many of the most likely
+    stop: tuple[str, ...] = ()  # the completion ends before the first of these strings
+    stop_token_ids: tuple[int, ...] = ()  # the completion ends at any of these tokens
     ignore_eos: bool = False  # continue past the end of text
-    shift: bool = False  # at the end of the context, drop the oldest tokens and continue; else the answer ends there
-    # with shift: first tokens, BOS among them, that are never dropped; at most the context but one; -1: the prompt
+    shift: bool = False  # at the end of the context, drop the oldest tokens and continue; else end
+    # with shift: first tokens, including BOS, that are never dropped; at most the context minus one; -1: the prompt
     num_keep: int = 0
 
     def __post_init__(self) -> None:

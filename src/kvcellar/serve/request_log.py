@@ -9,9 +9,10 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
@@ -24,6 +25,19 @@ log = logging.getLogger("kvcellar.serve")
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _KEY = "kvcellar.request_log"  # in the scope of a request
 _MAX_PATH = 200  # characters
+LOG_FIELDS: Mapping[str, str] = MappingProxyType(  # meaning of the fields of a log line, in their order
+    {
+        "request_id": "id of the request, also in the header `x-request-id` of the response",
+        "method": "HTTP method; `-` if the request could not be parsed",
+        "route": "path, escaped and cut",
+        "status": "HTTP status; 0 if no response was sent",
+        "outcome": "`ok`, the code of the error, or `client_gone`",
+        "prompt_tokens": "tokens of the prompts",
+        "cached_tokens": "prompt tokens that came from memory",
+        "completion_tokens": "generated tokens",
+        "ms": "milliseconds from the request to the end of the response",
+    }
+)
 
 
 @dataclass(slots=True)
@@ -83,17 +97,14 @@ class RequestLog:
         log.info("%s: %s %s %d %s %s", *line, extra={"request": fields})
 
     def _fields(self) -> dict[str, Any]:
-        return {
-            "request_id": self.request_id,
-            "method": self.method,
-            "route": self.route,
-            "status": self.status,
-            "outcome": self.outcome or ("ok" if 200 <= self.status < 400 else _code_of(self.status)),
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "completion_tokens": sum(self._completion_tokens.values()) if self.prompt_tokens is not None else None,
-            "ms": round(1e3 * (time.monotonic() - self._began), 1),
-        }
+        values = (
+            *(self.request_id, self.method, self.route, self.status),
+            self.outcome or ("ok" if 200 <= self.status < 400 else _code_of(self.status)),
+            *(self.prompt_tokens, self.cached_tokens),
+            sum(self._completion_tokens.values()) if self.prompt_tokens is not None else None,
+            round(1e3 * (time.monotonic() - self._began), 1),
+        )
+        return dict(zip(LOG_FIELDS, values, strict=True))
 
 
 def new_id() -> str:

@@ -8,8 +8,9 @@ Beyond OpenAI's fields, a choice has `stop_reason` (the stop string that ended i
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Protocol
 from uuid import uuid4
 
@@ -19,6 +20,17 @@ from kvcellar.serve.requests import ParsedRequest
 
 Json = dict[str, object]
 
+TIMINGS: Mapping[str, str] = MappingProxyType(  # meaning of `timings` of a response, with the names of llama.cpp
+    {
+        "queued_ms": "milliseconds from submission to admission",
+        "cache_n": "prompt tokens that came from memory",
+        "prompt_n": "prompt tokens that were computed",
+        "prompt_ms": "milliseconds from admission to the first token",
+        "predicted_n": "generated tokens",
+        "predicted_ms": "milliseconds from the first token to the last",
+        "predicted_per_second": "generated tokens per second",
+    }
+)
 MIN_LOGPROB = -9999.0  # OpenAI's value for a token of probability 0; JSON has no -Infinity
 
 
@@ -257,19 +269,20 @@ class ResponseBuilder:
         }
 
     def _timings(self) -> Json:
-        """Times in milliseconds: the longest of the prompts, which run at the same time."""
+        """Of several prompts, which run at the same time, the longest times."""
         cached = sum(done.usage.cached_tokens for done in self._done)
         completion = sum(done.usage.completion_tokens for done in self._done)
         decoding = max(done.timings.decoding for done in self._done)
-        return {
-            "queued_ms": 1e3 * max(done.timings.queued for done in self._done),
-            "cache_n": cached,
-            "prompt_n": sum(done.usage.prompt_tokens for done in self._done) - cached,
-            "prompt_ms": 1e3 * max(done.timings.first_token - done.timings.queued for done in self._done),
-            "predicted_n": completion,
-            "predicted_ms": 1e3 * decoding,
-            "predicted_per_second": completion / decoding if decoding > 0 else 0.0,
-        }
+        values = (
+            1e3 * max(done.timings.queued for done in self._done),
+            cached,
+            sum(done.usage.prompt_tokens for done in self._done) - cached,
+            1e3 * max(done.timings.first_token - done.timings.queued for done in self._done),
+            completion,
+            1e3 * decoding,
+            completion / decoding if decoding > 0 else 0.0,
+        )
+        return dict(zip(TIMINGS, values, strict=True))
 
 
 def _finite(logprob: float) -> float:

@@ -205,8 +205,14 @@ def _option(option: click.Option) -> tuple[str, str, str]:
 def _environment() -> str:
     rows = [
         (f"`{VARIABLE}`", "one more API key of `kvcellar serve`"),
-        ("`XDG_CACHE_HOME`", "directory of compiled kernels and measured steps, in `kvcellar/`; default: `~/.cache`"),
-        ("`XDG_STATE_HOME`", "directory of the history of `kvcellar run`, in `kvcellar/`; default: `~/.local/state`"),
+        (
+            "`XDG_CACHE_HOME`",
+            "directory of compiled kernels and measured steps, in its folder `kvcellar`; default: `~/.cache`",
+        ),
+        (
+            "`XDG_STATE_HOME`",
+            "directory of the history of `kvcellar run`, in its folder `kvcellar`; default: `~/.local/state`",
+        ),
         ("`CXX`", f"C++ compiler for kernels; default: the first of {', '.join(COMPILERS)}"),
         ("`OMP_NUM_THREADS`", "default of `--threads`"),
         *(

@@ -93,12 +93,12 @@ def _check_field(key: str, value: Any) -> None:
     whole = isinstance(value, int) and not isinstance(value, bool)
     most = _SIZES.get(key)
     if most is not None and not (whole and 0 < value <= most):
-        raise ModelRefused(f"config.json says {key} is {value!r}; a whole number from 1 to {most} is needed")
+        raise ModelRefused(f"config.json: {key} is {value!r}; a whole number from 1 to {most} is needed")
     counted = [limit for name, limit in _COUNTS if name.fullmatch(key)] if most is None else []
     if whole and counted and not -1 <= value <= counted[0]:
-        raise ModelRefused(f"config.json says {key} is {value}; at most {counted[0]} are supported")
+        raise ModelRefused(f"config.json: {key} is {value}; at most {counted[0]} are supported")
     if whole and abs(value) > 1 << 53:
-        raise ModelRefused(f"config.json says {key} is {value}, which is no valid size")
+        raise ModelRefused(f"config.json: {key} is {value}, which is no valid size")
 
 
 def _cleaned(raw: Mapping[str, Any]) -> dict[str, Any]:

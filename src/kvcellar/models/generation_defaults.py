@@ -82,7 +82,7 @@ class GenerationDefaults:
     notes: tuple[str, ...] = ()
 
     def without(self, name: str, why: str) -> "GenerationDefaults":
-        """The same without the parameter `name`, which this model cannot follow, and with a note that says so."""
+        """The same without the parameter `name`, which this model cannot follow, and with a note about it."""
         if name not in self.sampling:
             return self
         rest = {key: value for key, value in self.sampling.items() if key != name}
@@ -143,7 +143,7 @@ def _note(name: str, value: object, why: str) -> str:
 def _check_guidance(scale: object) -> None:
     if scale is not None and scale != 1:
         raise ModelRefused(
-            f"generation_config.json says guidance_scale is {scale!r}: classifier-free guidance needs two forwards for "
+            f"generation_config.json: guidance_scale is {scale!r}: classifier-free guidance needs two forwards for "
             f"each token and is not supported. Remove the field to serve the model without it."
         )
 
@@ -153,7 +153,7 @@ def _value(name: str, value: Any) -> Any:
     if name == "stop_strings":
         return (value,) if isinstance(value, str) else value
     if name == "bad_words_ids" and not (isinstance(value, list | tuple) and all(isinstance(w, list) for w in value)):
-        raise ModelRefused(f"generation_config.json says bad_words_ids is {value!r:.80}; lists of token ids are needed")
+        raise ModelRefused(f"generation_config.json: bad_words_ids is {value!r:.80}; lists of token ids are needed")
     if isinstance(value, list | tuple | Mapping):
         return value
     return _number(name, value)
@@ -162,5 +162,5 @@ def _value(name: str, value: Any) -> Any:
 def _number(name: str, value: Any) -> int | float:
     """An int where the field is whole: some files have a `top_k` of 50.0."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1 << 31:
-        raise ModelRefused(f"generation_config.json says {name} is {value!r}; a number below 2^31 is needed")
+        raise ModelRefused(f"generation_config.json: {name} is {value!r}; a number below 2^31 is needed")
     return int(value) if name in _WHOLE and value == int(value) else value

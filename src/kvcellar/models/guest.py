@@ -1,9 +1,9 @@
 """guest: a transformers model that runs on our memory. `build_guest` makes it and tests it.
 
 Always true:
-  * `mode` says how it is run: "flat" (all sequences in one row, our attention) or "solo" (one sequence per forward, its
-    own attention); `refused` says why flat was refused to a solo guest;
-  * `no_partial_commit` says why recurrent layers cannot keep a part of a feed: its `forward` refuses feeds that are
+  * `mode` is how it is run: "flat" (all sequences in one row, our attention) or "solo" (one sequence per forward, its
+    own attention); `refused` is why a solo guest is not run flat;
+  * `no_partial_commit` is why recurrent layers cannot keep a part of a feed: its `forward` refuses feeds that are
     revertible or have a checkpoint inside.
 """
 

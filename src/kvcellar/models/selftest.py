@@ -113,8 +113,8 @@ class _Replay:
         for feed in feeds:
             text, end = self.texts[feed.seq], feed.pos.start + counts[feed.seq]
             ids += text[feed.pos.start : end] + text[::-1][end : feed.pos.end]
-        rows = torch.arange(len(ids), device=self.guest.device).flip(0)[:wanted]
-        return self.guest.forward(self.memory, plan, torch.tensor(ids, device=self.guest.device), rows).float().flip(0)
+        rows = range(len(ids))[::-1][:wanted]
+        return self.guest.forward(self.memory, plan, ids, rows).float().flip(0)
 
 
 def _whole_steps(replay: _Replay) -> None:

@@ -149,7 +149,7 @@ def check_depth(fields: Mapping[str, Any], weights: WeightsFiles) -> None:
             layers = part.get(key)
             if isinstance(layers, int) and layers > len(weights.tensors):
                 raise ModelRefused(
-                    f"config.json says {key} is {layers}; the weights files hold {len(weights.tensors)} tensors in all"
+                    f"config.json: {key} is {layers}; the weights files hold {len(weights.tensors)} tensors in all"
                 )
 
 

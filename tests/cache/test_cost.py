@@ -138,3 +138,20 @@ def test_a_long_life_does_not_make_a_step_dearer() -> None:
         costs.append(lines_of_step(memory, dict.fromkeys(range(4), 1)))
         assert round_ < 10 or costs[-1] <= 2 * max(costs[:10])
     memory.check()
+
+
+def test_a_piece_of_compaction_costs_what_it_moves_beside_any_number_of_claims() -> None:
+    def cost(claims: int) -> list[int]:
+        memory = memory_of(20_000)
+        for number in range(claims):
+            start = memory.length(number % 4)
+            step(memory, {number % 4: 8})
+            memory.claims.make(number % 4, Span(start, start + 8))
+        for seq in range(4):
+            memory.drop(seq)
+        moved: list[int] = []
+        costs = [lines(lambda: moved.append(memory.storage.compact(64, "full"))) for _ in range(4)]
+        assert all(moved)
+        return costs[1:]  # the first one finds what lies in place already
+
+    assert max(cost(300)) < 1.5 * max(cost(60))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from kvcellar.cache.cells import Cells
 from kvcellar.cache.rows import NoRows
-from kvcellar.cache.tables import Table
+from kvcellar.cache.tables import Table, Tables
 from kvcellar.engine.manager import SequenceManager
 from kvcellar.engine.request import Completion, Request, Stage
 from kvcellar.engine.scheduler import Scheduler, Share
@@ -29,6 +29,7 @@ class TableMemory:
     def __init__(self, layouts: Mapping[str, Layout], cells: Mapping[str, int]) -> None:
         self.layouts = dict(layouts)
         self.cells = {name: Cells(count) for name, count in cells.items()}
+        self.tables = {name: Tables(each) for name, each in self.cells.items()}
         self._tables: dict[int, dict[str, Table]] = {}
         self.rows = NoRows()
 
@@ -54,7 +55,9 @@ class TableMemory:
         taken: list[tuple[Table, str, list]] = []
         for completion, tokens in shares:
             assert completion.seq is not None
-            tables = self._tables.setdefault(completion.seq, {name: Table(cells) for name, cells in self.cells.items()})
+            tables = self._tables.setdefault(
+                completion.seq, {name: Table(all_of) for name, all_of in self.tables.items()}
+            )
             for name, table in tables.items():
                 assert table.end == completion.read, (
                     f"memory goes on at {table.end}, the completion at {completion.read}"
@@ -97,6 +100,7 @@ class TableMemory:
             for tables in self._tables.values():
                 tables[name].check()
             cells.check_holders([run for tables in self._tables.values() for run in tables[name].runs])
+            self.tables[name].check([tables[name] for tables in self._tables.values()])
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from kvcellar.cache.cells import Cells
 from kvcellar.cache.group import GroupStore
 from kvcellar.cache.tables import Table
 
-TAKING = ((Cells, "take"), (Cells, "claim"), (Table, "share"), (GroupStore, "table"), (Sdpa, "prepare"))
+TAKING = ((Cells, "take"), (Cells, "take_exact"), (Table, "share"), (GroupStore, "table"), (Sdpa, "prepare"))
 ERRORS: tuple[type[BaseException], ...] = (torch.OutOfMemoryError, MemoryError, KeyboardInterrupt)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvcellar.cache.cells import Cells
-from kvcellar.cache.tables import Table
+from kvcellar.cache.tables import Table, Tables
 from kvcellar.plan import Run
 from tests.laws.watch import pieces
 
@@ -27,6 +27,7 @@ class Lives(RuleBasedStateMachine):
     @initialize(capacity=st.integers(1, 60))
     def start(self, capacity: int) -> None:
         self.cells = Cells(capacity)
+        self.all = Tables(self.cells)
         self.tables: list[Table] = []
         self.known: list[dict[int, int]] = []
 
@@ -46,7 +47,7 @@ class Lives(RuleBasedStateMachine):
     @rule(count=st.integers(0, 20))
     def open(self, count: int) -> None:
         if len(self.tables) < 6:
-            self.tables.append(Table(self.cells))
+            self.tables.append(Table(self.all))
             self.known.append({})
             self._grow(-1, count)
 
@@ -105,6 +106,16 @@ class Lives(RuleBasedStateMachine):
                 assert spelled(table.since(pos)) == spelled(table.runs)[pos - table.first :]
 
     @invariant()
+    def the_tables_over_any_held_cells_are_found(self) -> None:
+        self.all.check(self.tables)
+        held = sorted({cell for known in self.known for cell in known.values()})
+        for cell in held:
+            for run in (Run(cell, 1), Run(cell, next(n for n in range(1, 99) if cell + n not in held))):
+                over = [t for t, known in zip(self.tables, self.known, strict=True)
+                        if not set(spelled([run])).isdisjoint(known.values())]  # fmt: skip
+                assert set(self.all.over(run)) == set(over)
+
+    @invariant()
     def a_piece_begins_where_a_run_begins_or_ends(self) -> None:
         borders = {border for table in self.tables for run in table.runs for border in (run.cell, run.end)}
         assert {start for start, _, _ in pieces(self.cells)} <= borders | {1}
@@ -124,7 +135,8 @@ TestLives.settings = settings(derandomize=True, deadline=None, stateful_step_cou
 @settings(derandomize=True, deadline=None)
 def test_forks_that_come_and_go_leave_the_pieces_as_they_were(uptos: list[int], length: int) -> None:
     cells = Cells(60)
-    line, other = Table(cells), Table(cells)
+    tables = Tables(cells)
+    line, other = Table(tables), Table(tables)
     line.append(cells.take(length))
     other.append(cells.take(3))
     before = pieces(cells)
@@ -137,7 +149,7 @@ def test_forks_that_come_and_go_leave_the_pieces_as_they_were(uptos: list[int], 
 
 def test_a_line_that_grows_by_one_stays_one_run_and_one_piece_while_there_is_room() -> None:
     cells = Cells(1000)
-    lines = [Table(cells) for _ in range(4)]
+    lines = [Table(tables) for tables in [Tables(cells)] for _ in range(4)]
     for line in lines:
         line.append(cells.take(1))
     for _ in range(100):
@@ -151,7 +163,7 @@ def test_a_line_that_grows_by_one_stays_one_run_and_one_piece_while_there_is_roo
 def test_a_long_life_behind_a_window_leaves_no_more_pieces_than_runs(room: int) -> None:
     """40 000 tokens are written; what counts is the runs that live. A line goes round in its own cells."""
     cells = Cells(room)
-    lines = [Table(cells) for _ in range(4)]
+    lines = [Table(tables) for tables in [Tables(cells)] for _ in range(4)]
     for step in range(10_000):
         for line in lines:
             line.append(cells.take(1, line.last_cell, line.first_cell))

@@ -55,6 +55,12 @@ class Cells:
         free = self.free_runs()
         return free[-1].cell - 1 if free and free[-1].end == self.capacity + 1 else self.capacity
 
+    def held(self) -> tuple[int, int]:
+        """How many cells all held runs have, shared ones once for each holder, and how many runs these are. Costs all
+        pieces."""
+        pieces = self._at.values()
+        return sum(len(piece) * piece.holders for piece in pieces), sum(piece.begins for piece in pieces)
+
     def free_runs(self) -> list[Run]:
         """All that is free, in order. Costs the pieces that are free."""
         return sorted(Run(piece.start, len(piece)) for shelf in self._bins.values() for piece in shelf.values())
@@ -102,17 +108,17 @@ class Cells:
         runs: list[Run] = []
         behind = self._at.get(after + 1) if after is not None else None
         if n and behind is not None and behind.holders == 0:
-            runs.append(self._claim(behind, 0, min(n, len(behind))))
+            runs.append(self._take(behind, 0, min(n, len(behind))))
             n -= runs[0].n
         elif n and before is not None and (piece := self._free_before(before)) is not None:
             got = min(n, len(piece))
-            runs.append(self._claim(piece, len(piece) - got, got))
+            runs.append(self._take(piece, len(piece) - got, got))
             n -= got
         while n:
             widest = self._widest()
             got = min(n, len(widest))
             room = 0 if widest.prev is None else (len(widest) - got) // 2
-            runs.append(self._claim(widest, room, got))
+            runs.append(self._take(widest, room, got))
             n -= got
         return runs
 
@@ -121,16 +127,13 @@ class Cells:
         piece = self._at[cell].prev
         return piece if piece is not None and piece.holders == 0 else None
 
-    def claim(self, run: Run) -> None:
+    def take_exact(self, run: Run) -> None:
         """Take just these cells, all of them free; yours until you `drop` them."""
-        piece = self._at.get(run.cell)
-        if piece is None:
-            free = (piece for shelf in self._bins.values() for piece in shelf.values())
-            piece = next(piece for piece in free if piece.start < run.cell < piece.end)
+        piece = self._piece(run.cell)
         assert piece.holders == 0 and run.end <= piece.end, f"{run} is not free"
-        self._claim(piece, run.cell - piece.start, run.n)
+        self._take(piece, run.cell - piece.start, run.n)
 
-    def _claim(self, piece: Piece, skip: int, n: int) -> Run:
+    def _take(self, piece: Piece, skip: int, n: int) -> Run:
         """Take `n` cells of a free piece, `skip` from its start; what is left on either side stays free."""
         self._unshelve(piece)
         if skip:
@@ -235,6 +238,31 @@ class Cells:
         return found
 
     # -- pieces -------------------------------------------------------------------------------------------------
+
+    def _piece(self, cell: int) -> Piece:
+        """The piece that a cell is in. Costs all pieces where none begins there."""
+        piece = self._at.get(cell)
+        return piece or next(piece for piece in self._at.values() if piece.start < cell < piece.end)
+
+    def borders(self, run: Run) -> list[int]:
+        """Where pieces begin within `run`, its first cell apart: runs that hold some of its cells end only there."""
+        piece, found = self._piece(run.cell).next, list[int]()
+        while piece is not None and piece.start < run.end:
+            found.append(piece.start)
+            piece = piece.next
+        return found
+
+    def holders(self, cell: int) -> tuple[int, Iterator[int]]:
+        """How many hold a cell, and where their runs can begin, the nearest first: where a piece begins, back to the
+        next free one."""
+        piece = self._piece(cell)
+        return piece.holders, self._starts(piece)
+
+    @staticmethod
+    def _starts(piece: Piece | None) -> Iterator[int]:
+        while piece is not None and piece.holders:
+            yield piece.start
+            piece = piece.prev
 
     def _split(self, piece: Piece, at: int) -> Piece:
         """Cut `piece` in two and return the right part. Neither part is shelved."""

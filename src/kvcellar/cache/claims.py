@@ -88,7 +88,6 @@ class Claims:
         found = [claim.tables[index] for claim in self._claims.values() if index in claim.tables]
         for claim in self._claims.values():
             found += [one.windows[index] for one in claim.checkpoints.values() if index in one.windows]
-        self._readings = [reading for reading in self._readings if reading.parts or reading.rows]
         parts = [part for reading in self._readings for part in reading.parts]
         return found + [part.table for part in parts if part.store is self._stores[index]]
 
@@ -266,7 +265,7 @@ class Claims:
             if self._stores[index].group.of_input:
                 table.close()
             else:
-                left.tables[index].append(table.runs)
+                left.tables[index].append(table.hand_over())
         left.checkpoints |= right.checkpoints
         left.ahead += right.ahead
         left.span = Span(left.span.start, right.span.end)
@@ -300,7 +299,7 @@ class Claims:
     def reading(self, claim: int) -> Reading:
         """The content of a claim, to be read out chunk by chunk, also while steps run; the claim may go meanwhile."""
         reading = Reading.of(self.of(claim), self._stores, self._states, self.shape)
-        self._readings.append(reading)
+        self._readings = [one for one in self._readings if one.parts or one.rows] + [reading]
         return reading
 
     def write_back(self, record: Record, chunks: Iterable[Tensor]) -> int:
@@ -363,7 +362,7 @@ class Claims:
             elif self._stores[index].group.of_input:
                 table.close()
             else:
-                whole_claim.tables[index].append(table.runs)
+                whole_claim.tables[index].append(table.hand_over())
 
     def check(self) -> None:
         """Assert what is always true of claims; which cells are held how often is asserted by `Memory.check`."""

@@ -10,11 +10,11 @@ Always true:
   * a piece either clears the way or lays out, so its targets were free and its sources stay whole until all is copied.
 """
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
-from kvcellar.cache.cells import Cells
-from kvcellar.cache.tables import Move, Table
+from kvcellar.cache.tables import Move, Table, Tables
 from kvcellar.plan import Run
 
 
@@ -25,43 +25,50 @@ class Compaction:
         self.at = 1
         self.table: Table | None = None  # one that was closed meanwhile holds nothing, so the next one is chosen
 
-    def piece(self, cells: Cells, tables: Sequence[Table], budget: int) -> list[Move]:
+    def piece(self, tables: Tables, budget: int) -> list[Move]:
         """Moves of at most `budget` cells. None if all is compact, or if there is no free cell to do it with."""
-        if not cells.free:
+        if not tables.cells.free:
             return []
         began = self.at > 1
-        moves = self._advance(cells, tables, budget)
+        moves = self._advance(tables, budget)
         if not moves:
             self.at, self.table = 1, None  # the pass is over, and the next may find what it left
             if began:
-                moves = self._advance(cells, tables, budget)
+                moves = self._advance(tables, budget)
         return moves
 
-    def _advance(self, cells: Cells, tables: Sequence[Table], budget: int) -> list[Move]:
-        free = cells.free_runs()
-        while extents := self._unsettled(tables):
+    def _advance(self, tables: Tables, budget: int) -> list[Move]:
+        free = tables.cells.free_runs()
+        while extents := self._unsettled(tables, free):
             for number, run in enumerate(extents):
                 if run.cell != self.at:
                     left = extents[number:]
-                    return self._lay_out(left, free, budget) or self._clear(left, free, min(budget, cells.free))
+                    return self._lay_out(left, free, budget) or self._clear(left, free, min(budget, tables.cells.free))
                 self.at = run.end
             self.table = None
         return []
 
-    def _unsettled(self, tables: Sequence[Table]) -> list[Run]:
+    def _unsettled(self, tables: Tables, free: Sequence[Run]) -> list[Run]:
         """What is not settled of the table that is being laid out, or of the next one; empty if the pass is over."""
         if self.table is not None and (extents := self._above(self.table)):
             return extents
-        self.table = None
-        found = {i: extents for i, table in enumerate(tables) if (extents := self._above(table))}
-        if not found:
-            return []
-        # By position first: of tables that share a text, the one that begins earliest in it is laid out first.
-        first = {i: (self._position(tables[i]), extents[0].cell) for i, extents in found.items()}
-        lowest = min(first.values())
-        chosen = _heaviest({i: extents for i, extents in found.items() if first[i] == lowest})
-        self.table = tables[chosen]
-        return found[chosen]
+        self.table = self._next(tables, free)
+        return [] if self.table is None else self._above(self.table)
+
+    def _next(self, tables: Tables, free: Sequence[Run]) -> Table | None:
+        """The table to lay out: one that holds the first held cell above the frontier, or, of tables that share a text
+        with it, the one that begins earliest in the text."""
+        cell = _first_held(free, self.at)
+        if cell > tables.cells.capacity:
+            return None
+        lowest: tuple[int, int] | None = None
+        while True:
+            extents = {table: self._above(table) for table in tables.over(Run(cell, 1))}
+            first = {table: (self._position(table), runs[0].cell) for table, runs in extents.items()}
+            before, lowest = lowest, min(first.values())
+            if lowest == before:
+                return _heaviest({table: runs for table, runs in extents.items() if first[table] == lowest})
+            cell = lowest[1]
 
     def _position(self, table: Table) -> int:
         """Of the first cell above the frontier."""
@@ -112,58 +119,58 @@ class Compaction:
         return _paired(sources, spare)
 
 
-def _heaviest(sharing: Mapping[int, list[Run]]) -> int:
+def _heaviest(sharing: Mapping[Table, list[Run]]) -> Table:
     """Which of these tables, whose extents begin with the same cell, to lay out in one.
 
     Where they part, go with the most of them: each of the others will have one run more.
     """
-    left = {seq: list(reversed(extents)) for seq, extents in sharing.items()}
+    left = {table: list(reversed(extents)) for table, extents in sharing.items()}
     while len(left) > 1:
         n = min(extents[-1].n for extents in left.values())
-        branches: dict[int, list[int]] = {}  # by the cell that comes next
-        for seq, extents in left.items():
+        branches: dict[int, list[Table]] = {}  # by the cell that comes next
+        for table, extents in left.items():
             run = extents.pop()
             if run.n > n:
                 extents.append(Run(run.cell + n, run.n - n))
             if extents:
-                branches.setdefault(extents[-1].cell, []).append(seq)
+                branches.setdefault(extents[-1].cell, []).append(table)
         if not branches:
             break
         most = min(branches, key=lambda cell: (-len(branches[cell]), cell))
-        left = {seq: left[seq] for seq in branches[most]}
-    return min(left)
+        left = {table: left[table] for table in branches[most]}
+    return next(iter(left))
 
 
-def relocate(
-    cells: Cells, tables: Iterable[Table], moves: Sequence[Move], copy: Callable[[Sequence[Move]], None]
-) -> None:
+def relocate(tables: Tables, moves: Sequence[Move], copy: Callable[[Sequence[Move]], None]) -> None:
     """Let every table hold the targets of `moves`, once `copy` has filled them. If that raises, nothing has changed."""
-    tables = list(tables)
-    moves = _cut(sorted(moves), {border for table in tables for run in table.runs for border in (run.cell, run.end)})
+    cells, moves = tables.cells, sorted(moves)
+    holding = {table: None for move in moves for table in tables.over(move.source)}
+    moves = [part for move in moves for part in _cut(move, cells.borders(move.source))]
     targets: list[Run] = []
     try:
         for move in moves:
-            cells.claim(move.target)
+            cells.take_exact(move.target)
             targets.append(move.target)
         copy(moves)
     except BaseException:
         cells.drop(targets)
         raise
     sources = [move.source.cell for move in moves]
-    for table in tables:
+    for table in holding:
         table.relocate(moves, sources)
     cells.drop(targets)
 
 
-def _cut(moves: Sequence[Move], borders: Iterable[int]) -> list[Move]:
-    """The same moves, none of which has one of `borders` within its source."""
-    ordered = sorted(borders)
-    cut: list[Move] = []
-    for source, target in moves:
-        within = ordered[bisect_right(ordered, source.cell) : bisect_left(ordered, source.end)]
-        for a, b in zip([source.cell, *within], [*within, source.end], strict=True):
-            cut.append(Move(Run(a, b - a), Run(target.cell + a - source.cell, b - a)))
-    return cut
+def _cut(move: Move, borders: Sequence[int]) -> Iterator[Move]:
+    """The same move in parts, which end at `borders` of its source."""
+    source, target = move
+    for a, b in pairwise([source.cell, *borders, source.end]):
+        yield Move(Run(a, b - a), Run(target.cell + a - source.cell, b - a))
+
+
+def _first_held(free: Sequence[Run], cell: int) -> int:
+    """The first cell from `cell` on that is not free."""
+    return cell + _room(free, cell)
 
 
 def _room(free: Sequence[Run], cell: int) -> int:

@@ -18,7 +18,7 @@ from kvcellar.cache.layouts.encoder import Input
 from kvcellar.cache.plans import indices, pieces
 from kvcellar.cache.pool import Pool, rotated_sizes
 from kvcellar.cache.step_tables import StepTables
-from kvcellar.cache.tables import InputTable, Move, Table
+from kvcellar.cache.tables import InputTable, Move, Table, Tables
 from kvcellar.contracts import Backend
 from kvcellar.errors import BadRequest, CapacityTooSmall, WrongStage, shown
 from kvcellar.layout import Layout
@@ -149,7 +149,7 @@ class GroupStore:
     """One group's storage."""
 
     group: Group
-    cells: Cells
+    tables: Tables
     pool: Pool
     backend: Backend
     itemsize: int  # of the memory's own type
@@ -165,7 +165,11 @@ class GroupStore:
         )
         step = GroupStep(StepTables(device, dtype, heads=group.planes[0].heads if group.planes else 0))
         layers = {layer: LayerHistory(pool, layer, backend, step) for layer in group.layers}
-        return cls(group, Cells(cells), pool, backend, dtype.itemsize, device, step, layers)
+        return cls(group, Tables(Cells(cells)), pool, backend, dtype.itemsize, device, step, layers)
+
+    @property
+    def cells(self) -> Cells:
+        return self.tables.cells
 
     @property
     def staging(self) -> int:
@@ -179,7 +183,7 @@ class GroupStore:
 
     def table(self) -> Table:
         """An empty one, for a new sequence."""
-        return InputTable(self.cells) if self.group.of_input else Table(self.cells)
+        return InputTable(self.tables) if self.group.of_input else Table(self.tables)
 
     def turn(self, source: Sequence[Run], target: Sequence[Run], by: int) -> None:
         """Write what the cells of `source` hold into those of `target`, turned by `by` positions; 0: bit for bit."""
@@ -189,22 +193,19 @@ class GroupStore:
                 turns = self.group.rotations.get(layer, {}) if by else {}
                 self.pool.move(layer, old, new, turns, by)
 
-    def compact(self, tables: Sequence[Table], budget: int) -> int:
-        """Move one piece of at most `budget` cells; answers how many were moved."""
-        moves = self.compaction.piece(self.cells, tables, budget)
+    def compact(self, budget: int) -> int:
+        """Move one piece of at most `budget` cells; returns how many were moved."""
+        moves = self.compaction.piece(self.tables, budget)
 
         def copy(moves: Sequence[Move]) -> None:
             self.turn([move.source for move in moves], [move.target for move in moves], 0)
 
         if moves:
-            relocate(self.cells, tables, moves, copy)
+            relocate(self.tables, moves, copy)
         return sum(move.source.n for move in moves)
 
-    def fragments(self, tables: Sequence[Table]) -> Fragments:
-        """Where `tables` are all that hold cells of the group."""
-        used = [table for table in tables if table.runs]
-        cells, runs = sum(table.end - table.first for table in used), sum(len(table.runs) for table in used)
-        return Fragments(cells, runs, len(used), self.cells.free)
+    def fragments(self) -> Fragments:
+        return Fragments(*self.cells.held(), self.tables.used, self.cells.free)
 
     def peak(self, cells: int) -> int:
         """Bytes that are there beside those of now at the worst moment of `resize(cells)`."""
@@ -234,10 +235,12 @@ class GroupStore:
             raise
         self.cells.resize(cells)
 
-    def check(self, runs: Sequence[Run]) -> None:
-        """Assert what is always true, where `runs` are all that somebody holds."""
+    def check(self, tables: Sequence[Table], taken: Sequence[Run]) -> None:
+        """Assert what is always true, where the runs of `tables`, and those that a step has `taken`, are all that is
+        held."""
         self.cells.check()
-        self.cells.check_holders(runs)
+        self.cells.check_holders([*taken, *(run for table in tables for run in table.runs)])
+        self.tables.check(tables)
         self.compaction.check()
         assert self.pool.bytes >= len(self.group.layers) * self.pool.layer_bytes(self.cells.capacity)
 

@@ -30,7 +30,6 @@ from kvcellar.cache.shift import shifted
 from kvcellar.cache.states import At, States
 from kvcellar.cache.step import Step
 from kvcellar.cache.storage import Storage, check_planned
-from kvcellar.cache.tables import Table
 from kvcellar.contracts import Backend
 from kvcellar.errors import BadRequest, NotSupported, WrongStage, shown
 from kvcellar.plan import Batch, Plan, StateSegment
@@ -78,7 +77,7 @@ class Memory:
         self._states = States(recurrent, rows=rows, device=self.device)
         self._sequences = Sequences(self._stores.all, self._states.rows, limits)
         self.rows = self._states.rows
-        self.storage = Storage(self._stores, self._states, max_bytes, self._idle, self._tables)
+        self.storage = Storage(self._stores, self._states, max_bytes, self._idle)
         shape = shape_of(self.storage.groups, dtype, recurrent)
         self.claims = Claims(self._stores.all, self._sequences, self._states, shape, self._idle)
         self.inputs = Inputs(self._stores, self._sequences, self.claims, self._idle)
@@ -274,9 +273,6 @@ class Memory:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _tables(self, index: int) -> list[Table]:  # all that hold cells of a group
-        return self._sequences.tables(index) + self.claims.tables(index)
-
     def _idle(self, what: str) -> None:
         if self._step is not None:
             raise WrongStage(f"{what}() while a step is open: commit() or abandon() it first")
@@ -289,10 +285,9 @@ class Memory:
     def check(self) -> None:
         """Assert every invariant of the memory, its sequences and its cells."""
         for index, store in enumerate(self._stores.all):
-            runs = [run for table in self._tables(index) for run in table.runs]
-            if self._step is not None:
-                runs += [run for of_feed in self._step.taken[index] for run in of_feed]
-            store.check(runs)
+            taken = self._step.taken[index] if self._step is not None else []
+            tables = self._sequences.tables(index) + self.claims.tables(index)
+            store.check(tables, [run for of_feed in taken for run in of_feed])
         if self._step is not None:
             self._step.check()
         self._states.check()

@@ -129,7 +129,7 @@ def distinct(store: GroupStore, windows: Mapping[int, Table], parts: list[Part])
                 parts.append(Part(store, window.share(span.end, span.start)))
             elif parts[number].table.end < span.end:
                 more = window.share(span.end, parts[number].table.end)
-                parts[number].table.append(more.runs)
+                parts[number].table.append(more.hand_over())
             spans[pos].append((number, span))
             start += run.n
     return spans
@@ -288,7 +288,7 @@ def written(record: Record, chunks: Iterable[Tensor], stores: Sequence[GroupStor
                 store = stores[indices_of[name]]
                 window = checkpoint.windows[indices_of[name]] = _empty(store, store.group.layout.lowest(mark.pos))
                 for number, span in pieces:
-                    window.append(new.parts[number].table.share(span.end, span.start).runs)
+                    window.append(new.parts[number].table.share(span.end, span.start).hand_over())
     return claim
 
 

@@ -11,7 +11,6 @@ import torch
 
 from kvcellar.cache.group import PIECE, Fragments, Group, Stores
 from kvcellar.cache.states import States
-from kvcellar.cache.tables import Table
 from kvcellar.contracts import Backend
 from kvcellar.errors import BadRequest, CapacityTooSmall, shown
 from kvcellar.shapes import Recurrent
@@ -52,11 +51,9 @@ class Storage:
         states: States,
         max_bytes: int | None,
         idle: Callable[[str], None],
-        tables: Callable[[int], list[Table]],
     ) -> None:
-        """`idle(operation)` raises `WrongStage` while a step is open; `tables(index)` are all that hold cells of a
-        group."""
-        self._stores, self._states, self._idle, self._tables = stores, states, idle, tables
+        """`idle(operation)` raises `WrongStage` while a step is open."""
+        self._stores, self._states, self._idle = stores, states, idle
         self.max_bytes, self.scratch = max_bytes, 0
 
     @property
@@ -87,8 +84,8 @@ class Storage:
         return {store.group.name: store.cells.capacity for store in self._stores.all}
 
     def fragments(self) -> dict[str, Fragments]:
-        """How the cells of each group lie, for deciding about `compact`. Costs the sequences and claims."""
-        return {store.group.name: store.fragments(self._tables(i)) for i, store in enumerate(self._stores.all)}
+        """How the cells of each group lie, for deciding about `compact`. Costs their pieces."""
+        return {store.group.name: store.fragments() for store in self._stores.all}
 
     def leave_room(self, scratch: int) -> None:
         """From now on `scratch` bytes belong to the steps. Raises `CapacityTooSmall` if they do not fit the cap."""
@@ -114,10 +111,8 @@ class Storage:
         if whole(budget_cells, "a budget of cells") < 1:
             raise BadRequest(f"a piece of {budget_cells} cells moves nothing; give it one or more")
         only = self._stores.named(group) if group is not None else None
-        for index, store in enumerate(self._stores.all):
-            if only is not None and store is not only:
-                continue
-            if n := store.compact(self._tables(index), budget_cells):
+        for store in self._stores.all if only is None else [only]:
+            if n := store.compact(budget_cells):
                 return n
         return 0
 

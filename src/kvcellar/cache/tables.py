@@ -1,8 +1,9 @@
-"""tables: which cells one sequence holds in one group, in order of position.
+"""tables: which cells of a group a sequence, a claim or a checkpoint holds, in order of position.
 
 Always true:
   * `runs` are the cells of positions [first, end), in order; no run is empty, and no two neighbours could be one;
-  * the table is one holder of each of its cells, for as long as it is open.
+  * the table is one holder of each of its cells, for as long as it is open;
+  * `Tables` knows each table by the cells that its runs begin at.
 """
 
 from bisect import bisect_left, bisect_right
@@ -41,13 +42,70 @@ class Part(NamedTuple):
         return Part(self.pos + skip, Run(self.run.cell + skip, n), self.shared)
 
 
+class Tables:
+    """All tables of one group, found by cell."""
+
+    def __init__(self, cells: Cells) -> None:
+        self.cells = cells
+        self.used = 0  # tables with cells
+        self._at: dict[int, dict[Table, None]] = {}  # by the cell that a run of theirs begins at
+
+    def enter(self, table: "Table", cell: int) -> None:
+        """A run of `table` begins at `cell` from now on: the last of its runs, or one in place of another."""
+        found = self._at.get(cell)
+        if found is None:
+            self._at[cell] = {table: None}
+        else:
+            found[table] = None
+
+    def leave(self, table: "Table", cell: int) -> None:
+        """None of its runs begins there any more."""
+        found = self._at[cell]
+        del found[table]
+        if not found:
+            del self._at[cell]
+
+    def move(self, table: "Table", cell: int, to: int) -> None:
+        """The run of `table` that began at `cell` begins at `to`."""
+        if len(self._at[cell]) == 1 and to not in self._at:  # in a window that slides, at each step
+            self._at[to] = self._at.pop(cell)
+        else:
+            self.leave(table, cell)
+            self.enter(table, to)
+
+    def over(self, run: Run) -> "dict[Table, None]":
+        """The tables that hold any of these cells, all of which are held. Costs their runs, and the pieces back to
+        where the runs over the first cell begin."""
+        found: dict[Table, None] = {}
+        missing, starts = self.cells.holders(run.cell)
+        for start in starts:
+            if not missing:
+                break
+            for table in self._at.get(start, ()):
+                if any(one.cell == start and one.end > run.cell for one in table.runs):
+                    found[table] = None
+                    missing -= 1
+        for start in self.cells.borders(run):
+            found |= self._at.get(start, {})
+        return found
+
+    def check(self, tables: "Sequence[Table]") -> None:
+        """Assert that `tables` are all that there are."""
+        at: dict[int, set[Table]] = {}
+        for table in tables:
+            for run in table.runs:
+                at.setdefault(run.cell, set()).add(table)
+        assert {cell: set(found) for cell, found in self._at.items()} == at, "a table is not known by its cells"
+        assert self.used == sum(bool(table.runs) for table in tables)
+
+
 class Table:
     """An ordered table of cells. Costs runs, not tokens."""
 
-    __slots__ = ("_cells", "_starts", "end", "first", "runs")
+    __slots__ = ("_cells", "_starts", "_tables", "end", "first", "runs")
 
-    def __init__(self, cells: Cells, first: int = 0) -> None:
-        self._cells = cells
+    def __init__(self, tables: Tables, first: int = 0) -> None:
+        self._tables, self._cells = tables, tables.cells
         self.first = self.end = first
         self.runs: list[Run] = []
         self._starts: list[int] = []  # position of each run's first cell
@@ -107,9 +165,24 @@ class Table:
                 self.runs[-1] = Run(last.cell, last.n + run.n)
                 self._cells.weld(run.cell)
             else:
-                self.runs.append(run)
-                self._starts.append(self.end)
+                self._add(run, self.end)
             self.end += run.n
+
+    def _add(self, run: Run, pos: int) -> None:
+        """One more run, from `pos` on."""
+        self._tables.used += not self.runs
+        self.runs.append(run)
+        self._starts.append(pos)
+        self._tables.enter(self, run.cell)
+
+    def hand_over(self) -> list[Run]:
+        """The cells, whose holder is the caller from now on; the table is empty."""
+        runs, self.runs, self._starts = self.runs, [], []
+        for run in runs:
+            self._tables.leave(self, run.cell)
+        self._tables.used -= bool(runs)
+        self.end = self.first
+        return runs
 
     def forget_below(self, pos: int) -> None:
         """Give back the cells of [first, pos); the table begins at `pos` afterwards."""
@@ -118,16 +191,22 @@ class Table:
             if gone.n > pos - self.first:
                 gone, self.runs[0] = self._cells.divide(gone, pos - self.first)
                 self._starts[0] = pos
+                self._tables.move(self, gone.cell, self.runs[0].cell)
             else:
                 del self.runs[0], self._starts[0]
+                self._tables.leave(self, gone.cell)
+                self._tables.used -= not self.runs
             self._cells.drop([gone])
             self.first += gone.n
 
     def cut(self, pos: int) -> None:
         """Give back the cells of [pos, end). Cut below `first`, the table is empty and begins at `pos`."""
         while self.runs and self._starts[-1] >= pos:
-            self._cells.drop([self.runs.pop()])
+            gone = self.runs.pop()
             self._starts.pop()
+            self._tables.leave(self, gone.cell)
+            self._tables.used -= not self.runs
+            self._cells.drop([gone])
         if self.runs:
             run, kept = self.runs[-1], pos - self._starts[-1]
             if kept < run.n:
@@ -155,6 +234,9 @@ class Table:
             return
         runs, self.end = self.runs[at:], self._starts[at]
         del self.runs[at:], self._starts[at:]
+        for run in runs:
+            self._tables.leave(self, run.cell)
+        self._tables.used -= not self.runs
         for run, (start, end) in zip(runs, spans[at:], strict=True):
             left = run
             for source, target in moves[start:end]:
@@ -179,12 +261,11 @@ class Table:
 
     def share(self, upto: int, start: int = 0) -> Self:
         """Another table over the same cells of [max(first, start), upto); every cell gets one more holder."""
-        twin = type(self)(self._cells, min(max(self.first, start), upto))
+        twin = type(self)(self._tables, min(max(self.first, start), upto))
         for pos, run in zip(self._starts, self.runs, strict=True):
             skip, n = max(0, twin.first - pos), min(run.n, upto - pos)
             if skip < n:
-                twin.runs.append(self._cells.hold_part(run, skip, n - skip))
-                twin._starts.append(pos + skip)
+                twin._add(self._cells.hold_part(run, skip, n - skip), pos + skip)
         twin.end = upto
         return twin
 

@@ -1,4 +1,4 @@
-"""The bench runs from end to end, small, and its last line is what its users read. No time is looked at."""
+"""The bench runs completely with tiny sizes, and its last line has all results. No time is compared."""
 
 import json
 import math
@@ -32,11 +32,11 @@ ABOUT = {
     "revertible",
     "forks",
 }
-pytestmark = pytest.mark.filterwarnings("default")  # theirs warns as it likes
+pytestmark = pytest.mark.filterwarnings("default")  # transformers issues warnings
 
 
 def measured(capsys: pytest.CaptureFixture[str], **how: Any) -> tuple[list[str], dict[str, Any]]:
-    """The lines of the table, and what the last line says."""
+    """The lines of the table, and the JSON of the last line."""
     run(quick=True, **how)
     *table, last = capsys.readouterr().out.splitlines()
     return table, json.loads(last)
@@ -46,7 +46,7 @@ ALONE = (BOOKKEEPING, TURNS, REVERTIBLE, START, FRAGMENTED)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ALONE])
-def test_workload_has_a_line_and_its_numbers(name: str, capsys: pytest.CaptureFixture[str]):
+def test_a_workload_prints_a_line_and_its_numbers(name: str, capsys: pytest.CaptureFixture[str]):
     table, last = measured(capsys, only=name)
     assert set(last) == ABOUT
     assert last["quick"] is True
@@ -63,7 +63,7 @@ def test_workload_has_a_line_and_its_numbers(name: str, capsys: pytest.CaptureFi
         assert row["generate_batch_ms"] > 0
 
 
-def test_a_row_that_nobody_set_a_target_for_says_so():
+def test_a_row_without_a_target():
     targets = {"ragged-8": 3.0, "ragged-32": None}
     rows = [Row(name, "a step", 1.0, 2.0, target) for name, target in targets.items()]
     assert [line(row).split()[-3:] for row in rows] == [["3.0x", "a", "step"], ["none", "a", "step"]]
@@ -78,7 +78,7 @@ def test_bookkeeping_needs_no_network(capsys: pytest.CaptureFixture[str]):
     assert len(table) == 2
 
 
-def test_what_compaction_saves_attention_is_measured_over_the_same_cells(capsys: pytest.CaptureFixture[str]):
+def test_fragmented_and_compacted_memory_hold_the_same_cells(capsys: pytest.CaptureFixture[str]):
     table, last = measured(capsys, only=FRAGMENTED)
     found = last["fragmented"]
     assert [line.split()[0] for line in table] == [FRAGMENTED] * len(found)
@@ -90,7 +90,7 @@ def test_what_compaction_saves_attention_is_measured_over_the_same_cells(capsys:
         assert one["ratio"] > 0
 
 
-def test_turns_are_counted_for_every_number_of_captures(capsys: pytest.CaptureFixture[str]):
+def test_turns_are_counted_for_every_number_of_checkpoints(capsys: pytest.CaptureFixture[str]):
     table, last = measured(capsys, only=TURNS)
     assert last["results"] == {}
     assert list(last["turns"]) == ["32"]
@@ -109,7 +109,7 @@ def test_revertible_steps_are_measured_for_every_kind_of_recurrence(capsys: pyte
     assert [line.split()[1] for line in table[: len(costs)]] == [f"{cost['all_kept']:.2f}x" for cost in costs]
 
 
-def test_a_fork_takes_no_state_and_its_first_token_one_row_of_each_recurrent_layer(capsys: pytest.CaptureFixture[str]):
+def test_a_fork_allocates_no_state_and_its_first_token_one_row(capsys: pytest.CaptureFixture[str]):
     table, last = measured(capsys, only=REVERTIBLE)
     assert list(last["forks"]) == list(RECURRENT)
     for fork in last["forks"].values():
@@ -118,7 +118,7 @@ def test_a_fork_takes_no_state_and_its_first_token_one_row_of_each_recurrent_lay
     assert [line.split()[0] for line in table[-len(RECURRENT) :]] == ["fork"] * len(RECURRENT)
 
 
-def test_a_start_is_told_in_the_two_imports_and_the_rest():
+def test_a_start_is_reported_in_three_parts():
     found = {"first": Start(0.1, 2.0, 4.0, 8.0), "second": Start(0.1, 2.5, 4.5, 0.75)}
     _, first, second, wanted = lines(found)
     assert first.split() == ["first", "start", "2.00", "s", "4.00", "s", "8.00", "s"]
@@ -127,14 +127,14 @@ def test_a_start_is_told_in_the_two_imports_and_the_rest():
 
 
 @pytest.mark.slow
-def test_starts_are_measured_in_processes_of_their_own(capsys: pytest.CaptureFixture[str]):
+def test_starts_are_measured_in_new_processes(capsys: pytest.CaptureFixture[str]):
     table, last = measured(capsys, only=START)
     assert [line.split()[0] for line in table[1:3]] == ["first", "second"] == list(last["start"])
     for start in last["start"].values():
         assert all(took > 0 for part, took in start.items() if part != "python")
 
 
-def test_profile_parts_a_step_without_remainder(capsys: pytest.CaptureFixture[str]):
+def test_profile_reports_every_part_of_a_step(capsys: pytest.CaptureFixture[str]):
     run_profile("ragged-8", quick=True)
     *table, last = capsys.readouterr().out.splitlines()
     found = json.loads(last)
@@ -160,8 +160,8 @@ def test_unknown_workload_is_refused_by_name():
         run(quick=True, only="ragged")
 
 
-def test_both_sides_say_the_same_on_the_same_weights(tmp_path):
-    """What is compared is the same work: greedy tokens of ours and of theirs, padded and not, agree."""
+def test_both_engines_generate_the_same_tokens(tmp_path):
+    """The bench compares equal work: greedy tokens of both are equal, padded and not."""
     from kvcellar import Engine
 
     write(TINY, tmp_path)

@@ -1,4 +1,4 @@
-"""Two sides take turns: bursts alternate, waiting is not counted, and nobody waits for a side that is over."""
+"""Two decoders alternate: waiting is not measured, and no thread waits for a decoder that has ended."""
 
 import threading
 
@@ -9,7 +9,7 @@ from kvcellar.bench.interleave import Side, sides
 
 
 def play(side: Side, steps: int, name: str, heard: list[str]) -> None:
-    side.step()  # the prompts have been read
+    side.step()  # the end of prefill
     for _ in range(steps):
         heard.append(name)
         side.step()
@@ -23,7 +23,7 @@ def started(*calls: tuple[Side, int, str, list[str]]) -> list[threading.Thread]:
     return threads
 
 
-def test_bursts_alternate_from_the_first_that_may_go():
+def test_bursts_alternate():
     heard: list[str] = []
     one, two = sides(2)
     threads = started((one, 6, "a", heard), (two, 6, "b", heard))
@@ -36,7 +36,7 @@ def test_bursts_alternate_from_the_first_that_may_go():
     assert len(one.seconds) == len(one.cpu) == len(two.seconds) == len(two.cpu) == 6
 
 
-def test_time_spent_waiting_is_nobodys(monkeypatch: pytest.MonkeyPatch):
+def test_waiting_is_not_measured(monkeypatch: pytest.MonkeyPatch):
     now = [0.0]
     monkeypatch.setattr(interleave, "_clocks", lambda: (now[0], 2 * now[0]))
     one, two = sides(2)
@@ -60,7 +60,7 @@ def test_time_spent_waiting_is_nobodys(monkeypatch: pytest.MonkeyPatch):
     assert (one.cpu, two.cpu) == ([2.0] * 4, [200.0] * 4)
 
 
-def test_side_that_is_over_keeps_nobody_waiting():
+def test_a_side_that_ends_releases_the_other():
     heard: list[str] = []
     one, two = sides(1)
     threads = started((one, 5, "a", heard), (two, 1, "b", heard))

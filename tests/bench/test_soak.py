@@ -1,4 +1,4 @@
-"""The soak judges what it sees, and its clients leave nothing behind. No time is looked at."""
+"""The result of a soak follows from its samples, and its clients leave nothing in memory. No time is compared."""
 
 import sys
 
@@ -11,7 +11,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="the resident set is 
 
 
 def samples(*rss: int, cancelled: int = 3) -> list[Sample]:
-    """One every ten seconds."""
+    """One sample every ten seconds."""
     return [Sample(10.0 * (i + 1), size, 7, cancelled, 99) for i, size in enumerate(rss)]
 
 
@@ -20,7 +20,7 @@ def samples(*rss: int, cancelled: int = 3) -> list[Sample]:
     [([1000, 1050], True), ([1000, 1051, 1000], False), ([500, 1000], True)],
     ids=["within", "above for a moment", "below"],
 )
-def test_only_growth_after_the_first_minutes_fails(after: list[int], passed: bool) -> None:
+def test_only_growth_after_the_first_minutes_counts(after: list[int], passed: bool) -> None:
     found = judged("some", samples(1, 1000, 3000, 1000, *after), warm=40.0)
     assert (found.warm, found.most, found.least) == (1000, max(after), min(after))
     assert found.passed is passed
@@ -28,18 +28,18 @@ def test_only_growth_after_the_first_minutes_fails(after: list[int], passed: boo
     assert MAX_GROWTH == 0.05
 
 
-def test_a_soak_in_which_nothing_was_cancelled_has_not_passed() -> None:
+def test_a_soak_without_cancellations_fails() -> None:
     assert not judged("some", samples(1000, 1000, cancelled=0), warm=10.0).passed
 
 
 @pytest.mark.parametrize("warm", [0.0, 99.0])
-def test_samples_on_one_side_only_are_no_verdict(warm: float) -> None:
+def test_samples_on_one_side_only_raise(warm: float) -> None:
     with pytest.raises(ValueError, match="both sides"):
         judged("some", samples(1000, 1000), warm=warm)
 
 
 @linux
-def test_clients_ask_and_leave_and_nothing_stays() -> None:
+def test_a_soak_leaves_nothing_in_memory() -> None:
     with Engine(cache_bytes=32 << 20, context=128, threads=1) as engine:
         fill(engine, seed=1)
         assert engine.stats().cells_used == 0

@@ -1,4 +1,4 @@
-"""The command as a user meets it: in this process, in one of its own, and at a terminal."""
+"""Runs the `kvcellar` command: in this process, in a new process, and at a terminal."""
 
 import io
 import os
@@ -28,7 +28,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[=>]|\r")
 
 @dataclass(frozen=True)
 class Ran:
-    """How a command ended and what it said."""
+    """The exit code and the output of a command."""
 
     code: int
     out: str
@@ -41,7 +41,7 @@ class _Tty(io.TextIOWrapper):
 
 
 def kvcellar(*words: str, stdin: bytes = b"", stdout: io.BytesIO | None = None, typed: str | None = None) -> Ran:
-    """Run the command in this process. Its streams are pipes, or, where something is `typed`, a terminal."""
+    """Run the command in this process. Its streams are pipes, or with `typed` a terminal."""
     stream = io.TextIOWrapper if typed is None else _Tty
     out, err = (stream(into, encoding="utf-8", write_through=True) for into in (stdout or io.BytesIO(), io.BytesIO()))
     streams = {"stdin": stream(io.BytesIO(stdin), encoding="utf-8"), "stdout": out, "stderr": err}
@@ -62,7 +62,7 @@ def kvcellar(*words: str, stdin: bytes = b"", stdout: io.BytesIO | None = None, 
 
 
 def environment(home: Path) -> dict[str, str]:
-    """For a process of its own: quiet, offline, with a home that is the test's; libraries are compiled once for all."""
+    """The environment of a new process, with a home directory of the test; compiled libraries are shared."""
     return {
         "XDG_CACHE_HOME": str(Path.home() / ".cache"),
         **os.environ,
@@ -76,12 +76,12 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def ordinary_interrupts() -> None:
-    """A process started by a script may have inherited that interrupts are ignored."""
+    """Restore interrupts, which a script may have set to be ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def started(home: Path, *words: str) -> subprocess.Popen[str]:
-    """The command in a process of its own, with pipes."""
+    """The command in a new process, with pipes."""
     return subprocess.Popen(
         [*COMMAND, *words],
         stdin=subprocess.DEVNULL,
@@ -94,7 +94,7 @@ def started(home: Path, *words: str) -> subprocess.Popen[str]:
 
 
 class Terminal:
-    """A user at a terminal: types lines, reads what comes, presses Ctrl-C. A context manager."""
+    """A process at a pseudo-terminal: types lines, reads output, presses Ctrl-C. A context manager."""
 
     def __init__(self, home: Path, words: Sequence[str]) -> None:
         self._screen, theirs = pty.openpty()
@@ -135,7 +135,7 @@ class Terminal:
         os.write(self._screen, keys.encode())
 
     def until(self, pattern: str) -> str:
-        """Read until `pattern` (a regular expression) has come; answers everything up to its end."""
+        """Read until `pattern` (a regular expression) matches. Returns everything up to its end."""
         limit = time.monotonic() + PATIENCE
         while not (found := re.search(pattern, self._unread)):
             assert time.monotonic() < limit, f"{pattern!r} does not come; the screen says {self._unread[-2000:]!r}"
@@ -149,7 +149,7 @@ class Terminal:
             return True
         try:
             data = os.read(self._screen, 65536)
-        except OSError:  # the other side has been closed
+        except OSError:  # the process has closed its side
             return False
         text = _ANSI.sub("", data.decode(errors="replace"))
         self._unread += text
@@ -157,7 +157,7 @@ class Terminal:
         return bool(data)
 
     def end(self) -> int:
-        """Wait for the process; its exit code."""
+        """Wait for the process. Returns its exit code."""
         limit = time.monotonic() + PATIENCE
         while self._process.poll() is None and time.monotonic() < limit:
             self._read()

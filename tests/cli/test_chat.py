@@ -1,4 +1,4 @@
-"""`kvcellar run` at a terminal: a conversation, with what each answer cost, commands, and Ctrl-C."""
+"""`kvcellar run` at a terminal: the chat, the cost of each completion, commands, and Ctrl-C."""
 
 import errno
 import logging
@@ -17,21 +17,21 @@ WORDS = ("run", "--temperature", "0", "--max-tokens", "12", "--threads", "1", "-
 
 
 def cost(terminal):
-    """Wait for the end of an answer: (tokens, tokens per second, ms to the first, remembered, prompt tokens)."""
+    """Wait for a completion: (tokens, tokens per second, ms to the first, cached tokens, prompt tokens)."""
     found = re.search(COST, terminal.until(COST))
     terminal.until(">>>")
     return tuple(map(float, found.groups()))
 
 
 def said(terminal, line, pattern):
-    """Type a line, and read up to what must be answered."""
+    """Type a line, and read until `pattern` matches."""
     terminal.type(line)
     text = terminal.until(pattern)
     terminal.until(">>>")
     return text
 
 
-def test_a_conversation(tmp_path):
+def test_a_chat(tmp_path):
     with Terminal(tmp_path, WORDS) as terminal:
         terminal.until(">>>")
         answers_tell_what_they_cost(terminal)
@@ -105,7 +105,7 @@ def ctrl_c_ends_an_answer_and_not_the_conversation(terminal):
     said(terminal, "/set max_tokens 4000", "max_tokens 4000")
     said(terminal, "/set ignore_eos true", "ignore_eos true")
     terminal.type("class A:")
-    terminal.until(r"class A:[^\n]*\n(?s:.{80})")  # so much is no prompt that is drawn again, but the answer
+    terminal.until(r"class A:[^\n]*\n(?s:.{80})")  # longer than a redrawn prompt, so it is a completion
     terminal.press("\x03")
     terminal.until("interrupted; this turn was removed")
     terminal.until(">>>")
@@ -114,11 +114,11 @@ def ctrl_c_ends_an_answer_and_not_the_conversation(terminal):
     tokens, _, _, remembered, prompt = cost(terminal)
     assert tokens == 3
     assert 0 < remembered < prompt
-    terminal.press("\x03")  # at the prompt it only empties the line
+    terminal.press("\x03")  # at the prompt it only clears the line
     said(terminal, "/rewind 17", "17 turns cannot be forgotten; there are 3")
 
 
-def test_a_home_that_cannot_be_written_to_costs_the_history_alone(tmp_path, monkeypatch):
+def test_an_unwritable_home_disables_only_the_history(tmp_path, monkeypatch):
     (tmp_path / "state").write_text("this is no directory")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     ran = kvcellar(*WORDS, typed="import os\r/bye\r")
@@ -127,7 +127,7 @@ def test_a_home_that_cannot_be_written_to_costs_the_history_alone(tmp_path, monk
     assert re.search(COST, ran.out)
 
 
-def test_a_disk_that_fills_up_costs_the_history_alone(tmp_path, monkeypatch):
+def test_a_full_disk_disables_only_the_history(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr("prompt_toolkit.history.FileHistory.store_string", no_space)
     ran = kvcellar(*WORDS, typed="import os\rimport re\r/bye\r")
@@ -140,7 +140,7 @@ def no_space(*_: object) -> None:
 
 
 @pytest.mark.parametrize(("name", "attends"), [("llama", "cpu|sdpa"), ("bloom", "the model itself")])
-def test_it_shows_who_attends(tmp_path, monkeypatch, name, attends):
+def test_show_prints_the_attention_backend(tmp_path, monkeypatch, name, attends):
     ARCHS[name].build().save_pretrained(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     ran = kvcellar("run", str(tmp_path), "--ids", "--cache-bytes", "1M", "--threads", "1", typed="/show\r/bye\r")
@@ -148,14 +148,14 @@ def test_it_shows_who_attends(tmp_path, monkeypatch, name, attends):
 
 
 @pytest.mark.parametrize("last", ["/bye\r", "/exit\r", "\x04"])
-def test_it_ends_when_the_user_wants_to(tmp_path, monkeypatch, last):
+def test_commands_that_end_the_chat(tmp_path, monkeypatch, last):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     ran = kvcellar(*WORDS, "--raw", "--quiet", typed="   \x15\r" + last)
     assert (ran.code, ran.err) == (0, "")
     assert "a completion model" in ran.out
 
 
-def test_a_conversation_ends_with_its_engine(tmp_path, monkeypatch):
+def test_the_chat_ends_with_its_engine(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(logging.getLogger("kvcellar.engine"), "disabled", True)
     monkeypatch.setattr(Scheduler, "build", lambda self: 1 // 0 if self.waiting else ([], []))

@@ -1,4 +1,4 @@
-"""`kvcellar doctor`: what a model is, in words and as JSON, or why it is refused."""
+"""`kvcellar doctor`: the description of a model as text and as JSON, or the reason of its refusal."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
     return make
 
 
-def test_it_says_in_words_what_a_model_is(folder):
+def test_the_text_describes_the_model(folder):
     path = folder("gemma3")
     ran = kvcellar("doctor", path, "--no-kv-quality", *SMALL)
     assert (ran.code, ran.err) == (0, "")
@@ -51,7 +51,7 @@ def test_it_says_in_words_what_a_model_is(folder):
         assert told in ran.out
 
 
-def test_bytes_are_told_exactly_and_as_people_say_them(folder):
+def test_bytes_are_printed_exactly_and_with_a_unit(folder):
     told = kvcellar("doctor", folder("llama"), "--kv-quality", *SMALL).out
     assert "of 1000000 bytes (1 MB), which is cache_bytes" in told
     for count, said in re.findall(r"(\d+) bytes( \([\d.]+ [kMGT]B\))?", told):
@@ -93,7 +93,7 @@ def test_json_has_the_same_in_numbers(folder):
     assert said["bytes_per_token"] == sum(group["bytes_per_cell"] for group in said["groups"])
 
 
-def test_it_says_why_a_model_is_not_served_flat(folder):
+def test_the_reason_for_solo_is_printed(folder):
     ran = kvcellar("doctor", folder("bloom"), "--no-kv-quality", *SMALL)
     assert ran.code == 0
     assert "served solo" in ran.out
@@ -108,14 +108,14 @@ def test_an_attention_backend_can_be_named(folder):
 
 
 @pytest.mark.parametrize("asked", [(), ("--attention", "reference"), ("--kv-dtype", "int8")])
-def test_every_backend_there_is_has_a_verdict_on_every_group(folder, monkeypatch, asked):
+def test_every_backend_is_listed_for_every_group(folder, monkeypatch, asked):
     class Picky(Reference):
         name = "picky"
 
         def refuse(self, ask):
             return f"{ask.kv_heads} KV heads are too few"
 
-    every = (*choose.backends(), Picky())  # behind the one that is chosen
+    every = (*choose.backends(), Picky())  # after the one that is chosen
     monkeypatch.setattr(choose, "backends", lambda: every)
     monkeypatch.setattr(diagnosis, "backends", lambda: every)
     path = folder("gemma3")
@@ -134,7 +134,7 @@ def test_every_backend_there_is_has_a_verdict_on_every_group(folder, monkeypatch
 
 
 @pytest.mark.parametrize("form", [(), ("--json",)])
-def test_a_model_that_cannot_be_served_is_refused_in_one_line_with_every_reason(folder, form):
+def test_a_refused_model_prints_one_line(folder, form):
     ran = kvcellar("doctor", folder("rwkv"), *form, *SMALL)
     assert (ran.code, ran.out) == (1, "")
     (line,) = ran.err.splitlines()
@@ -142,7 +142,7 @@ def test_a_model_that_cannot_be_served_is_refused_in_one_line_with_every_reason(
     assert "Traceback" not in line
 
 
-def test_weights_that_do_not_fit_are_refused(folder):
+def test_missing_weights_are_refused(folder):
     path = folder("llama")
     file = Path(path) / "model.safetensors"
     tensors = load_file(file)
@@ -154,7 +154,7 @@ def test_weights_that_do_not_fit_are_refused(folder):
     assert len(ran.err.splitlines()) == 1
 
 
-def test_a_model_with_recurrent_layers_shifts_by_reading_again(monkeypatch):
+def test_context_shift_of_recurrent_models_recomputes(monkeypatch):
     asked = []
     monkeypatch.setattr(diagnosis, "backends", lambda: asked.append(1) or choose.backends())
     given = diagnosis.Settings(cache_bytes=10**6, threads=1)
@@ -166,7 +166,7 @@ def test_a_model_with_recurrent_layers_shifts_by_reading_again(monkeypatch):
     assert "recurrent layers" in shift
 
 
-def test_it_says_what_recurrent_layers_take_and_that_it_does_not_grow(folder):
+def test_bytes_of_recurrent_state_are_per_sequence(folder):
     small = ("--cache-bytes", "1M", "--context", "64", "--step-tokens", "32", "--max-sequences", "64")
     path = folder("mamba2")
     said = json.loads(kvcellar("doctor", path, "--json", *small).out)
@@ -180,7 +180,7 @@ def test_it_says_what_recurrent_layers_take_and_that_it_does_not_grow(folder):
     assert "per token" not in told
 
 
-def test_a_model_that_runs_solo_attends_by_itself(folder):
+def test_a_solo_model_uses_its_own_attention(folder):
     path = folder("bloom")
     told = kvcellar("doctor", path, "--no-kv-quality", *SMALL).out
     assert "attention by the model itself" in told

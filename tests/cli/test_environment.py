@@ -1,4 +1,4 @@
-"""What the command sets in its own process before a library reads it."""
+"""Environment variables that the command sets before libraries read them."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ from kvcellar.cli.main import ENVIRONMENT, main
 
 
 @pytest.mark.parametrize("given", [None, "7"])
-def test_it_limits_the_kernels_that_onednn_keeps_unless_that_is_said_already(
+def test_the_kernel_cache_of_onednn_is_limited_unless_already_set(
     given: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ENVIRONMENT:

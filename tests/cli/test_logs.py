@@ -1,4 +1,4 @@
-"""The log of `kvcellar serve`: one line per record whatever is in it, and no waiting for stderr."""
+"""The log of `kvcellar serve`: records cannot be forged, and writing does not block."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ def record(message: str, **more: object) -> logging.LogRecord:
 
 
 @given(st.text())
-def test_no_message_can_look_like_another_record(text):
+def test_a_message_cannot_look_like_another_record(text):
     shown = TextFormat().format(record(text))
     first, *rest = shown.splitlines()
     assert HEAD.match(first)
@@ -42,7 +42,7 @@ def test_no_message_can_look_like_another_record(text):
     assert json.loads(written)["message"] == text
 
 
-def test_a_traceback_is_told_in_both_formats():
+def test_both_formats_contain_tracebacks():
     try:
         raise ValueError("wrong\n2026-01-01T00:00:00.000Z INFO kvcellar.serve: forged")
     except ValueError:
@@ -52,7 +52,7 @@ def test_a_traceback_is_told_in_both_formats():
     assert "forged" in json.loads(JsonFormat().format(made))["message"]
 
 
-def test_a_stderr_that_blocks_for_ever_blocks_nothing_else(monkeypatch):
+def test_a_blocked_stderr_blocks_nothing_else(monkeypatch):
     monkeypatch.setattr(logs, "MAX_QUEUED", 5)
     monkeypatch.setattr(logs, "FLUSH_SECONDS", 0.01)
     reached, never, written = threading.Event(), threading.Event(), []
@@ -75,7 +75,7 @@ def test_a_stderr_that_blocks_for_ever_blocks_nothing_else(monkeypatch):
     assert len(written) == 6
 
 
-def test_lines_that_cannot_be_written_are_counted_and_raise_nothing():
+def test_dropped_lines_are_counted():
     written, tried = [], threading.Semaphore(0)
     failures = [OSError("no space left"), BrokenPipeError(), ValueError("closed")]
 
@@ -98,7 +98,7 @@ def test_lines_that_cannot_be_written_are_counted_and_raise_nothing():
     assert "the last" in line
 
 
-def test_a_record_that_cannot_be_formatted_raises_nothing():
+def test_formatting_errors_are_logged():
     written = []
     handler = BackgroundHandler(written.append)
     handler.setFormatter(TextFormat())
@@ -114,7 +114,7 @@ def test_without_stderr_nothing_is_written_anywhere(monkeypatch):
         logging.getLogger("kvcellar.serve").error("nowhere")
 
 
-def test_afterwards_logging_is_as_it_was():
+def test_logging_is_restored():
     loggers = [logging.getLogger(name) for name in (None, "kvcellar", "uvicorn.error")]
     before = [(one.level, list(one.handlers)) for one in loggers]
     with log_to_stderr("debug", "json"):
@@ -129,7 +129,7 @@ class Served(FakeEngine):
 
 @contextmanager
 def one_request(monkeypatch, path: str) -> Iterator[None]:
-    """`kvcellar serve` on an engine without a model, which ends after one request of each kind."""
+    """`kvcellar serve` with a fake engine; it ends after one completion and one GET of `path`."""
 
     def run(engine, settings, *, listener, ready, signalled):
         with Server(engine, settings, listener=listener) as server, httpx.Client(base_url=server.url) as client:
@@ -143,7 +143,7 @@ def one_request(monkeypatch, path: str) -> Iterator[None]:
     yield
 
 
-def test_each_request_is_a_line(monkeypatch):
+def test_each_request_has_a_line(monkeypatch):
     with one_request(monkeypatch, "/nowhere%0a%1b[31m%20200%20ok"):
         said = kvcellar("serve", "--port", "0").err
     assert "secret" not in said
@@ -178,7 +178,7 @@ def test_as_json_each_line_is_an_object(monkeypatch):
 
 
 @pytest.mark.parametrize(("level", "lines"), [("info", 2), ("warning", 0)])
-def test_the_level_says_whether_requests_are_logged(monkeypatch, level, lines):
+def test_the_level_decides_whether_requests_are_logged(monkeypatch, level, lines):
     with one_request(monkeypatch, "/health"):
         said = kvcellar("serve", "--port", "0", "--log-level", level).err
     assert len([line for line in said.splitlines() if HEAD.match(line)]) == lines

@@ -1,4 +1,4 @@
-"""While a model is loaded, one line at the terminal says what is being done; it goes to stderr, and nowhere else."""
+"""The stages of loading a model are shown in one line at a terminal, on stderr."""
 
 import os
 import pty
@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path / "model")
 
 
-def test_a_terminal_is_told_each_stage_and_the_line_is_erased(folder: str) -> None:
+def test_each_stage_is_shown_and_the_line_erased(folder: str) -> None:
     ran = kvcellar("run", folder, *ASKED, typed="")
     places = [ran.err.index(stage) for stage in ORDER]
     assert places == sorted(places)
@@ -38,19 +38,19 @@ def test_a_terminal_is_told_each_stage_and_the_line_is_erased(folder: str) -> No
     assert not any(stage in ran.out for stage in ORDER)
 
 
-def test_a_pipe_is_told_nothing(folder: str) -> None:
+def test_nothing_is_shown_without_a_terminal(folder: str) -> None:
     assert kvcellar("run", folder, *ASKED).err == ""
 
 
 @pytest.mark.parametrize("words", [("run",), ("doctor", "--no-kv-quality"), ("verify", "--no-kv-quality")])
-def test_quiet_is_quiet_at_a_terminal_too(folder: str, words: tuple[str, ...]) -> None:
+def test_quiet_shows_nothing_at_a_terminal(folder: str, words: tuple[str, ...]) -> None:
     more = ASKED if words[0] == "run" else ("--tokens", "8") if words[0] == "verify" else ()
     ran = kvcellar(words[0], folder, *words[1:], *more, "--quiet", typed="")
     assert (ran.code, ran.err) == (0, "")
     assert ran.out
 
 
-def test_a_refusal_has_a_line_of_its_own(tmp_path: Path) -> None:
+def test_an_error_has_its_own_line(tmp_path: Path) -> None:
     ARCHS["llama"].build().save_pretrained(tmp_path)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-9])
@@ -60,7 +60,7 @@ def test_a_refusal_has_a_line_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", ["importing torch", "importing transformers"])
-def test_ctrl_c_while_it_loads_ends_it_at_once_and_cleanly(tmp_path: Path, stage: str) -> None:
+def test_ctrl_c_during_a_load_ends_the_command(tmp_path: Path, stage: str) -> None:
     with Terminal(tmp_path, ("run", "embedded", "import os", *HOW)) as terminal:
         terminal.until(stage)
         terminal.press("\x03")
@@ -72,14 +72,14 @@ def test_ctrl_c_while_it_loads_ends_it_at_once_and_cleanly(tmp_path: Path, stage
 @pytest.mark.parametrize(
     "place", ["models.load._build", "engine.build.pack", "models.build_guest.whole_step_test", "engine.reserve._tried"]
 )
-def test_an_interrupt_in_the_middle_of_a_load_ends_it_with_nothing_but_the_line_erased(folder: str, place: str) -> None:
+def test_an_interrupt_during_a_load_erases_the_line(folder: str, place: str) -> None:
     with mock.patch(f"kvcellar.{place}", side_effect=KeyboardInterrupt):
         ran = kvcellar("run", folder, *ASKED, typed="")
     assert (ran.code, ran.out) == (130, "")
     assert ran.err.endswith(" \r\n"), "click ends the line"
 
 
-def test_stdout_has_the_answer_alone_where_stderr_is_a_terminal(tmp_path: Path, folder: str) -> None:
+def test_progress_is_not_written_to_stdout(tmp_path: Path, folder: str) -> None:
     screen, theirs = pty.openpty()
     with subprocess.Popen(
         [*COMMAND, "run", folder, *ASKED],

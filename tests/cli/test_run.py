@@ -1,4 +1,4 @@
-"""`kvcellar run` with one prompt: what goes to which stream, and which exit code says what."""
+"""`kvcellar run` with one prompt: output, errors and exit codes."""
 
 import errno
 import io
@@ -27,24 +27,24 @@ def user(text):
     return [{"role": "user", "content": text}]
 
 
-def test_a_prompt_as_an_argument_is_answered_on_stdout(engine):
+def test_a_prompt_as_an_argument(engine):
     ran = kvcellar("run", "embedded", "import os", "--max-tokens", "9", *GREEDY)
     assert (ran.code, ran.err) == (0, "")
     assert ran.out == engine.chat(user("import os"), max_tokens=9, temperature=0.0).text + "\n"
 
 
-def test_a_prompt_from_a_pipe_is_answered_by_the_embedded_model(engine):
+def test_a_prompt_from_a_pipe(engine):
     ran = kvcellar("run", "--max-tokens", "9", *GREEDY, stdin=b"def main():\n")
     assert (ran.code, ran.err) == (0, "")
     assert ran.out == engine.chat(user("def main():"), max_tokens=9, temperature=0.0).text + "\n"
 
 
-def test_raw_continues_the_text_as_it_is(engine):
+def test_raw_uses_no_chat_template(engine):
     ran = kvcellar("run", "--raw", "--max-tokens", "9", *GREEDY, stdin=b"def main")
     assert ran.out == engine.generate("def main", max_tokens=9, temperature=0.0).text + "\n"
 
 
-def test_json_is_one_object_with_everything(engine):
+def test_json_output(engine):
     ran = kvcellar("run", "embedded", "import os", "--json", "--max-tokens", "5", *GREEDY)
     assert (ran.code, ran.err) == (0, "")
     (line,) = ran.out.splitlines()
@@ -59,7 +59,7 @@ def test_json_is_one_object_with_everything(engine):
     assert said["logprobs"] is None
 
 
-def test_json_has_log_probabilities_where_they_are_asked_for(engine):
+def test_json_output_with_logprobs(engine):
     ran = kvcellar("run", "embedded", "import os", "--json", "--logprobs", "2", "--max-tokens", "3", *GREEDY)
     own = engine.chat(user("import os"), max_tokens=3, temperature=0.0, logprobs=2)
     assert json.loads(ran.out)["logprobs"] == [
@@ -68,7 +68,7 @@ def test_json_has_log_probabilities_where_they_are_asked_for(engine):
     ]
 
 
-def test_a_model_without_a_tokenizer_is_spoken_to_in_token_ids(tmp_path, monkeypatch):
+def test_token_ids_for_a_model_without_a_tokenizer(tmp_path, monkeypatch):
     ARCHS["llama"].build().save_pretrained(tmp_path)
     with Engine(tmp_path, cache_bytes=10**6, threads=1) as engine:
         own = engine.generate([5, 6, 7], max_tokens=6, temperature=0.0)
@@ -93,7 +93,7 @@ def test_a_model_without_a_tokenizer_is_spoken_to_in_token_ids(tmp_path, monkeyp
         assert "The reason: the directory has no tokenizer. With --ids, prompt and answer are token ids." in ran.err
 
 
-def test_sampling_is_as_it_was_said(engine):
+def test_sampling_options_are_used(engine):
     words = ("--seed", "7", "--top-p", "0.8", "--top-k", "30", "--min-p", "0.01", "--repetition-penalty", "1.1")
     ran = kvcellar("run", "embedded", "import os", "--max-tokens", "12", *words, *GREEDY, "--temperature", "0.9")
     own = engine.chat(
@@ -147,7 +147,7 @@ def test_every_option_of_sampling_reaches_the_engine(monkeypatch, words, field, 
     assert getattr(params, field) == value
 
 
-def test_the_answer_ends_where_a_stop_string_would_come(engine):
+def test_a_stop_string_ends_the_output(engine):
     whole = engine.chat(user("import os"), max_tokens=20, temperature=0.0).text
     stop = whole[4:7]
     ran = kvcellar("run", "embedded", "import os", "--max-tokens", "20", "--stop", "\0", "--stop", stop, *GREEDY)
@@ -158,7 +158,7 @@ def test_the_answer_ends_where_a_stop_string_would_come(engine):
 
 
 def refused(*words, stdin=b""):
-    """The one line that says why."""
+    """The line with the reason."""
     ran = kvcellar(*words, stdin=stdin)
     assert ran.code == 1
     assert ran.out == ""
@@ -169,7 +169,7 @@ def refused(*words, stdin=b""):
 
 @pytest.fixture
 def broken(tmp_path):
-    """A directory with what its name says."""
+    """A directory that is not a model, of the given kind."""
 
     def make(kind):
         folder = tmp_path / kind
@@ -196,13 +196,13 @@ def broken(tmp_path):
         ("cut", "not a whole safetensors file"),
     ],
 )
-def test_a_directory_that_is_no_model_is_refused_in_one_line(broken, kind, why):
+def test_a_directory_without_a_model_is_refused(broken, kind, why):
     assert why in refused("run", broken(kind), "hello")
     assert why in refused("doctor", broken(kind), "--json")
 
 
 @pytest.mark.parametrize("name", ["nosuch", "owner/nosuch", "../../etc/passwd", "-", "x" * 5000, "a\nb", "é/è"])
-def test_a_name_that_is_no_model_is_refused_in_one_line(name):
+def test_an_unknown_model_name_is_refused(name):
     line = refused("run", "--", name, "hello")
     assert "there is no directory" in line or "is a file" in line or "neither a directory" in line
 
@@ -215,7 +215,7 @@ def test_a_name_that_is_no_model_is_refused_in_one_line(name):
         (("--ids",), "with --ids a prompt is token ids, like 12 7 99, not 'hello there'"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(words, why):
+def test_impossible_requests_are_refused(words, why):
     assert why in refused("run", "embedded", "hello there", *words)
 
 
@@ -246,7 +246,7 @@ def test_what_cannot_be_is_refused_in_one_line(words, why):
         ("--attention", "magic", "no attention backend"),
     ],
 )
-def test_a_value_that_cannot_be_is_refused_with_the_name_of_its_option(option, value, why):
+def test_an_invalid_value_is_refused_with_its_option(option, value, why):
     ran = kvcellar("run", "embedded", "hello there", option, value)
     assert (ran.code, ran.out) == (2, "")
     assert "Usage: " in ran.err
@@ -254,12 +254,12 @@ def test_a_value_that_cannot_be_is_refused_with_the_name_of_its_option(option, v
     assert why in ran.err
 
 
-def test_what_comes_through_a_pipe_must_be_text():
+def test_input_that_is_not_text_is_refused():
     assert "not UTF-8: byte 2" in refused("run", stdin=b"ab\xff")
     assert "half of a surrogate pair" in refused("run", "embedded", "a\udcff")
 
 
-def test_a_prompt_beyond_the_context_is_refused_in_one_line():
+def test_a_prompt_beyond_the_context_is_refused():
     assert "the model's context allows 4096" in refused("run", stdin=b"\n" * 10**5 + b"x")
 
 
@@ -280,7 +280,7 @@ def test_a_prompt_beyond_the_context_is_refused_in_one_line():
     ],
     ids=" ".join,
 )
-def test_wrong_usage_ends_with_two_and_says_how_it_would_be_right(words):
+def test_wrong_usage_has_exit_code_2(words):
     ran = kvcellar(*words)
     assert ran.code == 2
     assert ran.out == ""
@@ -302,20 +302,20 @@ def test_wrong_usage_ends_with_two_and_says_how_it_would_be_right(words):
         ("3B", 3),
     ],
 )
-def test_sizes_are_read_as_people_write_them(said, size):
+def test_forms_of_sizes(said, size):
     from kvcellar.cli.options import Size
 
     assert Size().convert(said, None, None) == size
 
 
 @pytest.mark.parametrize("words", [(), ("--help",), ("run", "--help"), ("serve", "--help"), ("doctor", "--help")])
-def test_help_is_there(words):
+def test_help(words):
     ran = kvcellar(*words)
     assert "Usage: " in ran.out + ran.err
     assert ran.code == (0 if words else 2)
 
 
-def test_the_version_is_said():
+def test_version():
     from kvcellar import __version__
 
     assert kvcellar("--version").out == f"kvcellar, version {__version__}\n"
@@ -334,7 +334,7 @@ def test_an_interrupt_ends_with_130_and_no_traceback(tmp_path):
     assert "Traceback" not in err
 
 
-def test_a_reader_that_leaves_ends_it_without_a_word(tmp_path):
+def test_a_closed_stdout_ends_the_command_silently(tmp_path):
     process = started(tmp_path, "run", "embedded", "import os", "--ignore-eos", "--max-tokens", "4000", *GREEDY)
     assert process.stdout is not None
     assert process.stderr is not None
@@ -345,7 +345,7 @@ def test_a_reader_that_leaves_ends_it_without_a_word(tmp_path):
     process.stderr.close()
 
 
-def test_output_that_cannot_be_written_is_an_error_in_one_line():
+def test_a_full_disk_is_reported_in_one_line():
     class Full(io.BytesIO):
         def write(self, data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

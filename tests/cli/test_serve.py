@@ -1,4 +1,4 @@
-"""`kvcellar serve` as a process: it answers, and it stops when it is told to."""
+"""`kvcellar serve` as a process: it serves requests, and stops on a signal."""
 
 import re
 import signal
@@ -13,7 +13,7 @@ ENGINE = ("--cache-bytes", "16M", "--threads", "1", "--max-sequences", "4")
 
 
 @pytest.mark.parametrize("word", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_it_says_where_it_is_answers_and_ends_when_told(tmp_path, word):
+def test_serve_prints_its_address_and_ends_on_a_signal(tmp_path, word):
     process = started(tmp_path, "serve", "--port", "0", *ENGINE)
     assert process.stderr is not None
     try:

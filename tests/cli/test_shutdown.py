@@ -1,4 +1,4 @@
-"""How the process of `kvcellar serve` ends where its engine does not, and at a second signal."""
+"""The process of `kvcellar serve` ends when its engine is stuck, and at a second signal."""
 
 import os
 import signal
@@ -49,7 +49,7 @@ def stuck(*words: str) -> subprocess.Popen[str]:
 
 
 def until_it_serves(process: subprocess.Popen[str]) -> int:
-    """Its port."""
+    """Wait until the server is ready. Returns its port."""
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith("Serving "):
@@ -57,7 +57,7 @@ def until_it_serves(process: subprocess.Popen[str]) -> int:
     raise AssertionError("it does not serve")
 
 
-def test_an_engine_that_does_not_end_its_step_does_not_keep_the_process():
+def test_the_process_ends_without_waiting_for_a_stuck_step():
     with stuck("--drain-timeout", "0") as process:
         until_it_serves(process)
         process.send_signal(signal.SIGTERM)
@@ -93,7 +93,7 @@ def listens(port: int) -> bool:
     return True
 
 
-def test_without_a_signal_or_after_the_end_nothing_happens():
+def test_the_timer_does_nothing_without_a_signal_or_after_the_end():
     left: list[int] = []
     with ShutdownTimer(0.0, flush=lambda: None, leave=left.append) as timer:
         pass
@@ -105,7 +105,7 @@ def test_without_a_signal_or_after_the_end_nothing_happens():
     assert left == []
 
 
-def test_the_log_is_written_to_its_end_before_the_process_is_left():
+def test_the_log_is_flushed_before_the_process_exits():
     happened: list[object] = []
     over = threading.Event()
 

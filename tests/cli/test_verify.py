@@ -1,4 +1,4 @@
-"""`kvcellar verify`: its exit code says whether the memory is right, and whoever breaks it is named."""
+"""`kvcellar verify` finds faults that are injected into the memory, and names the check that found them."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def verified(*words: str, typed: str | None = None) -> Ran:
     return kvcellar("verify", *words, "--no-kv-quality", "--threads", "1", typed=typed)
 
 
-def test_a_table_says_what_holds_and_what_does_not_apply(folder: Callable[[str], str]) -> None:
+def test_the_table_lists_all_checks(folder: Callable[[str], str]) -> None:
     ran = verified(folder("gemma3"))
     assert (ran.code, ran.err) == (0, "")
     first, head, *rows = ran.out.splitlines()
@@ -74,7 +74,7 @@ def test_json_has_the_same_in_numbers(folder: Callable[[str], str]) -> None:
     assert 0 < resumption["difference"] <= resumption["bound"]
 
 
-def test_a_model_in_half_precision_is_reported_and_in_float32_promised(tmp_path: Any) -> None:
+def test_half_precision_is_reported_and_float32_promised(tmp_path: Any) -> None:
     ARCHS["llama"].build().to(torch.bfloat16).save_pretrained(tmp_path)
     half, full = (
         json.loads(verified(str(tmp_path), "--json", "--tokens", "16", *words).out)
@@ -88,7 +88,7 @@ def test_a_model_in_half_precision_is_reported_and_in_float32_promised(tmp_path:
     assert ran.out.splitlines()[-1].endswith("this is reported, not promised: use --dtype float32 for a strict check")
 
 
-def test_at_a_terminal_it_says_how_far_it_is(folder: Callable[[str], str]) -> None:
+def test_progress_is_shown_at_a_terminal(folder: Callable[[str], str]) -> None:
     ran = verified(folder("llama"), "--tokens", "8", typed="")
     assert ran.code == 0
     for name in NAMES:
@@ -96,14 +96,14 @@ def test_at_a_terminal_it_says_how_far_it_is(folder: Callable[[str], str]) -> No
     assert "%" in ran.err
 
 
-def test_fewer_bits_are_told_beside_it(folder: Callable[[str], str]) -> None:
+def test_quantised_storage_is_reported(folder: Callable[[str], str]) -> None:
     ran = kvcellar("verify", folder("llama"), "--tokens", "8", "--threads", "1")
     assert ran.code == 0
     assert "    int8 " in ran.out
     assert " nats, same most likely token " in ran.out
 
 
-def test_a_model_that_is_refused_is_refused_in_one_line(folder: Callable[[str], str]) -> None:
+def test_a_refused_model_is_reported_in_one_line(folder: Callable[[str], str]) -> None:
     ran = verified(folder("rwkv"))
     assert (ran.code, ran.out) == (1, "")
     (line,) = ran.err.splitlines()
@@ -167,7 +167,7 @@ def states_are_not_captured(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> No
 
 
 def states_are_captured_before_the_step(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
-    """What is kept for a position is the state that the step began with."""
+    """A checkpoint has the state from before the step."""
     honest = Rows.commit
 
     def commit(self: Rows, batch: Batch, counts: list[int]) -> None:
@@ -245,7 +245,7 @@ MUTATIONS: list[tuple[str, Mutation, set[str]]] = [
 
 
 def broken_when_adopted(monkeypatch: pytest.MonkeyPatch, mutate: Mutation) -> None:
-    """What the self-test finds is not to the credit of the checks of `verify`."""
+    """Injects the fault after the self-test, which would find it first."""
     honest = run.build_guest
 
     def build_guest(*args: Any) -> Guest:
@@ -257,7 +257,7 @@ def broken_when_adopted(monkeypatch: pytest.MonkeyPatch, mutate: Mutation) -> No
 
 
 @pytest.mark.parametrize(("name", "mutate", "found"), MUTATIONS, ids=lambda x: x.__name__ if callable(x) else None)
-def test_who_breaks_the_memory_is_named_and_the_exit_code_says_so(
+def test_every_fault_is_found_by_its_checks(
     name: str,
     mutate: Mutation,
     found: set[str],
@@ -277,9 +277,7 @@ def test_who_breaks_the_memory_is_named_and_the_exit_code_says_so(
         assert not re.search("(Type|Attribute|Name)Error", check["note"]), "the mutation does not do what it says"
 
 
-def test_what_is_broken_is_said_in_a_line_that_can_be_reported(
-    folder: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_is_described_in_one_line(folder: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
     broken_when_adopted(monkeypatch, states_are_of_all_of_a_draft)
     ran = verified(folder("lfm2"))
     assert ran.code == 1

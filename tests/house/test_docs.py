@@ -1,4 +1,4 @@
-"""The documents are true: their Python runs, their commands exist, their links lead somewhere."""
+"""The Python in documents runs, their commands and options exist, and their links have targets."""
 
 import re
 from collections.abc import Iterator
@@ -82,7 +82,7 @@ def commands_of(text: str) -> Iterator[tuple[str, str, list[str]]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_mentions_are_of_what_exists(page):
-    """In running text too: `make x`, `kvcellar x --y` and [links](to/files)."""
+    """Also in the text: `make x`, `kvcellar x --y` and [links](to/files)."""
     for code in re.findall(r"`([^`\n]+)`", page.read_text()):
         for program, verb, options in commands_of(code):
             assert program != "make" or verb in TARGETS, code
@@ -97,7 +97,7 @@ TODAY = [page for page in PAGES if page.name not in ("CHANGELOG.md", "log.md", "
 
 @pytest.mark.parametrize("page", TODAY, ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_that_are_named_exist(page):
-    """From the root, from the package or from the page; and the names in parentheses after a file are in it."""
+    """Paths are relative to the root, the package or the page; names in parentheses after a file are in that file."""
     text = page.read_text()
     for path in re.findall(r"`([\w.-]+(?:/[\w.-]+)*(?:/|\.(?:py|cpp|md|toml)))`", text):
         assert any((base / path).exists() for base in (ROOT, SRC, page.parent)), path
@@ -117,7 +117,7 @@ def test_the_readme_is_short_and_counts_models_as_the_table_does():
 
 @cache
 def help_of(verb: str) -> str:
-    """What `kvcellar VERB --help` prints."""
+    """The output of `kvcellar COMMAND --help`."""
     told = CliRunner().invoke(cli, [verb, "--help"])
     assert told.exit_code == 0, f"kvcellar {verb}: {told.output}"
     return told.output

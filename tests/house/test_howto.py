@@ -1,9 +1,9 @@
-"""Every how-to page works: its commands and its Python run, in the order of the page and in one directory.
+"""The commands and the Python of every how-to page run, in the order of the page and in one directory.
 
 In that directory `my-model` is a model (the embedded one). `kvcellar` and `python -m` run in this process. A server
 that `kvcellar serve ... &` starts serves the rest of the page, at the address that the page names. A command that
 should fail says so in a comment, `# exit code 2`. What cannot run here has a line before it, `*Not run by the tests: it
-needs X.*`, and the command of X in it.
+needs X.*`, and contains the command of X.
 """
 
 import io
@@ -37,7 +37,7 @@ FENCE = re.compile(r"(?:^\*Not run by the tests: it needs ([^\n]+)\.\*\n\n)?^```
 
 @dataclass
 class Page:
-    """A page that is being run. `served` is where the server listens that the page has started."""
+    """A page that is being run. `served` has the address of the server that the page has started."""
 
     monkeypatch: pytest.MonkeyPatch
     stack: ExitStack
@@ -110,7 +110,7 @@ def page(monkeypatch, tmp_path) -> Iterator[Page]:
 
 
 def play(text: str, page: Page) -> int:
-    """Run what `text` says to run. How many fences ran."""
+    """Run the fences of `text`. Returns their number."""
     ran = 0
     for needs, language, code in FENCE.findall(text):
         if needs:

@@ -1,4 +1,4 @@
-"""The pages in docs/reference are those that the code gives, and every setting, field and option says what it does."""
+"""The pages in docs/reference are up to date, and every setting, field and option has a description."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The map in docs/rooms.md is the one that the docstrings give, and nothing is missing from it."""
+"""docs/rooms.md is up to date with the docstrings, and complete."""
 
 from scripts.rooms import MAP, SRC, render
 

@@ -1,4 +1,4 @@
-"""One server on a fake engine for all tests of this room, and a check after each that it is at rest again."""
+"""One server with a fake engine for all tests of this folder, and a check after each that no request is running."""
 
 from collections.abc import Iterator
 
@@ -23,7 +23,7 @@ def server(shared_engine: FakeEngine) -> Iterator[Server]:
 
 @pytest.fixture
 def engine(shared_engine: FakeEngine) -> Iterator[FakeEngine]:
-    """The engine behind `server`. Whatever a test did, nothing runs on when it ends."""
+    """The engine of `server`. After a test no request may be running."""
     shared_engine.script, shared_engine.healthy = Script(), True
     shared_engine.cancels = shared_engine.rejected = 0
     shared_engine.seen.clear()

@@ -1,7 +1,7 @@
-"""An engine without a model: it answers on a thread of its own, deterministically, and does what a test tells it to.
+"""A deterministic engine without a model, which runs in a thread of its own and follows a script.
 
-A token is a byte. The answer to a prompt is the prompt itself, turned by one token for each choice. What else may
-happen (delays, errors, a door that is held shut) is in the `Script` that a request finds when it is submitted.
+A token is a byte. Completions repeat the prompt, rotated by one token for each choice. Delays, errors and other events
+are set in the `Script` that is current when a request is submitted.
 """
 
 import codecs
@@ -39,11 +39,11 @@ class Script:
     answer: bytes | None = None  # None: the prompt
     cached: int = 0  # tokens of the prompt that came from memory
     delay: float = 0.0  # seconds between two events of a request
-    queued: bool = False  # the engine has not begun with it
-    door: threading.Event | None = None  # events wait for it to be set
+    queued: bool = False  # stays in the queue of the engine
+    gate: threading.Event | None = None  # events are delivered only while it is set
     reject: Exception | None = None  # raised by submit
     rejections: int | None = None  # how often; None: always
-    fail: Exception | None = None  # comes instead of the event number `fail_at`
+    fail: Exception | None = None  # delivered instead of the event number `fail_at`
     fail_at: int = 0
 
 
@@ -68,10 +68,10 @@ class Run:
     deliver: Callable[[Event], None]
     events: list[Event]
     cancelled: bool = False
-    told: int = 0  # of the events
+    told: int = 0  # delivered events
 
     def step(self) -> bool:
-        """Deliver the next event. Was it the last?"""
+        """Deliver the next event. Returns whether it was the last."""
         if self.cancelled:
             said = {event.choice for event in self.events[: self.told] if isinstance(event, Finished)}
             for choice in sorted(set(range(self.params.n)) - said):
@@ -87,16 +87,16 @@ class Run:
 
 
 class FakeEngine:
-    """A context manager; closing fails what still runs, as the real one does."""
+    """A context manager; closing fails running requests, as in the real engine."""
 
     def __init__(self, model: FakeModel | None = None) -> None:
         self.model = model or FakeModel()
         self.healthy = True
         self.script = Script()
         self.seen: list[tuple[tuple[int, ...], SamplingParams]] = []
-        self.cancels = 0  # runs that were cancelled before they ended
+        self.cancels = 0  # requests cancelled before their end
         self.rejected = 0
-        self.rendered: list[dict[str, Any]] = []  # with what options
+        self.rendered: list[dict[str, Any]] = []  # options of each call
         self._running: list[Run] = []
         self._turn = threading.Condition()
         self._closed = False
@@ -104,7 +104,7 @@ class FakeEngine:
         self._thread.start()
 
     def encode(self, text: str, *, special: bool | None = None, limit: int | None = None) -> list[int]:
-        """A tokenizer that puts nothing around a text, unless it is told to: then a byte 1 in front."""
+        """Tokenizes to bytes; with `special`, byte 1 comes first."""
         if not self.model.has_text:
             raise BadRequest("this model has no tokenizer; send token ids", "prompt")
         if limit is not None and len(text) > limit:
@@ -160,18 +160,18 @@ class FakeEngine:
             return len(self._running)
 
     def rest(self, seconds: float = PATIENCE) -> bool:
-        """Wait until nothing runs any more. Did that happen in time?"""
+        """Wait until no request is running. Returns False after `seconds`."""
         with self._turn:
             return self._turn.wait_for(lambda: not self._running, seconds)
 
     def cancelled(self, count: int, seconds: float = PATIENCE) -> bool:
-        """Wait until `count` runs have been cancelled. Did that happen in time?"""
+        """Wait until `count` requests have been cancelled. Returns False after `seconds`."""
         with self._turn:
             return self._turn.wait_for(lambda: self.cancels >= count, seconds)
 
     @contextmanager
-    def acting(self, **changes: object) -> Iterator[None]:
-        """Requests that are submitted within the block find a changed script."""
+    def scripted(self, **changes: object) -> Iterator[None]:
+        """Change the script for requests that are submitted within the block."""
         before, self.script = self.script, replace(self.script, **changes)
         try:
             yield
@@ -207,7 +207,7 @@ class FakeEngine:
         while True:
             with self._turn:
                 while not self._closed and not any(map(self._can_step, self._running)):
-                    self._turn.wait(0.01 if self._running else None)  # doors open without a word to us
+                    self._turn.wait(0.01 if self._running else None)  # a gate is set without a notification
                 if self._closed:
                     break
                 ready = [run for run in self._running if self._can_step(run)]
@@ -222,11 +222,11 @@ class FakeEngine:
         self._running = []
 
     def _can_step(self, run: Run) -> bool:
-        return run.cancelled or run.script.door is None or run.script.door.is_set()
+        return run.cancelled or run.script.gate is None or run.script.gate.is_set()
 
 
 def _turn(message: dict[str, Any]) -> str:
-    """One message as this engine's template writes it: `<role>content`, then what else it has, as JSON."""
+    """One message as rendered by this engine's template: `<role>content`, then its other fields as JSON."""
     content = message.pop("content", "")
     text = content if isinstance(content, str) else "+".join(part["text"] for part in content)
     rest = {name: value for name, value in message.items() if name not in ("role", "name", "thinking")}
@@ -234,7 +234,7 @@ def _turn(message: dict[str, Any]) -> str:
 
 
 def plan(prompt: tuple[int, ...], params: SamplingParams, script: Script) -> Iterator[Event]:
-    """All events of a request that nothing disturbs; the choices take turns, token by token."""
+    """All events of a request, with the choices interleaved token by token."""
     lines = [list(_line(prompt, params, script, choice)) for choice in range(params.n)]
     for at in range(max(map(len, lines))):
         for line in lines:
@@ -267,7 +267,7 @@ def _first_stop(said: bytes, stops: tuple[str, ...]) -> tuple[int, str] | None:
 
 
 def _logprobs(token: int, at: int, top: int | None) -> tuple[TokenLogprob, ...] | None:
-    """The drawn token is the likeliest; the others follow it in the alphabet."""
+    """The sampled token is the most likely; the others follow it in the alphabet."""
     if top is None:
         return None
     first = -(at + 1) / 8

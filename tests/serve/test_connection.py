@@ -1,4 +1,4 @@
-"""Clients that leave, stall, lie or shout, by hand on a socket. What they held is given back, and others are served."""
+"""Clients that disconnect, stall or send invalid HTTP, on raw sockets. Their memory is freed, and others are served."""
 
 import contextlib
 import json
@@ -17,24 +17,24 @@ from tests.serve.wire import (
     chat,
     completion,
     connected,
-    read_answer,
+    read_response,
     read_to_end,
     read_until,
     request,
 )
 
-HASTE = 0.5  # seconds that the impatient server gives to anything; a busy machine may delay a client by half of that
+LIMIT_SECONDS = 0.5  # seconds of all time limits; a busy machine may delay a client by half of that
 
 
 @pytest.fixture(scope="module")
-def impatient(shared_engine: FakeEngine):
+def short_limits(shared_engine: FakeEngine):
     settings = ServeSettings(
         port=0,
         max_body_bytes=2**20,
         max_backlog_events=64,
-        header_seconds=HASTE,
-        body_seconds=HASTE,
-        write_seconds=HASTE,
+        header_seconds=LIMIT_SECONDS,
+        body_seconds=LIMIT_SECONDS,
+        write_seconds=LIMIT_SECONDS,
         ping_seconds=0.05,
     )
     with Server(shared_engine, settings) as server:
@@ -42,12 +42,12 @@ def impatient(shared_engine: FakeEngine):
 
 
 @pytest.fixture(autouse=True)
-def lives_on(server: Server, engine: FakeEngine):
+def still_serves(server: Server, engine: FakeEngine):
     yield
     assert engine.rest()
     with connected(server) as wire:
         wire.sendall(request(COMPLETIONS, completion("fine")))
-        status, body = read_answer(wire)
+        status, body = read_response(wire)
         assert (status, json.loads(body)["choices"][0]["text"]) == (200, "fine")
 
 
@@ -58,86 +58,86 @@ def shape(status_and_body: tuple[int, bytes]) -> tuple[int, str]:
     return status, error["code"]
 
 
-@pytest.mark.parametrize("rudely", [False, True])
+@pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize("cut", [1, 15, 60, -1])
-def test_leaving_before_the_request_is_whole(server, engine, cut, rudely):
+def test_disconnect_before_the_request_is_complete(server, engine, cut, reset):
     wire = Wire(server.port)
     wire.sendall(request(COMPLETIONS, completion())[:cut])
-    wire.leave(rudely=rudely)
+    wire.close(reset=reset)
     assert not engine.seen
 
 
-@pytest.mark.parametrize("rudely", [False, True])
+@pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompts", [1, 3])
-def test_leaving_before_anything_was_said(server, engine, stream, rudely, prompts):
-    with engine.acting(door=threading.Event()):
+def test_disconnect_before_the_first_token(server, engine, stream, reset, prompts):
+    with engine.scripted(gate=threading.Event()):
         wire = Wire(server.port)
         wire.sendall(request(COMPLETIONS, completion(["x"] * prompts, n=2, stream=stream)))
         while engine.running < prompts:
             time.sleep(0.005)
-        wire.leave(rudely=rudely)
+        wire.close(reset=reset)
         assert engine.rest()
     assert engine.cancels == prompts
 
 
-@pytest.mark.parametrize("rudely", [False, True])
-def test_leaving_in_the_middle_of_a_stream(server, engine, rudely):
-    with engine.acting(delay=0.005, answer=b"x" * 5000):
+@pytest.mark.parametrize("reset", [False, True])
+def test_disconnect_during_a_stream(server, engine, reset):
+    with engine.scripted(delay=0.005, answer=b"x" * 5000):
         wire = Wire(server.port)
         wire.sendall(request(COMPLETIONS, completion(stream=True, max_tokens=5000)))
         assert read_until(wire, b'"text":"x"').startswith(b"HTTP/1.1 200")
-        wire.leave(rudely=rudely)
+        wire.close(reset=reset)
         assert engine.rest()
     assert engine.cancels == 1
 
 
-def test_leaving_between_two_events(server, engine):
-    door = threading.Event()
-    door.set()
-    with engine.acting(delay=0.01, answer=b"x" * 5000, door=door):
+def test_disconnect_between_two_events(server, engine):
+    gate = threading.Event()
+    gate.set()
+    with engine.scripted(delay=0.01, answer=b"x" * 5000, gate=gate):
         wire = Wire(server.port)
         wire.sendall(request(COMPLETIONS, completion(stream=True, max_tokens=5000)))
         read_until(wire, b'"text":"x"')
-        door.clear()
+        gate.clear()
         read_until(wire, b": still here")
-        wire.leave()
+        wire.close()
         assert engine.rest()
     assert engine.cancels == 1
 
 
-def test_leaving_after_the_last_token_cancels_nothing(server, engine):
+def test_disconnect_after_the_last_token_cancels_nothing(server, engine):
     wire = Wire(server.port)
     wire.sendall(request(COMPLETIONS, completion(stream=True)))
     read_until(wire, b"[DONE]")
-    wire.leave()
+    wire.close()
     assert engine.rest()
     assert engine.cancels == 0
 
 
-def test_leaving_at_random_moments_leaves_nothing(server, engine):
-    with engine.acting(delay=0.001, answer=b"x" * 500):
+def test_disconnects_at_random_times_leave_nothing_running(server, engine):
+    with engine.scripted(delay=0.001, answer=b"x" * 500):
         wires = []
         for number in range(40):
             wire = Wire(server.port)
             wire.sendall(request(COMPLETIONS, completion(stream=number % 2 == 0, max_tokens=500, n=2)))
             wires.append(wire)
             if number % 4 == 3:
-                wires.pop(0).leave(rudely=number % 8 == 3)
+                wires.pop(0).close(reset=number % 8 == 3)
         for wire in wires:
-            wire.leave()
+            wire.close()
         assert engine.rest()
 
 
-def test_a_client_that_does_not_read_is_cut_and_its_request_cancelled(impatient, engine):
+def test_a_client_that_does_not_read_is_disconnected_and_its_request_cancelled(short_limits, engine):
     answer = bytes(range(32, 127)) * 30
     asked = completion(["x"] * 20, stream=True, max_tokens=len(answer), logprobs=20)
-    with engine.acting(answer=answer, delay=0.001), socket.socket() as wire:
+    with engine.scripted(answer=answer, delay=0.001), socket.socket() as wire:
         wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        wire.connect(("127.0.0.1", impatient.port))
+        wire.connect(("127.0.0.1", short_limits.port))
         wire.sendall(request(COMPLETIONS, asked))
         assert engine.cancelled(20)
-        time.sleep(3 * HASTE)  # by then the server has cut the connection
+        time.sleep(3 * LIMIT_SECONDS)  # by then the server has aborted the connection
         found = b""
         with contextlib.suppress(ConnectionResetError):
             while got := wire.recv(65536):
@@ -146,9 +146,9 @@ def test_a_client_that_does_not_read_is_cut_and_its_request_cancelled(impatient,
         assert b"[DONE]" not in found
 
 
-def test_a_client_that_reads_slowly_gets_everything(server, engine):
+def test_a_client_that_reads_slowly_gets_the_whole_stream(server, engine):
     answer = bytes(range(32, 127)) * 5
-    with engine.acting(answer=answer), socket.socket() as wire:
+    with engine.scripted(answer=answer), socket.socket() as wire:
         wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         wire.settimeout(PATIENCE)
         wire.connect(("127.0.0.1", server.port))
@@ -162,59 +162,59 @@ def test_a_client_that_reads_slowly_gets_everything(server, engine):
 
 
 @pytest.mark.parametrize("sent", [b"", b"P", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-A: "])
-def test_a_request_that_never_arrives(impatient, sent):
-    with connected(impatient) as wire:
+def test_an_incomplete_request_times_out(short_limits, sent):
+    with connected(short_limits) as wire:
         wire.sendall(sent)
-        assert shape(read_answer(wire)) == (408, "request_timeout")
+        assert shape(read_response(wire)) == (408, "request_timeout")
         assert read_to_end(wire) == b""
 
 
 def drip(wire: Wire, data: bytes) -> None:
     for byte in data:
         wire.sendall(bytes([byte]))
-        time.sleep(HASTE / 20)
+        time.sleep(LIMIT_SECONDS / 20)
 
 
-def test_a_request_that_arrives_byte_by_byte_is_cut_off_before_its_end(impatient):
-    with connected(impatient) as wire, pytest.raises(OSError, match=r"Broken pipe|reset"):
+def test_a_request_sent_byte_by_byte_times_out(short_limits):
+    with connected(short_limits) as wire, pytest.raises(OSError, match=r"Broken pipe|reset"):
         drip(wire, request("/health", None, "X-Long: " + "x" * 1000))
 
 
-def test_the_second_request_of_a_connection_has_its_own_time(impatient):
+def test_the_second_request_of_a_connection_has_its_own_time_limit(short_limits):
     for _ in range(20):  # a busy machine may delay the first request of a connection until it is refused
-        with connected(impatient) as wire:
+        with connected(short_limits) as wire:
             wire.sendall(request("/health"))
-            if read_answer(wire)[0] != 200:
+            if read_response(wire)[0] != 200:
                 continue
-            time.sleep(2 * HASTE)
+            time.sleep(2 * LIMIT_SECONDS)
             wire.sendall(b"GET /health")
-            assert shape(read_answer(wire)) == (408, "request_timeout")
+            assert shape(read_response(wire)) == (408, "request_timeout")
             return
     pytest.fail("no request arrived in time, in 20 connections")
 
 
-def test_a_connection_that_is_idle_for_long_is_closed(shared_engine):
+def test_an_idle_connection_is_closed(shared_engine):
     with Server(shared_engine, ServeSettings(port=0, idle_seconds=1)) as server, connected(server) as wire:
         wire.sendall(request("/health"))
-        assert read_answer(wire)[0] == 200
+        assert read_response(wire)[0] == 200
         assert read_to_end(wire) == b""
 
 
 @pytest.mark.parametrize(
     "framing", [("Content-Length: 100000",), ("Content-Length: 60",), ("Transfer-Encoding: chunked", "Content-Length:")]
 )
-def test_a_body_that_never_ends(impatient, engine, framing):
+def test_an_incomplete_body_times_out(short_limits, engine, framing):
     body = json.dumps(completion()).encode()
     data = body if framing[0].startswith("Content") else b"%x\r\n%s\r\n" % (len(body), body)
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{framing[0]}\r\n\r\n"
-    with connected(impatient) as wire:
+    with connected(short_limits) as wire:
         wire.sendall(head.encode() + data[:50])
-        assert shape(read_answer(wire)) == (408, "request_timeout")
+        assert shape(read_response(wire)) == (408, "request_timeout")
         assert read_to_end(wire) == b""
     assert not engine.seen
 
 
-def test_a_chunked_body_is_read(server):
+def test_a_chunked_body_is_accepted(server):
     body = json.dumps(completion("hello")).encode()
     with connected(server) as wire:
         wire.sendall(request(COMPLETIONS, {}, "Transfer-Encoding: chunked").replace(b"Content-Length: 2\r\n", b"")[:-2])
@@ -222,49 +222,49 @@ def test_a_chunked_body_is_read(server):
             part = body[at : at + 7]
             wire.sendall(b"%x\r\n%s\r\n" % (len(part), part))
         wire.sendall(b"0\r\n\r\n")
-        assert json.loads(read_answer(wire)[1])["choices"][0]["text"] == "hello"
+        assert json.loads(read_response(wire)[1])["choices"][0]["text"] == "hello"
 
 
-def test_a_body_longer_than_it_says_is_the_next_request_and_a_bad_one(server):
+def test_bytes_beyond_the_content_length_are_parsed_as_the_next_request(server):
     with connected(server) as wire:
         wire.sendall(request(COMPLETIONS, completion("one")) + b'{"prompt": "two"}\r\n\r\n')
-        assert json.loads(read_answer(wire)[1])["choices"][0]["text"] == "one"
-        assert shape(read_answer(wire)) == (400, "invalid_http")
+        assert json.loads(read_response(wire)[1])["choices"][0]["text"] == "one"
+        assert shape(read_response(wire)) == (400, "invalid_http")
 
 
-def test_a_body_shorter_than_it_says_waits_for_the_next_request_and_is_refused(server, engine):
+def test_a_body_shorter_than_its_content_length_includes_the_next_request(server, engine):
     data = request(COMPLETIONS, completion("one"))
     length = len(data.partition(b"\r\n\r\n")[2])
     with connected(server) as wire:
         wire.sendall(data.replace(b"Content-Length: %d" % length, b"Content-Length: %d" % (length + 10)))
         wire.sendall(request("/health"))
-        status, body = read_answer(wire)
+        status, body = read_response(wire)
         assert shape((status, body)) == (400, "invalid_json")
     assert not engine.seen
 
 
 @pytest.mark.parametrize("length", ["2147483648", "9" * 30])
-def test_a_body_that_says_it_is_huge_is_refused_before_it_comes(server, length):
+def test_a_content_length_over_the_limit_is_refused_before_the_body_arrives(server, length):
     with connected(server) as wire:
         wire.sendall(request(COMPLETIONS, {}, f"Content-Length: {length}")[:-2])
-        assert shape(read_answer(wire))[0] in (400, 413)
+        assert shape(read_response(wire))[0] in (400, 413)
 
 
-def test_a_client_gets_to_read_why_its_huge_body_was_refused_and_may_go_on(server):
+def test_a_client_reads_the_error_for_a_huge_body_and_can_reuse_the_connection(server):
     size = 4 * 2**20
     with connected(server) as wire:
         wire.sendall(request(COMPLETIONS, {}, f"Content-Length: {size}")[:-2])
         for _ in range(64):
             wire.sendall(b" " * (size // 64))
-        assert shape(read_answer(wire)) == (413, "request_too_large")
+        assert shape(read_response(wire)) == (413, "request_too_large")
         wire.sendall(request("/health"))
-        assert read_answer(wire)[0] == 200
+        assert read_response(wire)[0] == 200
 
 
-def test_a_huge_body_that_never_comes_holds_no_connection(impatient):
-    with connected(impatient) as wire:
+def test_a_huge_body_that_does_not_arrive_does_not_keep_the_connection(short_limits):
+    with connected(short_limits) as wire:
         wire.sendall(request(COMPLETIONS, {}, "Content-Length: 5000000")[:-2] + b"   ")
-        assert shape(read_answer(wire))[0] == 413
+        assert shape(read_response(wire))[0] == 413
         wire.sendall(b"  ")
         assert b"200 OK" not in read_to_end(wire)
 
@@ -293,37 +293,37 @@ def test_a_huge_body_that_never_comes_holds_no_connection(impatient):
     ],
     ids=lambda value: value if isinstance(value, int) else repr(value[:30]),
 )
-def test_what_is_no_http_is_refused_in_the_same_shape(server, head, status):
+def test_invalid_http_gets_an_error_in_the_api_format(server, head, status):
     with connected(server) as wire:
-        with contextlib.suppress(OSError):  # it may be refused before it was sent to its end
+        with contextlib.suppress(OSError):  # it may be refused before it was sent completely
             wire.sendall(head)
-        assert shape(read_answer(wire))[0] == status
+        assert shape(read_response(wire))[0] == status
 
 
-def test_a_broken_chunk_within_a_body_is_refused(server, engine):
+def test_an_invalid_chunk_is_refused(server, engine):
     with connected(server) as wire:
         wire.sendall(request(COMPLETIONS, {}, "Transfer-Encoding: chunked").replace(b"Content-Length: 2\r\n", b"")[:-2])
         wire.sendall(b'2\r\n{"\r\nzz\r\n')
-        assert shape(read_answer(wire)) == (400, "invalid_http")
+        assert shape(read_response(wire)) == (400, "invalid_http")
         assert read_to_end(wire) == b""
     assert not engine.seen
 
 
-def test_garbage_behind_a_request_that_is_being_answered_does_not_disturb_the_answer(server, engine):
-    with engine.acting(delay=0.005):
+def test_garbage_after_a_running_request_does_not_affect_its_response(server, engine):
+    with engine.scripted(delay=0.005):
         with connected(server) as wire:
             wire.sendall(request(COMPLETIONS, completion("hello", stream=True)) + b"\x00garbage\r\n\r\n")
             assert b"[DONE]" in read_until(wire, b"[DONE]")
 
 
-def test_pipelined_requests_are_answered_in_order(server):
+def test_pipelined_requests_get_responses_in_order(server):
     with connected(server) as wire:
         wire.sendall(b"".join(request(COMPLETIONS, completion(text)) for text in ("one", "two", "three")))
-        texts = [json.loads(read_answer(wire)[1])["choices"][0]["text"] for _ in range(3)]
+        texts = [json.loads(read_response(wire)[1])["choices"][0]["text"] for _ in range(3)]
     assert texts == ["one", "two", "three"]
 
 
-def test_http_1_0_is_answered_and_closed(server):
+def test_http_1_0_gets_a_response_and_the_connection_is_closed(server):
     data = request(COMPLETIONS, completion("hi", stream=True)).replace(b"HTTP/1.1", b"HTTP/1.0")
     with connected(server) as wire:
         wire.sendall(data)
@@ -333,22 +333,22 @@ def test_http_1_0_is_answered_and_closed(server):
     assert answer.endswith(b"data: [DONE]\n\n")
 
 
-def test_a_client_that_waits_for_leave_to_send_gets_it_or_the_refusal(server):
+def test_expect_100_continue_gets_continue_or_the_error(server):
     with connected(server) as wire:
         head, _, body = request(COMPLETIONS, completion("hi"), "Expect: 100-continue").partition(b"\r\n\r\n")
         wire.sendall(head + b"\r\n\r\n")
         assert read_until(wire, b"\r\n\r\n").startswith(b"HTTP/1.1 100")
         wire.sendall(body)
-        assert read_answer(wire)[0] == 200
+        assert read_response(wire)[0] == 200
     with connected(server) as wire:
         wire.sendall(head.replace(b"Content-Length: ", b"Content-Length: 9999999") + b"\r\n\r\n")
-        assert shape(read_answer(wire))[0] == 413
+        assert shape(read_response(wire))[0] == 413
 
 
-def test_an_upgrade_is_not_taken(server):
+def test_an_upgrade_header_is_ignored(server):
     with connected(server) as wire:
         wire.sendall(request("/health", None, "Connection: Upgrade", "Upgrade: websocket"))
-        assert read_answer(wire)[0] == 200
+        assert read_response(wire)[0] == 200
 
 
 def test_connections_beyond_the_limit_are_refused_until_others_close(shared_engine):
@@ -356,22 +356,22 @@ def test_connections_beyond_the_limit_are_refused_until_others_close(shared_engi
         wires = [Wire(server.port) for _ in range(8)]
         try:
             with connected(server) as wire:
-                assert shape(read_answer(wire)) == (503, "overloaded")
+                assert shape(read_response(wire)) == (503, "overloaded")
                 assert read_to_end(wire) == b""
         finally:
             for wire in wires:
-                wire.leave()
+                wire.close()
         status = 503
-        while status == 503:  # until the server has seen that the others have left
+        while status == 503:  # until the server has noticed that the others are closed
             with connected(server) as wire:
                 wire.sendall(request("/health"))
-                status, _ = read_answer(wire)
+                status, _ = read_response(wire)
         assert status == 200
 
 
 @pytest.mark.parametrize("slow", ["encode", "render", "submit"])
-def test_a_request_that_takes_long_to_prepare_holds_nobody_up(server, http, engine, monkeypatch, slow):
-    """Whatever it is that takes long: while it does, others are answered."""
+def test_slow_preparation_of_a_request_does_not_block_others(server, http, engine, monkeypatch, slow):
+    """Other requests get responses while one is prepared."""
     entered, go_on = threading.Event(), threading.Event()
     real = getattr(engine, slow)
 
@@ -390,10 +390,10 @@ def test_a_request_that_takes_long_to_prepare_holds_nobody_up(server, http, engi
         assert http.post(COMPLETIONS, json=completion("others")).json()["choices"][0]["text"] == "others"
         assert not go_on.is_set()
         go_on.set()
-        assert read_answer(wire)[0] == 200
+        assert read_response(wire)[0] == 200
 
 
-def test_leaving_while_a_request_is_being_prepared_leaves_nothing(server, engine, monkeypatch):
+def test_disconnect_during_preparation_cancels_the_request(server, engine, monkeypatch):
     entered, go_on = threading.Event(), threading.Event()
     submit = engine.submit
 
@@ -402,14 +402,14 @@ def test_leaving_while_a_request_is_being_prepared_leaves_nothing(server, engine
         assert go_on.wait(10)
         return submit(*args, **kwargs)
 
-    with monkeypatch.context() as patch, engine.acting(door=threading.Event()):
+    with monkeypatch.context() as patch, engine.scripted(gate=threading.Event()):
         patch.setattr(engine, "submit", held)
         wire = Wire(server.port)
         wire.sendall(request(COMPLETIONS, completion("hi")))
         assert entered.wait(10)
-        wire.leave(rudely=True)
+        wire.close(reset=True)
         with connected(server) as other:
             other.sendall(request("/health"))
-            assert read_answer(other)[0] == 200
+            assert read_response(other)[0] == 200
         go_on.set()
         assert engine.cancelled(1)

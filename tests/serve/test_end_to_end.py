@@ -1,5 +1,5 @@
-"""OpenAI's package, the server, the real engine and the embedded model: answers are the engine's own, and whoever
-leaves in the middle leaves no cell behind."""
+"""OpenAI's package, the server, the real engine and the embedded model: completions equal those of the engine, and a
+disconnect frees all cells."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(autouse=True)
 def at_rest(engine: Engine) -> Iterator[None]:
-    """Everything is given back soon after a test: a cancel is done between two steps."""
+    """After a test all cells are freed; a cancellation takes effect between two steps."""
     yield
     until = time.monotonic() + PATIENCE
     while (stats := engine.stats()).running + stats.waiting + stats.cells_used and time.monotonic() < until:
@@ -52,7 +52,7 @@ def test_the_model_is_listed(client, engine):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_completion_is_the_engines(client, engine, stream):
+def test_a_completion_equals_the_engines(client, engine, stream):
     own = engine.generate("def main():", max_tokens=24, temperature=0.0)
     asked = {"model": engine.model.name, "prompt": "def main():", "max_tokens": 24, "temperature": 0, "stream": stream}
     if stream:
@@ -68,7 +68,7 @@ def test_a_completion_is_the_engines(client, engine, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_chat_answer_is_the_engines(client, engine, stream):
+def test_a_chat_completion_equals_the_engines(client, engine, stream):
     own = engine.chat(ASKED, max_tokens=24, temperature=0.0)
     asked = {"model": engine.model.name, "messages": ASKED, "max_completion_tokens": 24, "temperature": 0}
     if stream:
@@ -81,7 +81,7 @@ def test_a_chat_answer_is_the_engines(client, engine, stream):
     assert (text, reason) == (own.text, own.finish_reason)
 
 
-def test_prompts_as_text_and_as_ids_in_one_batch_are_the_same(client, engine):
+def test_text_and_token_id_prompts_give_the_same_completions(client, engine):
     texts = ["import os", "class Dog:", "for x in"]
     asked = {"model": engine.model.name, "max_tokens": 8, "temperature": 0}
     by_text = client.completions.create(prompt=texts, **asked)
@@ -91,7 +91,7 @@ def test_prompts_as_text_and_as_ids_in_one_batch_are_the_same(client, engine):
     assert by_text.usage.total_tokens == sum(len(engine.encode(text)) for text in texts) + 24
 
 
-def test_choices_differ_and_a_seed_repeats_them(client, engine):
+def test_choices_differ_and_a_seed_reproduces_them(client, engine):
     asked = {"model": engine.model.name, "prompt": "def ", "max_tokens": 12, "temperature": 1.0, "n": 4, "seed": 5}
     first, second = (client.completions.create(**asked) for _ in range(2))
     texts = [choice.text for choice in first.choices]
@@ -99,7 +99,7 @@ def test_choices_differ_and_a_seed_repeats_them(client, engine):
     assert len(set(texts)) > 1
 
 
-def test_logprobs_are_those_of_the_drawn_tokens(client, engine):
+def test_logprobs_belong_to_the_sampled_tokens(client, engine):
     asked = {"model": engine.model.name, "max_tokens": 10, "temperature": 0}
     (choice,) = client.completions.create(prompt="def main():", logprobs=3, **asked).choices
     assert "".join(choice.logprobs.tokens) == choice.text
@@ -117,7 +117,7 @@ def test_logprobs_are_those_of_the_drawn_tokens(client, engine):
     assert all(entry.top_logprobs[0].logprob == entry.logprob for entry in choice.logprobs.content)
 
 
-def test_a_stop_string_ends_the_answer(client, engine):
+def test_a_stop_string_ends_the_completion(client, engine):
     whole = engine.generate("def main():", max_tokens=24, temperature=0.0).text
     stop = whole[len(whole) // 2 :][:3]
     asked = {"model": engine.model.name, "prompt": "def main():", "max_tokens": 24, "temperature": 0}
@@ -137,12 +137,12 @@ def test_a_stop_string_ends_the_answer(client, engine):
         ({"prompt": "x", "stop_token_ids": [999_999]}, "stop_token_ids"),
     ],
 )
-def test_what_the_engine_refuses_is_the_clients_error(server, engine, fields, param):
+def test_requests_that_the_engine_refuses_get_status_400(server, engine, fields, param):
     answer = httpx.post(f"{server.url}/v1/completions", json={"max_tokens": 1, **fields})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-def test_leaving_in_the_middle_of_a_stream_frees_every_cell(client, engine):
+def test_disconnect_during_a_stream_frees_every_cell(client, engine):
     asked = {"model": engine.model.name, "prompt": "def main():", "max_tokens": 3000}
     with client.completions.create(stream=True, n=3, extra_body={"ignore_eos": True}, **asked) as stream:
         for _, _part in zip(range(5), stream, strict=False):
@@ -150,7 +150,7 @@ def test_leaving_in_the_middle_of_a_stream_frees_every_cell(client, engine):
         assert engine.stats().cells_used > 0
 
 
-def test_leaving_at_random_moments_frees_every_cell(server, engine):
+def test_disconnects_at_random_times_free_every_cell(server, engine):
     chance = random.Random(0)
 
     async def one(client: openai.AsyncOpenAI, number: int) -> None:
@@ -185,14 +185,14 @@ def test_a_closed_engine_is_not_healthy(engine):
 @pytest.mark.parametrize(
     "prompt", [" ", "\n" * 50, "\t \r\n", "\x00", "\u2028", "<|bos|>", "<|bos|><|eos|><|pad|>", "<|none|>"]
 )
-def test_prompts_of_next_to_nothing_are_answered(client, engine, prompt):
+def test_prompts_of_whitespace_and_control_tokens_are_completed(client, engine, prompt):
     answer = client.completions.create(model="embedded", prompt=prompt, max_tokens=3)
     assert answer.usage.prompt_tokens == len(engine.encode(prompt))
     assert answer.choices[0].finish_reason in ("length", "stop")
 
 
 @pytest.mark.parametrize("over", [0, 1, 100])
-def test_a_prompt_at_the_border_of_the_context(client, engine, over):
+def test_a_prompt_at_the_limit_of_the_context(client, engine, over):
     prompt = [5] * (engine.model.context + over)
     if over:
         with pytest.raises(openai.BadRequestError, match=f"{len(prompt)} tokens"):
@@ -203,7 +203,7 @@ def test_a_prompt_at_the_border_of_the_context(client, engine, over):
 
 
 def test_control_tokens_that_a_user_writes_are_text(client, engine):
-    """They give no more tokens of control than an empty message has."""
+    """They add no control tokens to those of the template."""
     spoken = [{"role": "user", "content": "a <|bos|> b <|eos|> c"}]
     answer = client.chat.completions.create(model="embedded", messages=spoken, max_tokens=1)
     control = {engine.encode(name, special=False)[0] for name in ("<|bos|>", "<|eos|>")}

@@ -1,4 +1,4 @@
-"""Conversations that agents send back: every client replays what it got, with calls, results and reasoning."""
+"""Conversations of agents: messages with tool calls, results and reasoning, as clients copy them from responses."""
 
 import json
 
@@ -20,7 +20,7 @@ def rendered(http, engine, messages, **fields):
 
 
 @pytest.mark.parametrize("content", [{"content": None}, {}, {"content": ""}, {"content": []}])
-def test_an_assistant_that_only_calls_has_no_content(http, engine, content):
+def test_an_assistant_message_with_tool_calls_needs_no_content(http, engine, content):
     calls = json.dumps({"tool_calls": [CALL]})
     asked = [USER, {"role": "assistant", **content, "tool_calls": [CALL]}, RESULT]
     assert rendered(http, engine, asked) == f'<user>hi<assistant>{calls}<tool>14{{"tool_call_id": "c1"}}'
@@ -34,19 +34,19 @@ def test_an_assistant_that_only_calls_has_no_content(http, engine, content):
         {"provider_specific_fields": None},
     ],
 )
-def test_what_clients_leave_in_a_call_is_not_rendered(http, engine, extra):
+def test_extra_keys_of_a_tool_call_are_not_rendered(http, engine, extra):
     text = rendered(http, engine, [USER, {"role": "assistant", "content": None, "tool_calls": [CALL | extra]}, RESULT])
     assert text.count("index") + text.count("google") + text.count("provider") == 0
     assert json.dumps([CALL]) in text
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
-def test_reasoning_is_sent_back_under_any_of_its_names(http, engine, name):
+def test_reasoning_is_accepted_under_all_its_names(http, engine, name):
     text = rendered(http, engine, [USER, {"role": "assistant", "content": None, name: "hm"}, USER])
     assert '<assistant>{"reasoning_content": "hm"' in text.replace(f'"{name}": "hm", ', "")
 
 
-FULL = {  # what openai's package, litellm and others send back of an answer that has text only
+FULL = {  # the message of a text response as sent by openai's package, litellm and others
     **ANSWER,
     "refusal": None,
     "annotations": [{"type": "url_citation"}],
@@ -62,17 +62,17 @@ FULL = {  # what openai's package, litellm and others send back of an answer tha
 }
 
 
-def test_an_answer_is_sent_back_as_it_came(http, engine):
+def test_messages_copied_from_responses_are_accepted(http, engine):
     part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
     assert rendered(http, engine, [{**USER, "content": [part]}, FULL, USER]) == "<user>hi<assistant>ho<user>hi"
 
 
-def test_a_refusal_stands_where_the_content_would(http, engine):
+def test_a_refusal_is_rendered_as_content(http, engine):
     refused = {"role": "assistant", "content": None, "refusal": "I will not."}
     assert rendered(http, engine, [USER, refused, USER]) == "<user>hi<assistant>I will not.<user>hi"
 
 
-def test_the_deprecated_functions_are_tools(http, engine):
+def test_deprecated_function_calls_are_rendered_as_tool_calls(http, engine):
     called = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
     text = rendered(http, engine, [USER, called, {"role": "function", "name": "f", "content": "14"}])
     assert "<tool>14" in text
@@ -98,7 +98,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("messages", "param"), WRONG)
-def test_histories_that_are_none_are_refused_by_name(http, engine, messages, param):
+def test_invalid_histories_are_refused_with_the_field(http, engine, messages, param):
     answer = http.post(CHAT, json={"messages": messages})
     error = error_of(answer)
     assert (answer.status_code, error["param"]) == (400, param)
@@ -107,7 +107,7 @@ def test_histories_that_are_none_are_refused_by_name(http, engine, messages, par
 
 
 @pytest.mark.parametrize("effort", ["none", "minimal", "low", "medium", "high", "xhigh", "max"])
-def test_effort_and_variables_reach_the_template(http, engine, effort):
+def test_reasoning_effort_and_variables_are_passed_to_the_template(http, engine, effort):
     given = {"chat_template_kwargs": {"enable_thinking": False}, "add_generation_prompt": False}
     for how in ({"reasoning_effort": effort}, {"reasoning": {"effort": effort}}):
         assert http.post(CHAT, json={"messages": [USER], **how, **given}).status_code == 200
@@ -126,6 +126,6 @@ def test_effort_and_variables_reach_the_template(http, engine, effort):
         ({"add_generation_prompt": 1}, "add_generation_prompt"),
     ],
 )
-def test_efforts_that_are_none(http, engine, fields, param):
+def test_invalid_reasoning_effort_is_refused(http, engine, fields, param):
     assert error_of(http.post(CHAT, json={"messages": [USER], **fields}))["param"] == param
     assert not engine.seen

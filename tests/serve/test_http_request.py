@@ -1,4 +1,4 @@
-"""A request hands on what the engine says, in order and bounded, and never leaves anything running."""
+"""An HTTP request returns events in order, with a limited queue, and never leaves a prompt running."""
 
 import asyncio
 import threading
@@ -29,7 +29,7 @@ class Ticket:
 
 
 class Engine:
-    """Keeps what it was given; the test speaks for it."""
+    """Records submissions; the test delivers events."""
 
     def __init__(self, taken: int = 10) -> None:
         self.taken = taken
@@ -47,41 +47,41 @@ class Engine:
         return [ticket.cancelled for ticket in self.tickets]
 
 
-def fly(play, *, prompts=1, limit=100, engine=None):
-    """Run `play(request, engine)` on a loop, and give the engine back."""
+def run(play, *, prompts=1, limit=100, engine=None):
+    """Run `play(request, engine)` on an event loop. Returns the engine."""
     engine = engine or Engine()
 
-    async def trip():
+    async def main():
         with HttpRequest(engine, limit) as request:
             await asyncio.to_thread(request.submit, [[1]] * prompts, SamplingParams())
             await play(request, engine)
 
-    asyncio.run(trip())
+    asyncio.run(main())
     return engine
 
 
 async def settle():
-    """Let everything that was delivered arrive."""
+    """Let delivered events arrive."""
     for _ in range(3):
         await asyncio.sleep(0)
 
 
-def test_events_come_in_order_and_then_it_is_over():
+def test_events_are_returned_in_order_until_the_request_is_finished():
     async def play(request, engine):
         said = [piece(i) for i in range(50)] + [Finished(0, "stop"), DONE]
         speaker = threading.Thread(target=lambda: [engine.deliver[0](event) for event in said])
         speaker.start()
-        heard = []
+        received = []
         while not request.finished:
-            heard += await request.next_batch()
+            received += await request.next_batch()
             request.check()
         speaker.join()
-        assert heard == [(0, event) for event in said]
+        assert received == [(0, event) for event in said]
 
-    assert fly(play).cancels() == [0]
+    assert run(play).cancels() == [0]
 
 
-def test_it_is_over_when_every_run_is():
+def test_a_request_is_finished_when_all_its_prompts_are():
     async def play(request, engine):
         engine.deliver[1](DONE)
         assert await request.next_batch() == [(1, DONE)]
@@ -90,46 +90,46 @@ def test_it_is_over_when_every_run_is():
         assert await request.next_batch() == [(0, DONE)]
         assert request.finished
 
-    assert fly(play, prompts=2).cancels() == [0, 0]
+    assert run(play, prompts=2).cancels() == [0, 0]
 
 
-def test_patience_ends_with_an_empty_batch():
+def test_a_timeout_returns_an_empty_batch():
     async def play(request, engine):
         assert await request.next_batch(0.001) == []
         engine.deliver[0](piece(1))
         assert await request.next_batch(5) == [(0, piece(1))]
 
-    fly(play)
+    run(play)
 
 
-def test_leaving_cancels_what_is_still_open_and_only_that():
+def test_leaving_the_context_cancels_open_prompts_only():
     async def play(request, engine):
         engine.deliver[0](DONE)
         await settle()
 
-    assert fly(play, prompts=3).cancels() == [0, 1, 1]
+    assert run(play, prompts=3).cancels() == [0, 1, 1]
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), KeyboardInterrupt(), asyncio.CancelledError()])
-def test_leaving_by_an_error_cancels_too(error):
+def test_leaving_the_context_by_an_exception_cancels(error):
     engine = Engine()
 
     async def play(request, engine):
         raise error
 
     with pytest.raises(type(error)):
-        fly(play, engine=engine)
+        run(play, engine=engine)
     assert engine.cancels() == [1]
 
 
-def test_a_prompt_that_is_refused_takes_back_the_others():
+def test_a_refused_prompt_cancels_the_others():
     engine = Engine(taken=2)
     with pytest.raises(BadRequest):
-        fly(None, prompts=3, engine=engine)
+        run(None, prompts=3, engine=engine)
     assert engine.cancels() == [1, 1]
 
 
-def test_a_failure_is_raised_in_its_turn_and_the_others_are_cancelled():
+def test_a_failure_is_raised_after_earlier_events_and_cancels_other_prompts():
     failure = EngineFailed("broken")
 
     async def play(request, engine):
@@ -145,19 +145,19 @@ def test_a_failure_is_raised_in_its_turn_and_the_others_are_cancelled():
                 await request.next_batch()
             assert raised.value is failure
 
-    fly(play, prompts=2)
+    run(play, prompts=2)
 
 
-def test_a_run_that_the_engine_gave_up_is_a_failure():
+def test_a_prompt_cancelled_by_the_engine_is_a_failure():
     async def play(request, engine):
         engine.deliver[0](Finished(0, "cancelled"))
         with pytest.raises(EngineClosed):
             await request.next_batch()
 
-    fly(play)
+    run(play)
 
 
-def test_events_that_nobody_takes_are_bounded_and_then_the_request_ends():
+def test_events_queued_for_a_slow_client_are_limited():
     async def play(request, engine):
         with request.waiting_for_client():
             for number in range(1000):
@@ -169,27 +169,27 @@ def test_events_that_nobody_takes_are_bounded_and_then_the_request_ends():
         with pytest.raises(ApiError, match="8 events"):
             await request.next_batch()
 
-    fly(play, limit=8)
+    run(play, limit=8)
 
 
-def test_a_taker_who_is_only_slow_gets_everything_in_parts():
+def test_a_slow_reader_without_a_waiting_client_gets_all_events():
     async def play(request, engine):
         for number in range(1000):
             engine.deliver[0](piece(number))
         engine.deliver[0](DONE)
         await settle()
-        heard = []
+        received = []
         while not request.finished:
             batch = await request.next_batch()
             request.check()
             assert 0 < len(batch) <= 256
-            heard += batch
-        assert [event.token_ids[0] for _, event in heard[:-1]] == list(range(1000))
+            received += batch
+        assert [event.token_ids[0] for _, event in received[:-1]] == list(range(1000))
 
-    assert fly(play, limit=8).cancels() == [0]
+    assert run(play, limit=8).cancels() == [0]
 
 
-def test_takers_of_long_queues_let_each_other_have_their_turn():
+def test_readers_of_long_queues_alternate():
     turns = []
 
     async def take(name, engine, together):
@@ -211,16 +211,16 @@ def test_takers_of_long_queues_let_each_other_have_their_turn():
     assert sorted(turns[:4]) == ["a", "a", "b", "b"]
 
 
-def test_a_word_after_the_end_is_not_heard_and_not_an_error():
+def test_an_event_after_the_end_is_ignored():
     async def play(request, engine):
         pass
 
-    engine = fly(play)
+    engine = run(play)
     engine.deliver[0](piece(1))  # the loop has been closed by now
 
 
 @pytest.mark.parametrize("prompts", [1, 3])
-def test_a_run_that_is_just_being_submitted_when_everybody_leaves_is_cancelled_too(prompts):
+def test_a_prompt_being_submitted_when_the_request_ends_is_cancelled(prompts):
     entered, go_on = threading.Event(), threading.Event()
 
     class Slow(Engine):
@@ -231,23 +231,23 @@ def test_a_run_that_is_just_being_submitted_when_everybody_leaves_is_cancelled_t
 
     engine = Slow()
 
-    async def trip():
-        async def fly_alone():
+    async def main():
+        async def send():
             with HttpRequest(engine, 100) as request:
                 await asyncio.to_thread(request.submit, [[1]] * prompts, SamplingParams())
 
-        task = asyncio.create_task(fly_alone())
+        task = asyncio.create_task(send())
         await asyncio.to_thread(entered.wait, 10)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         go_on.set()
 
-    asyncio.run(trip())  # waits for its threads when it ends
+    asyncio.run(main())  # waits for its threads when it ends
     assert engine.cancels() == [1]  # and the others were never submitted
 
 
-def test_a_failure_while_others_are_being_submitted_cancels_all_of_them():
+def test_a_failure_during_submission_cancels_all_prompts():
     failure = EngineFailed("broken")
     entered, go_on = threading.Event(), threading.Event()
 
@@ -260,7 +260,7 @@ def test_a_failure_while_others_are_being_submitted_cancels_all_of_them():
 
     engine = Slow()
 
-    async def trip():
+    async def main():
         with HttpRequest(engine, 100) as request:
             launching = asyncio.create_task(asyncio.to_thread(request.submit, [[1]] * 4, SamplingParams()))
             await asyncio.to_thread(entered.wait, 10)
@@ -271,5 +271,5 @@ def test_a_failure_while_others_are_being_submitted_cancels_all_of_them():
             with pytest.raises(EngineFailed):
                 await request.next_batch()
 
-    asyncio.run(trip())
+    asyncio.run(main())
     assert engine.cancels() == [0, 1]

@@ -1,6 +1,6 @@
-"""What clients get wrong, or try: each is one clear error in the API's shape, and the next request is served.
+"""Invalid requests: each gets one error in the API's format, and the next request is served.
 
-The groups follow the ways in which servers of this kind have been hurt: bodies, parameters, prompts, messages, names.
+Groups: bodies, parameters, prompts, messages, names, routes, content types, and errors of the engine.
 """
 
 import json
@@ -27,7 +27,7 @@ NESTED = 100_000
 
 
 @pytest.fixture(autouse=True)
-def lives_on(http):
+def still_serves(http):
     yield
     assert http.post(COMPLETIONS, json=completion("still here?")).json()["choices"][0]["text"] == "still here?"
 
@@ -80,14 +80,14 @@ def test_malformed_bodies(http, engine, route, body):
 @pytest.mark.parametrize("depth", [100, 900, 980, 990, 1000, 1010, 1100, 5000])
 @pytest.mark.parametrize("inner", ['"\\ud83c\\udf47"', '{"a": 1}', "1"])
 @pytest.mark.parametrize("field", ["user", "tools", "stop", "logit_bias"])
-def test_values_nested_about_as_deep_as_can_be_read_are_taken_or_refused(http, field, inner, depth):
-    """Whoever reads first, and whoever reads what the first let through."""
+def test_values_nested_near_the_limit_are_accepted_or_refused(http, field, inner, depth):
+    """For the JSON parser and for the validation after it."""
     body = f'{{"prompt": "x", "{field}": {"[" * depth}{inner}{"]" * depth}}}'
     answer = http.post(COMPLETIONS, content=body, headers=JSON)
     assert answer.status_code == 400 or (field == "user" and answer.status_code == 200)
 
 
-def test_every_cut_of_a_good_body_is_refused(http):
+def test_every_truncated_body_is_refused(http):
     body = json.dumps(chat("né", stop=["a"], logit_bias={"1": 1})).encode()
     for length in range(len(body)):
         assert http.post(CHAT, content=body[:length], headers=JSON).status_code == 400
@@ -96,7 +96,7 @@ def test_every_cut_of_a_good_body_is_refused(http):
 @pytest.mark.parametrize(
     "text", ["a\x00b", "\ud83c\udf47".encode("utf-16", "surrogatepass").decode("utf-16"), "\u2028"]
 )
-def test_odd_characters_come_back_as_they_were(http, text):
+def test_unusual_characters_are_returned_unchanged(http, text):
     for ascii_only in (True, False):
         body = json.dumps(completion(text), ensure_ascii=ascii_only).encode()
         answer = http.post(COMPLETIONS, content=body, headers=JSON)
@@ -159,7 +159,7 @@ def test_parameters_out_of_bounds(http, engine, name, value):
 
 @pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty", "logit_bias"])
-def test_numbers_that_are_none(http, name, literal):
+def test_non_finite_numbers_are_refused(http, name, literal):
     value = f'{{"1": {literal}}}' if name == "logit_bias" else literal
     answer = http.post(COMPLETIONS, content=f'{{"prompt": "x", "{name}": {value}}}', headers=JSON)
     assert answer.status_code == 400
@@ -191,12 +191,12 @@ NULLABLE = (
 
 
 @pytest.mark.parametrize("name", NULLABLE)
-def test_null_is_absence(http, name):
+def test_null_equals_an_absent_field(http, name):
     for route, body in ((COMPLETIONS, completion()), (CHAT, chat())):
         assert http.post(route, json=body | {name: None}).status_code == 200
 
 
-def test_a_chat_that_may_outlive_the_context_must_say_how_long(http, engine):
+def test_shift_in_a_chat_needs_max_tokens(http, engine):
     error = error_of(http.post(CHAT, json=chat(shift=True)))
     assert error["param"] == "max_tokens"
     for keep in (-1, 0, 10**6):
@@ -204,7 +204,7 @@ def test_a_chat_that_may_outlive_the_context_must_say_how_long(http, engine):
     assert [(params.shift, params.num_keep) for _, params in engine.seen] == [(True, -1), (True, 0), (True, 10**6)]
 
 
-def test_requests_that_call_themselves_the_same_are_two(http, engine):
+def test_requests_with_equal_ids_are_separate(http, engine):
     named = {"x-request-id": "same\tname", "idempotency-key": "same", "x-session-id": "same"}
     answers = [http.post(COMPLETIONS, json=completion(text), headers=named) for text in ("one", "two")]
     assert [answer.json()["choices"][0]["text"] for answer in answers] == ["one", "two"]
@@ -232,7 +232,7 @@ def test_logprobs_of_a_completion_out_of_bounds(http, value):
         ({"prompt": "x"}, "prompt"),
     ],
 )
-def test_fields_of_a_chat_that_do_not_go_together(http, fields, param):
+def test_conflicting_fields_of_a_chat_are_refused(http, fields, param):
     assert error_of(http.post(CHAT, json=chat(**fields)))["param"] == param
 
 
@@ -262,7 +262,7 @@ UNSUPPORTED = [
 
 
 @pytest.mark.parametrize(("route", "name", "value"), UNSUPPORTED)
-def test_what_openai_has_and_we_do_not_is_refused_by_name(http, engine, route, name, value):
+def test_unsupported_fields_of_openai_are_refused_by_name(http, engine, route, name, value):
     body = completion() if route == COMPLETIONS else chat()
     answer = http.post(route, json=body | {name: value})
     error = error_of(answer)
@@ -276,7 +276,7 @@ ASK_FOR_NOTHING += [(name, value) for name in NO_EFFECT for value in (None, "k",
 
 
 @pytest.mark.parametrize(("name", "value"), ASK_FOR_NOTHING)
-def test_what_asks_for_nothing_is_accepted(http, engine, name, value):
+def test_values_without_effect_are_accepted(http, engine, name, value):
     for route, body, kind in ((COMPLETIONS, completion(), CompletionBody), (CHAT, chat(), ChatBody)):
         if name not in kind.model_fields:
             plain, with_it = (http.post(route, json=body | more) for more in ({}, {name: value}))
@@ -285,8 +285,8 @@ def test_what_asks_for_nothing_is_accepted(http, engine, name, value):
 
 
 @pytest.mark.parametrize("name", NEUTRAL)
-def test_any_other_value_of_what_is_not_implemented_is_refused_by_name(http, engine, name):
-    """Also one that Python takes for equal: 0 is not False."""
+def test_other_values_of_unimplemented_fields_are_refused_by_name(http, engine, name):
+    """Also values that are equal in Python: 0 is not False."""
     alike = [0 if value is False else 1 for value in NEUTRAL[name] if isinstance(value, bool)]
     for route, body, kind in ((COMPLETIONS, completion(), CompletionBody), (CHAT, chat(), ChatBody)):
         for value in ("something", 7, ["a"], {"a": 1}, *alike):
@@ -296,7 +296,7 @@ def test_any_other_value_of_what_is_not_implemented_is_refused_by_name(http, eng
     assert not engine.seen
 
 
-def test_special_tokens_are_added_to_a_prompt_as_the_request_says(http, engine):
+def test_add_special_tokens_is_followed(http, engine):
     for value in (None, False, True):
         assert http.post(COMPLETIONS, json=completion("a", add_special_tokens=value)).status_code == 200
     assert [prompt for prompt, _ in engine.seen] == [(97,), (97,), (1, 97)]
@@ -336,7 +336,7 @@ PROMPTS = {
 
 
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
-def test_prompts_that_are_none(http, prompt):
+def test_invalid_prompts_are_refused(http, prompt):
     answer = http.post(COMPLETIONS, json={"model": MODEL, "prompt": prompt})
     assert answer.status_code == 400
     assert error_of(answer)["param"] == "prompt"
@@ -388,14 +388,14 @@ MESSAGES = [  # messages, and the field at fault
 
 
 @pytest.mark.parametrize(("messages", "param"), MESSAGES)
-def test_messages_that_are_none(http, engine, messages, param):
+def test_invalid_messages_are_refused(http, engine, messages, param):
     answer = http.post(CHAT, json={"model": MODEL, "messages": messages})
     assert answer.status_code == 400
     assert error_of(answer)["param"] == (param or "messages[0].content[0].type")
     assert not engine.seen
 
 
-def test_messages_that_clients_send_back_are_taken(http, engine):
+def test_messages_from_earlier_responses_are_accepted(http, engine):
     before = {"role": "assistant", "content": "ho", "refusal": None, "audio": None, "tool_calls": None}
     turns = [
         {"role": "developer", "content": "be brief"},
@@ -413,7 +413,7 @@ NAMES += ["cellar/fake-1.", "Cellar/Fake-1", " cellar/fake-1", "cellar/fake-1\n"
 
 
 @pytest.mark.parametrize("name", NAMES, ids=[repr(name)[:20] for name in NAMES])
-def test_names_of_other_models(http, name):
+def test_names_of_other_models_are_not_found(http, name):
     for route, body in ((COMPLETIONS, completion()), (CHAT, chat())):
         answer = http.post(route, json=body | {"model": name})
         error = error_of(answer)
@@ -452,7 +452,7 @@ def test_names_of_other_models(http, name):
         ("OPTIONS", "/nowhere", 404),
     ],
 )
-def test_routes_that_are_none(http, method, path, status):
+def test_unknown_routes_and_methods(http, method, path, status):
     answer = http.request(method, path)
     assert answer.status_code == status
     error_of(answer)
@@ -463,7 +463,7 @@ def test_routes_that_are_none(http, method, path, status):
 @pytest.mark.parametrize(
     ("path", "status"), [("/health", 200), ("/v1/models", 200), ("/nope", 404), (COMPLETIONS, 405)]
 )
-def test_head_is_answered_without_a_body(http, path, status):
+def test_head_gets_no_body(http, path, status):
     answer = http.head(path)
     assert (answer.status_code, answer.content) == (status, b"")
 
@@ -478,7 +478,7 @@ def test_head_is_answered_without_a_body(http, path, status):
         "application/json; charset=latin-1",
     ],
 )
-def test_only_json_is_read(http, engine, kind):
+def test_other_content_types_are_refused(http, engine, kind):
     headers = {} if kind is None else {"content-type": kind}
     answer = http.post(COMPLETIONS, content=json.dumps(completion()), headers=headers)
     assert answer.status_code == 415
@@ -487,13 +487,13 @@ def test_only_json_is_read(http, engine, kind):
 
 
 @pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=UTF-8", "application/json;"])
-def test_json_has_several_names(http, kind):
+def test_forms_of_the_json_content_type_are_accepted(http, kind):
     answer = http.post(COMPLETIONS, content=json.dumps(completion()), headers={"content-type": kind})
     assert answer.status_code == 200
 
 
 @pytest.mark.parametrize("coding", ["gzip", "br", "deflate", "identity, gzip", "x\ty"])
-def test_compressed_bodies_are_not_unpacked(http, coding):
+def test_compressed_bodies_are_refused(http, coding):
     answer = http.post(COMPLETIONS, content=b"\x1f\x8b", headers=JSON | {"content-encoding": coding})
     assert answer.status_code == 415
     error_of(answer)
@@ -504,13 +504,13 @@ def test_a_body_over_the_limit(http):
     assert (answer.status_code, error_of(answer)["code"]) == (413, "request_too_large")
 
 
-def test_a_body_over_the_limit_that_does_not_say_so(http):
+def test_a_chunked_body_over_the_limit(http):
     parts = (b" " * 2**16 for _ in range(33))
     answer = http.post(COMPLETIONS, content=parts, headers=JSON)
     assert (answer.status_code, error_of(answer)["code"]) == (413, "request_too_large")
 
 
-ERRORS = [  # what the engine raised, and how the client is told
+ERRORS = [  # exception of the engine, and the error of the response
     (BadRequest("no", "top_k"), 400, "top_k", None),
     (PromptTooLong(5, 4, "the model's context"), 400, "prompt", "context_length_exceeded"),
     (TemplateFailed("no", "messages"), 400, "messages", None),
@@ -527,8 +527,8 @@ ERRORS = [  # what the engine raised, and how the client is told
 @pytest.mark.parametrize("how", ["reject", "fail"])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("error", "status", "param", "code"), ERRORS, ids=[type(e[0]).__name__ for e in ERRORS])
-def test_errors_of_the_engine_before_it_has_said_anything(http, engine, error, status, param, code, stream, how):
-    with engine.acting(**{how: error}):
+def test_engine_errors_before_the_first_event(http, engine, error, status, param, code, stream, how):
+    with engine.scripted(**{how: error}):
         answer = http.post(CHAT, json=chat(stream=stream))
     shown = error_of(answer)
     assert (answer.status_code, shown["param"], shown["code"]) == (status, param, code)
@@ -537,8 +537,8 @@ def test_errors_of_the_engine_before_it_has_said_anything(http, engine, error, s
 
 
 @pytest.mark.parametrize(("error", "status", "param", "code"), ERRORS, ids=[type(e[0]).__name__ for e in ERRORS])
-def test_errors_of_the_engine_later(http, engine, error, status, param, code):
-    with engine.acting(fail=error, fail_at=2):
+def test_engine_errors_after_the_first_event(http, engine, error, status, param, code):
+    with engine.scripted(fail=error, fail_at=2):
         whole = http.post(COMPLETIONS, json=completion())
         stream = http.post(COMPLETIONS, json=completion(stream=True))
     assert (whole.status_code, error_of(whole)["code"]) == (status, code)
@@ -549,13 +549,13 @@ def test_errors_of_the_engine_later(http, engine, error, status, param, code):
     assert "secret" not in stream.text
 
 
-def test_one_prompt_that_fails_takes_the_others_with_it(http, engine):
+def test_a_failed_prompt_fails_the_request(http, engine):
     answer = http.post(COMPLETIONS, json=completion(["hello", "x" * 30_000, "there"]))
     assert error_of(answer)["code"] == "context_length_exceeded"
     assert engine.rest()
 
 
-def test_a_stop_string_within_a_character_and_over_tokens(http):
+def test_a_stop_string_across_tokens(http):
     for stream in (False, True):
         answer = http.post(COMPLETIONS, json=completion("abcédef", stop=["éd", "zz"], stream=stream))
         records = chunks_of(answer.text) if stream else [answer.json()]

@@ -1,4 +1,4 @@
-"""Bodies are read in small pieces, in bounded memory, and mean what `json` says that they mean."""
+"""Bodies are parsed incrementally, in limited memory, with the results of `json`."""
 
 import asyncio
 import json
@@ -18,13 +18,13 @@ from kvcellar.serve.connection import READ, Connection
 from kvcellar.serve.json_reader import RUN, JsonReader, Limits, read
 from kvcellar.serve.json_text import json_chunks, to_json
 from kvcellar.serve.openai import _send_json
-from tests.serve.wire import COMPLETIONS, completion, connected, error_of, read_answer, request
+from tests.serve.wire import COMPLETIONS, completion, connected, error_of, read_response, request
 
 LIMITS = Limits(context=10_000)
 
 
 def strict(text: str) -> Any:
-    """The same by `json` alone, in one go."""
+    """The same with `json`."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         assert len(dict(pairs)) == len(pairs)
@@ -60,7 +60,7 @@ soup = st.lists(
 @example('{"a":1,}')
 @example("[,1]")
 @example("[1,2,[3,4,{}],5,6]")
-def test_what_is_read_is_what_json_reads_and_the_rest_is_refused(text: str) -> None:
+def test_results_equal_those_of_json(text: str) -> None:
     assert outcome(lambda given: read(given, LIMITS), text) == outcome(strict, text)
 
 
@@ -73,14 +73,14 @@ blanks = st.sampled_from(["", " ", "\n", " \t\r\n "])
     blanks,
     blanks,
 )
-def test_long_lists_of_numbers_are_read_whole(some: list[Any], count: int, before: str, after: str) -> None:
+def test_long_lists_of_numbers_are_parsed(some: list[Any], count: int, before: str, after: str) -> None:
     items = [*range(count), *some, *range(count)]
     text = "[" + f"{before},{after}".join(map(json.dumps, items)) + "]"
     assert repr(read(text, LIMITS)) == repr(items)
 
 
 class Watch:
-    """Instead of a pace: how far the reader comes between two rests."""
+    """Replaces `Pace`: records how many characters are parsed between two pauses."""
 
     def __init__(self, reader: JsonReader) -> None:
         self._reader, self._last = reader, 0
@@ -103,7 +103,7 @@ class Watch:
     ],
     ids=["ids", "lists of ids", "objects", "deep", "keys", "texts"],
 )
-def test_between_two_rests_only_a_little_is_read(value: object) -> None:
+def test_little_is_parsed_between_two_pauses(value: object) -> None:
     reader = JsonReader(json.dumps({"user": value}), LIMITS)
     watch = reader._pace = Watch(reader)  # type: ignore[assignment]
     assert reader.read() == {"user": value}
@@ -120,15 +120,15 @@ MANY = {
 
 
 @pytest.mark.parametrize(("text", "says", "param"), MANY.values(), ids=MANY)
-def test_more_than_is_allowed_is_refused_where_it_begins_to_be(text: str, says: str, param: str | None) -> None:
-    """What comes behind is not read: it is not even JSON."""
+def test_a_limit_is_applied_before_the_rest_is_parsed(text: str, says: str, param: str | None) -> None:
+    """The rest is not JSON, and is not parsed."""
     with pytest.raises(ApiError, match=says) as refused:
         read(text + " what is this", Limits(context=2000, values=999, containers=99, items=500))
     assert (refused.value.status, refused.value.param, refused.value.code) == (400, param, "too_many_values")
 
 
 @pytest.mark.parametrize("opening", ['{"prompt":[', '{"n":1,"prompt":[[', '{"prompt":[[1],['])
-def test_ids_that_cannot_fit_are_refused_before_all_are_read(opening: str) -> None:
+def test_token_ids_beyond_the_context_are_refused_before_the_rest_is_parsed(opening: str) -> None:
     limits = Limits(context=20_000)
     text = opening + "7," * 20_001
     with pytest.raises(PromptTooLong) as refused:
@@ -144,12 +144,12 @@ def test_ids_that_cannot_fit_are_refused_before_all_are_read(opening: str) -> No
         lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=4),
     )
 )
-def test_json_in_pieces_is_the_json_of_the_whole(value: object) -> None:
+def test_json_chunks_join_to_the_whole_json(value: object) -> None:
     assert b"".join(json_chunks(value)) == to_json(value)
 
 
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 1000])
-def test_an_iterator_is_written_as_a_list_in_pieces(count: int) -> None:
+def test_an_iterator_is_encoded_as_a_list_in_chunks(count: int) -> None:
     pieces = list(json_chunks({"a": [{"b": iter(range(count))}]}))
     assert (
         json.loads(b"".join(pieces))
@@ -159,7 +159,7 @@ def test_an_iterator_is_written_as_a_list_in_pieces(count: int) -> None:
     assert max(map(len, pieces)) < 64 * 5
 
 
-def test_while_a_long_answer_is_written_the_event_loop_turns_to_others() -> None:
+def test_other_tasks_run_while_a_long_response_is_encoded() -> None:
     turns, sent = 0, list[bytes]()
     entries = [{"token": "x" * 20, "top": list(range(20))} for _ in range(6400)]
 
@@ -183,7 +183,7 @@ def test_while_a_long_answer_is_written_the_event_loop_turns_to_others() -> None
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40_000)), max_size=30))
-def test_bodies_under_way_take_no_more_than_was_set_and_all_is_given_back(parts: list[tuple[int, int]]) -> None:
+def test_bodies_stay_within_the_budget_and_release_it(parts: list[tuple[int, int]]) -> None:
     budget = BodyBudget(50_000)
     bodies = [RequestBody(budget) for _ in range(4)]
     for which, size in parts:
@@ -223,17 +223,17 @@ def test_long_bodies_beyond_the_limit_are_refused_and_short_ones_are_not(engine,
             wire.sendall(long)
             assert entered.acquire(timeout=20)
         third.sendall(long)
-        status, body = read_answer(third)
+        status, body = read_response(third)
         assert (status, json.loads(body)["error"]["code"]) == (503, "overloaded")
         third.sendall(request(COMPLETIONS, completion("a", max_tokens=1)))
-        assert read_answer(third)[0] == 200
+        assert read_response(third)[0] == 200
         go_on.set()
-        assert [read_answer(wire)[0] for wire in (first, second)] == [200, 200]
+        assert [read_response(wire)[0] for wire in (first, second)] == [200, 200]
         third.sendall(long)
-        assert read_answer(third)[0] == 200
+        assert read_response(third)[0] == 200
 
 
-def test_what_arrives_is_parsed_in_small_pieces(server, monkeypatch) -> None:
+def test_received_data_is_parsed_in_small_parts(server, monkeypatch) -> None:
     sizes: list[int] = []
     receive = Connection.data_received
 
@@ -250,13 +250,13 @@ def test_what_arrives_is_parsed_in_small_pieces(server, monkeypatch) -> None:
             + chunks
             + b"0\r\n\r\n"
         )
-        assert read_answer(wire)[0] == 200
+        assert read_response(wire)[0] == 200
     assert sum(sizes) > len(chunks)
     assert max(sizes) <= READ
 
 
 @pytest.mark.parametrize("fields", [{"prompt": "hello"}, {"prompt": ["hello", "you"]}])
-def test_the_context_is_known_before_a_text_is_tokenized(http, engine, monkeypatch, fields) -> None:
+def test_the_context_limit_is_passed_to_the_tokenizer(http, engine, monkeypatch, fields) -> None:
     limits: list[int | None] = []
     encode = engine.encode
 
@@ -269,7 +269,7 @@ def test_the_context_is_known_before_a_text_is_tokenized(http, engine, monkeypat
     assert set(limits) == {engine.model.context}
 
 
-def test_a_request_has_a_limit_on_its_answers(http, engine) -> None:
+def test_completions_per_request_are_limited(http, engine) -> None:
     error = error_of(http.post(COMPLETIONS, json=completion(["a"] * 256, n=17)))
     assert error["param"] == "n"
     assert not engine.seen
@@ -279,7 +279,7 @@ def test_a_request_has_a_limit_on_its_answers(http, engine) -> None:
     ("name", "value"),
     [("logit_bias", {str(n): "x" for n in range(16_384)}), ("stop_token_ids", ["x"] * 16_000), ("stop", [1] * 16_000)],
 )
-def test_of_many_wrong_items_one_is_named(http, name: str, value: object) -> None:
+def test_only_the_first_of_many_invalid_items_is_named(http, name: str, value: object) -> None:
     answer = http.post(COMPLETIONS, json=completion(**{name: value}))
     assert answer.status_code == 400
     assert len(answer.content) < 500

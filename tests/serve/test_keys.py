@@ -1,5 +1,4 @@
-"""A key file that is written wrongly is an error with its line, never a server without keys; and no message holds a
-key."""
+"""An invalid key file is an error with the line, never a server without keys; and no message contains a key."""
 
 import os
 from contextlib import suppress
@@ -33,7 +32,7 @@ def file(tmp_path) -> Path:
     ],
     ids=["lines", "no end of line", "spaces and comments", "carriage returns", "byte order mark"],
 )
-def test_each_line_is_a_key_whatever_the_editor_put_around_it(file, content):
+def test_each_line_is_a_key_without_surrounding_whitespace(file, content):
     file.write_bytes(content.encode())
     assert key_digests(file, {}) == DIGESTS
 
@@ -64,7 +63,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("line", "why"), WRONG.values(), ids=WRONG)
-def test_a_line_that_is_no_key_is_named_and_not_shown(file, line, why):
+def test_an_invalid_line_is_reported_without_its_text(file, line, why):
     file.write_bytes(f"{ONE}\n\n".encode() + line + f"\n{TWO}\n".encode())
     with pytest.raises(BadRequest, match=rf"{file}, line 3: .*{why}") as refusal:
         key_digests(file, {})
@@ -72,7 +71,7 @@ def test_a_line_that_is_no_key_is_named_and_not_shown(file, line, why):
     assert ONE not in str(refusal.value)
 
 
-def test_what_cannot_be_read_is_named(tmp_path, file):
+def test_unreadable_files_are_reported(tmp_path, file):
     with pytest.raises(BadRequest, match=f"{file} cannot be read: No such file"):
         key_digests(file, {})
     with pytest.raises(BadRequest, match=f"{tmp_path} cannot be read: Is a directory"):
@@ -83,7 +82,7 @@ def test_what_cannot_be_read_is_named(tmp_path, file):
 
 
 @pytest.mark.parametrize("value", ["", " ", "\t", "\n"])
-def test_a_variable_that_is_set_and_empty_does_not_open_the_server(value):
+def test_an_empty_variable_is_refused(value):
     with pytest.raises(BadRequest, match=r"\$KVCELLAR_API_KEY is set but empty"):
         key_digests(None, {VARIABLE: value})
 
@@ -99,7 +98,7 @@ def test_the_variable_is_one_more_key(file):
 
 
 @given(st.binary(max_size=80))
-def test_any_bytes_are_keys_or_are_refused(tmp_path_factory, content):
+def test_any_bytes_give_keys_or_an_error(tmp_path_factory, content):
     file = tmp_path_factory.getbasetemp() / "any.txt"
     file.write_bytes(content)
     with suppress(BadRequest):
@@ -109,7 +108,7 @@ def test_any_bytes_are_keys_or_are_refused(tmp_path_factory, content):
 @pytest.mark.parametrize(
     ("mode", "says"), [(0o600, None), (0o640, None), (0o644, "read"), (0o660, "change"), (0o602, "change")]
 )
-def test_a_file_that_other_users_can_read_or_change_is_pointed_out(file, mode, says):
+def test_a_file_that_other_users_can_read_or_change_gives_a_warning(file, mode, says):
     file.write_text(ONE)
     os.chmod(file, mode)
     found = permission_warning(file)

@@ -1,10 +1,10 @@
-"""Every message that can reach an HTTP client, word for word. Read it as the style guide for new ones:
+"""Every error message that an HTTP client can get. The style of new messages:
 
-* it names the field of the API that is wrong, says what is allowed, and what to do;
-* it uses the words of the API and of JSON: no option of the command line, no setting of the owner, nothing of Python;
-* plain English, one sentence or two, without a full stop at the end.
+* it names the invalid field of the API, and says what is allowed and what to do;
+* it uses terms of the API and of JSON: no option of the command line, no setting of the engine, nothing of Python;
+* plain English, one or two sentences, without a full stop at the end.
 
-A message that is raised anywhere in `SOURCES` and is not provoked here fails `test_every_message_in_the_code_is_here`.
+A message that is raised anywhere in `SOURCES` and does not occur here fails `test_every_message_in_the_code_is_here`.
 """
 
 import ast
@@ -29,7 +29,7 @@ from kvcellar.serve.body import BodyBudget
 from kvcellar.text.template import ChatTemplate
 from kvcellar.text.tokens import TextTokenizer, TokenizingLimit
 from tests.serve.fake_engine import FakeEngine
-from tests.serve.wire import CHAT, COMPLETIONS, chat, completion, connected, error_of, read_answer, request
+from tests.serve.wire import CHAT, COMPLETIONS, chat, completion, connected, error_of, read_response, request
 from tests.text.made import byte_level
 
 MOST = 16 * 2**20  # bytes of a body
@@ -212,13 +212,13 @@ CASES += [(CHAT, body, message) for body, message in MESSAGES]
 
 
 def told(answer: httpx.Response) -> str:
-    """The message of an error, after a look at it as at each of them."""
+    """The message of an error, after a check of its style."""
     error = error_of(answer)
     check_style(error["message"], error["param"])
     return error["message"]
 
 
-STRANGE = re.compile(  # nothing of the command line, of Python or of the owner's settings; no persons; no boasting
+STRANGE = re.compile(  # terms of the command line, of Python or of settings; persons
     r"--\w|`|kvcellar|\w\(\)|\w+=|\b(None|True|NoneType|dict|tuple|str|int|float|bool|pydantic|Python|Engine|"
     r"[nN]obody|[sS]omebody|[wW]hoever|we|us|our|told|please|sorry|oops)\b|\w+Error\b"
 )
@@ -250,7 +250,7 @@ def client(real: Engine) -> Iterator[httpx.Client]:
 
 
 @pytest.mark.parametrize(("route", "body", "message"), CASES, ids=count())
-def test_requests(client: httpx.Client, route: str, body: dict[str, Any], message: str) -> None:
+def test_invalid_fields(client: httpx.Client, route: str, body: dict[str, Any], message: str) -> None:
     answer = client.post(route, json=body)
     assert told(answer) == message
     assert 400 <= answer.status_code < 500
@@ -263,7 +263,7 @@ def test_bodies(client: httpx.Client, body: bytes, message: str) -> None:
 
 
 @pytest.mark.parametrize(("message", "body"), MANY.items())
-def test_bodies_that_hold_too_much(client: httpx.Client, body: dict[str, Any], message: str) -> None:
+def test_bodies_with_too_many_values(client: httpx.Client, body: dict[str, Any], message: str) -> None:
     assert told(client.post(COMPLETIONS, json=body)) == message
 
 
@@ -304,7 +304,7 @@ PADDING = (
 )
 
 
-def test_the_memory_and_the_queue(client: httpx.Client, real: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_of_memory_and_queue(client: httpx.Client, real: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {"prompt": [5] * 200}
     built, group = real._built, real._built.memory.storage.groups[0].name
     capacity = dataclasses.replace(built.capacity, cells=dict.fromkeys(built.capacity.cells, 100))
@@ -339,7 +339,7 @@ def test_a_text_that_is_too_long_to_tokenize(
     assert told(client.post(COMPLETIONS, json={"prompt": "x" * 11})) == LONG_TEXT
 
 
-TEMPLATES = {  # the last part is the template's own words, or those of Jinja
+TEMPLATES = {  # the last part comes from the template or from Jinja
     "": "this model has no chat template; send a prompt instead of messages",
     "{{ raise_exception('Roles must alternate') }}": "the chat template refused these messages: Roles must alternate",
     "{{ messages[0].content * 10 ** 9 }}": "the chat template was stopped: it asked for a value of 3000000000 "
@@ -367,7 +367,7 @@ FAILURES = [
 
 @pytest.mark.parametrize(("error", "message"), FAILURES, ids=[type(error).__name__ for error, _ in FAILURES])
 def test_failures(http: httpx.Client, engine: FakeEngine, error: Exception, message: str) -> None:
-    with engine.acting(reject=error):
+    with engine.scripted(reject=error):
         assert told(http.post(COMPLETIONS, json=completion())) == message
 
 
@@ -382,7 +382,7 @@ def test_health_and_keys(http: httpx.Client, shared_engine: FakeEngine, engine: 
         assert told(httpx.get(f"{server.url}/health")) == KEY
 
 
-def test_bodies_that_find_no_room() -> None:
+def test_bodies_over_the_budget() -> None:
     with pytest.raises(ApiError) as refused:
         BodyBudget(10).reserve(11)
     assert (refused.value.status, refused.value.message) == (503, CROWDED)
@@ -402,11 +402,11 @@ def test_connections(shared_engine: FakeEngine, engine: FakeEngine) -> None:
         for sent, message in SENT.items():
             with connected(server) as wire:
                 wire.sendall(sent)
-                assert json.loads(read_answer(wire)[1])["error"]["message"] == message
+                assert json.loads(read_response(wire)[1])["error"]["message"] == message
         with connected(server) as first, connected(server) as second:
             first.sendall(request("/health"))
-            assert read_answer(first)[0] == 200
-            assert json.loads(read_answer(second)[1])["error"]["message"] == FULL
+            assert read_response(first)[0] == 200
+            assert json.loads(read_response(second)[1])["error"]["message"] == FULL
 
 
 # The code has no message that is not here.
@@ -421,10 +421,10 @@ SOURCES = [
     ROOT / "sample" / "params.py",
 ]
 RAISED = {"BadRequest": 0, "TemplateFailed": 0, "Overloaded": 0, "ApiError": 1}  # where the message is
-HANDED_ON = {"message", "why"}  # what a function calls a message that it is given
+HANDED_ON = {"message", "why"}  # parameter names for messages that a function forwards
 
-ELSEWHERE = {  # messages that no HTTP client gets, and why
-    "the stream was not read in time: {} events were waiting": "only a client that does not read gets it: test_wire.py",
+ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
+    "the stream was not read in time: {} events were waiting": "for a client that does not read: test_connection.py",
     "there is no sampling parameter {}; there are {}": "Python: over HTTP it is an unknown parameter",
     "text is a string, not {}": "Python",
     "params is SamplingParams(...), not {}": "Python",
@@ -478,8 +478,8 @@ HERE = {
 @pytest.mark.parametrize(
     "message", [CROWDED, BUSY, PADDING, LONG_TEXT, NO_TEXT, NO_STOP, STOPPED, KEY, FULL, *SENT.values()]
 )
-def test_all_of_them_are_in_this_style(message: str) -> None:
-    """The others were looked at as they came."""
+def test_other_messages_follow_the_style(message: str) -> None:
+    """The style of all others is checked in `told`."""
     check_style(message, None)
 
 
@@ -501,7 +501,7 @@ def shown(pattern: str) -> str:
 
 
 def messages_of(path: Path) -> Iterator[tuple[str, str]]:
-    """Each message that a file raises, as a pattern, with its place. A function that hands a message on is no place."""
+    """Each message that a file raises, as a pattern, with its place. Functions that forward messages are followed."""
     tree = ast.parse(path.read_text())
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     owner = {id(inner): function for function in functions for inner in ast.walk(function)}  # the innermost is last
@@ -522,7 +522,7 @@ def messages_of(path: Path) -> Iterator[tuple[str, str]]:
             continue
         at, around = raised[name]
         for pattern in patterns(call.args[at], inside):
-            if pattern != "(.+)":  # the message of another error, handed on
+            if pattern != "(.+)":  # the message of another error, forwarded
                 yield around.replace("(.+)", pattern, 1), f"{path.name}:{call.lineno}"
 
 
@@ -539,7 +539,7 @@ def patterns(message: ast.expr, function: ast.FunctionDef | None) -> list[str]:
 
 
 def assigned(name: str, function: ast.FunctionDef) -> Iterator[str]:
-    """What a message may be that is put together before it is raised."""
+    """The values assigned to a variable that is raised as a message."""
     for node in ast.walk(function):
         match node:
             case ast.Assign(targets=[ast.Name(id=found)], value=value) if found == name:
@@ -550,7 +550,7 @@ def assigned(name: str, function: ast.FunctionDef) -> Iterator[str]:
                         yield from patterns(value, None)
 
 
-def test_the_search_sees_all_ways_to_write_a_message(tmp_path: Path) -> None:
+def test_the_search_finds_all_forms_of_messages(tmp_path: Path) -> None:
     source = tmp_path / "some.py"
     source.write_text(
         'def f(x):\n    raise BadRequest("one", "x")\n'

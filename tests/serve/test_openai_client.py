@@ -1,4 +1,4 @@
-"""OpenAI's own package, sync and async, against the server: what it reads and which errors it raises."""
+"""OpenAI's package, sync and async, with the server: results and exceptions."""
 
 import asyncio
 import threading
@@ -36,7 +36,7 @@ def test_models(client):
 
 
 def test_completion(client, engine):
-    with engine.acting(cached=2):
+    with engine.scripted(cached=2):
         answer = client.completions.create(model=MODEL, prompt="hello", seed=7, temperature=0.5)
     assert (answer.choices[0].text, answer.choices[0].finish_reason, answer.object) == (
         "hello",
@@ -57,7 +57,7 @@ def test_chat(client, engine):
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
 
 
-def test_every_parameter_arrives(client, engine):
+def test_every_parameter_reaches_the_engine(client, engine):
     client.chat.completions.create(
         model=MODEL,
         messages=ASKED,
@@ -148,12 +148,12 @@ def test_logprobs(client):
         (openai.types.completion_create_params.CompletionCreateParamsBase, CompletionBody),
     ],
 )
-def test_every_field_that_the_package_can_send_is_known(sent, body):
+def test_every_field_of_the_package_is_handled(sent, body):
     unknown = set(sent.__annotations__) - set(body.model_fields) - set(NEUTRAL) - set(NO_EFFECT)
     assert not unknown, "say for each of these whether it is taken, without effect, or refused by name"
 
 
-def test_errors_have_the_packages_classes(client, engine):
+def test_errors_raise_the_exceptions_of_the_package(client, engine):
     with pytest.raises(openai.BadRequestError) as refused:
         client.completions.create(model=MODEL, prompt="x", n=0)
     assert (refused.value.param, refused.value.type) == ("n", "invalid_request_error")
@@ -169,19 +169,19 @@ def test_errors_have_the_packages_classes(client, engine):
             model=MODEL, messages=ASKED, tools=[{"type": "function", "function": {"name": "f"}}]
         )
     for error, status in ((Overloaded("full"), 503), (CacheFull("a", 2, 1), 503), (EngineFailed("x"), 500)):
-        with engine.acting(reject=error), pytest.raises(openai.InternalServerError) as refused:
+        with engine.scripted(reject=error), pytest.raises(openai.InternalServerError) as refused:
             client.completions.create(model=MODEL, prompt="x")
         assert refused.value.status_code == status
 
 
-def test_an_overloaded_server_is_asked_again(client, engine):
-    with engine.acting(reject=Overloaded("full"), rejections=1):
+def test_the_client_retries_an_overloaded_server(client, engine):
+    with engine.scripted(reject=Overloaded("full"), rejections=1):
         patient = client.with_options(max_retries=1)
         assert patient.completions.create(model=MODEL, prompt="x").choices[0].text == "x"
 
 
 def test_an_error_within_a_stream_is_raised(client, engine):
-    with engine.acting(fail=EngineFailed("x"), fail_at=3):
+    with engine.scripted(fail=EngineFailed("x"), fail_at=3):
         stream = client.completions.create(model=MODEL, prompt="hello", stream=True)
         texts = []
         with pytest.raises(openai.APIError) as failed:
@@ -189,8 +189,8 @@ def test_an_error_within_a_stream_is_raised(client, engine):
     assert failed.value.code == "internal_error"
 
 
-def test_a_stream_that_is_closed_cancels(client, engine):
-    with engine.acting(delay=0.01, answer=b"x" * 2000):
+def test_closing_a_stream_cancels_the_request(client, engine):
+    with engine.scripted(delay=0.01, answer=b"x" * 2000):
         with client.completions.create(model=MODEL, prompt="hello", stream=True, max_tokens=2000) as stream:
             assert next(iter(stream)).choices[0].text == "x"
         assert engine.rest()
@@ -206,7 +206,7 @@ def test_keys(shared_engine, engine):
         assert refused.value.code == "invalid_api_key"
 
 
-def test_a_host_that_is_not_ours(client):
+def test_another_host_is_refused(client):
     with pytest.raises(openai.PermissionDeniedError):
         client.models.list(extra_headers={"Host": "evil.com"})
 
@@ -231,7 +231,7 @@ def async_client(server: Server) -> openai.AsyncOpenAI:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "owner/name", "a.b-c_1"])
-def test_a_name_with_or_without_an_owner_is_one(name):
+def test_model_names_with_and_without_an_owner(name):
     with FakeEngine(FakeModel(name=name)) as engine, Server(engine, ServeSettings(port=0)) as server:
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
             assert client.models.retrieve(name).id == name
@@ -260,10 +260,10 @@ def test_many_clients_at_once(server, engine):
     assert asyncio.run(all_of_them()) == [f"number {number}" for number in range(60)]
 
 
-def test_an_async_call_that_is_cancelled_cancels(server, engine):
-    door = threading.Event()
+def test_cancelling_an_async_call_cancels_the_request(server, engine):
+    gate = threading.Event()
 
-    async def impatient():
+    async def short_limits():
         async with async_client(server) as client:
             call = asyncio.create_task(client.completions.create(model=MODEL, prompt="x"))
             while not engine.running:
@@ -272,7 +272,7 @@ def test_an_async_call_that_is_cancelled_cancels(server, engine):
             with pytest.raises(asyncio.CancelledError):
                 await call
 
-    with engine.acting(door=door):
-        asyncio.run(impatient())
+    with engine.scripted(gate=gate):
+        asyncio.run(short_limits())
         assert engine.rest()
     assert engine.cancels == 1

@@ -1,4 +1,4 @@
-"""What is costly to parse takes a third of the time of the event loop, however many connections send it."""
+"""Costly parsing takes a third of the time of the event loop, for any number of connections."""
 
 import asyncio
 import heapq
@@ -16,11 +16,11 @@ from kvcellar.pace import FREE, REST
 from kvcellar.serve import parse_queue
 from kvcellar.serve.connection import Connection
 from kvcellar.serve.parse_queue import SHARE, CpuBudget, ParseQueue
-from tests.serve.wire import COMPLETIONS, completion, connected, read_answer, request
+from tests.serve.wire import COMPLETIONS, completion, connected, read_response, request
 
 
 class FakeLoop:
-    """Timers only; work takes the time that it says."""
+    """An event loop with timers and simulated time."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -41,7 +41,7 @@ class FakeLoop:
 
 
 @given(st.lists(st.lists(st.floats(1e-4, 0.01), min_size=1, max_size=30), min_size=1, max_size=8))
-def test_connections_that_are_costly_take_their_budgets_and_a_third_of_the_time(costs) -> None:
+def test_costly_connections_get_their_budgets_and_a_third_of_the_time(costs) -> None:
     loop, direct, queued = FakeLoop(), [0.0] * len(costs), 0.0
 
     def parse(number: int) -> None:
@@ -73,7 +73,7 @@ def test_connections_that_are_costly_take_their_budgets_and_a_third_of_the_time(
     assert max(direct) <= FREE + SHARE * loop.now + 0.01
 
 
-def test_an_allowance_comes_back_with_time() -> None:
+def test_a_budget_is_refilled_over_time() -> None:
     loop = FakeLoop()
     budget = CpuBudget(clock=loop.time)
     budget.spend(FREE + 0.01)
@@ -98,7 +98,7 @@ def test_an_empty_queue_stops_and_starts_again() -> None:
     assert asyncio.run(play()) == ["first", "second"]
 
 
-def test_the_queue_moves_on_past_work_that_raises() -> None:
+def test_the_queue_continues_after_a_job_that_raises() -> None:
     async def play() -> bool:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
         queue, done = ParseQueue(), asyncio.Event()
@@ -109,7 +109,7 @@ def test_the_queue_moves_on_past_work_that_raises() -> None:
     assert asyncio.run(play())
 
 
-def test_a_body_that_is_parsed_queueds_arrives_whole(server, engine, monkeypatch) -> None:
+def test_a_body_parsed_from_the_queue_is_complete(server, engine, monkeypatch) -> None:
     held = 0
     queued = Connection._parse_queued
 
@@ -126,16 +126,16 @@ def test_a_body_that_is_parsed_queueds_arrives_whole(server, engine, monkeypatch
     with connected(server) as wire:
         for _ in range(2):
             wire.sendall(head + chunks + b"0\r\n\r\n")
-            assert read_answer(wire)[0] == 200
+            assert read_response(wire)[0] == 200
     assert [len(prompt) for prompt, _ in engine.seen] == [5_000, 5_000]
     assert held >= 2 * len(chunks) // 2048
 
 
-def test_a_client_that_leaves_before_its_turn_is_forgotten(server, engine, monkeypatch) -> None:
+def test_queued_data_of_a_disconnected_client_is_dropped(server, engine, monkeypatch) -> None:
     monkeypatch.setattr(CpuBudget, "used_up", property(lambda self: True))
     for _ in range(20):
         with connected(server) as wire:
             wire.sendall(request(COMPLETIONS, completion("a", max_tokens=1)))
     with connected(server) as wire:
         wire.sendall(request(COMPLETIONS, completion("a", max_tokens=1)))
-        assert read_answer(wire)[0] == 200
+        assert read_response(wire)[0] == 200

@@ -1,4 +1,4 @@
-"""A body is read as exactly one JSON object, or refused."""
+"""A body is parsed as exactly one JSON object, or refused."""
 
 import json
 
@@ -25,14 +25,14 @@ def parsed(raw: bytes, limits: Limits = LIMITS) -> dict[str, object]:
 
 
 @given(objects, st.booleans())
-def test_what_json_wrote_is_what_is_read(value, ascii_only):
+def test_parsing_inverts_json_dumps(value, ascii_only):
     assert parsed(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
 
 
 @given(
     st.binary(max_size=40) | objects.map(lambda value: json.dumps(value).encode()), st.binary(min_size=1, max_size=3)
 )
-def test_any_bytes_are_read_or_refused(start, end):
+def test_any_bytes_are_parsed_or_refused(start, end):
     for raw in (start, start + end, end + start):
         found = read(raw)
         assert isinstance(found, dict) or (found.status == 400 and found.message.isprintable())
@@ -46,20 +46,20 @@ def read(raw: bytes) -> dict[str, object] | ApiError:
 
 
 @given(texts, values, values)
-def test_a_key_is_there_once(key, first, second):
+def test_duplicate_keys_are_refused(key, first, second):
     pair = f"{json.dumps(key)}:{json.dumps(first)},{json.dumps(key, ensure_ascii=False)}:{json.dumps(second)}"
     with pytest.raises(ApiError, match="twice"):
         parsed(f'{{"a":[{{{pair}}}]}}'.encode())
 
 
-def test_a_key_that_is_there_twice_is_found_in_linear_time():
+def test_duplicate_keys_are_found_in_linear_time():
     keys = ",".join(f'"{i}":0' for i in range(200_000))
     with pytest.raises(ApiError, match="twice"):
         parsed(f'{{{keys},"199999":0}}'.encode())
 
 
 @given(st.text(max_size=300), st.integers(1, 50))
-def test_what_is_printed_has_no_control_characters_and_a_limit(text, limit):
+def test_printable_text_has_no_control_characters_and_a_maximum_length(text, limit):
     shown = printable(text, limit)
     assert shown.isprintable()
     assert len(shown) <= 10 * limit + 3

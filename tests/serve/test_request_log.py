@@ -1,4 +1,4 @@
-"""Each request is one record in the log, whatever became of it, with its tokens and without its text."""
+"""Each request has one record in the log, with its token counts and without its text."""
 
 import logging
 import threading
@@ -10,18 +10,18 @@ import pytest
 
 from kvcellar.errors import CacheFull
 from kvcellar.serve import Server, ServeSettings
-from tests.serve.wire import COMPLETIONS, completion, connected, read_answer, read_to_end, read_until, request
+from tests.serve.wire import COMPLETIONS, completion, connected, read_response, read_to_end, read_until, request
 
 
 class Log:
-    """The `request` fields of what was logged, in order."""
+    """The `request` fields of log records, in order."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
         self._caplog = caplog
         self._taken = 0
 
     def next(self, count: int = 1) -> list[dict[str, object]]:
-        """The next records; the last of them comes when the response may have been read already."""
+        """The next records. The last may be written after the client has read the response."""
         while len(found := self._all()[self._taken :]) < count:
             time.sleep(0.01)
         self._taken += len(found)
@@ -47,8 +47,8 @@ def tokens(record: dict[str, object]) -> list[object]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_is_whole_has_its_tokens(http, engine, log, stream):
-    with engine.acting(cached=3):
+def test_a_complete_response_is_logged_with_its_tokens(http, engine, log, stream):
+    with engine.scripted(cached=3):
         http.post(COMPLETIONS, json=completion(["hello", "you"], stream=stream, max_tokens=4))
     (record,) = log.next()
     assert (record["method"], record["route"], *outcome(record)) == ("POST", COMPLETIONS, 200, "ok")
@@ -72,7 +72,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("method", "path", "sent", "expected"), REFUSED.values(), ids=REFUSED)
-def test_a_request_that_is_refused_has_the_code_of_its_refusal(http, log, method, path, sent, expected):
+def test_a_refused_request_is_logged_with_the_code_of_its_error(http, log, method, path, sent, expected):
     http.request(method, path, **sent)
     (record,) = log.next()
     status, code = expected
@@ -81,37 +81,37 @@ def test_a_request_that_is_refused_has_the_code_of_its_refusal(http, log, method
 
 
 @pytest.mark.parametrize(
-    ("acting", "expected"),
+    ("scripted", "expected"),
     [
         ({"fail": ValueError("a secret")}, (500, "internal_error")),
         ({"reject": CacheFull("full", 9, 2)}, (503, "overloaded")),
     ],
 )
-def test_an_engine_that_fails_is_the_outcome(http, engine, log, acting, expected, caplog):
-    with engine.acting(**acting):
+def test_engine_failures_are_logged(http, engine, log, scripted, expected, caplog):
+    with engine.scripted(**scripted):
         http.post(COMPLETIONS, json=completion("my secret prompt"))
     assert outcome(*log.next()) == expected
     assert "secret" not in caplog.text
 
 
-def test_a_stream_that_fails_has_its_status_its_outcome_and_its_tokens(http, engine, log):
-    with engine.acting(fail=ValueError("a secret"), fail_at=2):
+def test_a_failed_stream_is_logged_with_status_outcome_and_tokens(http, engine, log):
+    with engine.scripted(fail=ValueError("a secret"), fail_at=2):
         http.post(COMPLETIONS, json=completion(stream=True, max_tokens=5))
     (record,) = log.next()
     assert outcome(record) == (200, "internal_error")
     assert tokens(record) == [5, None, 2]
 
 
-def test_a_client_that_leaves_is_the_outcome(server, engine, log):
-    with engine.acting(door=threading.Event()), connected(server) as wire:
+def test_a_disconnect_is_logged(server, engine, log):
+    with engine.scripted(gate=threading.Event()), connected(server) as wire:
         wire.sendall(request(COMPLETIONS, completion()))
         while not engine.running:
             time.sleep(0.01)
     assert outcome(*log.next()) == (499, "client_gone")
 
 
-def test_what_a_drain_cuts_off_is_the_outcome(shared_engine, engine, log):
-    with engine.acting(door=threading.Event()):
+def test_a_request_cancelled_by_the_drain_is_logged(shared_engine, engine, log):
+    with engine.scripted(gate=threading.Event()):
         with Server(shared_engine, ServeSettings(port=0, drain_seconds=0, ping_seconds=0.05)) as server:
             with connected(server) as wire:
                 wire.sendall(request(COMPLETIONS, completion(stream=True)))
@@ -135,7 +135,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("data", "expected"), BROKEN.values(), ids=BROKEN)
-def test_a_request_that_cannot_be_read_is_logged_with_the_id_that_its_client_gets(server, engine, log, data, expected):
+def test_an_invalid_request_is_logged_with_the_id_in_its_response(server, engine, log, data, expected):
     with connected(server) as wire:
         wire.sendall(data)
         head = read_to_end(wire) if expected[0] == 400 else read_until(wire, b"\r\n\r\n")
@@ -144,7 +144,7 @@ def test_a_request_that_cannot_be_read_is_logged_with_the_id_that_its_client_get
     assert f"x-request-id: {record['request_id']}".encode() in head.lower()
 
 
-def test_a_request_that_does_not_arrive_in_time_is_logged(shared_engine, engine, log):
+def test_a_request_timeout_is_logged(shared_engine, engine, log):
     settings = ServeSettings(port=0, header_seconds=0.05, body_seconds=0.05)
     with Server(shared_engine, settings) as server:
         with connected(server) as wire:
@@ -153,15 +153,15 @@ def test_a_request_that_does_not_arrive_in_time_is_logged(shared_engine, engine,
             assert outcome(*log.next()) == (408, "request_timeout")
         with connected(server) as wire:
             wire.sendall(request(COMPLETIONS, completion())[:-3])
-            read_answer(wire)
+            read_response(wire)
             assert outcome(*log.next()) == (408, "request_timeout")
 
 
-def test_a_connection_too_many_is_logged(shared_engine, engine, log):
+def test_a_connection_over_the_limit_is_logged(shared_engine, engine, log):
     with Server(shared_engine, ServeSettings(port=0, max_connections=1)) as server:
         with connected(server) as first:
             first.sendall(request("/health"))
-            read_answer(first)
+            read_response(first)
             log.next()
             with connected(server) as second:
                 read_to_end(second)
@@ -169,7 +169,7 @@ def test_a_connection_too_many_is_logged(shared_engine, engine, log):
 
 
 @pytest.mark.parametrize("name", ["a", "7", "req-1", "550e8400-e29b-41d4-a716-446655440000", "a.b_c:d-9", "x" * 128])
-def test_an_id_that_a_client_gives_is_the_one_in_the_log_and_in_the_response(http, log, name):
+def test_a_valid_id_of_the_client_is_used_in_log_and_response(http, log, name):
     assert http.get("/health", headers={"x-request-id": name}).headers["x-request-id"] == name
     assert log.next()[0]["request_id"] == name
 
@@ -178,7 +178,7 @@ ODD = ["", " ", "a b", "a\tb", "-a", "x" * 129, "a=b", 'a"b', "a\x1b[31m", "h\u0
 
 
 @pytest.mark.parametrize("name", ODD, ids=ascii)
-def test_an_id_that_could_be_read_as_something_else_is_replaced(server, engine, log, name):
+def test_an_invalid_id_of_the_client_is_replaced(server, engine, log, name):
     with connected(server) as wire:
         wire.sendall(f"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: {name}\r\n\r\n".encode("latin-1"))
         head = read_until(wire, b"\r\n\r\n").decode("latin-1")
@@ -188,12 +188,12 @@ def test_an_id_that_could_be_read_as_something_else_is_replaced(server, engine, 
     assert record["request_id"].startswith("req-")
 
 
-def test_two_ids_are_no_id(http, log):
+def test_two_id_headers_are_ignored(http, log):
     response = http.get("/health", headers=[("x-request-id", "a"), ("x-request-id", "b")])
     assert response.headers["x-request-id"].startswith("req-")
 
 
-def test_a_path_has_no_spaces_controls_or_endless_length_in_the_log(http, log):
+def test_the_path_in_the_log_is_escaped_and_cut(http, log):
     http.get("/v1/models/a%0aINFO%20forged%1b[31m%00%e2%80%a8" + "x" * 5000)
     (record,) = log.next()
     route = record["route"]

@@ -1,4 +1,4 @@
-"""Answers look the way OpenAI's clients read them, whole and in streams; golden, but for ids and times."""
+"""The exact format of responses and streams, except for ids and times."""
 
 import json
 import threading
@@ -28,7 +28,7 @@ USAGE = {
 
 
 def told(record: dict) -> dict:
-    """A record without what is different each time, which is checked here."""
+    """A response without its id and time, which are checked here."""
     head = {"id": record.pop("id").split("-")[0], "created": record.pop("created") > 1_700_000_000}
     return {**head, **record}
 
@@ -38,7 +38,7 @@ def joined(lists: Iterable[list]) -> list:
 
 
 def test_a_completion(http, engine):
-    with engine.acting(cached=3):
+    with engine.scripted(cached=3):
         answer = http.post(COMPLETIONS, json=completion("hello"))
     assert answer.status_code == 200
     assert answer.headers["x-request-id"].startswith("req-")
@@ -54,8 +54,8 @@ def test_a_completion(http, engine):
     }
 
 
-def test_a_chat_answer(http, engine):
-    with engine.acting(cached=3, answer=b"grape"):
+def test_a_chat_completion(http, engine):
+    with engine.scripted(cached=3, answer=b"grape"):
         answer = http.post(CHAT, json={"messages": [{"role": "user", "content": ""}]}).json()
     message = {"role": "assistant", "content": "grape", "refusal": None}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
@@ -76,12 +76,12 @@ def test_a_chat_answer(http, engine):
     }
 
 
-def test_cached_tokens_are_never_absent(http):
+def test_cached_tokens_are_always_present(http):
     assert http.post(COMPLETIONS, json=completion()).json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
-def test_a_chat_stream_has_the_role_once_then_text_then_the_reason_then_the_usage(http, engine):
-    with engine.acting(cached=3, answer=b"ab"):
+def test_order_of_the_chunks_of_a_chat_stream(http, engine):
+    with engine.scripted(cached=3, answer=b"ab"):
         answer = http.post(CHAT, json=chat("he", stream=True, stream_options={"include_usage": True}))
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     chunks = chunks_of(answer.text)
@@ -112,7 +112,7 @@ def test_a_completion_stream_without_usage(http):
 
 
 @pytest.mark.parametrize("options", [{}, {"include_usage": False}, {"include_usage": None}, None])
-def test_usage_comes_only_when_asked_for(http, options):
+def test_usage_is_sent_only_on_request(http, options):
     chunks = chunks_of(http.post(COMPLETIONS, json=completion(stream=True, stream_options=options)).text)
     assert all(chunk["choices"] and "usage" not in chunk for chunk in chunks)
 
@@ -136,10 +136,10 @@ def test_usage_of_several_prompts_is_their_sum(http):
     "options", [{"continuous_usage_stats": True}, {"continuous_usage_stats": True, "include_usage": True}]
 )
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
-def test_every_chunk_has_the_usage_so_far_of_its_choice_if_asked_for(http, engine, route, options):
+def test_continuous_usage_of_each_choice(http, engine, route, options):
     asked = completion(["abc", "xyzu"], n=2) if route == COMPLETIONS else chat("", n=2)
     prompts = [3, 3, 4, 4] if route == COMPLETIONS else [6, 6]
-    with engine.acting(cached=2):
+    with engine.scripted(cached=2):
         *chunks, last = chunks_of(http.post(route, json=asked | {"stream": True, "stream_options": options}).text)
     written = [0] * len(prompts)
     for chunk in chunks:
@@ -153,13 +153,13 @@ def test_every_chunk_has_the_usage_so_far_of_its_choice_if_asked_for(http, engin
     assert last["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
-def test_usage_of_every_chunk_without_the_usage_of_the_request_is_none(http):
+def test_include_usage_false_disables_continuous_usage(http):
     options = {"continuous_usage_stats": True, "include_usage": False}
     chunks = chunks_of(http.post(COMPLETIONS, json=completion(stream=True, stream_options=options)).text)
     assert all(chunk["choices"] and "usage" not in chunk for chunk in chunks)
 
 
-def test_tokens_may_be_written_as_their_ids(http):
+def test_logprobs_with_token_ids_instead_of_text(http):
     logprobs = http.post(COMPLETIONS, json=completion("ab", logprobs=1, return_tokens_as_token_ids=True)).json()
     assert logprobs["choices"][0]["logprobs"]["tokens"] == ["token_id:97", "token_id:98"]
     assert logprobs["choices"][0]["logprobs"]["top_logprobs"] == [{"token_id:97": -0.125}, {"token_id:98": -0.25}]
@@ -181,7 +181,7 @@ def test_logprobs_of_a_completion(http):
     }
 
 
-def test_completion_logprobs_name_the_drawn_token_beside_the_likeliest(http):
+def test_completion_logprobs_include_the_sampled_token(http):
     logprobs = http.post(COMPLETIONS, json=completion("a", logprobs=0)).json()["choices"][0]["logprobs"]
     assert logprobs["top_logprobs"] == [{"a": -0.125}]
     logprobs = http.post(COMPLETIONS, json=completion("a", logprobs=3)).json()["choices"][0]["logprobs"]
@@ -189,7 +189,7 @@ def test_completion_logprobs_name_the_drawn_token_beside_the_likeliest(http):
 
 
 def test_logprobs_of_a_chat(http, engine):
-    with engine.acting(answer="aé".encode()):
+    with engine.scripted(answer="aé".encode()):
         choice = http.post(CHAT, json=chat(logprobs=True, top_logprobs=2)).json()["choices"][0]
     first, *halves = choice["logprobs"]["content"]
     assert first == {
@@ -211,7 +211,7 @@ def test_chat_logprobs_without_top(http):
 
 
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
-def test_a_stream_tells_the_same_as_one_answer(http, route):
+def test_a_stream_equals_a_whole_response(http, route):
     asked = completion("grüße 🍇", logprobs=2) if route == COMPLETIONS else chat("grüße 🍇", logprobs=True)
     asked |= {"n": 3, "return_token_ids": True, "stop": "🍇"}
     whole = http.post(route, json=asked).json()["choices"]
@@ -238,7 +238,7 @@ def test_text_offsets_count_characters(http):
     assert [logprobs["text_offset"][i] for i in whole] == [1, 3]
 
 
-def test_what_cannot_be_drawn_has_openais_number(http, engine, monkeypatch):
+def test_impossible_tokens_have_openais_minimum_logprob(http, engine, monkeypatch):
     monkeypatch.setattr("tests.serve.fake_engine._logprobs", _one_impossible)
     logprobs = http.post(COMPLETIONS, json=completion("a", logprobs=1)).json()["choices"][0]["logprobs"]
     assert logprobs["top_logprobs"] == [{"a": -0.5, "b": -9999.0}]
@@ -255,17 +255,17 @@ def test_a_stream_is_ascii_so_that_no_client_splits_its_lines(http):
     assert "".join(c["choices"][0]["text"] for c in chunks_of(answer.text)) == "a\u2028b\x85c\r\nd"
 
 
-def test_a_length_is_told(http):
+def test_finish_reason_length(http):
     choice = http.post(COMPLETIONS, json=completion("hello", max_tokens=3)).json()["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("hel", "length")
 
 
-def test_a_stream_that_is_silent_for_long_gets_a_sign_of_life(http, engine):
-    door = threading.Event()
-    with engine.acting(door=door), http.stream("POST", COMPLETIONS, json=completion("hi", stream=True)) as answer:
+def test_a_stream_without_data_sends_comment_lines(http, engine):
+    gate = threading.Event()
+    with engine.scripted(gate=gate), http.stream("POST", COMPLETIONS, json=completion("hi", stream=True)) as answer:
         lines = answer.iter_lines()
         assert next(lines) == ": still here"
-        door.set()
+        gate.set()
         assert [json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith("data: {")] == [
             "h",
             "i",

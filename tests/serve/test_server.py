@@ -1,4 +1,4 @@
-"""How a server ends: running requests finish, or are told; a second signal cuts them off; nothing is left running."""
+"""Shutdown: running requests finish or get an error; a second signal aborts them; nothing is left running."""
 
 import json
 import os
@@ -15,7 +15,7 @@ import pytest
 
 from kvcellar.serve import Server, ServeSettings
 from tests.serve.fake_engine import PATIENCE, FakeEngine
-from tests.serve.wire import COMPLETIONS, Wire, completion, connected, read_answer, read_to_end, read_until, request
+from tests.serve.wire import COMPLETIONS, Wire, completion, connected, read_response, read_to_end, read_until, request
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +31,7 @@ with FakeEngine() as engine:
 
 
 class Alone:
-    """A server in a process of its own, which answers each request with `tokens` tokens, one in 10 ms."""
+    """A server in a new process, whose completions have `tokens` tokens, one per 10 ms."""
 
     def __init__(self, tokens: int) -> None:
         environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "src")]))
@@ -48,14 +48,14 @@ class Alone:
         return wire
 
     def end(self) -> tuple[int, str, str]:
-        """Exit code, output and errors, once it has ended by itself."""
+        """Wait for its end. Returns exit code, output and errors."""
         output, errors = self.process.communicate(timeout=PATIENCE)
         return self.process.returncode, output, errors
 
 
 def knock_for_ever(port: int) -> NoReturn:
     while True:
-        Wire(port).leave()
+        Wire(port).close()
         time.sleep(0.01)
 
 
@@ -75,7 +75,7 @@ def alone() -> Iterator[type[Alone]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_first_signal_lets_requests_end_and_takes_no_more(alone, number):
+def test_the_first_signal_finishes_running_requests_and_refuses_new_ones(alone, number):
     server = alone(tokens=60)
     streaming, waiting, idle = server.ask(stream=True), server.ask(stream=False), Wire(server.port)
     read_until(streaming, b'"text":"x"')
@@ -86,13 +86,13 @@ def test_the_first_signal_lets_requests_end_and_takes_no_more(alone, number):
     rest = read_to_end(streaming)
     assert rest.count(b'"text":"x"') == 59
     assert b"data: [DONE]" in rest
-    assert json.loads(read_answer(waiting)[1])["choices"][0]["text"] == "x" * 60
+    assert json.loads(read_response(waiting)[1])["choices"][0]["text"] == "x" * 60
     assert server.end() == (0, "left 0\n", "")
     for wire in (streaming, waiting, idle):
-        wire.leave()
+        wire.close()
 
 
-def test_the_second_signal_cuts_them_off(alone):
+def test_the_second_signal_aborts_connections(alone):
     server = alone(tokens=5000)
     wire = server.ask(stream=True)
     read_until(wire, b'"text":"x"')
@@ -101,14 +101,14 @@ def test_the_second_signal_cuts_them_off(alone):
     assert server.process.poll() is None
     server.process.send_signal(signal.SIGTERM)
     assert b"[DONE]" not in read_to_end(wire)
-    wire.leave()
+    wire.close()
     code, output, errors = server.end()
     assert (code, output.split()[0]) == (0, "left")
     assert "Traceback" not in errors
 
 
-def test_what_does_not_end_within_the_drain_is_told_so(engine, shared_engine):
-    with engine.acting(door=threading.Event()):
+def test_requests_that_outlast_the_drain_get_an_error(engine, shared_engine):
+    with engine.scripted(gate=threading.Event()):
         server = Server(shared_engine, ServeSettings(port=0, drain_seconds=0, ping_seconds=0.05))
         with server, connected(server) as streaming, connected(server) as waiting:
             streaming.sendall(request(COMPLETIONS, completion(stream=True)))
@@ -118,7 +118,7 @@ def test_what_does_not_end_within_the_drain_is_told_so(engine, shared_engine):
                 time.sleep(0.01)
             server.stop()
             last = read_to_end(streaming)
-            status, body = read_answer(waiting)
+            status, body = read_response(waiting)
         assert engine.rest()
     assert b'"code":"shutting_down"' in last
     assert last.endswith(b"0\r\n\r\n")
@@ -134,41 +134,41 @@ WAITS = {
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_in_the_queue_is_refused_at_once_and_one_that_runs_goes_on(engine, shared_engine, stream):
-    door = threading.Event()
+def test_a_queued_request_is_refused_at_once_and_a_running_one_continues(engine, shared_engine, stream):
+    gate = threading.Event()
     with Server(shared_engine, ServeSettings(port=0, **WAITS)) as server:
         with connected(server) as running, connected(server) as waiting:
-            with engine.acting(door=door):
+            with engine.scripted(gate=gate):
                 running.sendall(request(COMPLETIONS, completion("running")))
                 while engine.running < 1:
                     time.sleep(0.01)
-            with engine.acting(door=threading.Event(), queued=True):
+            with engine.scripted(gate=threading.Event(), queued=True):
                 waiting.sendall(request(COMPLETIONS, completion("waiting", stream=stream)))
                 while engine.running < 2:
                     time.sleep(0.01)
             server.stop()
-            status, body = read_answer(waiting)
+            status, body = read_response(waiting)
             assert (status, json.loads(body)["error"]["code"]) == (503, "shutting_down")
             assert read_to_end(waiting) == b""
-            door.set()
-            status, body = read_answer(running)
+            gate.set()
+            status, body = read_response(running)
             assert (status, json.loads(body)["choices"][0]["text"]) == (200, "running")
     assert engine.rest()
     assert engine.cancels == 1
 
 
-def test_a_request_whose_body_is_still_coming_is_refused_at_once(engine, shared_engine):
+def test_a_request_with_an_incomplete_body_is_refused_at_once(engine, shared_engine):
     with Server(shared_engine, ServeSettings(port=0, **WAITS)) as server, connected(server) as wire:
         wire.sendall(request(COMPLETIONS, completion(), "Expect: 100-continue")[:-3])
         read_until(wire, b"100 Continue\r\n\r\n")  # the server has begun to read it
         server.stop()
-        status, body = read_answer(wire)
+        status, body = read_response(wire)
         assert (status, json.loads(body)["error"]["code"]) == (503, "shutting_down")
     assert not engine.seen
 
 
-def test_a_client_that_does_not_read_holds_up_no_drain(engine, shared_engine):
-    with engine.acting(answer=b"x" * 19_000):
+def test_a_client_that_does_not_read_does_not_delay_the_drain(engine, shared_engine):
+    with engine.scripted(answer=b"x" * 19_000):
         settings = ServeSettings(port=0, drain_seconds=0, write_seconds=1000, max_backlog_events=100_000)
         with Server(shared_engine, settings) as server, connected(server) as wire:
             body = completion(stream=True, n=8, logprobs=5, max_tokens=19_000)
@@ -178,8 +178,8 @@ def test_a_client_that_does_not_read_holds_up_no_drain(engine, shared_engine):
     assert engine.rest()
 
 
-def test_stopping_now_waits_for_nobody(engine, shared_engine):
-    with engine.acting(door=threading.Event()), Server(shared_engine, ServeSettings(port=0)) as server:
+def test_stop_now_does_not_wait(engine, shared_engine):
+    with engine.scripted(gate=threading.Event()), Server(shared_engine, ServeSettings(port=0)) as server:
         with connected(server) as wire:
             wire.sendall(request(COMPLETIONS, completion(stream=True)))
             while not engine.running:
@@ -190,20 +190,20 @@ def test_stopping_now_waits_for_nobody(engine, shared_engine):
     assert engine.cancels == 1
 
 
-def test_an_engine_that_closes_under_a_running_server_is_a_clear_error():
+def test_requests_to_a_closed_engine_get_status_503():
     engine = FakeEngine()
     with Server(engine, ServeSettings(port=0)) as server, connected(server) as wire, connected(server) as late:
-        with engine.acting(door=threading.Event()):
+        with engine.scripted(gate=threading.Event()):
             wire.sendall(request(COMPLETIONS, completion()))
             while not engine.running:
                 time.sleep(0.01)
             engine.close()
         late.sendall(request(COMPLETIONS, completion()))
-        for answer in (read_answer(wire), read_answer(late)):
+        for answer in (read_response(wire), read_response(late)):
             assert answer[0] == 503
 
 
-def test_a_server_can_be_stopped_twice_and_before_it_began(shared_engine):
+def test_a_server_can_be_stopped_twice_and_before_it_starts(shared_engine):
     server = Server(shared_engine, ServeSettings(port=0))
     server.stop()
     with server:

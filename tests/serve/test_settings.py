@@ -1,4 +1,4 @@
-"""Settings that would leave a door open, or that cannot work, are refused when they are made."""
+"""Unsafe and invalid settings are refused."""
 
 import errno
 import hashlib
@@ -17,7 +17,7 @@ KEYS = (key_digest("secret"),)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.7", "example.com", "2001:db8::1"])
-def test_others_may_reach_us_only_with_a_key_or_when_that_is_said(host):
+def test_a_public_address_needs_a_key_or_allow_open(host):
     with pytest.raises(BadRequest, match="no API key") as refusal:
         ServeSettings(host=host)
     assert refusal.value.param == "host"
@@ -26,14 +26,14 @@ def test_others_may_reach_us_only_with_a_key_or_when_that_is_said(host):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.5", "::1", "localhost"])
-def test_the_loopback_interface_is_open_to_its_own_names(host):
+def test_loopback_accepts_its_own_host_names(host):
     settings = ServeSettings(host=host, allowed_hosts=("Box.Internal",))
     assert settings.hosts is not None
     assert {"localhost", "127.0.0.1", "[::1]", "box.internal"} <= settings.hosts
     assert host in settings.hosts or f"[{host}]" in settings.hosts
 
 
-def test_elsewhere_any_name_will_do_unless_some_are_given():
+def test_other_addresses_accept_any_host_name_unless_some_are_set():
     assert ServeSettings(host="0.0.0.0", allow_open=True).hosts is None
     assert ServeSettings(host="0.0.0.0", allow_open=True, allowed_hosts=("a",)).hosts == {"a"}
 
@@ -55,23 +55,23 @@ def test_elsewhere_any_name_will_do_unless_some_are_given():
         ("key_digests", (b"secret",)),
     ],
 )
-def test_values_that_cannot_work_are_named(name, value):
+def test_invalid_values_are_refused_with_the_field(name, value):
     with pytest.raises(BadRequest) as refusal:
         ServeSettings(**{name: value})
     assert refusal.value.param == name
 
 
-def test_a_server_is_gone_well_before_a_supervisor_kills_it():
+def test_shutdown_is_shorter_than_the_timeout_of_supervisors():
     assert ServeSettings().drain_seconds + SHUTDOWN_SECONDS + LAST_STEP < 10
 
 
 @pytest.mark.parametrize("key", ["", " ", "a b", "a\n", "\x00", "schlüssel"])
-def test_keys_that_no_client_could_send(key):
+def test_keys_that_http_cannot_carry_are_refused(key):
     with pytest.raises(BadRequest):
         key_digest(key)
 
 
-def test_keys_are_not_kept():
+def test_keys_are_not_stored():
     settings = ServeSettings(key_digests=KEYS)
     assert KEYS == (hashlib.sha256(b"secret").digest(),)
     assert "secret" not in repr(settings)
@@ -79,7 +79,7 @@ def test_keys_are_not_kept():
 
 
 @pytest.mark.parametrize("host", ["a..b", ".", "x" * 70 + ".com"], ids=ascii)
-def test_a_host_that_is_no_name_is_a_clear_refusal(host):
+def test_an_invalid_host_name_is_refused(host):
     with pytest.raises(BadRequest, match="it is not a host name") as refusal:
         bind(ServeSettings(host=host, key_digests=KEYS))
     assert refusal.value.param == "host"
@@ -89,7 +89,7 @@ def test_a_host_that_is_no_name_is_a_clear_refusal(host):
     ("number", "param"), [(errno.EACCES, "port"), (errno.EADDRINUSE, "port"), (errno.EADDRNOTAVAIL, "host")]
 )
 @pytest.mark.parametrize("call", ["bind", "listen"])
-def test_an_address_that_cannot_be_had_is_a_clear_refusal(monkeypatch, call, number, param):
+def test_an_unavailable_address_is_refused(monkeypatch, call, number, param):
     class Refusing(socket.socket):
         def refused(self, *_: object) -> None:
             raise OSError(number, os.strerror(number))
@@ -101,14 +101,14 @@ def test_an_address_that_cannot_be_had_is_a_clear_refusal(monkeypatch, call, num
     assert refusal.value.param == param
 
 
-def test_a_port_in_use_is_found_before_there_is_an_engine():
+def test_bind_refuses_a_port_in_use():
     with FakeEngine() as engine, Server(engine, ServeSettings(port=0)) as server:
         with pytest.raises(BadRequest, match=f"port {server.port}: Address already in use") as refusal:
             bind(ServeSettings(port=server.port))
         assert refusal.value.param == "port"
 
 
-def test_nothing_is_accepted_before_the_server_listens():
+def test_connections_are_refused_until_the_server_listens():
     with bind(ServeSettings(port=0)) as listener:
         address = listener.getsockname()
         with pytest.raises(ConnectionRefusedError):
@@ -118,7 +118,7 @@ def test_nothing_is_accepted_before_the_server_listens():
             socket.create_connection(address).close()
 
 
-def test_a_port_in_use_is_a_clear_refusal():
+def test_a_server_refuses_a_port_in_use():
     with FakeEngine() as engine, Server(engine, ServeSettings(port=0)) as server:
         with pytest.raises(BadRequest, match=f"port {server.port}") as refusal:
             Server(engine, ServeSettings(port=server.port))

@@ -1,4 +1,4 @@
-"""Help for the tests of this room: what is in an answer, and HTTP by hand."""
+"""Helpers for tests of the server: parsing responses, and HTTP on raw sockets."""
 
 import json
 import socket
@@ -26,7 +26,7 @@ def chat(content: object = "hello", **fields: object) -> dict[str, Any]:
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:
-    """The error of an answer, after a check that it has the API's shape, whole and alone."""
+    """The error of a response, after a check of its format."""
     assert answer.headers["content-type"] == "application/json", answer.text
     body = answer.json()
     assert set(body) == {"error"}
@@ -38,19 +38,19 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
 
 
 def lines_of(stream: str) -> list[str]:
-    """The `data` of a stream, in order; other lines (pings) are left out."""
+    """The `data` lines of a stream, without comment lines."""
     return [line.removeprefix("data: ") for line in stream.split("\n") if line.startswith("data: ")]
 
 
 def chunks_of(stream: str) -> list[dict[str, Any]]:
-    """The chunks of a stream that ended well."""
+    """The chunks of a successful stream."""
     *chunks, last = lines_of(stream)
     assert last == "[DONE]"
     return [json.loads(chunk) for chunk in chunks]
 
 
 class Wire:
-    """A connection. What was read too much of is kept for the next who reads."""
+    """A connection with a buffer of received data."""
 
     def __init__(self, port: int) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port), PATIENCE)
@@ -72,9 +72,9 @@ class Wire:
     def keep(self, data: bytes) -> None:
         self._kept = data + self._kept
 
-    def leave(self, *, rudely: bool = False) -> None:
-        """Close; rudely: with a reset, as a process that was killed does when something is still unread."""
-        if rudely:
+    def close(self, *, reset: bool = False) -> None:
+        """Close; with `reset` by a TCP reset, as when a process with unread data is killed."""
+        if reset:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._socket.close()
 
@@ -85,11 +85,11 @@ def connected(server: Server) -> Iterator[Wire]:
     try:
         yield wire
     finally:
-        wire.leave()
+        wire.close()
 
 
 def request(path: str, body: object = None, *headers: str, method: str | None = None) -> bytes:
-    """A request as bytes. Headers that are given replace those of the same name."""
+    """A request as bytes. `headers` replace default headers of the same name."""
     data = b"" if body is None else json.dumps(body).encode()
     found = {"host": "Host: localhost"}
     if body is not None:
@@ -100,7 +100,7 @@ def request(path: str, body: object = None, *headers: str, method: str | None = 
 
 
 def read_until(wire: Wire, mark: bytes) -> bytes:
-    """Up to and with `mark`."""
+    """Received data up to the end of `mark`."""
     found = b""
     while mark not in found:
         got = wire.recv()
@@ -111,8 +111,8 @@ def read_until(wire: Wire, mark: bytes) -> bytes:
     return before + mark
 
 
-def read_answer(wire: Wire) -> tuple[int, bytes]:
-    """Status and body of one answer with a Content-Length."""
+def read_response(wire: Wire) -> tuple[int, bytes]:
+    """Status and body of one response with a Content-Length."""
     head = read_until(wire, b"\r\n\r\n")
     (length,) = (int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:"))
     body = b""
@@ -125,7 +125,7 @@ def read_answer(wire: Wire) -> tuple[int, bytes]:
 
 
 def read_to_end(wire: Wire) -> bytes:
-    """Whatever comes until the server closes."""
+    """All data until the server closes."""
     found = b""
     while got := wire.recv():
         found += got

@@ -109,10 +109,10 @@ def test_more_prompts_than_there_is_memory_for_are_refused_until_others_end(engi
     params = engine.params(max_tokens=10**6, shift=True, ignore_eos=True)
     monkeypatch.setattr(engine._built.intake.prompts, "most", 25 * (TOKEN_BYTES + COPY_BYTES))
     first = engine.submit([3] * 20, params, deliver=hear)
-    with pytest.raises(Overloaded, match="under way"):
+    with pytest.raises(Overloaded, match="for prompts; try again later"):
         engine.generate([3] * 6, max_tokens=1)
     assert engine.generate([3] * 5, max_tokens=1).token_ids
-    with pytest.raises(BadRequest, match="raise that limit"):
+    with pytest.raises(BadRequest, match="half of text_bytes"):
         engine.generate([3] * 26, max_tokens=1)
     first.cancel()
     engine.stats()

@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from kvcellar import Engine
-from kvcellar.engine.intake import TextCodec
+from kvcellar.engine.intake import PromptMemory, TextCodec
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import CacheFull, EngineClosed, EngineFailed, NotSupported
 from kvcellar.serve import Server, ServeSettings, key_digest
@@ -298,6 +298,8 @@ def test_routes(client: httpx.Client, path: str, message: str) -> None:
 
 
 BUSY = "1000000 requests are waiting already; try again later"
+LARGE_PROMPT = "a prompt of 200 tokens with n 1 takes SIZE bytes; 1000 are for prompts. Shorten the prompt, or lower n"
+PROMPTS_FULL = "other prompts take 1000 of 1000 bytes for prompts; try again later"
 PADDING = (
     "prompt has token 5 at 0, which is padding: this model does not count it as a position, so it cannot be part of a "
     "text. Leave it out"
@@ -307,12 +309,22 @@ PADDING = (
 def test_limits_of_memory_and_queue(client: httpx.Client, real: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {"prompt": [5] * 200}
     built, group = real._built, real._built.memory.storage.groups[0].name
-    capacity = dataclasses.replace(built.capacity, cells=dict.fromkeys(built.capacity.cells, 100))
-    monkeypatch.setattr(real, "_built", dataclasses.replace(built, capacity=capacity))
+    small = {name: (layout, 100) for name, (layout, _) in built.intake.groups.items()}
+    monkeypatch.setattr(
+        real, "_built", dataclasses.replace(built, intake=dataclasses.replace(built.intake, groups=small))
+    )
     held = f"the prompt has 200 tokens; the memory for {group} layers allows 100. Shorten the prompt"
     assert told(client.post(COMPLETIONS, json=asked)) == held
-    monkeypatch.setattr(real, "_built", dataclasses.replace(built, padding=5))
+    padded = dataclasses.replace(built.intake, padding=5)
+    monkeypatch.setattr(real, "_built", dataclasses.replace(built, intake=padded))
     assert told(client.post(COMPLETIONS, json=asked)) == PADDING
+    memory = PromptMemory(1000)
+    monkeypatch.setattr(
+        real, "_built", dataclasses.replace(built, intake=dataclasses.replace(built.intake, prompts=memory))
+    )
+    assert re.fullmatch(LARGE_PROMPT.replace("SIZE", r"\d+"), told(client.post(COMPLETIONS, json=asked)))
+    memory.taken = 1000
+    assert told(client.post(COMPLETIONS, json={"prompt": [5]})) == PROMPTS_FULL
     monkeypatch.setattr(real, "_built", built)
     monkeypatch.setattr(type(real._loop), "backlog", 10**6)
     assert told(client.post(COMPLETIONS, json=asked)) == BUSY
@@ -325,7 +337,8 @@ NO_STOP = "stop strings need a tokenizer, and this model has none; use stop_toke
 
 def test_models_without_text(client: httpx.Client, real: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     mute = TextCodec(None, "the file /a/secret/place is not there", frozenset(), context=256, text_bytes=2**20)
-    monkeypatch.setattr(real, "_built", dataclasses.replace(real._built, codec=mute))
+    intake = dataclasses.replace(real._built.intake, codec=mute)
+    monkeypatch.setattr(real, "_built", dataclasses.replace(real._built, intake=intake))
     monkeypatch.setattr(real, "model", dataclasses.replace(real.model, has_text=False))
     assert told(client.post(COMPLETIONS, json={"prompt": "hi"})) == NO_TEXT
     assert told(client.post(CHAT, json=talk(USER))) == NO_TEXT
@@ -417,7 +430,7 @@ SOURCES = [
         {*(ROOT / "serve").glob("*.py")} - {ROOT / "serve" / name for name in ("settings.py", "server.py", "keys.py")}
     ),
     *((ROOT / "text" / f"{name}.py") for name in ("calls", "conversation", "template", "tokens")),
-    *((ROOT / "engine" / f"{name}.py") for name in ("build", "engine", "intake", "codec")),
+    *((ROOT / "engine" / f"{name}.py") for name in ("build", "engine", "intake")),
     ROOT / "sample" / "params.py",
 ]
 RAISED = {"BadRequest": 0, "TemplateFailed": 0, "Overloaded": 0, "ApiError": 1}  # where the message is
@@ -438,7 +451,7 @@ ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
     "there is no engine setting {}; there are {}": "start",
     "the prompt is empty; at least one character is needed": "Python: over HTTP the prompt was looked at before",
     "the prompt is empty; at least one token is needed": "Python: likewise",
-    "checkpoint_positions are positions 0 to {}, in order, not {}": "Python",
+    "{} are positions 0 to {}, in order, not {}": "Python",
     "this model has no attention layers, so there are no keys and values to store": "start",
     "dtype is {}, but the network that was given is in {}": "start",
     "device is {}, but the network that was given is on {}": "start",
@@ -471,7 +484,7 @@ HERE = {
     *(f"the body must be a JSON object: {message}" for _, message in BODIES),
     *(message for cases in (ROUTES, TEMPLATES, SENT) for message in cases.values()),
     *MANY,
-    *(CROWDED, BUSY, PADDING, LONG_TEXT, NO_TEXT, NO_STOP, STOPPED, KEY, FULL),
+    *(CROWDED, BUSY, LARGE_PROMPT, PROMPTS_FULL, PADDING, LONG_TEXT, NO_TEXT, NO_STOP, STOPPED, KEY, FULL),
 }
 
 

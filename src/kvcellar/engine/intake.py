@@ -195,15 +195,14 @@ class PromptMemory:
         size = tokens * (TOKEN_BYTES + COPY_BYTES * completions)
         if size > self.most:
             raise BadRequest(
-                f"a prompt of {tokens} tokens with n {completions} takes {size} bytes; {self.most} are for prompts, "
-                f"half of text_bytes. Shorten the prompt, ask for fewer answers, or raise that limit.",
+                f"a prompt of {tokens} tokens with n {completions} takes {size} bytes; {self.most} are for prompts. "
+                f"Shorten the prompt, or lower n",
                 "n",
+                hint="The limit is half of text_bytes.",
             )
         with self._lock:
             if self.taken + size > self.most:
-                raise Overloaded(
-                    f"prompts of {self.taken} bytes are under way; {self.most} are for prompts. Try again later."
-                )
+                raise Overloaded(f"other prompts take {self.taken} of {self.most} bytes for prompts; try again later")
             self.taken += size
         return size
 

@@ -135,11 +135,11 @@ def keys_go_to_the_row_before(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> 
 def rows_are_positions(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
     honest = Guest.past_length
 
-    def seen(self: Guest, positions: Tensor) -> int | Tensor:
+    def past_length(self: Guest, positions: Tensor) -> int | Tensor:
         return honest(self, torch.arange(len(positions)))
 
     forward = Guest._run
-    monkeypatch.setattr(Guest, "past_length", seen)
+    monkeypatch.setattr(Guest, "past_length", past_length)
     monkeypatch.setattr(
         Guest, "_run", lambda self, door, ids, at, want: forward(self, door, ids, torch.arange(len(at)), want)
     )

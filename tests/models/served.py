@@ -19,7 +19,7 @@ SOLO = {  # one sequence per forward, and why not flat
     ),
     **dict.fromkeys(("inkling", "inkling2"), "position_bias"),
     **dict.fromkeys(("deepseek-v3.2", "glm-moe-dsa", "hy-v4"), INDEXER),
-    **dict.fromkeys(("deepseek-v4", "minimax-m3"), "in a cache layer of their own class"),
+    **dict.fromkeys(("deepseek-v4", "minimax-m3"), "a cache layer of their own class"),
 }
 REFUSED = {  # and why
     **dict.fromkeys(("rwkv", "openai-gpt"), "stores nothing through the cache"),

@@ -19,7 +19,7 @@ class StoringDoor(Door):
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         return k, v
 
-    def seen(self, layer: int) -> int:
+    def past_length(self, layer: int) -> int:
         return 0
 
 

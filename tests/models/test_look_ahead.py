@@ -98,7 +98,7 @@ def test_a_look_ahead_span_changes_the_reference_logits(name: str, what: str) ->
 def test_a_solo_model_refuses_look_ahead_with_the_reason() -> None:
     guest, _ = guest_and_reference("bloom")
     memory = small_memory(guest, 40)
-    with pytest.raises(ModelRefused, match="runs solo masks by itself"):
+    with pytest.raises(ModelRefused, match="runs solo has its own masks"):
         forward(guest, memory, {1: [5, 6, 7]}, [(1, Span(0, 2))])
     memory.abandon()
     assert not memory.has(1)

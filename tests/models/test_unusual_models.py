@@ -64,7 +64,7 @@ def test_an_unknown_keyword_of_attention_prevents_flat(extra: object) -> None:
         around(attentions(model)[2], lambda forward, *args, **kw: forward(*args, temperature=extra, **kw))
         return model
 
-    assert "called with ['temperature'], which we do not know how to honour" in served_right(build)
+    assert "called with ['temperature'], which is not supported" in served_right(build)
 
 
 def test_attention_keywords_without_effect_are_accepted() -> None:

@@ -18,7 +18,7 @@ from kvcellar.errors import KvcellarError, ModelRefused, NotSupported
 from kvcellar.models.guest import Guest, Verdict, backends_for
 from kvcellar.models.hf_logging import silence_transformers
 from kvcellar.models.input_limits import context_of
-from kvcellar.models.mixers import install
+from kvcellar.models.mixers import wrap_mixers
 from kvcellar.models.own_layers import fresh_layers
 from kvcellar.models.probe import PROBE_TOKENS, ProbeDoor, differing, probe
 from kvcellar.models.rope import with_rotations
@@ -129,7 +129,7 @@ def _flat(model: PreTrainedModel, backends: Sequence[Backend], *, offsets: bool)
     probe(model, near, range(PROBE_TOKENS))
     if near.reads and "position_ids" not in inspect.signature(model.forward).parameters:
         raise ModelRefused("its forward takes no positions")
-    install(near.mixers, current_door)
+    wrap_mixers(near.mixers, current_door)
     shape = shape_of(near, dtype=str(model.dtype).removeprefix("torch."), device=model.device.type)
     guest = Guest(model, shape, "flat", backends_for(shape, backends), offsets=offsets)
     positions = [*range(PROBE_TOKENS - 1), context - 1]

@@ -1,14 +1,14 @@
-"""mixers: recurrent layers in a step of many sequences.
+"""mixers: run recurrent layers in a step of many sequences.
 
-A mixer is a module that keeps a state through the cache: the last inputs of a convolution, the sums of a state space or
-of linear attention. It takes rows [B,L,H] of equal length, one a sequence, while a step is one row [1,T,H] of sequences
-of any length. So a mixer is called once for all sequences that get equally many tokens, each time with their states:
+A mixer is a module that keeps a state in the cache: the last inputs of a convolution, the sums of a state space or of
+linear attention. It takes rows [B,L,H] of equal length, one per sequence, while a step is one row [1,T,H] of sequences
+of any length. So a mixer is called once for all sequences with the same number of tokens, with their states:
 
-    turn = StateView(memory, segments)                # copies of the states before the step
-    out = forward(hidden[B,L,H], cache)          # the model reads, writes and overwrites them there
-    turn.put()                                   # and they are stored, in rows that only this step has
+    view = StateView(memory, segments, length)   # copies of the states before the step
+    out = forward(hidden[B,L,H], cache)          # the model reads and overwrites the copies
+    view.put(rerun)                              # they are stored, in rows that only this step has
 
-Everything else of the model stays flat. A state of zeros is no state, exactly: nothing is special about a first step.
+All other layers stay flat. A zero state equals no state, so the first step of a sequence is like any other.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,44 +22,42 @@ from torch import Tensor, nn
 from kvcellar.cache.memory import Memory
 from kvcellar.cache.states import At
 from kvcellar.errors import ModelRefused
-from kvcellar.models.scan import Call, Scans, in_our_hands, recurrent
+from kvcellar.models.scan import Call, Scans, recurrent, with_our_scans
 from kvcellar.plan import StateSegment
 
 Forward = Callable[..., Any]
 
 
 def conv(index: int) -> str:
-    """What the plane of a layer's convolution of this index is called."""
+    """The name of the plane of a layer's convolution of this index."""
     return f"conv {index}"
 
 
 class StateView:
-    """States of B sequences that get L tokens each, while a mixer works on them."""
+    """Copies of the states of B sequences with L new tokens each, which a mixer reads and overwrites."""
 
     def __init__(
         self, memory: Memory, segments: Sequence[StateSegment], length: int, *, revertible: bool = False
     ) -> None:
-        """`revertible`: a part of the tokens may be kept, so what tells the states in between is kept, too."""
+        """`revertible`: a part of the tokens may be committed, so what determines the states in between is kept."""
         self.segments, self.length = segments, length
         self._memory, self._keeps = memory, revertible and length > 1
         self._states: dict[int, dict[str, Tensor]] = {}
         self._longer: dict[tuple[int, str], Tensor] = {}  # a convolution's inputs [B,C,K+L], the new ones last
-        self._scans: dict[int, list[Call]] = {}  # by layer; a mixer of several heads scans them one by one, in order
-        self._made: dict[int, int] = {}  # by layer, how many scans were made
+        self._scans: dict[int, list[Call]] = {}  # by layer; a mixer may scan its heads one by one, in order
+        self._done: dict[int, int] = {}  # by layer, the number of scans so far
 
     def state(self, layer: int, name: str) -> Tensor:
-        """[B,*shape], to be overwritten at will."""
+        """[B,*shape], a copy that may be overwritten."""
         if layer not in self._states:
             self._states[layer] = self._memory.state(layer, self.segments)
         found = self._states[layer].get(name)
         if found is None:
-            raise ModelRefused(
-                f"layer {layer} asks for a state {name}, and had none when the model's shape was learned"
-            )
+            raise ModelRefused(f"layer {layer} reads a state {name}, and had none when the model was probed")
         return found
 
     def shift_in(self, new: Tensor, layer: int, name: str) -> Tensor:
-        """The inputs of a convolution [B,C,K] with `new` ones [B,C,L] behind them; the last K are its state now."""
+        """The inputs of a convolution [B,C,K] followed by `new` ones [B,C,L]; the last K become its state."""
         before = self.state(layer, name)
         longer = torch.cat([before.to(new.dtype), new], -1)
         self._states[layer][name] = longer[..., -before.shape[-1] :]
@@ -73,31 +71,31 @@ class StateView:
         return value
 
     def scan(self, layer: int, call: Call) -> Any:
-        """Make the scan that a mixer asks for. One that takes no state in transformers is given its own."""
+        """Run a scan of a mixer, from its state, also where transformers' own scan takes none."""
         state = self.state(layer, recurrent(0))
         if call.scan.ours is not None:
-            heads, made = _heads(call, state), self._made.get(layer, 0)
-            if made == len(heads):
-                raise ModelRefused("one of its layers scans more often than it has states to go on from")
-            call, self._made[layer] = call.going_on(heads[made]), made + 1
-        elif call.arguments[call.scan.state] is None:  # a mixer may take nothing for zero
-            call = call.going_on(state)
+            heads, done = _heads(call, state), self._done.get(layer, 0)
+            if done == len(heads):
+                raise ModelRefused("one of its layers has more scans than states")
+            call, self._done[layer] = call.from_state(heads[done]), done + 1
+        elif call.arguments[call.scan.state] is None:  # mixers may pass None for zero
+            call = call.from_state(state)
         if self._keeps:
-            self._scans.setdefault(layer, []).append(call.kept())
-        return call.made()
+            self._scans.setdefault(layer, []).append(call.without_state())
+        return call.run()
 
     def states(self, layer: int) -> dict[str, Tensor]:
         return self._states[layer]
 
-    def put(self, again: "Again") -> None:
-        """Store the states. If a part of the tokens may be kept, those after fewer can be asked for till the step ends:
-        by `again`, where what was kept does not tell them.
+    def put(self, rerun: "Rerun") -> None:
+        """Store the states. If a part of the tokens may be committed, those after fewer tokens can be computed until
+        the step ends: from what was kept, or else by `rerun`.
         """
         for layer, planes in self._states.items():
-            at = self._at(layer, again) if self._keeps else None
+            at = self._at(layer, rerun) if self._keeps else None
             self._memory.put_state(layer, self.segments, planes, at=at)
 
-    def _at(self, layer: int, again: "Again") -> At:
+    def _at(self, layer: int, rerun: "Rerun") -> At:
         def at(indices: Sequence[int], counts: Sequence[int]) -> Mapping[str, Tensor]:
             found: dict[str, Tensor] = {}
             for name, state in self._states[layer].items():
@@ -110,49 +108,48 @@ class StateView:
                     after = [scan.after(head, indices, counts) for scan, head in zip(scans, heads, strict=True)]
                     found[name] = torch.stack(after, 1) if after[0].dim() < state.dim() else after[0]
                 else:
-                    return self._by_count(layer, again, indices, counts)
+                    return self._by_count(layer, rerun, indices, counts)
             return found
 
         return torch.inference_mode()(at)
 
     def _by_count(
-        self, layer: int, again: "Again", indices: Sequence[int], counts: Sequence[int]
+        self, layer: int, rerun: "Rerun", indices: Sequence[int], counts: Sequence[int]
     ) -> Mapping[str, Tensor]:
-        """A mixer takes rows of equal length, so it runs again once for every count that there is."""
+        """Run the mixer again once per distinct count, since it takes rows of equal length."""
         found = {name: state.new_empty(len(indices), *state.shape[1:]) for name, state in self._states[layer].items()}
         for count in set(counts):
             places = [place for place, other in enumerate(counts) if other == count]
-            for name, state in again([indices[place] for place in places], count).states(layer).items():
+            for name, state in rerun([indices[place] for place in places], count).states(layer).items():
                 found[name][places] = state
         return found
 
 
-Again = Callable[
-    [Sequence[int], int], StateView
-]  # a mixer's turn for segments of these indices and so many of their tokens
+# The states of a mixer after the first so many tokens of the segments of these indices.
+Rerun = Callable[[Sequence[int], int], StateView]
 
 
 def _windows(longer: Tensor, indices: Sequence[int], counts: Sequence[int], kernel: int) -> Tensor:
-    """Of inputs [B,C,K+L] of a convolution, the K [b,C,K] that are behind it after so many tokens."""
+    """The state [b,C,K] of a convolution after the first `counts` tokens, from its inputs [B,C,K+L]."""
     return torch.stack([longer[i, ..., n : n + kernel] for i, n in zip(indices, counts, strict=True)])
 
 
 def _heads(call: Call, state: Tensor) -> Sequence[Tensor]:
-    """The states [B,...] that a mixer's scans go on from, one by one: Mamba's first scan knows no heads."""
+    """The initial states [B,...] of a mixer's scans, one per head where the scan takes a single head."""
     return state.unbind(1) if call.scan.ours is not None and state.dim() > 3 else (state,)
 
 
 class Mixes(Scans, Protocol):
-    """A door, as far as mixers know it."""
+    """The part of a door that mixers call."""
 
     def mix(self, forward: Forward, args: Any, kwargs: Any) -> Any: ...
 
 
 class Mixed:
-    """Stands in for the `forward` of a mixer: a door that is open decides how it is called."""
+    """Replaces the `forward` of a mixer: an open door decides how the original is called."""
 
     def __init__(self, module: nn.Module, door: Callable[[], Mixes | None]) -> None:
-        self._own, self._ours, self._door = module.forward, in_our_hands(module, door), door
+        self._own, self._ours, self._door = module.forward, with_our_scans(module, door), door
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         door = self._door()
@@ -160,7 +157,7 @@ class Mixed:
 
 
 class Grid(NamedTuple):
-    """B segments of L tokens each; `rows` [B,L] of the step are theirs, None if that is all of it, in order."""
+    """B segments of L tokens each, and their rows [B,L] of the step; None if these are all rows, in order."""
 
     segments: Sequence[StateSegment]
     length: int
@@ -169,18 +166,18 @@ class Grid(NamedTuple):
 
 @dataclass(slots=True)
 class Mixing:
-    """Runs mixers for the segments of one step of `tokens` rows. `turn` is that of the mixer which runs now."""
+    """Runs mixers for the segments of one step of `tokens` rows. `view` has the states of the running mixer."""
 
     memory: Memory
     segments: Sequence[StateSegment]
     tokens: int
-    opened: Callable[[], AbstractContextManager[Any]]  # the door of the step, open again
-    revertible: frozenset[int] = frozenset()  # sequences of which a part of the tokens may be kept
-    turn: StateView | None = field(default=None, init=False)
-    _grids: Sequence[Grid] = field(default=(), init=False)  # the same for all mixers: made once
+    opened: Callable[[], AbstractContextManager[Any]]  # opens the door of the step again
+    revertible: frozenset[int] = frozenset()  # sequences of which a part of the tokens may be committed
+    view: StateView | None = field(default=None, init=False)
+    _grids: Sequence[Grid] = field(default=(), init=False)  # the same for all mixers
 
     def mix(self, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """Call `forward` for every length that there is; what it answers [B,L,...] comes back as [1,T,...]."""
+        """Call `forward` once per distinct length; its results [B,L,...] are returned as [1,T,...]."""
         self._grids = self._grids or self._all_grids()
         whole: Any = None
         for segments, length, rows in self._grids:
@@ -209,26 +206,26 @@ class Mixing:
         ]
 
     def _call(self, forward: Forward, args: Any, kwargs: Any, segments: Sequence[StateSegment], length: int) -> Any:
-        def again(indices: Sequence[int], fewer: int) -> StateView:
+        def rerun(indices: Sequence[int], fewer: int) -> StateView:
             part = _part_of(list(indices), len(segments), length, fewer)
-            turn = StateView(self.memory, [segments[i] for i in indices], fewer)
+            view = StateView(self.memory, [segments[i] for i in indices], fewer)
             some_args, some_kwargs = _map(args, part), _map(kwargs, part)
             with torch.inference_mode(), self.opened():
-                self._run(turn, forward, some_args, some_kwargs)
-            return turn
+                self._run(view, forward, some_args, some_kwargs)
+            return view
 
         revertible = any(segment.seq in self.revertible for segment in segments)
-        turn = StateView(self.memory, segments, length, revertible=revertible)
-        out = self._run(turn, forward, args, kwargs)
-        turn.put(again)
+        view = StateView(self.memory, segments, length, revertible=revertible)
+        out = self._run(view, forward, args, kwargs)
+        view.put(rerun)
         return out
 
-    def _run(self, turn: StateView, forward: Forward, args: Any, kwargs: Any) -> Any:
-        self.turn = turn
+    def _run(self, view: StateView, forward: Forward, args: Any, kwargs: Any) -> Any:
+        self.view = view
         try:
             return forward(*args, **kwargs)
         finally:
-            self.turn = None
+            self.view = None
 
     def _is_flat(self, x: Tensor) -> bool:
         return x.dim() > 1 and x.shape[:2] == (1, self.tokens)
@@ -240,7 +237,7 @@ class Mixing:
         return lambda x: x[0][rows] if self._is_flat(x) else x
 
     def _joined(self, whole: Any, part: Any, rows: Tensor) -> Any:
-        """`part` [B,L,...] at its rows of `whole` [1,T,...], which is made if it is not there yet."""
+        """Write `part` [B,L,...] at its rows of `whole` [1,T,...], which is allocated if it is None."""
         if isinstance(part, Tensor) and part.shape[:2] == rows.shape:
             if whole is None:
                 whole = part.new_empty(1, self.tokens, *part.shape[2:])
@@ -253,12 +250,12 @@ class Mixing:
 
 
 def _part_of(indices: list[int], n: int, length: int, fewer: int) -> Callable[[Tensor], Tensor]:
-    """The first `fewer` of L tokens of some of n sequences, of a tensor that has all."""
+    """Select the first `fewer` of L tokens of some of n sequences from a tensor of all."""
     return lambda x: x[indices, :fewer] if x.dim() > 1 and x.shape[:2] == (n, length) else x
 
 
 def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with every tensor in it changed."""
+    """`value` with `change` applied to every tensor in it."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple | list):
@@ -268,8 +265,8 @@ def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def install(mixers: Iterable[nn.Module], door: Callable[[], Mixes | None]) -> None:
-    """Let the doors decide how these modules are called. Where none is open, nothing has changed for them."""
+def wrap_mixers(mixers: Iterable[nn.Module], door: Callable[[], Mixes | None]) -> None:
+    """Let an open door decide how these modules are called. Without one they are called as before."""
     for module in mixers:
         if not isinstance(vars(module).get("forward"), Mixed):
             module.forward = Mixed(module, door)

@@ -72,7 +72,7 @@ class StoreProbe(Door):
     def own_layer(self, layer: int) -> OwnLayer:
         return super().own_layer(layer) if self._own is None else self._own.of(layer)
 
-    def seen(self, layer: int) -> int | Tensor:
+    def past_length(self, layer: int) -> int | Tensor:
         return self._past
 
     def state(self, layer: int, name: str) -> Tensor | None:
@@ -90,7 +90,7 @@ class StoreProbe(Door):
         return value
 
     def scan(self, layer: int, call: Call) -> Any:
-        return call.made()
+        return call.run()
 
     def _record_state(self, layer: int, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         if (layer, name) in self.states:

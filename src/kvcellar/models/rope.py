@@ -55,7 +55,7 @@ class PlaceDoor(Door):
     def mask(self, rule: Any, local_size: int | None, q_length: int, device: torch.device) -> Tensor:
         return torch.ones(1, 1, q_length, q_length, dtype=torch.bool, device=device)
 
-    def seen(self, layer: int) -> int | Tensor:
+    def past_length(self, layer: int) -> int | Tensor:
         return self.guest.past_length(self.positions)
 
 

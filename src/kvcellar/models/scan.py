@@ -1,11 +1,12 @@
-"""scan: the recurrences that mixers call by name, taken into our hands.
+"""scan: replace the scan functions that mixers call, to pass states in and to compute states after fewer tokens.
 
-A mixer projects, convolves, scans, and projects again. The scan alone carries the state, and costs little of that; but
-it is called in the middle of a mixer's code. A mixer whose code names one of the scans below is run with another
-function under that name. Its code stays what it is, and so does everybody else's. So
+A mixer projects, convolves, scans, and projects again. Only the scan needs the state, but it is called in the middle of
+a mixer's code. So a mixer whose code refers to one of the scans below is run with another function under that name;
+neither its code nor its module is changed. Then
 
-  * Mamba's first scan, which in transformers begins at zero whatever was read before, begins with the state;
-  * what a scan was given is kept until the step ends, and the state after fewer tokens is had by scanning those again.
+  * Mamba's scan, which in transformers always begins at zero, begins with the state;
+  * the arguments of a scan are kept until the step ends, so the state after fewer tokens is computed by a scan over
+    these alone.
 """
 
 import inspect
@@ -24,7 +25,7 @@ Function = Callable[..., Any]
 
 
 def recurrent(index: int) -> str:
-    """What the plane of a layer's recurrence of this index is called."""
+    """The name of the plane of a layer's recurrence of this index."""
     return f"recurrent {index}"
 
 
@@ -66,13 +67,13 @@ def selective_scan(
 
 
 def _steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
-    """How far a state space goes on with each token, of what a mixer projects. None of it, where this is 0."""
+    """The step size of a state space for each token, from a mixer's projection. At 0 the state stays as it is."""
     if bias is not None:
         dt = dt + bias.to(dt.dtype)
     return F.softplus(dt) if softplus else dt
 
 
-Advance = Callable[[Tensor, int], None]  # takes the states [n,*shape] of the first n sequences over token t, in place
+Advance = Callable[[Tensor, int], None]  # updates the states [n,*shape] of the first n sequences by token t, in place
 
 
 def _selective(given: Mapping[str, Any]) -> Advance:
@@ -91,7 +92,8 @@ def _selective(given: Mapping[str, Any]) -> Advance:
 
 
 def _state_space_dual(given: Mapping[str, Any]) -> Advance:
-    """That of Dao and Gu, "Transformers are SSMs" (2024), section 6: h_t = exp(dt_t a) h_(t-1) + dt_t x_t B_t^T."""
+    """The recurrence of Dao and Gu, "Transformers are SSMs" (2024), section 6:
+    h_t = exp(dt_t a) h_(t-1) + dt_t x_t B_t^T."""
     x, B = given["hidden_states"].float(), given["B"].float()  # [b,L,h,p], [b,L,groups,n]
     dt = _steps(given["dt"], given["dt_bias"], given["dt_softplus"]).clamp(*given["dt_limit"])  # [b,L,h]
     B = B.repeat_interleave(x.shape[2] // B.shape[2], dim=2)
@@ -105,8 +107,8 @@ def _state_space_dual(given: Mapping[str, Any]) -> Advance:
 
 
 def _gated_delta(given: Mapping[str, Any]) -> Advance:
-    """That of Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024), section 3: S decays, and at key k_t it holds
-    more of value v_t by beta_t. The decay is one number a head, or one for each channel of the keys."""
+    """The recurrence of Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024), section 3: S decays, and its value
+    at key k_t moves towards v_t by beta_t. The decay is one number per head, or one per channel of the keys."""
     key, value, g, beta = (given[name].float() for name in ("key", "value", "g", "beta"))  # [b,L,h,...]
     if given["use_qk_l2norm_in_kernel"]:
         key = key * torch.rsqrt(key.square().sum(-1, keepdim=True) + 1e-6)
@@ -125,11 +127,11 @@ def _gated_delta(given: Mapping[str, Any]) -> Advance:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """A scan as transformers calls it: which arguments change the state, with a token per place of `axis`, and which is
-    the state before.
+    """The signature of a scan in transformers: the arguments that change the state, with tokens along `axis`, and the
+    name of the initial state.
 
-    It answers (what comes out, the state after). Where only the latter is wanted, and of few tokens, `recurrence` goes
-    from one to the next. `ours` stands in for one that takes no state.
+    It returns (outputs, final state). `recurrence` computes only states, token by token. `ours` replaces a scan that
+    takes no initial state.
     """
 
     drives: tuple[str, ...]
@@ -151,21 +153,20 @@ SCANS: Mapping[str, Scan] = {
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A scan of L tokens of each of B sequences. It has every argument of `function`, by name."""
+    """A scan over L tokens of each of B sequences, with every argument of `function` by name."""
 
     scan: Scan
     function: Function
     arguments: Mapping[str, Any]
 
-    def going_on(self, state: Tensor) -> "Call":
-        """The same scan, from this state on."""
+    def from_state(self, state: Tensor) -> "Call":
+        """The same scan with this initial state."""
         return replace(self, arguments={**self.arguments, self.scan.state: state})
 
-    def made(self) -> Any:
-        """What comes out, and the state after.
+    def run(self) -> Any:
+        """Outputs and final state.
 
-        A chunk is filled up with tokens that change nothing, at the cost of others. It is made no longer than what
-        there is, so that none are needed where few are scanned.
+        Chunks are padded to `chunk_size` at full cost, so that is limited to the number of tokens.
         """
         given = dict(self.arguments)
         if "chunk_size" in given:
@@ -173,13 +174,13 @@ class Call:
         more = given.pop("kwargs", {})
         return self.function(**given, **more)
 
-    def kept(self) -> "Call":
-        """What tells the states in between, without the one before: memory has that as long as the step is open."""
+    def without_state(self) -> "Call":
+        """The same call without its initial state, which memory has while the step is open."""
         return replace(self, arguments={**self.arguments, self.scan.state: None})
 
     def after(self, before: Tensor, indices: Sequence[int], counts: Sequence[int]) -> Tensor:
-        """The states [n,*shape] of some of the sequences after so many of their tokens each, from those before, which
-        it may overwrite. The largest count first, so that those that still go on are always the first ones."""
+        """The states [n,*shape] of the sequences `indices` after their first `counts` tokens, from the states `before`,
+        which may be overwritten. `counts` are in descending order."""
         given = dict(self.arguments)
         some = torch.tensor(indices, device=before.device)
         for name in self.scan.drives:
@@ -192,17 +193,18 @@ class Call:
 
 
 class Scans(Protocol):
-    """A door, as far as scans know it."""
+    """The part of a door that scans call."""
 
     def scan(self, layer: int, call: Call) -> Any:
-        """Make the scan, which the mixer of `layer` asks for."""
+        """Run a scan of the mixer of `layer`."""
         ...
 
 
-def in_our_hands(module: nn.Module, door: Callable[[], Scans | None]) -> Function:
-    """The forward of a mixer, whose scans are made by the open door, and whose convolutions have few lengths.
+def with_our_scans(module: nn.Module, door: Callable[[], Scans | None]) -> Function:
+    """The forward of a mixer, with scans run by the open door and convolutions over few distinct lengths.
 
-    It is the mixer's own forward if its code names none of these functions, or if `forward` was replaced on the module.
+    It is the mixer's own forward if its code refers to none of these functions, or if `forward` was replaced on the
+    module.
     """
     if "forward" in vars(module):
         return module.forward
@@ -212,7 +214,7 @@ def in_our_hands(module: nn.Module, door: Callable[[], Scans | None]) -> Functio
         return module.forward
     layer: Any = module.layer_idx
     named = {
-        name: of_few_lengths(theirs) if name == CAUSAL else _stand_in(SCANS[name], theirs, layer, door)
+        name: of_few_lengths(theirs) if name == CAUSAL else _replacement(SCANS[name], theirs, layer, door)
         for name in names
         for theirs in (own.__globals__[name],)
     }
@@ -221,10 +223,10 @@ def in_our_hands(module: nn.Module, door: Callable[[], Scans | None]) -> Functio
     return MethodType(forward, module)
 
 
-def _stand_in(scan: Scan, theirs: Function, layer: int, door: Callable[[], Scans | None]) -> Function:
+def _replacement(scan: Scan, theirs: Function, layer: int, door: Callable[[], Scans | None]) -> Function:
     signature = inspect.signature(scan.ours or theirs)
 
-    def made(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         opened = door()
         if opened is None:
             return theirs(*args, **kwargs)
@@ -232,4 +234,4 @@ def _stand_in(scan: Scan, theirs: Function, layer: int, door: Callable[[], Scans
         bound.apply_defaults()
         return opened.scan(layer, Call(scan, scan.ours or theirs, bound.arguments))
 
-    return made
+    return run

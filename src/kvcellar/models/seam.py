@@ -1,16 +1,16 @@
-"""seam: how a transformers model runs on our memory, unmodified. A cache-shaped door and an attention function.
+"""seam: run an unmodified transformers model on our memory, through a cache-shaped door and an attention function.
 
-A forward gives all sequences of a step as one row `[1,T]` with explicit positions (*flat*). Each attention layer hands
+A forward takes all sequences of a step as one row `[1,T]` with explicit positions (*flat*). Each attention layer passes
 its new keys and values to `FlatDoor.update`, which writes them, and then calls `FlatDoor.attend`, which reads:
 
     history.put({"k": k, "v": v})                # written here
     history.backend.attend(q, history, scoring)  # read here, from the cells, with no mask
 
-A model whose attention cannot be flattened (its code looks at the order of keys, say) is run *solo*: one sequence per
+A model whose attention cannot be flattened (its code depends on the order of keys, say) is run *solo*: one sequence per
 forward, its cells gathered in order, with the model's own attention and masks.
 
-The door of the forward that is running travels in a context variable: transformers calls registered functions with the
-module and its tensors only. One forward at a time per thread.
+The door of the running forward is in a context variable, since transformers calls registered functions only with the
+module and its tensors. One forward at a time per thread.
 """
 
 from abc import ABC, abstractmethod
@@ -34,15 +34,15 @@ from kvcellar.plan import Plan
 from kvcellar.shapes import Scoring
 
 ATTENTION = "kvcellar"  # our name in transformers' registries
-STATELESS = "it keeps a recurrent state, and kept none when its shape was learned"
-INDEXED = "it selects keys with an indexer of its own, which looks at the keys of one sequence in order"
+STATELESS = "it keeps a recurrent state, and kept none when it was probed"
+INDEXED = "it selects keys with an indexer of its own, which needs the keys of one sequence in order"
 
-# What an attention call may carry besides q, k, v and the mask, and what we do with it.
+# Accepted arguments of an attention call besides q, k, v and the mask.
 _READ = frozenset({"scaling", "softcap", "s_aux"})  # part of the scores
-_HARMLESS = frozenset({  # they change nothing in inference, or repeat what the plan knows
+_HARMLESS = frozenset({  # without effect in inference, or contained in the plan
     "dropout", "is_causal", "sliding_window", "position_ids", "use_cache", "output_attentions", "output_hidden_states",
-    "output_router_logits",
-    "return_dict", "logits_to_keep", "past_key_values", "cache_position", "attention_mask", "head_mask",
+    "output_router_logits", "return_dict", "logits_to_keep", "past_key_values", "cache_position", "attention_mask",
+    "head_mask",
 })  # fmt: skip
 _KNOWN = _READ | _HARMLESS
 
@@ -55,27 +55,27 @@ class Door(ABC):
 
     @abstractmethod
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """New k [1,G,T,D] and v [1,G,T,Dv] of a layer; returns what the model should go on with."""
+        """Store new k [1,G,T,D] and v [1,G,T,Dv] of a layer; returns the k and v that its attention gets."""
 
     def update_plane(self, name: str, new: Tensor, layer: int) -> Tensor:
-        """What a layer stores of each new token beside keys and values [1,T,D] -> the same of all tokens [1,N,D]."""
+        """Store another plane [1,T,D] of the new tokens; returns that of all tokens [1,N,D]."""
         raise ModelRefused(INDEXED if name == INDEX else OWN)
 
     def own_layer(self, layer: int) -> OwnLayer:
-        """The cache layer of a class of the model's own that the model expects."""
+        """The cache layer of the model's own class."""
         raise ModelRefused(OWN)
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, extras: Extras) -> Tensor:
-        """q [1,H,T,D] -> [1,T,H,Dv]. `extras` are the other arguments of the call: see `scoring_of`."""
+        """q [1,H,T,D] -> [1,T,H,Dv]. `extras` are the other arguments of the call (`scoring_of`)."""
         raise ModelRefused("a model that runs solo must use its own attention")
 
     def mask(self, rule: Any, local_size: int | None, q_length: int, device: torch.device) -> Tensor:
-        """What the model gets as its attention mask."""
+        """The attention mask for the model."""
         raise ModelRefused("a model that runs solo must use its own masks")
 
     @abstractmethod
-    def seen(self, layer: int) -> int | Tensor:
-        """How many tokens came before: the model adds a range over its rows to this."""
+    def past_length(self, layer: int) -> int | Tensor:
+        """The number of earlier tokens. The model adds a range over its rows to it."""
 
     def mask_sizes(self, q_length: int, layer: int) -> tuple[int, int]:
         """(length, offset) of the keys that a mask must cover."""
@@ -86,11 +86,11 @@ class Door(ABC):
         raise ModelRefused(STATELESS)
 
     def shift_in(self, new: Tensor, layer: int, name: str, kernel: int | None) -> Tensor:
-        """Inputs of a convolution, `new` [B,C,L] behind those of its state [B,C,kernel]."""
+        """Append inputs of a convolution, `new` [B,C,L], to those of its state [B,C,kernel]; returns both."""
         raise ModelRefused(STATELESS)
 
     def update_state(self, value: Tensor, layer: int, name: str) -> Tensor:
-        """The new state of a recurrent layer [B,*shape]."""
+        """Store the new state of a recurrent layer [B,*shape]; returns it."""
         raise ModelRefused(STATELESS)
 
     def mix(self, forward: Forward, args: Any, kwargs: Any) -> Any:
@@ -98,7 +98,7 @@ class Door(ABC):
         return forward(*args, **kwargs)
 
     def scan(self, layer: int, call: Call) -> Any:
-        """Run the scan that such a module of `layer` asks for."""
+        """Run a scan of the mixer of `layer`."""
         raise ModelRefused(STATELESS)
 
 
@@ -112,7 +112,7 @@ def current_door() -> Door | None:
 
 @contextmanager
 def opened(door: Door) -> Iterator["GuestCache"]:
-    """Within the block, the model's calls are answered by `door`; yields what to pass as `past_key_values`."""
+    """Within the block, `door` handles the model's calls; yields the cache to pass as `past_key_values`."""
     token = _door.set(door)
     try:
         yield GuestCache(door)
@@ -126,7 +126,7 @@ class GuestCache(Cache):
     def __init__(self, door: Door) -> None:
         super().__init__(layers=[])
         self.layers: Any = _Layers(door)
-        self.update: Any = door.update  # the door itself is called: this is called by every layer
+        self.update: Any = door.update  # the door's own method: every layer calls it
         self._door = door
 
     @property
@@ -134,10 +134,10 @@ class GuestCache(Cache):
         return False
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        return self._door.seen(layer_idx)
+        return self._door.past_length(layer_idx)
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
-        return self._door.seen(layer_idx)
+        return self._door.past_length(layer_idx)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self._door.mask_sizes(query_length, layer_idx)
@@ -160,15 +160,14 @@ class GuestCache(Cache):
         return False
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        return True  # one of zeros is as good as none
+        return True  # a zero state equals no state
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         return self._door.update_plane(INDEX, indexer_key_states, layer_idx)
 
 
 class _Layers(Sequence[OwnLayer]):
-    """`layers` of a cache: none to go through, as far as transformers itself is concerned; a model that calls the
-    methods of its own class of cache layers finds them under the layer's index."""
+    """`layers` of a cache: empty for iteration by transformers; by index, cache layers of the model's own class."""
 
     def __init__(self, door: Door) -> None:
         self._door = door
@@ -184,17 +183,17 @@ class _Layers(Sequence[OwnLayer]):
 
 
 def cache_argument(accepts: frozenset[str]) -> str:
-    """What a model's forward calls its cache; some that have only recurrent layers call it otherwise."""
+    """The name of the cache among the arguments of a model's forward."""
     return "past_key_values" if "past_key_values" in accepts or "cache_params" not in accepts else "cache_params"
 
 
 def scoring_of(q: Tensor, extras: Extras) -> Scoring:
-    """From the keyword arguments of an attention call. Raises `ModelRefused` for any that we do not know."""
+    """From the keyword arguments of an attention call. Raises `ModelRefused` for unknown ones."""
     unknown = {
         name for name, value in extras.items() if name not in _KNOWN and value is not None and value is not False
     }
     if unknown:
-        raise ModelRefused(f"its attention is called with {sorted(unknown)}, which we do not know how to honour")
+        raise ModelRefused(f"its attention is called with {sorted(unknown)}, which is not supported")
     scale = extras.get("scaling")
     softcap = extras.get("softcap")
     return Scoring(
@@ -222,27 +221,27 @@ def _mask(*, q_length: int, mask_function: Any, local_size: int | None = None, d
 
 
 def register() -> None:
-    """Put our two functions into transformers' registries, under our name. They hold no state."""
+    """Register our attention and mask functions with transformers. They hold no state."""
     AttentionInterface.register(ATTENTION, _attention)
     AttentionMaskInterface.register(ATTENTION, _mask)
 
 
 def own_attention(model: PreTrainedModel) -> None:
-    """The model attends with the eager attention of transformers from now on, if it can be chosen."""
+    """Select the eager attention of transformers, where the model's attention can be selected."""
     if model._can_set_attn_implementation():
         model.set_attn_implementation("eager")
 
 
 def our_attention(model: PreTrainedModel) -> None:
-    """The model attends through the open door from now on."""
+    """Select the attention function that calls the open door."""
     model.set_attn_implementation(ATTENTION)
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """Which layer's cells an attention module reads. `direct`: it attends to the very keys that were stored.
+    """The layer whose cells an attention module reads. `direct`: it attends to the stored keys themselves.
 
-    A module that is not direct (MLA) computes its keys from what is stored, so it is given all that its rows may see.
+    A module that is not direct (MLA) computes its keys from stored planes, so it gets all cells that its rows may see.
     """
 
     layer: int
@@ -250,7 +249,7 @@ class Binding:
 
 
 class KnownScoring(NamedTuple):
-    """What an attention module was called with, and what its scoring is therefore."""
+    """Arguments of an attention module's call, and the scoring made from them."""
 
     scaling: Any
     softcap: Any
@@ -258,7 +257,7 @@ class KnownScoring(NamedTuple):
     scoring: Scoring
 
 
-Scorings = dict[nn.Module, KnownScoring]  # each is worked out at the first call of a module
+Scorings = dict[nn.Module, KnownScoring]  # by module, of its last call
 
 
 class FlatDoor(Door):
@@ -268,12 +267,12 @@ class FlatDoor(Door):
         self,
         memory: Memory,
         plan: Plan,
-        seen: int | Tensor,
+        past: int | Tensor,
         bindings: Mapping[nn.Module, Binding],
         scorings: Scorings | None = None,
     ) -> None:
-        """`scorings` are those of forwards before."""
-        self._layers, self._seen, self._bindings = memory.layers(), seen, bindings
+        """`scorings` are those of earlier forwards."""
+        self._layers, self._past, self._bindings = memory.layers(), past, bindings
         self._scorings: Scorings = {} if scorings is None else scorings
         self._expanded = frozenset(b.layer for b in bindings.values() if not b.direct)
         self._storing = None if plan.stored == plan.tokens else memory.tables.fill("storing rows", plan.storing)
@@ -283,7 +282,7 @@ class FlatDoor(Door):
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         history = self._layers.get(layer)
         if history is None:
-            raise ModelRefused(f"layer {layer} stores keys and values, and did not when the model's shape was learned")
+            raise ModelRefused(f"layer {layer} stores keys and values, and did not when the model was probed")
         if self._storing is None:
             history.put({"k": k, "v": v})
         else:
@@ -296,7 +295,7 @@ class FlatDoor(Door):
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, extras: Extras) -> Tensor:
         binding, known = self._bindings.get(module), self._scorings.get(module)
         if binding is None:
-            raise ModelRefused(f"{type(module).__name__} attends, and did not when the model's shape was learned")
+            raise ModelRefused(f"{type(module).__name__} attends, and did not when the model was probed")
         if (
             known is None
             or extras.get("s_aux") is not known.sinks
@@ -313,47 +312,45 @@ class FlatDoor(Door):
         return history.backend.attend_dense(rows[0], k, v, history.step.columns.visible, known.scoring)[None]
 
     def mask(self, rule: Any, local_size: int | None, q_length: int, device: torch.device) -> Tensor:
-        return torch.ones(1, 1, q_length, 1, dtype=torch.bool, device=device)  # nobody reads it: the plan knows
+        return torch.ones(1, 1, q_length, 1, dtype=torch.bool, device=device)  # not read: the plan decides
 
-    def seen(self, layer: int) -> int | Tensor:
-        return self._seen
+    def past_length(self, layer: int) -> int | Tensor:
+        return self._past
 
-    def _turn(self, layer: int) -> StateView:
-        if self._mixing.turn is None:
-            raise ModelRefused(f"layer {layer} asks for its state elsewhere than when the model's shape was learned")
-        return self._mixing.turn
+    def _view(self, layer: int) -> StateView:
+        if self._mixing.view is None:
+            raise ModelRefused(f"layer {layer} reads its state outside of its mixer, unlike when the model was probed")
+        return self._mixing.view
 
     def state(self, layer: int, name: str) -> Tensor:
-        return self._turn(layer).state(layer, name)
+        return self._view(layer).state(layer, name)
 
     def shift_in(self, new: Tensor, layer: int, name: str, kernel: int | None) -> Tensor:
-        return self._turn(layer).shift_in(new, layer, name)
+        return self._view(layer).shift_in(new, layer, name)
 
     def update_state(self, value: Tensor, layer: int, name: str) -> Tensor:
-        return self._turn(layer).update(value, layer, name)
+        return self._view(layer).update(value, layer, name)
 
     def mix(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         return self._mixing.mix(forward, args, kwargs)
 
     def scan(self, layer: int, call: Call) -> Any:
-        return self._turn(layer).scan(layer, call)
+        return self._view(layer).scan(layer, call)
 
 
 class SoloDoor(Door):
-    """One sequence in the open step, with the model's own attention: it gets its keys in order, as ever."""
+    """One sequence in the open step, with the model's own attention, which gets all keys in order."""
 
     def __init__(self, memory: Memory, plan: Plan, fresh: Callable[[int], Any]) -> None:
         """`fresh` returns an empty cache layer of the model's own class, by index of the layer."""
         if len(plan.feeds) != 1:
             raise ModelRefused(f"a model that runs solo was given {len(plan.feeds)} sequences in one forward")
         if plan.look_ahead:
-            raise ModelRefused("a model that runs solo masks by itself, so none of its tokens can look ahead")
+            raise ModelRefused("a model that runs solo has its own masks, so none of its tokens can look ahead")
         if plan.stored < plan.tokens:
-            raise ModelRefused("a model that runs solo attends to its new tokens too, so none of them can only ask")
+            raise ModelRefused("a model that runs solo attends to its new tokens, so none of them can be query-only")
         self._memory, self._past = memory, plan.feeds[0].pos.start
-        self._turn = StateView(
-            memory, plan.states, plan.tokens, revertible=plan.feeds[0].in_parts
-        )  # of the whole forward
+        self._view = StateView(memory, plan.states, plan.tokens, revertible=plan.feeds[0].in_parts)
         self._own_layers = OwnLayers(fresh, self.update_plane)
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -369,28 +366,28 @@ class SoloDoor(Door):
     def own_layer(self, layer: int) -> OwnLayer:
         return self._own_layers.of(layer)
 
-    def seen(self, layer: int) -> int:
+    def past_length(self, layer: int) -> int:
         return self._past
 
     def mask_sizes(self, q_length: int, layer: int) -> tuple[int, int]:
         return self._past + q_length, 0
 
     def state(self, layer: int, name: str) -> Tensor | None:
-        return self._turn.state(layer, name) if self._past else None
+        return self._view.state(layer, name) if self._past else None
 
     def shift_in(self, new: Tensor, layer: int, name: str, kernel: int | None) -> Tensor:
-        return self._turn.shift_in(new, layer, name)
+        return self._view.shift_in(new, layer, name)
 
     def update_state(self, value: Tensor, layer: int, name: str) -> Tensor:
-        return self._turn.update(value, layer, name)
+        return self._view.update(value, layer, name)
 
     def scan(self, layer: int, call: Call) -> Any:
-        return self._turn.scan(layer, call)
+        return self._view.scan(layer, call)
 
     def put(self) -> None:
-        """Store the states, once the forward is over."""
-        self._turn.put(_no_part)
+        """Store the states after the forward."""
+        self._view.put(_no_part)
 
 
 def _no_part(indices: Sequence[int], length: int) -> StateView:
-    raise NotSupported("a part of the tokens cannot be kept: this model runs solo, and one of its layers keeps sums")
+    raise NotSupported("a part of the tokens cannot be kept: this model runs solo, and has recurrent sums")

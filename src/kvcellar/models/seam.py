@@ -136,9 +136,6 @@ class GuestCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         return self._door.past_length(layer_idx)
 
-    def get_query_offset(self, layer_idx: int = 0) -> Any:
-        return self._door.past_length(layer_idx)
-
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self._door.mask_sizes(query_length, layer_idx)
 
@@ -260,7 +257,27 @@ class KnownScoring(NamedTuple):
 Scorings = dict[nn.Module, KnownScoring]  # by module, of its last call
 
 
-class FlatDoor(Door):
+class StepDoor(Door):
+    """A forward of the open step: recurrent states are read and written in a `StateView`."""
+
+    @abstractmethod
+    def _view(self, layer: int) -> StateView:
+        """The view of the running mixer, which `layer` belongs to."""
+
+    def state(self, layer: int, name: str) -> Tensor | None:
+        return self._view(layer).state(layer, name)
+
+    def shift_in(self, new: Tensor, layer: int, name: str, kernel: int | None) -> Tensor:
+        return self._view(layer).shift_in(new, layer, name)
+
+    def update_state(self, value: Tensor, layer: int, name: str) -> Tensor:
+        return self._view(layer).update(value, layer, name)
+
+    def scan(self, layer: int, call: Call) -> Any:
+        return self._view(layer).scan(layer, call)
+
+
+class FlatDoor(StepDoor):
     """All sequences of the open step in one row. K/V are written and read here."""
 
     def __init__(
@@ -322,23 +339,11 @@ class FlatDoor(Door):
             raise ModelRefused(f"layer {layer} reads its state outside of its mixer, unlike when the model was probed")
         return self._mixing.view
 
-    def state(self, layer: int, name: str) -> Tensor:
-        return self._view(layer).state(layer, name)
-
-    def shift_in(self, new: Tensor, layer: int, name: str, kernel: int | None) -> Tensor:
-        return self._view(layer).shift_in(new, layer, name)
-
-    def update_state(self, value: Tensor, layer: int, name: str) -> Tensor:
-        return self._view(layer).update(value, layer, name)
-
     def mix(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         return self._mixing.mix(forward, args, kwargs)
 
-    def scan(self, layer: int, call: Call) -> Any:
-        return self._view(layer).scan(layer, call)
 
-
-class SoloDoor(Door):
+class SoloDoor(StepDoor):
     """One sequence in the open step, with the model's own attention, which gets all keys in order."""
 
     def __init__(self, memory: Memory, plan: Plan, fresh: Callable[[int], Any]) -> None:
@@ -350,7 +355,7 @@ class SoloDoor(Door):
         if plan.stored < plan.tokens:
             raise ModelRefused("a model that runs solo attends to its new tokens, so none of them can be query-only")
         self._memory, self._past = memory, plan.feeds[0].pos.start
-        self._view = StateView(memory, plan.states, plan.tokens, revertible=plan.feeds[0].in_parts)
+        self._states = StateView(memory, plan.states, plan.tokens, revertible=plan.feeds[0].in_parts)
         self._own_layers = OwnLayers(fresh, self.update_plane)
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -372,21 +377,15 @@ class SoloDoor(Door):
     def mask_sizes(self, q_length: int, layer: int) -> tuple[int, int]:
         return self._past + q_length, 0
 
+    def _view(self, layer: int) -> StateView:
+        return self._states
+
     def state(self, layer: int, name: str) -> Tensor | None:
-        return self._view.state(layer, name) if self._past else None
-
-    def shift_in(self, new: Tensor, layer: int, name: str, kernel: int | None) -> Tensor:
-        return self._view.shift_in(new, layer, name)
-
-    def update_state(self, value: Tensor, layer: int, name: str) -> Tensor:
-        return self._view.update(value, layer, name)
-
-    def scan(self, layer: int, call: Call) -> Any:
-        return self._view.scan(layer, call)
+        return super().state(layer, name) if self._past else None
 
     def put(self) -> None:
         """Store the states after the forward."""
-        self._view.put(_no_part)
+        self._states.put(_no_part)
 
 
 def _no_part(indices: Sequence[int], length: int) -> StateView:

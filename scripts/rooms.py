@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src" / "kvcellar"
-MAP = ROOT / "docs" / "rooms.md"
+PAGE = ROOT / "docs" / "rooms.md"
 
 HEAD = """\
 # Packages and files
@@ -23,36 +23,36 @@ def render() -> str:
     """The whole page."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     contracts = {c["id"]: c for c in project["tool"]["importlinter"]["contracts"]}
-    thinking = set(contracts["thinking"]["source_modules"])
+    no_torch = set(contracts["no-torch"]["source_modules"])
     parts = [HEAD, f"`kvcellar`: {_opening(SRC / '__init__.py')}\n"]
-    for line in contracts["rooms"]["layers"]:
+    for line in contracts["layers"]["layers"]:
         for name in (part.strip(" ()") for part in line.split("|")):
             if (SRC / name / "__init__.py").is_file():
-                parts.append(_room(SRC / name, thinking))
+                parts.append(_package(SRC / name, no_torch))
             elif (SRC / f"{name}.py").is_file():
-                parts.append(_section(SRC / f"{name}.py", f"{name}.py", thinking))
+                parts.append(_section(SRC / f"{name}.py", f"{name}.py", no_torch))
     return "\n".join(parts)
 
 
-def _room(room: Path, thinking: set[str]) -> str:
+def _package(package: Path, no_torch: set[str]) -> str:
     """A package: its description, then one line for each of its files."""
-    lines = [_section(room / "__init__.py", f"{room.name}/", thinking)]
-    for file in sorted(room.rglob("*.py")):
-        if file.parent == room and file.name == "__init__.py":
+    lines = [_section(package / "__init__.py", f"{package.name}/", no_torch)]
+    for file in sorted(package.rglob("*.py")):
+        if file.parent == package and file.name == "__init__.py":
             continue
-        name = str(file.relative_to(room)).replace("__init__.py", "")
-        lines.append(f"- `{name}`{_mark(file, thinking)}: {_opening(file)}")
+        name = str(file.relative_to(package)).replace("__init__.py", "")
+        lines.append(f"- `{name}`{_mark(file, no_torch)}: {_opening(file)}")
     return "\n".join([*lines, ""])
 
 
-def _section(file: Path, title: str, thinking: set[str]) -> str:
-    return f"## {title}{_mark(file, thinking)}\n\n{_opening(file)}\n"
+def _section(file: Path, title: str, no_torch: set[str]) -> str:
+    return f"## {title}{_mark(file, no_torch)}\n\n{_opening(file)}\n"
 
 
-def _mark(file: Path, thinking: set[str]) -> str:
+def _mark(file: Path, no_torch: set[str]) -> str:
     parts = ("kvcellar", *file.relative_to(SRC).with_suffix("").parts)
     names = {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
-    return " (no torch)" if names & thinking else ""
+    return " (no torch)" if names & no_torch else ""
 
 
 def _opening(file: Path) -> str:
@@ -65,5 +65,5 @@ def _opening(file: Path) -> str:
 
 
 if __name__ == "__main__":
-    MAP.write_text(render())
-    print(f"wrote {MAP.relative_to(ROOT)}")
+    PAGE.write_text(render())
+    print(f"wrote {PAGE.relative_to(ROOT)}")

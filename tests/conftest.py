@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _no_accelerator() -> str | None:
-    import torch  # only where a test asks for an accelerator: the house and the thinking half are tested without it
+    import torch  # only for tests that need an accelerator; others run without torch
 
     return None if torch.cuda.is_available() else f"gpu: torch {torch.__version__} sees no accelerator here"
 

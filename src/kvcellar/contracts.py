@@ -1,6 +1,6 @@
 """contracts: the protocols between the packages: stored planes, what a layer remembers, and attention backends.
 
-Tensors are `Any` here: the thinking half must import without torch.
+Tensors are `Any` here: this module does not import torch.
 """
 
 from collections.abc import Mapping, Sequence

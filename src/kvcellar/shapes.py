@@ -1,6 +1,6 @@
 """shapes: what planes, state and attention look like, as numbers and names: heads, sizes, storage, rotation, scoring.
 
-Tensors are `Any` here: the thinking half must import without torch.
+Tensors are `Any` here: this module does not import torch.
 """
 
 import math

@@ -120,7 +120,7 @@ PROMPTS: list[tuple[dict[str, object], str]] = [
 ]
 
 CONTENT = "content is required: a string, or a list of text parts that is not empty"
-BESIDE = "It may be null or left out beside tool_calls, function_call, reasoning_content or refusal"
+BESIDE = "It may be null or absent with tool_calls, function_call, reasoning_content or refusal"
 MESSAGES: list[tuple[dict[str, object], str]] = [
     ({}, "messages is required"),
     (talk(), "messages must not be empty"),

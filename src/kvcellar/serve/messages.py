@@ -112,7 +112,7 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
 
 
 def _no_content(where: str, role: str) -> ApiError:
-    beside = "tool_calls, function_call, reasoning_content or refusal"
-    unless = f". It may be null or left out beside {beside}" if role == "assistant" else ""
+    fields = "tool_calls, function_call, reasoning_content or refusal"
+    unless = f". It may be null or absent with {fields}" if role == "assistant" else ""
     message = f"{where}.content is required: a string, or a list of text parts that is not empty{unless}"
     return ApiError(400, message, f"{where}.content", "missing_required_parameter")

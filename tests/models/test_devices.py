@@ -29,7 +29,7 @@ from kvcellar.shapes import StoredAs
 from kvcellar.spans import Span
 from tests.zoo import ARCHS
 
-NOWHERE = torch.device("meta")
+META = torch.device("meta")
 ALL_PARAMETERS = {
     "temperature": 0.8, "top_k": 9, "top_p": 0.9, "typical_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1,
     "presence_penalty": 0.1, "frequency_penalty": 0.1, "logit_bias": {5: 1.0}, "logprobs": 3, "min_tokens": 2,
@@ -148,7 +148,7 @@ def test_no_step_creates_a_tensor_on_the_default_device(name: str, stored: str, 
     here, there = shallow(name), shallow(name)
     candidates = backends() if backend is None else (backend,)
     scenarios: list[Scenario] = []
-    for model, place in ((here, torch.device("cpu")), (there, NOWHERE)):
+    for model, place in ((here, torch.device("cpu")), (there, META)):
         with place:
             scenario = Scenario(build_guest(model, candidates).storing(StoredAs.parse(stored), candidates))
             scenario.play()
@@ -165,18 +165,18 @@ def test_no_step_creates_a_tensor_on_the_default_device(name: str, stored: str, 
 def test_all_tensors_of_a_step_are_on_the_models_device(name: str, stored: str, backend: Backend | None) -> None:
     candidates = (Sdpa(), Reference()) if backend is None else (backend,)  # the kernel is for CPUs
     guest = build_guest(shallow(name), candidates).storing(StoredAs.parse(stored), candidates)
-    guest.model.to(NOWHERE)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    guest.model.to(META)  # pyright: ignore[reportCallIssue, reportArgumentType]
     scenario = Scenario(guest, draws=False)
     scenario.play()
     assert scenario.logits
-    assert all(logits.device == NOWHERE for logits in scenario.logits)
+    assert all(logits.device == META for logits in scenario.logits)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "bloom", "lfm2"])
 def test_an_engine_does_not_depend_on_the_default_device(name: str) -> None:
     settings: dict[str, Any] = {"cache_bytes": 10**6, "context": 64, "threads": 1, "max_sequences": 4}
     results: list[Any] = []
-    for place in (torch.device("cpu"), NOWHERE):
+    for place in (torch.device("cpu"), META):
         model = shallow(name)
         with place, Engine(model, **settings) as engine:
             result = engine.generate(text(1, 9), max_tokens=5, n=2, seed=3, **ALL_PARAMETERS)

@@ -2,24 +2,17 @@
 forward over all tokens of the sequence; and each mutation that breaks this is detected.
 """
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import count
 from random import Random
-from types import ModuleType
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.kimi_linear import modeling_kimi_linear
-from transformers.models.mamba import modeling_mamba
-from transformers.models.mamba2 import modeling_mamba2
-from transformers.models.qwen3_5 import modeling_qwen3_5
-from transformers.models.zamba import modeling_zamba
 
 from kvcellar.attention.choose import backends
 from kvcellar.cache.cells import Cells
@@ -29,11 +22,10 @@ from kvcellar.cache.states import States
 from kvcellar.engine.reserve import peak, uncollected
 from kvcellar.errors import ModelRefused, NotSupported
 from kvcellar.models import build_guest as guest_building
-from kvcellar.models import scan
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.models.mixers import Mixing, StateView
-from kvcellar.models.scan import SCANS, Advance, Call, Scan, selective_scan
+from kvcellar.models.scan import SCANS, Advance, Call, Scan
 from kvcellar.models.shared_weights import sharing_weights
 from kvcellar.plan import Batch, Feed, Run, StateSegment
 from kvcellar.spans import Span
@@ -103,7 +95,7 @@ class Driver:
         return kept
 
 
-def cuts(guest: Guest, reference: PreTrainedModel) -> float:
+def splits(guest: Guest, reference: PreTrainedModel) -> float:
     """A text split in two at every position, all in one batch, and one fed token by token."""
     whole, driver = text(11, seed=1), Driver(guest, reference)
     driver.read({cut: whole[:cut] for cut in range(1, 11)})
@@ -115,7 +107,7 @@ def cuts(guest: Guest, reference: PreTrainedModel) -> float:
     return driver.worst
 
 
-def parts(guest: Guest, reference: PreTrainedModel) -> float:
+def partial_commits(guest: Guest, reference: PreTrainedModel) -> float:
     """Every part of feeds of 4, 3 and 1 tokens, at different positions, is committed; then other tokens follow."""
     driver, draw = Driver(guest, reference), count(10)
     driver.read({seq: text(1 + seq % 3, next(draw)) for seq in range(9) if seq != 4})
@@ -126,7 +118,7 @@ def parts(guest: Guest, reference: PreTrainedModel) -> float:
     return driver.worst
 
 
-def points(guest: Guest, reference: PreTrainedModel) -> float:
+def checkpoints(guest: Guest, reference: PreTrainedModel) -> float:
     """Forks and rewinds to checkpoints and to positions between them, then other tokens follow."""
     whole, driver, draw = text(16, seed=2), Driver(guest, reference, rows=24), count(40)
     for start, end in ((0, 3), (3, 4), (4, 9), (9, 16)):
@@ -153,17 +145,17 @@ def points(guest: Guest, reference: PreTrainedModel) -> float:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_prompt_can_be_split_anywhere(name: str) -> None:
-    assert cuts(*guest_and_reference(name)) <= BOUND
+    assert splits(*guest_and_reference(name)) <= BOUND
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_every_part_of_a_feed_can_be_committed(name: str) -> None:
-    assert parts(*guest_and_reference(name)) <= BOUND
+    assert partial_commits(*guest_and_reference(name)) <= BOUND
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_decoding_can_resume_at_every_checkpoint(name: str) -> None:
-    assert points(*guest_and_reference(name)) <= BOUND
+    assert checkpoints(*guest_and_reference(name)) <= BOUND
 
 
 @pytest.mark.parametrize("name", SOLO)
@@ -175,183 +167,6 @@ def test_a_solo_model_with_convolutions_commits_parts_of_feeds(name: str) -> Non
         driver.read({n: text(4, seed=9)}, {n: n}, revertible=True)
         driver.read({n: text(2, seed=8)})
     assert driver.worst <= BOUND
-
-
-# -- the scan ---------------------------------------------------------------------------------------------------------
-
-
-def obvious(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor, bias: Tensor, h: Tensor):
-    """Token by token, channel by channel, in float64."""
-    u, delta, A, B, C, D, z, bias, h = (x.double() for x in (u, delta, A, B, C, D, z, bias, h))
-    y = torch.zeros_like(u)
-    for b in range(u.shape[0]):
-        for d in range(u.shape[1]):
-            state = h[b, d].clone()
-            for t in range(u.shape[2]):
-                step = torch.log1p(torch.exp(delta[b, d, t] + bias[d]))
-                state = torch.exp(step * A[d]) * state + step * B[b, :, t] * u[b, d, t]
-                gate = z[b, d, t] * torch.sigmoid(z[b, d, t])
-                y[b, d, t] = (C[b, :, t] @ state + D[d] * u[b, d, t]) * gate
-            h[b, d] = state
-    return y, h
-
-
-def drawn(batch: int, channels: int, states: int, length: int) -> list[Tensor]:
-    """u, delta, A, B, C, D, z and the bias of delta."""
-    draw = torch.Generator().manual_seed(length)
-    shapes = [(batch, channels, length)] * 2 + [(channels, states)] + [(batch, states, length)] * 2
-    shapes += [(channels,), (batch, channels, length), (channels,)]
-    made = [torch.randn(shape, generator=draw) for shape in shapes]
-    made[2] = -made[2].exp()
-    return made
-
-
-@pytest.mark.parametrize("length", [1, 2, 7])
-def test_a_scan_continues_from_its_initial_state(length: int) -> None:
-    u, delta, A, B, C, D, z, bias = drawn(2, 3, 4, length)
-    state = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
-    y, last = selective_scan(u, delta, A, B, C, D, z, bias, True, True, state)
-    wanted, wanted_last = obvious(u, delta, A, B, C, D, z, bias, state)
-    torch.testing.assert_close(y.double(), wanted, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(last.double(), wanted_last, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("plain", [False, True])
-@pytest.mark.parametrize("theirs", [modeling_mamba, modeling_zamba], ids=lambda module: module.__name__[-5:])
-def test_a_scan_from_zero_equals_that_of_transformers(theirs: ModuleType, plain: bool) -> None:
-    u, delta, A, B, C, D, z, bias = drawn(2, 3, 4, 9)
-    if plain:
-        delta = delta.abs()
-    more: dict[str, Any] = {} if plain else {"D": D, "z": z, "delta_bias": bias, "delta_softplus": True}
-    ours = selective_scan(u, delta, A, B, C, return_last_state=True, **more)
-    own = theirs.mamba_selective_scan(u, delta, A, B, C, return_last_state=True, **more)
-    torch.testing.assert_close(ours, own, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(selective_scan(u, delta, A, B, C, **more), own[0], atol=1e-5, rtol=1e-5)
-
-
-def test_a_scan_in_half_precision_sums_in_float32() -> None:
-    """Small terms would be lost beside a large sum of 8 significant bits."""
-    u, delta, A, B, C, D, z, bias = (x.bfloat16() for x in drawn(1, 2, 3, 400))
-    A, B, u = torch.full_like(A, -1e-4), torch.ones_like(B), torch.ones_like(u)
-    state = torch.full((1, 2, 3), 50.0)
-    y, last = selective_scan(u, delta, A, B, C, D, z, bias, True, True, state)
-    wanted, wanted_last = obvious(u, delta, A, B, C, D, z, bias, state)
-    assert (y.dtype, last.dtype) == (torch.bfloat16, torch.float32)
-    assert relative(last.double(), wanted_last) < 1e-2
-    assert relative(y.double(), wanted) < 2e-2
-
-
-def call_of(name: str, theirs: Callable[..., Any], arguments: dict[str, Any]) -> Call:
-    """As a mixer makes it, with every argument by name."""
-    kind = SCANS[name]
-    bound = inspect.signature(kind.ours or theirs).bind(**arguments)
-    bound.apply_defaults()
-    return Call(kind, kind.ours or theirs, bound.arguments)
-
-
-def drawn_calls() -> Iterator[tuple[str, Call]]:
-    """Scans of 4 sequences of 6 tokens, of every kind and with every option that changes the result."""
-    generator = torch.Generator().manual_seed(1)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    u, delta, A, B, C, D, z, bias = drawn(4, 3, 5, 6)
-    first = {"hidden_states": u, "dt": delta, "A": A, "B": B, "C": C, "D": D, "return_last_state": True}
-    state = {"initial_states": draw(4, 3, 5)}
-    settled = {"z": z, "delta_bias": bias, "delta_softplus": True}
-    yield "selective", call_of("mamba_selective_scan", modeling_mamba.mamba_selective_scan, first | settled | state)
-    bare = first | state | {"dt": delta.abs()}
-    yield "selective, bare", call_of("mamba_selective_scan", modeling_mamba.mamba_selective_scan, bare)
-
-    second = {
-        "hidden_states": draw(4, 6, 6, 3),
-        "dt": draw(4, 6, 6),
-        "A": -draw(6).exp(),
-        "B": draw(4, 6, 2, 5),
-        "C": draw(4, 6, 2, 5),
-        "chunk_size": 8,
-        "D": draw(6),
-        "dt_bias": draw(6),
-        "dt_softplus": True,
-        "initial_states": draw(4, 6, 3, 5),
-        "return_final_states": True,
-    }
-    yield "dual", call_of("mamba2_chunk_scan", modeling_mamba2.mamba2_chunk_scan, second)
-    limited = second | {"dt_limit": (0.3, 0.9)}
-    yield "dual, limited", call_of("mamba2_chunk_scan", modeling_mamba2.mamba2_chunk_scan, limited)
-    bare = second | {"dt": draw(4, 6, 6).abs(), "dt_bias": None, "dt_softplus": False}
-    yield "dual, bare", call_of("mamba2_chunk_scan", modeling_mamba2.mamba2_chunk_scan, bare)
-
-    third = {
-        "query": draw(4, 6, 2, 5),
-        "key": draw(4, 6, 2, 5) / 5,
-        "value": draw(4, 6, 4, 3),
-        "g": -draw(4, 6, 4).exp(),
-        "beta": draw(4, 6, 4).sigmoid(),
-        "initial_state": draw(4, 4, 5, 3),
-        "output_final_state": True,
-    }
-    delta_rule = modeling_qwen3_5.torch_chunk_gated_delta_rule
-    for normed in (False, True):
-        given = third | {"use_qk_l2norm_in_kernel": normed}
-        yield f"delta, {normed}", call_of("torch_chunk_gated_delta_rule", delta_rule, given)
-    channels = {"query": draw(4, 6, 4, 5), "key": draw(4, 6, 4, 5), "g": -draw(4, 6, 4, 5).exp()}
-    given = third | channels | {"use_qk_l2norm_in_kernel": True}
-    yield "kimi", call_of("chunk_kimi_delta_attention", modeling_kimi_linear.chunk_kimi_delta_attention, given)
-
-
-CALLS = dict(drawn_calls())
-ALL_TOKENS = {"hidden_states", "dt", "B", "C", "z", "query", "key", "value", "g", "beta"}
-
-
-@pytest.mark.parametrize("kind", CALLS)
-def test_the_state_after_some_tokens_equals_that_of_a_scan_over_these_alone(kind: str) -> None:
-    call = CALLS[kind]
-    indices, counts = [3, 0, 2], [6, 2, 1]
-    before = call.arguments[call.scan.state]
-    found = call.without_state().after(before[indices], indices, counts)
-    for state, index, most in zip(found, indices, counts, strict=True):
-        alone = {
-            name: value[index : index + 1].narrow(call.scan.axis, 0, most)
-            for name, value in call.arguments.items()
-            if name in ALL_TOKENS and isinstance(value, Tensor)
-        }
-        before = {call.scan.state: call.arguments[call.scan.state][index : index + 1]}
-        _, wanted = call.function(**{**call.arguments, **alone, **before})
-        torch.testing.assert_close(state, wanted[0], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("kind", CALLS)
-def test_a_short_scan_equals_one_in_whole_chunks(kind: str) -> None:
-    call = CALLS[kind]
-    torch.testing.assert_close(call.run(), call.function(**call.arguments), atol=1e-5, rtol=1e-5)
-
-
-class _Held:
-    """A memory of one state."""
-
-    def __init__(self, state: Tensor) -> None:
-        self._state = state
-
-    def state(self, layer: int, segments: Sequence[StateSegment]) -> dict[str, Tensor]:
-        return {scan.recurrent(0): self._state}
-
-
-def test_each_head_is_scanned_from_its_own_state() -> None:
-    u, delta, A, B, C, *_ = drawn(2, 3, 4, 5)
-    state = torch.randn(2, 3, 3, 4, generator=torch.Generator().manual_seed(0))
-    turn = StateView(cast(Memory, _Held(state)), [], 5)
-    zero, none = torch.zeros(3), torch.full((2, 3, 5), 1e4)
-    for head in range(3):
-        given = {"hidden_states": u, "dt": delta.abs(), "A": A, "B": B, "C": C, "return_last_state": True}
-        call = Call(SCANS["mamba_selective_scan"], selective_scan, given)
-        _, last = turn.scan(0, call)
-        unbiased = torch.expm1(delta.abs().double()).log()  # the inverse of softplus
-        _, wanted = obvious(u, unbiased, A, B, C, zero, none, zero, state[:, head])
-        torch.testing.assert_close(last.double(), wanted, atol=1e-5, rtol=1e-5)
-    with pytest.raises(ModelRefused, match="more scans than states"):
-        turn.scan(0, call)
 
 
 # -- how often a mixer runs -------------------------------------------------------------------------------------------
@@ -553,7 +368,7 @@ def test_a_solo_model_with_recurrent_sums_commits_all_of_a_feed_or_nothing() -> 
 # -- mutations --------------------------------------------------------------------------------------------------------
 
 
-def a_fork_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def forks_hold_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Rows.fork
 
     def fork(self: Rows, src: int, dst: int, kept: int) -> None:
@@ -578,11 +393,11 @@ def steps_write_where_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(States, "write", write)
 
 
-def parts_are_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def partial_commits_keep_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(States, "settle", lambda self, batch, counts: None)
 
 
-def convolutions_are_cut_one_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def partial_convolution_states_are_one_early(monkeypatch: pytest.MonkeyPatch) -> None:
     original = StateView._at
 
     def at(self: StateView, layer: int, again: Any) -> Any:
@@ -592,7 +407,7 @@ def convolutions_are_cut_one_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StateView, "_at", at)
 
 
-def convolutions_remember_one_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def convolution_states_are_one_early(monkeypatch: pytest.MonkeyPatch) -> None:
     original = StateView.shift_in
 
     def shift_in(self: StateView, new: Tensor, layer: int, name: str) -> Tensor:
@@ -603,7 +418,7 @@ def convolutions_remember_one_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StateView, "shift_in", shift_in)
 
 
-def captures_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def checkpoint_rows_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The row of a checkpoint is freed once its sequence continues."""
     original = Rows._capture
 
@@ -615,7 +430,7 @@ def captures_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rows, "_capture", capture)
 
 
-def nothing_is_not_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def null_row_is_not_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     original = States.__init__
 
     def init(self: States, *args: Any, **kwargs: Any) -> None:
@@ -628,7 +443,7 @@ def nothing_is_not_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(States, "check", lambda self, lengths: None)
 
 
-def groups_are_out_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def segments_are_reversed(monkeypatch: pytest.MonkeyPatch) -> None:
     original = StateView.__init__
 
     def init(self: StateView, memory: Memory, segments: Sequence[StateSegment], length: int, **more: Any) -> None:
@@ -649,14 +464,14 @@ def scans_begin_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StateView, "scan", from_zero)
 
 
-def parts_are_of_other_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+def partial_states_are_of_other_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Call.after
     monkeypatch.setattr(
         Call, "after", lambda self, before, indices, counts: original(self, before, list(range(len(indices))), counts)
     )
 
 
-def parts_begin_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def partial_scans_begin_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Call.after
 
     def after(self: Call, before: Tensor, indices: Sequence[int], counts: Sequence[int]) -> Tensor:
@@ -667,26 +482,26 @@ def parts_begin_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 
 Scenario = Callable[[Guest, PreTrainedModel], float]
 MUTATIONS: list[tuple[str, Callable[[pytest.MonkeyPatch], None], Scenario]] = [
-    ("lfm2", a_fork_holds_nothing, points),
-    ("lfm2", steps_write_where_they_read, points),
-    ("lfm2", parts_are_kept_whole, parts),
-    ("qwen3.5", parts_are_kept_whole, parts),
-    ("lfm2", convolutions_are_cut_one_off, parts),
-    ("lfm2", convolutions_remember_one_less, cuts),
-    ("qwen3.5", captures_are_let_go, points),
-    ("mamba2", nothing_is_not_zero, cuts),
-    ("lfm2", groups_are_out_of_order, cuts),
-    ("jamba", scans_begin_at_zero, cuts),
-    ("zamba", scans_begin_at_zero, cuts),
-    ("qwen3.5", parts_are_of_other_sequences, parts),
-    ("qwen3.5", parts_begin_at_zero, parts),
-    ("mamba2", parts_begin_at_zero, parts),
+    ("lfm2", forks_hold_no_rows, checkpoints),
+    ("lfm2", steps_write_where_they_read, checkpoints),
+    ("lfm2", partial_commits_keep_all_tokens, partial_commits),
+    ("qwen3.5", partial_commits_keep_all_tokens, partial_commits),
+    ("lfm2", partial_convolution_states_are_one_early, partial_commits),
+    ("lfm2", convolution_states_are_one_early, splits),
+    ("qwen3.5", checkpoint_rows_are_freed, checkpoints),
+    ("mamba2", null_row_is_not_zero, splits),
+    ("lfm2", segments_are_reversed, splits),
+    ("jamba", scans_begin_at_zero, splits),
+    ("zamba", scans_begin_at_zero, splits),
+    ("qwen3.5", partial_states_are_of_other_sequences, partial_commits),
+    ("qwen3.5", partial_scans_begin_at_zero, partial_commits),
+    ("mamba2", partial_scans_begin_at_zero, partial_commits),
 ]
 SEEN_BY_SELF_TEST = [
     ("lfm2", steps_write_where_they_read),
-    ("lfm2", convolutions_remember_one_less),
-    ("lfm2", nothing_is_not_zero),
-    ("lfm2", groups_are_out_of_order),
+    ("lfm2", convolution_states_are_one_early),
+    ("lfm2", null_row_is_not_zero),
+    ("lfm2", segments_are_reversed),
     ("mamba", scans_begin_at_zero),
 ]
 
@@ -753,11 +568,11 @@ WRONG_IN_PART = [  # each mutation once in half precision, too
     ("jamba", recurrences_take_each_token_twice, "float32"),
     ("zamba", recurrences_take_each_token_twice, "float32"),
     ("mamba2", recurrences_take_each_token_twice, "float32 bfloat16"),
-    ("lfm2", convolutions_are_cut_one_off, "float32 bfloat16"),
-    ("lfm2", parts_are_kept_whole, "float32 bfloat16"),
-    ("qwen3.5", parts_are_kept_whole, "float32"),
-    ("qwen3.5", parts_are_of_other_sequences, "float32 bfloat16"),
-    ("mamba", parts_begin_at_zero, "float32 bfloat16"),
+    ("lfm2", partial_convolution_states_are_one_early, "float32 bfloat16"),
+    ("lfm2", partial_commits_keep_all_tokens, "float32 bfloat16"),
+    ("qwen3.5", partial_commits_keep_all_tokens, "float32"),
+    ("qwen3.5", partial_states_are_of_other_sequences, "float32 bfloat16"),
+    ("mamba", partial_scans_begin_at_zero, "float32 bfloat16"),
 ]
 
 

@@ -31,8 +31,8 @@ class Feed(NamedTuple):
     Where `stores` is False the rows only ask: they read what the sequence remembers, get no cell, and leave the
     sequence as it is. Their positions may be any at which something of it is seen.
 
-    Recurrent layers must be told more: `capture` keeps their state at `pos.end`, to go back to, if all of the tokens
-    are kept; of a `revertible` feed a part of the tokens may be kept.
+    Recurrent layers must be told more: `keep_state` keeps their state at `pos.end` as a checkpoint of the sequence, if
+    all of the tokens are kept; of a `revertible` feed a part of the tokens may be kept.
 
     `checkpoints` are positions in (pos.start, pos.end], in order: the commit makes a claim of what is kept of the
     tokens, with checkpoints at those of these positions that are among them.
@@ -41,7 +41,7 @@ class Feed(NamedTuple):
     seq: int
     pos: Span
     stores: bool = True
-    capture: bool = False
+    keep_state: bool = False
     revertible: bool = False
     checkpoints: tuple[int, ...] = ()
 

@@ -34,15 +34,15 @@ def feed(made: Memory, seq: int, n: int) -> None:
     for layer in (0, 1):
         made.put(layer, values, values)
     for segments in (plan.states,) if plan.states else ():
-        before = made.state(2, segments)["sum"]
-        made.put_state(2, segments, {"sum": before + values[:, 0, 0].sum()})
+        before = made.states.read(2, segments)["sum"]
+        made.states.write(2, segments, {"sum": before + values[:, 0, 0].sum()})
     made.commit()
 
 
 def state(made: Memory, seq: int) -> float:
     """What a step would begin with."""
     plan = made.begin(Batch((Feed(seq, Span(made.length(seq), made.length(seq) + 1)),)))
-    found = float(made.state(2, plan.states)["sum"])
+    found = float(made.states.read(2, plan.states)["sum"])
     made.abandon()
     return found
 
@@ -102,7 +102,7 @@ def test_a_model_of_recurrent_layers_alone_is_claimed_and_assembled() -> None:
         rows=6,
     )
     plan = made.begin(Batch((Feed(0, Span(0, 5)),)))
-    made.put_state(2, plan.states, {"sum": torch.tensor([[7.0]])})
+    made.states.write(2, plan.states, {"sum": torch.tensor([[7.0]])})
     made.commit()
     claim = made.claims.make(0, Span(0, 5), [5])
     made.drop(0)

@@ -50,7 +50,7 @@ def feed(made: Memory, seq: int, n: int, draw: torch.Generator) -> None:
             for plane in group.planes
         )
         made.put(layer, k, v)
-    made.put_state(2, plan.states, {"sum": torch.randn(1, 3, generator=draw), "conv": torch.randn(1, 2, 2)})
+    made.states.write(2, plan.states, {"sum": torch.randn(1, 3, generator=draw), "conv": torch.randn(1, 2, 2)})
     made.commit()
 
 
@@ -95,8 +95,8 @@ def test_another_memory_of_the_shape_takes_a_claim_over_bit_for_bit(storage, arr
     for layer in (0, 3, 1):
         for a, b in zip(other.get(layer).dense(), made.get(layer).dense(), strict=True):
             assert torch.equal(a, b)
-    for name, values in other.state(2, ours.states).items():
-        assert torch.equal(values, made.state(2, wanted.states)[name])
+    for name, values in other.states.read(2, ours.states).items():
+        assert torch.equal(values, made.states.read(2, wanted.states)[name])
 
 
 def test_windows_that_overlap_are_read_out_once_and_share_their_cells_again() -> None:

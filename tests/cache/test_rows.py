@@ -6,65 +6,84 @@ import pytest
 
 from kvcellar.cache import rows as counted
 from kvcellar.cache.rows import NAME
+from kvcellar.cache.sequence_states import SequenceStates, check_all
+from kvcellar.cache.step_rows import StepRows
 from kvcellar.errors import BadRequest, CacheFull
-from kvcellar.plan import Batch, Feed
+from kvcellar.plan import Batch, Feed, StateSegment
 from kvcellar.policy import trim
 from kvcellar.spans import Span
 from tests.cache.test_cost import lines
 
 
 class Rows(counted.Rows):
-    """Rows that are trimmed after every change, to `most` that are kept, or to `spare` free ones (None: always)."""
+    """Rows, and sequences that have only states. They are trimmed after every change, to `most` that are kept, or
+    to `spare` free ones (None: always)."""
 
     def __init__(self, capacity: int, most: int, spare: int | None = None) -> None:
         super().__init__(capacity)
         self._most, self._spare = most, capacity if spare is None else spare
+        self.states: dict[int, SequenceStates] = {}
+        self.step = StepRows(self)
 
     def trim(self) -> None:
         trim(self, most=self._most, spare=self._spare)
 
+    def of(self, seq: int) -> SequenceStates:
+        return self.states.setdefault(seq, SequenceStates(self))
+
+    def points(self, seq: int) -> tuple[int, ...] | None:
+        return self.of(seq).positions
+
+    def end(self, seq: int) -> int:
+        return self.of(seq).end
+
+    def begin(self, batch: Batch) -> tuple[StateSegment, ...]:
+        return self.step.begin(batch, lambda seq: self.of(seq).row)
+
     def commit(self, batch: Batch, counts: Sequence[int]) -> None:
-        super().commit(batch, counts)
+        for feed, kept in zip(batch.feeds, counts, strict=True):
+            if feed.stores and kept:
+                self.of(feed.seq).advance(self.step.new(feed.seq), feed.pos.start + kept)
+                if feed.keep_state and kept == len(feed.pos):
+                    self.of(feed.seq).keep()
+        self.step.end()
         self.trim()
 
     def fork(self, src: int, dst: int, kept: int) -> None:
-        super().fork(src, dst, kept)
+        before = self.states.pop(dst, None)
+        self.states[dst] = self.of(src).fork(kept)
+        if before is not None:
+            before.close()
         self.trim()
 
     def cut(self, seq: int, kept: int) -> None:
-        super().cut(seq, kept)
-        self.trim()
-
-    def capture(self, seq: int) -> None:
-        super().capture(seq)
+        self.of(seq).cut(kept)
         self.trim()
 
     def drop(self, seq: int) -> None:
-        super().drop(seq)
+        self.states.pop(seq).close()
         self.trim()
 
 
-def checked(rows: counted.Rows) -> None:
-    rows.check({seq: track.end for seq, track in rows._tracks.items()})
+def checked(rows: Rows) -> None:
+    check_all(rows, rows.states.values(), rows.step.held())
 
 
-def batch(rows: counted.Rows, sizes: Mapping[int, int], *, capture: bool = False, asks: Sequence[int] = ()) -> Batch:
-    for seq in sizes:
-        rows.open(seq)
+def batch(rows: Rows, sizes: Mapping[int, int], *, keep_state: bool = False, asks: Sequence[int] = ()) -> Batch:
     return Batch(
         tuple(
-            Feed(seq, Span(rows.end(seq), rows.end(seq) + n), stores=seq not in asks, capture=capture, revertible=True)
+            Feed(seq, Span(rows.end(seq), rows.end(seq) + n), seq not in asks, keep_state, revertible=True)
             for seq, n in sizes.items()
         )
     )
 
 
 def step(
-    rows: Rows, sizes: Mapping[int, int], *, capture: bool = False, keep: Mapping[int, int] | None = None
+    rows: Rows, sizes: Mapping[int, int], *, keep_state: bool = False, keep: Mapping[int, int] | None = None
 ) -> dict[int, tuple[int, int]]:
-    """So many tokens for each sequence; answers which row each read and which it wrote."""
-    made = batch(rows, sizes, capture=capture)
-    rows.admit(made)
+    """So many tokens for each sequence; returns which row each read and which it wrote."""
+    made = batch(rows, sizes, keep_state=keep_state)
+    rows.step.admit(made, rows.end)
     segments = rows.begin(made)
     checked(rows)
     rows.commit(made, [(keep or {}).get(feed.seq, len(feed.pos)) for feed in made.feeds])
@@ -73,9 +92,9 @@ def step(
 
 
 def at_points(rows: Rows, seq: int, *places: int) -> None:
-    """Feed a new sequence up to each of these, and capture what it remembers there."""
+    """Feed a new sequence up to each of these, and keep what it remembers there."""
     for before, pos in zip([0, *places], places, strict=False):
-        step(rows, {seq: pos - before}, capture=True)
+        step(rows, {seq: pos - before}, keep_state=True)
 
 
 # -- a step -----------------------------------------------------------------------------------------------------------
@@ -102,9 +121,9 @@ def test_a_step_that_is_given_up_gives_back_what_it_took() -> None:
     rows = Rows(3, 2)
     at_points(rows, 0, 4)
     for _ in range(3):
-        rows.begin(batch(rows, {0: 1, 1: 2}, capture=True))
+        rows.begin(batch(rows, {0: 1, 1: 2}, keep_state=True))
         assert rows.free == 0
-        rows.abandon()
+        rows.step.end()
         checked(rows)
         assert (rows.free, rows.points(0), rows.points(1), rows.end(1)) == (2, (4,), (), 0)
 
@@ -112,15 +131,15 @@ def test_a_step_that_is_given_up_gives_back_what_it_took() -> None:
 def test_who_keeps_nothing_keeps_its_row() -> None:
     rows = Rows(4, 0)
     ((_, before),) = step(rows, {0: 3}).values()
-    step(rows, {0: 2, 1: 2}, keep={0: 0, 1: 0}, capture=True)
+    step(rows, {0: 2, 1: 2}, keep={0: 0, 1: 0}, keep_state=True)
     assert (rows.end(0), rows.end(1), rows.free) == (3, 0, 3)
     assert step(rows, {0: 1})[0][0] == before
     assert step(rows, {1: 1})[1][0] == 0
 
 
-def test_who_keeps_a_part_has_the_row_of_the_step_and_no_capture() -> None:
+def test_who_keeps_a_part_has_the_row_of_the_step_and_no_checkpoint() -> None:
     rows = Rows(4, 4)
-    ((_, write),) = step(rows, {0: 5}, keep={0: 2}, capture=True).values()
+    ((_, write),) = step(rows, {0: 5}, keep={0: 2}, keep_state=True).values()
     assert (rows.end(0), rows.points(0)) == (2, (2,))
     assert step(rows, {0: 1})[0][0] == write
     assert rows.points(0) == (3,)
@@ -130,7 +149,7 @@ def test_rows_that_only_ask_take_nothing_and_change_nothing() -> None:
     rows = Rows(1, 0)
     ((_, own),) = step(rows, {0: 3}).values()
     asking = batch(rows, {0: 2}, asks=[0])
-    rows.admit(asking)
+    rows.step.admit(asking, rows.end)
     (segment,) = rows.begin(asking)
     assert (segment.read, segment.write, rows.free) == (own, 0, 0)
     rows.commit(asking, [2])
@@ -142,9 +161,9 @@ def test_too_few_rows_are_counted_as_rows() -> None:
     rows = Rows(2, 0)
     step(rows, {0: 1})
     with pytest.raises(CacheFull, match="2 rows") as full:
-        rows.admit(batch(rows, {0: 1, 1: 1}))
+        rows.step.admit(batch(rows, {0: 1, 1: 1}), rows.end)
     assert (full.value.group, full.value.need, full.value.free) == (NAME, 2, 1)
-    rows.admit(batch(rows, {0: 1, 1: 1}, asks=[1]))
+    rows.step.admit(batch(rows, {0: 1, 1: 1}, asks=[1]), rows.end)
 
 
 @pytest.mark.parametrize("start", [0, 2, 4])
@@ -155,14 +174,14 @@ def test_rows_that_only_ask_must_follow_the_end(start: int) -> None:
     wrong = Feed(0, Span(start, start + 1), stores=False)
     new = (Feed(1, Span(0, 1)), Feed(2, Span(0, 1)))
     with pytest.raises(BadRequest, match=f"sequence 0 that only ask must follow its end at 3, not begin at {start}"):
-        rows.admit(Batch((*new, wrong)))
+        rows.step.admit(Batch((*new, wrong)), rows.end)
 
 
 def test_a_step_that_takes_more_rows_than_there_are_can_still_be_given_up() -> None:
     rows = Rows(2, 0)
-    with pytest.raises(IndexError):
+    with pytest.raises(CacheFull):
         rows.begin(batch(rows, {0: 1, 1: 1, 2: 1}))
-    rows.abandon()
+    rows.step.end()
     checked(rows)
     assert rows.free == 2
 
@@ -182,7 +201,7 @@ def test_a_fork_costs_no_row_until_one_goes_on_and_then_one() -> None:
     step(rows, {0: 1})
     assert rows.free == 3
     step(rows, {2: 1})
-    assert rows.free == 3, "nobody is there any more, and no captures are allowed"
+    assert rows.free == 3, "nobody is there any more, and no checkpoints are allowed"
 
 
 def test_where_two_part_is_a_point_of_both() -> None:
@@ -204,14 +223,14 @@ def test_a_fork_shares_the_points_up_to_where_it_begins() -> None:
     assert step(rows, {1: 1, 2: 1})[2][0] == 0
 
 
-@pytest.mark.parametrize("captures", [0, 1, 5])
-def test_a_sequence_can_be_forked_onto_one_that_alone_keeps_what_is_shared(captures: int) -> None:
-    """The target goes first, and with it whatever made its row nobody's capture."""
-    rows = Rows(4, captures)
+@pytest.mark.parametrize("checkpoints", [0, 1, 5])
+def test_a_sequence_can_be_forked_onto_one_that_alone_keeps_what_is_shared(checkpoints: int) -> None:
+    """The target goes first, and with it whatever made its row nobody's checkpoint."""
+    rows = Rows(4, checkpoints)
     ((_, shared),) = step(rows, {0: 3}).values()
     rows.fork(0, 1, 3)
     step(rows, {0: 2})
-    assert rows.deepest(0, 4) == 3
+    assert rows.of(0).deepest(4) == 3
     rows.fork(0, 1, 3)
     checked(rows)
     assert (rows.end(1), rows.points(0)) == (3, (3, 5))
@@ -227,8 +246,8 @@ def test_one_can_go_back_to_every_point_and_nowhere_else(pos: int) -> None:
     at_points(rows, 0, 2, 5, 6)
     ((_, own),) = step(rows, {0: 3}).values()
     deepest = max(point for point in (0, 2, 5, 6, 9) if point <= pos)
-    assert rows.deepest(0, pos) == deepest
-    there = {0: 0, 9: own, **rows._tracks[0].captured}[deepest]
+    assert rows.of(0).deepest(pos) == deepest
+    there = {0: 0, 9: own, **rows.of(0).checkpoints}[deepest]
     rows.cut(0, deepest)
     checked(rows)
     assert rows.end(0) == deepest
@@ -237,19 +256,18 @@ def test_one_can_go_back_to_every_point_and_nowhere_else(pos: int) -> None:
     assert step(rows, {0: 1})[0][0] == there
 
 
-def test_what_is_captured_at_rest_is_a_point_once_the_sequence_goes_on() -> None:
+def test_what_is_kept_at_rest_is_a_point_once_the_sequence_goes_on() -> None:
     rows = Rows(4, 2)
     ((_, own),) = step(rows, {0: 3}).values()
     for _ in range(2):  # once is enough
-        rows.capture(0)
+        rows.of(0).keep()
         checked(rows)
         assert (rows.points(0), rows.kept, rows.free) == ((3,), 0, 3)
     step(rows, {0: 2})
     assert (rows.points(0), rows.kept, rows.free) == ((3, 5), 1, 2)
     rows.cut(0, 3)
     assert step(rows, {0: 1})[0][0] == own
-    rows.open(1)
-    rows.capture(1)
+    rows.of(1).keep()
     checked(rows)
     assert rows.points(1) == (), "nothing was read"
 
@@ -262,19 +280,8 @@ def test_what_is_dropped_is_free_unless_somebody_shares_it() -> None:
     checked(rows)
     assert (rows.free, rows.points(1), rows.points(0), rows.end(0)) == (6, (2, 4), (), 0)
     rows.drop(1)
-    rows.drop(1)
     checked(rows)
     assert rows.free == 8
-
-
-def test_an_opened_sequence_has_read_nothing_and_nothing_to_go_back_to() -> None:
-    rows = Rows(1, 1)
-    rows.open(3)
-    rows.check({3: 0})
-    assert (rows.points(3), rows.end(3), rows.deepest(3, 5)) == ((), 0, 0)
-    step(rows, {3: 2})
-    rows.open(3)
-    assert rows.end(3) == 2, "opened once"
 
 
 # -- thinning ---------------------------------------------------------------------------------------------------------
@@ -286,7 +293,7 @@ def test_without_a_budget_only_ends_are_points() -> None:
     assert (rows.points(0), rows.free) == ((6,), 3)
 
 
-def test_what_a_track_has_captured_of_itself_does_not_count() -> None:
+def test_what_a_sequence_keeps_of_itself_does_not_count() -> None:
     rows = Rows(8, 1)
     for seq in range(4):
         at_points(rows, seq, 3)
@@ -300,11 +307,11 @@ def test_the_point_that_saves_least_goes_first() -> None:
     at_points(rows, 0, 10, 12, 20)
     step(rows, {0: 1})
     assert rows.points(0) == (10, 12, 20, 21)
-    step(rows, {0: 4}, capture=True)
+    step(rows, {0: 4}, keep_state=True)
     assert rows.points(0) == (10, 12, 20, 25), "its end costs nothing"
     step(rows, {0: 1})
     assert rows.points(0) == (10, 20, 25, 26), "12 is only 2 behind 10"
-    step(rows, {0: 1}, capture=True)
+    step(rows, {0: 1}, keep_state=True)
     step(rows, {0: 1})
     assert rows.points(0) == (10, 20, 25, 28), "and 27 only 2 behind 25"
 
@@ -400,16 +407,16 @@ def test_what_a_point_once_saved_does_not_count() -> None:
     assert (rows.points(0), rows.points(1)) == ((10, 15, 16), (3,)), "half of 3 would be less than 2; half of 5 is not"
 
 
-@pytest.mark.parametrize("captures", [10, 20])
-def test_the_farther_one_goes_back_the_more_one_may_have_to_read(captures: int) -> None:
-    """So few captures of a long text cannot be near to everything. They are near to where it ends."""
-    rows = Rows(captures + 2, captures)
+@pytest.mark.parametrize("checkpoints", [10, 20])
+def test_the_farther_one_goes_back_the_more_one_may_have_to_read(checkpoints: int) -> None:
+    """So few checkpoints of a long text cannot be near to everything. They are near to where it ends."""
+    rows = Rows(checkpoints + 2, checkpoints)
     for _ in range(200):
-        step(rows, {0: 10}, capture=True)
+        step(rows, {0: 10}, keep_state=True)
     step(rows, {0: 1})
-    lost = {back: 2000 - back - rows.deepest(0, 2000 - back) for back in range(10, 2000, 10)}
-    assert all(lost[back] <= back + 600 / captures for back in lost), "a third of what even places would cost"
-    assert max(lost.values()) < 2 * 2000 / captures
+    lost = {back: 2000 - back - rows.of(0).deepest(2000 - back) for back in range(10, 2000, 10)}
+    assert all(lost[back] <= back + 600 / checkpoints for back in lost), "a third of what even places would cost"
+    assert max(lost.values()) < 2 * 2000 / checkpoints
 
 
 def test_more_is_kept_while_spare_rows_are_free() -> None:
@@ -419,9 +426,9 @@ def test_more_is_kept_while_spare_rows_are_free() -> None:
     assert (rows.points(0), rows.kept, rows.free) == ((10, 20, 30, 40, 41), 4, 2)
     step(rows, {1: 1})
     assert (rows.kept, rows.free) == (3, 2), "one more has a state of its own"
-    step(rows, {0: 1, 1: 1}, capture=True)
+    step(rows, {0: 1, 1: 1}, keep_state=True)
     step(rows, {0: 1, 1: 1})
-    assert (rows.kept, rows.free) == (3, 2), "what a step captures does not take the rows of the next one"
+    assert (rows.kept, rows.free) == (3, 2), "what a step checkpoints does not take the rows of the next one"
     for seq in (2, 3, 4):
         step(rows, {seq: 1})
     assert (rows.kept, rows.free) == (1, 1), "as many as are allowed stay in any case"
@@ -430,20 +437,20 @@ def test_more_is_kept_while_spare_rows_are_free() -> None:
 # -- cost -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_costs_the_same_however_many_sequences_and_captures_there_are() -> None:
-    def crowd(sequences: int) -> counted.Rows:
-        rows = counted.Rows(20 * sequences + 200)
+def test_a_step_costs_the_same_however_many_sequences_and_checkpoints_there_are() -> None:
+    def crowd(sequences: int) -> Rows:
+        rows = Rows(20 * sequences + 200, 20 * sequences + 200)
         for seq in range(sequences):
             for _ in range(8):
-                made = batch(rows, {seq: 3}, capture=True)
+                made = batch(rows, {seq: 3}, keep_state=True)
                 rows.begin(made)
                 rows.commit(made, [3])
         return rows
 
-    def turn(rows: counted.Rows) -> None:
+    def turn(rows: Rows) -> None:
         for _ in range(50):
-            made = batch(rows, {0: 3, 1: 1, 2: 2}, capture=True)
-            rows.admit(made)
+            made = batch(rows, {0: 3, 1: 1, 2: 2}, keep_state=True)
+            rows.step.admit(made, rows.end)
             rows.begin(made)
             rows.commit(made, [3, 1, 0])
 

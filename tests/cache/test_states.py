@@ -66,7 +66,7 @@ class Spelling:
             for segments in grouped(plan.states, 0):
                 whole = states([self.after(segment) for segment in segments], layer)
                 part = partial(self.part, layer, segments) if at else None
-                self.memory.put_state(layer, segments, whole, at=part)
+                self.memory.states.write(layer, segments, whole, at=part)
 
     def part(
         self, layer: int, segments: Sequence[StateSegment], indices: Sequence[int], counts: Sequence[int]
@@ -103,13 +103,13 @@ def test_what_is_read_is_a_copy_and_what_is_put_is_copied(who: list[int]) -> Non
     spelling.step({0: 3, 1: 3})
     plan = spelling.begin(dict.fromkeys(who, 1))
     for layer in RECURRENT.layers:
-        read = spelling.memory.state(layer, plan.states)
+        read = spelling.memory.states.read(layer, plan.states)
         assert_states(read, [spelling.tokens[seq] for seq in who], layer)
         given = states([spelling.after(segment) for segment in plan.states], layer)
-        spelling.memory.put_state(layer, plan.states, given)
+        spelling.memory.states.write(layer, plan.states, given)
         for values in (*read.values(), *given.values()):
             values.fill_(torch.nan)
-        assert_states(spelling.memory.state(layer, plan.states), [spelling.tokens[seq] for seq in who], layer)
+        assert_states(spelling.memory.states.read(layer, plan.states), [spelling.tokens[seq] for seq in who], layer)
     spelling.commit(plan)
     spelling.check()
 
@@ -121,7 +121,7 @@ def test_states_are_of_before_the_step_until_it_is_kept() -> None:
     for _ in range(2):
         spelling.put(plan)
         for layer in RECURRENT.layers:
-            assert_states(spelling.memory.state(layer, plan.states), [spelling.tokens[0]], layer)
+            assert_states(spelling.memory.states.read(layer, plan.states), [spelling.tokens[0]], layer)
 
 
 def test_states_of_other_types_are_stored_as_planes_are_and_without_their_graph() -> None:
@@ -132,7 +132,7 @@ def test_states_of_other_types_are_stored_as_planes_are_and_without_their_graph(
             name: values.double().requires_grad_()
             for name, values in states([spelling.after(plan.states[0])], layer).items()
         }
-        spelling.memory.put_state(layer, plan.states, {name: values * 1 for name, values in wide.items()})
+        spelling.memory.states.write(layer, plan.states, {name: values * 1 for name, values in wide.items()})
     spelling.commit(plan)
     spelling.check()
     assert not any(
@@ -148,7 +148,7 @@ def test_a_recycled_row_shows_nothing_of_who_had_it() -> None:
         del spelling.tokens[0]
         plan = spelling.begin({0: 1})
         for layer in RECURRENT.layers:
-            assert_states(spelling.memory.state(layer, plan.states), [()], layer)
+            assert_states(spelling.memory.states.read(layer, plan.states), [()], layer)
         spelling.memory.abandon()
 
 
@@ -158,7 +158,7 @@ def test_rows_that_only_ask_go_on_from_the_end_and_leave_nothing() -> None:
     before = all_of(spelling.memory)
     plan = spelling.begin({0: 2}, stores=False)
     for layer in RECURRENT.layers:
-        assert_states(spelling.memory.state(layer, plan.states), [spelling.tokens[0]], layer)
+        assert_states(spelling.memory.states.read(layer, plan.states), [spelling.tokens[0]], layer)
     spelling.put(plan)
     spelling.memory.commit()
     assert all_of(spelling.memory) == before
@@ -199,7 +199,7 @@ def test_a_fork_costs_one_row_of_every_layer_once_it_goes_on() -> None:
     (parting,) = memory.rows.candidates()
     memory.rows.evict(parting.key)
     assert taken() == 2 * one
-    with pytest.raises(BadRequest, match="not kept just for going back to"):
+    with pytest.raises(BadRequest, match="not just a checkpoint of sequences"):
         memory.rows.evict(parting.key)
 
 
@@ -211,8 +211,8 @@ def test_the_rows_of_a_step_are_told_once_for_all_layers() -> None:
     for layer in RECURRENT.layers:
         given = states([spelling.after(segment) for segment in plan.states], layer)
         with Made() as made:
-            spelling.memory.state(layer, plan.states)
-            spelling.memory.put_state(layer, plan.states, given)
+            spelling.memory.states.read(layer, plan.states)
+            spelling.memory.states.write(layer, plan.states, given)
         told.append(made.told)
     assert told == [2, 0, 0]
 
@@ -275,7 +275,7 @@ def test_what_was_put_last_says_what_a_part_is() -> None:
     for layer in RECURRENT.layers:
         for segments in ([plan.states[0]], [plan.states[1]]):
             wrong = states([(7,)], layer)
-            spelling.memory.put_state(layer, segments, wrong, at=lambda indices, n, wrong=wrong: wrong)
+            spelling.memory.states.write(layer, segments, wrong, at=lambda indices, n, wrong=wrong: wrong)
     spelling.put(plan)
     spelling.commit(plan, {0: 1, 1: 1})
     spelling.check()
@@ -293,10 +293,10 @@ def test_a_step_is_kept_only_if_every_layer_has_put_every_state(missing: int) ->
     with pytest.raises(WrongStage, match=rf"layer {missing} .* \[0, 1\]"):
         spelling.memory.commit()
     first, second = plan.states
-    spelling.memory.put_state(missing, [second], states([spelling.after(second)], missing))
+    spelling.memory.states.write(missing, [second], states([spelling.after(second)], missing))
     with pytest.raises(WrongStage, match=rf"layer {missing} .* \[0\]"):
         spelling.memory.commit()
-    spelling.memory.put_state(missing, [first], states([spelling.after(first)], missing))
+    spelling.memory.states.write(missing, [first], states([spelling.after(first)], missing))
     spelling.commit(plan)
     spelling.check()
 
@@ -339,9 +339,9 @@ def test_planes_must_be_all_of_the_layer_and_of_its_shape() -> None:
         {**right, name: right[name][0]},
     ):
         with pytest.raises(BadRequest, match=f"layer {FIRST} was given .* it remembers "):
-            spelling.memory.put_state(FIRST, plan.states, wrong)
+            spelling.memory.states.write(FIRST, plan.states, wrong)
     with pytest.raises(BadRequest, match="layer 20 is no recurrent layer"):
-        spelling.memory.state(20, plan.states)
+        spelling.memory.states.read(20, plan.states)
     spelling.put(plan)
     spelling.commit(plan)
     spelling.check()
@@ -351,16 +351,17 @@ def test_states_are_read_and_put_in_a_step_and_only_where_there_are_some() -> No
     spelling = Spelling()
     segment = StateSegment(0, 0, 1, 0, 0)
     for call in (
-        lambda: spelling.memory.state(FIRST, [segment]),
-        lambda: spelling.memory.put_state(FIRST, [segment], states([(1,)], FIRST)),
+        lambda: spelling.memory.states.read(FIRST, [segment]),
+        lambda: spelling.memory.states.write(FIRST, [segment], states([(1,)], FIRST)),
     ):
         with pytest.raises(WrongStage, match="begin"):
             call()
     memory = Memory(GROUPS, cells={"cross": 8, "full": 8}, dtype=torch.float32, device="cpu", backend=Sdpa())
-    assert (memory.rows.free, memory.rows.capacity, memory.rows.points(0)) == (None, None, None)
+    assert (memory.rows.free, memory.rows.capacity) == (None, None)
     memory.begin(Batch((Feed(0, Span(0, 1)),)))
+    assert memory.state_positions(0) is None
     with pytest.raises(BadRequest, match="this memory has none"):
-        memory.state(FIRST, [segment])
+        memory.states.read(FIRST, [segment])
 
 
 # -- when something fails ---------------------------------------------------------------------------------------------
@@ -369,11 +370,11 @@ def test_states_are_read_and_put_in_a_step_and_only_where_there_are_some() -> No
 def life(groups: Sequence[Group] = ()) -> Spelling:
     """Two that share a state, one of them with points to go back to, and one of their own."""
     spelling = Spelling(groups=groups)
-    spelling.step({0: 2}, capture=True)
+    spelling.step({0: 2}, keep_state=True)
     spelling.step({0: 3})
     spelling.memory.fork(0, 1, 5)
     spelling.tokens[1] = spelling.tokens[0]
-    spelling.step({1: 1, 2: 4}, capture=True)
+    spelling.step({1: 1, 2: 4}, keep_state=True)
     return spelling
 
 
@@ -384,7 +385,7 @@ def test_begin_that_fails_changes_nothing(groups: Sequence[Group]) -> None:
     for failing in failures():
         try:
             with failing:
-                spelling.begin({0: 2, 4: 1, 2: 1}, capture=True)
+                spelling.begin({0: 2, 4: 1, 2: 1}, keep_state=True)
         except Broken:
             broke += 1
             spelling.memory.check()
@@ -403,7 +404,7 @@ def test_reading_and_putting_that_fail_leave_what_was_there() -> None:
         try:
             with failing:
                 for layer in RECURRENT.layers:
-                    spelling.memory.state(layer, plan.states)
+                    spelling.memory.states.read(layer, plan.states)
                 spelling.put(plan)
         except Broken:
             broke += 1
@@ -426,7 +427,7 @@ def test_a_state_that_was_half_put_again_must_be_put_once_more() -> None:
         other = states([(7,), (8,)], FIRST)
         try:
             with failing:
-                spelling.memory.put_state(FIRST, plan.states, other)
+                spelling.memory.states.write(FIRST, plan.states, other)
         except Broken:
             try:
                 spelling.commit(plan)
@@ -519,7 +520,7 @@ def test_an_input_that_cannot_be_written_opens_no_sequence() -> None:
             spelling.memory.check()
             assert all_of(spelling.memory) == before
     assert broke > 1
-    assert (spelling.memory.length(9), spelling.memory.rows.points(9)) == (0, ())
+    assert (spelling.memory.length(9), spelling.memory.state_positions(9)) == (0, ())
     spelling.step({9: 2})
 
 

@@ -70,12 +70,12 @@ def test_a_step_that_was_not_put_whole_is_refused_stays_open_and_can_be_complete
     for accepted in (None, {0: 1, 1: 0}):
         with nothing_changes(memory), pytest.raises(WrongStage, match=says):
             memory.commit(accepted)
-    assert memory.in_step
-    assert memory._step is not None
+    assert memory.step is not None
+    assert memory.step is not None
     for group in memory.storage.groups:
         for layer in group.layers if not group.of_input else ():
             for plane in group.planes:
-                if (layer, plane.name) not in memory._step.written:
+                if (layer, plane.name) not in memory.step.written:
                     memory.put(layer, **{plane.name: torch.ones(plan.stored, plane.heads, plane.size)})
     memory.commit()
     memory.check()

@@ -15,7 +15,11 @@ from kvcellar.cache.group import GroupStore
 from kvcellar.cache.history import LayerHistory
 from kvcellar.cache.layouts import Sliding
 from kvcellar.cache.rows import Rows
+from kvcellar.cache.sequence_states import SequenceStates
+from kvcellar.cache.sequences import Sequences
 from kvcellar.cache.states import States
+from kvcellar.cache.step import Step
+from kvcellar.cache.step_rows import StepRows
 from kvcellar.cache.tables import Table
 from kvcellar.models.guest import Guest
 from kvcellar.models.mixers import StateView
@@ -162,46 +166,46 @@ def states_are_of_all_of_a_draft(monkeypatch: pytest.MonkeyPatch, guest: Guest) 
     monkeypatch.setattr(States, "settle", lambda self, batch, counts: None)
 
 
-def states_are_not_captured(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
-    monkeypatch.setattr(Rows, "_capture", lambda self, track, pos, row: None)
+def states_are_not_kept(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
+    monkeypatch.setattr(Rows, "keep", lambda self, keeper, pos, row: None)
 
 
-def states_are_captured_before_the_step(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
+def states_are_kept_from_before_the_step(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
     """A checkpoint has the state from before the step."""
-    honest = Rows.commit
+    honest = Sequences.commit
 
-    def commit(self: Rows, batch: Batch, counts: list[int]) -> None:
-        reads = {segment.seq: segment.read for segment in self._step or ()}
-        capture = self._capture
-        self._capture = lambda track, pos, row: capture(track, pos, _read_of(self, track, reads))  # type: ignore
-        try:
-            honest(self, batch, counts)
-        finally:
-            del self._capture
+    def commit(self: Sequences, batch: Batch, counts: list[int], taken: Any) -> None:
+        before = {id(self.record(feed.seq).states): self.record(feed.seq).states.row for feed in batch.feeds}
 
-    monkeypatch.setattr(Rows, "commit", commit)
+        def keep(states: SequenceStates) -> None:
+            states._keep(states.end, before[id(states)])
 
+        with monkeypatch.context() as patch:
+            patch.setattr(SequenceStates, "keep", keep)
+            for row in before.values():
+                self._states.rows.hold(row)
+            honest(self, batch, counts, taken)
+            for row in before.values():
+                self._states.rows.drop_hold(row)
 
-def _read_of(rows: Rows, track: Any, reads: dict[int, int]) -> int:
-    (seq,) = [seq for seq, of in rows._tracks.items() if of is track]
-    return reads[seq]
+    monkeypatch.setattr(Sequences, "commit", commit)
 
 
 def forks_write_the_row_that_they_share(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
-    honest = Rows.begin
+    honest = StepRows.begin
 
-    def begin(self: Rows, batch: Batch) -> tuple[StateSegment, ...]:
+    def begin(self: StepRows, batch: Batch, row_of: Any) -> tuple[StateSegment, ...]:
         segments: list[StateSegment] = []
-        for segment in honest(self, batch):
+        for segment in honest(self, batch, row_of):
             if segment.read and segment.write:
-                self._rows[segment.read].taken = True
-                self._let_go(segment.write)
+                self._rows.hold(segment.read)
+                self._rows.drop_hold(segment.write)
+                self._new[segment.seq] = segment.read
                 segment = segment._replace(write=segment.read)
             segments.append(segment)
-        self._step = segments
         return tuple(segments)
 
-    monkeypatch.setattr(Rows, "begin", begin)
+    monkeypatch.setattr(StepRows, "begin", begin)
 
 
 def convolutions_are_one_input_behind(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
@@ -216,7 +220,13 @@ def convolutions_are_one_input_behind(monkeypatch: pytest.MonkeyPatch, guest: Gu
 
 
 def given_up_steps_keep_their_rows(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
-    monkeypatch.setattr(Rows, "abandon", lambda self: setattr(self, "_step", []))
+    honest = Step.abandon
+
+    def abandon(self: Step) -> None:
+        self._states.step_rows._new.clear()
+        honest(self)
+
+    monkeypatch.setattr(Step, "abandon", abandon)
 
 
 def a_solo_model_reads_keys_backwards(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
@@ -235,8 +245,8 @@ MUTATIONS: list[tuple[str, Mutation, set[str]]] = [
     ("gpt2", cells_are_not_given_back, NAMES - {"sliding", "resumption", "context shift"}),
     ("lfm2", states_are_of_all_of_a_draft, {"rollback"}),
     ("mamba", states_are_of_all_of_a_draft, {"rollback"}),
-    ("lfm2", states_are_not_captured, {"resumption"}),
-    ("mamba", states_are_captured_before_the_step, {"resumption"}),
+    ("lfm2", states_are_not_kept, {"resumption"}),
+    ("mamba", states_are_kept_from_before_the_step, {"resumption"}),
     ("mamba", forks_write_the_row_that_they_share, {"sharing", "forking", "rollback", "abandoning", "resumption"}),
     ("lfm2", convolutions_are_one_input_behind, NAMES - {"sliding", "context shift"}),
     ("qwen3-next", given_up_steps_keep_their_rows, {"abandoning"}),

@@ -158,7 +158,7 @@ OF_MANY = {  # of a step, or of what a completion's operation needs: one request
     "manager": ["free", "reclaim", "forget_session", "open_session", "close_session",],
     "scheduler": ["build", "send_back", "send_back_youngest", "_admit_next", "_still"],
     "memory": [
-        "begin", "commit", "fork", "remove", "capture", "drop", "can_cut", "length", "has", "derived",
+        "begin", "commit", "fork", "remove", "keep_state", "drop", "can_cut", "length", "has", "derived",
     ],
     "storage": ["free"],
     "guest": ["forward"],
@@ -198,7 +198,7 @@ def play_broken(monkeypatch: pytest.MonkeyPatch, mix: Mix, part: str, name: str,
         fired += fault.fired
         if not fault.fired:
             break
-    assert fired or name in ("shift", "forget", "capture", "reclaim", "forget_session"), "it was never called"
+    assert fired or name in ("shift", "forget", "keep_state", "reclaim", "forget_session"), "it was never called"
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
@@ -213,7 +213,7 @@ def test_an_error_of_several_ends_one_request_at_most(monkeypatch, mix, part, na
     play_broken(monkeypatch, mix, part, name, late=late, own=False)
 
 
-@pytest.mark.parametrize(("part", "name"), [("memory", "capture"), ("memory", "commit")])
+@pytest.mark.parametrize(("part", "name"), [("memory", "keep_state"), ("memory", "commit")])
 def test_nor_does_an_error_lose_rows_of_recurrent_state(monkeypatch, part, name) -> None:
     with Engine(ARCHS["lfm2"].build(), cache_bytes=4_000_000, context=32, step_tokens=10, threads=1) as engine:
         mix = Mix(engine)

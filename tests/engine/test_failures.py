@@ -468,7 +468,7 @@ def test_a_step_is_drawn_while_it_is_open_and_delivered_when_it_is_kept(monkeypa
             real = getattr(owner, name)
 
             def watched(*args):
-                order.append((name, memory.in_step))
+                order.append((name, memory.step is not None))
                 return real(*args)
 
             monkeypatch.setattr(owner, name, watched)

@@ -19,25 +19,25 @@ PIECE = 32
 
 @pytest.fixture
 def scarce(monkeypatch):
-    """An engine with room for few captures, whatever its bytes are. Half of it is also for sessions that rest."""
+    """An engine with room for few checkpoints, whatever its bytes are. Half of it is also for sessions that rest."""
 
-    def engine(name: str, captures: int, step_tokens: int = PIECE):
-        monkeypatch.setattr(capacity, "MOST_CHECKPOINTS", captures // 2)
+    def engine(name: str, checkpoints: int, step_tokens: int = PIECE):
+        monkeypatch.setattr(capacity, "MOST_CHECKPOINTS", checkpoints // 2)
         made = small_engine(name, max_sequences=1, step_tokens=step_tokens)
-        assert made.stats().rows == captures + 2, "one is the sequence's own, and a step takes one"
+        assert made.stats().rows == checkpoints + 2, "one is the sequence's own, and a step takes one"
         return made
 
     return engine
 
 
-@pytest.mark.parametrize(("captures", "of_tokens"), [(12, 1.03), (32, 1.02)])
+@pytest.mark.parametrize(("checkpoints", "of_tokens"), [(12, 1.03), (32, 1.02)])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_conversation_is_read_about_as_little_as_who_knows_its_future_would(scarce, name, captures, of_tokens):
-    with scarce(name, captures) as engine:
+def test_a_conversation_is_read_about_as_little_as_who_knows_its_future_would(scarce, name, checkpoints, of_tokens):
+    with scarce(name, checkpoints) as engine:
         with engine.session(chat=False) as session:
             turns = play(session, Script(start=100, user=10, answer=4))
             engine.check()
-        found = reads(turns, captures=captures, piece=PIECE)
+        found = reads(turns, checkpoints=checkpoints, step_tokens=PIECE)
         assert found.ours <= 1.02 * found.ideal, found
         assert found.ours <= of_tokens * found.by_token, found
         for turn in turns:
@@ -151,7 +151,9 @@ def test_who_has_attention_only_does_not_stop_at_borders():
 # -- who knows the future ---------------------------------------------------------------------------------------------
 
 
-def dumb(turns: list[Turn], captures: int, piece: int, kept: tuple[int, ...] = (), before: tuple[int, ...] = ()) -> int:
+def dumb(
+    turns: list[Turn], checkpoints: int, piece: int, kept: tuple[int, ...] = (), before: tuple[int, ...] = ()
+) -> int:
     """What `ideal` says, had by trying everything."""
     if not turns:
         return 0
@@ -159,8 +161,8 @@ def dumb(turns: list[Turn], captures: int, piece: int, kept: tuple[int, ...] = (
     common = max(n for n in range(len(before) + 1) if before[:n] == turn.prompt[:n] and n < prompt)
     alive = {place for place in (*kept, len(before), 0) if place <= common}
     places = (alive | set(range(piece, prompt - 1, piece)) | {prompt - 1}) - {0}
-    ways = [way for n in range(min(captures, len(places)) + 1) for way in combinations(sorted(places), n)]
-    return prompt - max(alive) + min(dumb(turns[1:], captures, piece, way, turn.held) for way in ways)
+    ways = [way for n in range(min(checkpoints, len(places)) + 1) for way in combinations(sorted(places), n)]
+    return prompt - max(alive) + min(dumb(turns[1:], checkpoints, piece, way, turn.held) for way in ways)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -172,5 +174,5 @@ def test_who_knows_the_future_does_as_well_as_who_tries_everything(seed):
         prompt = (*text[: draw.randint(0, len(text))], *(draw.randrange(3) for _ in range(draw.randint(1, 4))))
         turns.append(Turn(prompt, 0, tuple(draw.randrange(3) for _ in range(draw.randint(1, 3)))))
         text = (*prompt, *turns[-1].answer)
-    for captures in (1, 2, 3):
-        assert ideal(turns, captures=captures, piece=3) == dumb(turns, captures, 3)
+    for checkpoints in (1, 2, 3):
+        assert ideal(turns, checkpoints=checkpoints, step_tokens=3) == dumb(turns, checkpoints, 3)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvcellar.cache.cells import Cells
-from kvcellar.cache.rows import NoRows
+from kvcellar.cache.rows import Rows
 from kvcellar.cache.tables import Table, Tables
 from kvcellar.engine.manager import SequenceManager
 from kvcellar.engine.request import Completion, Request, Stage
@@ -31,7 +31,7 @@ class TableMemory:
         self.cells = {name: Cells(count) for name, count in cells.items()}
         self.tables = {name: Tables(each) for name, each in self.cells.items()}
         self._tables: dict[int, dict[str, Table]] = {}
-        self.rows = NoRows()
+        self.rows = Rows(None)
 
     @property
     def sequences(self) -> tuple[int, ...]:

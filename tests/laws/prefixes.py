@@ -62,18 +62,19 @@ def assert_states(found: Mapping[str, Tensor], prefixes: Sequence[Tokens], layer
 
 def remembered(memory: Memory, seq: int, layer: int) -> dict[str, Tensor]:
     """What a layer remembers of a sequence at rest: read as a step would that begins where it ends."""
-    track = memory._states.rows._tracks.get(seq)
-    return memory._states.read(layer, [StateSegment(seq, 0, 1, track.row if track is not None else 0, 0)])
+    record = memory._sequences.records.get(seq)
+    return memory.states._read(layer, [StateSegment(seq, 0, 1, record.states.row if record is not None else 0, 0)])
 
 
 def all_of(memory: Memory) -> list[Any]:
     """All that a memory knows, its rows included, and what is in every row that a sequence holds."""
-    rows = memory._states.rows
+    rows = memory.states.rows
     known = everything(memory)
-    known.append({seq: (track.end, track.row, dict(track.captured)) for seq, track in rows._tracks.items()})
+    states = {seq: record.states for seq, record in memory._sequences.records.items()}
+    known.append({seq: (one.end, one.row, dict(one.checkpoints)) for seq, one in states.items()})
     known += [rows.capacity, rows.free, rows.kept]
-    held = sorted({row for track in rows._tracks.values() for row in (track.row, *track.captured.values())} | {0})
-    for planes in memory._states._planes.values():
+    held = sorted({row for one in states.values() for row in (one.row, *one.checkpoints.values())} | {0})
+    for planes in memory.states._planes.values():
         known += [plane[held].contiguous().view(torch.uint8).numpy().tobytes() for plane in planes.values()]
     return known
 

@@ -68,7 +68,7 @@ def step(made: Memory, feeds: Sequence[Feed], accepted: Mapping[int, int] | None
             return {"sum": torch.stack([state(seq, end, layer) for seq, end in some])}
 
         ends = torch.stack([state(feed.seq, feed.pos.end, layer) for feed in feeds])
-        made.put_state(layer, plan.states, {"sum": ends}, at=at)
+        made.states.write(layer, plan.states, {"sum": ends}, at=at)
     return made.commit(accepted)
 
 
@@ -163,7 +163,7 @@ def test_a_layer_that_cannot_say_what_a_part_leaves_is_named_and_the_step_stays_
     made = memory([], recurrent=True)
     plan = made.begin(Batch((Feed(0, Span(0, 6), checkpoints=(2,)),)))
     for layer in STATE.layers:
-        made.put_state(layer, plan.states, {"sum": torch.ones(1, 2)})
+        made.states.write(layer, plan.states, {"sum": torch.ones(1, 2)})
     with pytest.raises(NotSupported, match="nor be a checkpoint: layer 20"):
         made.commit()
     made.abandon()

@@ -93,7 +93,7 @@ def full(text: str) -> Player:
 
 def written(player: Player) -> Player:
     """Every layer has put what is new in the open step."""
-    step = player.memory._step
+    step = player.memory.step
     assert step is not None
     for layer in {0, 1, 2, 3, 4} - {layer for layer, _ in step.written}:
         player.memory.put(layer, *player.new(layer))
@@ -198,11 +198,11 @@ def outcome(player: Player, answer: Any) -> list[Any]:
     memory = player.memory
     if isinstance(answer, Plan):
         answer = (answer.feeds, answer.stored, answer.look_ahead)
-        if memory._step is not None and memory._step.reserved:
+        if memory.step is not None and memory.step.reserved:
             memory.abandon()
         else:
             player.dumb.begin(batch(player))
-    if memory._step is not None:
+    if memory.step is not None:
         written(player).memory.commit()
     memory.check()
     seen = [
@@ -225,7 +225,7 @@ def breaks_everywhere(make: Callable[[str], Player], how: str, operation: Operat
     act, memory = operation(player), player.memory
 
     def now() -> list[Any]:
-        seen = asked(player, lambda history: history.dense()) if memory._step is None else []
+        seen = asked(player, lambda history: history.dense()) if memory.step is None else []
         return [everything(memory), [[x.numpy().tobytes() for x in dense] for dense in seen]]
 
     before = now()

@@ -51,7 +51,7 @@ class State:
     tokens: Tokens
     number: int
     stands: int = 1  # for itself, and for points behind it that went
-    used: int = 0  # when it was captured or gone back to
+    used: int = 0  # when it was kept or gone back to
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Dumb:
     """What the memory should know: lists of states, and the rules written out."""
 
     kinds: Sequence[Kind]
-    captures: int
+    checkpoints: int
     rows: int
     spare: int
     lines: dict[int, Line] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Dumb:
         return self.taken
 
     def kept(self) -> set[State]:
-        """Those that somebody captured, and that are nobody's own."""
+        """Those that somebody kept, and that are nobody's own."""
         lines = self.lines.values()
         return {s for line in lines for s in line.points} - {line.state for line in lines}
 
@@ -105,7 +105,7 @@ class Dumb:
     def thin(self) -> None:
         """One at a time goes. What one costs, in all lines, is the tokens since the point before it, for each that it
         stands for. It is the one that costs least for its age; older ones first."""
-        while len(kept := self.kept()) > self.captures and self.rows - self.used() < self.spare:
+        while len(kept := self.kept()) > self.checkpoints and self.rows - self.used() < self.spare:
             costs: dict[State, int] = dict.fromkeys(kept, 0)
             for line in self.lines.values():
                 places = [0, *(len(state.tokens) for state in line.points)]
@@ -119,7 +119,7 @@ class Dumb:
             for line in self.lines.values():
                 line.points = [state for state in line.points if state is not gone]
 
-    def capture(self, line: Line) -> None:
+    def keep(self, line: Line) -> None:
         self.point(line, line.state)
 
     def point(self, line: Line, state: State | None) -> None:
@@ -156,14 +156,12 @@ class Fed:
 
     seq: int
     n: int
-    kind: str  # plain, capture, revertible, both, asks
+    kind: str  # plain, keep, revertible, both, asks
 
 
 SEQS = st.integers(0, 4)
 FEEDS = st.lists(
-    st.builds(
-        Fed, SEQS, st.integers(1, 5), st.sampled_from(["plain", "plain", "capture", "revertible", "both", "asks"])
-    ),
+    st.builds(Fed, SEQS, st.integers(1, 5), st.sampled_from(["plain", "plain", "keep", "revertible", "both", "asks"])),
     min_size=1,
     max_size=4,
     unique_by=lambda fed: fed.seq,
@@ -183,10 +181,10 @@ class Timeline(RuleBasedStateMachine):
 
     @initialize(
         rows=st.integers(1, 14),
-        captures=st.sampled_from([0, 1, 2, 3, 5, 50]),
+        checkpoints=st.sampled_from([0, 1, 2, 3, 5, 50]),
         spare=st.sampled_from([None, None, 0, 1, 3, 6]),
     )
-    def start(self, rows: int, captures: int, spare: int | None) -> None:
+    def start(self, rows: int, checkpoints: int, spare: int | None) -> None:
         planes = (Plane("k", 1, 4), Plane("v", 1, 4))
         groups = [Group(f"kind {i}", kind.layout, planes, (20 + i,)) for i, kind in enumerate(self.kinds)]
         if self.inputs:
@@ -200,15 +198,15 @@ class Timeline(RuleBasedStateMachine):
             recurrent=RECURRENT,
             rows=rows,
         )
-        for layer in self.memory._states._planes.values():
+        for layer in self.memory.states._planes.values():
             for plane in layer.values():
                 plane[1:] = torch.nan  # whoever reads a row that nobody wrote will know
-        self.dumb = Dumb(self.kinds, captures, rows, rows if spare is None else spare)
+        self.dumb = Dumb(self.kinds, checkpoints, rows, rows if spare is None else spare)
         self.tokens = 0
 
     def _trim(self) -> None:
         """As an engine does between two operations."""
-        trim(self.memory.rows, most=self.dumb.captures, spare=self.dumb.spare)
+        trim(self.memory.rows, most=self.dumb.checkpoints, spare=self.dumb.spare)
         self.dumb.thin()
 
     # -- a step -----------------------------------------------------------------------------------------------------
@@ -235,7 +233,7 @@ class Timeline(RuleBasedStateMachine):
                     fed.seq,
                     Span(self.dumb.length(fed.seq), self.dumb.length(fed.seq) + fed.n),
                     stores=fed.kind != "asks",
-                    capture=fed.kind in ("capture", "both"),
+                    keep_state=fed.kind in ("keep", "both"),
                     revertible=fed.kind in ("revertible", "both"),
                 )
                 for fed in feeds
@@ -255,8 +253,8 @@ class Timeline(RuleBasedStateMachine):
                 self.memory.begin(batch)
             assert (full.value.group, full.value.need, full.value.free) == ("recurrent", need, free)
             sequences = {*self.dumb.lines, *(feed.seq for feed in batch.feeds)}
-            beyond = len(self.dumb.kept()) > self.dumb.captures  # these stay only while spare rows are free
-            assert need > self.dumb.spare if beyond else self.dumb.rows < 2 * len(sequences) + self.dumb.captures
+            beyond = len(self.dumb.kept()) > self.dumb.checkpoints  # these stay only while spare rows are free
+            assert need > self.dumb.spare if beyond else self.dumb.rows < 2 * len(sequences) + self.dumb.checkpoints
             assert all_of(self.memory) == before
             return None
         self.before = all_of(self.memory)
@@ -288,7 +286,7 @@ class Timeline(RuleBasedStateMachine):
             self._reads(layer, plan.states)
 
     def _reads(self, layer: int, segments: Sequence[StateSegment]) -> None:
-        found = self.memory.state(layer, segments)
+        found = self.memory.states.read(layer, segments)
         assert_states(found, [self.dumb.line(segment.seq).tokens for segment in segments], layer)
         for values in found.values():
             values.fill_(torch.nan)  # they are ours
@@ -303,7 +301,7 @@ class Timeline(RuleBasedStateMachine):
 
         whole = states([self.new[segment.seq].tokens for segment in segments], layer)
         again = at if any(segment.seq in revertible for segment in segments) else None
-        self.memory.put_state(layer, segments, whole, at=again)
+        self.memory.states.write(layer, segments, whole, at=again)
         for values in whole.values():
             values.fill_(torch.nan)
 
@@ -342,8 +340,8 @@ class Timeline(RuleBasedStateMachine):
             for kind, held in zip(self.kinds, line.held, strict=True):
                 held.update(range(feed.pos.start, feed.pos.start + count))
                 held.intersection_update([pos for pos in held if kind.stays(len(line.tokens), pos)])
-            if feed.capture and count == len(feed.pos):
-                self.dumb.capture(line)
+            if feed.keep_state and count == len(feed.pos):
+                self.dumb.keep(line)
         self._trim()
 
     # -- sequences --------------------------------------------------------------------------------------------------
@@ -366,7 +364,7 @@ class Timeline(RuleBasedStateMachine):
         twin = self.dumb.cut(line, kept)
         self.dumb.use(twin.state)
         self.dumb.point(line, twin.state)
-        self.dumb.capture(twin)
+        self.dumb.keep(twin)
         self.dumb.lines[dst] = twin
         self._trim()
 
@@ -411,12 +409,12 @@ class Timeline(RuleBasedStateMachine):
 
     @precondition(lambda self: self.dumb.lines)
     @rule(seq=NUMBERS)
-    def capture(self, seq: int) -> None:
+    def keep_state(self, seq: int) -> None:
         """What a sequence remembers at rest costs nothing to keep, until it goes on."""
         seq, free = self._known(seq), self.memory.rows.free
-        self.memory.capture(seq)
+        self.memory.keep_state(seq)
         assert self.memory.rows.free == free
-        self.dumb.capture(self.dumb.lines[seq])
+        self.dumb.keep(self.dumb.lines[seq])
 
     @precondition(lambda self: len(self.dumb.lines) > 1)
     @rule(seq=NUMBERS)
@@ -464,8 +462,8 @@ class Timeline(RuleBasedStateMachine):
         plan = self.memory.begin(Batch(tuple(Feed(fed.seq, Span(0, fed.n)) for fed in feeds)), reserve=True)
         for layer in RECURRENT.layers:
             for segments in grouped(plan.states, order):
-                assert_states(self.memory.state(layer, segments), [()] * len(segments), layer)
-                self.memory.put_state(layer, segments, states([(7,)] * len(segments), layer))
+                assert_states(self.memory.states.read(layer, segments), [()] * len(segments), layer)
+                self.memory.states.write(layer, segments, states([(7,)] * len(segments), layer))
         with pytest.raises(WrongStage):
             self.memory.commit()
         self.memory.abandon()
@@ -499,12 +497,12 @@ class Timeline(RuleBasedStateMachine):
             {**right, name: right[name][:0]},
         ):
             with pytest.raises(BadRequest, match=f"layer {layer}"):
-                self.memory.put_state(layer, plan.states, wrong)
+                self.memory.states.write(layer, plan.states, wrong)
         for other in (0, 20):
             with pytest.raises(BadRequest, match=f"layer {other} is no recurrent layer"):
-                self.memory.put_state(other, plan.states, right)
+                self.memory.states.write(other, plan.states, right)
             with pytest.raises(BadRequest, match=f"layer {other} is no recurrent layer"):
-                self.memory.state(other, plan.states)
+                self.memory.states.read(other, plan.states)
         assert all_of(self.memory) == before
         self._forward(plan, order)
         self._end(plan, end)
@@ -536,7 +534,7 @@ class Timeline(RuleBasedStateMachine):
         self._forward(plan, order)
         accepted = {feed.seq: first % (len(feed.pos) + 1) for feed in plan.feeds if feed.revertible}
         self._breaking(first, lambda: self.memory.commit(accepted))
-        if self.memory._step is not None:
+        if self.memory.step is not None:
             self._end(plan, end)
         else:
             self._committed(plan, accepted)
@@ -561,13 +559,13 @@ class Timeline(RuleBasedStateMachine):
         memory, dumb = self.memory, self.dumb
         assert set(memory.sequences) == set(dumb.lines)
         kept = dumb.kept()
-        assert len(kept) <= dumb.captures or memory.rows.free >= dumb.spare
+        assert len(kept) <= dumb.checkpoints or memory.rows.free >= dumb.spare
         assert memory.rows.capacity - memory.rows.free == dumb.used()
         assert dumb.used() == len({line.state for line in dumb.lines.values() if line.state}) + len(kept)
         for seq, line in dumb.lines.items():
             assert memory.length(seq) == len(line.tokens)
             places = {len(state.tokens) for state in (*line.points, *((line.state,) if line.state else ()))}
-            assert memory.rows.points(seq) == tuple(sorted(places))
+            assert memory.state_positions(seq) == tuple(sorted(places))
             for layer in RECURRENT.layers:
                 assert_states(remembered(memory, seq, layer), [line.tokens], layer)
 

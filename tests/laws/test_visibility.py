@@ -64,7 +64,7 @@ def fits(batch: Batch) -> bool:
 def owners(player: Player, index: int) -> dict[int, set[tuple[int, int]]]:
     """Whose each cell is in the open step, by cell: (sequence, pos). New tokens have theirs behind the others."""
     memory, found = player.memory, {}
-    step = memory._step
+    step = memory.step
     assert step is not None
     for seq, tables in ((seq, record.tables) for seq, record in memory._sequences.records.items()):
         runs, pos = list(tables[index].runs), tables[index].first
@@ -78,7 +78,7 @@ def owners(player: Player, index: int) -> dict[int, set[tuple[int, int]]]:
 
 def look(player: Player, batch: Batch) -> int:
     """How many pairs of a row and a cell were looked at."""
-    pairs, step = 0, player.memory._step
+    pairs, step = 0, player.memory.step
     assert step is not None
     rows = [(feed, q) for feed in batch.feeds for q in range(feed.pos.start, feed.pos.end)]
     for index, m in enumerate(player.members):

@@ -48,7 +48,7 @@ def everything(memory: Memory) -> list[Any]:
     And what it knows of sequences and claims beside their tables: where they were edited or looked ahead, their inputs.
     """
     storage = memory.storage
-    known: list[Any] = [id(memory._step), memory.sequences, storage.free(), storage.capacity(), storage.bytes]
+    known: list[Any] = [id(memory.step), memory.sequences, storage.free(), storage.capacity(), storage.bytes]
     known += [storage.scratch]
     for seq, record in memory._sequences.records.items():
         known.append((seq, record.ahead, record.derived, record.digest))

@@ -88,7 +88,7 @@ class Scenario:
         memory, flat = self.memory, self.guest.mode == "flat"
         for some in [new] if flat else [{seq: n} for seq, n in new.items()]:
             feeds = tuple(
-                Feed(seq, Span(at := memory.length(seq), at + n), stores, capture=n > 2, revertible=part is not None)
+                Feed(seq, Span(at := memory.length(seq), at + n), stores, keep_state=n > 2, revertible=part is not None)
                 for seq, n in some.items()
             )
             plan = memory.begin(Batch(feeds))

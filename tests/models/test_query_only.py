@@ -44,8 +44,8 @@ def held_by(memory: Memory, seq: int) -> list[Tensor]:
     """Copies of all that the next row of a sequence would read: keys, values and states."""
     plan = memory.begin(Batch((Feed(seq, Span(memory.length(seq), memory.length(seq) + 1), stores=False),)))
     held = [x for group in memory.storage.groups for layer in group.layers for x in memory.get(layer).in_order()]
-    for layer in memory._states._planes:
-        held += memory.state(layer, plan.states).values()
+    for layer in memory.states._planes:
+        held += memory.states.read(layer, plan.states).values()
     memory.abandon()
     return [x.clone() for x in held]
 

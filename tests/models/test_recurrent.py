@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from kvcellar.attention.choose import backends
 from kvcellar.cache.cells import Cells
 from kvcellar.cache.memory import Memory
-from kvcellar.cache.rows import Rows, Track
+from kvcellar.cache.rows import Keeper, Rows
+from kvcellar.cache.sequence_states import SequenceStates
 from kvcellar.cache.states import States
 from kvcellar.engine.reserve import peak, uncollected
 from kvcellar.errors import ModelRefused, NotSupported
@@ -53,7 +54,7 @@ class Driver:
     def __init__(self, guest: Guest, reference: PreTrainedModel, *, rows: int = 60) -> None:
         self.guest, self.reference = guest, reference
         self.memory = guest.memory({g.name: 2000 for g in guest.shape.groups}, rows=rows)
-        for planes in self.memory._states._planes.values():
+        for planes in self.memory.states._planes.values():
             for plane in planes.values():
                 plane[1:] = torch.nan
         self.texts: dict[int, list[int]] = {}
@@ -122,14 +123,14 @@ def checkpoints(guest: Guest, reference: PreTrainedModel) -> float:
     """Forks and rewinds to checkpoints and to positions between them, then other tokens follow."""
     whole, driver, draw = text(16, seed=2), Driver(guest, reference, rows=24), count(40)
     for start, end in ((0, 3), (3, 4), (4, 9), (9, 16)):
-        driver.read({0: whole[start:end]}, capture=True)
+        driver.read({0: whole[start:end]}, keep_state=True)
     for pos in range(17):
         kept = driver.memory.can_cut(0, pos)
         assert kept == max(point for point in (0, 3, 4, 9, 16) if point <= pos)
         assert driver.fork(0, 100 + pos, pos) == kept
     driver.read({0: text(1, next(draw))})
     driver.read({0: text(2, next(draw))})
-    assert driver.memory.rows.points(0) == (3, 4, 9, 16, 19)
+    assert driver.memory.state_positions(0) == (3, 4, 9, 16, 19)
     odd = {100 + pos: [*whole[len(driver.texts[100 + pos]) : pos], next(draw)] for pos in range(1, 17, 3)}
     driver.read(odd)
     for pos in (10, 7, 3):
@@ -336,13 +337,13 @@ def test_recurrent_sums_are_float32_in_a_bfloat16_model(name: str) -> None:
     for layer, planes in guest.shape.recurrent.layers.items():
         kinds = {plane.name: plane.kind for plane in planes}
         assert kinds == {name: "float32" if name.startswith("recurrent") else "bfloat16" for name in kinds}
-        stored = {name: str(plane.dtype) for name, plane in memory._states._planes[layer].items()}
+        stored = {name: str(plane.dtype) for name, plane in memory.states._planes[layer].items()}
         assert stored == {name: f"torch.{kind}" for name, kind in kinds.items()}
     plan = memory.begin(Batch((Feed(0, Span(0, 3)),)))
     guest.forward(memory, plan, torch.tensor([3, 4, 5]), torch.tensor([2]))
     memory.commit()
     sums = [
-        memory._states.read(layer, [StateSegment(0, 0, 1, memory._states.rows._tracks[0].row, 0)])["recurrent 0"]
+        memory.states._read(layer, [StateSegment(0, 0, 1, memory._sequences.record(0).states.row, 0)])["recurrent 0"]
         for layer in guest.shape.recurrent.layers
     ]
     assert any((x != x.bfloat16().float()).any() for x in sums), "the additional bits are used"
@@ -371,13 +372,14 @@ def test_a_solo_model_with_recurrent_sums_commits_all_of_a_feed_or_nothing() -> 
 def forks_hold_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Rows.fork
 
-    def fork(self: Rows, src: int, dst: int, kept: int) -> None:
-        original(self, src, dst, kept)
-        if row := self._tracks[dst].row:
-            self._rows[row].own -= 1
-            self._rows[row].captors.clear()
+    def fork(self: SequenceStates, kept: int) -> SequenceStates:
+        twin = original(self, kept)
+        if twin.row:
+            self._rows._rows[twin.row].own -= 1
+            self._rows._rows[twin.row].keepers.clear()
+        return twin
 
-    monkeypatch.setattr(Rows, "fork", fork)
+    monkeypatch.setattr(SequenceStates, "fork", fork)
 
 
 def steps_write_where_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,14 +422,13 @@ def convolution_states_are_one_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def checkpoint_rows_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The row of a checkpoint is freed once its sequence continues."""
-    original = Rows._capture
+    original = Rows.keep
 
-    def capture(self: Rows, track: Track, pos: int, row: int) -> None:
-        original(self, track, pos, row)
-        if row:
-            self._rows[row].captors.clear()
+    def keep(self: Rows, keeper: Keeper, pos: int, row: int) -> None:
+        original(self, keeper, pos, row)
+        self._rows[row].keepers.clear()
 
-    monkeypatch.setattr(Rows, "_capture", capture)
+    monkeypatch.setattr(Rows, "keep", keep)
 
 
 def null_row_is_not_zero(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,9 +175,9 @@ class _Held:
     """A memory of one state."""
 
     def __init__(self, state: Tensor) -> None:
-        self._state = state
+        self._state, self.states = state, self
 
-    def state(self, layer: int, segments: Sequence[StateSegment]) -> dict[str, Tensor]:
+    def read(self, layer: int, segments: Sequence[StateSegment]) -> dict[str, Tensor]:
         return {scan.recurrent(0): self._state}
 
 

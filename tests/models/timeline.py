@@ -49,7 +49,7 @@ def small_memory(guest: Guest, tokens: int, sequences: int = 3) -> Memory:
     """A memory for so many sequences of so many tokens, with NaN in every cell."""
     cells = {g.name: sequences * g.layout.most_cells(tokens, CHUNK) for g in guest.shape.groups}
     memory = guest.memory(cells, rows=len(SEQUENCES) + sequences + CAPTURES)
-    for planes in memory._states._planes.values():
+    for planes in memory.states._planes.values():
         for plane in planes.values():
             plane[1:] = torch.nan
     memory.begin(Batch((Feed(0, Span(0, 1)),)))
@@ -67,14 +67,14 @@ def run(
     texts: Sequence[tuple[int, Sequence[int]]],
     *,
     revertible: bool = False,
-    capture: Callable[[], bool] = lambda: False,
+    keep_state: Callable[[], bool] = lambda: False,
 ) -> list[Tensor]:
     """Feed each sequence more tokens, in one step, which stays open -> logits [L,V] of each."""
     feeds = tuple(
         Feed(
             seq,
             Span(memory.length(seq), memory.length(seq) + len(ids)),
-            capture=capture(),
+            keep_state=keep_state(),
             revertible=revertible,
         )
         for seq, ids in texts
@@ -160,7 +160,7 @@ class Timeline:
             self.memory,
             fed,
             revertible=outcome == "part",
-            capture=lambda: self.draw.random() < 0.4,
+            keep_state=lambda: self.draw.random() < 0.4,
         )
         kept = {seq: self.draw.randint(0, len(ids)) for seq, ids in fed} if outcome == "part" else None
         if outcome == "give up":

@@ -84,7 +84,7 @@ def _forked(guest: Guest) -> Forked:
 def _cost(guest: Guest, width: int, rounds: int) -> Cost:
     cells = {group.name: width * (READ + NEW) for group in guest.shape.groups}
     memory = guest.memory(cells, rows=3 * width)
-    _step(guest, memory, [Feed(seq, Span(0, READ), capture=True) for seq in range(width)], {})
+    _step(guest, memory, [Feed(seq, Span(0, READ), keep_state=True) for seq in range(width)], {})
     draw = random.Random(0)
     taken: tuple[list[float], list[float], list[float]] = ([], [], [])
     for turn in range(rounds + 1):

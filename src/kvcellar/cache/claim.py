@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from kvcellar.cache.rows import NoRows, Rows
+from kvcellar.cache.rows import Rows
 from kvcellar.cache.tables import Table
 from kvcellar.spans import Span
 
@@ -29,7 +29,7 @@ class Checkpoint:
     windows: dict[int, Table]
     row: int
 
-    def close(self, rows: Rows | NoRows) -> None:
+    def close(self, rows: Rows) -> None:
         """Free what only this checkpoint holds."""
         for table in self.windows.values():
             table.close()
@@ -47,7 +47,7 @@ class Claim:
     derived: int | None = None
     digest: str | None = None  # of the input
 
-    def close(self, rows: Rows | NoRows) -> None:
+    def close(self, rows: Rows) -> None:
         """Free what only this claim holds."""
         for table in self.tables.values():
             table.close()

@@ -13,7 +13,6 @@ Always true:
   * an operation that raises has changed nothing.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 
@@ -24,6 +23,7 @@ from kvcellar.cache.ahead import check as check_ahead
 from kvcellar.cache.claim import Checkpoint, Claim, undone
 from kvcellar.cache.group import GroupStore
 from kvcellar.cache.readout import Reading, Record, check_record, written
+from kvcellar.cache.sequence_states import SequenceStates
 from kvcellar.cache.sequences import Record as SequenceRecord
 from kvcellar.cache.sequences import Sequences
 from kvcellar.cache.states import States
@@ -128,9 +128,8 @@ class Claims:
         with undone(lambda: claim.close(self._rows)):
             self._share(claim.tables, record.tables, self._unbounded, span)
             for pos in positions:
-                self._hold(
-                    claim, pos, {index: record.tables[index] for index in self._bounded}, self._rows.row(seq, pos)
-                )
+                windows = {index: record.tables[index] for index in self._bounded}
+                self._hold(claim, pos, windows, record.states.at(pos))
         return self.enter(claim)
 
     def of_step(
@@ -156,7 +155,8 @@ class Claims:
                 for pos in feed.checkpoints:
                     if pos > kept.end:
                         break
-                    row = self._rows.new(feed.seq) if pos == kept.end else self._rows.between(feed.seq, pos)
+                    rows = self._states.step_rows
+                    row = rows.new(feed.seq) if pos == kept.end else rows.between(feed.seq, pos)
                     self._rows.hold(row)
                     checkpoint = claim.checkpoints[pos] = Checkpoint({}, row)
                     for index in self._bounded:
@@ -218,15 +218,16 @@ class Claims:
             self._hold(whole_claim, pos, checkpoint.windows, checkpoint.row)
         resumed = whole_claim.checkpoints.pop(pos)
         marks = [claim.derived for claim in claims if claim.derived is not None and claim.derived < pos]
-        record = SequenceRecord(
+        states = SequenceStates(self._rows)
+        states.resume(resumed.row, pos)
+        self._rows.drop_hold(resumed.row)
+        self._sequences.records[seq] = SequenceRecord(
             [(whole_claim.tables | resumed.windows)[index] for index in range(len(self._stores))],
+            states,
             until([span for claim in claims for span in claim.ahead], pos),
             min(marks, default=None),
             claims[0].digest,
         )
-        self._sequences.enter(seq, record)
-        self._rows.resume(seq, pos, resumed.row)
-        self._rows.drop_hold(resumed.row)
 
     def split(self, claim: int, pos: int) -> int:
         """Part a claim at `pos`: it keeps what lies before; returns the number of a new one that has the rest.
@@ -364,6 +365,11 @@ class Claims:
             else:
                 whole_claim.tables[index].append(table.hand_over())
 
+    def held_rows(self) -> list[int]:
+        """All rows that claims and readings hold, as often as they do."""
+        rows = [one.row for claim in self._claims.values() for one in claim.checkpoints.values()]
+        return rows + [row for reading in self._readings for row in reading.rows]
+
     def check(self) -> None:
         """Assert what is always true of claims; which cells are held how often is asserted by `Memory.check`."""
         for claim in self._claims.values():
@@ -383,6 +389,3 @@ class Claims:
             check_ahead(claim.ahead, claim.span.end)
             assert not claim.ahead or claim.ahead[0].start >= claim.span.start
             assert claim.derived is None or claim.span.start <= claim.derived < claim.span.end
-        rows = [one.row for claim in self._claims.values() for one in claim.checkpoints.values() if one.row]
-        rows += [row for reading in self._readings for row in reading.rows]
-        self._rows.check_holds(Counter(rows))

@@ -25,14 +25,15 @@ from kvcellar.cache.group import Group, Stores, check_groups
 from kvcellar.cache.history import LayerHistory
 from kvcellar.cache.inputs import Inputs
 from kvcellar.cache.readout import shape_of
+from kvcellar.cache.sequence_states import check_all
 from kvcellar.cache.sequences import Sequences
 from kvcellar.cache.shift import shifted
-from kvcellar.cache.states import At, States
+from kvcellar.cache.states import States
 from kvcellar.cache.step import Step
 from kvcellar.cache.storage import Storage, check_planned
 from kvcellar.contracts import Backend
 from kvcellar.errors import BadRequest, NotSupported, WrongStage, shown
-from kvcellar.plan import Batch, Plan, StateSegment
+from kvcellar.plan import Batch, Plan
 from kvcellar.shapes import Recurrent
 from kvcellar.spans import Span, whole
 
@@ -51,7 +52,7 @@ class Memory:
     `CapacityTooSmall` if they do not fit.
 
     Beside steps and sequences, `storage` has capacities and bytes, `inputs` what encoders made of inputs, `claims`
-    the holds that are not sequences, and `rows` the rows of recurrent states.
+    the holds that are not sequences, `states` what recurrent layers read and write in a step, and `rows` their rows.
     """
 
     def __init__(
@@ -74,20 +75,16 @@ class Memory:
         check_planned(groups, cells, backends, dtype, recurrent, rows, max_bytes)
         self._stores = Stores(groups, cells, backends, dtype, self.device)
         self.tables = self._stores.tables  # what a step fills for all groups together
-        self._states = States(recurrent, rows=rows, device=self.device)
-        self._sequences = Sequences(self._stores.all, self._states.rows, limits)
-        self.rows = self._states.rows
-        self.storage = Storage(self._stores, self._states, max_bytes, self._idle)
+        self.states = States(recurrent, rows=rows, device=self.device)
+        self._sequences = Sequences(self._stores.all, self.states, limits)
+        self.rows = self.states.rows
+        self.storage = Storage(self._stores, self.states, max_bytes, self._idle)
         shape = shape_of(self.storage.groups, dtype, recurrent)
-        self.claims = Claims(self._stores.all, self._sequences, self._states, shape, self._idle)
+        self.claims = Claims(self._stores.all, self._sequences, self.states, shape, self._idle)
         self.inputs = Inputs(self._stores, self._sequences, self.claims, self._idle)
-        self._step: Step | None = None
+        self.step: Step | None = None  # the open one
 
     # -- looking ------------------------------------------------------------------------------------------------
-
-    @property
-    def in_step(self) -> bool:
-        return self._step is not None
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -108,6 +105,10 @@ class Memory:
     def derived(self, seq: int) -> int | None:
         """From which position on the K/V of `seq` encode text that was removed; None if they encode just its tokens."""
         return self._sequences.record(seq).derived
+
+    def state_positions(self, seq: int) -> tuple[int, ...] | None:
+        """The positions behind 0 whose recurrent state is there, in order; None in a model without."""
+        return self._sequences.record(seq).states.positions
 
     def can_cut(self, seq: int, pos: int) -> int:
         """The largest `kept <= pos` at which all groups can go on once `[kept, end)` is forgotten. Changes nothing.
@@ -134,8 +135,8 @@ class Memory:
         """
         self._idle("begin")
         start = Step.reserve if reserve else Step.open
-        self._step = start(self._stores, self._sequences, self._states, batch)
-        return self._step.plan
+        self.step = start(self._stores, self._sequences, self.states, batch)
+        return self.step.plan
 
     def put(self, layer: int, k: Tensor | None = None, v: Tensor | None = None, **planes: Tensor) -> None:
         """Store the new tokens' k [T,G,D] and v [T,G,Dv] of one layer: the rows of the plan that store, in order.
@@ -162,22 +163,6 @@ class Memory:
         """
         return self._open("attend").attend(layer, q, scoring, dense)
 
-    def state(self, layer: int, segments: Sequence[StateSegment]) -> dict[str, Tensor]:
-        """By plane, what a layer remembers [B,*shape] of segments of the plan, as of before the step; to work on."""
-        self._open("state")
-        return self._states.read(layer, segments)
-
-    def put_state(
-        self, layer: int, segments: Sequence[StateSegment], planes: Mapping[str, Tensor], *, at: At | None = None
-    ) -> None:
-        """Store planes [B,*shape] of a recurrent layer, as of after the step.
-
-        `at(indices, counts)` answers what the segments of these indices would remember after so many of their tokens,
-        the most first. Without it none of them can keep a part.
-        """
-        self._open("put_state")
-        self._states.write(layer, segments, planes, at)
-
     def commit(self, accepted: Mapping[int, int] | None = None) -> dict[int, int]:
         """Keep the step: of each sequence its first `accepted[seq]` new tokens, all if it is not named.
 
@@ -188,17 +173,18 @@ class Memory:
         """
         step = self._open("commit")
         counts = step.counts(accepted or {})
-        self._states.settle(step.batch, counts)
+        self.states.settle(step.batch, counts)
         made = self.claims.of_step(step.batch, counts, step.taken)  # before anything slides out
-        self._states.end()
-        self._step = None
+        self.states.end()
+        self.step = None
         self._sequences.commit(step.batch, counts, step.taken)
+        self.states.step_rows.end()
         return {seq: self.claims.enter(claim) for seq, claim in made.items()}
 
     def abandon(self) -> None:
         """Forget the step: the memory is as it was before `begin`."""
         step = self._open("abandon")
-        self._step = None
+        self.step = None
         step.abandon()
 
     # -- sequences ----------------------------------------------------------------------------------------------
@@ -252,11 +238,10 @@ class Memory:
             self._sequences.close_over(seq, gone, behind)
         return length - len(gone)
 
-    def capture(self, seq: int) -> None:
-        """Keep the recurrent state that `seq` has now, to go back to, as a feed with `capture` does at its end."""
-        self._idle("capture")
-        self._sequences.known(seq)
-        self._states.rows.capture(seq)
+    def keep_state(self, seq: int) -> None:
+        """Keep the recurrent state that `seq` has now as a checkpoint of it, as a feed with `keep_state` does."""
+        self._idle("keep_state")
+        self._sequences.record(seq).states.keep()
 
     def drop(self, seq: int) -> None:
         """Forget a whole sequence. Never fails for one that is there."""
@@ -265,7 +250,7 @@ class Memory:
 
     def clear(self) -> None:
         """Forget everything, an open step too."""
-        if self._step is not None:
+        if self.step is not None:
             self.abandon()
         self.claims.clear()
         for seq in self.sequences:
@@ -274,22 +259,24 @@ class Memory:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _idle(self, what: str) -> None:
-        if self._step is not None:
+        if self.step is not None:
             raise WrongStage(f"{what}() while a step is open: commit() or abandon() it first")
 
     def _open(self, what: str) -> Step:
-        if self._step is None:
+        if self.step is None:
             raise WrongStage(f"{what}() needs an open step: begin() one first")
-        return self._step
+        return self.step
 
     def check(self) -> None:
         """Assert every invariant of the memory, its sequences and its cells."""
         for index, store in enumerate(self._stores.all):
-            taken = self._step.taken[index] if self._step is not None else []
+            taken = self.step.taken[index] if self.step is not None else []
             tables = self._sequences.tables(index) + self.claims.tables(index)
             store.check(tables, [run for of_feed in taken for run in of_feed])
-        if self._step is not None:
-            self._step.check()
-        self._states.check()
+        if self.step is not None:
+            self.step.check()
+        self.states.check()
         self._sequences.check()
         self.claims.check()
+        states = [record.states for record in self._sequences.records.values()]
+        check_all(self.rows, states, self.states.step_rows.held() + self.claims.held_rows())

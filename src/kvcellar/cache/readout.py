@@ -275,7 +275,7 @@ def written(record: Record, chunks: Iterable[Tensor], stores: Sequence[GroupStor
             new.parts.append(Part(store, _empty(store, stretch.span.start)))
             new.parts[-1].table.append(store.cells.take(len(stretch.span)))
         for _ in record.checkpoints:
-            if row := states.rows.take_hold():
+            if row := states.rows.take():
                 new.rows.append(row)
         _fill(new, iter(chunks), states)
         for part, stretch in zip(new.parts, record.stretches, strict=True):

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from kvcellar.cache.ahead import Spans, around, closed_over, deepest, until
 from kvcellar.cache.ahead import check as check_ahead
 from kvcellar.cache.group import GroupStore
-from kvcellar.cache.rows import NoRows, Rows
+from kvcellar.cache.sequence_states import SequenceStates
+from kvcellar.cache.states import States
 from kvcellar.cache.tables import Table, share_all
 from kvcellar.errors import BadRequest, UnknownSequence
 from kvcellar.plan import Batch, Run
@@ -23,22 +24,29 @@ from kvcellar.spans import Span
 
 @dataclass(slots=True)
 class Record:
-    """What is known of one sequence beside its state rows, which are counted in `rows`."""
+    """All that is known of one sequence."""
 
     tables: list[Table]  # one for each group
+    states: SequenceStates
     ahead: Spans = ()
     derived: int | None = None
     digest: str | None = None  # of its input
+
+    def close(self) -> None:
+        """Free what only this sequence holds."""
+        for table in self.tables:
+            table.close()
+        self.states.close()
 
 
 class Sequences:
     """Every sequence of one memory, whose groups are `stores`: those of tokens first, then those of an input."""
 
     def __init__(
-        self, stores: Sequence[GroupStore], rows: Rows | NoRows, limits: int | Mapping[int, int] | None = None
+        self, stores: Sequence[GroupStore], states: States, limits: int | Mapping[int, int] | None = None
     ) -> None:
         """`limits` is how many tokens a sequence may have: one number for all, or by sequence."""
-        self._stores, self._rows, self._limits = stores, rows, limits
+        self._stores, self._states, self._limits = stores, states, limits
         self._inputs = [index for index, one in enumerate(stores) if one.group.of_input]
         self.records: dict[int, Record] = {}
 
@@ -60,9 +68,9 @@ class Sequences:
         return [record.tables[index] for record in self.records.values()]
 
     def length(self, seq: int) -> int:
-        """How many tokens it has; 0 if it is not there. Its state says so where no layer has cells for tokens."""
+        """How many tokens it has; 0 if it is not there."""
         record = self.records.get(seq)
-        return record.tables[0].end if record is not None and record.tables else self._rows.end(seq)
+        return record.states.end if record is not None else 0
 
     def input_length(self, seq: int) -> int:
         """How many positions its input has; 0 without, or if it is not there."""
@@ -78,7 +86,7 @@ class Sequences:
         """The largest `kept <= pos` at which the sequence could go on. Changes nothing."""
         record, kept = self.record(seq), min(pos, self.length(seq))
         while True:
-            agreed = deepest(record.ahead, self._rows.deepest(seq, kept))
+            agreed = deepest(record.ahead, record.states.deepest(kept))
             for store, table in zip(self._stores, record.tables, strict=True):
                 agreed = store.group.layout.can_cut(table.first, table.end, agreed)
             if agreed == kept:
@@ -90,7 +98,7 @@ class Sequences:
         record = self.record(seq)
         if around(record.ahead, pos) is not None:
             return "a span that looked ahead would be parted"
-        if self._rows.deepest(seq, pos) != pos:
+        if record.states.deepest(pos) != pos:
             return "the recurrent state at that position was not kept"
         for store, table in zip(self._stores, record.tables, strict=True):
             if not store.group.layout.can_resume(table.first, table.end, pos):
@@ -104,7 +112,7 @@ class Sequences:
             return self.obstacle(seq, gone.start)
         if any(around(record.ahead, pos) is not None for pos in (gone.start, gone.end)):
             return "a span that looked ahead would be parted"
-        if self._rows.capacity is not None:
+        if record.states.positions is not None:
             return "what was read cannot be taken out of a recurrent state"
         for store, table in zip(self._stores, record.tables, strict=True):
             group = store.group
@@ -124,29 +132,31 @@ class Sequences:
 
     def open(self, seq: int) -> None:
         """A sequence that has read nothing."""
-        self.enter(seq, Record([store.table() for store in self._stores]))
+        self.records[seq] = self._empty()
 
-    def enter(self, seq: int, record: Record) -> None:
-        """A sequence that is not there yet, with all that `record` holds, which is handed over here."""
-        self.records[seq] = record
-        self._rows.open(seq)
+    def _empty(self) -> Record:
+        return Record([store.table() for store in self._stores], SequenceStates(self._states.rows))
 
     def give_input(self, seq: int, digest: str | None, make: Callable[[], Iterable[Table]]) -> None:
         """`seq`, which may be new, has the tables that `make` returns, one for each group of an input.
 
         They hold cells, so `make` comes last of what can raise.
         """
-        record = self.records.get(seq) or Record([store.table() for store in self._stores])
+        record = self.records.get(seq) or self._empty()
         for index, table in zip(self._inputs, make(), strict=True):
             record.tables[index] = table
         record.digest = digest
-        self.enter(seq, record)
+        self.records[seq] = record
 
     def commit(self, batch: Batch, counts: Sequence[int], taken: Sequence[Sequence[Sequence[Run]]]) -> None:
         """So many tokens of each feed are kept. `taken[group][feed]` are the cells they are in, handed over here."""
-        self._rows.commit(batch, counts)
         for feed, count in zip(batch.feeds, counts, strict=True):
-            self.records[feed.seq].ahead += until(batch.ahead(feed.seq), feed.pos.start + count)
+            record, end = self.records[feed.seq], feed.pos.start + count
+            record.ahead += until(batch.ahead(feed.seq), end)
+            if feed.stores and count:
+                record.states.advance(self._states.step_rows.new(feed.seq), end)
+                if feed.keep_state and count == len(feed.pos):
+                    record.states.keep()
         for index, store in enumerate(self._stores):
             for feed, runs, count in zip(batch.feeds, taken[index], counts, strict=True):
                 if not feed.stores:
@@ -159,24 +169,23 @@ class Sequences:
 
     def fork(self, src: int, dst: int, kept: int) -> None:
         """`dst`, whatever it was, shares the first `kept` tokens of `src`, which `can_cut` returned, and its input."""
-        source = self.record(src)
+        source, before = self.record(src), self.records.get(dst)
         shared = share_all(source.tables, kept)
-        before = self.records.get(dst)
-        for table in before.tables if before is not None else ():
-            table.close()
         derived = source.derived if source.derived is not None and source.derived < kept else None
-        self.records[dst] = Record(shared, until(source.ahead, kept), derived, source.digest)
-        self._rows.fork(src, dst, kept)
+        states = source.states.fork(kept)
+        self.records[dst] = Record(shared, states, until(source.ahead, kept), derived, source.digest)
+        if before is not None:  # not sooner: what it was may be all that holds what is shared
+            before.close()
 
     def cut(self, seq: int, kept: int) -> None:
         """The first `kept` tokens stay, which `can_cut` returned."""
         record = self.record(seq)
         for table in record.tables:
             table.cut(kept)
+        record.states.cut(kept)
         record.ahead = until(record.ahead, kept)
         if record.derived is not None and record.derived >= kept:
             record.derived = None
-        self._rows.cut(seq, kept)
 
     def close_over(self, seq: int, gone: Span, behind: Sequence[Iterable[Run]]) -> None:
         """What lies behind `gone` is now in the cells `behind`, by group, handed over here, and begins at its start."""
@@ -186,18 +195,15 @@ class Sequences:
             table.forget_below(store.group.layout.keep(table.end))
         record.ahead = closed_over(record.ahead, gone)
         record.derived = min(gone.start, record.derived if record.derived is not None else gone.start)
-        self._rows.close_over(seq, gone)
+        record.states.advance(0, record.states.end - len(gone))  # no layer is recurrent, see `refusal`
 
     def drop(self, seq: int) -> None:
         """Free what only this sequence holds. Never fails for one that is there."""
-        for table in self.known(seq):
-            table.close()
+        self.record(seq).close()
         del self.records[seq]
-        self._rows.drop(seq)
 
     def check(self) -> None:
-        """Assert what is always true of sequences; how often cells are held is not asked."""
-        self._rows.check({seq: self.length(seq) for seq in self.records})
+        """Assert what is always true of sequences; how often cells and rows are held is not asserted here."""
         inputs: dict[str, list[list[Run]]] = {}
         for seq, record in self.records.items():
             assert len(record.tables) == len(self._stores)
@@ -205,7 +211,7 @@ class Sequences:
             assert record.derived is None or 0 <= record.derived < self.length(seq)
             for store, table in zip(self._stores, record.tables, strict=True):
                 table.check()
-                end = record.tables[self._inputs[0] if store.group.of_input else 0].end
+                end = record.tables[self._inputs[0]].end if store.group.of_input else record.states.end
                 assert table.end == end, f"sequence {seq} ends differently in {store.group.name}"
                 lowest = store.group.layout.lowest(table.end)
                 assert table.first <= lowest, f"sequence {seq} lacks [{lowest},{table.first}) in {store.group.name}"

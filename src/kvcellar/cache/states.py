@@ -1,7 +1,7 @@
 """states: what recurrent layers remember, in rows of fixed size. The only file that writes them.
 
-    states = memory.state(layer, segments)            # in the forward: copies to work on, as of before the step
-    memory.put_state(layer, segments, states, at=...)  # as of after it
+    states = memory.states.read(layer, segments)         # in the forward: copies, as of before the step
+    memory.states.write(layer, segments, states, at=...)  # as of after it
 
 Always true:
   * row 0 of every plane is zero, which is what a layer that has read nothing remembers;
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcellar.cache.rows import NoRows, Rows
+from kvcellar.cache.rows import Rows
+from kvcellar.cache.step_rows import StepRows
 from kvcellar.errors import BadRequest, NotSupported, WrongStage
 from kvcellar.plan import Batch, StateSegment
 from kvcellar.shapes import Recurrent
@@ -51,7 +52,8 @@ class States:
 
     def __init__(self, recurrent: Recurrent, *, rows: int, device: torch.device) -> None:
         self.device = device
-        self.rows = Rows(rows) if recurrent.layers else NoRows()
+        self.rows = Rows(rows if recurrent.layers else None)
+        self.step_rows = StepRows(self.rows)
         self._planes: dict[int, dict[str, Tensor]] = {
             layer: {plane.name: _rows(rows + 1, plane.shape, getattr(torch, plane.kind), device) for plane in planes}
             for layer, planes in recurrent.layers.items()
@@ -71,14 +73,27 @@ class States:
         return sum(t.untyped_storage().nbytes() for planes in self._planes.values() for t in planes.values())
 
     def read(self, layer: int, segments: Sequence[StateSegment]) -> dict[str, Tensor]:
-        """Copies [B,*shape] of every plane of a layer, as of before the step, for the caller to work on."""
+        """By plane, copies [B,*shape] of what a layer remembers, as of before the open step."""
+        self._check_open("read")
+        return self._read(layer, segments)
+
+    def _check_open(self, what: str) -> None:
+        if not self.step_rows.open:
+            raise WrongStage(f"states.{what}() needs an open step: begin() one first")
+
+    def _read(self, layer: int, segments: Sequence[StateSegment]) -> dict[str, Tensor]:
         planes, index = self._of(layer), self._index(tuple(segment.read for segment in segments))
         return {name: plane.index_select(0, index) for name, plane in planes.items()}
 
     def write(
         self, layer: int, segments: Sequence[StateSegment], planes: Mapping[str, Tensor], at: At | None = None
     ) -> None:
-        """Planes [B,*shape] as of after the step. `at` answers what they would be after fewer of its tokens."""
+        """Store planes [B,*shape] of a layer, as of after the open step.
+
+        `at(indices, counts)` returns what the segments of these indices would remember after so many of their tokens,
+        the most first. Without it none of them can keep a part.
+        """
+        self._check_open("write")
         rows = [segment.write for segment in segments]
         writes = list(self._prepared(layer, rows, planes))
         written = self._written[layer]
@@ -106,7 +121,7 @@ class States:
         and can be kept otherwise or given up: a row that was written to by then is asked for again, even if all of its
         tokens are kept.
         """
-        self.rows.check_parts(batch, counts)
+        self.step_rows.check_parts(batch, counts)
         self._check_written(batch, counts)
         partly = {
             feed.seq: count
@@ -115,7 +130,7 @@ class States:
         }
         for layer, seqs, planes in self._parts(partly) if partly else ():
             self._torn.update(partly)
-            self._put_back(layer, [self.rows.new(seq) for seq in seqs], planes)
+            self._put_back(layer, [self.step_rows.new(seq) for seq in seqs], planes)
         self._settle_between(batch, counts)
 
     def _settle_between(self, batch: Batch, counts: Sequence[int]) -> None:
@@ -126,7 +141,7 @@ class States:
         for turn in range(max(map(len, places.values()), default=0)):
             at = {seq: found[turn] for seq, found in places.items() if turn < len(found)}
             for layer, seqs, planes in self._parts({seq: pos - starts[seq] for seq, pos in at.items()}):
-                self._put_back(layer, [self.rows.between(seq, at[seq]) for seq in seqs], planes)
+                self._put_back(layer, [self.step_rows.between(seq, at[seq]) for seq in seqs], planes)
 
     def _put_back(self, layer: int, rows: Sequence[int], planes: Mapping[str, Tensor]) -> None:
         for write in self._prepared(layer, rows, planes):
@@ -156,7 +171,7 @@ class States:
 
     def _check_written(self, batch: Batch, counts: Sequence[int]) -> None:
         """Else a row would have what somebody left there long ago."""
-        writes = self.rows.writes(batch, counts)
+        writes = self.step_rows.writes(batch, counts)
         for layer, written in self._written.items():
             if missing := writes.keys() - written:
                 seqs = sorted(writes[row] for row in missing)

@@ -48,7 +48,7 @@ class Step:
             for index in range(len(stores.all)):
                 step._take(index)
             groups = [step._plan_group(index) for index in range(len(stores.all))]
-            step._lay_out(groups, states.rows.begin(batch))
+            step._lay_out(groups, states.step_rows.begin(batch, lambda seq: sequences.record(seq).states.row))
         return step
 
     @classmethod
@@ -57,7 +57,7 @@ class Step:
         step = cls(stores, sequences, states, batch)
         step.reserved = True
         groups = [worst_case(one.group.name, one.group.layout, batch, one.cells.capacity) for one in stores.all]
-        step._lay_out(groups, states.rows.null(batch))
+        step._lay_out(groups, states.step_rows.null(batch))
         return step
 
     # -- in the forward -----------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class Step:
             for runs in of_group:
                 store.cells.drop(runs)
         self._states.end()
-        self._states.rows.abandon()
+        self._states.step_rows.end()
         for seq in filter(self._sequences.records.__contains__, self.opened):  # not one whose opening failed
             self._sequences.drop(seq)
 
@@ -115,7 +115,7 @@ class Step:
             if feed.pos.start != end:
                 raise BadRequest(f"sequence {feed.seq} goes on at {end}, not at {feed.pos.start}")
             self._sequences.check_limit(feed.seq, feed.pos.end, "step")
-        self._states.rows.admit(self.batch)
+        self._states.step_rows.admit(self.batch, self._sequences.length)
         need = self.batch.stored
         for store in self._stores.all:
             if store.cells.free < need and not store.group.of_input:

@@ -64,7 +64,7 @@ class SequenceManager:
         if rest is not None:
             completion.seq = rest.seq
             self.memory.remove(rest.seq, Span(known, self.memory.length(rest.seq)))
-            self.memory.capture(rest.seq)  # where two turns part, the next may be another one
+            self.memory.keep_state(rest.seq)  # where two turns part, the next may be another one
         else:
             completion.seq = next(self._numbers)
             if seq is not None:
@@ -222,7 +222,7 @@ class SequenceManager:
         to read: the logits of a text that has been read to its end are lost. Else it holds nothing afterwards. So an
         error costs reading again, whatever was half done.
         """
-        if self.memory.in_step:
+        if self.memory.step is not None:
             self.memory.abandon()
         owned: set[int] = set()
         for completion in completions:

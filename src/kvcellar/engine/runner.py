@@ -77,7 +77,7 @@ class Runner:
         try:
             ready, draws = self._transact(shares)
         except Exception as error:
-            if self._memory.in_step or any(
+            if self._memory.step is not None or any(
                 self._memory.length(_seq(completion)) != completion.read for completion, _ in shares
             ):
                 raise  # memory is not as it was before: the loop puts it in order
@@ -112,7 +112,7 @@ class Runner:
             accepted = {_seq(completion): count for completion, count in shares}
             self._memory.commit(accepted)
         except BaseException:
-            if self._memory.in_step:
+            if self._memory.step is not None:
                 self._memory.abandon()
             raise
         return ready, draws
@@ -185,8 +185,10 @@ def _failure(what: str, error: Exception) -> EngineFailed:
 def _feed(completion: Completion, count: int) -> Feed:
     """Where a piece of a session's prompt ends, the next turn may part from it, so recurrent state is kept there. The
     last piece is of one token: who parts from it there goes on from the piece before."""
-    capture = completion.request.session is not None and completion.stage is Stage.PREFILL and count < completion.unread
-    return Feed(_seq(completion), Span(completion.read, completion.read + count), capture=capture)
+    keep_state = (
+        completion.request.session is not None and completion.stage is Stage.PREFILL and count < completion.unread
+    )
+    return Feed(_seq(completion), Span(completion.read, completion.read + count), keep_state=keep_state)
 
 
 def _seq(completion: Completion) -> int:

@@ -50,7 +50,7 @@ class StateView:
     def state(self, layer: int, name: str) -> Tensor:
         """[B,*shape], a copy that may be overwritten."""
         if layer not in self._states:
-            self._states[layer] = self._memory.state(layer, self.segments)
+            self._states[layer] = self._memory.states.read(layer, self.segments)
         found = self._states[layer].get(name)
         if found is None:
             raise ModelRefused(f"layer {layer} reads a state {name}, and had none when the model was probed")
@@ -93,7 +93,7 @@ class StateView:
         """
         for layer, planes in self._states.items():
             at = self._at(layer, rerun) if self._keeps else None
-            self._memory.put_state(layer, self.segments, planes, at=at)
+            self._memory.states.write(layer, self.segments, planes, at=at)
 
     def _at(self, layer: int, rerun: "Rerun") -> At:
         def at(indices: Sequence[int], counts: Sequence[int]) -> Mapping[str, Tensor]:
@@ -103,7 +103,7 @@ class StateView:
                 if longer is not None:
                     found[name] = _windows(longer, indices, counts, state.shape[-1])
                 elif scans and name == recurrent(0):
-                    before = self._memory.state(layer, [self.segments[i] for i in indices])[name]
+                    before = self._memory.states.read(layer, [self.segments[i] for i in indices])[name]
                     heads = _heads(scans[0], before)
                     after = [scan.after(head, indices, counts) for scan, head in zip(scans, heads, strict=True)]
                     found[name] = torch.stack(after, 1) if after[0].dim() < state.dim() else after[0]

@@ -122,7 +122,7 @@ def _whole_steps(replay: _Replay) -> None:
     step, memory = replay.step, replay.memory
     a, b, c = (len(text) for text in replay.texts.values())
     half = a // 2
-    step(Feed(0, Span(0, half - 2), capture=True), Feed(2, Span(0, 1)))
+    step(Feed(0, Span(0, half - 2), keep_state=True), Feed(2, Span(0, 1)))
     step(Feed(0, Span(half - 2, half)))
     shared = memory.fork(0, 1, upto=half - 2)
     step(Feed(1, Span(shared, b - 2)), Feed(0, Span(half, half + 1)), Feed(2, Span(1, c - 2)))

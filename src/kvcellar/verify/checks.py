@@ -161,7 +161,7 @@ def _books(memory: Memory) -> dict[str, Any]:
         "cells": memory.storage.free(),
         "rows": memory.rows.free,
         "lengths": lengths,
-        "points": memory.rows.points(0),
+        "points": memory.state_positions(0),
     }
 
 
@@ -172,9 +172,9 @@ def resumption(harness: Harness) -> None:
     text = harness.draw(harness.length - 2)
     ends: list[int] = []
     for start in range(0, len(text), step := max(1, len(text) // 4)):
-        harness.read((0, text[start : start + step]), capture=True)
+        harness.read((0, text[start : start + step]), keep_state=True)
         ends.append(len(harness.texts[0]))
-    if missing := sorted(set(ends) - set(harness.memory.rows.points(0) or ())):
+    if missing := sorted(set(ends) - set(harness.memory.state_positions(0) or ())):
         raise CheckFailed(f"states were to be kept at {ends}; those at {missing} are not there")
     for seq, end in enumerate(ends[:4], start=1):
         point = min(end + 1, len(text))

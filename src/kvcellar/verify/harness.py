@@ -132,27 +132,27 @@ class Harness:
 
     # -- what can be done ---------------------------------------------------------------------------------------
 
-    def read(self, *pieces: Piece, capture: bool = False) -> None:
+    def read(self, *pieces: Piece, keep_state: bool = False) -> None:
         """Sequences read more tokens and keep them: in one step, or one by one where the guest runs solo."""
         for part in self.parts(pieces):
-            self.step(part, capture=capture)
+            self.step(part, keep_state=keep_state)
             self.keep(part)
 
     def parts(self, pieces: Sequence[Piece]) -> list[Sequence[Piece]]:
         """What can be in one step."""
         return [pieces] if self.guest.mode == "flat" else [[piece] for piece in pieces]
 
-    def begin(self, pieces: Sequence[Piece], *, capture: bool = False, revertible: bool = False) -> Plan:
+    def begin(self, pieces: Sequence[Piece], *, keep_state: bool = False, revertible: bool = False) -> Plan:
         feeds: list[Feed] = []
         for seq, ids in pieces:
             end = len(self.texts.get(seq, ()))
-            feeds.append(Feed(seq, Span(end, end + len(ids)), capture=capture, revertible=revertible))
+            feeds.append(Feed(seq, Span(end, end + len(ids)), keep_state=keep_state, revertible=revertible))
         trim(self.memory.rows, most=3 * SEQUENCES, spare=6 * SEQUENCES)
         return self.memory.begin(Batch(tuple(feeds)))
 
-    def step(self, pieces: Sequence[Piece], *, capture: bool = False, revertible: bool = False) -> None:
+    def step(self, pieces: Sequence[Piece], *, keep_state: bool = False, revertible: bool = False) -> None:
         """A forward over more tokens of some sequences. The step stays open."""
-        plan = self.begin(pieces, capture=capture, revertible=revertible)
+        plan = self.begin(pieces, keep_state=keep_state, revertible=revertible)
         rows = [_some(len(ids)) for _, ids in pieces]
         want: list[int] = []
         start = 0

@@ -128,7 +128,7 @@ def _read(guest: Guest, memory: Memory, texts: Mapping[int, list[int]], start: i
         logits = guest.forward(memory, plan, ids, torch.arange(len(ids), device=guest.device))
         memory.commit()
     except BaseException:
-        if memory.in_step:
+        if memory.step is not None:
             memory.abandon()
         raise
     return logits.float()

@@ -85,7 +85,7 @@ def test_products_in_bfloat16_have_few_shapes(layout, products, monkeypatch) -> 
 
 
 def test_the_keys_that_a_block_is_multiplied_with_are_of_few_numbers() -> None:
-    rooms = [room(n) for n in range(1, 1 << 17)]
+    rooms = [room(n, BLOCK) for n in range(1, 1 << 17)]
     assert all(n <= room <= max(BLOCK, n + BLOCK, n * 9 / 8) for n, room in enumerate(rooms, 1))
     assert len(set(rooms)) == 8 + 8 * 7  # up to 1024, and for each doubling up to 131072
 

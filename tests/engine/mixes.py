@@ -181,7 +181,7 @@ def bytes_for(model: str | PreTrainedModel, tokens: int, **settings: Any) -> int
     network = ARCHS[model].build() if isinstance(model, str) else model
     with made(network, **{"cache_bytes": 2**29, **settings}) as engine:
         built, given = engine._built, engine._built.settings
-        limits = {"context": built.context, "step_tokens": given.step_tokens}
+        limits = {"context": built.intake.context, "step_tokens": given.step_tokens}
         step = scratch(built.guest, measures=measured_once(built.guest), **limits)
         recurrent = built.guest.shape.recurrent
 

@@ -8,8 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from kvcellar.attention import buckets
 from kvcellar.attention.choose import named
+from kvcellar.attention.reference import Reference
+from kvcellar.attention.sdpa import Sdpa
+from kvcellar.contracts import Backend
 from kvcellar.engine import build as building
+from kvcellar.engine import reserve
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.reserve import ROWS, _draw, continued, peak, prove, scratch, uncollected
 from kvcellar.errors import BadRequest, CapacityTooSmall
@@ -87,9 +92,18 @@ def test_a_reserved_step_that_could_be_kept_in_part_is_measured_with_all_that_it
     memory.check()
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "reference"])
-def test_a_step_of_full_size_takes_no_more_than_was_said(attention: str) -> None:
-    model = guest(attention=attention)
+@pytest.mark.parametrize(
+    ("backend", "gathered"),
+    [(Sdpa(), None), (Reference(), None), (Sdpa(fused=True), 1 << 16), (Sdpa(fused=True), 1024)],
+    ids=["sdpa", "reference", "fused", "fused in several calls"],
+)
+def test_a_step_of_full_size_takes_no_more_than_was_said(
+    backend: Backend, gathered: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if gathered is not None:
+        for module in (buckets, reserve):
+            monkeypatch.setattr(module, "GATHERED", gathered)
+    model = build_guest(network(), [backend])
     said = scratch(model, context=480, step_tokens=200)(480, 9 * 480, 9)
     memory = model.memory({group.name: 9 * 480 for group in model.shape.groups})
     truth = []

@@ -28,8 +28,8 @@ from kvcellar.shapes import Scoring
 
 ROWS = 512  # of a sequence in one call
 PADDED = 3  # times the keys that the sequences of a bucket see: what may be gathered for them
-GATHERED = 1 << 17  # keys of a bucket, unless a single sequence sees more
-FEWEST = 128  # keys of a call, and what larger numbers of them are multiples of
+GATHERED = 1 << 16  # keys of a bucket, unless a single sequence sees more
+ALIGNED = 8  # the number of keys of a call is a multiple of this: kernels read masks so
 _NONE = 1 << 62  # a position behind every run
 
 
@@ -166,7 +166,7 @@ def _together(blocks: Sequence[Block]) -> list[list[Block]]:
 def _bucket(name: str, blocks: Sequence[Block], tables: StepTables) -> Bucket:
     """Worked out on the device, from a few numbers for each run and row."""
     b, length, groups = len(blocks), len(blocks[0].low), tables.heads
-    n, most = room(max(block.keys for block in blocks)), max(len(block.runs) for block in blocks)
+    n, most = room(max(block.keys for block in blocks), ALIGNED), max(len(block.runs) for block in blocks)
     numbers = [number for block in blocks for number in _numbers(block, most)]
     starts, shifts, low, last = tables.fill(name, numbers).view(b, -1).split([most, most, length, length], 1)
     pos = low[:, :1] + torch.arange(n, device=tables.device)  # [B,N]
@@ -202,7 +202,8 @@ def _rows(blocks: Sequence[Block], device: torch.device) -> slice | Tensor:
     return torch.tensor(rows, device=device)
 
 
-def room(keys: int) -> int:
-    """How many keys a call is made with for so many: one of eight numbers a doubling, at most an eighth too many."""
-    step = max(FEWEST, (1 << (keys - 1).bit_length()) >> 4)
+def room(keys: int, least: int) -> int:
+    """With how many keys to call for so many: one of eight numbers a doubling, at most an eighth more, multiples of
+    `least`."""
+    step = max(least, (1 << (keys - 1).bit_length()) >> 4)
     return -(-keys // step) * step

@@ -213,7 +213,7 @@ def _is_whole(block: Block) -> bool:
 
 def _end(block: Block) -> int:
     """Of the keys that a whole block is multiplied with."""
-    return block.keys.start + room(block.keys.stop - block.keys.start)
+    return block.keys.start + room(block.keys.stop - block.keys.start, BLOCK)
 
 
 def _with_zeros(x: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:

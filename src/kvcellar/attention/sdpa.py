@@ -33,11 +33,12 @@ class Sdpa:
             return f"{spec.query_heads} query heads cannot share {spec.kv_heads} KV heads evenly"
         return spec.unreadable(self.kinds)
 
-    def _fuses(self, device: torch.device) -> bool:
+    def fuses(self, device: torch.device) -> bool:
+        """Whether it attends in few calls there (`buckets.py`)."""
         return device.type != "cpu" if self._fused is None else self._fused
 
     def prepare(self, plan: GroupPlan, tables: StepTables) -> Bucket | Buckets | Products:
-        if self._fuses(tables.device):
+        if self.fuses(tables.device):
             return buckets(plan, tables)
         return Products([part(plan.layout, segment, tables.device) for segment in plan.segments])
 
@@ -45,5 +46,5 @@ class Sdpa:
         return history.step.prepared.attend(q, history, scoring)
 
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:
-        dense = attend_dense if self._fuses(q.device) else products.attend_dense
+        dense = attend_dense if self.fuses(q.device) else products.attend_dense
         return dense(q, k, v, visible, scoring).masked_fill_(~visible.any(-1)[:, None, None], 0)

@@ -46,7 +46,7 @@ class StepTables:
         found = self._buckets.get((name, dtype, size))
         if found is None:
             with torch.inference_mode(False):  # it is filled in any mode
-                there = torch.empty(size, dtype=dtype, device=self.device)
-                host = there if self.device.type == "cpu" else torch.empty(size, dtype=dtype, device="cpu")
+                there = torch.zeros(size, dtype=dtype, device=self.device)
+                host = there if self.device.type == "cpu" else torch.zeros(size, dtype=dtype, device="cpu")
             found = self._buckets[name, dtype, size] = there, host
         return found

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvcellar.attention.buckets import GATHERED
+from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.memory import Memory
 from kvcellar.engine.capacity import Capacity
 from kvcellar.engine.measures import Measures
@@ -34,7 +36,7 @@ from kvcellar.spans import Span
 
 ROWS = (136, 160)  # of a prompt: both more than a block of rows that a backend scores at once
 WRITERS = (1, 3)
-REMEMBERED = (16, 48)
+REMEMBERED = (15, 48)  # with the row that is written 16 keys, not padded, and 49, padded by as much as ever
 HUNGRY = SamplingParams(
     top_k=1000, top_p=0.9, typical_p=0.9, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.1, logprobs=MAX_LOGPROBS
 )
@@ -76,7 +78,10 @@ def scratch(
         if guest.device.type == "cpu":
             writers = with_padding(writers)  # the few that are tried have none
         prompts = continued(read, (rows, longest), (ROWS, REMEMBERED))
-        return max(prompts, continued(write, (writers, max(1, longest - 1)), (WRITERS, REMEMBERED)))
+        before = max(1, longest - 1)
+        if not _gathers(guest):
+            return max(prompts, continued(write, (writers, before), (WRITERS, REMEMBERED)))
+        return max(prompts, _gathered(write, writers, before) + _tables(guest, writers, longest))
 
     return most
 
@@ -179,6 +184,31 @@ def continued(
     (xs, us), (ys, vs) = (_points(end, ends) for end, ends in zip(full, small, strict=True))
     total = sum(u * v * measure(x, y) for x, u in zip(xs, us, strict=True) for y, v in zip(ys, vs, strict=True))
     return max(0, round(total))
+
+
+def _gathers(guest: Guest) -> bool:
+    """Whether attention gathers the keys of several sequences for one call (`attention/buckets.py`)."""
+    fused = all(isinstance(one, Sdpa) and one.fuses(guest.device) for one in guest.backends.values())
+    return fused and all(binding.direct for binding in guest.shape.bindings.values())
+
+
+def _gathered(measure: Callable[[int, int], int], writers: int, remembered: int) -> int:
+    """`measure` continued, where what grows with both numbers is of keys that are gathered: of those of all writers, a
+    call has at most `GATHERED`, or those of one writer."""
+
+    def at(writers: int, remembered: int) -> int:
+        return continued(measure, (writers, remembered), (WRITERS, REMEMBERED))
+
+    alone = at(1, remembered) + at(writers, 1) - at(1, 1)
+    share = min(1.0, max(remembered, GATHERED) / (writers * remembered))
+    return alone + round((at(writers, remembered) - alone) * share)
+
+
+def _tables(guest: Guest, writers: int, longest: int) -> int:
+    """Bytes of the cells and the bias of all keys, in buckets of powers of two. They stay after the step."""
+    each = 2 * (torch.int64.itemsize + guest.dtype.itemsize)
+    heads = sum(group.layout.most_cells(longest, 1) * group.planes[0].heads for group in guest.shape.groups)
+    return writers * heads * each
 
 
 def _points(full: int, small: tuple[int, int]) -> tuple[tuple[int, ...], tuple[float, ...]]:

@@ -370,7 +370,7 @@ def test_a_solo_model_with_recurrent_sums_commits_all_of_a_feed_or_nothing() -> 
 
 
 def forks_hold_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Rows.fork
+    original = SequenceStates.fork
 
     def fork(self: SequenceStates, kept: int) -> SequenceStates:
         twin = original(self, kept)

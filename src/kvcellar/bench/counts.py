@@ -1,7 +1,7 @@
-"""counts: what a decode step costs in each layer apart from its arithmetic: Python functions of ours, torch operations.
+"""counts: the numbers of kvcellar's Python calls and of torch operations per layer of a decode step.
 
-Both are the same in every run. A step is counted in networks of different depth: what their layers differ by is a
-layer's.
+Both are the same in every run. A step is counted in networks of different depth; the difference, divided by the number
+of additional layers, is the count of one layer.
 """
 
 import sys
@@ -32,18 +32,18 @@ SEQUENCES = (1, 8, 32)
 SPEC = AttentionSpec(TINY.query_heads, TINY.kv_heads, TINY.head_size, TINY.head_size, dtype="bfloat16", device="cpu")
 PROMPT = 40  # tokens of the first sequence; each has one more than the one before
 OURS = str(Path(kvcellar.__file__).parent)
-LINEAR = (packed.__file__, widened.__file__)  # the network's own calls, answered by packed layers
+LINEAR = (packed.__file__, widened.__file__)  # calls of the network to packed linear layers
 
 
 class Counts(NamedTuple):
-    """Of a layer, in a step that gives each of some sequences a token."""
+    """Per layer, in a step of one token per sequence."""
 
-    calls: float  # of Python functions of ours, those of linear layers apart
-    operations: float  # of torch that they issue, views included
+    calls: float  # of Python functions of kvcellar, without linear layers
+    operations: float  # torch operations of these functions, including views
 
 
 class _Operations(TorchDispatchMode):
-    """Counts what is issued while a function of the seam runs that the network has called."""
+    """Counts operations issued while the network is inside a function of `models/seam.py`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,21 +59,21 @@ class _Operations(TorchDispatchMode):
 
 
 def all_counts() -> dict[str, dict[int, Counts]]:
-    """By what attends, of those that serve here, and the number of sequences."""
+    """By name of the backend, for backends that can run here, and number of sequences."""
     sides: Mapping[str, Backend] = {"cpu": Cpu(), "sdpa": Sdpa(), "sdpa off the CPU": Sdpa(fused=True)}
     serving = {name: backend for name, backend in sides.items() if backend.refuse(SPEC) is None}
     return {name: {n: counts(backend, n) for n in SEQUENCES} for name, backend in serving.items()}
 
 
 def counts(backend: Backend, sequences: int) -> Counts:
-    """Where `backend` attends, in a step of so many sequences."""
+    """For `backend`, in a step of `sequences` sequences."""
     shallow, deep = (_of_network(backend, sequences, depth) for depth in DEPTHS)
     layers = DEPTHS[1] - DEPTHS[0]
     return Counts((deep.calls - shallow.calls) / layers, (deep.operations - shallow.operations) / layers)
 
 
 def _of_network(backend: Backend, sequences: int, layers: int) -> Counts:
-    """Of all layers and what comes before and after them."""
+    """For the whole forward of a network with `layers` layers."""
     with tempfile.TemporaryDirectory() as directory:
         write(replace(TINY, layers=layers), Path(directory))
         network = load(Path(directory), device="cpu").model
@@ -90,7 +90,7 @@ def _of_network(backend: Backend, sequences: int, layers: int) -> Counts:
     for seq in range(sequences):
         step({seq: PROMPT + seq})
     decode = dict.fromkeys(range(sequences), 1)
-    step(decode)  # what is made at the first call of a layer is there from now on
+    step(decode)  # the first step of a layer creates objects that later steps reuse
     calls = 0
 
     def count(frame: FrameType, event: str, _: Any) -> None:
@@ -115,9 +115,9 @@ def _profiled(profiler: Callable[[FrameType, str, Any], None], run: Callable[[],
 
 
 def lines(found: Mapping[str, Mapping[int, Counts]]) -> list[str]:
-    """By the name of a backend and the number of sequences."""
+    """A line for each backend and number of sequences."""
     return [
-        f"{name:20} {one.calls:5.0f} calls and {one.operations:5.0f} torch operations a layer, {n} sequence(s)"
+        f"{name:20} {one.calls:5.0f} calls and {one.operations:5.0f} torch operations per layer, {n} sequence(s)"
         for name, by_number in found.items()
         for n, one in by_number.items()
     ]

@@ -1,4 +1,4 @@
-"""profile: where the time of one decoding step of ours goes, part by part. No thread, no queue: memory and network."""
+"""profile: the time of each part of a decoding step, with memory and network only: no engine thread, no queue."""
 
 import statistics
 import time
@@ -27,11 +27,11 @@ from kvcellar.shapes import Arrangement, AttentionSpec, Scoring
 from kvcellar.spans import Span
 
 PARTS = ("linear layers", "attention", "rest of the network", "begin and commit", "draw")
-PROMPT = 512  # tokens of a prompt that are read in one step
+PROMPT = 512  # prompt tokens per step of prefill
 
 
 class Clock:
-    """Milliseconds of each part, summed up until somebody takes them."""
+    """Sums the time of each part until `take`."""
 
     def __init__(self) -> None:
         self._spent: defaultdict[str, float] = defaultdict(float)
@@ -43,7 +43,7 @@ class Clock:
         self._spent[part] += time.perf_counter() - since
 
     def take(self) -> dict[str, float]:
-        """Of what ran since the last time."""
+        """Milliseconds by part, since the last call."""
         spent, self._spent = self._spent, defaultdict(float)
         spent["rest of the network"] = spent["forward"] - spent["linear layers"] - spent["attention"]
         return {part: 1000 * spent[part] for part in PARTS}

@@ -9,13 +9,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcellar.engine.request import Completion, Request
 from kvcellar.errors import BadRequest, Overloaded, PromptTooLong, shown
 from kvcellar.events import Event
 from kvcellar.layout import Layout
-from kvcellar.models.text_assets import TextAssets
 from kvcellar.sample.params import SamplingParams, check_ids
 from kvcellar.sample.sampler import Sampler
 from kvcellar.spans import whole
@@ -23,6 +22,9 @@ from kvcellar.text.meter import Caps
 from kvcellar.text.output import Output, Stops, open_stream
 from kvcellar.text.template import ChatTemplate
 from kvcellar.text.tokens import TextTokenizer, longest_text
+
+if TYPE_CHECKING:  # imports transformers
+    from kvcellar.models.text_assets import TextAssets
 
 FIELDS = frozenset(field.name for field in fields(SamplingParams))
 LEAST_MESSAGE_CHARS = 2**20
@@ -117,7 +119,7 @@ class TextCodec:
     """
 
     def __init__(
-        self, assets: TextAssets | None, why_not: str, end_ids: frozenset[int], *, context: int, text_bytes: int
+        self, assets: "TextAssets | None", why_not: str, end_ids: frozenset[int], *, context: int, text_bytes: int
     ) -> None:
         """`why_not` is the reason where `assets` is None. `text_bytes` of memory are for tokenizing."""
         self._tokenizer: TextTokenizer | None = None

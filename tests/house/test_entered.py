@@ -1,0 +1,52 @@
+"""How many files of the package one generate runs code of: what a reader has to know to follow a token."""
+
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import kvcellar
+from kvcellar import Engine
+
+SRC = Path(kvcellar.__file__).parent
+AIM = 30  # fewer than these
+MOST = 43  # 41 now; to be lowered whenever it falls
+BETWEEN = {"engine/compaction.py"}  # runs while no request does
+
+
+class Entered:
+    """Files of the package in which functions are called, in all threads that are started while `profile` is set."""
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+        self.counting = False
+
+    def profile(self, frame: FrameType, event: str, arg: Any) -> None:
+        if self.counting and event == "call" and (file := Path(frame.f_code.co_filename)).is_relative_to(SRC):
+            self.files.add(str(file.relative_to(SRC)))
+
+
+@contextmanager
+def profiled(profile: Callable[[FrameType, str, Any], None]):
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+
+def test_one_generate_enters_few_files() -> None:
+    entered = Entered()
+    with profiled(entered.profile), Engine(threads=1) as engine:
+        engine.generate("def main():", max_tokens=2)  # without what is imported or made at first use
+        entered.counting = True
+        engine.generate("class Cellar:\n", max_tokens=8)
+        entered.counting = False
+    found = sorted(entered.files - BETWEEN)
+    assert {"engine/loop.py", "models/seam.py", "sample/draw.py", "text/output.py"} <= set(found), "it was not seen"
+    assert len(found) <= MOST, f"{len(found)} files, the aim is fewer than {AIM}: {', '.join(found)}"

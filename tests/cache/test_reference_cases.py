@@ -8,7 +8,7 @@ from kvcellar.attention.sdpa import Sdpa
 from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.layouts import Causal
 from kvcellar.cache.memory import Group, Memory
-from kvcellar.engine.request import forgettable
+from kvcellar.engine.request import shift_span
 from kvcellar.plan import Batch, Feed
 from kvcellar.shapes import Plane
 from kvcellar.spans import Span
@@ -34,7 +34,7 @@ from tests.laws.watch import Wishes
 def test_a_full_context_forgets_half_of_what_is_behind_what_it_keeps_and_at_least_one_token(
     context, keep, gone
 ) -> None:
-    assert forgettable(context, keep) == gone
+    assert shift_span(context, keep) == gone
 
 
 @pytest.mark.parametrize("budget", [1, 3, 100])

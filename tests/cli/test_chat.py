@@ -70,9 +70,9 @@ def commands_are_told_where_they_are_wrong(terminal):
         "/set stop 5": "stop must be",
         "/set stop_token_ids 5": "stop_token_ids must be",
         "/set frobnicate 1": "no sampling parameter 'frobnicate'",
-        "/rewind 17": "17 turns cannot be forgotten; there are 3",
-        "/rewind x": "'x' turns cannot be forgotten",
-        "/rewind ²": "'²' turns cannot be forgotten",
+        "/rewind 17": "17 turns cannot be discarded; there are 3",
+        "/rewind x": "'x' turns cannot be discarded",
+        "/rewind ²": "'²' turns cannot be discarded",
         "/frobnicate": "set a sampling parameter, like",
         "/help": "set a sampling parameter, like",
         "/set": "set a sampling parameter, like",
@@ -115,7 +115,7 @@ def ctrl_c_ends_an_answer_and_not_the_conversation(terminal):
     assert tokens == 3
     assert 0 < remembered < prompt
     terminal.press("\x03")  # at the prompt it only clears the line
-    said(terminal, "/rewind 17", "17 turns cannot be forgotten; there are 3")
+    said(terminal, "/rewind 17", "17 turns cannot be discarded; there are 3")
 
 
 def test_an_unwritable_home_disables_only_the_history(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvcellar import Engine
-from kvcellar.engine.request import Completion, Request, Stage, Token
+from kvcellar.engine.request import Completion, Request, Status, Token
 from kvcellar.events import Done, Event, TokenLogprob
 from kvcellar.sample.params import SamplingParams
 
@@ -46,15 +46,15 @@ def given(engine: Engine, how: dict[str, Any], context: int, batches: Sequence[S
     request = Request((5, 6, 7), SamplingParams(**{"temperature": 0.0, **how}), events.append)
     completion: Completion = engine._built.intake.completion(request, seed=1)
     request.completions.append(completion)
-    for stage in (Stage.PREFILL, Stage.DECODE):
+    for stage in (Status.PREFILL, Status.DECODE):
         completion.become(stage)
     taken = 0
     for batch in batches:
         found = completion.accept(batch, context)
         taken += found.tokens
-        assert found.over is not None or found.tokens == len(batch)
-        if found.over is not None:
-            completion.finish(found.over)
+        assert found.reason is not None or found.tokens == len(batch)
+        if found.reason is not None:
+            completion.finish(found.reason)
             break
     completion.sampler.check()
     told = [replace(event, timings=None) if isinstance(event, Done) else event for event in events]
@@ -62,7 +62,7 @@ def given(engine: Engine, how: dict[str, Any], context: int, batches: Sequence[S
         told,
         taken,
         completion.tokens,
-        completion.stage,
+        completion.status,
         request.usage(),
         completion.sampler.seen_ids,
         completion.sampler.seen_counts,

@@ -158,7 +158,7 @@ def test_a_stream_is_gone_through_once_and_in_one_way(engine):
         asyncio.run(twice(engine.stream([5], **ASK)))
     begun = engine.stream([5], **ASK)
     next(begun)
-    with pytest.raises(WrongStage, match="not come to its end"):
+    with pytest.raises(WrongStage, match="not done"):
         _ = begun.result
     with pytest.raises(WrongStage, match="once"):
         asyncio.run(ids(begun))

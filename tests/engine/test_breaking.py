@@ -149,22 +149,22 @@ def broken(monkeypatch: pytest.MonkeyPatch, mix: Mix, part: str, name: str, faul
         yield
 
 
-OF_A_LINE = {  # the request of the completion that they are given is the one that fails
-    "manager": ["known", "admit", "next_checkpoint", "fork", "release", "rest", "forget", "shift"],
-    "scheduler": ["add", "join", "leave", "_give", "_fits"],
+OF_ONE = {  # the request of the completion that they are given is the one that fails
+    "manager": ["cached", "admit", "next_checkpoint", "fork", "release", "keep", "drop", "shift"],
+    "scheduler": ["enqueue", "add_running", "remove", "_add", "_fits"],
     "completion": ["accept", "become"],
 }
 OF_MANY = {  # of a step, or of what a completion's operation needs: one request fails at most
-    "manager": ["free", "reclaim", "forget_session", "open_session", "close_session",],
-    "scheduler": ["build", "send_back", "send_back_youngest", "_admit_next", "_still"],
+    "manager": ["free", "evict_idle", "evict_session", "open_session", "close_session",],
+    "scheduler": ["schedule", "_preempt", "preempt_youngest", "_admit_next", "_missing"],
     "memory": [
         "begin", "commit", "fork", "remove", "keep_state", "drop", "can_cut", "length", "has", "derived",
     ],
     "storage": ["free"],
     "guest": ["forward"],
-    "runner": ["step", "_transact", "_ready", "_twins", "_draw", "_emit", "_split", "_give"],
-    "loop": ["_make_room", "_leave"],
-    "compaction": ["piece"],
+    "runner": ["step", "_transact", "_ready", "_siblings", "_draw", "_emit", "_fork", "_accept"],
+    "loop": ["_shift", "_free"],
+    "compaction": ["compact_some"],
     "completion": ["finish"],  # it has told the end already
 }  # fmt: skip
 
@@ -198,11 +198,11 @@ def play_broken(monkeypatch: pytest.MonkeyPatch, mix: Mix, part: str, name: str,
         fired += fault.fired
         if not fault.fired:
             break
-    assert fired or name in ("shift", "forget", "keep_state", "reclaim", "forget_session"), "it was never called"
+    assert fired or name in ("shift", "drop", "keep_state", "evict_idle", "evict_session"), "it was never called"
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
-@each(OF_A_LINE)
+@each(OF_ONE)
 def test_an_error_ends_the_request_that_it_belongs_to(monkeypatch, mix, part, name, late) -> None:
     play_broken(monkeypatch, mix, part, name, late=late, own=True)
 

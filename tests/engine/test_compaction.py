@@ -66,7 +66,7 @@ def test_every_piece_leaves_memory_as_it_was_and_the_last_leaves_long_runs(seed:
     scattered(told, random.Random(seed))
     before, most = told.memory.storage.fragments()["full"], told.memory.storage.piece("full")
     compaction, moved = Compaction(told.memory.storage), 0
-    while compaction.piece():
+    while compaction.compact_some():
         assert 0 <= compaction.moved - moved <= most
         moved = compaction.moved
         told.check()
@@ -75,7 +75,7 @@ def test_every_piece_leaves_memory_as_it_was_and_the_last_leaves_long_runs(seed:
     assert after.runs <= after.tables + 1 or not worth_compacting(before, 0), "a fork has a run of its own behind"
     assert moved <= PASSES * sum(found.cells for found in told.memory.storage.fragments().values())
     with nothing_changes(told.memory):
-        assert not compaction.piece(), "what was compacted is not compacted again"
+        assert not compaction.compact_some(), "what was compacted is not compacted again"
 
 
 def test_it_holds_for_every_layout_and_for_quantised_planes() -> None:
@@ -101,7 +101,7 @@ def test_it_holds_for_every_layout_and_for_quantised_planes() -> None:
         player.drop(seq)
     before = player.memory.storage.fragments()
     compaction = Compaction(player.memory.storage)
-    while compaction.piece():
+    while compaction.compact_some():
         player.check()
     for name, found in player.memory.storage.fragments().items():
         assert found.runs < before[name].runs / 2, name
@@ -133,11 +133,11 @@ class Poor(Stubborn):
 @pytest.mark.parametrize("memory", [Stubborn(), Poor()])
 def test_what_cannot_be_improved_comes_to_an_end(memory: Stubborn) -> None:
     compaction = Compaction(memory)
-    while compaction.piece():
+    while compaction.compact_some():
         assert memory.moved <= PASSES * 1000
     moved = memory.moved
     assert moved > 0
-    assert not compaction.piece()
+    assert not compaction.compact_some()
     assert memory.moved == moved
 
 
@@ -152,10 +152,10 @@ def test_an_idle_engine_compacts_what_rests_and_answers_as_before(monkeypatch) -
             session.send([8, 9], **greedy)
         sessions.append(sessions[0].fork())
         loop = engine._loop
-        while loop.ask(loop.compaction.piece):
+        while loop.call(loop.compaction.compact_some):
             engine.check()
         assert engine.stats().compacted > 0
-        for found in loop.ask(engine._built.memory.storage.fragments).values():
+        for found in loop.call(engine._built.memory.storage.fragments).values():
             assert found.runs <= found.tables + 1
         for session in sessions:
             prompt = [*session.tokens, 7]
@@ -170,16 +170,16 @@ def test_a_call_that_comes_in_waits_for_one_piece_at_most() -> None:
     with small_engine("llama", context=48) as engine:
         loop, pieces, waited = engine._loop, [], []
 
-        def piece() -> bool:
+        def compact_some() -> bool:
             pieces.append(len(pieces))
             if len(pieces) == 5:
                 loop.post(lambda: waited.append(len(pieces)))
             return len(pieces) < 50
 
         def begin() -> None:
-            loop.compaction.piece = piece
+            loop.compaction.compact_some = compact_some
 
-        loop.ask(begin)
+        loop.call(begin)
         while len(pieces) < 50:
-            loop.ask(lambda: None)
+            loop.call(lambda: None)
         assert waited == [5]

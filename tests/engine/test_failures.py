@@ -170,7 +170,7 @@ def test_after_closing_nothing_is_answered_and_closing_again_is_nothing(engine):
     session.close()
 
 
-def test_requests_under_way_and_in_line_are_told_that_the_engine_closed():
+def test_running_and_waiting_requests_fail_when_the_engine_is_closed():
     with small_engine("llama", max_sequences=2) as engine:
         started = threading.Event()
         ears = [Ear() for _ in range(5)]
@@ -270,7 +270,7 @@ def test_if_the_thread_fails_everybody_is_told_and_later_callers_are_refused(mon
         with held(engine):
             for ear in ears:
                 engine.submit([5, 6], GREEDY, deliver=ear)
-            monkeypatch.setattr(engine._loop.scheduler, "build", lambda: 1 // 0)
+            monkeypatch.setattr(engine._loop.scheduler, "schedule", lambda: 1 // 0)
         for ear in ears:
             assert isinstance(ear.wait().error, EngineFailed)
             assert "ZeroDivisionError" in str(ear.error)
@@ -287,7 +287,7 @@ def test_who_asked_something_just_before_the_end_gets_an_answer():
         with held(engine):
             closer = threading.Thread(target=engine.close)
             closer.start()
-            asker = threading.Thread(target=lambda: answers.append(engine._loop.ask(lambda: "heard")))
+            asker = threading.Thread(target=lambda: answers.append(engine._loop.call(lambda: "heard")))
             while engine._loop._inbox.qsize() == 0:
                 time.sleep(0.001)
             try:
@@ -309,16 +309,16 @@ def test_who_asked_something_just_before_the_end_gets_an_answer():
 def test_a_cancel_ends_a_request_at_any_moment(moment):
     with small_engine("llama", step_tokens=4, max_sequences=1) as engine:
         ear, ticket = Ear(), []
-        turn, turns = engine._loop._turn, []
+        turn, turns = engine._loop._step, []
 
         def cancels_while_reading():
             turn()
             turns.append(engine._loop.scheduler.running)
             if moment == "while reading" and len(turns) == 3:
-                assert turns[-1][0].read == 12
+                assert turns[-1][0].computed == 12
                 ticket[0].cancel()
 
-        engine._loop._turn = cancels_while_reading
+        engine._loop._step = cancels_while_reading
 
         def listens(event):
             ear(event)

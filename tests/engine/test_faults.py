@@ -75,7 +75,7 @@ def test_a_shift_without_scratch_memory_reads_again_instead(monkeypatch) -> None
         assert engine.stats().cells_used == 0
 
 
-def test_sessions_that_rest_make_room_for_a_shift() -> None:
+def test_idle_sessions_are_evicted_for_a_shift() -> None:
     """The keys that move need spare cells; a session that nobody uses has them."""
     how = {"temperature": 0, "ignore_eos": True}
     settings = {"context": 24, "step_tokens": 8}
@@ -161,7 +161,7 @@ def test_what_is_no_position_of_the_prompt_is_refused(recurrent, checkpoint_posi
 
 def test_the_ends_of_a_prompt_are_positions_too(recurrent) -> None:
     collector, _ = recurrent.start([5, 6, 7], recurrent.params(**HOW), checkpoint_positions=[0, np.int64(1), 3])
-    assert len(list(collector.pieces())) == HOW["max_tokens"]
+    assert len(list(collector.deltas())) == HOW["max_tokens"]
 
 
 def test_none_is_what_the_model_does_by_itself(engine) -> None:

@@ -85,7 +85,7 @@ def talked(session: Session, turns: int, *, user: int = 20, answer: int = 18) ->
 
 def lose(engine: Engine, session: Session) -> None:
     """What others do to it that need its memory."""
-    engine._loop.ask(lambda: engine._loop.manager.forget_session(session._number))
+    engine._loop.call(lambda: engine._loop.manager.evict_session(session._number))
 
 
 @pytest.mark.parametrize("back", [1, 3, 5])

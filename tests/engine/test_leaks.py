@@ -34,13 +34,13 @@ def tiny_engine(**settings: Any) -> Engine:
 
 def checked_between_steps(engine: Engine) -> None:
     """From now on the engine asserts its invariants after every turn."""
-    turn = engine._loop._turn
+    turn = engine._loop._step
 
     def turn_and_check() -> None:
         turn()
         engine._loop.check()
 
-    engine._loop._turn = turn_and_check  # type: ignore[method-assign]
+    engine._loop._step = turn_and_check  # type: ignore[method-assign]
 
 
 class Listener(Ear):
@@ -117,7 +117,7 @@ def live(engine: Engine, draw: random.Random, count: int) -> list[Listener]:
 
 
 def submit(engine: Engine, prompt: tuple[int, ...], params: SamplingParams, ear: Listener) -> None:
-    engine._loop.ask(lambda: setattr(ear, "ticket", engine.submit(prompt, params, deliver=ear)))
+    engine._loop.call(lambda: setattr(ear, "ticket", engine.submit(prompt, params, deliver=ear)))
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ CONTEXT = 48
 ARCHITECTURES = ["llama", "gpt2", "gemma2", "gemma3", "bloom"]  # in place, not, in place, two that read again
 OTHERS = {
     "nobody else": lambda engine, draw: None,
-    "reclaimed": lambda engine, draw: engine._loop.ask(engine._loop.manager.reclaim),
+    "reclaimed": lambda engine, draw: engine._loop.call(engine._loop.manager.evict_idle),
     "others": lambda engine, draw: engine.generate([tokens(draw, 40) for _ in range(3)], max_tokens=8),
 }
 
@@ -85,7 +85,7 @@ def test_all_of_the_first_prompt_stays_if_that_is_wanted():
             text += answer.token_ids
 
 
-def test_what_is_sent_is_never_cut_and_a_session_that_cannot_make_room_says_so():
+def test_what_is_sent_is_never_cut_or_raises():
     with small_engine("llama", context=CONTEXT) as engine:
         session = engine.session()
         how = {"max_tokens": 4, "ignore_eos": True, "shift": True}
@@ -136,7 +136,7 @@ def test_a_chat_forgets_its_oldest_turns_whole(chatty):
     for turn in range(12):
         messages.append({"role": "user", "content": f"def number_{turn}(value):"})
         answer = session.send(messages[-1]["content"], **how)
-        start = session._forgotten
+        start = session._omitted
         assert start % 2 == 0
         assert answer.text == chatty.chat(messages[start:], **how).text
         messages.append({"role": "assistant", "content": answer.text})
@@ -146,7 +146,7 @@ def test_a_chat_forgets_its_oldest_turns_whole(chatty):
     assert 1 < len(set(starts)) < 8
     assert len(chatty.render(messages[starts[-1] :][:-1])) <= 96
     session.rewind(12)
-    assert (session.tokens, session.messages, session._forgotten) == ([], [], 0)
+    assert (session.tokens, session.messages, session._omitted) == ([], [], 0)
     session.close()
 
 

@@ -208,14 +208,14 @@ def test_prompts_of_unequal_lengths_take_no_more_than_was_reserved(name: str) ->
 
 def metered(engine: Engine) -> list[int]:
     """From now on, the bytes that each turn takes at most beside what is there before it."""
-    taken, turn = [], engine._loop._turn
+    taken, turn = [], engine._loop._step
 
     def watched() -> None:
         with peak(CPU) as meter:
             turn()
         taken.append(meter.bytes)
 
-    engine._loop._turn = watched  # type: ignore[method-assign]
+    engine._loop._step = watched  # type: ignore[method-assign]
     return taken
 
 
@@ -223,7 +223,7 @@ def test_a_sequence_of_the_engines_memory_ends_with_the_context() -> None:
     with small_engine("llama", context=40) as engine:
         memory = engine._built.memory
         with pytest.raises(BadRequest, match="may have 40 tokens"):
-            engine._loop.ask(lambda: memory.begin(Batch((Feed(1, Span(0, 41)),))))
+            engine._loop.call(lambda: memory.begin(Batch((Feed(1, Span(0, 41)),))))
 
 
 def test_a_memory_that_leaves_no_room_for_a_step_is_refused_with_the_numbers_to_change() -> None:

@@ -73,6 +73,6 @@ def test_everybody_is_served_in_their_turn_and_gets_what_they_would_get_alone(ma
         if ask.cancel is None:
             assert set(heard.reasons) == set(range(ask.n))
     for session in range(4):
-        world.manager.forget_session(session)
+        world.manager.evict_session(session)
     assert world.memory.storage.free() == world.capacity
     assert not world.memory.sequences

@@ -33,10 +33,10 @@ def reclaim(engine):
     """Memory forgets every session, as it does when others need the room."""
 
     def forget():
-        while engine._loop.manager.reclaim():
+        while engine._loop.manager.evict_idle():
             pass
 
-    engine._loop.ask(forget)
+    engine._loop.call(forget)
 
 
 # -- warm equals cold -------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class Tree:
             guest.forward = forward
 
     def reclaim(self, which: int) -> None:
-        self.engine._loop.ask(self.engine._loop.manager.reclaim)
+        self.engine._loop.call(self.engine._loop.manager.evict_idle)
 
     def others(self, which: int) -> None:
         self.engine.generate([tokens(self.draw, 20) for _ in range(3)], **ASK)
@@ -273,7 +273,7 @@ def test_a_conversation_that_outgrows_the_context_is_told_so_and_can_go_back(eng
     session.send([6], **ASK)
 
 
-def test_a_session_under_way_is_busy(engine):
+def test_a_session_with_a_running_request_is_busy(engine):
     session = engine.session()
     pieces = session.stream([5], max_tokens=100, ignore_eos=True)
     next(pieces)
@@ -307,7 +307,7 @@ def test_of_threads_that_send_to_one_session_all_but_one_are_told_that_it_is_bus
     assert len(session.tokens) == 41 * len(done)
 
 
-def test_closing_ends_what_is_under_way_and_may_be_done_again(engine):
+def test_closing_cancels_the_running_request_and_is_idempotent(engine):
     with engine.session() as session:
         pieces = session.stream([5], max_tokens=200, ignore_eos=True)
         next(pieces)

@@ -29,7 +29,7 @@ def test_the_text_is_the_same_whoever_is_there_and_however_scarce_memory_is(name
             stats = engine.stats()
             assert stats.preemptions > 0
             assert stats.cells_used == 0
-            assert bool(stats.rereads) == (name not in IN_PLACE)
+            assert bool(stats.recomputes) == (name not in IN_PLACE)
         for result, ids in zip(results, alone, strict=True):
             assert [(c.token_ids, c.finish_reason) for c in result.choices] == [(ids, "length")] * 2
 
@@ -63,7 +63,7 @@ def test_two_lines_in_memory_for_one_write_what_they_write_alone():
         assert (engine.stats().groups[0].cells, engine.stats().preemptions) == (CONTEXT, 0)
         together = engine.generate(prompts, **LONG)
         assert engine.stats().preemptions > 0
-        assert engine.stats().rereads == {}
+        assert engine.stats().recomputes == {}
         engine.check()
     assert [result.token_ids for result in together] == alone
 
@@ -77,7 +77,7 @@ def test_the_text_does_not_depend_on_how_much_is_read_in_a_step_nor_on_the_cells
         with small_engine("llama", step_tokens=step_tokens, **sizes, **cells) as engine:
             told.append(engine.generate([5, 6, 7, 8], **{**LONG, "max_tokens": 270}).token_ids)
             stats = engine.stats()
-            assert (stats.shifts, stats.rereads) == (1, {})
+            assert (stats.shifts, stats.recomputes) == (1, {})
             assert stats.groups[0].cells == {(32, False): 288, (512, False): 768, (32, True): 256}[step_tokens, tight]
             engine.check()
     assert len(told[0]) == 270
@@ -94,7 +94,7 @@ def test_all_but_one_token_of_the_context_can_be_kept(name, keep):
         assert (len(result.token_ids), result.finish_reason) == (80, "length")
         assert spans[-1] == (CONTEXT - 1, CONTEXT)
         assert sum(end - start for start, end in spans) == 3 + 79
-        assert engine.stats().rereads == {}
+        assert engine.stats().recomputes == {}
         head = [5, 6, 7, *result.token_ids][: CONTEXT - 1]
         for last in range(CONTEXT - 4, 79, 9):
             prompt = [*head, result.token_ids[last]]
@@ -107,7 +107,7 @@ def test_all_but_one_token_of_the_context_can_be_kept(name, keep):
 def test_why_text_was_read_again_is_counted():
     with small_engine("gpt2", context=CONTEXT) as engine:
         engine.generate([5, 6, 7], **LONG)
-        (reason,) = engine.stats().rereads
+        (reason,) = engine.stats().recomputes
     assert "logits change" in reason
 
 
@@ -165,7 +165,7 @@ def test_a_cancel_beyond_the_context_gives_everything_back(moment):
             if len(ear.events) == moment:
                 ticket[0].cancel()
 
-        engine._loop.ask(lambda: ticket.append(engine.submit([5, 6], SamplingParams(**LONG), deliver=listen)))
+        engine._loop.call(lambda: ticket.append(engine.submit([5, 6], SamplingParams(**LONG), deliver=listen)))
         assert ear.wait().reasons == {0: "cancelled"}
         engine.check()
         assert engine.stats().cells_used == 0

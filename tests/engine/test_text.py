@@ -251,15 +251,15 @@ def test_samples_of_a_prompt_share_its_cells(name):
     """n answers hold the prompt once, and what each wrote itself."""
     prompt, n, seen = [3 + i % 90 for i in range(60)], 8, []
     with small_engine(name) as engine:
-        turn = engine._loop._turn
+        turn = engine._loop._step
 
         def watch():
             turn()
             if len(engine._loop.scheduler.running) == n:
                 completions = engine._loop.scheduler.running
-                seen.append((sum(completion.read - len(prompt) for completion in completions), stats_of(engine._built)))
+                seen.append((sum(one.computed - len(prompt) for one in completions), stats_of(engine._built)))
 
-        engine._loop._turn = watch
+        engine._loop._step = watch
         result = engine.generate(prompt, n=n, max_tokens=5, seed=2, temperature=1.0, ignore_eos=True)
         assert len({choice.token_ids for choice in result.choices}) > 1
     assert len(seen) == 4  # before each token but the last

@@ -11,8 +11,8 @@ from kvcellar.cache.cells import Cells
 from kvcellar.cache.rows import Rows
 from kvcellar.cache.tables import Table, Tables
 from kvcellar.engine.manager import SequenceManager
-from kvcellar.engine.request import Completion, Request, Stage
-from kvcellar.engine.scheduler import Scheduler, Share
+from kvcellar.engine.request import Completion, Request, Status
+from kvcellar.engine.scheduler import Scheduled, Scheduler
 from kvcellar.events import Delta, Done, Event, Failed, Finished
 from kvcellar.layout import Layout
 from kvcellar.sample.params import SamplingParams
@@ -50,7 +50,7 @@ class TableMemory:
     def length(self, seq: int) -> int:
         return next(iter(self._tables[seq].values())).end if seq in self._tables else 0
 
-    def feed(self, shares: Sequence[Share]) -> None:
+    def feed(self, shares: Sequence[Scheduled]) -> None:
         """A step: cells for all its tokens first, then what slides out of sight is forgotten."""
         taken: list[tuple[Table, str, list]] = []
         for completion, tokens in shares:
@@ -59,8 +59,8 @@ class TableMemory:
                 completion.seq, {name: Table(all_of) for name, all_of in self.tables.items()}
             )
             for name, table in tables.items():
-                assert table.end == completion.read, (
-                    f"memory goes on at {table.end}, the completion at {completion.read}"
+                assert table.end == completion.computed, (
+                    f"memory goes on at {table.end}, the completion at {completion.computed}"
                 )
                 taken.append((table, name, self.cells[name].take(tokens, after=table.last_cell)))
         for table, name, runs in taken:
@@ -179,7 +179,7 @@ class World:
             assert self.turns < limit, "it does not come to an end"
 
     def _session_busy(self, session: int | None) -> bool:
-        return session is not None and any(r.session == session and not r.over for r in self.requests.values())
+        return session is not None and any(r.session == session and not r.done for r in self.requests.values())
 
     def submit(self, number: int, ask: Ask) -> None:
         heard = self.heard[number] = Heard()
@@ -189,7 +189,7 @@ class World:
         prompt = (first, *range(VOCABULARY - ask.prompt + 1, VOCABULARY))
         request = self.requests[number] = Request(prompt, params, heard, ask.session, number=len(self.requests))
         request.completions.append(self._completion(request, list(prompt), 0))
-        self.scheduler.add(request.completions[0])
+        self.scheduler.enqueue(request.completions[0])
 
     def _completion(self, request: Request, tokens: list[int], choice: int) -> Completion:
         state = Sampler(request.params, seed=0, index=choice, prompt_ids=(), vocab_size=VOCABULARY, end_ids=frozenset())
@@ -197,48 +197,48 @@ class World:
 
     def cancel(self, request: Request) -> None:
         for completion in list(request.completions):
-            if completion.stage is not Stage.DONE:
+            if completion.status is not Status.DONE:
                 self._end(completion, "cancelled")
 
     def turn(self) -> None:
         """What the loop does in a turn: build, read, draw, end."""
         self.turns += 1
         waiting, running = list(self.scheduler.waiting), list(self.scheduler.running)
-        shares, stuck = self.scheduler.build()
+        shares, stuck = self.scheduler.schedule()
         self.check_laws(shares, stuck, waiting, running)
         for completion in stuck:
             self._end(completion, "length")
         self.memory.feed(shares)
         self.fed += sum(share.tokens for share in shares)
         for completion, tokens in shares:
-            completion.read += tokens
+            completion.computed += tokens
         for completion, _ in shares:
-            if not completion.unread and completion.stage is not Stage.DONE:
+            if not completion.uncomputed and completion.status is not Status.DONE:
                 for writer in self._writers(completion):
-                    if reason := writer.accept([(len(writer.tokens) % VOCABULARY, None)], self.context).over:
+                    if reason := writer.accept([(len(writer.tokens) % VOCABULARY, None)], self.context).reason:
                         self._end(writer, reason)
         self.check()
 
     def _writers(self, completion: Completion) -> list[Completion]:
-        if completion.stage is Stage.DECODE:
+        if completion.status is Status.DECODE:
             return [completion]
-        completion.become(Stage.DECODE)
+        completion.become(Status.DECODE)
         request = completion.request
         if completion.sampler.produced:
             return [completion]
         for choice in range(1, request.params.n):
             twin = self._completion(request, list(completion.tokens), choice)
             self.manager.fork(completion, twin)
-            twin.become(Stage.PREFILL)
-            twin.become(Stage.DECODE)
+            twin.become(Status.PREFILL)
+            twin.become(Status.DECODE)
             request.completions.append(twin)
-            self.scheduler.join(twin)
+            self.scheduler.add_running(twin)
         return list(request.completions)
 
     def _end(self, completion: Completion, reason: str) -> None:
-        self.scheduler.leave(completion)
+        self.scheduler.remove(completion)
         if completion.request.session is not None and completion.seq is not None:
-            self.manager.rest(completion.request.session, completion)
+            self.manager.keep(completion.request.session, completion)
         else:
             self.manager.release(completion)
         completion.finish(reason)  # type: ignore[arg-type]
@@ -250,7 +250,7 @@ class World:
         self.manager.check(self.scheduler.running)
 
     def check_laws(
-        self, shares: list[Share], stuck: list[Completion], waiting: list[Completion], running: list[Completion]
+        self, shares: list[Scheduled], stuck: list[Completion], waiting: list[Completion], running: list[Completion]
     ) -> None:
         given = {id(share.completion): share.tokens for share in shares}
         total = sum(given.values())
@@ -260,21 +260,21 @@ class World:
         for name, free in self.memory.storage.free().items():
             assert total <= free, f"{total} tokens for {free} free cells of {name}"
         for share in shares:
-            assert share.tokens <= share.completion.unread
+            assert share.tokens <= share.completion.uncomputed
             assert share.completion in self.scheduler.running
 
         now = self.scheduler.running
         if running:
             oldest = running[0]
             assert oldest in now, "the oldest was sent back"
-            decoding = sum(completion.stage is Stage.DECODE for completion in now)
+            decoding = sum(completion.status is Status.DECODE for completion in now)
             assert (id(oldest) in given) != (oldest in stuck) or decoding >= self.step_tokens, "the oldest has to wait"
         assert all(completion is now[0] and len(now) == 1 for completion in stuck), (
             "ended although others could be sent back"
         )
-        readers_served = [share.completion for share in shares if share.completion.stage is Stage.PREFILL]
+        readers_served = [share.completion for share in shares if share.completion.status is Status.PREFILL]
         if readers_served:
-            unserved = [x for x in now if x.stage is Stage.DECODE and id(x) not in given]
+            unserved = [x for x in now if x.status is Status.DECODE and id(x) not in given]
             assert not unserved, "a completion that reads was served before one that writes"
         admitted = [completion for completion in waiting if completion in now]
         assert admitted == sorted(admitted, key=lambda completion: completion.key)

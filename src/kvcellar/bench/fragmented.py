@@ -125,7 +125,7 @@ def _compact(memory: Memory) -> tuple[int, float]:
     compaction, longest = Compaction(memory.storage), 0.0
     while True:
         start = time.process_time()
-        if not compaction.piece():
+        if not compaction.compact_some():
             return compaction.moved, longest
         longest = max(longest, 1000 * (time.process_time() - start))
 

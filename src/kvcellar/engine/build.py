@@ -153,7 +153,7 @@ def _running(
     """The parts that run on the engine's thread."""
     states, context = capacity.states, intake.context
     manager = SequenceManager(
-        memory, resting=states.checkpoints if states.rows else None, checkpoint_positions=states.most_checkpoints
+        memory, max_idle=states.checkpoints if states.rows else None, checkpoint_positions=states.most_checkpoints
     )
     layouts = {name: layout for name, (layout, _) in intake.groups.items()}
     scheduler = Scheduler(
@@ -164,9 +164,9 @@ def _running(
         guest,
         memory,
         context=context,
-        twins=intake.siblings,
-        split=loop.split,
-        ended=loop.ended,
+        siblings=intake.siblings,
+        fork=loop.fork,
+        end=loop.end,
         trim=partial(trim, memory.rows, most=states.checkpoints, spare=states.sequences),
     )
     return loop, runner

@@ -61,14 +61,14 @@ class Engine:
         checked = _settings(settings)
         with listening(progress):
             import_needed()
-            from kvcellar.engine.build import build  # not before there is a model to load
+            from kvcellar.engine.build import build  # imports torch, so not at the top
 
             self._built: Built = build(model, checked)
         self._loop = self._built.loop
         self._sessions = count(1)
         self.model = model_card(self._built)
         self._loop.start(self._built.runner)
-        # A thread inside torch must not outlive the interpreter: whoever forgets `close` has it done for him.
+        # A thread inside torch must not outlive the interpreter, so an engine that is not closed is closed at its end.
         self._closing = weakref.finalize(self, self._loop.close)
 
     def __enter__(self) -> Self:
@@ -80,7 +80,7 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """End the engine. Requests under way are told `EngineClosed`. May be called again."""
+        """End the engine. Requests that are not done raise `EngineClosed`. Idempotent."""
         self._closing()
         self._loop.close()
 
@@ -103,7 +103,7 @@ class Engine:
         return self._built.intake.codec.encode(text, special=special, limit=limit)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids. Raises `BadRequest` for what is no id of this model."""
+        """The text of token ids. Raises `BadRequest` for ids that this model does not have."""
         return self._built.intake.codec.decode(intake.tokens(ids, self.model.vocab_size, "ids"))
 
     def token_bytes(self, token: int) -> bytes:
@@ -143,12 +143,13 @@ class Engine:
         session: int | None = None,
         checkpoint_positions: Sequence[int] = (),
     ) -> Ticket:
-        """Ask, and return at once. `deliver` is called on the engine's thread with every event; it must not block.
+        """Submit a request, and return at once. `deliver` is called with every event, on the engine's thread; it must
+        not block.
 
-        `checkpoint_positions` are positions of the prompt, in order, that the session may come back to. Where a model
-        has recurrent layers, its state is kept there if the prompt is read again; elsewhere they mean nothing.
+        `checkpoint_positions` are positions of the prompt, ascending, from which the session may resume. A model with
+        recurrent layers keeps checkpoints there when the prompt is prefilled; others ignore them.
 
-        Raises `BadRequest`, `PromptTooLong`, `Overloaded` or `EngineClosed`; nothing will be delivered then.
+        Raises `BadRequest`, `PromptTooLong`, `Overloaded` or `EngineClosed`; then no event is delivered.
         """
         params, deliver = intake.parameters(params), intake.receiver(deliver)
         session = intake.session_number(session)
@@ -162,7 +163,7 @@ class Engine:
         size = prompts.take(len(prompt), params.n)
         try:
             completion = self._built.intake.completion(request, seed)
-            request.ended = partial(prompts.give, size)
+            request.on_done = partial(prompts.give, size)
             self._loop.submit(request, completion)
         except BaseException:
             prompts.give(size)
@@ -176,9 +177,10 @@ class Engine:
     @overload
     def generate(self, prompt: Prompts, **sampling: Unpack[SamplingOptions]) -> list[Result]: ...
     def generate(self, prompt: Any, **sampling: Unpack[SamplingOptions]) -> Result | list[Result]:
-        """Go on from a text or token ids; from a list of them as one batch, with one result each.
+        """Continue a text or token ids; a list of them as one batch, with one result each. Blocks until the end.
 
-        Keyword arguments are the fields of `SamplingParams`; those not given are the model's own defaults.
+        Keyword arguments are the fields of `SamplingParams`; the others have the model's defaults. Raises `BadRequest`,
+        `PromptTooLong`, `Overloaded`, `EngineClosed`, `EngineFailed`.
         """
         params = self.params(**sampling)
         if not _is_batch(prompt):
@@ -189,7 +191,9 @@ class Engine:
         return self._together(every, params)
 
     def stream(self, prompt: Prompt, **sampling: Unpack[SamplingOptions]) -> Stream:
-        """Pieces of the answer as they come, with `for` or with `async for`. Leaving early cancels the request."""
+        """The completion as it is generated, with `for` or `async for`. Leaving the iteration early cancels the
+        request.
+        """
         params = self.params(**sampling)
 
         def submit(deliver: Callable[[Event], None]) -> Ticket:
@@ -199,13 +203,15 @@ class Engine:
         return Stream(submit, params.n)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Unpack[SamplingOptions]) -> Result:
-        """The assistant's next message of a conversation."""
+        """The assistant's next message of a conversation. Blocks until the end; raises what `generate` and `render`
+        raise.
+        """
         return self._wait(self.render(messages, limit=self.model.context), self.params(**sampling))
 
     def session(self, *, chat: bool = True) -> "Session":
-        """A conversation whose memory stays: each `send` reads only what is new.
+        """A conversation whose K/V stay in memory: each `send` prefills only what is new.
 
-        With `chat`, and a model that has a template, texts are the user's messages; else they are text to go on from.
+        With `chat`, and a chat template, what is sent are the user's messages; otherwise it is text to continue.
         """
         from kvcellar.engine.session import Session
 
@@ -226,15 +232,15 @@ class Engine:
     # -- inspection ---------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """How it is doing now. Waits for the step that is running."""
-        return self._loop.ask(partial(stats, self._built))
+        """The current statistics. Waits for the running step."""
+        return self._loop.call(partial(stats, self._built))
 
     def check(self) -> None:
         """Assert every invariant of the scheduler and of memory, between two steps."""
-        self._loop.ask(self._loop.check)
+        self._loop.call(self._loop.check)
 
     def capacity(self) -> str:
-        """How the bytes were turned into cells, in words."""
+        """What fits into the granted bytes, in words."""
         return str(self._built.capacity)
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -246,7 +252,7 @@ class Engine:
         session: int | None = None,
         checkpoint_positions: Sequence[int] = (),
     ) -> tuple[Collector, Ticket]:
-        """Submit a request that the caller is going to wait for."""
+        """Submit a request whose result the caller waits for."""
         self._loop.check_caller()
         collector = Collector(params.n)
         return collector, self.submit(
@@ -258,33 +264,34 @@ class Engine:
         try:
             return collector.result()
         finally:
-            ticket.cancel()  # whoever was interrupted while waiting does not need the answer
+            ticket.cancel()  # after an interrupted wait
 
     def _together(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Result]:
-        """All prompts as one batch; an error of one cancels the others."""
+        """The results of all prompts; an error of one cancels the others."""
         results: list[Result] = []
-        under_way: deque[tuple[Collector, Ticket]] = deque()
+        running: deque[tuple[Collector, Ticket]] = deque()
         try:
             for ids in prompts:
-                while not self._joins(under_way, ids, params):
-                    results.append(under_way[0][0].result())
-                    under_way.popleft()
-            while under_way:
-                results.append(under_way[0][0].result())
-                under_way.popleft()
+                while not self._joins(running, ids, params):
+                    results.append(running[0][0].result())
+                    running.popleft()
+            while running:
+                results.append(running[0][0].result())
+                running.popleft()
         finally:
-            for _, ticket in under_way:
+            for _, ticket in running:
                 ticket.cancel()
         return results
 
-    def _joins(self, under_way: deque[tuple[Collector, Ticket]], ids: Sequence[int], params: SamplingParams) -> bool:
-        """Submit one more prompt of a batch. False if some of the batch should end first, to let others wait too."""
-        if len(under_way) > self._built.settings.max_waiting // 2:
+    def _joins(self, running: deque[tuple[Collector, Ticket]], ids: Sequence[int], params: SamplingParams) -> bool:
+        """Submit one more prompt of a batch. False if some of the batch have to end first, so that it does not fill the
+        queue."""
+        if len(running) > self._built.settings.max_waiting // 2:
             return False
         try:
-            under_way.append(self.start(ids, params))
+            running.append(self.start(ids, params))
         except Overloaded:
-            if not under_way:
+            if not running:
                 raise
             return False
         return True

@@ -1,19 +1,19 @@
-"""loop: the one thread that owns the device. Everything that changes a completion, a sequence or memory happens here.
+"""loop: the thread that owns the device. Completions, sequences and memory change on this thread only.
 
-Others talk to it by leaving callables in its inbox, which it runs between steps; it answers through each request's
+Other threads put callables into its inbox, which it runs between steps; it returns results through each request's
 `deliver`, and through futures.
 
-An exception that nothing expects ends the request that it belongs to, with `EngineFailed`, and no other: whatever was
-half done, memory and the scheduler are put in order again from what the other completions say, which read again what
-they lost (`_heal`). The engine ends only where that does not succeed, or where an error that belongs to no request
-comes again before the next step.
+An unexpected exception ends the request that it belongs to, with `EngineFailed`, and no other: memory and the scheduler
+are made consistent with the other completions, which recompute what they lost (`_recover`). The engine ends only if
+that fails, or if an error that belongs to no request occurs again before the next step.
 
 Always true between steps:
-  * every request that has been taken in has completions that run or wait, or it is over;
-  * a completion that is over has left the scheduler, and its cells are free or rest with its session;
-  * `_under_way` are the requests that are not over, by their number.
+  * every request that was taken in has completions that run or wait, or is done;
+  * a completion that is over is not in the scheduler, and its cells are free or its session's;
+  * `_requests` are the requests that are not done, by number.
 
-A forked process has no such thread: there every call raises, before it takes a lock, and closing does nothing.
+In a forked process the thread does not exist: every call raises there, before it takes a lock, and closing does
+nothing.
 """
 
 import logging
@@ -29,7 +29,7 @@ import torch
 
 from kvcellar.engine.compaction import Compaction
 from kvcellar.engine.manager import SequenceManager
-from kvcellar.engine.request import Completion, Request, Stage
+from kvcellar.engine.request import Completion, Request, Status
 from kvcellar.engine.runner import Runner
 from kvcellar.engine.scheduler import Scheduler
 from kvcellar.errors import CacheFull, EngineClosed, EngineFailed, KvcellarError, WrongStage
@@ -41,20 +41,22 @@ log = logging.getLogger("kvcellar.engine")
 
 
 class Loop:
-    """Owns the thread. `start` it once, `close` it once."""
+    """Owns the thread. Call `start` once, and `close`."""
 
     def __init__(self, manager: SequenceManager, scheduler: Scheduler, *, context: int, threads: int) -> None:
         self.manager, self.scheduler = manager, scheduler
         self.compaction = Compaction(manager.memory.storage)
         self._context, self._threads = context, threads
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._under_way: dict[int, Request] = {}
-        self._hurt: list[tuple[Request | None, EngineFailed]] = []  # what errors have ended since the last `_heal`
-        self._stalled_at = -1  # the number of steps when an error came that belongs to no request
+        self._requests: dict[int, Request] = {}
+        self._failures: list[
+            tuple[Request | None, EngineFailed]
+        ] = []  # requests that errors have ended since the last `_recover`
+        self._failed_at = -1  # number of steps at the last error that belongs to no request
         self._arrivals = count()
         self._open = True
         self._origin = Origin()
-        self._gate = threading.Lock()  # nobody puts a call into the inbox of a loop that has ended
+        self._gate = threading.Lock()  # held to add to the inbox, so that nothing is added after the end
         self._thread = threading.Thread(target=self._run, name="kvcellar-engine", daemon=True)
         self.steps = 0
 
@@ -70,7 +72,7 @@ class Loop:
 
     @property
     def backlog(self) -> int:
-        """Requests that have not been admitted yet, about."""
+        """Approximate number of requests that were not admitted yet."""
         return len(self.scheduler.waiting) + self._inbox.qsize()
 
     def post(self, call: Callable[[], None]) -> None:
@@ -82,32 +84,32 @@ class Loop:
                 raise EngineClosed("the engine is closed; open a new one")
             self._inbox.put(call)
 
-    def ask(self, question: Callable[[], T], *, changes: str = "") -> T:
-        """Run `question` on the engine's thread, between two steps. Returns what it returns, raises what it raises.
+    def call(self, function: Callable[[], T], *, changes: str = "") -> T:
+        """Run `function` on the engine's thread, between two steps. Returns what it returns, raises what it raises.
 
-        `changes` is what it changes, if it does: any other error than ours is raised as `EngineFailed` with these words
-        then, and memory is put in order.
+        `changes` describes what it changes, if anything: then an error that is not a `KvcellarError` is raised as
+        `EngineFailed` with this description, and the loop recovers.
         """
         future: Future[T] = Future()
 
-        def call() -> None:
+        def run() -> None:
             try:
-                future.set_result(question())
-            except Exception as error:  # noqa: BLE001 - raised where it was asked
+                future.set_result(function())
+            except Exception as error:  # noqa: BLE001 - raised by `result` below
                 ours = isinstance(error, KvcellarError) or not changes
-                future.set_exception(error if ours else self._contain(changes, None, error))
+                future.set_exception(error if ours else self._record(changes, None, error))
 
         self.check_caller()
-        self.post(call)
+        self.post(run)
         return future.result()
 
     def check_caller(self) -> None:
-        """Raise `WrongStage` on the engine's own thread: there, waiting for the engine would never end."""
+        """Raise `WrongStage` on the engine's own thread, where waiting for the engine would never end."""
         if threading.current_thread() is self._thread:
             raise WrongStage("an event's receiver runs on the engine's thread and must not wait for the engine")
 
     def close(self) -> None:
-        """End the thread. Requests under way get `EngineClosed`. May be called again; does nothing in a fork."""
+        """End the thread. Requests that are not done get `EngineClosed`. Idempotent; does nothing in a fork."""
         if not self._origin.here:
             return
         with suppress(EngineClosed):
@@ -119,22 +121,22 @@ class Loop:
         def take_in() -> None:
             request.number = next(self._arrivals)
             request.completions.append(completion)
-            self._under_way[request.number] = request
-            self.scheduler.add(completion)
+            self._requests[request.number] = request
+            self.scheduler.enqueue(completion)
 
         self.post(lambda: self._guard("taking in the request", request, take_in))
 
     def cancel(self, request: Request) -> None:
-        """End all its completions as they are. A request that is over does not notice."""
+        """End all its completions. No effect on a request that is done."""
         with suppress(EngineClosed):
             self.post(lambda: self._cancel(request))
 
     def open_session(self, session: int) -> None:
-        """From now on what its requests leave in memory stays with it."""
+        """From now on the memory of its completions is kept when they end."""
         self.post(lambda: self.manager.open_session(session))
 
     def end_session(self, session: int) -> None:
-        """Cancel what is under way for a session, and forget what it holds."""
+        """Cancel the requests of a session, and free its memory."""
 
         def end() -> None:
             for completion in [*self.scheduler.running, *self.scheduler.waiting]:
@@ -153,15 +155,15 @@ class Loop:
         try:
             while self._open:
                 self._receive()
-                self._turn()
+                self._step()
         except Exception as error:
             log.exception("the engine's thread met an error it did not expect; the engine is closed")
             reason = EngineFailed(f"the engine stopped on {type(error).__name__}: {error}")
         finally:
-            self._finish(reason)
+            self._shut_down(reason)
 
     def _receive(self) -> None:
-        """Run what came in. If there is nothing else to do, compact memory until something comes, and wait for it."""
+        """Run the calls in the inbox. Without requests, compact memory while it is empty, then wait for a call."""
         idle = not self.scheduler.running and not self.scheduler.waiting
         while idle and self._inbox.empty() and self._compact():
             pass
@@ -169,7 +171,7 @@ class Loop:
             while True:
                 call = self._inbox.get(block=idle)
                 self._guard("a call", None, call)
-                self._heal()
+                self._recover()
                 idle = False
                 if not self._open:
                     return
@@ -177,178 +179,184 @@ class Loop:
             return
 
     def _compact(self) -> bool:
-        """Move a piece; False if there is none. An error there belongs to no request, and is no reason to try again."""
+        """Compact a bounded part of memory. False if there is nothing to compact, or after an error."""
         try:
-            return bool(self.compaction.piece())
+            return bool(self.compaction.compact_some())
         except Exception as error:  # noqa: BLE001 - logged
-            self._contain("compacting memory", None, error)
-            self._heal()
+            self._record("compacting memory", None, error)
+            self._recover()
             return False
 
-    def _make_room(self, completion: Completion) -> None:
-        """A completion that has filled the context forgets its oldest part behind what it keeps, to go on.
+    def _shift(self, completion: Completion) -> None:
+        """Context shift of a completion that has filled the context.
 
-        Whether memory can move what lies behind depends on the completion alone: other completions and sessions give up
-        the cells that are missing. Else the text would depend on what else runs.
+        Whether K/V can be moved must depend on the completion alone, or its text would depend on what else runs: so
+        idle sessions are evicted and other completions preempted for missing cells.
         """
-        span = completion.excess(self._context)
+        span = completion.overflow(self._context)
         while completion in self.scheduler.running:
-            self.scheduler.at = completion
+            self.scheduler.current = completion
             try:
                 if (reason := self.manager.shift(completion, span)) is not None:
-                    self.manager.forget(completion, span, reason)
+                    self.manager.drop(completion, span, reason)
                 return
             except CacheFull as full:
-                self.scheduler.at = None  # what fails next is an idle session's affair
-                if not self.manager.reclaim() and not self.scheduler.send_back_youngest(completion):
-                    self.scheduler.at = completion
-                    self.manager.forget(completion, span, f"too few free cells in group {full.group}")
+                self.scheduler.current = None  # an error in an eviction belongs to no completion
+                if not self.manager.evict_idle() and not self.scheduler.preempt_youngest(completion):
+                    self.scheduler.current = completion
+                    self.manager.drop(completion, span, f"too few free cells in group {full.group}")
                     return
 
-    def _turn(self) -> None:
-        self.scheduler.at = None
+    def _step(self) -> None:
+        self.scheduler.current = None
         try:
             for completion in list(self.scheduler.running):
                 if completion.full(self._context):
-                    self._make_room(completion)
-            self.scheduler.at = None
-            shares, stuck = self.scheduler.build()
-            self.scheduler.at = None
+                    self._shift(completion)
+            self.scheduler.current = None
+            shares, stuck = self.scheduler.schedule()
+            self.scheduler.current = None
             for completion in stuck:
-                self.ended(completion, "length")
-            if shares and not self._hurt:
+                self.end(completion, "length")
+            if shares and not self._failures:
                 self._runner.step(shares)
                 self.steps += 1
         except Exception as error:
-            at = self.scheduler.at
-            if at is None and self._stalled_at == self.steps:
+            at = self.scheduler.current
+            if at is None and self._failed_at == self.steps:
                 raise
             if at is None:
-                self._stalled_at = self.steps
-            self._contain("a step", at.request if at is not None else None, error)
-        for request in [completion.request for completion in self.scheduler.running if completion.request.deaf]:
+                self._failed_at = self.steps
+            self._record("a step", at.request if at is not None else None, error)
+        for request in [completion.request for completion in self.scheduler.running if completion.request.unreachable]:
             self._cancel(request)
-        self._heal()
+        self._recover()
 
-    def ended(self, completion: Completion, over: FinishReason | Exception) -> None:
-        """A completion is over. With an error its whole request is, for its answers belong together. Raises nothing."""
+    def end(self, completion: Completion, reason: FinishReason | Exception) -> None:
+        """End a completion: with a reason, or with an error, which ends its whole request. Raises nothing."""
 
-        def end() -> None:
-            if isinstance(over, Exception):
+        def act() -> None:
+            if isinstance(reason, Exception):
                 for other in completion.request.completions:
-                    if other.stage is not Stage.DONE:
-                        self._leave(other)
-                        other.become(Stage.DONE)
-                completion.request.fail(over)
+                    if other.status is not Status.DONE:
+                        self._free(other)
+                        other.become(Status.DONE)
+                completion.request.fail(reason)
             else:
-                self._leave(completion)
-                completion.finish(over)
-            self._forget_if_over(completion.request)
+                self._free(completion)
+                completion.finish(reason)
+            self._remove_if_done(completion.request)
 
-        self._guard("ending the request", completion.request, end)
+        self._guard("ending the request", completion.request, act)
 
-    # -- errors that nothing expects ----------------------------------------------------------------------------
+    # -- unexpected errors --------------------------------------------------------------------------------------
 
     def _guard(self, what: str, request: Request | None, act: Callable[[], None]) -> None:
-        """Do `act`, which belongs to `request`, if to any: what it raises ends that one."""
+        """Call `act`, which belongs to `request` if that is not None: an error ends the request."""
         try:
             act()
         except Exception as error:  # noqa: BLE001 - logged, and given to its request
-            self._contain(what, request, error)
+            self._record(what, request, error)
 
-    def _contain(self, what: str, request: Request | None, error: Exception) -> EngineFailed:
-        """`what` raised `error`, which ends `request`, if it belongs to one. The rest is for `_heal`: steps may be on
-        their way yet that have read tokens and not drawn."""
+    def _record(self, what: str, request: Request | None, error: Exception) -> EngineFailed:
+        """`what` raised `error`, which ends `request` if that is not None. `_recover` does the rest later: a step may
+        still be running that has computed tokens and not drawn."""
         log.error("%s failed", what, exc_info=error)
         failure = EngineFailed(f"{what} failed with {type(error).__name__}: {error}")
-        self._hurt.append((request, failure))
+        self._failures.append((request, failure))
         for completion in request.completions if request is not None else ():
-            completion.stage = Stage.DONE  # from whatever it was
+            completion.status = Status.DONE  # from any status
         return failure
 
-    def _heal(self) -> None:
-        """After errors: completions and memory agree again, and the requests that the errors belong to have failed.
+    def _recover(self) -> None:
+        """After errors: make memory consistent with the completions, and fail the requests that the errors belong to.
 
-        Raises what `check` raises if memory is not as it must be even so. Costs the cells in use.
+        Raises what `check` raises if memory is still inconsistent. Costs the cells in use.
         """
-        if not self._hurt:
+        if not self._failures:
             return
-        hurt, self._hurt = self._hurt, []
+        failures, self._failures = self._failures, []
         try:
             completions = [
-                ln for request in self._under_way.values() for ln in request.completions if ln.stage is not Stage.DONE
+                one
+                for request in self._requests.values()
+                for one in request.completions
+                if one.status is not Status.DONE
             ]
-            self.manager.settle(completions)
-            self.scheduler.restore(completions)
+            self.manager.recover(completions)
+            self.scheduler.reset(completions)
             self.check()
         finally:
-            for request, failure in hurt:
+            for request, failure in failures:
                 if request is not None:
                     request.fail(failure)
-                    self._forget_if_over(request)
+                    self._remove_if_done(request)
 
     def check(self) -> None:
         """Assert every invariant of the scheduler and of memory."""
         self.scheduler.check()
         self.manager.check(self.scheduler.running)
 
-    def _forget_if_over(self, request: Request) -> None:
-        if request.over:
-            self._under_way.pop(request.number, None)
+    def _remove_if_done(self, request: Request) -> None:
+        if request.done:
+            self._requests.pop(request.number, None)
 
-    def _leave(self, completion: Completion) -> None:
-        self.scheduler.leave(completion)
+    def _free(self, completion: Completion) -> None:
+        self.scheduler.remove(completion)
         session = completion.request.session
         if session is not None and completion.seq is not None:
-            self.manager.rest(session, completion)
+            self.manager.keep(session, completion)
         else:
             self.manager.release(completion)
 
-    def split(self, completion: Completion, twins: Sequence[Completion]) -> None:
-        """`completion` has read its prompt: it and `twins`, which share its cells, decode from now on. If that fails
-        their request is over."""
+    def fork(self, completion: Completion, siblings: Sequence[Completion]) -> None:
+        """At the end of a prompt: `completion` and its `siblings`, which share its cells, decode from now on. An error
+        ends their request."""
 
-        def fork() -> None:
-            completion.become(Stage.DECODE)
-            for twin in twins:
-                completion.request.completions.append(twin)  # first, so that it ends with the others if a fork fails
-                self.manager.fork(completion, twin)
-                twin.become(Stage.PREFILL)
-                twin.become(Stage.DECODE)
-                self.scheduler.join(twin)
+        def act() -> None:
+            completion.become(Status.DECODE)
+            for sibling in siblings:
+                completion.request.completions.append(sibling)  # first: it must end with the others if a fork fails
+                self.manager.fork(completion, sibling)
+                sibling.become(Status.PREFILL)
+                sibling.become(Status.DECODE)
+                self.scheduler.add_running(sibling)
 
-        self._guard("sharing the prompt among its answers", completion.request, fork)
+        self._guard("sharing the prompt among its completions", completion.request, act)
 
     def _cancel(self, request: Request) -> None:
         def end() -> None:
             for completion in list(request.completions):
-                if completion.stage is not Stage.DONE:
-                    self._leave(completion)
+                if completion.status is not Status.DONE:
+                    self._free(completion)
                     completion.finish("cancelled")
-            self._forget_if_over(request)
+            self._remove_if_done(request)
 
         self._guard("cancelling the request", request, end)
 
     def _stop(self) -> None:
         self._open = False
 
-    def _finish(self, reason: Exception) -> None:
-        """However it came: every request gets its error, everything is given back, later calls are refused."""
+    def _shut_down(self, reason: Exception) -> None:
+        """Fail all requests with `reason`, free all memory, and refuse later calls."""
         with self._gate:
             self._open = False
         try:
-            self._run_what_is_left()
-            for request in [*self._under_way.values(), *(request for request, _ in self._hurt if request is not None)]:
+            self._run_remaining()
+            for request in [
+                *self._requests.values(),
+                *(request for request, _ in self._failures if request is not None),
+            ]:
                 request.fail(reason)
-            self._under_way.clear()
+            self._requests.clear()
             self.scheduler.running.clear()
             self.scheduler.waiting.clear()
             self.manager.clear()
         except Exception:
-            log.exception("the engine has ended, and what its memory held could not be given back")
+            log.exception("the engine has ended, and its memory could not be freed")
 
-    def _run_what_is_left(self) -> None:
-        """Calls that came in before the gate was shut: somebody may wait for each of them."""
+    def _run_remaining(self) -> None:
+        """Run the calls that were in the inbox at the end: threads may be waiting for their results."""
         while True:
             try:
                 call = self._inbox.get_nowait()
@@ -357,4 +365,4 @@ class Loop:
             try:
                 call()
             except Exception:
-                log.exception("a call that had come in could not be run while the engine ended")
+                log.exception("a call failed while the engine ended")

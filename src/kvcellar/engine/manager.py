@@ -1,8 +1,8 @@
-"""manager: which sequence of memory belongs to whom. The scheduler's view of memory, and where sessions rest.
+"""manager: which sequence of memory belongs to which completion or idle session. The scheduler's view of memory.
 
 Always true:
-  * every sequence in memory belongs to exactly one running completion or one resting session;
-  * a resting session's memory may be reclaimed at any time: its tokens are remembered, so it costs reading them again.
+  * every sequence in memory belongs to exactly one running completion or one idle session;
+  * the memory of an idle session may be evicted at any time: that costs prefilling its tokens again.
 """
 
 import logging
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
-from kvcellar.engine.request import Completion, Stage
+from kvcellar.engine.request import Completion, Status
 from kvcellar.errors import NotSupported
 from kvcellar.spans import Span
 
@@ -23,135 +23,134 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvcellar.engine")
 
-NEAR = 16  # tokens, about as many as are read in the time that one step more takes
+NEAR = 16  # tokens, about as many as are prefilled in the time that one more step takes
 
 
 @dataclass(slots=True)
-class Rest:
-    """What a session left in memory: the sequence, and its tokens."""
+class Idle:
+    """What an idle session has in memory: a sequence, and its tokens."""
 
     seq: int
     tokens: list[int]
 
 
 class SequenceManager:
-    """Owns the sequence numbers. A session is a number, too; at most one completion of it runs at a time."""
+    """Allocates sequence numbers. A session is a number, too; at most one completion of it runs at a time."""
 
-    def __init__(self, memory: "Memory", *, resting: int | None = None, checkpoint_positions: int = 0) -> None:
-        """`resting` is how many sessions may leave something in memory; None: as long as cells suffice.
-        `checkpoint_positions` is at how many places inside a prompt steps may end for the sake of its state: no more
-        than could be kept."""
-        self.memory, self._most_resting, self._most_checkpoints = memory, resting, checkpoint_positions
+    def __init__(self, memory: "Memory", *, max_idle: int | None = None, checkpoint_positions: int = 0) -> None:
+        """`max_idle` is how many idle sessions may have memory; None: as many as cells allow. `checkpoint_positions` is
+        the most positions of one prompt at which a step ends to leave a checkpoint."""
+        self.memory, self._max_idle, self._most_checkpoints = memory, max_idle, checkpoint_positions
         self._numbers = count(1)
-        self._resting: dict[int, Rest] = {}  # by session, the least recently used first
-        self._sessions: set[int] = set()  # those that are open
-        self.shifts = 0  # how often keys were turned so that a completion could go on
-        self.rereads: Counter[str] = Counter()  # how often text was read again instead, by reason
+        self._idle: dict[int, Idle] = {}  # by session, the least recently used first
+        self._sessions: set[int] = set()  # the open ones
+        self.shifts = 0  # context shifts that rotated keys
+        self.recomputes: Counter[str] = Counter()  # context shifts that recompute text instead, by reason
 
     def free(self) -> Mapping[str, int]:
         return self.memory.storage.free()
 
     # -- completions --------------------------------------------------------------------------------------------------
 
-    def known(self, completion: Completion) -> int:
+    def cached(self, completion: Completion) -> int:
         """How many of a waiting completion's tokens are in memory already. Changes nothing."""
         return self._source(completion)[1]
 
     def admit(self, completion: Completion) -> int:
-        """Give `completion` a sequence with the prefix of it that memory holds; at least one token stays to be read."""
-        seq, known = self._source(completion)
-        rest = self._resting.pop(completion.request.session, None) if completion.request.session is not None else None
-        if rest is not None:
-            completion.seq = rest.seq
-            self.memory.remove(rest.seq, Span(known, self.memory.length(rest.seq)))
-            self.memory.keep_state(rest.seq)  # where two turns part, the next may be another one
+        """Give `completion` a sequence with the prefix of it that is in memory; at least one token is left to compute.
+        Returns the length of the prefix."""
+        seq, cached = self._source(completion)
+        idle = self._idle.pop(completion.request.session, None) if completion.request.session is not None else None
+        if idle is not None:
+            completion.seq = idle.seq
+            self.memory.remove(idle.seq, Span(cached, self.memory.length(idle.seq)))
+            self.memory.keep_state(idle.seq)  # where two prompts diverge, the next one may, too
         else:
             completion.seq = next(self._numbers)
             if seq is not None:
-                self.memory.fork(seq, completion.seq, known)
-        if completion.request.admitted is None:  # what a preempted completion finds again is no news to its request
+                self.memory.fork(seq, completion.seq, cached)
+        if completion.request.admitted is None:  # not counted again after a preemption
             completion.request.admitted = time.perf_counter()
-            completion.request.cached = known
-        return known
+            completion.request.cached = cached
+        return cached
 
     def next_checkpoint(self, completion: Completion) -> int:
-        """How much of a running completion may be in memory after the next step.
+        """The most tokens of a running completion that may be in memory after the next step.
 
-        A state can be gone back to only where a step ended, so in a session one ends where the same prompt, if it is
-        asked again, goes on: before its last token. And it ends at the checkpoint_positions that the prompt has inside,
-        the last ones if they are many: a session whose memory was lost can be rewound as before once it is read again.
+        Recurrent state can be resumed only where a step ended. So in a session, a step ends before the last token of
+        the prompt, where the same prompt would resume; and at the `checkpoint_positions` inside the prompt (the last
+        ones, if they are many), so that the session can be rewound cheaply after its memory was evicted.
         """
-        last, whole = len(completion.request.prompt) - 1, len(completion.tokens)
-        if completion.request.session is None or completion.forgotten or self.memory.rows.capacity is None:
-            return whole
-        checkpoint_positions = completion.request.checkpoint_positions[
-            max(0, len(completion.request.checkpoint_positions) - self._most_checkpoints) :
-        ]
-        following = bisect_left(checkpoint_positions, completion.read + NEAR)
-        if following < len(checkpoint_positions) and checkpoint_positions[following] <= last - NEAR:
-            return checkpoint_positions[following]
-        return last if completion.read < last else whole
+        request, end = completion.request, len(completion.tokens)
+        if request.session is None or completion.dropped or self.memory.rows.capacity is None:
+            return end
+        last = len(request.prompt) - 1
+        positions = request.checkpoint_positions[max(0, len(request.checkpoint_positions) - self._most_checkpoints) :]
+        following = bisect_left(positions, completion.computed + NEAR)
+        if following < len(positions) and positions[following] <= last - NEAR:
+            return positions[following]
+        return last if completion.computed < last else end
 
     def _source(self, completion: Completion) -> tuple[int | None, int]:
-        """The sequence that `completion` can go on from, and how many tokens it has of it: its session's, or, for an
-        answer that was preempted, that of another answer of the same request."""
+        """The sequence from which `completion` can continue, and with how many tokens: its session's, or, after a
+        preemption, that of another completion of the same request."""
         most = len(completion.tokens) - 1
         if completion.request.session is not None:
-            rest = self._resting.get(completion.request.session)
-            return (rest.seq, self._common(rest.seq, rest.tokens, completion, most)) if rest is not None else (None, 0)
+            idle = self._idle.get(completion.request.session)
+            return (idle.seq, self._common(idle.seq, idle.tokens, completion, most)) if idle is not None else (None, 0)
         best: tuple[int | None, int] = (None, 0)
         for other in completion.request.completions:
-            if other.seq is not None and other.read > best[1]:
-                known = self._common(other.seq, other.tokens, completion, min(most, other.read))
-                best = max(best, (other.seq, known), key=lambda found: found[1])
+            if other.seq is not None and other.computed > best[1]:
+                cached = self._common(other.seq, other.tokens, completion, min(most, other.computed))
+                best = max(best, (other.seq, cached), key=lambda found: found[1])
         return best
 
     def _common(self, seq: int, tokens: list[int], completion: Completion, most: int) -> int:
-        edited = self.memory.derived(seq)  # from there on its K/V are of a text that nobody can ask for again
-        known = min(most, common_prefix(tokens, completion.tokens))
-        return self.memory.can_cut(seq, known if edited is None else min(known, edited))
+        derived = self.memory.derived(seq)  # from there on, K/V encode removed text too, and serve no prompt
+        cached = min(most, common_prefix(tokens, completion.tokens))
+        return self.memory.can_cut(seq, cached if derived is None else min(cached, derived))
 
     def shift(self, completion: Completion, span: Span) -> str | None:
-        """Forget `span` of the completion; what lies behind moves down (context shift). None if that is done, else why
-        it cannot be done exactly. Raises `CacheFull` if keys that others share need more cells than are free. Nothing
-        has changed in either case.
+        """Context shift: remove `span` of the completion, and move what follows down. Returns None, or the reason why
+        that is not possible exactly. Raises `CacheFull` if keys that are shared need more cells than are free. Nothing
+        has changed then.
         """
         assert completion.seq is not None
         try:
             self.memory.remove(completion.seq, span)
         except NotSupported as refused:
             return refused.reason
-        except (RuntimeError, MemoryError) as error:  # the device has no scratch for it; memory is as it was
+        except (RuntimeError, MemoryError) as error:  # not enough scratch memory on the device
             log.warning("a shift of %s failed with %s: %s", span, type(error).__name__, error)
             return f"the device failed with {type(error).__name__}"
-        if span.end < completion.read:
+        if span.end < completion.computed:
             completion.shift(span)
             self.shifts += 1
-        else:  # nothing was behind it: what is left is the K/V of just these tokens
-            completion.forget(span, self.memory.length(completion.seq))
+        else:  # nothing followed it: K/V encode just the tokens that are left
+            completion.drop(span, self.memory.length(completion.seq))
         return None
 
-    def forget(self, completion: Completion, span: Span, reason: str) -> None:
-        """Leave `span` out of a completion's text where it could not be shifted, for `reason`. What lies behind it is
-        to be read again, and of what lies before it only what memory needs for that."""
+    def drop(self, completion: Completion, span: Span, reason: str) -> None:
+        """Drop `span` from a completion's text where it cannot be shifted, for `reason`. What follows is recomputed,
+        and what precedes it as far as memory requires."""
         assert completion.seq is not None
-        kept = self.memory.can_cut(completion.seq, min(self._plain(completion), span.start))
-        self.memory.remove(completion.seq, Span(kept, completion.read))
-        completion.forget(span, kept)
-        self.rereads[reason] += 1
+        kept = self.memory.can_cut(completion.seq, min(self._underived(completion), span.start))
+        self.memory.remove(completion.seq, Span(kept, completion.computed))
+        completion.drop(span, kept)
+        self.recomputes[reason] += 1
 
-    def fork(self, completion: Completion, twin: Completion) -> None:
-        """`twin` goes on where `completion` is, on the same cells."""
+    def fork(self, completion: Completion, sibling: Completion) -> None:
+        """Let `sibling` share all cells of `completion`."""
         assert completion.seq is not None
-        twin.seq, twin.read = next(self._numbers), completion.read
-        kept = self.memory.fork(completion.seq, twin.seq, completion.read)
-        assert kept == completion.read, f"only {kept} of {completion.read} tokens could be shared"
+        sibling.seq, sibling.computed = next(self._numbers), completion.computed
+        kept = self.memory.fork(completion.seq, sibling.seq, completion.computed)
+        assert kept == completion.computed, f"only {kept} of {completion.computed} tokens could be shared"
 
     def release(self, completion: Completion) -> None:
-        """Forget what the completion holds."""
+        """Free the completion's sequence."""
         if completion.seq is not None and self.memory.has(completion.seq):
             self.memory.drop(completion.seq)
-        completion.seq, completion.read = None, 0
+        completion.seq, completion.computed = None, 0
 
     # -- sessions -----------------------------------------------------------------------------------------------
 
@@ -159,120 +158,118 @@ class SequenceManager:
         self._sessions.add(session)
 
     def close_session(self, session: int) -> None:
-        """Nothing rests with it from now on, whoever may still come to an end in its name."""
+        """Free its memory. Completions of it that end later keep none."""
         self._sessions.discard(session)
-        self.forget_session(session)
+        self.evict_session(session)
 
-    def rest(self, session: int, completion: Completion) -> None:
-        """The completion is over: what it holds stays with the session, in place of what the session left before.
+    def keep(self, session: int, completion: Completion) -> None:
+        """The completion is over: its sequence becomes the idle session's, in place of the one before.
 
-        What a shift has moved does not: nobody will ask for it again.
+        What a context shift has moved is freed: no later prompt can use it.
         """
         if session not in self._sessions:
             self.release(completion)
             return
-        self.forget_session(session)
-        if kept := self._plain(completion):
+        self.evict_session(session)
+        if kept := self._underived(completion):
             assert completion.seq is not None
-            self.memory.remove(completion.seq, Span(kept, completion.read))
-            self._keep(session, Rest(completion.seq, completion.tokens[:kept]))
+            self.memory.remove(completion.seq, Span(kept, completion.computed))
+            self._add_idle(session, Idle(completion.seq, completion.tokens[:kept]))
             completion.seq = None
         self.release(completion)
 
-    def _keep(self, session: int, rest: Rest) -> None:
-        """The session has rested least long of all; if they are too many now, who has rested longest gives way."""
-        self._resting[session] = rest
-        if self._most_resting is not None and len(self._resting) > self._most_resting:
-            self.forget_session(next(iter(self._resting)))
+    def _add_idle(self, session: int, idle: Idle) -> None:
+        """Add it as the most recently used one, and evict the least recently used one if they are too many."""
+        self._idle[session] = idle
+        if self._max_idle is not None and len(self._idle) > self._max_idle:
+            self.evict_session(next(iter(self._idle)))
 
-    def _plain(self, completion: Completion) -> int:
-        """How many of its tokens can be gone on from by who knows nothing of shifts; a failed first step leaves 0."""
+    def _underived(self, completion: Completion) -> int:
+        """How many of its tokens are in memory as if computed without a shift; 0 after a failed first step."""
         if completion.seq is None or not self.memory.has(completion.seq):
             return 0
-        edited = self.memory.derived(completion.seq)
-        return completion.read if edited is None else self.memory.can_cut(completion.seq, edited)
+        derived = self.memory.derived(completion.seq)
+        return completion.computed if derived is None else self.memory.can_cut(completion.seq, derived)
 
-    def fork_session(self, session: int, twin: int) -> None:
-        """`twin` shares what `session` has in memory, if it still has anything."""
-        rest = self._resting.get(session)
-        if rest is not None:
+    def fork_session(self, session: int, fork: int) -> None:
+        """Let session `fork` share the memory of `session`, if it has any."""
+        idle = self._idle.get(session)
+        if idle is not None:
             seq = next(self._numbers)
-            kept = self.memory.fork(rest.seq, seq, len(rest.tokens))
-            self._keep(twin, Rest(seq, rest.tokens[:kept]))
+            kept = self.memory.fork(idle.seq, seq, len(idle.tokens))
+            self._add_idle(fork, Idle(seq, idle.tokens[:kept]))
 
-    def forget_session(self, session: int) -> None:
-        rest = self._resting.get(session)
-        if rest is not None:
-            self.memory.drop(rest.seq)
-            del self._resting[session]
+    def evict_session(self, session: int) -> None:
+        idle = self._idle.get(session)
+        if idle is not None:
+            self.memory.drop(idle.seq)
+            del self._idle[session]
 
-    def reclaim(self, sparing: Completion | None = None) -> bool:
-        """Forget the memory of the session that has rested longest, other than the one that `sparing` belongs to."""
-        for session in self._resting:
-            if sparing is None or session != sparing.request.session:
-                self.forget_session(session)
+    def evict_idle(self, keep_for: Completion | None = None) -> bool:
+        """Evict the least recently used idle session, except that of `keep_for`. False if there is none."""
+        for session in self._idle:
+            if keep_for is None or session != keep_for.request.session:
+                self.evict_session(session)
                 return True
         return False
 
-    def settle(self, completions: Iterable[Completion]) -> None:
-        """After an error in the middle of anything: keep what `completions` and resting sessions hold, and drop all
-        else.
+    # -- after errors -------------------------------------------------------------------------------------------
 
-        A completion keeps its sequence if memory has as many tokens of it as the completion has read, and some are left
-        to read: the logits of a text that has been read to its end are lost. Else it holds nothing afterwards. So an
-        error costs reading again, whatever was half done.
+    def recover(self, completions: Iterable[Completion]) -> None:
+        """After an error at any point: keep the sequences of `completions` and idle sessions that are consistent, and
+        drop all others.
+
+        A completion keeps its sequence if memory has exactly its computed tokens, and some are left to compute: the
+        logits of a text that is computed to its end are lost. Otherwise it is computed again from the beginning.
         """
         if self.memory.step is not None:
             self.memory.abandon()
         owned: set[int] = set()
         for completion in completions:
-            held = (
-                completion.stage is not Stage.WAITING
-                and completion.unread > 0
-                and self._has(completion.seq, completion.read)
-            )
-            if completion.seq is None or not held or completion.seq in owned:
+            running = completion.status is not Status.WAITING and completion.uncomputed > 0
+            kept = running and self._has(completion.seq, completion.computed) and completion.seq not in owned
+            if completion.seq is None or not kept:
                 completion.seq = None
             else:
                 owned.add(completion.seq)
-        for session, rest in list(self._resting.items()):
-            if session in self._sessions and rest.seq not in owned and self._has(rest.seq, len(rest.tokens)):
-                owned.add(rest.seq)
+        for session, idle in list(self._idle.items()):
+            if session in self._sessions and idle.seq not in owned and self._has(idle.seq, len(idle.tokens)):
+                owned.add(idle.seq)
             else:
-                del self._resting[session]
+                del self._idle[session]
         for seq in self.memory.sequences:
             if seq not in owned:
                 self.memory.drop(seq)
-        while self._most_resting is not None and len(self._resting) > self._most_resting:
-            self.reclaim()
+        while self._max_idle is not None and len(self._idle) > self._max_idle:
+            self.evict_idle()
 
     def _has(self, seq: int | None, tokens: int) -> bool:
         return seq is not None and self.memory.has(seq) and self.memory.length(seq) == tokens
 
     def clear(self) -> None:
-        """Forget everything there is."""
+        """Free all memory."""
         self.memory.clear()
-        self._resting.clear()
+        self._idle.clear()
         self._sessions.clear()
 
     def check(self, running: Sequence[Completion]) -> None:
-        """Assert what is always true, given the completions that run."""
+        """Assert what is always true, given the running completions."""
         self.memory.check()
-        owned = [completion.seq for completion in running] + [rest.seq for rest in self._resting.values()]
-        assert len(owned) == len(set(owned)), "a sequence belongs to two"
-        assert set(self.memory.sequences) <= set(owned), "a sequence belongs to nobody"
+        owned = [completion.seq for completion in running] + [idle.seq for idle in self._idle.values()]
+        assert len(owned) == len(set(owned)), "a sequence has two owners"
+        assert set(self.memory.sequences) <= set(owned), "a sequence has no owner"
         for completion in running:
             assert completion.seq is not None
-            assert self.memory.length(completion.seq) == completion.read
-        assert self._most_resting is None or len(self._resting) <= self._most_resting
-        assert self._resting.keys() <= self._sessions, "a session that is closed holds something"
-        for rest in self._resting.values():
-            assert self.memory.has(rest.seq)
-            assert self.memory.length(rest.seq) == len(rest.tokens)
+            assert self.memory.length(completion.seq) == completion.computed
+        assert self._max_idle is None or len(self._idle) <= self._max_idle
+        assert self._idle.keys() <= self._sessions, "a closed session has memory"
+        for idle in self._idle.values():
+            assert self.memory.has(idle.seq)
+            assert self.memory.length(idle.seq) == len(idle.tokens)
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
-    """How many tokens both begin with."""
+    """The number of tokens with which both begin."""
     most = min(len(a), len(b))
     if a[:most] == b[:most]:
         return most

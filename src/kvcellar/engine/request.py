@@ -1,12 +1,13 @@
-"""request: what somebody asked for, and the completions of text that answer it. No torch.
+"""request: a submission and its completions. No torch.
 
-A request starts as one completion that reads the prompt. When the prompt has been read, the completion is forked into
-`n` completions that share its cells, and each writes one answer.
+A request starts as one completion, which prefills the prompt. Then it is forked into `n` completions that share the
+prompt's cells, and each decodes.
 
 Always true:
-  * a completion's `tokens` are the prompt and what was drawn so far; memory holds the first `read` of them under `seq`;
-  * a completion that waits or is done holds nothing in memory;
-  * after `Done` or `Failed` nothing more is delivered.
+  * a completion's `tokens` are the prompt and the tokens drawn so far, without those that context shifts dropped;
+    memory holds K/V and state of the first `computed` of them, under sequence `seq`;
+  * a completion that is waiting or done has no sequence in memory;
+  * after `Done` or `Failed` no event is delivered.
 """
 
 import random
@@ -23,40 +24,41 @@ from kvcellar.spans import Span
 from kvcellar.text.output import Output, Stops
 
 
-class Stage(Enum):
-    """The life of a completion."""
+class Status(Enum):
+    """The states of a completion."""
 
-    WAITING = "has tokens to read, holds nothing in memory"
-    PREFILL = "its tokens are being read, some each step"
-    DECODE = "all but its last token are read; draws one each step"
-    DONE = "holds nothing; never comes back"
+    WAITING = "for admission, or preempted: has tokens, and nothing in memory"
+    PREFILL = "its tokens are computed, some in each step"
+    DECODE = "all tokens but the last are computed; draws one in each step"
+    DONE = "has nothing in memory; final"
 
 
 NEXT = {
-    Stage.WAITING: {Stage.PREFILL, Stage.DONE},
-    Stage.PREFILL: {Stage.DECODE, Stage.WAITING, Stage.DONE},  # WAITING: preempted
-    Stage.DECODE: {Stage.PREFILL, Stage.WAITING, Stage.DONE},  # PREFILL: a part of its text is read again
-    Stage.DONE: set[Stage](),
+    Status.WAITING: {Status.PREFILL, Status.DONE},
+    Status.PREFILL: {Status.DECODE, Status.WAITING, Status.DONE},  # WAITING: preempted
+    Status.DECODE: {Status.PREFILL, Status.WAITING, Status.DONE},  # PREFILL: a context shift recomputes its text
+    Status.DONE: set[Status](),
 }
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One submission. `number` is its place in the order of arrival, given to it when it arrives.
-    `checkpoint_positions` are places in its prompt, in order, that its session may come back to."""
+    """One submission. `number` is its place in the order of arrival, set on the engine's thread. `session` is the
+    number of its session. `checkpoint_positions` are positions of the prompt, ascending, from which the session may
+    resume later."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
     deliver: Callable[[Event], None]
     session: int | None = None
     checkpoint_positions: tuple[int, ...] = ()
-    stops: Stops = field(init=False)  # of all its completions
+    stops: Stops = field(init=False)  # shared by its completions
     number: int = -1
     completions: list["Completion"] = field(default_factory=list["Completion"])
-    cached: int = 0
-    over: bool = False
-    ended: Callable[[], None] | None = None  # called once, when it is over
-    deaf: bool = False  # `deliver` raised: nobody listens any more, and the loop will cancel it
+    cached: int = 0  # tokens of the prompt that were in memory at admission
+    done: bool = False
+    on_done: Callable[[], None] | None = None  # called once
+    unreachable: bool = False  # `deliver` raised: no more events are delivered, and the loop cancels the request
     submitted: float = field(default_factory=time.perf_counter)
     admitted: float | None = None
     first_token: float | None = None
@@ -65,29 +67,29 @@ class Request:
     def __post_init__(self) -> None:
         self.stops = Stops(self.params.stop)
 
-    def tell(self, event: Event) -> None:
-        if self.over or self.deaf:
+    def emit(self, event: Event) -> None:
+        if self.done or self.unreachable:
             return
         try:
             self.deliver(event)
-        except BaseException:  # noqa: BLE001 - a listener that is gone (a closed event loop) must not hurt others
-            self.deaf = True
+        except BaseException:  # noqa: BLE001 - an error of one receiver (a closed event loop) must not affect others
+            self.unreachable = True
 
     def fail(self, error: Exception) -> None:
-        """The last thing this request hears."""
-        self.tell(Failed(error))
+        """Emit `Failed`, as the last event."""
+        self.emit(Failed(error))
         self._end()
 
     def conclude(self) -> None:
-        """Tell that all completions are done, once."""
-        self.tell(Done(self.usage(), self.timings()))
+        """Emit `Done`, as the last event."""
+        self.emit(Done(self.usage(), self.timings()))
         self._end()
 
     def _end(self) -> None:
-        self.over = True
-        ended, self.ended = self.ended, None
-        if ended is not None:
-            ended()
+        self.done = True
+        on_done, self.on_done = self.on_done, None
+        if on_done is not None:
+            on_done()
 
     def usage(self) -> Usage:
         return Usage(len(self.prompt), self.cached, sum(completion.sampler.produced for completion in self.completions))
@@ -102,100 +104,98 @@ class Request:
         )
 
 
-Token = tuple[int, TokenLogprob | None]  # a drawn token, and its log-probability where it is asked for
+Token = tuple[int, TokenLogprob | None]  # a drawn token, with its log-probability if that is wanted
 
 
-class Taken(NamedTuple):
-    """How many of the drawn tokens a completion took. `over` says why it ended with the last of these, None if it goes
-    on."""
+class Accepted(NamedTuple):
+    """How many of the drawn tokens a completion accepted, and why it ends with the last of these; None: it goes on."""
 
     tokens: int
-    over: FinishReason | None
+    reason: FinishReason | None
 
 
 @dataclass(eq=False, slots=True)
 class Completion:
-    """One answer of a request while it is read and written."""
+    """One of the outputs of a request, while it runs."""
 
     request: Request
     sampler: Sampler
     output: Output
     tokens: list[int]
-    stage: Stage = Stage.WAITING
+    status: Status = Status.WAITING
     seq: int | None = None
-    read: int = 0  # tokens in memory
-    forgotten: int = 0  # tokens that were shifted out: `tokens` does not have them any more
-    shifted: list[tuple[int, list[int]]] = field(
-        default_factory=list[tuple[int, list[int]]]
-    )  # in memory: where, and which
+    computed: int = 0  # tokens in memory
+    dropped: int = 0  # tokens that context shifts dropped: `tokens` does not contain them
+    shifts: list[tuple[int, list[int]]] = field(default_factory=list[tuple[int, list[int]]])  # those in memory
 
     @property
     def key(self) -> tuple[int, int]:
-        """Order of arrival: earlier requests first, and within one its choices in order."""
+        """Order of arrival: by request, then by index of the completion."""
         return (self.request.number, self.sampler.index)
 
     @property
-    def unread(self) -> int:
-        return len(self.tokens) - self.read
+    def uncomputed(self) -> int:
+        return len(self.tokens) - self.computed
 
     @property
     def pos(self) -> int:
-        """Place of the token that is drawn next, in the whole text, forgotten tokens too."""
-        return self.forgotten + len(self.tokens)
+        """Position of the next token to draw in the whole text, dropped tokens included."""
+        return self.dropped + len(self.tokens)
 
     def past(self, context: int) -> bool:
-        """Would its last token stand behind the end of the context?"""
+        """Is the position of its last token outside the context?"""
         return len(self.tokens) > context
 
-    def excess(self, context: int) -> Span:
-        """What to forget so that it can go on: half of what is behind what it keeps."""
+    def overflow(self, context: int) -> Span:
+        """What a context shift drops: half of what follows the tokens that are kept."""
         keep = self.request.params.num_keep
-        return forgettable(context, len(self.request.prompt) if keep < 0 else keep)
+        return shift_span(context, len(self.request.prompt) if keep < 0 else keep)
 
     def full(self, context: int) -> bool:
-        """Does memory hold as much of it as there may be, and there is more to read?"""
-        return self.read >= context and self.unread > 0
+        """Is the whole context in memory, and are there tokens left to compute?"""
+        return self.computed >= context and self.uncomputed > 0
 
     def shift(self, span: Span) -> None:
-        """`span` was removed from memory, and what lies behind it moved down. K/V still encode what was removed, so it
-        is remembered: to have them again, all of it has to be read and shifted again."""
-        self.shifted.append((span.start, self.tokens[span.start : span.end]))
-        self.read -= len(span)
-        self._leave_out(span)
+        """Follow a removal of `span` from memory that moved what follows. K/V there still encode the removed tokens,
+        so these are kept: K/V are recomputed by computing the whole text and shifting again."""
+        self.shifts.append((span.start, self.tokens[span.start : span.end]))
+        self.computed -= len(span)
+        self._drop(span)
 
-    def forget(self, span: Span, kept: int) -> None:
-        """Leave `span` out of the tokens, as if it had never been there: all but the first `kept` is read again."""
-        self.shifted.clear()
-        self.read = kept
-        self._leave_out(span)
-        if self.stage is Stage.DECODE:
-            self.become(Stage.PREFILL)
+    def drop(self, span: Span, kept: int) -> None:
+        """Drop `span` from the text, which is then as if it had never contained it: all but the first `kept` tokens
+        are recomputed."""
+        self.shifts.clear()
+        self.computed = kept
+        self._drop(span)
+        if self.status is Status.DECODE:
+            self.become(Status.PREFILL)
 
-    def recall(self) -> None:
-        """Undo the shifts: memory has been given back, and will be made again from the beginning."""
-        while self.shifted:
-            start, tokens = self.shifted.pop()
+    def undo_shifts(self) -> None:
+        """Insert what shifts dropped: the memory was freed, and the text is computed again from the beginning."""
+        while self.shifts:
+            start, tokens = self.shifts.pop()
             self.tokens[start:start] = tokens
-            self.forgotten -= len(tokens)
+            self.dropped -= len(tokens)
 
-    def _leave_out(self, span: Span) -> None:
+    def _drop(self, span: Span) -> None:
         del self.tokens[span.start : span.end]
-        self.forgotten += len(span)
+        self.dropped += len(span)
 
-    def become(self, stage: Stage) -> None:
-        assert stage in NEXT[self.stage], f"a completion cannot go from {self.stage.name} to {stage.name}"
-        self.stage = stage
+    def become(self, status: Status) -> None:
+        assert status in NEXT[self.status], f"a completion cannot go from {self.status.name} to {status.name}"
+        self.status = status
 
-    def accept(self, drawn: Sequence[Token], context: int) -> Taken:
-        """Take drawn tokens in order up to the first that ends the completion, and deliver each as it is taken."""
+    def accept(self, drawn: Sequence[Token], context: int) -> Accepted:
+        """Append drawn tokens in order, up to the first that ends the completion, and emit each."""
         request = self.request
         now = time.perf_counter()
         request.first_token = request.first_token or now
         request.last_token = now
         for count, (token, logprob) in enumerate(drawn, start=1):
-            if (over := self._accept(token, logprob, context)) is not None:
-                return Taken(count, over)
-        return Taken(len(drawn), None)
+            if (reason := self._accept(token, logprob, context)) is not None:
+                return Accepted(count, reason)
+        return Accepted(len(drawn), None)
 
     def _accept(self, token: int, logprob: TokenLogprob | None, context: int) -> FinishReason | None:
         params = self.request.params
@@ -205,35 +205,35 @@ class Completion:
             return "stop"
         self.tokens.append(token)
         text = self.output.push(token, may_stop=may_stop)
-        self._tell(text, (token,), (logprob,) if logprob is not None else ())
+        self._emit(text, (token,), (logprob,) if logprob is not None else ())
         if self.output.met is not None:
             return "stop"
-        stuck = self.past(context) and not params.shift
-        return "length" if stuck or self.sampler.produced == params.max_tokens else None
+        at_end = self.past(context) and not params.shift
+        return "length" if at_end or self.sampler.produced == params.max_tokens else None
 
-    def _tell(self, text: str, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> None:
+    def _emit(self, text: str, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> None:
         if text or tokens:
-            asked = self.request.params.logprobs is not None
-            self.request.tell(Delta(self.sampler.index, text, tokens, logprobs if asked else None))
+            wanted = self.request.params.logprobs is not None
+            self.request.emit(Delta(self.sampler.index, text, tokens, logprobs if wanted else None))
 
     def finish(self, reason: FinishReason) -> None:
-        """This answer is over: text that was held back is told. The last of a request's answers concludes it."""
-        self.become(Stage.DONE)
-        self._tell(self.output.flush(), (), ())
-        self.request.tell(Finished(self.sampler.index, "stop" if self.output.met else reason, self.output.met))
-        if all(completion.stage is Stage.DONE for completion in self.request.completions):
+        """Emit the text that was held back, and `Finished`; after the last completion of the request, `Done`."""
+        self.become(Status.DONE)
+        self._emit(self.output.flush(), (), ())
+        self.request.emit(Finished(self.sampler.index, "stop" if self.output.met else reason, self.output.met))
+        if all(completion.status is Status.DONE for completion in self.request.completions):
             self.request.conclude()
 
 
-def forgettable(context: int, keep: int) -> Span:
-    """What a text that fills the context forgets so that it can go on: half of what is behind the first `keep` tokens.
+def shift_span(context: int, keep: int) -> Span:
+    """What a context shift drops from a text that fills the context: half of what follows the first `keep` tokens.
 
-    As in Ollama at least one token goes, so all but one of the context can be kept, and who asks for more gets that.
+    As in Ollama it drops at least one token, so `keep` counts as at most `context - 1`.
     """
     keep = min(keep, context - 1)
     return Span(keep, keep + max(1, (context - keep) // 2))
 
 
 def fresh_seed() -> int:
-    """A seed for a request that named none."""
+    """A seed for a request without one."""
     return random.SystemRandom().getrandbits(63)

@@ -72,7 +72,7 @@ class Collector:
 
     def __init__(self, n: int) -> None:
         self._events: SimpleQueue[Event] = SimpleQueue()
-        self._pieces: list[list[Delta]] = [[] for _ in range(n)]
+        self._deltas: list[list[Delta]] = [[] for _ in range(n)]
         self._finished: dict[int, Finished] = {}
         self._done: Done | None = None
         self._origin = Origin()
@@ -83,15 +83,15 @@ class Collector:
         """Has the last event been read?"""
         return self._done is not None
 
-    def pieces(self) -> Iterator[Delta]:
-        """Pieces as they come, until the request is over. Raises the request's error."""
+    def deltas(self) -> Iterator[Delta]:
+        """Deltas as they arrive, until the request is done. Raises the request's error."""
         while self._done is None:
             if not self._origin.here:
                 raise EngineClosed(f"the request belongs to {self._origin}; it receives nothing more in this process")
             yield from self._take(self._events.get())
 
     def arrived(self) -> Iterator[Delta]:
-        """Pieces that have come, without waiting for more. Raises the request's error."""
+        """Deltas that have arrived, without waiting for more. Raises the request's error."""
         while self._done is None:
             try:
                 event = self._events.get_nowait()
@@ -102,7 +102,7 @@ class Collector:
     def _take(self, event: Event) -> tuple[Delta, ...]:
         match event:
             case Delta():
-                self._pieces[event.choice].append(event)
+                self._deltas[event.choice].append(event)
                 return (event,)
             case Finished():
                 self._finished[event.choice] = event
@@ -114,87 +114,87 @@ class Collector:
 
     def result(self) -> Result:
         """Wait for the end. Raises the request's error."""
-        for _ in self.pieces():
+        for _ in self.deltas():
             pass
         return self.collected()
 
     def collected(self) -> Result:
-        """All of it, when it is over. Raises `WrongStage` before."""
+        """The result, when the request is done. Raises `WrongStage` before."""
         if self._done is None:
-            raise WrongStage("the answer has not come to its end")
+            raise WrongStage("the request is not done")
         choices = tuple(self._answer(index) for index in sorted(self._finished))
         return Result(choices, self._done.usage, self._done.timings)
 
     def _answer(self, index: int) -> Answer:
-        pieces, end = self._pieces[index], self._finished[index]
-        told = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+        deltas, end = self._deltas[index], self._finished[index]
+        logprobs = [delta.logprobs for delta in deltas if delta.logprobs is not None]
         return Answer(
             index,
-            "".join(piece.text for piece in pieces),
-            tuple(token for piece in pieces for token in piece.token_ids),
+            "".join(delta.text for delta in deltas),
+            tuple(token for delta in deltas for token in delta.token_ids),
             end.reason,
-            tuple(entry for logprobs in told for entry in logprobs) if told else None,
+            tuple(entry for entries in logprobs for entry in entries) if logprobs else None,
             end.stop_string,
         )
 
 
 class Stream(Iterator[Delta]):
-    """Made by `Engine.stream`. `for` waits in this thread; `async for` waits on the event loop and never holds it up.
+    """Made by `Engine.stream`. `for` blocks this thread; `async for` waits on the event loop without blocking it.
 
-    The request begins with the first step of the loop, and so do its errors. `result` is there after the last.
+    The request is submitted, and may raise, with the first step of the iteration. `result` is available after the last.
     """
 
     def __init__(self, submit: Submit, n: int) -> None:
         self._submit = submit
         self._collector = Collector(n)
-        self._pieces: Generator[Delta] | AsyncGenerator[Delta] | None = None
+        self._iteration: Generator[Delta] | AsyncGenerator[Delta] | None = None
 
     def __iter__(self) -> "Stream":
         return self
 
     def __next__(self) -> Delta:
-        if self._pieces is None:
-            self._pieces = _waited(self._submit, self._collector)
-        if not isinstance(self._pieces, Generator):
-            raise WrongStage("this stream is gone through with `async for` already")
-        return next(self._pieces)
+        if self._iteration is None:
+            self._iteration = _blocking(self._submit, self._collector)
+        if not isinstance(self._iteration, Generator):
+            raise WrongStage("this stream is iterated with `async for` already")
+        return next(self._iteration)
 
     def close(self) -> None:
-        """Cancel what has begun with `for` and is not at its end. May be called again."""
-        if isinstance(self._pieces, Generator):
-            self._pieces.close()
+        """Cancel an iteration with `for` that is not at its end. Idempotent."""
+        if isinstance(self._iteration, Generator):
+            self._iteration.close()
 
     def __aiter__(self) -> AsyncGenerator[Delta]:
-        if self._pieces is not None:
-            raise WrongStage("a stream is gone through once; ask for another one")
-        self._pieces = pieces = _listened(self._submit, self._collector)
+        if self._iteration is not None:
+            raise WrongStage("a stream can be iterated once; call `stream` again")
+        self._iteration = pieces = _waiting(self._submit, self._collector)
         return pieces
 
     @property
     def result(self) -> Result:
-        """All of it. Raises `WrongStage` before the end."""
+        """The result. Raises `WrongStage` before the end."""
         return self._collector.collected()
 
 
-# Neither of the two holds its stream: whoever lets go of a stream ends it at once, and not when cycles are looked for.
+# Neither refers to its stream, so that an unreferenced stream is closed at once, not by the cycle collector.
 
 
-def _waited(submit: Submit, collector: Collector) -> Generator[Delta]:
+def _blocking(submit: Submit, collector: Collector) -> Generator[Delta]:
     ticket = submit(collector.deliver)
     try:
-        yield from collector.pieces()
+        yield from collector.deltas()
     finally:
         ticket.cancel()
 
 
-async def _listened(submit: Submit, collector: Collector) -> AsyncGenerator[Delta]:
-    loop, news = asyncio.get_running_loop(), asyncio.Event()
+async def _waiting(submit: Submit, collector: Collector) -> AsyncGenerator[Delta]:
+    loop, arrived = asyncio.get_running_loop(), asyncio.Event()
 
     def deliver(event: Event) -> None:
         collector.deliver(event)
-        loop.call_soon_threadsafe(news.set)  # raises once the loop is closed; the request is cancelled then
+        loop.call_soon_threadsafe(arrived.set)  # raises once the loop is closed; the request is cancelled then
 
-    # Reading and checking a long prompt takes its time, on a thread of its own, which nobody can stop.
+    # Tokenizing and checking a long prompt takes time: on another thread, which cannot be interrupted.
     submitting = loop.run_in_executor(None, submit, deliver)
     try:
         ticket = await asyncio.shield(submitting)
@@ -203,10 +203,10 @@ async def _listened(submit: Submit, collector: Collector) -> AsyncGenerator[Delt
         raise
     try:
         while not collector.over:
-            await news.wait()
-            news.clear()
-            for piece in collector.arrived():
-                yield piece
+            await arrived.wait()
+            arrived.clear()
+            for delta in collector.arrived():
+                yield delta
     finally:
         ticket.cancel()
 

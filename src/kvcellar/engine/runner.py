@@ -1,9 +1,9 @@
-"""runner: one step: begin, forward, draw, commit, emit.
+"""runner: runs a step: begin, forward, draw, commit, emit.
 
 Always true:
-  * where begin, forward, draw or commit raises, memory and completions are as they were before the step, and each
-    completion goes through a step of its own; one that fails there, too, ends its request;
-  * what raises while a completion is given its tokens ends its request and no other.
+  * where begin, forward, draw or commit raises, memory and completions are as before the step, and each completion gets
+    a step of its own; a completion whose own step raises ends its request;
+  * an error while a token is emitted ends the request of its completion and no other.
 """
 
 import logging
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kvcellar.cache.memory import Memory
-from kvcellar.engine.request import Completion, Stage
-from kvcellar.engine.scheduler import Share
+from kvcellar.engine.request import Completion, Status
+from kvcellar.engine.scheduler import Scheduled
 from kvcellar.errors import EngineFailed
 from kvcellar.events import FinishReason
 from kvcellar.models.guest import Guest
@@ -25,27 +25,27 @@ from kvcellar.spans import Span
 
 log = logging.getLogger("kvcellar.engine")
 
-Twins = Callable[[Completion], Sequence[Completion]]  # a prompt that is read -> the completions beside it that share it
-Split = Callable[[Completion, Sequence[Completion]], None]  # these begin in memory where the prompt ends
-Ended = Callable[[Completion, FinishReason | Exception], None]
+Siblings = Callable[[Completion], Sequence[Completion]]
+Fork = Callable[[Completion, Sequence[Completion]], None]
+End = Callable[[Completion, FinishReason | Exception], None]
 
 
 class Ready(NamedTuple):
-    """A completion that has read all its tokens with this step, and its row of the logits [R,V]. If it was a prompt,
-    `twins` are the completions beside it that draw from the same row."""
+    """A completion whose last token was computed in this step, and its row of the logits [R,V]. At the end of a prompt,
+    `siblings` are the other completions of the request, which draw from the same row."""
 
     row: int
     completion: Completion
-    twins: Sequence[Completion]
+    siblings: Sequence[Completion]
 
 
 Draws = Sequence[tuple[Completion, Drawn | EngineFailed]]
 
 
 class Runner:
-    """Runs steps of `guest` on `memory`. `twins` makes the completions that share a prompt, `split` forks its memory
-    for them, `ended` is called with every completion that ends, and `trim` evicts what memory keeps beyond its share,
-    so that a step has the rows that it needs."""
+    """Runs steps of `guest` on `memory`. At the end of a prompt, `siblings` makes the other completions of the request
+    and `fork` gives them the prompt's cells. `end` is called with every completion that ends. `trim` evicts
+    checkpoints, so that a step has the state rows that it needs."""
 
     def __init__(
         self,
@@ -53,129 +53,127 @@ class Runner:
         memory: Memory,
         *,
         context: int,
-        twins: Twins,
-        split: Split,
-        ended: Ended,
+        siblings: Siblings,
+        fork: Fork,
+        end: End,
         trim: Callable[[], None],
     ) -> None:
         self._guest, self._memory, self._context = guest, memory, context
-        self._twins, self._split, self._ended, self._trim = twins, split, ended, trim
+        self._siblings, self._fork, self._end, self._trim = siblings, fork, end, trim
 
-    def step(self, shares: Sequence[Share]) -> None:
-        """Read every share's tokens, and draw for each completion that has read all it has."""
+    def step(self, scheduled: Sequence[Scheduled]) -> None:
+        """Compute the scheduled tokens, and draw for each completion that has no more to compute."""
         flat = self._guest.mode == "flat"
-        for part in [shares] if flat else [[share] for share in shares]:  # solo: one sequence per forward
-            self._together(part)
+        for part in [scheduled] if flat else [[one] for one in scheduled]:  # solo: one sequence per forward
+            self._run(part)
 
-    def _together(self, shares: Sequence[Share]) -> None:
-        """One step. If it fails, each share gets a step of its own, so that only the one at fault ends."""
-        shares = [
-            share for share in shares if share.completion.stage is not Stage.DONE
-        ]  # with another of its request's
-        if not shares:
+    def _run(self, scheduled: Sequence[Scheduled]) -> None:
+        """One step. If it raises, each completion gets a step of its own, so that only the one at fault ends."""
+        # A completion may have ended with another one of its request since it was scheduled.
+        scheduled = [one for one in scheduled if one.completion.status is not Status.DONE]
+        if not scheduled:
             return
         try:
-            ready, draws = self._transact(shares)
+            ready, draws = self._transact(scheduled)
         except Exception as error:
-            if self._memory.step is not None or any(
-                self._memory.length(_seq(completion)) != completion.read for completion, _ in shares
-            ):
-                raise  # memory is not as it was before: the loop puts it in order
-            self._apart(shares, error)
+            consistent = all(
+                self._memory.length(_seq(completion)) == completion.computed for completion, _ in scheduled
+            )
+            if self._memory.step is not None or not consistent:
+                raise  # the loop recovers
+            self._run_singly(scheduled, error)
             return
-        for completion, count in shares:
-            completion.read += count
+        for completion, count in scheduled:
+            completion.computed += count
         self._emit(ready, draws)
 
-    def _apart(self, shares: Sequence[Share], error: Exception) -> None:
-        if len(shares) == 1:
+    def _run_singly(self, scheduled: Sequence[Scheduled], error: Exception) -> None:
+        if len(scheduled) == 1:
             log.error("a step failed", exc_info=error)
-            self._ended(shares[0].completion, _failure("the step", error))
+            self._end(scheduled[0].completion, _failure("the step", error))
             return
-        log.warning("a step of %d sequences failed with %s: %s", len(shares), type(error).__name__, error)
-        for share in shares:
-            self._together([share])
+        log.warning("a step of %d sequences failed with %s: %s", len(scheduled), type(error).__name__, error)
+        for one in scheduled:
+            self._run([one])
 
-    def _transact(self, shares: Sequence[Share]) -> tuple[list[Ready], Draws]:
-        """begin, forward, draw, commit. If any of it raises, memory is as it was.
+    def _transact(self, scheduled: Sequence[Scheduled]) -> tuple[list[Ready], Draws]:
+        """begin, forward, draw, commit. If any of them raises, memory is as before.
 
-        The commit may raise, too: a model that skips one of its recurrent layers has left no state there.
+        The commit raises, too, where a model skipped one of its recurrent layers and so wrote no state.
         """
         self._trim()
-        plan = self._memory.begin(Batch(tuple(_feed(completion, count) for completion, count in shares)))
+        plan = self._memory.begin(Batch(tuple(_feed(completion, count) for completion, count in scheduled)))
         try:
-            logits = self._guest.forward(self._memory, plan, *self._inputs(shares))
-            ready = self._ready(shares)
+            logits = self._guest.forward(self._memory, plan, *self._inputs(scheduled))
+            ready = self._ready(scheduled)
             draws = self._draw(
-                [(one.row, completion) for one in ready for completion in (one.completion, *one.twins)], logits
+                [(one.row, completion) for one in ready for completion in (one.completion, *one.siblings)], logits
             )
-            accepted = {_seq(completion): count for completion, count in shares}
-            self._memory.commit(accepted)
+            self._memory.commit({_seq(completion): count for completion, count in scheduled})
         except BaseException:
             if self._memory.step is not None:
                 self._memory.abandon()
             raise
         return ready, draws
 
-    def _inputs(self, shares: Sequence[Share]) -> tuple[list[int], list[int]]:
+    def _inputs(self, scheduled: Sequence[Scheduled]) -> tuple[list[int], list[int]]:
         """Token ids [T] of the step, and the rows [R] whose logits are wanted."""
         ids: list[int] = []
         rows: list[int] = []
-        for completion, count in shares:
-            ids += completion.tokens[completion.read : completion.read + count]
-            if count == completion.unread:
+        for completion, count in scheduled:
+            ids += completion.tokens[completion.computed : completion.computed + count]
+            if count == completion.uncomputed:
                 rows.append(len(ids) - 1)
         return ids, rows
 
-    def _ready(self, shares: Sequence[Share]) -> list[Ready]:
-        done = [completion for completion, count in shares if count == completion.unread]
+    def _ready(self, scheduled: Sequence[Scheduled]) -> list[Ready]:
+        ready = [completion for completion, count in scheduled if count == completion.uncomputed]
         return [
-            Ready(row, completion, self._twins(completion) if completion.stage is Stage.PREFILL else ())
-            for row, completion in enumerate(done)
+            Ready(row, completion, self._siblings(completion) if completion.status is Status.PREFILL else ())
+            for row, completion in enumerate(ready)
         ]
 
-    def _draw(self, writers: Sequence[tuple[int, Completion]], logits: Tensor) -> Draws:
-        """What each completion draws from its row of the logits [R,V]. If that fails for all together, each draws
-        alone. Changes no completion."""
-        if not writers:
+    def _draw(self, rows: Sequence[tuple[int, Completion]], logits: Tensor) -> Draws:
+        """Draw for each completion from its row of the logits [R,V]. If that raises for all of them together, each is
+        drawn for alone. Changes no completion."""
+        if not rows:
             return []
-        rows, completions = [row for row, _ in writers], [completion for _, completion in writers]
+        completions = [completion for _, completion in rows]
         try:
             with torch.inference_mode():
-                logits_of = logits[torch.tensor(rows, device=logits.device)]  # [n,V]
                 drawn = draw(
-                    logits_of,
+                    logits[torch.tensor([row for row, _ in rows], device=logits.device)],  # [n,V]
                     [completion.sampler for completion in completions],
                     [completion.pos for completion in completions],
                 )
             return list(zip(completions, drawn, strict=True))
         except Exception as error:
-            if len(completions) == 1:
+            if len(rows) == 1:
                 log.exception("a draw failed")
                 return [(completions[0], _failure("the draw", error))]
-            log.warning("a draw over %d rows failed with %s: %s", len(completions), type(error).__name__, error)
-        return [one for writer in writers for one in self._draw([writer], logits)]
+            log.warning("a draw over %d rows failed with %s: %s", len(rows), type(error).__name__, error)
+        return [one for row in rows for one in self._draw([row], logits)]
 
     def _emit(self, ready: Sequence[Ready], draws: Draws) -> None:
-        """Memory has what was read: prompts become completions, and these are given what they drew."""
-        for _, completion, twins in ready:
-            if completion.stage is Stage.PREFILL:
-                self._split(completion, twins)
+        """After the commit: fork the prompts that are computed, and append the drawn tokens."""
+        for _, completion, siblings in ready:
+            if completion.status is Status.PREFILL:
+                self._fork(completion, siblings)
         for completion, drawn in draws:
-            if completion.stage is Stage.DECODE:  # else another completion of its request failed just now
-                self._give(completion, drawn)
+            if completion.status is Status.DECODE:  # another completion of its request may have failed just now
+                self._accept(completion, drawn)
 
-    def _give(self, completion: Completion, drawn: Drawn | EngineFailed) -> None:
+    def _accept(self, completion: Completion, drawn: Drawn | EngineFailed) -> None:
         if isinstance(drawn, EngineFailed):
-            self._ended(completion, drawn)
+            self._end(completion, drawn)
             return
         try:
-            over = drawn.error or completion.accept([(drawn.token_id, drawn.logprob)], self._context).over
-            if over is not None:
-                self._ended(completion, over)
+            reason = drawn.error or completion.accept([(drawn.token_id, drawn.logprob)], self._context).reason
+            if reason is not None:
+                self._end(completion, reason)
         except Exception as error:
             log.exception("a token could not be delivered")
-            self._ended(completion, _failure("delivering a token", error))
+            self._end(completion, _failure("delivering a token", error))
 
 
 def _failure(what: str, error: Exception) -> EngineFailed:
@@ -183,12 +181,11 @@ def _failure(what: str, error: Exception) -> EngineFailed:
 
 
 def _feed(completion: Completion, count: int) -> Feed:
-    """Where a piece of a session's prompt ends, the next turn may part from it, so recurrent state is kept there. The
-    last piece is of one token: who parts from it there goes on from the piece before."""
-    keep_state = (
-        completion.request.session is not None and completion.stage is Stage.PREFILL and count < completion.unread
-    )
-    return Feed(_seq(completion), Span(completion.read, completion.read + count), keep_state=keep_state)
+    """The feed of a completion, with a checkpoint at the end of each chunk of a session's prompt, as the next prompt
+    may diverge there. The last chunk needs none: it is one token, and the chunk before it ends with a checkpoint."""
+    prefill = completion.request.session is not None and completion.status is Status.PREFILL
+    span = Span(completion.computed, completion.computed + count)
+    return Feed(_seq(completion), span, keep_state=prefill and count < completion.uncomputed)
 
 
 def _seq(completion: Completion) -> int:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What is served. `mode` is how it runs ("flat" or "solo"), `groups` what it remembers."""
+    """The model that is served. `mode` is how it runs: "flat" or "solo"."""
 
     name: str
     path: Path | None
@@ -59,7 +59,7 @@ class EngineStats:
     rows_used: int  # rows in use by sequences and checkpoints
     state_bytes: int  # bytes of all rows
     shifts: int  # context shifts that rotated keys
-    rereads: Mapping[str, int]  # context shifts that computed text again instead, by reason
+    recomputes: Mapping[str, int]  # context shifts that recomputed text instead, by reason
     compacted: int  # cells moved by compaction
 
     @property
@@ -85,7 +85,7 @@ def model_card(built: "Built") -> ModelCard:
 
 
 def stats(built: "Built") -> EngineStats:
-    """Call it on the engine's thread, between two steps."""
+    """To be called on the engine's thread, between two steps."""
     loop, memory, scheduler, guest = built.loop, built.memory, built.loop.scheduler, built.guest
     free, capacity = memory.storage.free(), memory.storage.capacity()
     groups = tuple(
@@ -114,6 +114,6 @@ def stats(built: "Built") -> EngineStats:
         rows_used=rows - (memory.rows.free or 0),
         state_bytes=built.capacity.states.bytes,
         shifts=loop.manager.shifts,
-        rereads=dict(loop.manager.rereads),
+        recomputes=dict(loop.manager.recomputes),
         compacted=loop.compaction.moved,
     )

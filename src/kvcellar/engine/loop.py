@@ -214,12 +214,12 @@ class Loop:
                 if completion.full(self._context):
                     self._shift(completion)
             self.scheduler.current = None
-            shares, stuck = self.scheduler.schedule()
+            scheduled, stuck = self.scheduler.schedule()
             self.scheduler.current = None
             for completion in stuck:
                 self.end(completion, "length")
-            if shares and not self._failures:
-                self._runner.step(shares)
+            if scheduled and not self._failures:
+                self._runner.step(scheduled)
                 self.steps += 1
         except Exception as error:
             at = self.scheduler.current

@@ -31,10 +31,10 @@ class Spoken:
         self.engine._built.guest.forward = self._forward  # type: ignore[method-assign]
         self.script: list[int] = []
 
-    def _forward(self, memory: Any, plan: Any, ids: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    def _forward(self, memory: Any, plan: Any, ids: list[int], want: list[int]) -> torch.Tensor:
         put_zeros(memory, plan)
         logits = torch.zeros(len(want), self.vocab)
-        for row, at in enumerate(want.tolist()):
+        for row, at in enumerate(want):
             pos = plan.positions[at]
             logits[row, self.script[pos] if pos < len(self.script) else self.end] = SURE
         return logits

@@ -64,12 +64,12 @@ class Fault:
         raise Injected(f"at call {self.at}")
 
 
-def reads_what_it_sees(memory: Memory, plan: Plan, ids: Tensor, want: Tensor) -> Tensor:
+def reads_what_it_sees(memory: Memory, plan: Plan, ids: list[int], want: list[int]) -> Tensor:
     """In place of a guest's forward: writes the tokens as values, and reads all that each wanted row may see."""
-    sums = dict.fromkeys(want.tolist(), 1)
+    sums = dict.fromkeys(want, 1)
     for group, part in zip(memory.storage.groups, plan.groups, strict=True):
         k, v = (torch.zeros(len(ids), plane.heads, plane.size) for plane in group.planes)
-        v[:, 0, 0] = ids
+        v[:, 0, 0] = torch.tensor(ids)
         for layer in group.layers:
             memory.put(layer, k, v)
             for segment, (_, values) in zip(part.segments, memory.get(layer).each_in_order(), strict=True):

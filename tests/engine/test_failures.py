@@ -53,7 +53,7 @@ def poisoned(engine, monkeypatch, what):
 
     def wrapped(memory, plan, ids, want):
         logits = forward(memory, plan, ids, want)
-        return what(logits, plan, ids) if POISON in ids.tolist() else logits
+        return what(logits, plan, ids) if POISON in ids else logits
 
     monkeypatch.setattr(guest, "forward", wrapped)
 
@@ -101,7 +101,7 @@ def test_scores_that_are_no_numbers_end_their_own_request(engine, monkeypatch, v
         logits = logits.clone()
         for row, feed in enumerate(plan.feeds):
             first = sum(len(before.pos) for before in plan.feeds[:row])
-            if POISON in ids[first : first + len(feed.pos)].tolist():
+            if POISON in ids[first : first + len(feed.pos)]:
                 logits[row, 3] = value
         return logits
 

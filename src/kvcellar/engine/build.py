@@ -61,7 +61,7 @@ class Built:
 
 
 def build(model: "str | Path | PreTrainedModel | None", settings: Settings) -> Built:
-    """Load and test the model, size its memory, make the parts. Raises what `load`, `adopt` and `resolve_capacity`
+    """Load and test the model, size its memory, make the parts. Raises what `load`, `build_guest` and `resolve_capacity`
     raise."""
     settings = _in_a_fork(settings)
     began = time.time_ns()

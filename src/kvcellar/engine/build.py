@@ -61,8 +61,8 @@ class Built:
 
 
 def build(model: "str | Path | PreTrainedModel | None", settings: Settings) -> Built:
-    """Load and test the model, size its memory, make the parts. Raises what `load`, `build_guest` and `resolve_capacity`
-    raise."""
+    """Load and test the model, size its memory, make the parts. Raises what `load`, `build_guest` and
+    `resolve_capacity` raise."""
     settings = _in_a_fork(settings)
     began = time.time_ns()
     threads = threads_of(settings.threads, torch.get_num_threads())

@@ -55,15 +55,15 @@ def resolved(demands, budget, sizes):
         return None
 
 
-def needed(demand, tokens, sizes):
+def needed(demand, tokens, sizes, windows):
     """Cells of a group with so many tokens in use, none of whose sequences is longer than the context."""
-    most = sizes["max_sequences"] * demand.layout.most_cells(sizes["context"], 0) + sizes["step_tokens"]
-    return min(tokens, most)
+    holding = sizes["max_sequences"] + (windows if demand.bounded(sizes["context"]) else 0)
+    return min(tokens, holding * demand.layout.most_cells(sizes["context"], 0) + sizes["step_tokens"])
 
 
-def total(demands, tokens, sizes):
+def total(demands, tokens, sizes, windows):
     """Bytes of planes, of a step on the longest sequence that all groups can hold, and of an edit."""
-    cells = {demand.name: needed(demand, tokens, sizes) for demand in demands}
+    cells = {demand.name: needed(demand, tokens, sizes, windows) for demand in demands}
     fits = (
         n for n in range(sizes["context"], 0, -1) if all(d.layout.most_cells(n, 1) <= cells[d.name] for d in demands)
     )
@@ -76,16 +76,36 @@ def test_groups_are_full_together_and_one_token_more_would_not_fit(demands, budg
     got = resolved(demands, budget, sizes)
     assume(got is not None)
     assert got.bytes == sum(demand.bytes(got.cells[demand.name]) for demand in demands)
-    assert got.total == total(demands, got.tokens, sizes) <= budget == got.budget
+    assert got.total == total(demands, got.tokens, sizes, got.windows) <= budget == got.budget
     for demand in demands:
-        assert got.cells[demand.name] == needed(demand, got.tokens, sizes)
+        assert got.cells[demand.name] == needed(demand, got.tokens, sizes, got.windows)
     all_there_is = sizes["max_sequences"] * sizes["context"] + sizes["step_tokens"]
     if got.tokens < all_there_is:
         assert got.because == "cache_bytes"
-        assert total(demands, got.tokens + 1, sizes) > budget
+        assert total(demands, got.tokens + 1, sizes, got.windows) > budget
     else:
         assert str(sizes["max_sequences"]) in got.because
         assert got.tokens == all_there_is
+
+
+@given(DEMANDS, st.integers(1, 10**8), SIZES)
+def test_bounded_groups_have_cells_for_as_many_checkpoints_as_a_sixteenth_of_the_bytes_holds(demands, budget, sizes):
+    got = resolved(demands, budget, sizes)
+    assume(got is not None)
+    bounded = [demand for demand in demands if demand.bounded(sizes["context"])]
+    window = sum(d.bytes(d.layout.most_cells(sizes["context"], 0)) - d.bytes(0) for d in bounded)
+    assert 0 <= got.windows * window <= budget / 16
+    assert got.windows == 1024 or not window or (got.windows + 1) * window > budget / 16
+    assert (f"windows of {got.windows} checkpoints" in str(got)) == (got.windows > 0)
+
+
+def test_windows_of_checkpoints_do_not_take_the_cells_of_running_sequences():
+    window = made("window", Sliding(100), 10, 1, 0, 0)
+    full = made("full", Causal(), 10, 1, 0, 0)
+    sizes = {"context": 1000, "max_sequences": 4, "step_tokens": 50}
+    got = resolved([full, window], 50_000, sizes)
+    assert (got.windows, got.cells["window"]) == (3, (4 + 3) * 100 + 50)
+    assert resolved([full], 50_000, sizes).windows == 0
 
 
 @given(DEMANDS, st.integers(1, 10**7), st.integers(0, 10**6), SIZES)

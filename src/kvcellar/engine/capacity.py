@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from kvcellar.errors import CapacityTooSmall
 from kvcellar.layout import Layout
 
-MOST_CHECKPOINTS = 1024  # state rows kept as checkpoints
+MOST_CHECKPOINTS = 1024  # state rows kept as checkpoints, and windows
+WINDOW_SHARE = 16  # windows of checkpoints get one such part of the cache's bytes
 
 
 def sized(count: int) -> str:
@@ -31,6 +32,10 @@ class Demand:
     bytes: Callable[[int], int]
     staging: Callable[[int], int]
     undo: int = 0
+
+    def bounded(self, context: int) -> bool:
+        """Whether a sequence that fills the context holds a window of it only."""
+        return self.layout.keep(context) > 0
 
     def shifting(self, cells: int, context: int) -> int:
         """The most bytes that a context shift keeps to undo it, of the only sequence in so many cells, which fills the
@@ -64,6 +69,14 @@ class RowShare:
         return (self.rows + 1) * self.bytes_per_row
 
 
+def share_windows(demands: Sequence[Demand], *, budget: int, context: int) -> int:
+    """The number of checkpoints whose windows the bounded groups have cells for, beside those of running sequences:
+    as many as a sixteenth of `budget` holds, up to `MOST_CHECKPOINTS`; 0 without bounded groups."""
+    bounded = [demand for demand in demands if demand.bounded(context)]
+    window = sum(demand.bytes(demand.layout.most_cells(context, 0)) - demand.bytes(0) for demand in bounded)
+    return min(MOST_CHECKPOINTS, budget // WINDOW_SHARE // window) if window > 0 else 0
+
+
 def share_rows(bytes_per_row: int, *, budget: int, because: str, max_sequences: int) -> RowShare:
     """Rows for as many sequences as fit into half of `budget`, up to `max_sequences`; checkpoints take a sixteenth of
     it, but at least one for each sequence and at most `MOST_CHECKPOINTS`.
@@ -89,6 +102,7 @@ class Capacity:
     cells: Mapping[str, int]
     by_group: Mapping[str, int]  # bytes of its planes, null cells and padding included
     states: RowShare
+    windows: int  # checkpoints that bounded groups have cells for, beside running sequences
     scratch: int  # bytes of a step, or of what a context shift keeps to undo it, whichever are more
     staging: int  # bytes of an edit
     budget: int
@@ -114,6 +128,8 @@ class Capacity:
         shares = [f"{name}: {self.cells[name]} cells in {sized(size)}" for name, size in self.by_group.items()]
         if self.states.bytes:
             shares.append(f"recurrent: {self.states.rows} rows in {sized(self.states.bytes)}")
+        if self.windows:
+            shares.append(f"windows of {self.windows} checkpoints among them")
         groups = ", ".join(shares)
         return (
             f"{self.holds} in {sized(self.bytes)} ({groups}); with {sized(self.scratch)} for a step and "
@@ -135,8 +151,9 @@ def resolve_capacity(
 ) -> Capacity:
     """Divide `budget` bytes among groups so that all of them are full at the same number of tokens in use.
 
-    With `x` tokens in use, a group needs `min(x, max_sequences * resting + step_tokens)` cells, where `resting` is the
-    most that one sequence holds between steps. The largest such `x` is taken, and no more than full contexts need.
+    With `x` tokens in use, a group needs `min(x, (max_sequences + windows) * resting + step_tokens)` cells, where
+    `resting` is the most that one sequence holds between steps, and `windows` are those of checkpoints in bounded
+    groups (`share_windows`; 0 in others). The largest such `x` is taken, and no more than full contexts need.
     `scratch` returns the bytes of a step, given the longest sequence, how many tokens fit, and how many sequences
     decode; and the staging of one group is left for edits. Recurrent state, of `bytes_per_row` a sequence, is allocated
     first (`share_rows`). Without groups, tokens take no bytes, and only the largest step has to fit.
@@ -147,15 +164,20 @@ def resolve_capacity(
     Raises `CapacityTooSmall`.
     """
     states = share_rows(bytes_per_row, budget=budget, because=because, max_sequences=max_sequences)
-    max_sequences = states.sequences
+    max_sequences, windows = states.sequences, share_windows(demands, budget=budget, context=context)
+
+    def most_cells(demand: Demand) -> int:
+        holding = max_sequences + (windows if demand.bounded(context) else 0)
+        return holding * demand.layout.most_cells(context, 0) + step_tokens
 
     def capacity(tokens: int, why: str) -> Capacity:
-        cells = {d.name: min(tokens, max_sequences * d.layout.most_cells(context, 0) + step_tokens) for d in demands}
+        cells = {demand.name: min(tokens, most_cells(demand)) for demand in demands}
         longest = _longest(demands, cells, context)
         shift = sum(d.shifting(cells[d.name], context) for d in demands) if longest == context else 0
         return Capacity(
             cells=cells,
             states=states,
+            windows=windows,
             by_group={demand.name: demand.bytes(cells[demand.name]) for demand in demands},
             scratch=max(scratch(longest, tokens, max_sequences), shift),
             staging=max((demand.staging(cells[demand.name]) for demand in demands), default=0),

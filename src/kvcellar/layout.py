@@ -24,7 +24,7 @@ class Layout(Protocol):
         ...
 
     def can_cut(self, first: int, end: int, pos: int) -> int:
-        """The largest `kept <= pos` at which one could go on after forgetting `[kept, end)`. 0 is always possible."""
+        """The largest `kept <= pos` from which decoding can resume without `[kept, end)`. 0 is always possible."""
         ...
 
     def can_shift(self, first: int, end: int, gone: Span) -> bool:

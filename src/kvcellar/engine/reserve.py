@@ -295,7 +295,7 @@ class _Counted(TorchDispatchMode, Meter):
 
 
 def _tensors(found: Any) -> Iterator[Tensor]:
-    """All tensors in nested arguments, but for packed weights, whose storage nobody may look at."""
+    """All tensors in nested arguments, except packed weights, whose storage cannot be accessed."""
     for part in found:
         if isinstance(part, Tensor):
             if not part.is_mkldnn:

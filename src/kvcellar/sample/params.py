@@ -20,7 +20,7 @@ MAX_SEQUENCES = 4096  # that are forbidden, or biased
 MAX_IDS = 2**16  # tokens that are suppressed
 MAX_SEQUENCE_BIAS = 1e4
 MAX_STOP_IDS = 4096
-MAX_BIASES = 2**14  # each costs something in every step, for everybody in it
+MAX_BIASES = 2**14  # each costs time in every step, for all requests in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -138,8 +138,8 @@ def _flat(call: Message) -> Message:
 
 def _result(message: Message) -> str:
     names = {"name": "tool", "tool_call_id": "tool_call_id"}
-    told = {ours: message[theirs] for theirs, ours in names.items() if theirs in message}
-    return _json({"tool_response": {**told, "content": _text(message)}})
+    named = {ours: message[theirs] for theirs, ours in names.items() if theirs in message}
+    return _json({"tool_response": {**named, "content": _text(message)}})
 
 
 def _text(message: Message) -> str:

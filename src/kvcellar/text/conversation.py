@@ -116,8 +116,8 @@ def _text_part(given: object, where: str) -> None:
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Give the message's reasoning all names that templates read it by, as transformers does."""
-    told = next((message[name] for name in REASONING if message.get(name) is not None), None)
-    return message if told is None else {"thinking": told, **message, "reasoning_content": told}
+    reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def joined(message: dict[str, Any]) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""verify: measures a model on this machine. Warm answers against cold ones, K/V quality, doctor's diagnosis."""
+"""verify: measures a model on this machine. Warm logits against cold ones, K/V quality, doctor's diagnosis."""

@@ -166,7 +166,7 @@ def _books(memory: Memory) -> dict[str, Any]:
 
 
 def resumption(harness: Harness) -> None:
-    """From states that were kept on the way, forked and gone back to."""
+    """Resume and fork from checkpoints inside a text."""
     if harness.guest.shape.recurrent is None:
         raise NotApplicable("it has no recurrent layers, so it needs no states to go on from")
     text = harness.draw(harness.length - 2)

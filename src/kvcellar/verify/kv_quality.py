@@ -80,11 +80,11 @@ def kv_quality(
     refused: dict[str, str] = {}
     for way in ways:
         try:
-            twin = guest.storing(StoredAs.parse(way), backends)
+            quantised = guest.storing(StoredAs.parse(way), backends)
         except NoBackend as error:
             refused[way] = str(error)
         else:
-            tried.append(_Tried(way, twin, twin.memory(cells, rows=2 * lines)))
+            tried.append(_Tried(way, quantised, quantised.memory(cells, rows=2 * lines)))
     _compare(plain, plain.memory(cells, rows=2 * lines), tried, texts)
     by_way = {one.way: _result(one, lines * tokens) for one in tried}
     return [by_way[way] if way in by_way else KvQuality(way, 0, 0, None, None, refused[way]) for way in ways]

@@ -1,4 +1,4 @@
-"""contracts: the protocols between the packages: stored planes, what a layer remembers, and attention backends.
+"""contracts: the protocols between packages: stored planes, step tables, layer histories and attention backends.
 
 Tensors are `Any` here: this module does not import torch.
 """
@@ -11,7 +11,7 @@ from kvcellar.shapes import Arrangement, AttentionSpec, Kind, Plane, Scoring, St
 
 
 class Stored(Protocol):
-    """One plane of one layer: the data as it is stored, and how to read it.
+    """One plane of one layer: the stored data and methods to read it.
 
     Kernels read `codes` (or `rows`) and `scales` in place; all other code calls `read` or `at`.
     """
@@ -27,41 +27,41 @@ class Stored(Protocol):
 
     @property
     def codes(self) -> Any:
-        """The elements of all cells, in the plane's arrangement. Two int4 share a byte: element i in the low half,
-        element i + (size + 1) // 2 in the high half, 8 added to each."""
+        """The elements of all cells, in the plane's arrangement. A byte stores two int4: element i in the low bits,
+        element i + (size + 1) // 2 in the high bits, each plus 8."""
         ...
 
     @property
     def rows(self) -> Any:
-        """The same as [cells,heads,width], a view."""
+        """View of `codes` as [cells,heads,width]."""
         ...
 
     @property
     def scales(self) -> Any:
-        """Float16, arranged like `codes`, with one scale for `BLOCK` elements; None if nothing is quantised."""
+        """Float16, arranged like `codes`, one scale per `BLOCK` elements; None if the plane is not quantised."""
         ...
 
     def read(self, cells: Any, dtype: Any, *, rotated: bool = False) -> Any:
         """[heads,n,size] of `cells` (a slice or an index [n]) in `dtype`: a view where nothing needs to be computed.
 
-        Keys that were rotated before quantising are rotated back, unless `rotated`.
+        Hadamard-rotated keys are rotated back, unless `rotated`.
         """
         ...
 
     def at(self, cells: Any, heads: Any, dtype: Any) -> Any:
-        """[*,size] of cells and heads, two indices that broadcast to [*]; rotated keys are not rotated back."""
+        """[*,size] of cells and heads, two indices that broadcast to [*]; Hadamard-rotated keys stay rotated."""
         ...
 
     def meet(self, q: Any) -> Any:
-        """Queries [...,size], rotated like keys that are read `rotated`: their products are the same."""
+        """Apply the keys' Hadamard rotation to queries [...,size], for dot products with keys read `rotated`."""
         ...
 
 
 class StepTables(Protocol):
-    """Tensors that stay where they are from step to step, so that a step can be recorded and replayed.
+    """Tensors with the same address in every step, so that a step can be recorded and replayed.
 
-    Each has a name, and a bucket: a power of two of elements. What has the same name, type and bucket has the same
-    address in every step. What it held before is overwritten.
+    Each has a name and a bucket: its number of elements, rounded up to a power of two. Tensors with equal name, type
+    and bucket have the same address in every step. Each step overwrites their content.
     """
 
     device: Any
@@ -69,68 +69,69 @@ class StepTables(Protocol):
     heads: int  # KV heads of the group
 
     def fill(self, name: str, values: Sequence[int]) -> Any:
-        """int64 [n] on the device, filled from the host at once; the rest of its bucket is zeros."""
+        """int64 [n] on the device, copied from the host; the rest of its bucket is zero."""
         ...
 
     def empty(self, name: str, shape: Sequence[int], dtype: Any) -> Any:
-        """Of this shape on the device, for the caller to fill."""
+        """An uninitialised tensor on the device, for the caller to fill."""
         ...
 
 
 class GroupStep(Protocol):
-    """What the layers of a group share in the open step."""
+    """Data of the open step that the layers of a group share."""
 
     @property
     def prepared(self) -> Any:
-        """What the backend's `prepare` returned."""
+        """The return value of the backend's `prepare`."""
         ...
 
 
 class History(Protocol):
-    """One layer in the open step: its planes and the tables of its group, bound once for all steps."""
+    """One layer in the open step: its planes and its group's step tables. The object is the same in all steps."""
 
     @property
     def planes(self) -> Mapping[str, Stored]:
-        """By name: "k", "v"; all cells, as stored."""
+        """Planes by name ("k", "v"), with all cells as stored."""
         ...
 
     @property
     def step(self) -> GroupStep: ...
 
     def dense(self) -> tuple[Any, Any, Any]:
-        """(k [N,G,D], v [N,G,Dv], visible [T,N]): every cell that some row may see, once."""
+        """(k [N,G,D], v [N,G,Dv], visible [T,N]): each cell that any row may see, once."""
         ...
 
 
 class Backend(Protocol):
-    """Attention of new tokens over stored cells. Declares what it wants, so that nothing is rearranged per step.
+    """Attention of new tokens over stored cells. It declares its arrangement, so nothing is rearranged per step.
 
-    A group may be plain instead, [cells, heads, size] without padding: every backend reads that too, and
-    `Stored.arrangement` is the one used.
+    Every backend must also read plain groups: [cells, heads, size] without padding. `Stored.arrangement` is the
+    arrangement in use.
     """
 
     name: str
-    arrangement: Arrangement | Mapping[str, Arrangement]  # of all planes, or by the name of each
-    padding: int  # the number of places of a plane is a multiple of this
-    kinds: frozenset[Kind]  # what it can read
+    arrangement: Arrangement | Mapping[str, Arrangement]  # of all planes, or by plane name
+    padding: int  # the number of cells in a plane is a multiple of this
+    kinds: frozenset[Kind]  # storage kinds it can read
 
     def refuse(self, spec: AttentionSpec) -> str | None:
-        """Why it cannot serve `spec`; None if it can. `AttentionSpec.unreadable` checks the kinds."""
+        """The reason why it does not support `spec`; None if it does. `AttentionSpec.unreadable` checks `kinds`."""
         ...
 
     def prepare(self, plan: GroupPlan, tables: StepTables) -> Any:
-        """Work that all layers of a group share in a step: tables, masks. Called once per group and step."""
+        """Compute what all layers of a group share in a step: tables, masks. Called once per group and step."""
         ...
 
     def attend(self, q: Any, history: History, scoring: Scoring) -> Any:
-        """q [1,T,H,D] -> [1,T,H,Dv]; row t sees `[layout.lowest(pos_t), segment.last(pos_t)]` of its own segment, no
-        more. The rows of a segment without cells (a sequence that was given no input) are zeros.
+        """q [1,T,H,D] -> [1,T,H,Dv]; row t sees exactly `[layout.lowest(pos_t), segment.last(pos_t)]` of its segment.
+
+        The result is zero for rows of a segment without cells (a sequence without input).
         """
         ...
 
     def attend_dense(self, q: Any, k: Any, v: Any, visible: Any, scoring: Scoring) -> Any:
         """q [T,H,D], k [N,G,D], v [N,G,Dv], visible [T,N] -> [T,H,Dv]: for keys computed from what is stored (MLA).
 
-        A row that sees nothing is zeros.
+        The result is zero for a row that sees nothing.
         """
         ...

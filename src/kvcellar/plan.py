@@ -1,7 +1,7 @@
-"""plan: a step as integers. What a batch asks for, where each new token goes, and what it may look at.
+"""plan: a step as integers: the new tokens, the cells they are written to, and the cells they may see.
 
-A plan is made by `Memory.begin` and is the only thing about sequences that kernels ever see. It is immutable: it stays
-right for as long as its step is open. Cell 0 is null: nothing is ever stored there that somebody may see.
+`Memory.begin` makes the plan. Kernels read nothing else about sequences. It is immutable, and valid while its step is
+open. Cell 0 is null: it is never visible.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from kvcellar.spans import Span, whole
 
 
 class Run(NamedTuple):
-    """`n` cells in a row, the first of them `cell`."""
+    """`n` consecutive cells, from `cell` on."""
 
     cell: int
     n: int
@@ -26,16 +26,16 @@ class Run(NamedTuple):
 
 
 class Feed(NamedTuple):
-    """New tokens of one sequence: the positions they will have. They are consecutive rows of the step.
+    """New tokens of one sequence, by their positions. They are consecutive rows of the step.
 
-    Where `stores` is False the rows only ask: they read what the sequence remembers, get no cell, and leave the
-    sequence as it is. Their positions may be any at which something of it is seen.
+    If `stores` is False, the rows are queries only: they read the stored cells of the sequence, get no cells, and leave
+    the sequence unchanged. Any positions are allowed at which a stored cell is visible.
 
-    Recurrent layers must be told more: `keep_state` keeps their state at `pos.end` as a checkpoint of the sequence, if
-    all of the tokens are kept; of a `revertible` feed a part of the tokens may be kept.
+    For recurrent layers: `keep_state` keeps the state at `pos.end` as a checkpoint of the sequence, if all tokens are
+    kept; the commit may keep a part of the tokens only if the feed is `revertible`.
 
-    `checkpoints` are positions in (pos.start, pos.end], in order: the commit makes a claim of what is kept of the
-    tokens, with checkpoints at those of these positions that are among them.
+    `checkpoints` are positions in (pos.start, pos.end], in order: the commit makes a claim of the kept tokens, with a
+    checkpoint at each of these positions that is not behind the kept tokens.
     """
 
     seq: int
@@ -47,25 +47,25 @@ class Feed(NamedTuple):
 
     @property
     def between(self) -> tuple[int, ...]:
-        """The checkpoints inside it, at which recurrent layers keep a state of a part of the tokens."""
+        """The checkpoints before `pos.end`, which need recurrent state after only a part of the tokens."""
         return tuple(pos for pos in self.checkpoints if pos < self.pos.end)
 
     @property
     def in_parts(self) -> bool:
-        """Whether recurrent layers have to tell their states after a part of the tokens, too."""
+        """Whether recurrent layers must be able to compute their state after only a part of the tokens."""
         return self.revertible or bool(self.between)
 
 
-Ahead = tuple[int, Span]  # a sequence, and positions of it whose queries see all of these positions
+Ahead = tuple[int, Span]  # a sequence, and a span of it in which every query sees the whole span
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Which sequences get new tokens in a step, in the order of the step's rows.
+    """The feeds of a step, in the order of its rows.
 
-    The tokens of a `look_ahead` span see the later tokens of that span, too (a picture, a prefix read both ways). Only
-    the order is lifted: a window or a chunk still begins where it does. Such a span is read in one step, and is never
-    parted afterwards.
+    The tokens of a `look_ahead` span also see the later tokens of that span (an image, a bidirectional prefix). Only
+    causality is lifted: windows and chunks still limit the lowest visible position. Such a span is processed in one
+    step, and is never split afterwards.
     """
 
     feeds: tuple[Feed, ...]
@@ -119,7 +119,7 @@ class Batch:
 
     @classmethod
     def of(cls, seqs: Sequence[int], positions: Sequence[int]) -> "Batch":
-        """From one sequence and one position per token. Each sequence's tokens must follow one another."""
+        """From the sequence and the position of each token. The tokens of a sequence must be consecutive."""
         if len(seqs) != len(positions):
             raise BadRequest(f"{len(seqs)} sequences for {len(positions)} positions")
         seqs = [whole(seq, "a sequence") for seq in seqs]
@@ -137,26 +137,26 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Rows of the step."""
+        """Number of rows of the step."""
         return sum(len(feed.pos) for feed in self.feeds)
 
     @property
     def stored(self) -> int:
-        """Rows that get a cell."""
+        """Number of rows that get a cell."""
         return sum(len(feed.pos) for feed in self.feeds if feed.stores)
 
     def ahead(self, seq: int) -> tuple[Span, ...]:
-        """The spans of `seq` that look ahead, in order."""
+        """The look-ahead spans of `seq`, in order."""
         return tuple(sorted(span for of, span in self.look_ahead if of == seq)) if self.look_ahead else ()
 
 
 class Segment(NamedTuple):
     """One sequence's part of a step, in one group.
 
-    `runs` are the cells of positions `[first, end)` in order of position: all that the rows may see, the new tokens
-    themselves included. Row `row + i` of the step is position `pos.start + i`. `new` are the cells of the rows that are
-    stored, empty for rows that only ask. In a group with the layout `Input`, `[0,end)` is the sequence's input, and the
-    rows ask from behind it.
+    `runs` are the cells of positions `[first, end)` in order of position: all cells that the rows may see, including
+    those of the new tokens. Row `row + i` of the step has position `pos.start + i`. `new` are the cells of the new
+    tokens, empty if the feed stores nothing. In a group with the layout `Input`, `[0,end)` is the sequence's input, and
+    the rows have positions behind it.
     """
 
     seq: int
@@ -166,10 +166,10 @@ class Segment(NamedTuple):
     end: int
     runs: tuple[Run, ...]
     new: tuple[Run, ...]
-    ahead: tuple[Span, ...] = ()  # in order; whoever is in one sees all of it
+    ahead: tuple[Span, ...] = ()  # in order; a row in one of these spans sees the whole span
 
     def last(self, pos: int) -> int:
-        """The highest position that the row at `pos` sees. It never falls as `pos` grows."""
+        """The highest position that the row at `pos` sees; non-decreasing in `pos`."""
         for span in self.ahead:
             if span.start <= pos < span.end:
                 return span.end - 1
@@ -188,8 +188,8 @@ class GroupPlan:
 class StateSegment(NamedTuple):
     """One sequence's part of a step in the recurrent layers.
 
-    Rows `[row, row + length)` of the step go on from the state in row `read` and leave theirs in row `write`; row 0 is
-    null: there is no state yet, or it is not to be kept.
+    Rows `[row, row + length)` of the step start from state row `read`, and the state after them is written to state row
+    `write`. State row 0 is null: `read` 0 is the initial state, with `write` 0 the state is not kept.
     """
 
     seq: int
@@ -201,7 +201,7 @@ class StateSegment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A step: `tokens` rows, and for every group where they go and what they see. `stored` of the rows get a cell.
+    """A step of `tokens` rows, with a plan per group. `stored` of the rows get a cell.
 
     `states` has a segment for each feed, in a model with recurrent layers.
     """
@@ -220,6 +220,6 @@ class Plan:
 
     @property
     def storing(self) -> list[int]:
-        """The rows that get a cell, in order: what `put` is given."""
+        """The rows that get a cell, in order; the rows of `put`'s tensors."""
         stores = [feed.stores for feed in self.feeds for _ in range(len(feed.pos))]
         return [row for row, kept in enumerate(stores) if kept]

@@ -1,4 +1,4 @@
-"""shapes: what planes, state and attention look like, as numbers and names: heads, sizes, storage, rotation, scoring.
+"""shapes: descriptions of planes, recurrent state and attention: heads, sizes, storage, rotation, scoring.
 
 Tensors are `Any` here: this module does not import torch.
 """
@@ -13,7 +13,7 @@ from kvcellar.errors import BadRequest
 # A plane is stored [cells, heads, size], [heads, cells, size] or [heads, size, cells].
 Arrangement = Literal["token", "head", "transposed"]
 Kind = Literal["float64", "float32", "bfloat16", "float16", "fp8", "int8", "int4"]
-BLOCK = 128  # elements of a vector that share a scale; all of them where the vector is shorter
+BLOCK = 128  # elements of a vector that share a scale; all of them if the vector is shorter
 SCALE_BYTES = 2  # a scale is a float16
 _BITS: Mapping[Kind, int] = {
     "float64": 64, "float32": 32, "bfloat16": 16, "float16": 16, "fp8": 8, "int8": 8, "int4": 4,
@@ -25,7 +25,7 @@ class Storage:
     """How the elements of a plane are stored.
 
     fp8 (e4m3), int8 and int4 have symmetric float16 scales: one per cell, head and `BLOCK` elements of the vector, the
-    last of which may be fewer. `hadamard`: vectors are rotated before they are quantised: no element stands out then.
+    last of which may be fewer. `hadamard`: vectors are rotated before they are quantised, which removes outliers.
     """
 
     kind: Kind
@@ -43,11 +43,11 @@ class Storage:
         return self.kind in ("fp8", "int8", "int4")
 
     def scales(self, size: int) -> int:
-        """Scales of a vector of `size` elements."""
+        """Number of scales of a vector of `size` elements."""
         return -(-size // BLOCK) if self.quantised else 0
 
     def bytes(self, size: int) -> int:
-        """Bytes of a vector of `size` elements, its scales included. Two int4 share a byte."""
+        """Bytes of a vector of `size` elements, scales included. A byte stores two int4."""
         return -(-size * _BITS[self.kind] // 8) + SCALE_BYTES * self.scales(size)
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class StoredAs:
     def parse(cls, text: str) -> "StoredAs":
         """From `int8`, `int8+hadamard` (which rotates the keys), or `k=int8+hadamard,v=int4`. Raises `BadRequest`.
 
-        `auto`, and the one that is not named, is the model's own type.
+        `auto` is the model's own type, which is also the default for a plane that is not named.
         """
         planes = [part.strip().partition("=") for part in text.split(",")]
         if len(planes) == 1 and not planes[0][1]:
@@ -92,17 +92,17 @@ def _storage(text: str) -> Storage | None:
         raise BadRequest(f"after + only hadamard can follow, not {extra!r}", "kv_dtype")
     if kind == "auto" and not plus:
         return None
-    return Storage(kind, hadamard=bool(plus))  # pyright: ignore[reportArgumentType]  # it checks the kind
+    return Storage(kind, hadamard=bool(plus))  # pyright: ignore[reportArgumentType]  # Storage checks the kind
 
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One named tensor that every cell of a group has in every layer: `heads` vectors of `size` elements."""
+    """One named tensor that every cell of a group has a part of in every layer: `heads` vectors of `size` elements."""
 
     name: str
     heads: int
     size: int
-    storage: Storage | None = None  # None: as the memory's own type
+    storage: Storage | None = None  # None: the memory's own type
 
     def bytes_per_cell(self, itemsize: int) -> int:
         """Bytes of one cell in one layer, scales included; `itemsize` is that of the memory's own type."""
@@ -111,7 +111,7 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class StatePlane:
-    """One named tensor of a recurrent layer's state of a sequence: a convolution's last inputs, or sums."""
+    """One named tensor of a recurrent layer's state per sequence: e.g. a convolution's last inputs, or an SSM state."""
 
     name: str
     shape: tuple[int, ...]
@@ -130,16 +130,16 @@ class Recurrent:
 
     @property
     def bytes(self) -> int:
-        """Of a row."""
+        """Bytes of one state row."""
         return sum(plane.bytes for planes in self.layers.values() for plane in planes)
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """How the vectors of a plane turn with position (RoPE): pair i by `frequencies[i]` radians a position.
+    """How the vectors of a plane rotate with position (RoPE): pair i by `frequencies[i]` radians per position.
 
     The pairs are elements `start + 2i` and `start + 2i + 1` if interleaved, else `start + i` and `start + n + i` of n
-    pairs. Other elements do not turn. A scale on the whole vector (YaRN) cancels and is not here.
+    pairs. Other elements are not rotated. A scale of the whole vector (YaRN) is not needed: stored keys include it.
     """
 
     frequencies: tuple[float, ...]
@@ -159,7 +159,7 @@ class AttentionSpec:
     device: str
     softcap: bool = False
     sinks: bool = False
-    stored: StoredAs = StoredAs()  # how its K and V are stored
+    stored: StoredAs = StoredAs()  # how K and V are stored
 
     def __str__(self) -> str:
         extras = "".join(f", {name}" for name in ("softcap", "sinks") if getattr(self, name))
@@ -170,7 +170,7 @@ class AttentionSpec:
         )
 
     def unreadable(self, kinds: frozenset[Kind]) -> str | None:
-        """Why a backend that reads `kinds` cannot read K and V stored so; None if it can."""
+        """The reason why a backend that reads `kinds` cannot read K and V; None if it can."""
         for name, storage in (("keys", self.stored.k), ("values", self.stored.v)):
             kind = storage.kind if storage is not None else self.dtype
             if kind not in kinds:
@@ -180,7 +180,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How scores become weights: `softmax(cap(scale * q.k))`, with one learned logit per head (`sinks`) beside them."""
+    """How scores become weights: `softmax(cap(scale * q.k))`, with one additional learned logit per head (`sinks`)."""
 
     scale: float
     softcap: float | None = None

@@ -1,4 +1,4 @@
-"""choose: the first backend that does not refuse, and why the ones before it did."""
+"""choose: selects the first backend that supports a spec, with the reasons why earlier candidates do not."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from kvcellar.shapes import AttentionSpec
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A backend, and the reason of each candidate that was asked before it and refused."""
+    """The chosen backend, and for each earlier candidate the reason why it was rejected."""
 
     backend: Backend
     refused: Mapping[str, str]
 
 
 def backends() -> tuple[Backend, ...]:
-    """Every backend, the fastest first. `reference` comes last: it serves what nobody else does."""
+    """All backends, the fastest first. `reference` is last: it supports what the others do not."""
     return (Cpu(), Sdpa(), Reference())
 
 
 def named(name: str | None) -> tuple[Backend, ...]:
-    """The backends to try when the user named one, or none."""
+    """The backends to try: the named one, or the defaults if `name` is None."""
     found = tuple(backend for backend in backends() if name in (None, backend.name))
     if not found:
         names = ", ".join(backend.name for backend in backends())
@@ -34,7 +34,7 @@ def named(name: str | None) -> tuple[Backend, ...]:
 
 
 def choose(spec: AttentionSpec, candidates: Sequence[Backend]) -> Chosen:
-    """Raises `NoBackend`, with all reasons, if every candidate refuses."""
+    """The first candidate that supports `spec`. Raises `NoBackend` with all reasons if there is none."""
     refused: dict[str, str] = {}
     for backend in candidates:
         if (reason := backend.refuse(spec)) is None:

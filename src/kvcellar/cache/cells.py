@@ -1,14 +1,14 @@
-"""cells: which cells of a group are held, and by how many.
+"""cells: the allocator of a group's cells, with a reference count (`holders`) per cell.
 
-Cells are numbered from 1; cell 0 is null and never given out. They are accounted for in *pieces*: stretches of cells
-with the same number of holders. Work is proportional to the pieces touched, never to the cells in them or to the pool.
+Cells are numbered from 1; cell 0 is null and never allocated. They are tracked in *pieces*: contiguous cells with the
+same number of holders. Work is proportional to the pieces touched, not to the cells in them or to the capacity.
 
 Always true:
   * pieces cover [1, capacity] without gap or overlap, linked in order;
-  * a piece is free exactly when its `holders` is 0, and no two free pieces touch;
+  * a piece is free exactly when its `holders` is 0, and no two free pieces are adjacent;
   * `free` is the sum of the lengths of the free pieces, each of which is in the bin of its size;
-  * a run that somebody holds starts where a piece starts, and all its cells have at least one holder;
-  * pieces that touch have different numbers of holders, unless a run begins where they meet.
+  * a held run starts where a piece starts, and all its cells have at least one holder;
+  * adjacent pieces have different numbers of holders, unless a held run begins at their border.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,7 +23,7 @@ class Piece:
 
     def __init__(self, start: int, end: int, holders: int) -> None:
         self.start, self.end, self.holders = start, end, holders
-        self.begins = 0  # how many held runs begin here; if none, the piece may be joined to the one before
+        self.begins = 0  # number of held runs that begin here; if 0, the piece may be merged with the previous one
         self.prev: Piece | None = None
         self.next: Piece | None = None
 
@@ -32,12 +32,12 @@ class Piece:
 
 
 class Cells:
-    """The cells of one group. `take` gives them out, `hold` adds a holder, `drop` takes one away."""
+    """The cells of one group. `take` allocates, `hold` adds a holder, `drop` removes one."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.free = 0
-        self._at: dict[int, Piece] = {}  # by where it starts
+        self._at: dict[int, Piece] = {}  # by first cell
         self._bins: dict[int, dict[int, Piece]] = {}  # free pieces by size class, then by start
         self._head: Piece | None = None
         if capacity:
@@ -56,17 +56,16 @@ class Cells:
         return free[-1].cell - 1 if free and free[-1].end == self.capacity + 1 else self.capacity
 
     def held(self) -> tuple[int, int]:
-        """How many cells all held runs have, shared ones once for each holder, and how many runs these are. Costs all
-        pieces."""
+        """Total cells of all held runs, shared cells counted once per holder, and the number of runs. O(pieces)."""
         pieces = self._at.values()
         return sum(len(piece) * piece.holders for piece in pieces), sum(piece.begins for piece in pieces)
 
     def free_runs(self) -> list[Run]:
-        """All that is free, in order. Costs the pieces that are free."""
+        """All free runs, in order. Linear in the number of free pieces."""
         return sorted(Run(piece.start, len(piece)) for shelf in self._bins.values() for piece in shelf.values())
 
     def resize(self, capacity: int) -> None:
-        """Have so many cells from now on. The caller has seen that none above is held."""
+        """Set the number of cells. The caller has checked that no cell above it is held."""
         assert capacity >= self.highest, f"cell {self.highest} is held; there cannot be only {capacity}"
         free = self.free_runs()
         last = self._at[free[-1].cell] if free and free[-1].end == self.capacity + 1 else None
@@ -88,21 +87,21 @@ class Cells:
         self.capacity = capacity
 
     def _before(self, start: int) -> Piece | None:
-        """The piece that ends where `start` is, at the end of the chain."""
+        """The last piece that starts below `start`; None if there is none."""
         piece, before = self._head, None
         while piece is not None and piece.start < start:
             piece, before = piece.next, piece
         return before
 
-    # -- giving out ---------------------------------------------------------------------------------------------
+    # -- allocation ---------------------------------------------------------------------------------------------
 
     def take(self, n: int, after: int | None = None, before: int | None = None) -> list[Run]:
-        """`n` free cells, yours until you `drop` them. The caller has seen that `n <= free`.
+        """Allocate `n` cells, held until `drop`. The caller has checked that `n <= free`.
 
-        They follow cell `after` if the ones behind it are free, so that a sequence that grows stays in one run. Else
-        they end where cell `before` is, if a caller names one that it will give back soon: so a window that slides goes
-        round in its own cells, in two runs. A new run is put in the middle of the widest free stretch, which leaves it
-        and its neighbour room to grow.
+        They follow cell `after` if the next cells are free, so a growing sequence stays in one run. Otherwise they end
+        just before cell `before`, which the caller will free soon: so a sliding window reuses its own cells as a ring,
+        in two runs. Any other new run is placed in the middle of one of the widest free pieces, which leaves room to
+        grow for it and for the run before it.
         """
         assert n <= self.free, f"{n} cells were asked for, {self.free} are free"
         runs: list[Run] = []
@@ -123,18 +122,18 @@ class Cells:
         return runs
 
     def _free_before(self, cell: int) -> Piece | None:
-        """The free piece that ends where a held run begins at `cell`."""
+        """The free piece that ends just before `cell`, where a held run begins; None if there is none."""
         piece = self._at[cell].prev
         return piece if piece is not None and piece.holders == 0 else None
 
     def take_exact(self, run: Run) -> None:
-        """Take just these cells, all of them free; yours until you `drop` them."""
+        """Allocate exactly these cells, all of them free; held until `drop`."""
         piece = self._piece(run.cell)
         assert piece.holders == 0 and run.end <= piece.end, f"{run} is not free"
         self._take(piece, run.cell - piece.start, run.n)
 
     def _take(self, piece: Piece, skip: int, n: int) -> Run:
-        """Take `n` cells of a free piece, `skip` from its start; what is left on either side stays free."""
+        """Allocate `n` cells of a free piece, from offset `skip`; the rest on both sides stays free."""
         self._unshelve(piece)
         if skip:
             piece = self._split(piece, piece.start + skip)
@@ -147,9 +146,9 @@ class Cells:
         return Run(piece.start, n)
 
     def weld(self, cell: int) -> None:
-        """The run that began at `cell` is now the end of the run before it: its holder calls this when they have met.
+        """Merge the run that begins at `cell` into the run before it; both belong to the calling table.
 
-        So a sequence written one token at a time stays one piece.
+        So a sequence that grows one token at a time stays one piece.
         """
         self._at[cell].begins -= 1
         self._mend(cell)
@@ -157,20 +156,20 @@ class Cells:
     # -- holders ------------------------------------------------------------------------------------------------
 
     def hold(self, runs: Iterable[Run]) -> None:
-        """One more holder for cells that are held already."""
+        """Add a holder to cells that are already held."""
         for run in runs:
             for piece in self._pieces(run):
                 piece.holders += 1
             self._at[run.cell].begins += 1
 
     def drop(self, runs: Iterable[Run]) -> None:
-        """One holder less; what nobody holds any more is free."""
+        """Remove a holder; cells without holders are freed."""
         for run in runs:
             self._at[run.cell].begins -= 1
             self._let_go(run)
 
     def hold_part(self, run: Run, skip: int, n: int) -> Run:
-        """One more holder for `n` cells of a held run behind its first `skip`, which are returned as a run."""
+        """Add a holder to `n` cells of a held run, from offset `skip`; returns them as a run."""
         if skip:
             _, run = self._part(run, skip)
         if n < run.n:
@@ -179,7 +178,7 @@ class Cells:
         return run
 
     def exclusive(self, runs: Iterable[Run]) -> int:
-        """How many cells no run but these held ones holds: as many as dropping all of them would free."""
+        """Number of cells held only by these runs: dropping all of them would free so many."""
         times: dict[int, int] = {}
         found: dict[int, Piece] = {}
         for run in runs:
@@ -191,20 +190,20 @@ class Cells:
         return sum(len(piece) for start, piece in found.items() if piece.holders == times[start])
 
     def parts(self, run: Run) -> Iterator[tuple[Run, bool]]:
-        """A held run in order, in parts that its holder alone holds and parts that others hold, too (True)."""
+        """The parts of a held run in order, each with whether it is shared (has more than one holder)."""
         piece: Piece | None = self._at[run.cell]
         while piece is not None and piece.start < run.end:
             yield Run(piece.start, min(piece.end, run.end) - piece.start), piece.holders > 1
             piece = piece.next
 
     def divide(self, run: Run, n: int) -> tuple[Run, Run]:
-        """The first `n` cells of a held run and the others, as two held runs; 0 < n < run.n."""
+        """Split a held run into its first `n` cells and the rest, as two held runs; 0 < n < run.n."""
         left, right = self._part(run, n)
         self._at[right.cell].begins += 1
         return left, right
 
     def divide_all(self, runs: Iterable[Run], n: int) -> tuple[list[Run], list[Run]]:
-        """The first `n` cells of held runs and the others, as held runs."""
+        """Split held runs into their first `n` cells in total and the rest, as held runs."""
         kept: list[Run] = []
         rest: list[Run] = []
         for run in runs:
@@ -216,7 +215,7 @@ class Cells:
         return kept, rest
 
     def shorten(self, run: Run, n: int) -> Run:
-        """Keep the first `n` cells of a held run and give back the others; 0 < n < run.n."""
+        """Keep the first `n` cells of a held run and drop the rest; 0 < n < run.n."""
         left, right = self._part(run, n)
         self._let_go(right)
         return left
@@ -227,7 +226,7 @@ class Cells:
         return left, right
 
     def _pieces(self, run: Run) -> list[Piece]:
-        """The pieces that make up a held run; the last is split where the run ends."""
+        """The pieces that a held run consists of; the last is split at the run's end if necessary."""
         found: list[Piece] = []
         piece: Piece | None = self._at[run.cell]
         while piece is not None and piece.start < run.end:
@@ -240,12 +239,13 @@ class Cells:
     # -- pieces -------------------------------------------------------------------------------------------------
 
     def _piece(self, cell: int) -> Piece:
-        """The piece that a cell is in. Costs all pieces where none begins there."""
+        """The piece that contains a cell. O(1) for the first cell of a piece, otherwise O(pieces)."""
         piece = self._at.get(cell)
         return piece or next(piece for piece in self._at.values() if piece.start < cell < piece.end)
 
     def borders(self, run: Run) -> list[int]:
-        """Where pieces begin within `run`, its first cell apart: runs that hold some of its cells end only there."""
+        """First cells of the pieces that begin inside `run`, except its own first cell. Held runs begin and end only at
+        such borders."""
         piece, found = self._piece(run.cell).next, list[int]()
         while piece is not None and piece.start < run.end:
             found.append(piece.start)
@@ -253,8 +253,8 @@ class Cells:
         return found
 
     def holders(self, cell: int) -> tuple[int, Iterator[int]]:
-        """How many hold a cell, and where their runs can begin, the nearest first: where a piece begins, back to the
-        next free one."""
+        """The number of holders of a cell, and the first cells of the pieces where their runs may begin: from its own
+        piece back to the last free piece before it."""
         piece = self._piece(cell)
         return piece.holders, self._starts(piece)
 
@@ -265,7 +265,7 @@ class Cells:
             piece = piece.prev
 
     def _split(self, piece: Piece, at: int) -> Piece:
-        """Cut `piece` in two and return the right part. Neither part is shelved."""
+        """Split `piece` in two and return the right part. Neither part is added to the bins."""
         right = Piece(at, piece.end, piece.holders)
         right.prev, right.next = piece, piece.next
         if piece.next is not None:
@@ -275,14 +275,14 @@ class Cells:
         return right
 
     def _join(self, left: Piece, right: Piece) -> None:
-        """`left` takes over the cells of `right`, which is no more."""
+        """Extend `left` over the cells of `right`, and remove `right`."""
         left.end, left.next = right.end, right.next
         if right.next is not None:
             right.next.prev = left
         del self._at[right.start]
 
     def _let_go(self, run: Run) -> None:
-        """One holder less for cells at whose start no run of that holder begins any more."""
+        """Remove a holder from the cells of `run`, whose start is not (or no longer) counted in `begins`."""
         pieces = self._pieces(run)
         borders = [*(piece.start for piece in pieces), run.end]
         for piece in pieces:
@@ -294,7 +294,7 @@ class Cells:
             self._mend(border)
 
     def _mend(self, cell: int) -> None:
-        """Join the pieces that meet at `cell`, if their cells have as many holders and no run begins there."""
+        """Merge the two pieces with a border at `cell` if they have the same holders and no held run begins there."""
         piece = self._at.get(cell)
         if piece is None or piece.begins or piece.holders == 0:
             return
@@ -324,11 +324,11 @@ class Cells:
             del self._bins[size]
 
     def _widest(self) -> Piece:
-        """A free piece of the largest size class there is: at least half as long as the longest."""
+        """A free piece of the largest non-empty size class: more than half as long as the longest free piece."""
         return next(iter(self._bins[max(self._bins)].values()))
 
     def check(self) -> None:
-        """Assert everything that is always true of the pieces."""
+        """Assert the invariants of the pieces."""
         at, free, before = 1, 0, None
         piece = self._head
         seen = 0
@@ -352,7 +352,7 @@ class Cells:
         assert sum(map(len, self._bins.values())) == sum(p.holders == 0 for p in self._at.values())
 
     def check_holders(self, runs: Iterable[Run]) -> None:
-        """Assert that `runs` are all that is held: every cell has as many holders as there are runs over it."""
+        """Assert that `runs` are all held runs: every cell has as many holders as runs that contain it."""
         expected: dict[int, int] = {}
         begins: dict[int, int] = {}
         for run in runs:

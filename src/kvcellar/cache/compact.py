@@ -1,13 +1,14 @@
-"""compact: live cells move together, towards the low ones, a bounded piece at a time.
+"""compact: move held cells together at the low end of a group, a bounded number of cells at a time.
 
-A pass lays one table of a group behind the other, from cell 1 on and each in order of position, so that it becomes one
-run, or a few where it is shared. What lies in the way is moved to free cells first; so a pass moves no cell more
-than twice. Steps may run between the pieces: whatever they add or free is found by this pass or by the next.
+A pass places the tables of a group one after the other from cell 1 on, each in order of position, so that each becomes
+one run, or a few if it is shared. Cells in the target window are first moved to free cells, so a pass moves no cell
+more than twice. Steps may run between two calls of `piece`: cells that they allocate or free are handled by this pass
+or the next one.
 
 Always true:
-  * `at` is the frontier of the pass: what lies below it is settled, as far as this pass is concerned;
-  * the pass is laying out `table`, or is about to choose one;
-  * a piece either clears the way or lays out, so its targets were free and its sources stay whole until all is copied.
+  * `at` is the frontier of the pass: cells below it are final for this pass;
+  * `table` is the table that is being placed; None: the next one is not chosen yet;
+  * a piece either evacuates or places: its targets are free, and its sources stay intact until all is copied.
 """
 
 from bisect import bisect_right
@@ -23,16 +24,16 @@ class Compaction:
 
     def __init__(self) -> None:
         self.at = 1
-        self.table: Table | None = None  # one that was closed meanwhile holds nothing, so the next one is chosen
+        self.table: Table | None = None  # if it was closed since, it has no cells and the next one is chosen
 
     def piece(self, tables: Tables, budget: int) -> list[Move]:
-        """Moves of at most `budget` cells. None if all is compact, or if there is no free cell to do it with."""
+        """Moves of at most `budget` cells. Empty if the group is compact, or if no cell is free."""
         if not tables.cells.free:
             return []
         began = self.at > 1
         moves = self._advance(tables, budget)
         if not moves:
-            self.at, self.table = 1, None  # the pass is over, and the next may find what it left
+            self.at, self.table = 1, None  # end of the pass; a new one may find cells freed behind the frontier
             if began:
                 moves = self._advance(tables, budget)
         return moves
@@ -49,15 +50,15 @@ class Compaction:
         return []
 
     def _unsettled(self, tables: Tables, free: Sequence[Run]) -> list[Run]:
-        """What is not settled of the table that is being laid out, or of the next one; empty if the pass is over."""
+        """The runs above the frontier of the current table, or of the next one; empty at the end of the pass."""
         if self.table is not None and (extents := self._above(self.table)):
             return extents
         self.table = self._next(tables, free)
         return [] if self.table is None else self._above(self.table)
 
     def _next(self, tables: Tables, free: Sequence[Run]) -> Table | None:
-        """The table to lay out: one that holds the first held cell above the frontier, or, of tables that share a text
-        with it, the one that begins earliest in the text."""
+        """The table to place next: one that holds the first held cell above the frontier, or a table that shares cells
+        with it and has an earlier position above the frontier."""
         cell = _first_held(free, self.at)
         if cell > tables.cells.capacity:
             return None
@@ -71,7 +72,7 @@ class Compaction:
             cell = lowest[1]
 
     def _position(self, table: Table) -> int:
-        """Of the first cell above the frontier."""
+        """Position of the table's first cell above the frontier."""
         pos = table.first
         for run in table.runs:
             if run.end > self.at:
@@ -85,11 +86,11 @@ class Compaction:
         return [run if run.cell >= self.at else Run(self.at, run.end - self.at) for run in runs]
 
     def check(self) -> None:
-        """Assert what can be seen of that between two pieces: the frontier never falls below the first cell."""
+        """Assert that the frontier is not below the first cell."""
         assert self.at >= 1, f"the frontier is at {self.at}"
 
     def _lay_out(self, extents: Sequence[Run], free: Sequence[Run], budget: int) -> list[Move]:
-        """As many of `extents` to where they belong as is free there."""
+        """Moves of `extents` to their target cells, as far as these are free."""
         moves: list[Move] = []
         here = self.at
         for run in extents:
@@ -104,7 +105,7 @@ class Compaction:
         return moves
 
     def _clear(self, extents: Sequence[Run], free: Sequence[Run], budget: int) -> list[Move]:
-        """Away with what lies where `extents` belong and is none of them. `budget` is no more than all that is free."""
+        """Evacuate the target window of `extents`, except cells already in place. `budget` <= number of free cells."""
         end = self.at + min(budget, sum(run.n for run in extents))
         settled: list[Run] = []
         here = self.at
@@ -120,9 +121,9 @@ class Compaction:
 
 
 def _heaviest(sharing: Mapping[Table, list[Run]]) -> Table:
-    """Which of these tables, whose extents begin with the same cell, to lay out in one.
+    """Select the table to place as one run, of tables whose extents begin with the same cell.
 
-    Where they part, go with the most of them: each of the others will have one run more.
+    Where the tables branch, follow the branch with the most tables: each of the others gets one more run.
     """
     left = {table: list(reversed(extents)) for table, extents in sharing.items()}
     while len(left) > 1:
@@ -142,7 +143,7 @@ def _heaviest(sharing: Mapping[Table, list[Run]]) -> Table:
 
 
 def relocate(tables: Tables, moves: Sequence[Move], copy: Callable[[Sequence[Move]], None]) -> None:
-    """Let every table hold the targets of `moves`, once `copy` has filled them. If that raises, nothing has changed."""
+    """`copy` the cells of `moves`, then update all tables. If `copy` raises, nothing has changed."""
     cells, moves = tables.cells, sorted(moves)
     holding = {table: None for move in moves for table in tables.over(move.source)}
     moves = [part for move in moves for part in _cut(move, cells.borders(move.source))]
@@ -162,7 +163,7 @@ def relocate(tables: Tables, moves: Sequence[Move], copy: Callable[[Sequence[Mov
 
 
 def _cut(move: Move, borders: Sequence[int]) -> Iterator[Move]:
-    """The same move in parts, which end at `borders` of its source."""
+    """The move, split at `borders` of its source."""
     source, target = move
     for a, b in pairwise([source.cell, *borders, source.end]):
         yield Move(Run(a, b - a), Run(target.cell + a - source.cell, b - a))
@@ -174,13 +175,13 @@ def _first_held(free: Sequence[Run], cell: int) -> int:
 
 
 def _room(free: Sequence[Run], cell: int) -> int:
-    """How many cells are free from `cell` on."""
+    """Number of consecutive free cells from `cell` on."""
     at = bisect_right(free, cell, key=lambda run: run.cell) - 1
     return max(0, free[at].end - cell) if at >= 0 else 0
 
 
 def _without(run: Run, others: Iterable[Run]) -> list[Run]:
-    """What is left of `run` without `others`, which are in order."""
+    """The parts of `run` outside `others`, which are sorted."""
     left: list[Run] = []
     at = run.cell
     for other in others:
@@ -195,7 +196,7 @@ def _without(run: Run, others: Iterable[Run]) -> list[Run]:
 
 
 def _paired(sources: Sequence[Run], targets: Sequence[Run]) -> list[Move]:
-    """Moves of all of `sources` to the first of `targets`."""
+    """Moves of all cells of `sources` to the first cells of `targets`."""
     moves: list[Move] = []
     spare = list(reversed(targets))
     for source in sources:

@@ -1,8 +1,8 @@
-"""group: the layers of a model that share one table of cells, with their storage: cells, planes, and who reads them.
+"""group: the layers of a model that share one table of cells per sequence, and their storage.
 
 Always true:
-  * every layer has places for all cells of the group;
-  * an operation that raises leaves cells and what is in them as they were.
+  * every layer has storage for all cells of the group;
+  * an operation that raises leaves the cells and their content unchanged.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -26,12 +26,12 @@ from kvcellar.plan import Batch, Run
 from kvcellar.shapes import BLOCK, Plane, Rotation
 from kvcellar.spans import whole
 
-PIECE = 1024  # cells that are copied or turned at once: bounds the staging memory of a shift or a compaction
-COPIES = 5  # of a piece of one plane, in the type it is turned in, that turning it takes at most
-QUANTISED = 8  # the same, if it is read from codes, rotated and quantised again
-INDEX = 24  # bytes a cell: where it is and where it goes, and one of them in parts before they are put together
-ANGLES = 12  # bytes an element of a vector
-_FAR = 1 << 62  # a position behind every window
+PIECE = 1024  # cells that are copied or rotated at once: bounds the staging memory of a shift or a compaction
+COPIES = 5  # most copies of a piece of one plane at once while it is rotated, in the type of the computation
+QUANTISED = 8  # the same for a quantised plane: dequantised, rotated and quantised again
+INDEX = 24  # bytes per cell: int64 source and target indices, and a temporary copy of one of them
+ANGLES = 12  # bytes per element of a vector
+_FAR = 1 << 62  # a position greater than every window
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,52 +42,54 @@ class Group:
     layout: Layout
     planes: tuple[Plane, ...]  # by convention the first two are named "k" and "v"
     layers: tuple[int, ...]
-    rotations: Mapping[int, Mapping[str, Rotation]] = field(default_factory=dict)  # by layer, plane; others do not turn
-    no_shift: str | None = "nobody has said how its keys turn with position"  # None: positions may change
-    plain: bool = False  # its planes are [cells,heads,size] without padding, whatever the backend would like
+    rotations: Mapping[int, Mapping[str, Rotation]] = field(
+        default_factory=dict
+    )  # by layer, plane; others are not rotated
+    no_shift: str | None = "it is not known how its keys rotate with position"  # None: positions may change
+    plain: bool = False  # planes are [cells,heads,size] without padding, instead of the backend's arrangement
 
     def __post_init__(self) -> None:
         if self.of_input:
             if self.rotations:
                 raise BadRequest(f"keys of {self.name} layers never turn: an input stays where it is")
-            object.__setattr__(self, "no_shift", None)  # a shift of the text passes it by
+            object.__setattr__(self, "no_shift", None)  # a shift of the text does not change it
 
     @property
     def of_input(self) -> bool:
-        """Its cells are those of an encoder's input, not of tokens."""
+        """Whether its cells store an encoder's input instead of tokens."""
         return isinstance(self.layout, Input)
 
     @property
     def bounded(self) -> bool:
-        """Does a sequence hold a window only, and not all of its tokens?"""
+        """Whether a sequence holds only a window or chunk of its tokens."""
         return not self.of_input and self.layout.keep(_FAR) > 0
 
     def bytes_per_cell(self, itemsize: int) -> int:
-        """Of all layers, scales included; `itemsize` is that of the memory's own type."""
+        """Bytes of one cell in all layers, scales included; `itemsize` is that of the memory's own type."""
         return len(self.layers) * sum(plane.bytes_per_cell(itemsize) for plane in self.planes)
 
     def bytes(self, cells: int, itemsize: int, backend: Backend) -> int:
-        """Bytes of all planes for so many cells: the null cell, padding that `backend` asks for, rotations included."""
+        """Bytes of all planes for `cells` cells, with the null cell, the padding of `backend` and the rotations."""
         padding = 1 if self.plain else backend.padding
         rotations = sum(size * size * torch.float32.itemsize for size in rotated_sizes(self.planes))
         return -(-(cells + 1) // padding) * padding * self.bytes_per_cell(itemsize) + rotations
 
     def undo(self, itemsize: int) -> int:
-        """Bytes of a cell that is turned where it is: what its planes that turn held, until the removal is complete."""
+        """Bytes of the undo copy of one cell that is rotated in place; kept until the removal is complete."""
         planes = {plane.name: plane.bytes_per_cell(itemsize) for plane in self.planes}
         turning = sum(planes[name] for layer in self.layers for name in self.rotations.get(layer, {}))
         return turning + torch.int64.itemsize if turning else 0
 
     def staging(self, cells: int, itemsize: int) -> int:
-        """Bytes that a shift or a compaction takes at most beside the planes, in a group of `cells` cells."""
+        """Most temporary bytes that a shift or a compaction allocates, in a group of `cells` cells."""
         widest = max((_turning(plane, itemsize) for plane in self.planes), default=0)
         angles = max((plane.size for plane in self.planes), default=0) * ANGLES
         return min(PIECE, cells) * (widest + INDEX) + angles
 
 
 class Fragments(NamedTuple):
-    """How the cells of a group lie: cells of all tables together (shared ones once for each), the runs that these are
-    in, how many tables hold any, and how many cells are free."""
+    """Fragmentation of a group: the total cells of all tables (a shared cell counts once per table), their number of
+    runs, the number of tables with cells, and the number of free cells."""
 
     cells: int
     runs: int
@@ -96,7 +98,7 @@ class Fragments(NamedTuple):
 
 
 def _turning(plane: Plane, itemsize: int) -> int:
-    """Bytes that turning one cell of a plane takes at most; `itemsize` is that of the memory's own type."""
+    """Most temporary bytes for rotating one cell of a plane; `itemsize` is that of the memory's own type."""
     storage = plane.storage
     if storage is not None and storage.quantised:
         full = plane.size if plane.size <= BLOCK else -(-plane.size // BLOCK) * BLOCK
@@ -106,7 +108,7 @@ def _turning(plane: Plane, itemsize: int) -> int:
 
 
 def check_groups(groups: Sequence[Group], cells: Mapping[str, int], backend: Backend | Mapping[str, Backend]) -> None:
-    """Raise `BadRequest` unless every group has a name and layers of its own, cells, a backend, and one has tokens."""
+    """Raise `BadRequest` unless names and layers are unique, all groups have cells and a backend, one has tokens."""
     names = [group.name for group in groups]
     layers = [layer for group in groups for layer in group.layers]
     for name in names:
@@ -126,8 +128,8 @@ def check_groups(groups: Sequence[Group], cells: Mapping[str, int], backend: Bac
 def check_written(groups: Sequence[Group], written: Set[tuple[int, str]], batch: Batch, counts: Sequence[int]) -> None:
     """Raise `WrongStage` unless every plane of every layer of tokens was `written` in a step, by layer and plane.
 
-    Else a cell would show what a dropped sequence left in it. Where no token is kept (no feed stores
-    any, or `counts` accepts none) nothing has to be written. Costs O(groups) where all was.
+    Otherwise a visible cell would contain stale data of a dropped sequence. If no token is kept (no feed stores any, or
+    `counts` accepts none), nothing has to be written. O(groups) if everything was written.
     """
     if not any(count for feed, count in zip(batch.feeds, counts, strict=True) if feed.stores):
         return
@@ -146,15 +148,15 @@ def check_written(groups: Sequence[Group], written: Set[tuple[int, str]], batch:
 
 @dataclass(slots=True)
 class GroupStore:
-    """One group's storage."""
+    """The storage of one group."""
 
     group: Group
     tables: Tables
     pool: Pool
     backend: Backend
-    itemsize: int  # of the memory's own type
+    itemsize: int  # bytes of the memory's own type
     device: torch.device
-    step: GroupStep  # the open one
+    step: GroupStep  # the open step
     layers: Mapping[int, LayerHistory]
     compaction: Compaction = field(default_factory=Compaction)
 
@@ -173,20 +175,20 @@ class GroupStore:
 
     @property
     def staging(self) -> int:
-        """Bytes that an edit takes for a moment, at most."""
+        """Most temporary bytes of an edit (shift or compaction)."""
         return self.group.staging(self.cells.capacity, self.itemsize)
 
     @property
     def undo(self) -> int:
-        """Bytes a cell that turning it in place takes until the removal is complete."""
+        """Bytes per cell of the undo copy for rotation in place."""
         return self.group.undo(self.itemsize)
 
     def table(self) -> Table:
-        """An empty one, for a new sequence."""
+        """An empty table for a new sequence."""
         return InputTable(self.tables) if self.group.of_input else Table(self.tables)
 
     def turn(self, source: Sequence[Run], target: Sequence[Run], by: int) -> None:
-        """Write what the cells of `source` hold into those of `target`, turned by `by` positions; 0: bit for bit."""
+        """Copy the cells of `source` to those of `target`, rotated by `by` positions; 0: a bitwise copy."""
         for some, places in zip(pieces(source, PIECE), pieces(target, PIECE), strict=True):
             old, new = indices(some, self.device), indices(places, self.device)
             for layer in self.group.layers:
@@ -194,7 +196,7 @@ class GroupStore:
                 self.pool.move(layer, old, new, turns, by)
 
     def compact(self, budget: int) -> int:
-        """Move one piece of at most `budget` cells; returns how many were moved."""
+        """Move at most `budget` cells; returns how many were moved."""
         moves = self.compaction.piece(self.tables, budget)
 
         def copy(moves: Sequence[Move]) -> None:
@@ -208,12 +210,12 @@ class GroupStore:
         return Fragments(*self.cells.held(), self.tables.used, self.cells.free)
 
     def peak(self, cells: int) -> int:
-        """Bytes that are there beside those of now at the worst moment of `resize(cells)`."""
+        """Peak of additional bytes during `resize(cells)`."""
         old, new = self.pool.layer_bytes(self.cells.capacity), self.pool.layer_bytes(cells)
         return new + max(0, (len(self.group.layers) - 1) * (new - old))
 
     def resize(self, cells: int) -> None:
-        """Have `cells` cells, layer by layer. Raises `CapacityTooSmall` if one above is held."""
+        """Resize all layers to `cells` cells, one by one. Raises `CapacityTooSmall` if a higher cell is held."""
         old = self.cells.capacity
         if cells < (highest := self.cells.highest):
             raise CapacityTooSmall(
@@ -228,7 +230,7 @@ class GroupStore:
                 self.pool.resize(layer, cells)
                 done.append(layer)
         except BaseException:
-            # Should this raise, too, some layers have more places than are counted, which harms nobody.
+            # If this raises too, some layers have more storage than `capacity`, which is harmless.
             for layer in done:
                 self.pool.resize(layer, old)
             self.cells.resize(old)
@@ -236,8 +238,7 @@ class GroupStore:
         self.cells.resize(cells)
 
     def check(self, tables: Sequence[Table], taken: Sequence[Run]) -> None:
-        """Assert what is always true, where the runs of `tables`, and those that a step has `taken`, are all that is
-        held."""
+        """Assert the invariants; all held runs are those of `tables` and those `taken` by the open step."""
         self.cells.check()
         self.cells.check_holders([*taken, *(run for table in tables for run in table.runs)])
         self.tables.check(tables)
@@ -270,14 +271,14 @@ class Stores:
         return "the groups are " + (", ".join(store.group.name for store in self.all) or "none")
 
     def index_of(self, layer: int) -> int:
-        """Of the group that a layer is in. Raises `BadRequest` if it is in none."""
+        """Index of the group that contains a layer. Raises `BadRequest` if there is none."""
         index = self._index_of.get(layer)
         if index is None:
             raise BadRequest(f"layer {layer} is in no group of this memory")
         return index
 
     def named(self, group: str) -> GroupStore:
-        """Raises `BadRequest`."""
+        """The group of this name. Raises `BadRequest` if there is none."""
         store = next((store for store in self.all if store.group.name == group), None)
         if store is None:
             raise BadRequest(f"there is no group {shown(group)}; {self.names}")

@@ -1,4 +1,4 @@
-"""plans: from tables and the cells that a step was given to what kernels read. Nothing here changes anything."""
+"""plans: builds a step's plan from tables and newly allocated cells. Its functions have no side effects."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -12,13 +12,13 @@ from kvcellar.layout import Layout
 from kvcellar.plan import Batch, Feed, GroupPlan, Run, Segment
 from kvcellar.spans import Span, whole
 
-SCATTERED = 8  # runs of a history in the worst case: nothing is one slice, and nothing takes long to write down
+SCATTERED = 8  # runs of a history in the worst case: enough to prevent reads by slice, few enough to list quickly
 
-Taken = Sequence[Sequence[Run]]  # of each feed, the runs that were set aside for it; none for a feed that only asks
+Taken = Sequence[Sequence[Run]]  # per feed, the runs allocated for it; empty for a feed that stores nothing
 
 
 def group_plan(name: str, layout: Layout, batch: Batch, tables: Mapping[int, Table], taken: Taken) -> GroupPlan:
-    """What the rows of `batch` see in one group, where `tables` are those of its sequences."""
+    """The plan of one group for `batch`; `tables` are those of its sequences."""
     if isinstance(layout, Input):
         return _input_plan(name, layout, batch, [(tables[f.seq].end, tuple(tables[f.seq].runs)) for f in batch.feeds])
     segments: list[Segment] = []
@@ -35,9 +35,10 @@ def group_plan(name: str, layout: Layout, batch: Batch, tables: Mapping[int, Tab
 
 
 def _input_plan(name: str, layout: Input, batch: Batch, inputs: Sequence[tuple[int, tuple[Run, ...]]]) -> GroupPlan:
-    """Every row of a sequence sees all of its input, of which `inputs` has the length and the cells, by feed.
+    """The plan of an input group: every row of a sequence sees all of its input. `inputs` has, per feed, the length and
+    the cells of the input.
 
-    So the rows stand behind it (see `Input`). Where there is none, they see nothing.
+    The rows have positions behind the input (see `Input`). Rows of a sequence without input see nothing.
     """
     segments: list[Segment] = []
     row = 0
@@ -48,7 +49,7 @@ def _input_plan(name: str, layout: Input, batch: Batch, inputs: Sequence[tuple[i
 
 
 def check_query(name: str, layout: Layout, feed: Feed, table: Table) -> None:
-    """Raise `BadRequest` unless every row of `feed`, which only asks, sees something, and all it should is held."""
+    """Raise `BadRequest` unless every row of `feed`, which stores nothing, sees a cell, and all it may see is held."""
     if isinstance(layout, Input):
         return
     lowest = layout.lowest(feed.pos.start)
@@ -65,7 +66,7 @@ def check_query(name: str, layout: Layout, feed: Feed, table: Table) -> None:
 
 
 def accepted_counts(batch: Batch, accepted: Mapping[int, int]) -> list[int]:
-    """How many rows of each feed are kept, where `accepted` says so for some sequences. Raises `BadRequest`."""
+    """Number of rows of each feed to keep: as in `accepted` by sequence, otherwise all. Raises `BadRequest`."""
     if not isinstance(accepted, Mapping):
         raise BadRequest(f"what is accepted is numbers of new tokens by sequence, not {shown(accepted)}")
     if strangers := accepted.keys() - {feed.seq for feed in batch.feeds if feed.stores}:
@@ -84,9 +85,9 @@ def accepted_counts(batch: Batch, accepted: Mapping[int, int]) -> list[int]:
 
 
 def worst_case(name: str, layout: Layout, batch: Batch, capacity: int) -> GroupPlan:
-    """As `group_plan`, of sequences that hold all that their positions let them see, scattered over all the cells.
+    """Like `group_plan`, for sequences that hold everything visible to them, in runs scattered over all cells.
 
-    No table is asked. The sequences have as little in common as `capacity` cells allow. Raises `CapacityTooSmall`.
+    It uses no tables. Sequences share as few cells as `capacity` allows. Raises `CapacityTooSmall`.
     """
     segments: list[Segment] = []
     row = at = 0
@@ -114,7 +115,7 @@ def worst_case(name: str, layout: Layout, batch: Batch, capacity: int) -> GroupP
 
 
 def indices(runs: Iterable[Run], device: torch.device) -> Tensor:
-    """[n], the cells of `runs`, in order."""
+    """[n], the cells of `runs` in order, as an int64 tensor."""
     cells = [torch.arange(run.cell, run.end, device=device) for run in runs]
     return torch.cat(cells) if cells else torch.zeros(0, dtype=torch.long, device=device)
 
@@ -165,7 +166,7 @@ def _last(runs: Sequence[Run], n: int) -> tuple[Run, ...]:
 
 
 def _scattered(at: int, n: int, capacity: int) -> tuple[Run, ...]:
-    """`n` cells of the ring [1, capacity], from the one `at` places behind its first, in pieces that lie in reverse."""
+    """`n` cells of the ring [1, capacity], from offset `at` on, as runs in reverse order."""
     size = -(-n // SCATTERED)
     pieces: list[Run] = []
     for start in range(0, n, size):

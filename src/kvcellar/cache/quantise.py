@@ -1,17 +1,16 @@
-"""quantise: K/V in fewer bits. Vectors in, codes and scales out, and back.
+"""quantise: convert K/V vectors to codes of fewer bits with scales, and back.
 
-A scale belongs to `BLOCK` neighbouring elements of one vector (all of them where it is shorter). It is the smallest
-float16 that is no less than the largest element divided by the largest code, so no element is ever clipped:
+Each group of `BLOCK` neighbouring elements of a vector (all of them if it is shorter) has one scale: the smallest
+float16 >= largest absolute element / largest code, so no element is clipped:
 
     int8, int4   |x - x'| <= scale / 2
     fp8 (e4m3)   |x - x'| <= max(|x| / 16, scale / 1024)
 
-and x' is x where x is a code times the scale; a group of zeros has scale 0. A group with an infinity, a NaN, or an
-element too large for any scale (65504 times the largest code) reads back as NaN, all of it: it is never answered as
-ordinary numbers.
+and x' = x if x is a code times the scale; a group of zeros has scale 0. A group with an infinity, a NaN, or an element
+too large for any scale (more than 65504 times the largest code) is dequantised to NaN in all its elements.
 
-Rotating by a Hadamard matrix before quantising (QuaRot, arXiv 2404.00456, section 3) spreads an element that stands out
-over all the others of its block. The matrix is its own inverse, and products of two rotated vectors stay as they were.
+A Hadamard rotation before quantising (QuaRot, arXiv 2404.00456, section 3) spreads outliers over all elements of their
+block. The matrix is its own inverse, and the rotation preserves dot products.
 """
 
 import torch
@@ -21,8 +20,8 @@ from torch import Tensor
 from kvcellar.shapes import BLOCK, Kind
 
 LARGEST: dict[Kind, float] = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
-SMALLEST_SCALE = 2.0**-24  # the least float16 above zero
-INT4_ZERO = 8  # is added to a code, so that it is not negative
+SMALLEST_SCALE = 2.0**-24  # the smallest positive float16
+INT4_ZERO = 8  # added to each code, so that it is not negative
 
 
 def quantise(x: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
@@ -31,7 +30,7 @@ def quantise(x: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     groups = _grouped(x.float())  # [...,groups,BLOCK]
     scales = _rounded_up(groups.abs().amax(-1) / LARGEST[kind])
     ratio = groups / scales.float().clamp(min=SMALLEST_SCALE)[..., None]
-    ratio = ratio.nan_to_num(0.0).flatten(-2)[..., :size]  # a scale that is not finite says all there is to say
+    ratio = ratio.nan_to_num(0.0).flatten(-2)[..., :size]  # codes do not matter if the scale is not finite
     if kind == "fp8":
         return ratio.to(torch.float8_e4m3fn).view(torch.uint8), scales
     codes = ratio.round_().to(torch.int8)
@@ -39,7 +38,7 @@ def quantise(x: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(codes: Tensor, scales: Tensor, kind: Kind, size: int) -> Tensor:
-    """The vectors [...,size] in float32, of codes and scales as `quantise` made them."""
+    """Codes and scales of `quantise` -> vectors [...,size] in float32."""
     if kind == "fp8":
         values = _widen(codes)
     else:
@@ -50,7 +49,7 @@ def dequantise(codes: Tensor, scales: Tensor, kind: Kind, size: int) -> Tensor:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """x [...,size] times `hadamard`, in float32, by sums and differences: no bit depends on what else is rotated."""
+    """x [...,size] times `hadamard`, in float32, by sums and differences: bitwise independent of the batch."""
     blocks: list[Tensor] = []
     for block in x.float().split(_blocks(x.shape[-1]), -1):
         width, half = block.shape[-1], 1
@@ -63,17 +62,17 @@ def rotate(x: Tensor) -> Tensor:
 
 
 def hadamard(size: int, device: torch.device) -> Tensor:
-    """[size,size], symmetric and orthogonal: the matrix of `rotate`, which is faster where the last bit is free."""
+    """[size,size], the symmetric orthogonal matrix of `rotate`. A product with it is faster, but rounds differently."""
     return rotate(torch.eye(size, device=device))
 
 
 def _blocks(size: int) -> list[int]:
-    """The largest powers of two that fill `size`."""
+    """`size` as a sum of powers of two, the largest first."""
     return [1 << bit for bit in reversed(range(size.bit_length())) if size >> bit & 1]
 
 
 def _grouped(x: Tensor) -> Tensor:
-    """[...,groups,BLOCK], the last group filled up with zeros; one group [...,1,size] if the vector is shorter."""
+    """[...,groups,BLOCK], the last group padded with zeros; one group [...,1,size] if the vector is shorter."""
     size = x.shape[-1]
     if size <= BLOCK:
         return x.unsqueeze(-2)
@@ -81,13 +80,13 @@ def _grouped(x: Tensor) -> Tensor:
 
 
 def _rounded_up(x: Tensor) -> Tensor:
-    """The smallest float16 that is no less than x >= 0; infinite if there is none."""
+    """The smallest float16 that is >= x, where x >= 0; infinite if there is none."""
     near = x.half()
     return (near.view(torch.int16) + (near.float() < x)).to(torch.int16).view(torch.float16)
 
 
 def _pack(codes: Tensor) -> Tensor:
-    """Two a byte: the first half of the elements in the low bits, the second half (a zero added if odd) in the high."""
+    """Two codes per byte: the first half of the elements in the low bits, the second half (zero-padded) in the high."""
     half = (codes.shape[-1] + 1) // 2
     filled = F.pad(codes, (0, 2 * half - codes.shape[-1]))
     shifted = (filled + INT4_ZERO).to(torch.uint8)
@@ -95,12 +94,12 @@ def _pack(codes: Tensor) -> Tensor:
 
 
 def _widen(codes: Tensor) -> Tensor:
-    """Bytes of finite e4m3 numbers in float32: on CPUs five times as fast as torch's own conversion.
+    """Convert bytes of finite e4m3 numbers to float32: on CPUs five times as fast as torch's own conversion.
 
-    Sign, exponent and fraction go where a float16 has them. Its exponents begin eight lower, so what stands there is
-    the number divided by 2**8, subnormal or not.
+    Sign, exponent and fraction are shifted to their places in a float16. The exponent bias of float16 is larger by 8,
+    so the result is the number divided by 2**8, also for subnormals.
     """
-    wide = codes.view(torch.int8).to(torch.int16)  # the sign fills the upper byte
+    wide = codes.view(torch.int8).to(torch.int16)  # sign-extended: the sign fills the upper byte
     return wide.bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16).float().mul_(256.0)
 
 

@@ -1,17 +1,17 @@
-"""readout: what claims hold, as bytes: read out, and written back bit for bit, also into another memory.
+"""readout: export the content of a claim as bytes, and import it bit for bit, also into another memory.
 
     with memory.claims.reading(claim) as reading:
         record, chunks = reading.record, list(reading)
-    other.claims.write_back(record, chunks)            # a new claim, in any cells and rows that are free
+    other.claims.write_back(record, chunks)            # a new claim, in newly allocated cells and rows
 
-A record says in integers what the bytes are. Chunks follow it in a fixed order: by stretch, piece, layer, plane (codes,
-then scales), and then the state rows by checkpoint, layer, plane. A chunk has the elements as stored, cell by cell and
-head by head, in the byte order of this machine, whatever the arrangement of the planes.
+A record describes the chunks in integers. Chunks have a fixed order: by stretch, piece, layer, plane (codes, then
+scales), then the state rows by checkpoint, layer, plane. A chunk contains the elements as stored, ordered by cell and
+head, in native byte order, independent of the arrangement of the planes.
 
 Always true:
   * a chunk is of one plane of one layer, and of at most `PIECE` cells;
-  * a cell that several windows of a claim share is read out once, and is shared again after it was written back;
-  * while it is open, a reading holds its cells and rows, which no step changes; they may be moved in between.
+  * a cell that several windows of a claim share is exported once, and is shared again after the import;
+  * an open reading holds its cells and rows: no step overwrites them, but compaction may move the cells.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ from kvcellar.spans import Span
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Consecutive positions of a group whose cells are stored one after the other; of an input, its places."""
+    """Consecutive positions of a group whose cells are exported together; in an input group, indices into the input."""
 
     group: str
     span: Span
@@ -48,7 +48,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A checkpoint: its windows by group, each in order of position as spans of stretches, which go by their index."""
+    """A checkpoint: per bounded group its window, as (index of a stretch, span in it) in order of position."""
 
     pos: int
     windows: tuple[tuple[str, tuple[tuple[int, Span], ...]], ...]
@@ -56,7 +56,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What the chunks of a claim are. `shape` is the digest of the memory's groups (`shape_of`)."""
+    """Description of a claim's chunks. `shape` is the digest of the memory's groups (`shape_of`)."""
 
     shape: str
     span: Span
@@ -68,8 +68,8 @@ class Record:
 
 
 def shape_of(groups: Sequence[Group], dtype: torch.dtype, recurrent: Recurrent) -> str:
-    """A digest of everything that decides which bytes a memory of these groups stores. Memories with the same one can
-    take over each other's claims."""
+    """Digest of everything that determines the stored bytes of a memory of these groups. Memories with equal digests
+    can import each other's claims."""
     own = str(dtype).removeprefix("torch.")
     described = {
         "groups": [
@@ -90,7 +90,7 @@ def shape_of(groups: Sequence[Group], dtype: torch.dtype, recurrent: Recurrent) 
 
 
 class Part:
-    """A stretch with its cells. They are held by `table`, which its owner closes."""
+    """A stretch with its cells. They are held by `table`, which the owner of the part closes."""
 
     __slots__ = ("store", "table")
 
@@ -106,18 +106,18 @@ class Part:
             yield Span(start, min(start + PIECE, self.table.end))
 
     def cells(self, span: Span, device: torch.device) -> Tensor:
-        """[n], where they are now."""
+        """[n], the current cells of `span`."""
         return indices(self.table.within(span), device)
 
 
 def distinct(store: GroupStore, windows: Mapping[int, Table], parts: list[Part]) -> dict[int, list[tuple[int, Span]]]:
-    """Add the cells of windows to `parts`, each cell once; returns each window as spans of parts, by their index.
+    """Add the cells of `windows` (by checkpoint position) to `parts`, each cell once. Returns per window its spans,
+    each with the index of its part.
 
-    Windows go by their position, in order, so where two of them have a position in the same cell, the later one goes on
-    where the earlier one ends.
+    Windows are processed in order of position, so a window that shares cells with an earlier one extends its part.
     """
     spans: dict[int, list[tuple[int, Span]]] = {}
-    last: dict[int, int] = {}  # by cell less position, the part that was made last
+    last: dict[int, int] = {}  # by (cell - position), the index of the newest part
     for pos, window in sorted(windows.items()):
         spans[pos] = []
         start = window.first
@@ -136,7 +136,7 @@ def distinct(store: GroupStore, windows: Mapping[int, Table], parts: list[Part])
 
 
 class Reading:
-    """The content of one claim, chunk by chunk, as flat tensors of bytes on the CPU. Close it, or use it in `with`."""
+    """Iterates over the chunks of one claim, as flat uint8 tensors on the CPU. Close it, or use it in `with`."""
 
     record: Record
 
@@ -146,14 +146,14 @@ class Reading:
         self._states = states
 
     def hold(self, row: int) -> None:
-        """The state of the next checkpoint; 0 in a model without recurrent layers."""
+        """Hold the state row of the next checkpoint; `row` is 0 in a model without recurrent layers."""
         if row:
             self._states.rows.hold(row)
             self.rows.append(row)
 
     @classmethod
     def of(cls, claim: Claim, stores: Sequence[GroupStore], states: States, shape: str) -> Self:
-        """The content of a claim of a memory of this shape."""
+        """A reading of a claim in a memory of this shape."""
         reading = cls(states)
         windows: dict[int, list[tuple[str, tuple[tuple[int, Span], ...]]]] = {pos: [] for pos in claim.checkpoints}
         with undone(reading.close):
@@ -204,16 +204,15 @@ def as_bytes(content: Tensor) -> Tensor:
 
 
 def from_bytes(chunk: Tensor, like: Tensor) -> Tensor:
-    """The elements of a chunk, as a tensor of the shape, type and device of `like`. Raises `BadRequest` if they are not
-    as many."""
+    """A chunk as a tensor with the shape, type and device of `like`. Raises `BadRequest` if its size differs."""
     if chunk.dtype is not torch.uint8 or chunk.numel() != like.nbytes:
         raise BadRequest(f"a chunk of {like.nbytes} bytes is next, not {chunk.numel()} elements of {chunk.dtype}")
     return chunk.clone().view(-1).view(like.dtype).view(like.shape).to(like.device)  # a copy is aligned
 
 
 def check_record(record: Record, shape: str, stores: Sequence[GroupStore]) -> None:
-    """Raise `BadRequest` unless a record is of claims of this shape, and says what it must, so that it can be read from
-    a file: nothing is allocated for one that does not fit."""
+    """Raise `BadRequest` unless a record has this shape and is consistent. Records may come from untrusted files, so
+    this runs before anything is allocated."""
     if record.shape != shape:
         raise BadRequest(f"what is written back is of groups of another shape ({record.shape[:12]}, not {shape[:12]})")
     of_group = {store.group.name: store.group for store in stores}
@@ -244,7 +243,7 @@ def _is_input(span: Span, layout: Layout) -> bool:
 
 
 def _is_window(record: Record, mark: Mark, bounded: Sequence[Group]) -> bool:
-    """Has a checkpoint exactly the window of each group, in stretches of that group?"""
+    """Whether a checkpoint has exactly the window of each bounded group, in stretches of that group."""
     if [name for name, _ in mark.windows] != [group.name for group in bounded]:
         return False
     for group, (_, pieces) in zip(bounded, mark.windows, strict=True):
@@ -262,9 +261,9 @@ def _is_window(record: Record, mark: Mark, bounded: Sequence[Group]) -> bool:
 
 
 def written(record: Record, chunks: Iterable[Tensor], stores: Sequence[GroupStore], states: States) -> Claim:
-    """A claim with what `chunks` hold, in new cells and rows. `check_record` has passed.
+    """Import `chunks` into new cells and rows, as a claim. The caller has called `check_record`.
 
-    Raises `CacheFull` before anything is written, and `BadRequest` for chunks that are not those of the record.
+    Raises `CacheFull` before anything is written, and `BadRequest` for chunks that do not match the record.
     """
     _check_free(record, stores, states)
     indices_of = {store.group.name: index for index, store in enumerate(stores)}
@@ -293,7 +292,7 @@ def written(record: Record, chunks: Iterable[Tensor], stores: Sequence[GroupStor
 
 
 def _empty(store: GroupStore, start: int) -> Table:
-    """A table that begins at `start`."""
+    """An empty table that begins at position `start`."""
     table = store.table()
     table.first = table.end = start
     return table

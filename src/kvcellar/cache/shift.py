@@ -1,13 +1,12 @@
-"""shift: the cells of what lies behind a removed span, turned to the new positions. Of all groups, or of none.
+"""shift: rotate the keys behind a removed span to their new positions, in all groups or in none.
 
-Turned keys are written to free cells, so the old ones stay as they are until the removal is complete. Where too few
-cells are free, cells that no other table holds are turned where they are: the removal would free them. What they held
-is copied before and written back if anything raises. The copies of these keys may take as many bytes as the caller
-says.
+Rotated keys are written to free cells, so the old cells stay unchanged until the removal is complete. If too few cells
+are free, cells that no other table holds are rotated in place. Their old content is copied first, and written back if
+anything raises. The caller limits the bytes of these copies.
 
 Always true:
   * a cell that another table holds is not written;
-  * work is done in pieces of `PIECE` cells: what it takes at once beside those copies is bounded by `staging`;
+  * work is done in pieces of `PIECE` cells: temporary memory other than those copies is bounded by `staging`;
   * a removal that raises has changed nothing.
 """
 
@@ -28,14 +27,14 @@ from kvcellar.spans import Span
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """What happens to some cells of a table: they are turned where they are, or into other cells."""
+    """Whether a part of a table is rotated in place or into other cells."""
 
     part: Part
     in_place: bool
 
 
 class _Kept:
-    """What cells held before they were overwritten."""
+    """Copies of overwritten cells, for undo."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[StoredPlane, Tensor, list[Tensor]]] = []
@@ -49,10 +48,10 @@ class _Kept:
 
 
 def shifted(stores: Sequence[GroupStore], tables: Sequence[Table], gone: Span, room: int | None) -> list[list[Run]]:
-    """For every group, cells with what lies behind `gone` as it is at its new positions, held for the caller.
+    """Per group, the cells of the positions behind `gone`, rotated to their new positions and held for the caller.
 
-    `room` is how many bytes the copies of what is turned in place may take; None: as many as there are. Groups whose
-    planes do not turn keep their cells. Raises `CacheFull`, before anything is taken.
+    `room` limits the bytes of the copies for rotation in place; None: no limit. Groups without rotated planes keep
+    their cells. Raises `CacheFull` before anything is allocated.
     """
     ways: list[list[_Way]] = []
     for store, table in zip(stores, tables, strict=True):
@@ -76,7 +75,7 @@ def shifted(stores: Sequence[GroupStore], tables: Sequence[Table], gone: Span, r
 
 
 def _ways(store: GroupStore, parts: Sequence[Part], room: int | None) -> list[_Way]:
-    """Into free cells as long as there are any, so few have to be copied; what is missing, in place, from the end."""
+    """Use free cells first, which need no undo copies; the missing ones are rotated in place, from the end."""
     if not store.group.rotations:
         return [_Way(part, in_place=True) for part in parts]
     need = sum(part.n for part in parts)
@@ -100,7 +99,7 @@ def _undo_bytes(store: GroupStore, ways: Sequence[_Way]) -> int:
 
 
 def _shift(store: GroupStore, table: Table, ways: Sequence[_Way], taken: list[Run], by: int, kept: _Kept) -> None:
-    """Do it for one group. `taken` gets the cells as they are taken, in order, so that the caller can drop them."""
+    """Shift one group. Appends held cells to `taken` at once and in order, so the caller can drop them on an error."""
     sources: list[Run] = []
     targets: list[Run] = []
     turned: list[Run] = []

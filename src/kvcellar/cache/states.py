@@ -1,12 +1,12 @@
-"""states: what recurrent layers remember, in rows of fixed size. The only file that writes them.
+"""states: storage of recurrent state, in rows of fixed size. Only this file writes state rows.
 
-    states = memory.states.read(layer, segments)         # in the forward: copies, as of before the step
-    memory.states.write(layer, segments, states, at=...)  # as of after it
+    states = memory.states.read(layer, segments)         # in the forward: copies of the state before the step
+    memory.states.write(layer, segments, states, at=...)  # the state after the step
 
 Always true:
-  * row 0 of every plane is zero, which is what a layer that has read nothing remembers;
-  * a row that a sequence holds has, in every plane of every layer, what the step that took it left there; steps write
-    only to rows of their own. What the other rows hold is undefined: on a CPU they take no memory before they are used.
+  * row 0 of every plane is zero, the initial state of every layer;
+  * a row that a sequence holds contains, in every plane of every layer, the state written by the step that allocated
+    it; a step writes only to rows that it allocated. Other rows are undefined: on a CPU they use no memory until then.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,14 +21,14 @@ from kvcellar.errors import BadRequest, NotSupported, WrongStage
 from kvcellar.plan import Batch, StateSegment
 from kvcellar.shapes import Recurrent
 
-# What planes [b,*shape] would be, had the segments of these b indices got so many of their tokens each, and no more.
-# Who got most comes first.
+# (indices [b], counts [b]) -> planes [b,*shape]: state after the first `counts[i]` tokens of segment `indices[i]`;
+# sorted by count in descending order.
 At = Callable[[Sequence[int], Sequence[int]], Mapping[str, Tensor]]
 
 
 @dataclass(slots=True)
 class _Put:
-    """What was put for a layer in the open step, and how to know what it would be after fewer tokens, if one can."""
+    """One `write` of a layer in the open step. `at` computes the state after fewer tokens; None: not supported."""
 
     layer: int
     segments: Sequence[StateSegment]
@@ -37,7 +37,7 @@ class _Put:
 
 @dataclass(slots=True)
 class _Write:
-    """Values [n,*shape] for n rows [n] of a plane, ready to be copied there."""
+    """Values [n,*shape] to be copied to the n rows [n] of a plane."""
 
     plane: Tensor
     rows: Tensor
@@ -45,9 +45,9 @@ class _Write:
 
 
 class States:
-    """The rows of all recurrent layers: `rows` of them and the null row.
+    """The state rows of all recurrent layers: `rows` rows and the null row.
 
-    Where there are no such layers nothing is asked of a step, and nothing is kept.
+    In a model without recurrent layers it stores nothing, and steps allocate no rows.
     """
 
     def __init__(self, recurrent: Recurrent, *, rows: int, device: torch.device) -> None:
@@ -61,19 +61,19 @@ class States:
         self.end()
 
     def end(self) -> None:
-        """No step is open any more: where one was kept, what `settle` has prepared holds from now on."""
+        """Reset the data of the open step, after a commit or when it was abandoned."""
         self._puts: list[_Put] = []
         self._written: dict[int, set[int]] = {layer: set() for layer in self._planes}  # the rows of the open step
-        self._torn: set[int] = set()  # sequences whose rows are of a part of their tokens, or half so
-        self._indices: dict[tuple[int, ...], Tensor] = {}  # the same for all layers: the device gets them once
+        self._torn: set[int] = set()  # sequences with rows (partly) overwritten by `settle`
+        self._indices: dict[tuple[int, ...], Tensor] = {}  # shared by all layers: copied to the device once
 
     @property
     def bytes(self) -> int:
-        """Of all rows, the null row included."""
+        """Bytes of all rows, the null row included."""
         return sum(t.untyped_storage().nbytes() for planes in self._planes.values() for t in planes.values())
 
     def read(self, layer: int, segments: Sequence[StateSegment]) -> dict[str, Tensor]:
-        """By plane, copies [B,*shape] of what a layer remembers, as of before the open step."""
+        """By plane, copies [B,*shape] of a layer's state before the open step."""
         self._check_open("read")
         return self._read(layer, segments)
 
@@ -88,38 +88,37 @@ class States:
     def write(
         self, layer: int, segments: Sequence[StateSegment], planes: Mapping[str, Tensor], at: At | None = None
     ) -> None:
-        """Store planes [B,*shape] of a layer, as of after the open step.
+        """Store planes [B,*shape]: a layer's state after the open step.
 
-        `at(indices, counts)` returns what the segments of these indices would remember after so many of their tokens,
-        the most first. Without it none of them can keep a part.
+        `at(indices, counts)` returns the state after the first `counts[i]` tokens of segment `indices[i]`, where counts
+        are in descending order. Without it, a commit cannot accept only a part of the tokens of a segment.
         """
         self._check_open("write")
         rows = [segment.write for segment in segments]
         writes = list(self._prepared(layer, rows, planes))
         written = self._written[layer]
-        written.difference_update(rows)  # until all of it is there
+        written.difference_update(rows)  # not valid until all planes are written
         for write in writes:
             write.plane.index_copy_(0, write.rows, write.values)
         written.update(rows)
         self._puts.append(_Put(layer, segments, at))
 
     def content(self, row: int) -> list[Tensor]:
-        """A copy of what a row holds, bit for bit, for `restore`: by layer, plane."""
+        """A bitwise copy of a row for `restore`, ordered by layer, plane."""
         return [plane[row].clone() for planes in self._planes.values() for plane in planes.values()]
 
     def restore(self, row: int, content: Iterable[Tensor]) -> None:
-        """Into a row that no step and no sequence reads yet."""
+        """Write `content` to a row that no step and no sequence reads yet."""
         stored = (plane for planes in self._planes.values() for plane in planes.values())
         for plane, values in zip(stored, content, strict=True):
             plane[row].copy_(values)
 
     def settle(self, batch: Batch, counts: Sequence[int]) -> None:
-        """Let the rows of feeds that keep a part of their tokens be of that part.
+        """Write the state after the accepted tokens to the rows of feeds that keep only a part of their tokens.
 
-        Raises `BadRequest` if it was not said beforehand that a part might be kept, `WrongStage` if a layer put nothing
-        for a feed, `NotSupported` if it cannot say what a part would be. The step is still open where anything raises,
-        and can be kept otherwise or given up: a row that was written to by then is asked for again, even if all of its
-        tokens are kept.
+        Raises `BadRequest` if such a feed is not `revertible`, `WrongStage` if a layer wrote no state for a feed, and
+        `NotSupported` if a layer passed no `at`. The step stays open if anything raises, and can be committed with
+        other counts or abandoned: rows that were already overwritten are recomputed then, even for all tokens.
         """
         self.step_rows.check_parts(batch, counts)
         self._check_written(batch, counts)
@@ -134,7 +133,7 @@ class States:
         self._settle_between(batch, counts)
 
     def _settle_between(self, batch: Batch, counts: Sequence[int]) -> None:
-        """The rows of checkpoints inside feeds: at once those that are first in their feeds, then the second ones."""
+        """Write the rows of checkpoints inside feeds: first the first one of each feed, then the second ones, etc."""
         feeds = [(feed, feed.pos.start + count) for feed, count in zip(batch.feeds, counts, strict=True)]
         places = {feed.seq: [pos for pos in feed.between if pos < end] for feed, end in feeds}
         starts = {feed.seq: feed.pos.start for feed, _ in feeds}
@@ -148,14 +147,16 @@ class States:
             write.plane.index_copy_(0, write.rows, write.values)
 
     def _parts(self, partly: Mapping[int, int]) -> Iterator[tuple[int, list[int], Mapping[str, Tensor]]]:
-        """Of every layer, sequences and what is in their planes [b,*shape] after so many tokens, by sequence. One layer
-        is worked out after the other, so that there is never more than one at once."""
-        last: dict[tuple[int, int], tuple[_Put, int]] = {}  # by layer and sequence, where it was put last
+        """Per layer: sequences, and their planes [b,*shape] after `partly[seq]` tokens. Layers are computed one after
+        the other, so that only one result is in memory at a time."""
+        last: dict[
+            tuple[int, int], tuple[_Put, int]
+        ] = {}  # by layer and sequence: the latest write, and the index in it
         for put in self._puts:
             for index, segment in enumerate(put.segments):
                 if segment.seq in partly:
                     last[put.layer, segment.seq] = put, index
-        together: dict[int, tuple[_Put, list[int]]] = {}  # by put: what can be asked at once
+        together: dict[int, tuple[_Put, list[int]]] = {}  # by write: the indices for one call of `at`
         for (layer, seq), (put, index) in last.items():
             if put.at is None:
                 raise NotSupported(
@@ -170,7 +171,7 @@ class States:
             yield put.layer, [one.seq for one in kept], put.at(indices, [partly[one.seq] for one in kept])
 
     def _check_written(self, batch: Batch, counts: Sequence[int]) -> None:
-        """Else a row would have what somebody left there long ago."""
+        """Raise `WrongStage` if a layer wrote no state for a row that is being committed (stale content)."""
         writes = self.step_rows.writes(batch, counts)
         for layer, written in self._written.items():
             if missing := writes.keys() - written:
@@ -194,7 +195,7 @@ class States:
         return planes
 
     def _prepared(self, layer: int, rows: Sequence[int], planes: Mapping[str, Tensor]) -> Iterator[_Write]:
-        """What it takes to store planes [n,*shape] in n rows. Row 0, where nothing is to be kept, is passed over."""
+        """The copies that store planes [n,*shape] in n rows. Row 0 (null) is skipped."""
         stored = self._of(layer)
         if planes.keys() != stored.keys():
             raise BadRequest(f"layer {layer} was given {sorted(planes)}; it remembers {sorted(stored)}")
@@ -211,7 +212,7 @@ class States:
                 yield _Write(plane, self._index(tuple(rows[i] for i in kept)), values)
 
     def check(self) -> None:
-        """Assert what is always true of the planes."""
+        """Assert the invariants of the planes."""
         for planes in self._planes.values():
             for name, plane in planes.items():
                 assert self.rows.capacity is not None and len(plane) == self.rows.capacity + 1
@@ -219,7 +220,7 @@ class States:
 
 
 def _rows(n: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[n,*shape], of which only row 0 is defined: it is zero."""
+    """[n,*shape]; row 0 is zero, the others are uninitialised."""
     plane = torch.empty(n, *shape, dtype=dtype, device=device)
     plane[0] = 0
     return plane

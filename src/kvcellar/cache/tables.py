@@ -3,7 +3,7 @@
 Always true:
   * `runs` are the cells of positions [first, end), in order; no run is empty, and no two neighbours could be one;
   * the table is one holder of each of its cells, for as long as it is open;
-  * `Tables` knows each table by the cells that its runs begin at.
+  * `Tables` indexes each table by the first cells of its runs.
 """
 
 from bisect import bisect_left, bisect_right
@@ -17,14 +17,14 @@ from kvcellar.spans import Span
 
 
 class Move(NamedTuple):
-    """What is in the cells of `source` is now in those of `target`, of which there are as many."""
+    """Move the content of the cells of `source` to those of `target`; both have the same length."""
 
     source: Run
     target: Run
 
 
 class Part(NamedTuple):
-    """Cells of one run of a table, from position `pos` on. `shared`: others hold them, too."""
+    """Cells of one run of a table, from position `pos` on. `shared`: they have other holders too."""
 
     pos: int
     run: Run
@@ -48,10 +48,10 @@ class Tables:
     def __init__(self, cells: Cells) -> None:
         self.cells = cells
         self.used = 0  # tables with cells
-        self._at: dict[int, dict[Table, None]] = {}  # by the cell that a run of theirs begins at
+        self._at: dict[int, dict[Table, None]] = {}  # by the first cell of each of their runs
 
     def enter(self, table: "Table", cell: int) -> None:
-        """A run of `table` begins at `cell` from now on: the last of its runs, or one in place of another."""
+        """Register that a run of `table` begins at `cell`."""
         found = self._at.get(cell)
         if found is None:
             self._at[cell] = {table: None}
@@ -59,23 +59,23 @@ class Tables:
             found[table] = None
 
     def leave(self, table: "Table", cell: int) -> None:
-        """None of its runs begins there any more."""
+        """Unregister the run of `table` that began at `cell`."""
         found = self._at[cell]
         del found[table]
         if not found:
             del self._at[cell]
 
     def move(self, table: "Table", cell: int, to: int) -> None:
-        """The run of `table` that began at `cell` begins at `to`."""
-        if len(self._at[cell]) == 1 and to not in self._at:  # in a window that slides, at each step
+        """Register that the run of `table` that began at `cell` now begins at `to`."""
+        if len(self._at[cell]) == 1 and to not in self._at:  # fast path: a sliding window does this at each step
             self._at[to] = self._at.pop(cell)
         else:
             self.leave(table, cell)
             self.enter(table, to)
 
     def over(self, run: Run) -> "dict[Table, None]":
-        """The tables that hold any of these cells, all of which are held. Costs their runs, and the pieces back to
-        where the runs over the first cell begin."""
+        """The tables that hold any cell of `run`, all of whose cells are held. Linear in the runs of these tables and
+        in the pieces back to the earliest start of a run that contains the first cell."""
         found: dict[Table, None] = {}
         missing, starts = self.cells.holders(run.cell)
         for start in starts:
@@ -90,7 +90,7 @@ class Tables:
         return found
 
     def check(self, tables: "Sequence[Table]") -> None:
-        """Assert that `tables` are all that there are."""
+        """Assert that the index contains exactly `tables`."""
         at: dict[int, set[Table]] = {}
         for table in tables:
             for run in table.runs:
@@ -100,7 +100,7 @@ class Tables:
 
 
 class Table:
-    """An ordered table of cells. Costs runs, not tokens."""
+    """An ordered table of cells. Its operations are linear in runs, not in tokens."""
 
     __slots__ = ("_cells", "_starts", "_tables", "end", "first", "runs")
 
@@ -112,12 +112,12 @@ class Table:
 
     @property
     def last_cell(self) -> int | None:
-        """The cell of the last position; a new token is best written right behind it."""
+        """The cell of the last position; None if empty. The preferred cell for a new token is the next one."""
         return self.runs[-1].end - 1 if self.runs else None
 
     @property
     def first_cell(self) -> int | None:
-        """The cell of the first position, if positions before it were forgotten; it will be, too, as others come."""
+        """The first cell of a window that has slid, which is freed next as the window slides on; otherwise None."""
         return self.runs[0].cell if self.runs and self.first else None
 
     def since(self, pos: int) -> tuple[Run, ...]:
@@ -132,7 +132,7 @@ class Table:
         return (Run(run.cell + skip, run.n - skip), *self.runs[i + 1 :])
 
     def within(self, span: Span) -> list[Run]:
-        """The cells of a span of positions, all of which the table has, in order."""
+        """The cells of `span`, in order; the table contains all its positions."""
         runs: list[Run] = []
         left = len(span)
         for run in Table.since(self, span.start):
@@ -142,7 +142,7 @@ class Table:
         return runs
 
     def parts_since(self, pos: int) -> list[Part]:
-        """The cells of [pos, end), where first <= pos <= end, in order."""
+        """The cells of [pos, end) in order, split where sharing changes; first <= pos <= end."""
         parts: list[Part] = []
         i = max(0, bisect_right(self._starts, pos) - 1)
         for start, run in zip(self._starts[i:], self.runs[i:], strict=True):
@@ -153,12 +153,12 @@ class Table:
         return parts
 
     def hold_part(self, part: Part) -> Run:
-        """The cells of a part of this table, with one more holder: the caller."""
+        """Add the caller as a holder of the cells of a part of this table."""
         i = bisect_right(self._starts, part.pos) - 1
         return self._cells.hold_part(self.runs[i], part.pos - self._starts[i], part.n)
 
     def append(self, runs: Iterable[Run]) -> None:
-        """Take over the holding of `runs`: they become the next positions."""
+        """Append `runs` as the next positions. The table takes over their hold from the caller."""
         for run in runs:
             if self.runs and self.runs[-1].end == run.cell:
                 last = self.runs[-1]
@@ -169,14 +169,14 @@ class Table:
             self.end += run.n
 
     def _add(self, run: Run, pos: int) -> None:
-        """One more run, from `pos` on."""
+        """Add a run whose first position is `pos`."""
         self._tables.used += not self.runs
         self.runs.append(run)
         self._starts.append(pos)
         self._tables.enter(self, run.cell)
 
     def hand_over(self) -> list[Run]:
-        """The cells, whose holder is the caller from now on; the table is empty."""
+        """Transfer the hold on all cells to the caller and leave the table empty."""
         runs, self.runs, self._starts = self.runs, [], []
         for run in runs:
             self._tables.leave(self, run.cell)
@@ -185,7 +185,7 @@ class Table:
         return runs
 
     def forget_below(self, pos: int) -> None:
-        """Give back the cells of [first, pos); the table begins at `pos` afterwards."""
+        """Free the cells of [first, pos); the table then begins at `pos`."""
         while self.first < pos and self.runs:
             gone = self.runs[0]
             if gone.n > pos - self.first:
@@ -200,7 +200,7 @@ class Table:
             self.first += gone.n
 
     def cut(self, pos: int) -> None:
-        """Give back the cells of [pos, end). Cut below `first`, the table is empty and begins at `pos`."""
+        """Free the cells of [pos, end). If `pos` is below `first`, the table is then empty and begins at `pos`."""
         while self.runs and self._starts[-1] >= pos:
             gone = self.runs.pop()
             self._starts.pop()
@@ -215,7 +215,7 @@ class Table:
         self.first = min(self.first, self.end)
 
     def close_over(self, gone: Span, behind: Iterable[Run]) -> None:
-        """What lies behind `gone` is now in the cells `behind`, handed over by the caller, and begins at its start."""
+        """Remove the span `gone`. `behind` are the cells of the positions after it, whose hold the caller transfers."""
         first = first_after(self.first, gone)
         self.cut(gone.start)
         if not self.runs:
@@ -223,10 +223,10 @@ class Table:
         self.append(behind)
 
     def relocate(self, moves: Sequence[Move], sources: Sequence[int]) -> None:
-        """Hold the targets of `moves` instead of their sources, for which the caller has copied what is in them.
+        """Replace the sources of `moves` by their targets. The caller has copied the content.
 
-        They are in order of source, and each source is wholly in one of this table's runs, or in none. `sources` are
-        the first cells of these.
+        Moves are sorted by source, and each source is inside one of this table's runs or outside all of them.
+        `sources` are the first cells of the sources.
         """
         spans = [(bisect_left(sources, run.cell), bisect_left(sources, run.end)) for run in self.runs]
         at = next((i for i, (start, end) in enumerate(spans) if start < end), None)
@@ -256,11 +256,11 @@ class Table:
                 self.append([left])
 
     def close(self) -> None:
-        """Give back all cells: the sequence is no more."""
+        """Free all cells; the sequence is dropped."""
         self.cut(0)
 
     def share(self, upto: int, start: int = 0) -> Self:
-        """Another table over the same cells of [max(first, start), upto); every cell gets one more holder."""
+        """A new table that shares the cells of [max(first, start), upto); each gets one more holder."""
         twin = type(self)(self._tables, min(max(self.first, start), upto))
         for pos, run in zip(self._starts, self.runs, strict=True):
             skip, n = max(0, twin.first - pos), min(run.n, upto - pos)
@@ -270,7 +270,7 @@ class Table:
         return twin
 
     def check(self) -> None:
-        """Assert what is always true of one table; `Memory.check` asserts the holders of all of them together."""
+        """Assert the invariants of this table; `Memory.check` asserts the holders over all tables."""
         assert len(self.runs) == len(self._starts)
         at = self.first
         for i, (start, run) in enumerate(zip(self._starts, self.runs, strict=True)):
@@ -282,7 +282,7 @@ class Table:
 
 
 def share_all(tables: Iterable[Table], upto: int, start: int = 0) -> list[Table]:
-    """Of each table what `share` returns: of all of them or, if that raises, of none."""
+    """`share` every table. If one raises, no cell gets a holder."""
     twins: list[Table] = []
     try:
         for table in tables:
@@ -295,27 +295,27 @@ def share_all(tables: Iterable[Table], upto: int, start: int = 0) -> list[Table]
 
 
 class InputTable(Table):
-    """The cells of a sequence's input, by place in the input. Whatever is done to the text leaves it whole."""
+    """The cells of a sequence's input, by index in the input. Cuts and shifts of the text leave it unchanged."""
 
     __slots__ = ()
 
     def since(self, pos: int) -> tuple[Run, ...]:
-        """Nothing of an input lies behind a position of the text."""
+        """Always empty: the cells of an input have no text positions."""
         return ()
 
     def parts_since(self, pos: int) -> list[Part]:
-        """Nothing of an input lies behind a position of the text."""
+        """Always empty: the cells of an input have no text positions."""
         return []
 
     def cut(self, pos: int) -> None:
-        """The text is cut; the input stays."""
+        """Does nothing: the input stays when the text is cut."""
 
     def close_over(self, gone: Span, behind: Iterable[Run]) -> None:
-        """The text is shifted; the input stays."""
+        """Does nothing: the input stays when the text is shifted."""
 
     def close(self) -> None:
         super().cut(0)
 
     def share(self, upto: int, start: int = 0) -> Self:
-        """All of it, however much of the text is shared."""
+        """Share all of the input, independent of how much of the text is shared."""
         return super().share(self.end)

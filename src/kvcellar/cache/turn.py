@@ -1,8 +1,8 @@
-"""turn: keys as they would be at other positions. RoPE turns pairs of elements by angles that grow with position.
+"""turn: rotate stored keys to other positions. RoPE rotates pairs of elements by angles proportional to the position.
 
-A key stored at position p and turned by d positions equals the key of the same token computed at p + d, because turning
-by an angle and then by another is turning by their sum (RoFormer, arXiv 2104.09864, section 3.2). Angles and products
-are float32 or wider; a key of lower precision loses one rounding each time it is turned.
+A key stored at position p and rotated by d positions equals the key of the same token computed at p + d, because the
+angles of successive rotations add up (RoFormer, arXiv 2104.09864, section 3.2). Angles and products are float32 or
+wider; each rotation rounds a key of lower precision once.
 """
 
 import torch
@@ -12,7 +12,7 @@ from kvcellar.shapes import Rotation
 
 
 def turn(x: Tensor, rotation: Rotation, by: int) -> Tensor:
-    """x [n,heads,size], turned by `by` positions (negative: back). A new tensor of the same dtype."""
+    """x [n,heads,size], rotated by `by` positions, which may be negative. A new tensor of the same dtype."""
     pairs = len(rotation.frequencies)
     # Angles in float64: at by = 100 000 a float32 product is off by more than a bfloat16 rounding.
     angle = torch.tensor(rotation.frequencies, dtype=torch.float64, device=x.device) * by  # [pairs]

@@ -1,4 +1,4 @@
-"""layouts: the rules of a layer kind, in integers. What a query may see, what must stay, where one can resume."""
+"""layouts: the rules of each layer kind, in integers: what a query sees, what is kept, where a sequence can resume."""
 
 from kvcellar.cache.layouts.causal import Causal
 from kvcellar.cache.layouts.chunked import Chunked

@@ -1,4 +1,4 @@
-"""causal: every query sees all that came before it, and itself."""
+"""causal: every query sees all positions up to its own."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from kvcellar.spans import Span
 
 @dataclass(frozen=True, slots=True)
 class Causal:
-    """Nothing is ever out of sight, so everything stays."""
+    """Every position stays visible, so all are kept."""
 
     def __str__(self) -> str:
         return "causal"

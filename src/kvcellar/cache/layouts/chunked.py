@@ -1,4 +1,4 @@
-"""chunked: a query sees its own chunk of positions, up to itself."""
+"""chunked: a query sees the positions of its own chunk, up to its own position."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from kvcellar.spans import Span
 
 @dataclass(frozen=True, slots=True)
 class Chunked:
-    """Positions are cut in chunks of `size`; nothing of an earlier chunk is seen (Llama 4's local layers)."""
+    """Positions are split into chunks of `size`; earlier chunks are not visible (Llama 4's local layers)."""
 
     size: int
 
@@ -24,22 +24,23 @@ class Chunked:
         return pos - pos % self.size
 
     def keep(self, end: int) -> int:
-        """The chunk of the last token stays although it may be complete: one can step back by a token."""
+        """Keep the chunk of the last token even if it is complete, so that the last token can be taken back."""
         return self.lowest(max(0, end - 1))
 
     def can_resume(self, first: int, end: int, pos: int) -> bool:
         return 0 <= pos <= end and (first <= self.lowest(pos) or self.lowest(pos) == pos)
 
     def can_cut(self, first: int, end: int, pos: int) -> int:
-        """The first token of a chunk needs nothing before it, so the start of a chunk is always a place to go on."""
+        """A sequence can always resume at the start of a chunk, because its first token sees nothing before it."""
         pos = min(pos, end)
         return pos if self.can_resume(first, end, pos) else self.lowest(pos)
 
     def can_shift(self, first: int, end: int, gone: Span) -> bool:
-        """Who is in a chunk with whom must stay as it was, among all that is left: else some would see others anew.
+        """Two remaining positions must be in one chunk afterwards exactly if they were before: otherwise some would see
+        positions that they did not see when they were computed.
 
-        So it does if whole chunks go; and if what lies behind is of one chunk, and moves down within it, or down to
-        where another begins.
+        This holds if whole chunks are removed, or if all positions behind `gone` are in one chunk and move down within
+        it or to the start of another chunk.
         """
         begins = gone.start % self.size == 0
         one_behind = self.lowest(gone.end) == self.lowest(end - 1)

@@ -1,4 +1,4 @@
-"""encoder: keys that an encoder made of an input. Every query sees all of them, wherever in its text it stands."""
+"""encoder: keys computed by an encoder from an input. Every query sees all of them, at any position of its text."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,10 @@ from kvcellar.spans import Span
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """Cells are indexed by input: `[0,n)`, with n at most `most`, and the text's positions mean nothing to them.
+    """Cells are indexed by input element, `[0,n)` with n at most `most`, independent of positions of the text.
 
-    They are written once, before the steps that read them, and never change, slide or turn. In a plan the rows of a
-    step stand behind the input, at `[n,n+T)`, and ask: so they see all of it by the rule of every other layout.
+    They are written once, before the steps that read them, and never change, slide or rotate. In a plan the rows of a
+    step have the positions `[n,n+T)` and store nothing, so they see all of the input by the rule of the other layouts.
     """
 
     most: int
@@ -33,7 +33,7 @@ class Input:
         return pos >= 0
 
     def can_cut(self, first: int, end: int, pos: int) -> int:
-        """Whatever is cut off the text, the input stays."""
+        """Any position: a cut of the text does not change the input."""
         return pos
 
     def can_shift(self, first: int, end: int, gone: Span) -> bool:

@@ -9,14 +9,14 @@ from kvcellar.spans import Span
 
 @dataclass(frozen=True, slots=True)
 class Sliding:
-    """Window W is exactly W visible keys, the query's own among them, as transformers and MLX count.
+    """Window W is exactly W visible keys, including the query's own, as in transformers and MLX.
 
-    `memory` (at least W) is how many positions stay between steps; those beyond the window are there only so that a
-    sequence can be cut back that far. With memory = W one can step back by one token.
+    `memory` (at least W) is the number of positions kept between steps. Those beyond the window only allow a sequence
+    to be cut back further. With memory = W the last token can be taken back.
     """
 
     window: int
-    memory: int = 0  # 0: as much as the window
+    memory: int = 0  # 0: equal to the window
 
     def __post_init__(self) -> None:
         if self.window < 1:
@@ -37,7 +37,7 @@ class Sliding:
         return max(0, end - self.memory)
 
     def can_resume(self, first: int, end: int, pos: int) -> bool:
-        """The token at 0, and any under a window of 1, needs nothing before it."""
+        """The token at 0, and any token with a window of 1, sees no earlier position."""
         return 0 <= pos <= end and (first <= self.lowest(pos) or self.lowest(pos) == pos)
 
     def can_cut(self, first: int, end: int, pos: int) -> int:
@@ -45,7 +45,7 @@ class Sliding:
         return pos if self.can_resume(first, end, pos) else 0
 
     def can_shift(self, first: int, end: int, gone: Span) -> bool:
-        """The window of the next token must not reach below what is held, once it has closed over the gap."""
+        """After the shift, the window of the next token must not extend below the first held position."""
         return first_after(first, gone) <= self.lowest(end - len(gone))
 
     def most_cells(self, context: int, step: int) -> int:

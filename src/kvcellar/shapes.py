@@ -92,7 +92,7 @@ def _storage(text: str) -> Storage | None:
         raise BadRequest(f"after + only hadamard can follow, not {extra!r}", "kv_dtype")
     if kind == "auto" and not plus:
         return None
-    return Storage(kind, hadamard=bool(plus))  # pyright: ignore[reportArgumentType]  # Storage checks the kind
+    return Storage(kind, hadamard=bool(plus))  # pyright: ignore[reportArgumentType]  # `Storage` checks the kind
 
 
 @dataclass(frozen=True, slots=True)

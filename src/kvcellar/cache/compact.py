@@ -128,7 +128,7 @@ def _heaviest(sharing: Mapping[Table, list[Run]]) -> Table:
     left = {table: list(reversed(extents)) for table, extents in sharing.items()}
     while len(left) > 1:
         n = min(extents[-1].n for extents in left.values())
-        branches: dict[int, list[Table]] = {}  # by the cell that comes next
+        branches: dict[int, list[Table]] = {}  # by their next cell
         for table, extents in left.items():
             run = extents.pop()
             if run.n > n:

@@ -108,7 +108,7 @@ def _turning(plane: Plane, itemsize: int) -> int:
 
 
 def check_groups(groups: Sequence[Group], cells: Mapping[str, int], backend: Backend | Mapping[str, Backend]) -> None:
-    """Raise `BadRequest` unless names and layers are unique, all groups have cells and a backend, one has tokens."""
+    """Raise `BadRequest` unless names and layers are unique, each group has a size and a backend, one stores tokens."""
     names = [group.name for group in groups]
     layers = [layer for group in groups for layer in group.layers]
     for name in names:

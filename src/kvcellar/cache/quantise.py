@@ -62,7 +62,7 @@ def rotate(x: Tensor) -> Tensor:
 
 
 def hadamard(size: int, device: torch.device) -> Tensor:
-    """[size,size], the symmetric orthogonal matrix of `rotate`. A product with it is faster, but rounds differently."""
+    """[size,size], the symmetric orthogonal matrix of `rotate`. A product with it is faster; rounding may differ."""
     return rotate(torch.eye(size, device=device))
 
 

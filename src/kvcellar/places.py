@@ -1,8 +1,8 @@
-"""places: the user's directories that files of ours are written to, by the XDG base directory rules.
+"""places: the user's directories that kvcellar writes files to, by the XDG base directory rules.
 
-`$XDG_CACHE_HOME` and `$XDG_STATE_HOME` count where they are absolute. Else the directory is below the home directory:
-`$HOME`, or, where that is empty, unset or relative, the home directory in the password database. A path is never taken
-relative to the working directory, a home directory is never created, and the root directory is never one of these.
+`$XDG_CACHE_HOME` and `$XDG_STATE_HOME` are used if they are absolute. Otherwise the directory is below the home
+directory: `$HOME`, or, if that is empty, unset or relative, the home directory in the password database. No path is
+relative to the working directory, a home directory is never created, and the root directory is never used.
 """
 
 import os
@@ -13,23 +13,23 @@ from kvcellar.errors import KvcellarError
 
 
 class NoPlace(KvcellarError):
-    """There is no directory of the user to write to. Says why, and which variable to set."""
+    """There is no usable directory of the user. The message has the reason, and the variable to set."""
 
 
 def cache(environment: Mapping[str, str]) -> Path:
-    """Where kvcellar keeps what can be made again. Creates nothing. Raises `NoPlace`."""
+    """Directory for files that can be recreated. Does not create it. Raises `NoPlace`."""
     return _below(environment, "XDG_CACHE_HOME", ".cache")
 
 
 def state(environment: Mapping[str, str]) -> Path:
-    """Where kvcellar keeps what is worth keeping between two starts. Creates nothing. Raises `NoPlace`."""
+    """Directory for files that persist between starts. Does not create it. Raises `NoPlace`."""
     return _below(environment, "XDG_STATE_HOME", ".local/state")
 
 
 def make_private(directory: Path) -> None:
-    """Make `directory`, if it is not there, for this user alone: what lies in the cache is run, or relied on.
+    """Create `directory` if it does not exist, writable by this user only: its files are executed or trusted.
 
-    Raises `OSError`, and `NoPlace` where others can write into it.
+    Raises `OSError`, and `NoPlace` if other users can write into it.
     """
     directory.mkdir(0o700, parents=True, exist_ok=True)
     about = directory.stat()
@@ -52,7 +52,7 @@ def _below(environment: Mapping[str, str], variable: str, in_home: str) -> Path:
 
 
 def _registered_home() -> str:
-    import pwd  # not at the top: only POSIX systems have it, and this file is imported everywhere
+    import pwd  # not at the top: only POSIX systems have it, and this module is imported on all systems
 
     try:
         return pwd.getpwuid(os.geteuid()).pw_dir

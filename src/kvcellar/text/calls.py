@@ -1,12 +1,12 @@
 """calls: tool calls of a conversation, in a form that the model's chat template renders.
 
-Clients send the arguments of a call as a string that holds JSON. Most templates want an object, some want the string,
-and many know nothing of calls: those drop a call without an error, or fail on a message without content. Which kind a
-template is, is found by rendering a probe, as llama.cpp does, because templates do not declare it.
+Clients send the arguments of a call as a string that contains JSON. Most templates need an object, some need the
+string, and many do not support calls: they drop a call without an error, or fail on a message without content.
+Templates do not declare which form they read, so it is detected by rendering a probe, as llama.cpp does.
 
-For a template without calls, a call is written as JSON into the content of its message, and for one without the role
-`tool`, a result becomes a message of the user that holds JSON; both with the keys that llama.cpp uses. So nothing that
-a client sent is dropped without an error.
+For a template without calls, a call is written as JSON into the content of its message. For a template without the role
+`tool`, a result becomes a user message that contains JSON. Both use llama.cpp's keys. So no call and no result is
+dropped without an error.
 """
 
 import json
@@ -18,8 +18,8 @@ from typing import Any, NoReturn, cast
 from kvcellar.errors import BadRequest
 
 Message = dict[str, Any]
-Trial = Callable[[list[Message]], str]  # what the template makes of these messages; "" where it fails
-Copy = Callable[[Any, str], Any]  # a copy of JSON that is found at this place, within the caps
+Trial = Callable[[list[Message]], str]  # the template's output for these messages; "" if it fails
+Copy = Callable[[Any, str], Any]  # copies a JSON value at this place in the request, within the caps
 
 
 class Arguments(Enum):
@@ -32,19 +32,19 @@ class Arguments(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """What a template renders. `blank`: it needs an empty content beside calls; `results`: it has the role `tool`."""
+    """The form that a template reads. `blank`: calls need an empty content; `results`: it has the role `tool`."""
 
     arguments: Arguments
     blank: bool
     results: bool
 
     def fit(self, messages: Sequence[Message], copy: Copy) -> list[Message]:
-        """The messages with their calls and results as this template reads them.
+        """The messages with their calls and results in the form that this template reads.
 
         Raises `BadRequest` for arguments that are nested too deep.
         """
         fitted: list[Message] = []
-        joinable = False  # the last message of `fitted` is made of results
+        joinable = False  # whether the last message of `fitted` was made from results
         for index, message in enumerate(messages):
             result = message["role"] == "tool" and not self.results
             if result and joinable:
@@ -70,14 +70,14 @@ class CallForm:
 
 
 def probe(trial: Trial, content: Callable[[str], Any]) -> CallForm:
-    """The form for the template behind `trial`, which reads `content(text)` as the text of a message."""
+    """The form that the template called by `trial` reads. `content(text)` is a message content with that text."""
     user = {"role": "user", "content": content("probe")}
     for arguments in (Arguments.OBJECT, Arguments.STRING):
         for blank in (False, True):
             call = with_arguments(_PROBE, arguments, "", lambda value, where: value)
             asking = {"role": "assistant", "tool_calls": [call], **({"content": content("")} if blank else {})}
             shown = trial([user, asking]).lower()
-            if "probe_name" in shown and "probe_value" in shown and "'probe_key'" not in shown:  # Python's way to write
+            if "probe_name" in shown and "probe_value" in shown and "'probe_key'" not in shown:  # not a Python repr
                 return CallForm(arguments, blank, _renders_results(trial, [user, asking], content))
     written = {"role": "assistant", "content": content("probe_name")}
     return CallForm(Arguments.NONE, False, _renders_results(trial, [user, written], content))
@@ -86,7 +86,7 @@ def probe(trial: Trial, content: Callable[[str], Any]) -> CallForm:
 def with_arguments(call: Message, form: Arguments, where: str, copy: Copy) -> Message:
     """The call with its arguments as an object, or as a string for `Arguments.STRING`.
 
-    Arguments that are no JSON object stay the text that they are: models write such calls, and clients send them back.
+    Arguments that are not a JSON object stay text: models produce such calls, and clients send them back.
     """
     function = _function(call)
     given: Any = function.get("arguments") or ""
@@ -111,7 +111,7 @@ _PROBE: Message = {
 
 
 def _function(call: Message) -> Message:
-    """The part of a call that has its name. Both OpenAI's form and the older one of transformers, without it."""
+    """The part of a call with its name: the field `function` (OpenAI), or the call itself (older transformers form)."""
     function = call.get("function")
     return cast("Message", function) if isinstance(function, dict) else call
 
@@ -131,7 +131,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _flat(call: Message) -> Message:
-    """Name, arguments and id of a call, side by side."""
+    """The call as one flat object with name, arguments and id."""
     rest = {key: value for key, value in call.items() if key not in ("function", "type")}
     return {**_function(call), **rest} if _function(call) is not call else rest
 

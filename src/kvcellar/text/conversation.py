@@ -1,8 +1,8 @@
 """conversation: messages as a client sends them, checked before any template sees them.
 
-Everything is copied into plain lists, dicts and strings. In the copy, control tokens that a client wrote are marked: a
-`Marker` puts a character that occurs nowhere else into them, so that after rendering it can be seen where a control
-token came from, whatever the template did with the text around it.
+Messages are copied into plain lists, dicts and strings. In the copy, a `Marker` inserts a character that occurs nowhere
+else into every control token that a client wrote. So after rendering, control tokens of the client differ from those of
+the template, even if the template changed the text around them.
 """
 
 import re
@@ -15,13 +15,13 @@ from kvcellar.pace import Pace
 from kvcellar.text.meter import Caps
 from kvcellar.text.tokens import check_unicode
 
-PIECE = 32 * 2**10  # characters that are looked through at once
+PIECE = 32 * 2**10  # characters that are searched at once
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
-REASONING = ("reasoning_content", "thinking", "reasoning")  # one thing under three names; templates know the first two
+REASONING = ("reasoning_content", "thinking", "reasoning")  # synonyms; templates read the first two
 
 
 def checked(messages: object, caps: Caps) -> list[dict[str, Any]]:
-    """A copy of `messages` that a template may see. Raises `BadRequest` ("messages") that says what is wrong where."""
+    """A copy of `messages` that is safe to pass to a template. Raises `BadRequest` with the place and the error."""
     if not isinstance(messages, list | tuple):
         raise _wrong(f"messages must be a list, not {type(messages).__name__}")
     given = cast("Sequence[object]", messages)
@@ -60,7 +60,7 @@ class _Calls:
 
 
 def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
-    """The message, if it is right. Without its nulls, as in transformers: templates know missing fields, not null."""
+    """The validated message without its null fields, as in transformers: templates test for missing fields, not null."""
     message = {name: value for name, value in given.items() if value is not None}
     if message.get("role") not in (roles := sorted(ROLES)):
         raise _wrong(f"{where}.role must be one of {', '.join(roles)}")
@@ -79,7 +79,7 @@ def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _with_tool_calls(message: dict[str, Any], where: str) -> None:
-    """OpenAI's deprecated functions become tools, which templates know; no calls at all become an absent field."""
+    """Validate tool calls in place. OpenAI's deprecated functions become tools; an empty list is removed."""
     if message["role"] == "function":
         message["role"] = "tool"
     called: Any = message.pop("function_call", None)
@@ -115,13 +115,13 @@ def _text_part(given: object, where: str) -> None:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Give the message's reasoning all names that templates read it by, as transformers does."""
+    """Add the message's reasoning under both names that templates read, as transformers does."""
     reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def joined(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with the text of its parts in one: newlines between them, as in vLLM."""
+    """The message with its text parts joined by newlines into one string, as in vLLM."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -135,7 +135,7 @@ def parted(message: dict[str, Any]) -> dict[str, Any]:
 
 
 class Copier:
-    """Copies JSON, and nothing else, within the caps on size and depth. One copier's copies share one allowance."""
+    """Copies JSON values within the caps on size and depth. All copies of one copier count towards one cap."""
 
     def __init__(self, caps: Caps, param: str) -> None:
         self._caps, self._param = caps, param
@@ -143,7 +143,7 @@ class Copier:
         self._pace = Pace()
 
     def copy(self, value: object, where: str, depth: int = 0) -> Any:
-        """A copy of `value`, which is found at `where`."""
+        """A copy of `value`. `where` is its place in the request, for error messages."""
         self._pace.pause()
         self._left -= 1 + (len(value) if isinstance(value, str) else 0)
         if self._left < 0:
@@ -170,15 +170,15 @@ class Copier:
 
 
 class Marker:
-    """Marks control tokens in text that is not the template's, with a character `mark` that is nowhere else.
+    """Marks control tokens in a client's text with `mark`, a character that occurs nowhere else.
 
-    Names of fields, roles and types that templates compare with are left alone, except within the arguments of a call,
-    where every string and every key is a client's text.
+    Field names, roles and types that templates compare with are unchanged, except within the arguments of a call, where
+    every string and every key is text of the client.
 
-    A mark stands behind the first character of whatever reads like a control token, in any case of letters. A text that
-    ends with the beginning of one has a mark there, too: the next text may begin with the rest of it.
+    A mark is inserted after the first character of each match of a control token, ignoring case. A text that ends with
+    the beginning of a control token gets a mark at its end, because the next text may begin with the rest of the token.
 
-    No more than `most` marks are made of one conversation.
+    One conversation gets at most `most` such matches.
     """
 
     def __init__(self, control: Iterable[str], most: int) -> None:
@@ -189,7 +189,7 @@ class Marker:
         self._longest = max(map(len, tokens), default=0)
 
     def marked(self, value: Any, mark: str) -> Any:
-        """`value`, JSON, with marks in all its texts. Raises `BadRequest` for more than `most` of them."""
+        """The JSON value with marks in all its texts. Raises `BadRequest` for more than `most` matches."""
         return self._marked(value, _Marking(mark, self._most))
 
     def _marked(self, value: Any, marking: "_Marking") -> Any:
@@ -220,7 +220,7 @@ class Marker:
         return self._text(value, marking) if isinstance(value, str) else value
 
     def _text(self, text: str, marking: "_Marking") -> str:
-        end = len(text.rstrip())  # templates like to trim
+        end = len(text.rstrip())  # templates often trim
         tail = text[max(0, end - self._longest) : end].lower()
         open_ended = any(tail[at:] in self._beginnings for at in range(len(tail)))
         parts: list[str] = []
@@ -233,7 +233,7 @@ class Marker:
         return "".join(parts)
 
     def _found(self, text: str, end: int, pace: Pace) -> Iterator[int]:
-        """Where what reads like a control token begins. It is looked for in pieces, and seen whole in its first."""
+        """Start of each match of a control token. Searches piece by piece; a match may extend beyond its piece."""
         at = 0
         for start in range(0, end, PIECE):
             pace.pause()
@@ -246,7 +246,7 @@ class Marker:
 
 
 class _Marking:
-    """One conversation that is being marked."""
+    """State while one conversation is marked."""
 
     def __init__(self, mark: str, most: int) -> None:
         self.mark, self.pace = mark, Pace()
@@ -260,17 +260,14 @@ class _Marking:
 
 
 def unmarked(text: str, mark: str) -> tuple[str, tuple[int, ...]]:
-    """The text without marks, and where they were."""
+    """The text without marks, and the positions of the marks in it."""
     parts = text.split(mark)
     places = accumulate(len(part) for part in parts[:-1])
     return "".join(parts), tuple(places)
 
 
 def unused(texts: Iterable[str]) -> str:
-    """A character that is in none of the texts, and in no text that means anything: it is for private use.
-
-    Raises `BadRequest` if the texts have all of them.
-    """
+    """A private-use character that occurs in none of the texts. Raises `BadRequest` if there is none."""
     pace, free = Pace(), set(map(chr, range(0xF0000, 0xFFFFE)))
     for text in texts:
         for start in range(0, 0 if text.isascii() else len(text), PIECE):
@@ -281,7 +278,7 @@ def unused(texts: Iterable[str]) -> str:
     return min(free)
 
 
-# What templates look up or compare with, and so must stay as it is, in messages and in definitions of tools.
+# Strings in messages and tool definitions that templates look up or compare with, and that must not be changed.
 _WORDS = ROLES | {"text", "function", "object", "array", "string", "number", "integer", "boolean", "null"}
 _FIELDS = frozenset(
     {
@@ -292,8 +289,8 @@ _FIELDS = frozenset(
 
 
 def _any_of(tokens: list[str]) -> str:
-    """A pattern that matches the longest of `tokens`, and looks at no character twice to find out which."""
-    first, last = min(tokens), max(tokens)  # what these two share, all between them share
+    """A pattern that matches the longest of `tokens` without backtracking: a trie of their common prefixes."""
+    first, last = min(tokens), max(tokens)  # a prefix that these two share is shared by all
     shared = first[: next((n for n, char in enumerate(first) if last[n : n + 1] != char), len(first))]
     rests: dict[str, list[str]] = {}
     for rest in (token[len(shared) :] for token in tokens):
@@ -304,7 +301,7 @@ def _any_of(tokens: list[str]) -> str:
 
 
 def strings(value: Any) -> Iterator[str]:
-    """All strings in JSON, keys too."""
+    """All strings in a JSON value, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):

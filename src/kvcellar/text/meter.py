@@ -1,4 +1,4 @@
-"""meter: counts what one run of a chat template uses, and raises when that is more than its caps."""
+"""meter: counts the resources that one run of a chat template uses, and raises when they exceed its caps."""
 
 import time
 from collections.abc import Iterable
@@ -12,12 +12,12 @@ from kvcellar.pace import Pace
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """What one conversation may cost. Characters are Unicode code points."""
+    """Limits for rendering one conversation. Characters are Unicode code points."""
 
     messages: int = 10_000
     message_chars: int = 2**23  # all strings of the messages together
     depth: int = 32  # of lists and objects within a message
-    marks: int = 100_000  # pieces of the messages' text that read like control tokens
+    marks: int = 100_000  # matches of control tokens in the messages' text
     seconds: float = 2.0  # CPU time of the rendering thread: other load on the machine does not count
     output_chars: int = 2**24
     value_chars: int = 2**25
@@ -25,7 +25,7 @@ class Caps:
 
 
 class OverCaps(TemplateRuntimeError):
-    """The template asked for more than it may have."""
+    """The template exceeded its caps."""
 
 
 Made = TypeVar("Made")
@@ -33,28 +33,28 @@ Container = list[object] | tuple[object, ...] | dict[object, object]
 
 
 class Meter:
-    """What one run of a template has used."""
+    """The resources that one run of a template has used."""
 
     def __init__(self, caps: Caps) -> None:
         self._caps = caps
         self._pace = Pace()
         self._end = time.thread_time() + caps.seconds  # a template is rendered by one thread, from start to end
         self._spent = 0
-        self._weights: dict[int, tuple[object, int]] = {}  # id -> (the container itself, so that it lives; its weight)
+        self._weights: dict[int, tuple[object, int]] = {}  # id -> (container, weight); the reference keeps the id valid
 
     def tick(self) -> None:
-        """Raise if the CPU time is used up; rest, if it is time to."""
+        """Raise if the CPU time is used up; pause if `Pace` requires it."""
         if time.thread_time() > self._end:
             raise OverCaps(f"ran for more than {self._caps.seconds:g} seconds of CPU time")
         self._pace.pause()
 
     def admit(self, size: int) -> None:
-        """Something of this size is about to be made."""
+        """Raise if a value of this size may not be created."""
         if size > self._caps.value_chars:
             raise OverCaps(f"asked for a value of {size} characters; {self._caps.value_chars} are allowed")
 
     def made(self, value: Made) -> Made:
-        """Something was made: count it."""
+        """Count a new value and return it. Raises if it is too large, or all values together are."""
         inside = value if isinstance(value, str) else container(value)
         self._spent += 1 if inside is None else len(inside)
         if self._spent > self._caps.work_chars:
@@ -63,7 +63,7 @@ class Meter:
         return value
 
     def weight(self, value: object) -> int:
-        """Characters and items of `value`, as if it were written out. Walks each container once."""
+        """Characters and items of `value` at every depth; repeated items count again. Visits each container once."""
         if isinstance(value, str):
             return 1 + len(value)
         if (inside := container(value)) is None:
@@ -79,14 +79,14 @@ class Meter:
         return total
 
     def check(self) -> None:
-        """Assert what is always true between two operations."""
+        """Assert the invariants that hold between two operations."""
         assert self._spent <= self._caps.work_chars
         for inside, weight in list(self._weights.values()):
             assert weight <= self._caps.value_chars
             assert weight == 1 + sum(map(self.weight, items_of(cast("Container", inside))))
 
     def added(self, left: object, right: object, both: object) -> object:
-        """`both` is left + right. A list that grows in a loop is not walked again at each turn."""
+        """Count `both`, which is left + right, by their weights: a list that grows in a loop is not visited again."""
         if container(both) is not None:
             self._weights[id(both)] = (both, self.weight(left) + self.weight(right) - 1)
             self._weights.pop(id(left), None)
@@ -94,7 +94,7 @@ class Meter:
 
 
 def container(value: object) -> Container | None:
-    """`value`, if it is made of others."""
+    """`value` if it is a container, else None."""
     return cast("Container", value) if isinstance(value, list | tuple | dict) else None
 
 

@@ -1,17 +1,17 @@
-"""sandbox: runs a chat template that somebody else wrote, with an end in sight.
+"""sandbox: runs an untrusted chat template with limits on CPU time and memory.
 
-Jinja's own sandbox keeps a template from reaching Python; nothing there keeps it from running for ever or from filling
-memory. Here every way to go on (a turn of a loop, a call) checks the CPU time that was used, and every way to make
-something large is counted: before it is made where a few characters ask for gigabytes (`"a" * 10**9`, `center`,
-`replace`, ...), and afterwards where the result is about as large as what went in. In all else the environment is that
-of transformers' chat templates: trimmed blocks, loop controls, `{% generation %}`, `raise_exception`, `strftime_now`, a
-`tojson` that does not escape HTML.
+Jinja's own sandbox blocks access to Python internals, but limits neither CPU time nor memory. Here every loop iteration
+and every call checks the CPU time, and the size of every value is limited. Where a short expression can produce
+gigabytes (`"a" * 10**9`, `center`, `replace`, ...), the size is estimated before the value is created; where the result
+is about as large as the input, it is counted afterwards. Otherwise the environment is that of transformers' chat
+templates: trimmed blocks, loop controls, `{% generation %}`, `raise_exception`, `strftime_now`, and a `tojson` that
+does not escape HTML.
 
 Always true while a template runs:
-  * no value that it made weighs more than `caps.value_chars` (characters and items, however deep they are nested,
-    counted as often as they would be written out), so neither printing nor comparing one takes long;
-  * all that it made together, by length, is at most `caps.work_chars`;
-  * between two checks of the CPU time, at which it also rests (`Pace`), it does no more than one operation on such
+  * no value that it created weighs more than `caps.value_chars` (characters and items at every depth of nesting; an
+    item that occurs twice counts twice), so printing or comparing a value takes a bounded time;
+  * the lengths of all values that it created add up to at most `caps.work_chars`;
+  * between two checks of the CPU time, which also pause the thread (`Pace`), it does at most one operation on such
     values.
 """
 
@@ -36,11 +36,11 @@ from kvcellar.text.meter import Caps, Meter, container, items_of
 
 
 class Refused(TemplateError):
-    """The template called `raise_exception`: it does not want these messages."""
+    """The template rejected the messages by calling `raise_exception`."""
 
 
 class CappedEnvironment(ImmutableSandboxedEnvironment):
-    """One run of one template. `mark` is a character that stands for itself in JSON, however it is escaped."""
+    """The environment of one run of one template. `mark` is a character that `tojson` never escapes."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -71,33 +71,33 @@ class CappedEnvironment(ImmutableSandboxedEnvironment):
         return self.compile(tree, filename="chat template")
 
     def variables(self, source: str) -> frozenset[str]:
-        """The variables that a template reads and does not always set itself."""
+        """The variables that a template reads without having set them on every path."""
         return frozenset(meta.find_undeclared_variables(self.parse(source)))
 
     def run(self, code: CodeType, variables: Mapping[str, Any]) -> Iterator[str]:
-        """Run it once, part by part."""
+        """Run compiled code once; yields the parts of its output."""
         template = Template.from_code(self, code, self.make_globals(None))
         for part in template.generate(dict(variables)):
             self.meter.tick()
             yield part
 
-    # What the compiled code calls.
+    # Called by the compiled code.
 
     def turn(self) -> None:
-        """A loop goes round; `call` has checked the CPU time already."""
+        """Called in each loop iteration. Empty, because `call` has checked the CPU time already."""
 
     def keep(self, value: Any) -> Any:
-        """A list, a dict or a joined string was made; `call` counts it."""
+        """Called with each new list, dict or concatenated string. `call` counts the returned value."""
         return value
 
     def concat(self, parts: Iterable[str]) -> str:  # type: ignore[override]
-        """The output of a macro or a block becomes a value."""
+        """Join the output of a macro or a block into one value."""
         parts = list(parts)
         self.meter.admit(sum(map(len, parts)))
         return "".join(parts)
 
     def _print(self, value: Any) -> Any:
-        """An expression is written to the output, or to what becomes a value later."""
+        """Count an expression that is printed, to the output or inside a macro or block."""
         if not isinstance(value, str):
             self.meter.admit(self.meter.weight(value))
         return self.meter.made(value)
@@ -133,7 +133,7 @@ class CappedEnvironment(ImmutableSandboxedEnvironment):
         return capped
 
     def _capped(self, name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
-        """The filter, counted. Those that want the context or the like get it first, and their value second."""
+        """The filter with its result counted. Filters that take the context (or similar) have their value second."""
         at = 1 if getattr(filter_, "jinja_pass_arg", None) is not None else 0
 
         @functools.wraps(filter_)
@@ -147,9 +147,9 @@ class CappedEnvironment(ImmutableSandboxedEnvironment):
         return capped
 
     def _foreseen(self, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """`args`, if what method or filter `name` makes of `value` is small enough."""
+        """`args`, possibly copied. Raises if the result of method or filter `name` on `value` could be too large."""
         if name == "join" and isinstance(value, str) and args:
-            args = (list(args[0]),)  # a method, and what it joins may be there only once
+            args = (list(args[0]),)  # a method; its argument may be an iterator, which can be read only once
         if (growth := _GROWTH.get(name)) is not None:
             self.meter.admit(growth(self.meter, value, [*args, *kwargs.values()]))
         return args
@@ -167,13 +167,13 @@ class CappedEnvironment(ImmutableSandboxedEnvironment):
 
 
 _PLAIN = (str, bytes, int, float, list, tuple, dict)
-_NOT_METHODS = frozenset({"encode", "translate", "maketrans", "to_bytes", "from_bytes"})  # none is of use, all can grow
-_NOT_FILTERS = ("pprint", "random", "striptags", "urlize", "wordwrap", "xmlattr")  # nor are these
-_PER_BIT = 2**9  # whole numbers may have 2**16 bits: Python needs time for more
+_NOT_METHODS = frozenset({"encode", "translate", "maketrans", "to_bytes", "from_bytes"})  # unused, can be huge
+_NOT_FILTERS = ("pprint", "random", "striptags", "urlize", "wordwrap", "xmlattr")  # the same
+_PER_BIT = 2**9  # weight of a bit of an integer: limits integers to 2**16 bits, since larger ones are slow in Python
 
 
 class _Metered(NodeTransformer):
-    """Adds to a template's tree the calls that `CappedEnvironment` counts by."""
+    """Adds to a template's syntax tree the calls with which `CappedEnvironment` counts loops and new values."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -204,9 +204,9 @@ def _call(name: str, args: list[nodes.Expr]) -> nodes.Call:
 
 
 class _Generation(Extension):
-    """`{% generation %}` ... `{% endgeneration %}`: marks the assistant's words for training; here only its body."""
+    """`{% generation %}` ... `{% endgeneration %}`: marks assistant text for training. Only its body is rendered."""
 
-    tags = {"generation"}  # noqa: RUF012 (so in the class it extends)
+    tags = {"generation"}  # noqa: RUF012 (a plain attribute in the base class)
 
     def parse(self, parser: Parser) -> nodes.Node:
         lineno = next(parser.stream).lineno
@@ -214,14 +214,14 @@ class _Generation(Extension):
 
 
 class _Namespace(Namespace):
-    """`namespace(...)`, which does not print what it holds: it may hold others, and those it again."""
+    """`namespace(...)`. Its contents are not printed, because namespaces can be nested and cyclic."""
 
     def __repr__(self) -> str:
         return "<namespace>"
 
 
 def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    """`dict(...)` without the methods of the class, some of which change what they are given."""
+    """`dict(...)` as a function, so that templates cannot use class methods such as `dict.update`."""
     return dict(*args, **kwargs)
 
 
@@ -233,7 +233,7 @@ def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
-# How large a result can be, foreseen from what goes in. All take (meter, value, arguments).
+# Upper bounds of the size of a result, computed from the input. All take (meter, value, arguments).
 
 
 def _numbers(args: list[Any]) -> int:
@@ -265,7 +265,7 @@ def _replaced(meter: Meter, value: Any, args: list[Any]) -> int:
 
 
 def _joined(meter: Meter, value: Any, args: list[Any]) -> int:
-    """A filter joins `value` with an argument, a method joins its first argument (a list by now) with `value`."""
+    """The filter joins `value` with its argument as separator; the method joins its argument (a list) with `value`."""
     items = container(args[0]) if isinstance(value, str) and args else None
     if items is not None:
         return meter.weight(items) + len(items) * len(value)
@@ -284,12 +284,12 @@ def _rounded(_meter: Meter, _value: Any, args: list[Any]) -> int:
 
 
 def _summed(_meter: Meter, _value: Any, args: list[Any]) -> int:
-    """Numbers only: a sum of lists copies the first ones over and over."""
+    """Only numbers may be summed: a sum of lists copies the first lists again for each further list."""
     return 0 if all(container(arg) is None for arg in args) else _FAR_TOO_LARGE
 
 
 def _percent(meter: Meter, pattern: Any, given: Any) -> int:
-    """`pattern % given`: widths of four digits, or such that come with the values, are nobody's need."""
+    """`pattern % given`. Widths of four or more digits, and widths that are passed as values, are rejected."""
     if not isinstance(pattern, str):
         return 0
     if re.search(r"%(\([^)]{0,99}\))?[^a-zA-Z%(]*(\d{4}|\*)", pattern):
@@ -298,7 +298,7 @@ def _percent(meter: Meter, pattern: Any, given: Any) -> int:
 
 
 def _braces(meter: Meter, pattern: str, given: Any) -> int:
-    """`pattern.format(...)`, likewise."""
+    """`pattern.format(...)`, with the same rule."""
     if re.search(r"\{[^{}]*(\d{4}|\{)", pattern):
         return _FAR_TOO_LARGE
     return len(pattern) + pattern.count("{") * (1000 + meter.weight(given))

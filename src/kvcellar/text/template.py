@@ -1,17 +1,16 @@
-"""template: a conversation, written the way the model was taught to read it.
+"""template: renders a conversation as the prompt format that the model was trained on.
 
-A chat template is a program that comes with a model; it never comes from a client. It runs in a sandbox with caps, sees
-plain data only, and its output is taken as control tokens and text by the tokenizer, except that nothing a client wrote
-can become a control token: see `Rendered.encode`.
+A chat template is a program that is part of the model; clients cannot send one. It runs in a sandbox with caps, on
+plain data only. The tokenizer encodes its output as control tokens and text, but text that a client wrote never becomes
+a control token: see `Rendered.encode`.
 
-The result is what transformers' `apply_chat_template` gives for the same messages, except for what templates do not
-agree on: content in parts that the template does not read (their text is joined), tool calls and results in a form that
-it does not read (see `calls`), a message that has reasoning only (its content is ""), and text that looks like a
-control token.
+The result equals that of transformers' `apply_chat_template`, except where templates differ among themselves: content
+in parts that the template does not read (their text is joined), tool calls and results in a form that it does not read
+(see `calls`), a message that has reasoning only (its content is ""), and text that looks like a control token.
 
-One limit: a template that removes text from the middle of a client's text can join a control token that was not there,
-which is not detected. Templates do that with the reasoning of assistant messages only, and a client that can send those
-controls what the assistant has said anyway.
+One limit: a template that removes text from the middle of a client's text can form a control token from the remaining
+pieces, which is not detected. Templates do this only with the reasoning of assistant messages, and a client that sends
+assistant messages controls their text anyway.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,17 +30,17 @@ from kvcellar.text.tokens import TextTokenizer
 MAX_SOURCE_CHARS = 2**20
 MAX_REASON_CHARS = 1000
 
-_OWN = ("messages", "tools", "documents", "add_generation_prompt")  # variables that are never a client's
+_OWN = ("messages", "tools", "documents", "add_generation_prompt")  # variables that a client cannot set
 _THINKING = ("enable_thinking", "thinking")  # variables by which templates switch reasoning on and off
 
-# What running a template may raise. Anything else is our fault and must be seen.
+# Exceptions that a faulty template can raise. All others are defects of kvcellar and are not caught.
 _FAULTS = (
     ArithmeticError,
     AssertionError,
     AttributeError,
     LookupError,
     MemoryError,
-    RuntimeError,  # recursion, too
+    RuntimeError,  # includes RecursionError
     TemplateError,
     TypeError,
     ValueError,
@@ -50,13 +49,13 @@ _FAULTS = (
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A conversation as one text; `marks` are the places at which it is known to be a client's, not the template's."""
+    """A conversation as one text; `marks` are positions where the text was written by a client, not by the template."""
 
     text: str
     marks: tuple[int, ...] = ()
 
     def encode(self, tokenizer: TextTokenizer, *, limit: int | None = None) -> list[int]:
-        """The ids: exactly those of `text`, but control tokens with a mark inside are spelled out as ordinary text.
+        """The token ids of `text`, where control tokens with a mark inside are encoded as ordinary text.
 
         Raises `PromptTooLong` for more than `limit`, and `BadRequest`, as `TextTokenizer.encode` does.
         """
@@ -64,7 +63,7 @@ class Rendered:
 
 
 class ChatTemplate:
-    """A model's template, compiled. Safe to use from several threads: each run has an environment of its own."""
+    """A model's compiled template. Thread-safe: each run has an environment of its own."""
 
     def __init__(self, source: str, tokenizer: TextTokenizer, caps: Caps | None = None) -> None:
         """Raises `ModelRefused` if `source` is not a template."""
@@ -77,7 +76,7 @@ class ChatTemplate:
             raise ModelRefused(f"the chat template does not compile: line {error.lineno}: {error}") from error
         except _FAULTS as error:
             raise ModelRefused(f"the chat template does not compile: {error}") from error
-        self.variables = CappedEnvironment(self._caps).variables(source)  # that it reads
+        self.variables = CappedEnvironment(self._caps).variables(source)  # read by the template
         self._marker = Marker(tokenizer.control.values(), self._caps.marks)
         self._reads_text, self._reads_parts = self._probed()
 
@@ -91,13 +90,14 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         effort: str | None = None,
     ) -> Rendered:
-        """Write the conversation. `variables` (`enable_thinking`, ...) may be a client's, like the messages.
+        """Render the conversation. `variables` (`enable_thinking`, ...) may come from a client, like the messages.
 
-        `effort` is how much the model should reason, "none" to "xhigh": the variable `reasoning_effort`, and with
-        "none" or more also `enable_thinking` and `thinking`, where the template reads them and `variables` has none.
+        `effort` is how much the model should reason, "none" to "xhigh". It sets the variable `reasoning_effort`, and
+        the booleans `enable_thinking` and `thinking` (false for "none"), if the template reads them and `variables`
+        does not set them.
 
-        Raises `BadRequest` for messages that are wrong in themselves, `TemplateFailed` (one, too) for those that the
-        template refuses, with its own tokenizer, or on which it fails or runs past its caps.
+        Raises `BadRequest` for invalid messages, and its subclass `TemplateFailed` if the template rejects the
+        messages, fails on them, or exceeds its caps.
         """
         given = {
             **self._settings(variables or {}, effort),
@@ -116,7 +116,7 @@ class ChatTemplate:
         return [self._fitting(message) for message in conversation]
 
     def _settings(self, variables: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
-        """The variables that the template reads, beside those that are always there."""
+        """The client's variables that the template reads."""
         name = "chat_template_kwargs"
         copy: dict[str, Any] = Copier(self._caps, name).copy(variables, name)
         if taken := sorted(copy.keys() & {*_OWN, *self._tokenizer.special_tokens}):
@@ -142,16 +142,16 @@ class ChatTemplate:
         return "".join(parts)
 
     def _fitting(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The message with its content in a form that the template reads."""
+        """The message with its content in the form that the template reads."""
         if not self._reads_text:
             return parted(message)
         return message if self._reads_parts else joined(message)
 
     def _probed(self) -> tuple[bool, bool]:
-        """Does the template read content that is text, and content in parts? Found out by trying.
+        """Whether the template reads content as text, and whether it reads content in parts. Renders a probe of each.
 
-        One that does not know parts prints them as they are in Python or JSON; one that knows nothing else prints
-        nothing of a text. One that refuses the trial is taken to read text, as nearly all do.
+        A template without support for parts prints them as Python or JSON; one that supports only parts does not print
+        a text. A template that fails on both probes is assumed to read text, as nearly all do.
         """
         word = "probe"
         text = self._tried([{"role": "user", "content": word}])
@@ -169,7 +169,7 @@ class ChatTemplate:
 
 
 def _failed(error: Exception, mark: str) -> TemplateFailed:
-    """What to tell a client about an error that a template made."""
+    """The error for the client when a template raised `error`."""
     reason = str(error).replace(mark, "") if mark else str(error)
     reason = reason[:MAX_REASON_CHARS]
     if isinstance(error, Refused):

@@ -1,1 +1,1 @@
-"""verify: measures a model on this machine. Warm logits against cold ones, K/V quality, doctor's diagnosis."""
+"""verify: tests a model on this machine: logits with memory against logits without, K/V quality, doctor's diagnosis."""

@@ -1,6 +1,6 @@
 """checks: the operations that `verify` runs on a memory through a `Harness`, one function for each check.
 
-Texts are random, and short enough for a context of eight positions.
+Texts are random. All checks work with a context of eight positions or more.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +17,8 @@ from kvcellar.verify.harness import CheckFailed, Harness
 
 STATES = ("conv", "recurrent")  # kinds of recurrent state
 DRAFT = 4  # tokens of a speculative step
-SPAN = 40  # how far on in a text what is removed from its middle ends, at most
-BEYOND = 8  # tokens behind a window or chunk, at least
+SPAN = 40  # the largest end of a span that is removed from the middle of a text
+BEYOND = 8  # the fewest tokens that a text must be longer than a window or chunk
 
 
 class NotApplicable(Exception):
@@ -26,7 +26,7 @@ class NotApplicable(Exception):
 
 
 def sharing(harness: Harness) -> None:
-    """Sequences that begin with the same cells read on in one batch."""
+    """Sequences with a shared prefix continue in one batch."""
     begin = harness.draw(harness.length // 2)
     harness.read((0, begin))
     for seq in (1, 2):
@@ -59,7 +59,7 @@ def chunked_prefill(harness: Harness) -> None:
 
 
 def mixed_batches(harness: Harness) -> None:
-    """Prompts and single tokens of several sequences in one step, and each by itself."""
+    """Prompts and single tokens of several sequences, in one step and one sequence at a time."""
     half, quarter = harness.length // 2, harness.length // 4
     steps = [{0: half}, {1: quarter, 0: 1}, {0: 1, 2: half, 1: 1}, {2: 3, 1: 2, 0: 1, 3: 1}, {3: quarter, 0: 1, 2: 1}]
     serial = harness.twin()
@@ -72,7 +72,7 @@ def mixed_batches(harness: Harness) -> None:
 
 
 def sliding(harness: Harness) -> str:
-    """Far beyond every window or chunk that texts of this length can leave behind."""
+    """Texts that are much longer than every window or chunk that is shorter than the longest text."""
     sizes = sorted({size for group in harness.guest.shape.groups if (size := _size(group.layout)) is not None})
     if not sizes:
         solo = harness.guest.mode == "solo"
@@ -116,7 +116,7 @@ def rollback(harness: Harness) -> str:
 
 
 def _rollback(harness: Harness, *, parts: bool) -> None:
-    """Drafts of several sequences at once; of each another number is kept. Then again, the other way round."""
+    """Drafts of several sequences in one step; each sequence keeps a different number. Then again in reverse order."""
     begin = harness.draw(harness.length // 2)
     size = min(DRAFT, (harness.length - len(begin) - 1) // 2)
     counts = list(range(size + 1)) if parts else [0, size]
@@ -186,10 +186,11 @@ def resumption(harness: Harness) -> None:
 
 
 def context_shift(harness: Harness) -> None:
-    """A span is removed before tokens of which the model itself says what their K/V are where they then stand.
+    """A span is removed, and the K/V of the probe tokens behind it are compared with those that the model computes at
+    their new positions.
 
-    In one memory they are put at their old place and moved, in the other they are put at the new one. What lies before
-    the span is read in both, and both go on with the same tokens.
+    In one memory the probe's K/V are stored at the old positions and moved, in the other (the twin) they are stored at
+    the new ones. Both read the tokens before the span, and both continue with the same tokens.
     """
     why = [group.no_shift for group in harness.guest.shape.groups if group.no_shift is not None]
     if why or harness.guest.shape.recurrent is not None:
@@ -211,7 +212,7 @@ def context_shift(harness: Harness) -> None:
 
 
 def _removable(layouts: Sequence[Layout], most: int) -> Span | None:
-    """The longest span that begins no later than it is long and is no further on than `SPAN`, where that is exact."""
+    """The span with the largest minimum of length and start, that ends by `SPAN` and that all layouts shift exactly."""
     found = [
         Span(start, end)
         for end in range(2, min(SPAN, most - PROBE - 3) + 1)
@@ -222,7 +223,7 @@ def _removable(layouts: Sequence[Layout], most: int) -> Span | None:
 
 
 def _placed(harness: Harness, text: list[int], place: int) -> None:
-    """Sequence 0 reads a text, and then gets K/V of the probe's tokens, as the model computes them at `place`."""
+    """Sequence 0 reads `text`; then the K/V that the model computes for the probe at `place` are stored behind it."""
     harness.read((0, text))
     stored, _, ids = stored_at(harness.guest, place)
     probe = ids.tolist()
@@ -235,7 +236,7 @@ def _placed(harness: Harness, text: list[int], place: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check: what it is called, what must hold, what is done, and which kinds of layers it is about."""
+    """A check: its name, the property that must hold, its function, and the kinds of layers that it covers."""
 
     name: str
     says: str

@@ -1,4 +1,4 @@
-"""diagnosis: everything an engine would know of a model before it starts, as one record."""
+"""diagnosis: everything that an engine determines about a model before it starts, as one record."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -14,13 +14,13 @@ from kvcellar.progress import report
 from kvcellar.verify.kv_quality import KvQuality
 from kvcellar.verify.kv_quality import kv_quality as measure
 
-SMALL = 30_000_000  # parameters of a model that is read a dozen times within seconds
+SMALL = 30_000_000  # parameters of a model that runs a sample a dozen times within seconds
 
 
 @dataclass(frozen=True, slots=True)
 class GroupDiagnosis:
-    """One group. `bytes_per_cell` are of all its layers together. `verdicts` says of every backend there is why it
-    refused, or None if it can serve; `backend` is the one that does, None where the model attends by itself."""
+    """One group. `bytes_per_cell` is the sum over its layers. `verdicts` has, for every backend, the reason why it
+    refused, or None if it supports the group. `backend` is the chosen one, or None if the model runs solo."""
 
     name: str
     layers: int
@@ -32,21 +32,20 @@ class GroupDiagnosis:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentDiagnosis:
-    """The recurrent layers: what they remember of a sequence, however long it is, is a row."""
+    """The recurrent layers. They store one state row per sequence, whatever its length."""
 
     layers: int
     bytes_per_row: int
     rows: int
     bytes: int
-    checkpoints: int  # rows that are kept as checkpoints in any case; more while others are free
+    checkpoints: int  # rows reserved for checkpoints; free rows are used for more
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What a model is and how it is served. `difference` is the self-test's, in logits relative to the largest.
-
-    In half precision that is of the middle rows, as a router's near tie may fall either way on some. `sequences` are
-    the answers that can be written at once.
+    """The properties of a model and how it is served. `difference` is that of the self-test's logits, relative to the
+    largest logit. In half precision it is taken from the middle rows, because rounding can change a router's choice in
+    some rows. `sequences` is the number of completions that can run at once.
     """
 
     name: str
@@ -72,16 +71,16 @@ class Diagnosis:
     limit_bytes: int
     because: str
     notes: tuple[str, ...]
-    kv_quality: tuple[KvQuality, ...] = ()  # what storing K/V in fewer bits would do
+    kv_quality: tuple[KvQuality, ...] = ()  # of each way to store K/V in fewer bits
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def diagnose(model: Any, settings: Settings, *, kv_quality: bool | None = None) -> Diagnosis:
-    """Load and test a model as an engine would. Raises what `build` raises, with its reasons.
+    """Load and test a model as an engine does. Raises the same errors as `build`.
 
-    `kv_quality`: measure every way of storing K/V; None does so for small models, where it takes seconds.
+    `kv_quality`: whether to measure every way of storing K/V; None: only for small models, where it takes seconds.
     """
     built = build(model, settings)
     return _diagnosed(built, settings, built.loaded.parameters <= SMALL if kv_quality is None else kv_quality)
@@ -143,7 +142,7 @@ def _recurrent(built: Built) -> RecurrentDiagnosis | None:
 
 
 def _limits(guest: Guest) -> Iterator[str]:
-    """What the model itself does not allow."""
+    """Restrictions that are properties of the model."""
     if (reason := context_reason(guest.model)) is not None:
         yield f"context: {reason}"
     stuck = [group.no_shift for group in guest.shape.groups if group.no_shift is not None]

@@ -1,10 +1,10 @@
-"""harness: a memory for one check, the texts that are in it, and the logits that came out.
+"""harness: a memory for one check, the texts in it, and the logits that were computed with it.
 
-Other text was read into the memory before and dropped, so that reading a cell or row that was not written gives wrong
-logits. A harness keeps the logits of some rows of every feed, with the text up to them; a `ColdReference` computes what
-they must be.
+The memory was filled with other text and cleared before, so that reading a cell or row that was not written gives wrong
+logits. A harness keeps the logits of some rows of every feed, with the text up to each row; a `ColdReference` computes
+the expected logits.
 
-Always true: `texts` are the tokens that each sequence has in memory, if the memory is right.
+Always true: `texts` are the tokens that each sequence has in memory, if the memory works correctly.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,15 +22,15 @@ from kvcellar.plan import Batch, Feed, Plan
 from kvcellar.policy import trim
 from kvcellar.spans import Span
 
-SHORT = 96  # tokens of a text that need not be long: more than the blocks in which most recurrent layers compute
+SHORT = 96  # default length of a text in tokens: more than the block size of most recurrent layers
 SEQUENCES = 6
-LOOKED_AT = 16  # rows of a feed whose logits are kept, at most
+LOOKED_AT = 16  # the most rows of a feed whose logits are kept
 
-Piece = tuple[int, Sequence[int]]  # a sequence and the tokens that it reads next
+Piece = tuple[int, Sequence[int]]  # a sequence and its next tokens
 
 
 class CheckFailed(Exception):
-    """Something other than logits is wrong; the message says what."""
+    """A check failed for a reason other than different logits; the message has the reason."""
 
 
 class ColdReference:
@@ -42,7 +42,7 @@ class ColdReference:
         self._logits = torch.empty(0, device=guest.device)
 
     def logits(self, text: tuple[int, ...]) -> Tensor:
-        """[L,V] in float32. Costs nothing for a prefix of the last text."""
+        """[L,V] in float32. A prefix of the last text is not computed again."""
         if self._text[: len(text)] != text:
             with _own_attention(self._guest), torch.inference_mode():
                 ids = torch.tensor([text], device=self._guest.device)
@@ -64,7 +64,7 @@ def _own_attention(guest: Guest) -> Iterator[None]:
 
 
 class Setup:
-    """What all checks of one guest share: the reference, the lengths of texts, and memories that were used before."""
+    """Shared by all checks of one guest: the reference, the lengths of texts, and memories to reuse."""
 
     def __init__(self, guest: Guest, tokens: int) -> None:
         self.guest, self.reference = guest, ColdReference(guest)
@@ -76,7 +76,7 @@ class Setup:
         return random_tokens(self.guest.model, n, draw)
 
     def take(self) -> Memory:
-        """An empty memory with room for every sequence at its longest, and for states to go back to."""
+        """An empty memory with enough cells for every sequence at its maximum length, and rows for checkpoints."""
         if self._spare:
             return self._spare.pop()
         cells = {group.name: SEQUENCES * self.length + self.most for group in self.guest.shape.groups}
@@ -92,9 +92,9 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Logits [n,V] of some rows of a feed, those at the positions `at` of `text`, which ends with the feed.
+    """Logits [n,V] of the rows of a feed at the positions `at` of `text`, which ends with the feed.
 
-    `derived`: the K/V before them are not what the text alone would give, so the reference does not apply to them.
+    `derived`: the K/V before them differ from those of the text alone, so they are not compared with the reference.
     """
 
     text: tuple[int, ...]
@@ -103,7 +103,7 @@ class Seen:
     derived: bool
 
     def rows(self) -> dict[tuple[int, ...], Tensor]:
-        """[V] by the text up to and with the row's token."""
+        """Maps the text up to and including a row's token to the row's logits [V]."""
         return {self.text[: pos + 1]: row for pos, row in zip(self.at, self.logits, strict=True)}
 
 
@@ -113,16 +113,16 @@ class Harness:
     def __init__(self, setup: Setup, seed: int, memory: Memory | None = None) -> None:
         self.guest, self.most, self.length = setup.guest, setup.most, setup.length
         self.texts: dict[int, list[int]] = {}
-        self.derived: set[int] = set()  # sequences of which some K/V were not read
+        self.derived: set[int] = set()  # sequences with derived K/V
         self._setup, self._seed, self._memory = setup, seed, memory
         self._draw = torch.Generator().manual_seed(seed % 2**63)
         self._seen: list[Seen] = []
-        self._gaps: list[Tensor] = []  # of rows that were compared with other rows of ours
+        self._gaps: list[Tensor] = []  # of rows that were compared with those of another harness
         self._twins: list[Harness] = []
 
     @property
     def memory(self) -> Memory:
-        """Allocated at first use: some checks find that they do not apply before."""
+        """Allocated at first use, because some checks raise `NotApplicable` before they need it."""
         if self._memory is None:
             self._memory = self._setup.take()
         return self._memory
@@ -130,16 +130,16 @@ class Harness:
     def draw(self, n: int) -> list[int]:
         return self._setup.draw(self._draw, n)
 
-    # -- what can be done ---------------------------------------------------------------------------------------
+    # -- operations ---------------------------------------------------------------------------------------------
 
     def read(self, *pieces: Piece, keep_state: bool = False) -> None:
-        """Sequences read more tokens and keep them: in one step, or one by one where the guest runs solo."""
+        """Compute and commit more tokens of some sequences: in one step, or in one per sequence if the guest is solo."""
         for part in self.parts(pieces):
             self.step(part, keep_state=keep_state)
             self.keep(part)
 
     def parts(self, pieces: Sequence[Piece]) -> list[Sequence[Piece]]:
-        """What can be in one step."""
+        """The pieces of each step: all in one step, or one per step if the guest runs solo."""
         return [pieces] if self.guest.mode == "flat" else [[piece] for piece in pieces]
 
     def begin(self, pieces: Sequence[Piece], *, keep_state: bool = False, revertible: bool = False) -> Plan:
@@ -151,7 +151,7 @@ class Harness:
         return self.memory.begin(Batch(tuple(feeds)))
 
     def step(self, pieces: Sequence[Piece], *, keep_state: bool = False, revertible: bool = False) -> None:
-        """A forward over more tokens of some sequences. The step stays open."""
+        """A forward over more tokens of some sequences. Does not commit the step."""
         plan = self.begin(pieces, keep_state=keep_state, revertible=revertible)
         rows = [_some(len(ids)) for _, ids in pieces]
         want: list[int] = []
@@ -171,14 +171,14 @@ class Harness:
         return torch.tensor(numbers, dtype=torch.long, device=self.guest.device)
 
     def keep(self, pieces: Sequence[Piece], counts: Sequence[int] | None = None) -> None:
-        """Keep the open step, or of each of its sequences the first `counts` tokens."""
+        """Commit the open step: all of its tokens, or the first `counts[i]` of piece `i`."""
         counts = [len(ids) for _, ids in pieces] if counts is None else counts
         self.memory.commit({seq: count for (seq, _), count in zip(pieces, counts, strict=True)})
         for (seq, ids), count in zip(pieces, counts, strict=True):
             self.texts[seq] = [*self.texts.get(seq, ()), *ids[:count]]
 
     def fork(self, src: int, dst: int, upto: int) -> int:
-        """`dst` begins as `src` does; returns how many tokens it need not read again."""
+        """Fork `dst` from the first `upto` tokens of `src`. Returns how many of them memory could share."""
         could = self.memory.can_cut(src, upto)
         kept = self.memory.fork(src, dst, upto)
         if kept != could or kept > upto:
@@ -187,7 +187,7 @@ class Harness:
         return kept
 
     def remove_end(self, seq: int, start: int) -> int:
-        """Remove all from `start` on, or from what the memory offers instead; returns how many are kept."""
+        """Remove all tokens from `start` on, or from the nearest earlier position that memory supports. Returns it."""
         length, kept = len(self.texts[seq]), self.memory.can_cut(seq, start)
         if (left := self.memory.remove(seq, Span(kept, length))) != kept:
             raise CheckFailed(f"can_cut says that {kept} of {length} tokens can be kept; a removal kept {left}")
@@ -195,20 +195,20 @@ class Harness:
         return kept
 
     def clear(self) -> None:
-        """Begin again; what was seen stays."""
+        """Clear the memory. The logits seen so far are kept."""
         self.memory.clear()
         self.texts.clear()
         self.derived.clear()
 
     def twin(self) -> "Harness":
-        """Another harness, to do the same there in another way."""
+        """A second harness, in which the check computes the same texts by other operations."""
         self._twins.append(Harness(self._setup, self._seed))
         return self._twins[-1]
 
-    # -- what came of it ----------------------------------------------------------------------------------------
+    # -- results ------------------------------------------------------------------------------------------------
 
     def compare(self, other: "Harness") -> None:
-        """Every row that this harness and `other` have both seen is the same in both."""
+        """Record the gaps of all rows that this harness and `other` have in common."""
         theirs: dict[tuple[int, ...], Tensor] = {}
         for seen in other._seen:
             theirs |= seen.rows()
@@ -223,10 +223,10 @@ class Harness:
         self._gaps += gaps
 
     def gaps(self, bound: float) -> tuple[list[Tensor], int]:
-        """Gaps [n] of the rows of every feed, and in how many rows another token is the most likely one."""
+        """Gaps [n] of the rows of every feed, and the number of rows with another most likely token (`other_text`)."""
         gaps, other = list(self._gaps), 0
         everything = [seen for harness in (self, *self._twins) for seen in harness._seen if not seen.derived]
-        for seen in sorted(everything, key=lambda seen: seen.text, reverse=True):  # a text, then its beginnings
+        for seen in sorted(everything, key=lambda seen: seen.text, reverse=True):  # a text before its prefixes
             expected = self._setup.reference.logits(seen.text)[list(seen.at)]
             gaps.append(gap_of(seen.logits, expected))
             other += other_text(seen.logits, expected, bound)
@@ -235,7 +235,7 @@ class Harness:
         return gaps, other
 
     def close(self) -> None:
-        """All sequences go. Raises `CheckFailed` if something of them stays."""
+        """Free all sequences. Raises `CheckFailed` if cells or rows stay allocated, or lengths are wrong."""
         for twin in self._twins:
             twin.close()
         memory = self.memory
@@ -252,7 +252,7 @@ class Harness:
 
 
 def _some(n: int) -> list[int]:
-    """Of the rows of a feed: all if they are few; else the first, the last, and some between."""
+    """Indices of the rows of a feed to look at: all if they are few; else the first, the last, and some between."""
     if n <= LOOKED_AT:
         return list(range(n))
     side = LOOKED_AT // 3
@@ -261,12 +261,13 @@ def _some(n: int) -> list[int]:
 
 
 def gap_of(ours: Tensor, theirs: Tensor) -> Tensor:
-    """[n,V] twice -> [n]: the largest difference of each row, as a part of the largest logit (of 1, if less)."""
+    """[n,V] twice -> [n]: the largest difference in each row, divided by max(1, largest absolute logit)."""
     return ((ours - theirs).abs().amax(-1) / theirs.abs().max().clamp(min=1.0)).cpu()
 
 
 def other_text(ours: Tensor, theirs: Tensor, bound: float) -> int:
-    """Of n rows [n,V], how many would go on with another token although there is no doubt which."""
+    """Number of rows of [n,V] with another most likely token, where the two best logits of `theirs` differ by more than
+    the bound."""
     first, second = theirs.topk(2).values.unbind(-1)
     clear = first - second > bound * theirs.abs().max().clamp(min=1.0)
     return int((clear & (ours.argmax(-1) != theirs.argmax(-1))).sum())

@@ -1,8 +1,8 @@
-"""kv_quality: what storing K/V in fewer bits would do to the answers of a model, measured on the model itself.
+"""kv_quality: how storing K/V in fewer bits changes a model's predictions, measured on the model itself.
 
-The model writes a sample of its own, at temperature 1, with K/V as it computes them. Then it reads that sample again
-for every way of storing, through a memory that stores so, and its predictions are compared place by place: the same
-text is before each of them, so one early difference does not count for all that follow.
+The model samples a text at temperature 1, with unquantised K/V. Then the text is read again with every storage type,
+and the predictions are compared at each position. The text before each prediction is the same, so an early difference
+does not affect later ones.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,15 +26,15 @@ WAYS = (
     *("k=fp8", "v=fp8", "k=int8", "v=int8", "k=int4", "k=int4+hadamard", "v=int4"),
 )
 TOKENS = 256  # of a sample
-CHUNK = 64  # rows compared at once: bounds the logits
+CHUNK = 64  # rows compared at once: bounds the size of the logits
 
 
 @dataclass(frozen=True, slots=True)
 class KvQuality:
-    """One way of storing. `refused` is the reason why no backend reads it; it has no numbers then.
+    """One way of storing K/V. If no backend supports it, `refused` is the reason, and there are no measurements.
 
-    `kl` is the mean divergence in nats of its predictions from those with K/V as computed; `agreement` is the share of
-    places at which the most likely token is the same.
+    `kl` is the mean KL divergence in nats of the predictions from those with unquantised K/V; `agreement` is the
+    fraction of positions at which the most likely token is the same.
     """
 
     stored: str
@@ -55,7 +55,7 @@ class KvQuality:
 
 @dataclass(slots=True)
 class _Tried:
-    """One way, while the sample is read."""
+    """One way of storing K/V, while it is measured."""
 
     way: str
     guest: Guest
@@ -67,7 +67,7 @@ class _Tried:
 def kv_quality(
     guest: Guest, backends: Sequence[Backend], ways: Sequence[str] = WAYS, *, tokens: int = TOKENS, lines: int = 1
 ) -> list[KvQuality]:
-    """Try `ways` on `lines` samples of `tokens` tokens each, or of the model's context if that is less."""
+    """Measure `ways` on `lines` samples of `tokens` tokens each, or of the model's context if that is less."""
     if tokens < 1 or lines < 1:
         raise BadRequest(f"a sample needs at least one line of one token, not {lines} of {tokens}")
     if not guest.shape.groups:  # a purely recurrent model stores no K/V
@@ -96,7 +96,7 @@ def _result(tried: _Tried, tokens: int) -> KvQuality:
 
 
 def _written(guest: Guest, memory: Memory, lines: int, tokens: int) -> dict[int, list[int]]:
-    """What the model says by itself, from a random first token on."""
+    """Texts that the model samples after a random first token."""
     generator = torch.Generator().manual_seed(0)
     first = torch.randint(0, embedding_rows(guest.model), (lines,), generator=generator, device="cpu").tolist()
     texts = {seq: [token] for seq, token in enumerate(first)}
@@ -121,7 +121,7 @@ def _compare(plain: Guest, reference: Memory, tried: Sequence[_Tried], texts: Ma
 
 
 def _read(guest: Guest, memory: Memory, texts: Mapping[int, list[int]], start: int) -> Tensor:
-    """Read pieces that begin at `start`. Logits [T,V] of all their tokens, in float32."""
+    """Compute and commit pieces that begin at `start`. Returns the logits [T,V] of all their tokens in float32."""
     plan = memory.begin(Batch(tuple(Feed(seq, Span(start, start + len(ids))) for seq, ids in texts.items())))
     ids = torch.tensor([token for piece in texts.values() for token in piece], device=guest.device)
     try:

@@ -1,8 +1,8 @@
-"""run: does a model's warm answer equal its cold one? On this machine, with this model's weights, check by check.
+"""run: checks on this machine, with this model's weights, that logits computed with memory equal those without.
 
 Each check (`checks`) runs operations on a memory of its own and compares every row of logits that it kept with the
-model's own eager forward over the same tokens, which uses no cache. The note of a check that does
-not apply to a model is the reason.
+model's own eager forward over the same tokens, which uses no cache. If a check does not apply to a model, its note is
+the reason.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,24 +33,24 @@ Outcome = Literal["holds", "does not hold", "not applicable"]
 EXACT = (
     torch.float32,
     torch.float64,
-)  # in these the most likely tokens must be the same, too
-TOKENS = 512  # of the longest text, by default
-SOLO = "solo"  # layers that read all K/V through the model's own masks
-LEAST = 8  # fewest tokens that the checks can work with
-TRIES = 3  # in half precision, before a difference is believed
+)  # types in which the most likely tokens must be the same, too
+TOKENS = 512  # default length of the longest text
+SOLO = "solo"  # kind of layers that attend to all K/V through the model's own masks
+LEAST = 8  # the fewest tokens that the checks need
+TRIES = 3  # with different texts, in half precision, before a difference is reported
 FAR = 1_000_003  # from the seed of a try to that of the next
 WAYS = ("fp8", "int8", "int8+hadamard", "int4+hadamard")  # of storing K/V, whose divergence is reported
 SAMPLE = 64  # tokens of the text on which it is measured
-SMALL = 30_000_000  # parameters of a model that writes and reads such a text in no time
+SMALL = 30_000_000  # parameters of a model for which this measurement takes little time
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One check. `difference` is what counts of all rows, `largest` that of any row, relative to max(1, max|logit|).
+    """The result of one check. `difference` is compared with `bound`, `largest` is the largest of any row; both are
+    relative to max(1, max|logit|), and None if no row was compared or a logit was not finite.
 
-    Both are None if no row was compared, or if logits were no numbers. `other_text` counts the rows whose most likely
-    token is another, although the reference's two best differ by more than the bound. `note` says why a check does not
-    apply or does not hold, or what of it does not.
+    `other_text` counts the rows with another most likely token where the reference's two best logits differ by more
+    than the bound. `note` is the reason why the check, or a part of it, does not apply or does not hold.
     """
 
     name: str
@@ -65,7 +65,7 @@ class CheckResult:
     note: str = ""
 
     def __str__(self) -> str:
-        """What to report when it does not hold."""
+        """The line to report if the check does not hold."""
         seen = "" if self.largest is None else f"; logits differ by {self.largest:.1e} at most, {self.bound:.0e} counts"
         text = f", and {self.other_text} of {self.rows} rows would go on otherwise" if self.other_text else ""
         note = f": {self.note}" if self.note else ""
@@ -74,7 +74,7 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was seen of a model. `promised` says whether its type is one in which a difference is a fault of ours."""
+    """The results for a model. `promised`: its dtype is one in which a difference is a defect of kvcellar."""
 
     name: str
     architecture: str
@@ -91,7 +91,7 @@ class Report:
 
     @property
     def holds(self) -> bool:
-        """Is a warm answer a cold one, in every check that applies?"""
+        """Whether every check that applies holds."""
         return not self.broken
 
     @property
@@ -119,9 +119,9 @@ def verify(
 
     `watch` is called with the name of each check before it runs.
 
-    Of `settings`, dtype, device, attention and threads count. `quality` also measures what storing K/V in fewer bits
-    would do; None does so for small models. Raises what `load` and `build_guest` raise, and `BadRequest` for too few
-    tokens or a guest whose K/V are stored in fewer bits: that is not meant to give the same logits.
+    Of `settings`, only dtype, device, attention and threads are used. `quality`: whether to also measure storing K/V in
+    fewer bits; None: only for small models. Raises the errors of `load` and `build_guest`, and `BadRequest` for too few
+    tokens or for a guest with quantised K/V, whose logits are expected to differ.
     """
     if tokens < LEAST:
         raise BadRequest(f"tokens is {tokens}; texts need at least {LEAST}", "tokens")
@@ -167,7 +167,7 @@ def _report(
 
 
 def kinds(guest: Guest) -> list[str]:
-    """What the layers of a model remember: the layouts of keys and values, and kinds of recurrent state."""
+    """The kinds of a model's layers: layouts of K/V, and kinds of recurrent state."""
     found = [str(group.layout) if guest.mode == "flat" else SOLO for group in guest.shape.groups]
     planes = guest.shape.recurrent.layers.values() if guest.shape.recurrent is not None else ()
     found += [plane.name.partition(" ")[0] for layer in planes for plane in layer]
@@ -185,9 +185,9 @@ def _checks(
 
 
 def _tried(check: Check, setup: Setup, seed: int, layers: Sequence[str]) -> CheckResult:
-    """In half precision a difference counts only if other tokens show it, too: a fault shows with all tokens.
+    """Run a check. In half precision it fails only if it fails with several texts, as a defect does.
 
-    A router's near tie may fall either way there, and then everything after it differs.
+    There, rounding can change a router's choice between nearly equal experts, and then all later values differ.
     """
     first = result = _result(check, Harness(setup, seed), layers)
     for again in range(1, 1 if setup.guest.dtype in EXACT else TRIES):
@@ -202,7 +202,7 @@ def _tried(check: Check, setup: Setup, seed: int, layers: Sequence[str]) -> Chec
 
 
 def _result(check: Check, harness: Harness, layers: Sequence[str]) -> CheckResult:
-    """Run it and compare. Whatever the model's code or ours raises is a finding, and no reason to stop."""
+    """Run a check once and compare logits. An exception is reported as a failure of the check, and not raised."""
     bound = TOLERANCE[harness.guest.dtype]
     result = CheckResult(check.name, check.says, tuple(filter(check.about, layers)), "holds", None, None, bound, 0, 0)
     try:

@@ -60,7 +60,7 @@ class _Calls:
 
 
 def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
-    """The validated message without its null fields, as in transformers: templates test for missing fields, not null."""
+    """The validated message without null fields, as in transformers: templates test for missing fields, not null."""
     message = {name: value for name, value in given.items() if value is not None}
     if message.get("role") not in (roles := sorted(ROLES)):
         raise _wrong(f"{where}.role must be one of {', '.join(roles)}")

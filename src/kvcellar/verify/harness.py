@@ -133,7 +133,7 @@ class Harness:
     # -- operations ---------------------------------------------------------------------------------------------
 
     def read(self, *pieces: Piece, keep_state: bool = False) -> None:
-        """Compute and commit more tokens of some sequences: in one step, or in one per sequence if the guest is solo."""
+        """Compute and commit more tokens of some sequences, in one step, or one per sequence if the guest is solo."""
         for part in self.parts(pieces):
             self.step(part, keep_state=keep_state)
             self.keep(part)

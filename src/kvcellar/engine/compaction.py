@@ -1,16 +1,16 @@
-"""compaction: when an engine without requests compacts memory, and how much at once. No torch.
+"""compaction: decides when an idle engine compacts memory, and how many cells it moves at once. No torch.
 
 Attention reads run by run, so many short runs cost more than few long ones (measured in docs/log.md). `Memory.compact`
 moves cells; this file decides when:
 
-  * a group is compacted if its runs have fewer than `SHORT` cells on average, and it has at least twice as many runs as
-    after its last compaction, and as sequences; and if `SHORT` cells are free: a call moves no more cells than are
-    free, and visits all runs;
+  * a group is compacted if all of these hold: its runs have fewer than `SHORT` cells on average; it has at least twice
+    as many runs as after its last pass, and twice as many as tables; and at least `SHORT` cells are free, because a
+    call moves no more cells than are free, but visits all runs;
   * a call moves no more bytes than memory's staging, which bounds the delay of a request that arrives meanwhile;
-  * a pass ends when nothing is left to move, or when it has moved `PASSES` times what is held.
+  * a pass ends when nothing is left to move, or when it has moved `PASSES` times the cells in use.
 
 Always true:
-  * while memory changes by nothing else, `compact_some` returns False after finitely many calls, and from then on.
+  * if nothing else changes memory, `compact_some` returns False after finitely many calls, and from then on.
 """
 
 import logging
@@ -28,12 +28,12 @@ class Fragments(Protocol):
 
     @property
     def cells(self) -> int:
-        """Cells of all tables together; shared ones once per table."""
+        """Sum of the cells of all tables. A shared cell counts once per table."""
         ...
 
     @property
     def runs(self) -> int:
-        """Contiguous runs of these."""
+        """Number of contiguous runs of these cells."""
         ...
 
     @property
@@ -48,19 +48,19 @@ class Fragments(Protocol):
 
 
 class Compactable(Protocol):
-    """What compaction needs of the storage of a memory."""
+    """The part of a memory's storage that compaction uses."""
 
     def fragments(self) -> Mapping[str, Fragments]: ...
 
     def piece(self, group: str) -> int:
-        """The most cells of a group whose bytes fit what is reserved for edits."""
+        """The most cells of a group whose bytes fit in staging."""
         ...
 
     def compact(self, budget_cells: int, group: str | None = None) -> int: ...
 
 
 def worth_compacting(found: Fragments, settled: int) -> bool:
-    """Are the runs of a group short, and twice as many as necessary? `settled`: runs after the last pass."""
+    """Whether the runs of a group are short, and twice as many as necessary. `settled`: runs after the last pass."""
     short = found.runs * SHORT > found.cells
     return short and found.runs >= 2 * max(1, found.tables, settled) and found.free >= SHORT
 
@@ -76,7 +76,7 @@ class Compaction:
         self.moved = 0  # cells, since the engine began
 
     def compact_some(self) -> bool:
-        """Move some cells, if that is worth it. False if not: then nothing changes until sequences do."""
+        """Move some cells if that is worth it. If not, returns False, as all calls do until sequences change."""
         if self._group is None and not self._choose():
             return False
         assert self._group is not None
@@ -95,7 +95,7 @@ class Compaction:
     def _choose(self) -> bool:
         """Begin a pass over the first group for which it is worth it."""
         for name, found in self._storage.fragments().items():
-            # Runs of sequences that were freed do not count, or a full memory would never be compacted again.
+            # Lowered when sequences are freed. Otherwise a high value would prevent every later compaction.
             self._settled[name] = min(self._settled.get(name, 0), found.runs)
             if worth_compacting(found, self._settled[name]):
                 self._group, self._left = name, PASSES * found.cells

@@ -3,16 +3,16 @@
 Other threads put callables into its inbox, which it runs between steps; it returns results through each request's
 `deliver`, and through futures.
 
-An unexpected exception ends the request that it belongs to, with `EngineFailed`, and no other: memory and the scheduler
-are made consistent with the other completions, which recompute what they lost (`_recover`). The engine ends only if
-that fails, or if an error that belongs to no request occurs again before the next step.
+An unexpected exception ends only the request that it belongs to, with `EngineFailed`. Memory and the scheduler are made
+consistent with the other completions, whose missing tokens are recomputed (`_recover`). The engine ends only if that
+fails, or if an error that belongs to no request occurs again before the next step.
 
 Always true between steps:
   * every request that was taken in has completions that run or wait, or is done;
-  * a completion that is over is not in the scheduler, and its cells are free or its session's;
+  * a completion that is done is not in the scheduler, and its cells are free or belong to its session;
   * `_requests` are the requests that are not done, by number.
 
-In a forked process the thread does not exist: every call raises there, before it takes a lock, and closing does
+In a forked process the thread does not exist: there, every call raises before it acquires a lock, and `close` does
 nothing.
 """
 
@@ -56,7 +56,7 @@ class Loop:
         self._arrivals = count()
         self._open = True
         self._origin = Origin()
-        self._gate = threading.Lock()  # held to add to the inbox, so that nothing is added after the end
+        self._gate = threading.Lock()  # held while adding to the inbox, so that nothing is added after `_shut_down`
         self._thread = threading.Thread(target=self._run, name="kvcellar-engine", daemon=True)
         self.steps = 0
 
@@ -85,10 +85,10 @@ class Loop:
             self._inbox.put(call)
 
     def call(self, function: Callable[[], T], *, changes: str = "") -> T:
-        """Run `function` on the engine's thread, between two steps. Returns what it returns, raises what it raises.
+        """Run `function` on the engine's thread, between two steps. Returns its result, or raises its exception.
 
-        `changes` describes what it changes, if anything: then an error that is not a `KvcellarError` is raised as
-        `EngineFailed` with this description, and the loop recovers.
+        `changes` describes its change of state, "" for none. If it is not empty, an error other than `KvcellarError` is
+        raised as `EngineFailed` with this description, and the loop recovers.
         """
         future: Future[T] = Future()
 
@@ -104,7 +104,7 @@ class Loop:
         return future.result()
 
     def check_caller(self) -> None:
-        """Raise `WrongStage` on the engine's own thread, where waiting for the engine would never end."""
+        """Raise `WrongStage` on the engine's own thread, where waiting for the engine would be a deadlock."""
         if threading.current_thread() is self._thread:
             raise WrongStage("an event's receiver runs on the engine's thread and must not wait for the engine")
 
@@ -132,7 +132,7 @@ class Loop:
             self.post(lambda: self._cancel(request))
 
     def open_session(self, session: int) -> None:
-        """From now on the memory of its completions is kept when they end."""
+        """Open a session: from now on the memory of its completions is kept when they end."""
         self.post(lambda: self.manager.open_session(session))
 
     def end_session(self, session: int) -> None:
@@ -163,7 +163,7 @@ class Loop:
             self._shut_down(reason)
 
     def _receive(self) -> None:
-        """Run the calls in the inbox. Without requests, compact memory while it is empty, then wait for a call."""
+        """Run the calls in the inbox. Without requests, compact memory until one arrives, or wait for one."""
         idle = not self.scheduler.running and not self.scheduler.waiting
         while idle and self._inbox.empty() and self._compact():
             pass
@@ -190,8 +190,8 @@ class Loop:
     def _shift(self, completion: Completion) -> None:
         """Context shift of a completion that has filled the context.
 
-        Whether K/V can be moved must depend on the completion alone, or its text would depend on what else runs: so
-        idle sessions are evicted and other completions preempted for missing cells.
+        Whether K/V are moved or recomputed changes the text, so it must not depend on other requests. So if cells are
+        missing, idle sessions are evicted and other completions are preempted.
         """
         span = completion.overflow(self._context)
         while completion in self.scheduler.running:
@@ -201,7 +201,7 @@ class Loop:
                     self.manager.drop(completion, span, reason)
                 return
             except CacheFull as full:
-                self.scheduler.current = None  # an error in an eviction belongs to no completion
+                self.scheduler.current = None  # an error during eviction belongs to no completion
                 if not self.manager.evict_idle() and not self.scheduler.preempt_youngest(completion):
                     self.scheduler.current = completion
                     self.manager.drop(completion, span, f"too few free cells in group {full.group}")
@@ -259,8 +259,8 @@ class Loop:
             self._record(what, request, error)
 
     def _record(self, what: str, request: Request | None, error: Exception) -> EngineFailed:
-        """`what` raised `error`, which ends `request` if that is not None. `_recover` does the rest later: a step may
-        still be running that has computed tokens and not drawn."""
+        """Record that `what` raised `error`, and mark the completions of `request`, if any, as done. `_recover`
+        does the rest later, because a step may still be between its forward and its draw."""
         log.error("%s failed", what, exc_info=error)
         failure = EngineFailed(f"{what} failed with {type(error).__name__}: {error}")
         self._failures.append((request, failure))
@@ -271,7 +271,7 @@ class Loop:
     def _recover(self) -> None:
         """After errors: make memory consistent with the completions, and fail the requests that the errors belong to.
 
-        Raises what `check` raises if memory is still inconsistent. Costs the cells in use.
+        Raises the error of `check` if memory is still inconsistent. The time is linear in the cells in use.
         """
         if not self._failures:
             return
@@ -310,7 +310,7 @@ class Loop:
             self.manager.release(completion)
 
     def fork(self, completion: Completion, siblings: Sequence[Completion]) -> None:
-        """At the end of a prompt: `completion` and its `siblings`, which share its cells, decode from now on. An error
+        """At the end of prefill: start decode of `completion`, and of its `siblings`, which share its cells. An error
         ends their request."""
 
         def act() -> None:

@@ -1,8 +1,8 @@
-"""manager: which sequence of memory belongs to which completion or idle session. The scheduler's view of memory.
+"""manager: assigns sequences of memory to completions and idle sessions. The scheduler's view of memory.
 
 Always true:
   * every sequence in memory belongs to exactly one running completion or one idle session;
-  * the memory of an idle session may be evicted at any time: that costs prefilling its tokens again.
+  * the memory of an idle session may be evicted at any time; its tokens are then prefilled again when needed.
 """
 
 import logging
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvcellar.engine")
 
-NEAR = 16  # tokens, about as many as are prefilled in the time that one more step takes
+NEAR = 16  # tokens whose prefill takes about as long as the overhead of one more step
 
 
 @dataclass(slots=True)
 class Idle:
-    """What an idle session has in memory: a sequence, and its tokens."""
+    """The memory of an idle session: a sequence, and its tokens."""
 
     seq: int
     tokens: list[int]
 
 
 class SequenceManager:
-    """Allocates sequence numbers. A session is a number, too; at most one completion of it runs at a time."""
+    """Allocates sequence numbers. Sessions are numbers, too; each has at most one running completion."""
 
     def __init__(self, memory: "Memory", *, max_idle: int | None = None, checkpoint_positions: int = 0) -> None:
-        """`max_idle` is how many idle sessions may have memory; None: as many as cells allow. `checkpoint_positions` is
+        """`max_idle`: the most idle sessions that may have memory; None: limited by cells only. `checkpoint_positions`:
         the most positions of one prompt at which a step ends to leave a checkpoint."""
         self.memory, self._max_idle, self._most_checkpoints = memory, max_idle, checkpoint_positions
         self._numbers = count(1)
@@ -53,18 +53,18 @@ class SequenceManager:
     # -- completions --------------------------------------------------------------------------------------------------
 
     def cached(self, completion: Completion) -> int:
-        """How many of a waiting completion's tokens are in memory already. Changes nothing."""
+        """The number of a waiting completion's tokens that are already in memory. Changes nothing."""
         return self._source(completion)[1]
 
     def admit(self, completion: Completion) -> int:
-        """Give `completion` a sequence with the prefix of it that is in memory; at least one token is left to compute.
-        Returns the length of the prefix."""
+        """Assign a sequence to `completion`, with the prefix of its tokens that is in memory. At least one token is
+        left to compute. Returns the length of the prefix."""
         seq, cached = self._source(completion)
         idle = self._idle.pop(completion.request.session, None) if completion.request.session is not None else None
         if idle is not None:
             completion.seq = idle.seq
             self.memory.remove(idle.seq, Span(cached, self.memory.length(idle.seq)))
-            self.memory.keep_state(idle.seq)  # where two prompts diverge, the next one may, too
+            self.memory.keep_state(idle.seq)  # the next prompt may diverge at the same position
         else:
             completion.seq = next(self._numbers)
             if seq is not None:
@@ -78,8 +78,9 @@ class SequenceManager:
         """The most tokens of a running completion that may be in memory after the next step.
 
         Recurrent state can be resumed only where a step ended. So in a session, a step ends before the last token of
-        the prompt, where the same prompt would resume; and at the `checkpoint_positions` inside the prompt (the last
-        ones, if they are many), so that the session can be rewound cheaply after its memory was evicted.
+        the prompt, where the same prompt would resume. A step also ends at the `checkpoint_positions` inside the prompt
+        (only the last ones, if there are many), so that a rewound session recomputes few tokens even if its memory was
+        evicted before.
         """
         request, end = completion.request, len(completion.tokens)
         if request.session is None or completion.dropped or self.memory.rows.capacity is None:
@@ -92,8 +93,8 @@ class SequenceManager:
         return last if completion.computed < last else end
 
     def _source(self, completion: Completion) -> tuple[int | None, int]:
-        """The sequence from which `completion` can continue, and with how many tokens: its session's, or, after a
-        preemption, that of another completion of the same request."""
+        """The sequence from which `completion` can be forked, and the number of tokens that they share. The sequence is
+        its session's, or, after a preemption, that of another completion of the same request."""
         most = len(completion.tokens) - 1
         if completion.request.session is not None:
             idle = self._idle.get(completion.request.session)
@@ -106,14 +107,14 @@ class SequenceManager:
         return best
 
     def _common(self, seq: int, tokens: list[int], completion: Completion, most: int) -> int:
-        derived = self.memory.derived(seq)  # from there on, K/V encode removed text too, and serve no prompt
+        derived = self.memory.derived(seq)  # from this position on, K/V encode removed text and cannot be reused
         cached = min(most, common_prefix(tokens, completion.tokens))
         return self.memory.can_cut(seq, cached if derived is None else min(cached, derived))
 
     def shift(self, completion: Completion, span: Span) -> str | None:
-        """Context shift: remove `span` of the completion, and move what follows down. Returns None, or the reason why
-        that is not possible exactly. Raises `CacheFull` if keys that are shared need more cells than are free. Nothing
-        has changed then.
+        """Context shift: remove `span` of the completion, and move the following tokens down. Returns None, or the
+        reason why an exact shift is not possible. Raises `CacheFull` if copying shared keys needs more cells than are
+        free. If it returns a reason or raises, nothing has changed.
         """
         assert completion.seq is not None
         try:
@@ -126,13 +127,13 @@ class SequenceManager:
         if span.end < completion.computed:
             completion.shift(span)
             self.shifts += 1
-        else:  # nothing followed it: K/V encode just the tokens that are left
+        else:  # no token in memory follows the span, so the K/V that are left encode only tokens that are left
             completion.drop(span, self.memory.length(completion.seq))
         return None
 
     def drop(self, completion: Completion, span: Span, reason: str) -> None:
-        """Drop `span` from a completion's text where it cannot be shifted, for `reason`. What follows is recomputed,
-        and what precedes it as far as memory requires."""
+        """Drop `span` from a completion's text if a shift is not possible, for `reason`. The tokens after it are
+        recomputed, and those before it from the nearest position where memory can resume."""
         assert completion.seq is not None
         kept = self.memory.can_cut(completion.seq, min(self._underived(completion), span.start))
         self.memory.remove(completion.seq, Span(kept, completion.computed))
@@ -140,7 +141,7 @@ class SequenceManager:
         self.recomputes[reason] += 1
 
     def fork(self, completion: Completion, sibling: Completion) -> None:
-        """Let `sibling` share all cells of `completion`."""
+        """Assign a sequence to `sibling` that shares all cells of `completion`."""
         assert completion.seq is not None
         sibling.seq, sibling.computed = next(self._numbers), completion.computed
         kept = self.memory.fork(completion.seq, sibling.seq, completion.computed)
@@ -158,14 +159,14 @@ class SequenceManager:
         self._sessions.add(session)
 
     def close_session(self, session: int) -> None:
-        """Free its memory. Completions of it that end later keep none."""
+        """Free its memory. The sequences of its completions that end later are freed, too."""
         self._sessions.discard(session)
         self.evict_session(session)
 
     def keep(self, session: int, completion: Completion) -> None:
-        """The completion is over: its sequence becomes the idle session's, in place of the one before.
+        """At the end of a completion: its sequence replaces that of the idle session.
 
-        What a context shift has moved is freed: no later prompt can use it.
+        Derived K/V, which a context shift moved, are freed: no later prompt can use them.
         """
         if session not in self._sessions:
             self.release(completion)
@@ -179,20 +180,20 @@ class SequenceManager:
         self.release(completion)
 
     def _add_idle(self, session: int, idle: Idle) -> None:
-        """Add it as the most recently used one, and evict the least recently used one if they are too many."""
+        """Add it as the most recently used one, and evict the least recently used one if there are too many."""
         self._idle[session] = idle
         if self._max_idle is not None and len(self._idle) > self._max_idle:
             self.evict_session(next(iter(self._idle)))
 
     def _underived(self, completion: Completion) -> int:
-        """How many of its tokens are in memory as if computed without a shift; 0 after a failed first step."""
+        """The length of its prefix in memory without derived K/V; 0 after a failed first step."""
         if completion.seq is None or not self.memory.has(completion.seq):
             return 0
         derived = self.memory.derived(completion.seq)
         return completion.computed if derived is None else self.memory.can_cut(completion.seq, derived)
 
     def fork_session(self, session: int, fork: int) -> None:
-        """Let session `fork` share the memory of `session`, if it has any."""
+        """Fork the sequence of `session`, if it has one, for session `fork`."""
         idle = self._idle.get(session)
         if idle is not None:
             seq = next(self._numbers)
@@ -219,8 +220,8 @@ class SequenceManager:
         """After an error at any point: keep the sequences of `completions` and idle sessions that are consistent, and
         drop all others.
 
-        A completion keeps its sequence if memory has exactly its computed tokens, and some are left to compute: the
-        logits of a text that is computed to its end are lost. Otherwise it is computed again from the beginning.
+        A completion keeps its sequence if memory has exactly its computed tokens, and some tokens are left to compute.
+        Otherwise it is computed again from the beginning. (If none is left, the logits for the next draw are lost.)
         """
         if self.memory.step is not None:
             self.memory.abandon()
@@ -253,7 +254,7 @@ class SequenceManager:
         self._sessions.clear()
 
     def check(self, running: Sequence[Completion]) -> None:
-        """Assert what is always true, given the running completions."""
+        """Assert the invariants of memory and its owners, given the running completions."""
         self.memory.check()
         owned = [completion.seq for completion in running] + [idle.seq for idle in self._idle.values()]
         assert len(owned) == len(set(owned)), "a sequence has two owners"
@@ -269,7 +270,7 @@ class SequenceManager:
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
-    """The number of tokens with which both begin."""
+    """The length of the longest common prefix."""
     most = min(len(a), len(b))
     if a[:most] == b[:most]:
         return most

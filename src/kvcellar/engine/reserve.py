@@ -1,10 +1,9 @@
-"""reserve: what a step takes beside the planes, learned by trying it before anybody asks.
+"""reserve: measures the scratch bytes of a step before the engine accepts requests.
 
-Two kinds of step are tried on a small memory of the model, reserved, so that nothing is remembered: one that reads
-long prompts, and one that writes a token for every sequence. Running them at full size would take seconds on a CPU, so
-small ones of a few sizes are run, and their bytes are continued to the full size along straight lines, in rows and in
-tokens remembered. Where attention works block by block, or in windows, the truth is less than that. What was measured
-is kept for the next start (`measures.py`).
+Two kinds of step are run on a small memory of the model and abandoned: one that prefills long prompts, and one that
+decodes a token of every sequence. Running them at full size would take seconds on a CPU, so steps of a few small sizes
+are run, and their bytes are extrapolated linearly to the full size, in rows and in tokens in memory. For attention in
+blocks or windows this is an upper bound. The measurements are saved for the next start (`measures.py`).
 """
 
 import gc
@@ -34,9 +33,9 @@ from kvcellar.sample.params import MAX_LOGPROBS, SamplingParams
 from kvcellar.sample.sampler import Sampler
 from kvcellar.spans import Span
 
-ROWS = (136, 160)  # of a prompt: both more than a block of rows that a backend scores at once
+ROWS = (136, 160)  # of a prompt: both larger than the blocks of rows in which a backend computes scores
 WRITERS = (1, 3)
-REMEMBERED = (15, 48)  # with the row that is written 16 keys, not padded, and 49, padded by as much as ever
+REMEMBERED = (15, 48)  # tokens in memory; with the new row 16 keys, which need no padding, and 49, padded the most
 HUNGRY = SamplingParams(
     top_k=1000, top_p=0.9, typical_p=0.9, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.1, logprobs=MAX_LOGPROBS
 )
@@ -45,17 +44,18 @@ HUNGRY = SamplingParams(
 def scratch(
     guest: Guest, *, context: int, step_tokens: int, measures: Measures | None = None
 ) -> Callable[[int, int, int], int]:
-    """Bytes that a step of this model takes at most beside weights and planes, draws included, as a function: of how
-    many tokens one sequence may have, up to `context`, how many are in memory at once, and how many sequences write.
-    A step that `measures` has is not tried.
+    """A function that returns the most bytes that a step takes beside weights and planes, draws included. Its arguments
+    are the most tokens of one sequence (up to `context`), the tokens in memory at once, and the sequences in decode.
+    A step whose size is in `measures` is not run.
 
-    Steps here keep all of their tokens or none. One of revertible feeds also holds, until it ends, what tells recurrent
-    states in between; reserved with such feeds its peak has that, and `commit` takes no more to work out a part.
+    The feeds of these steps are not revertible. A step of revertible feeds also holds, until it ends, the data for
+    restoring intermediate recurrent states. If it is reserved with such feeds, its peak includes this data, and a
+    partial `commit` takes no more.
     """
     known = Measures(None, "") if measures is None else measures
 
     @cache
-    def memory() -> Memory:  # made when the first step is tried
+    def memory() -> Memory:  # allocated when the first step is run
         made = guest.memory({group.name: ROWS[-1] + REMEMBERED[-1] for group in guest.shape.groups}, rows=1)
         _define(made)
         return made
@@ -64,7 +64,7 @@ def scratch(
         report("measuring the largest steps")
         return _tried(guest, memory(), feeds)
 
-    def read(rows: int, remembered: int) -> int:  # as if no row were among what is remembered
+    def read(rows: int, remembered: int) -> int:  # `remembered` does not include `rows`
         end = min(remembered + rows, context)
         return known.of(f"{rows} rows to {end}", lambda: tried(_prompts(guest, rows, end)))
 
@@ -76,7 +76,7 @@ def scratch(
         rows = min(step_tokens, tokens if guest.mode == "flat" else longest)
         writers = min(sequences, step_tokens, tokens) if guest.mode == "flat" else 1
         if guest.device.type == "cpu":
-            writers = with_padding(writers)  # the few that are tried have none
+            writers = with_padding(writers)  # the measured numbers are too small to be padded
         prompts = continued(read, (rows, longest), (ROWS, REMEMBERED))
         before = max(1, longest - 1)
         if not _gathers(guest):
@@ -89,14 +89,14 @@ def scratch(
 def prove(guest: Guest, memory: Memory, *, context: int, max_sequences: int, step_tokens: int) -> None:
     """Run both kinds of step at full size on the memory that will serve. Raises `CapacityTooSmall` if one does not fit.
 
-    For devices that have a memory of their own, and the speed to try.
+    For devices with their own memory, which are fast enough for this.
     """
     cells = memory.storage.capacity()
 
     def held(end: int) -> bool:
         return all(g.layout.most_cells(end, min(step_tokens, end)) <= cells[g.name] for g in memory.storage.groups)
 
-    end = bisect_left(range(1, context + 1), True, key=lambda end: not held(end))  # the longest that all groups hold
+    end = bisect_left(range(1, context + 1), True, key=lambda end: not held(end))  # the longest that fits in all groups
     rows = min(step_tokens, end)
     writers = min(max_sequences, step_tokens) if guest.mode == "flat" else 1
     for feeds in (_prompts(guest, rows, end), _writers(writers, end)) if end else ():
@@ -111,9 +111,10 @@ def prove(guest: Guest, memory: Memory, *, context: int, max_sequences: int, ste
 
 
 def _prompts(guest: Guest, rows: int, end: int) -> list[Feed]:
-    """So many rows of sequences that end at `end`: of one, if it is long enough.
+    """Feeds with `rows` rows together, of as few sequences as possible, each ending at `end`.
 
-    Mixers run once for each length that there is, on copies where there are several. So one row is of another sequence.
+    Mixers run once per distinct feed length, on copies if there are several lengths. So that the copies are measured,
+    one row belongs to a sequence of its own.
     """
     apart = int(guest.mode == "flat" and bool(guest.shape.mixers) and rows > 1)
     starts = range(0, rows - apart, end)
@@ -126,8 +127,8 @@ def _writers(writers: int, end: int) -> list[Feed]:
 
 
 def _define(memory: Memory) -> None:
-    """Write zeros to every cell. Else routers and samplers would work on what fresh memory holds, and a step would take
-    other bytes each time."""
+    """Write zeros to every cell. Otherwise routers and samplers would work on uninitialised values, and the bytes of a
+    step would vary."""
     cells = min(memory.storage.capacity().values(), default=0)
     if not cells:
         return
@@ -140,7 +141,7 @@ def _define(memory: Memory) -> None:
 
 
 def _tried(guest: Guest, memory: Memory, feeds: Sequence[Feed]) -> int:
-    """Bytes of one reserved step, of which nothing stays."""
+    """The bytes that one reserved step takes. The step is abandoned."""
     batch = Batch(tuple(feeds))
     with uncollected(), peak(guest.device) as meter:
         plan = memory.begin(batch, reserve=True)
@@ -155,8 +156,8 @@ def _tried(guest: Guest, memory: Memory, feeds: Sequence[Feed]) -> int:
 
 @torch.inference_mode()
 def _draw(logits: Tensor) -> None:
-    """Draw with everything that a request may ask for, from zeros, written over logits [R,V]: cells of the memory that
-    serves may hold NaN by now, and drawing from NaN takes fewer bytes."""
+    """Draw with all sampling options enabled. The logits [R,V] are overwritten with zeros first: cells may contain NaN,
+    and drawing from NaN takes fewer bytes."""
     vocab = min(logits.shape[1], MAX_VOCAB)
     sampler = Sampler(HUNGRY, seed=0, index=0, prompt_ids=(), vocab_size=vocab, end_ids=frozenset())
     draw(logits.zero_(), [sampler] * len(logits), [0] * len(logits))
@@ -164,7 +165,7 @@ def _draw(logits: Tensor) -> None:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Within the block cyclic garbage stays, so that the same step takes the same bytes whenever it is tried."""
+    """Disable the cyclic garbage collector within the block, so that equal steps take equal bytes."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -177,9 +178,9 @@ def uncollected() -> Iterator[None]:
 def continued(
     measure: Callable[[int, int], int], full: tuple[int, int], small: tuple[tuple[int, int], tuple[int, int]]
 ) -> int:
-    """`measure` at `full`, by straight lines in each number through its values at the `small` ones.
+    """`measure` at `full`, extrapolated linearly in each argument from its values at the two `small` ones.
 
-    A number that is not larger than the small ones is measured as it is.
+    An argument that is not larger than the second small one is measured directly.
     """
     (xs, us), (ys, vs) = (_points(end, ends) for end, ends in zip(full, small, strict=True))
     total = sum(u * v * measure(x, y) for x, u in zip(xs, us, strict=True) for y, v in zip(ys, vs, strict=True))
@@ -193,8 +194,8 @@ def _gathers(guest: Guest) -> bool:
 
 
 def _gathered(measure: Callable[[int, int], int], writers: int, remembered: int) -> int:
-    """`measure` continued, where what grows with both numbers is of keys that are gathered: of those of all writers, a
-    call has at most `GATHERED`, or those of one writer."""
+    """`measure` extrapolated, with a limit on the part that grows with both arguments: the gathered keys. One call
+    gathers at most `GATHERED` keys, or the keys of one sequence if these are more."""
 
     def at(writers: int, remembered: int) -> int:
         return continued(measure, (writers, remembered), (WRITERS, REMEMBERED))
@@ -205,14 +206,14 @@ def _gathered(measure: Callable[[int, int], int], writers: int, remembered: int)
 
 
 def _tables(guest: Guest, writers: int, longest: int) -> int:
-    """Bytes of the cells and the bias of all keys, in buckets of powers of two. They stay after the step."""
+    """Bytes of the tables of cells and bias for all keys, in buckets of powers of two. They are kept after the step."""
     each = 2 * (torch.int64.itemsize + guest.dtype.itemsize)
     heads = sum(group.layout.most_cells(longest, 1) * group.planes[0].heads for group in guest.shape.groups)
     return writers * heads * each
 
 
 def _points(full: int, small: tuple[int, int]) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Where to measure, and the weight of each value in that at `full`."""
+    """The points to measure, and the weight of each in the value at `full`."""
     a, b = small
     if full <= b:
         return (full,), (1.0,)
@@ -221,7 +222,7 @@ def _points(full: int, small: tuple[int, int]) -> tuple[tuple[int, ...], tuple[f
 
 
 def check_room(capacity: Capacity, device: torch.device, free: int) -> None:
-    """Raise `CapacityTooSmall` unless the planes, a step and an edit go into what is free."""
+    """Raise `CapacityTooSmall` unless the planes, a step and an edit fit in `free` bytes."""
     if capacity.total > free:
         raise CapacityTooSmall(
             f"{capacity.bytes} bytes for {capacity.holds} ({capacity.because}) cannot be had on {device}: a "
@@ -234,18 +235,18 @@ def check_room(capacity: Capacity, device: torch.device, free: int) -> None:
 
 
 class Meter:
-    """`bytes` is the most that was there at once, beside what was there before."""
+    """`bytes` is the peak of allocated bytes, minus those allocated before."""
 
     bytes: int = 0
 
 
 def peak(device: torch.device) -> AbstractContextManager[Meter]:
-    """Within the block, measure what tensors take on `device`."""
+    """Measures the peak bytes of tensors on `device` within the block."""
     return _Cuda(device) if device.type == "cuda" else _Counted()
 
 
 class _Cuda(Meter):
-    """What the CUDA allocator says."""
+    """Uses the statistics of the CUDA allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -262,8 +263,8 @@ class _Cuda(Meter):
 
 
 class _Counted(TorchDispatchMode, Meter):
-    """Every operation's results, from when they are made to when they are gone. What an operation takes inside is not
-    seen; on a CPU that is small."""
+    """Counts the results of every operation from creation until they are freed. Temporary memory inside an operation is
+    not counted; on a CPU it is small."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,7 +274,7 @@ class _Counted(TorchDispatchMode, Meter):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in _tensors(
             (args, tuple(kwargs.values()) if kwargs else ())
-        ):  # what is there already is not ours, nor what is written in place
+        ):  # arguments existed before, also if they are written in place, so they do not count
             self._see(tensor, ours=False)
         out = func(*args, **(kwargs or {}))
         for tensor in _tensors((out,)):

@@ -1,16 +1,16 @@
-"""session: a conversation whose K/V stay in memory between its turns. A turn is a message or text, and its answer.
+"""session: a conversation whose K/V stay in memory between turns. A turn is a message or text, and its completion.
 
 With `shift`, a conversation may outgrow the context. The prompt of a turn then omits the oldest part: in a chat the
-oldest turns, else as many tokens after the first `num_keep` as context shifts would have dropped. What is sent is never
-cut.
+oldest turns, else as many tokens after the first `num_keep` as context shifts would have dropped. The new message or
+text is never truncated.
 
 Always true:
-  * a turn's answer is that of a fresh engine to the turn's prompt, which follows from `tokens` or `messages` alone:
-    memory may contain any prefix of it, or nothing, which changes only the time;
+  * a turn's completion equals that of a fresh engine for the turn's prompt, which depends on `tokens` or `messages`
+    alone: memory may contain any prefix of the prompt, or nothing, which changes only the time;
   * a session has at most one request that is not done.
 
-That is why K/V that a context shift moved are not used in the next turn: they encode dropped tokens, and could not be
-computed again after an eviction. A shift drops half of the context, so this costs a prefill once in half a context.
+Therefore K/V that a context shift moved are not used in the next turn: they encode dropped tokens, and could not be
+computed again after an eviction. A shift drops half of the context, so this costs one prefill per half a context.
 """
 
 import threading
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Host(Protocol):
-    """What a session calls on its engine."""
+    """The methods of the engine that a session calls."""
 
     model: ModelCard
 
@@ -48,7 +48,7 @@ class Host(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """The prompt of a new turn, the whole text before context shifts, and what the session becomes."""
+    """The prompt of a new turn, the whole text before context shifts, and the new `messages` and `omitted`."""
 
     ids: list[int]
     text: list[int]
@@ -59,7 +59,8 @@ class _Prompt:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A turn: the length of its prompt, and what was there before it: the first `common` tokens, and `rest`."""
+    """A turn: the length of its prompt, and the state to restore in `rewind`. The tokens before the turn were the first
+    `common` tokens of the session, followed by `rest`."""
 
     prompt: int
     common: int
@@ -69,7 +70,7 @@ class _Turn:
 
 
 class Session:
-    """Made by `Engine.session`. In a chat, what is sent are the user's messages; otherwise it is text to continue."""
+    """Created by `Engine.session`. In a chat, `send` takes user messages; otherwise it takes text to continue."""
 
     def __init__(self, engine: Host, loop: "Loop", numbers: Iterator[int], *, chat: bool) -> None:
         """`numbers`: session numbers; takes the next one."""
@@ -78,14 +79,14 @@ class Session:
         self._busy = threading.Lock()
         self._closed = False
         loop.open_session(self._number)
-        self.tokens: list[int] = []  # all of the text; of a chat, the last turn's prompt and answer
-        self.messages: list[dict[str, Any]] = []  # of a chat, all of them
+        self.tokens: list[int] = []  # the whole text; in a chat, the last turn's prompt and completion
+        self.messages: list[dict[str, Any]] = []  # all messages of a chat
         self.last: Result | None = None  # of the last complete turn
         self._omitted = 0  # messages at the beginning that prompts omit
         self._turns: list[_Turn] = []
 
     def send(self, text: str | Sequence[int], **sampling: Unpack[SamplingOptions]) -> Result:
-        """Add a turn and wait for the answer. If that raises, the session is unchanged."""
+        """Add a turn and wait for the completion. If that raises, the session is unchanged."""
         with closing(self._turn(text, sampling)) as turn:
             collector = next(turn)
             assert isinstance(collector, Collector)
@@ -94,7 +95,7 @@ class Session:
             return collector.collected()
 
     def stream(self, text: str | Sequence[int], **sampling: Unpack[SamplingOptions]) -> Generator[Delta]:
-        """`send`, one `Delta` after the other. Leaving the iteration early cancels and discards the turn."""
+        """Like `send`, but yields `Delta`s. Leaving the iteration early cancels and discards the turn."""
         with closing(self._turn(text, sampling)) as turn:
             next(turn)
             for piece in turn:
@@ -154,8 +155,8 @@ class Session:
             self._conclude(prompt, collector.collected())
 
     def _checkpoint_positions(self, prompt: list[int]) -> list[int]:
-        """Positions in `prompt` where turns and their answers begin, from which a rewound session resumes. Only those
-        in the prefix that `prompt` shares with these turns."""
+        """Positions in `prompt` where turns and their completions begin, from which a rewound session resumes. Only
+        positions in the prefix that `prompt` shares with these turns."""
         same = common_prefix(self.tokens, prompt)
         positions = {same}
         for turn in reversed(self._turns):
@@ -173,7 +174,7 @@ class Session:
             self.messages = [*prompt.messages, {"role": "assistant", "content": answer.text}]
 
     def _text_tokens(self, answer: Result) -> Sequence[int]:
-        """The tokens of an answer's text. With a stop string, `token_ids` go beyond it, so the text is tokenized."""
+        """The tokens of a completion's text. After a stop string, `token_ids` are longer, so the text is tokenized."""
         if answer.choices[0].stop_string is None:
             return answer.token_ids
         return self._engine.encode(answer.text, special=False) if answer.text else []
@@ -184,7 +185,7 @@ class Session:
             special = False if self.tokens else None  # begin-of-text only at the beginning
             new = self._engine.encode(text, special=special, limit=self._engine.model.context)
         elif self.tokens and isinstance(text, Sequence) and not len(text):
-            new = []  # continue the last answer
+            new = []  # continue the last completion
         else:
             model = self._engine.model
             new = intake.prompt_ids(text, vocab_size=model.vocab_size, context=model.context)
@@ -196,7 +197,7 @@ class Session:
     def _cut(self, whole: list[int], new: int, params: SamplingParams) -> list[int]:
         """`whole` after the context shifts that make it fit the context, all of which keep its last `new` tokens."""
         context, old = self._engine.model.context, len(whole) - new
-        if len(whole) <= context or not old:  # a first turn has nothing that could be dropped
+        if len(whole) <= context or not old:  # in a first turn, nothing can be dropped
             return whole
         span = shift_span(context, params.num_keep)
         if old <= span.start:
@@ -213,7 +214,7 @@ class Session:
         omitted = self._omitted
         prompt = self._engine.render(messages[omitted:], limit=None if params.shift else self._engine.model.context)
         if params.shift and len(prompt) > self._engine.model.context:
-            starts = range(omitted + 2, len(messages), 2)  # each message of the user is followed by its answer
+            starts = range(omitted + 2, len(messages), 2)  # user and assistant messages alternate
             half = self._engine.model.context // 2
             at = bisect_left(starts, True, key=lambda start: len(self._engine.render(messages[start:])) <= half)
             omitted = starts[at] if at < len(starts) else len(messages) - 1
@@ -227,7 +228,7 @@ class Session:
 
 
 class _Alone:
-    """Holds a session's lock. Raises `BadRequest` if it is held already."""
+    """Acquires a session's lock, and releases it at exit. Raises `BadRequest` if it is already held."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

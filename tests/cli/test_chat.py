@@ -158,7 +158,7 @@ def test_commands_that_end_the_chat(tmp_path, monkeypatch, last):
 def test_the_chat_ends_with_its_engine(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(logging.getLogger("kvcellar.engine"), "disabled", True)
-    monkeypatch.setattr(Scheduler, "build", lambda self: 1 // 0 if self.waiting else ([], []))
+    monkeypatch.setattr(Scheduler, "schedule", lambda self: 1 // 0 if self.waiting else ([], []))
     ran = kvcellar(*WORDS, typed="import os\r/show\r")
     assert ran.code == 1
     assert "ZeroDivisionError" in ran.err

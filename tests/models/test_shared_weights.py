@@ -123,7 +123,7 @@ def test_an_engine_that_fails_leaves_the_network_unchanged(monkeypatch: pytest.M
     def use() -> None:
         monkeypatch.setattr(logging.getLogger("kvcellar.engine"), "disabled", True)
         engine = Engine(model, **SMALL)
-        with mock.patch.object(Loop, "_turn", side_effect=ZeroDivisionError), pytest.raises(EngineFailed):
+        with mock.patch.object(Loop, "_step", side_effect=ZeroDivisionError), pytest.raises(EngineFailed):
             engine.generate(TEXT, max_tokens=2)
         engine.close()
 

@@ -32,6 +32,10 @@ class GroupStep:
     def __init__(self, tables: StepTables) -> None:
         self.tables = tables
 
+    def end(self) -> None:
+        """No step is open: free what was made for this one alone."""
+        vars(self).pop("columns", None)  # not there yet if laying out the step failed
+
 
 class LayerHistory:
     """One layer of a group (see `contracts.History`), bound once: its planes, its backend and the step of its group."""

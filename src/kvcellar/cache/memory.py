@@ -175,10 +175,9 @@ class Memory:
         counts = step.counts(accepted or {})
         self.states.settle(step.batch, counts)
         made = self.claims.of_step(step.batch, counts, step.taken)  # before anything slides out
-        self.states.end()
         self.step = None
         self._sequences.commit(step.batch, counts, step.taken)
-        self.states.step_rows.end()
+        step.end()
         return {seq: self.claims.enter(claim) for seq, claim in made.items()}
 
     def abandon(self) -> None:

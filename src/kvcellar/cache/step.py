@@ -88,13 +88,19 @@ class Step:
         check_written([store.group for store in self._stores.all], self.written, self.batch, counts)
         return counts
 
+    def end(self) -> None:
+        """What was made for this step alone is freed; cells and rows have other holders."""
+        self._states.end()
+        self._states.step_rows.end()
+        for store in self._stores.all:
+            store.step.end()
+
     def abandon(self) -> None:
         """Free what was set aside so far."""
         for store, of_group in zip(self._stores.all, self.taken, strict=True):
             for runs in of_group:
                 store.cells.drop(runs)
-        self._states.end()
-        self._states.step_rows.end()
+        self.end()
         for seq in filter(self._sequences.records.__contains__, self.opened):  # not one whose opening failed
             self._sequences.drop(seq)
 

@@ -41,6 +41,11 @@ class StepTables:
         n = math.prod(shape)
         return self._bucket(name, n, dtype)[0][:n].view(*shape)
 
+    @property
+    def bytes(self) -> int:
+        """Of all buckets, on the device."""
+        return sum(there.nbytes for there, _ in self._buckets.values())
+
     def _bucket(self, name: str, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         size = max(SMALLEST, 1 << (n - 1).bit_length())
         found = self._buckets.get((name, dtype, size))

@@ -66,6 +66,11 @@ class Storage:
         return sum(store.pool.bytes for store in self._stores.all) + self._states.bytes
 
     @property
+    def table_bytes(self) -> int:
+        """Bytes of the step tables, which stay between steps and belong to the scratch of steps."""
+        return self._stores.tables.bytes + sum(store.step.tables.bytes for store in self._stores.all)
+
+    @property
     def staging(self) -> int:
         """Bytes that an edit takes for a moment, at most."""
         return max((store.staging for store in self._stores.all), default=0)

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvcellar.attention.buckets import GATHERED
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.memory import Memory
+from kvcellar.cache.step_tables import SMALLEST
 from kvcellar.engine.capacity import Capacity
 from kvcellar.engine.measures import Measures
 from kvcellar.errors import CapacityTooSmall
@@ -78,10 +79,11 @@ def scratch(
         if guest.device.type == "cpu":
             writers = with_padding(writers)  # the measured numbers are too small to be padded
         prompts = continued(read, (rows, longest), (ROWS, REMEMBERED))
+        tables = _row_tables(guest, max(rows, writers))
         before = max(1, longest - 1)
         if not _gathers(guest):
-            return max(prompts, continued(write, (writers, before), (WRITERS, REMEMBERED)))
-        return max(prompts, _gathered(write, writers, before) + _tables(guest, writers, longest))
+            return tables + max(prompts, continued(write, (writers, before), (WRITERS, REMEMBERED)))
+        return tables + max(prompts, _gathered(write, writers, before) + _tables(guest, writers, longest))
 
     return most
 
@@ -141,8 +143,9 @@ def _define(memory: Memory) -> None:
 
 
 def _tried(guest: Guest, memory: Memory, feeds: Sequence[Feed]) -> int:
-    """The bytes that one reserved step takes. The step is abandoned."""
-    batch = Batch(tuple(feeds))
+    """The bytes that one reserved step takes, without the step tables that it adds: these grow by powers of two, so
+    they are not on a line through the measured steps (see `_row_tables`). The step is abandoned."""
+    batch, tables = Batch(tuple(feeds)), memory.storage.table_bytes
     with uncollected(), peak(guest.device) as meter:
         plan = memory.begin(batch, reserve=True)
         try:
@@ -151,7 +154,7 @@ def _tried(guest: Guest, memory: Memory, feeds: Sequence[Feed]) -> int:
             _draw(logits)
         finally:
             memory.abandon()
-    return meter.bytes
+    return meter.bytes - (memory.storage.table_bytes - tables)
 
 
 @torch.inference_mode()
@@ -189,7 +192,8 @@ def continued(
 
 def _gathers(guest: Guest) -> bool:
     """Whether attention gathers the keys of several sequences for one call (`attention/buckets.py`)."""
-    fused = all(isinstance(one, Sdpa) and one.fuses(guest.device) for one in guest.backends.values())
+    backends = guest.backends.values()  # none in a model of recurrent layers alone
+    fused = bool(backends) and all(isinstance(one, Sdpa) and one.fuses(guest.device) for one in backends)
     return fused and all(binding.direct for binding in guest.shape.bindings.values())
 
 
@@ -203,6 +207,15 @@ def _gathered(measure: Callable[[int, int], int], writers: int, remembered: int)
     alone = at(1, remembered) + at(writers, 1) - at(1, 1)
     share = min(1.0, max(remembered, GATHERED) / (writers * remembered))
     return alone + round((at(writers, remembered) - alone) * share)
+
+
+def _row_tables(guest: Guest, rows: int) -> int:
+    """Bytes of the step tables that grow with rows, in buckets of powers of two. They stay after the step.
+
+    Of a row: id, position, wanted and storing row; in each group its cell, and what a kernel reads of it (a segment of
+    4 numbers, a row of 3, and a run of 2 with its end).
+    """
+    return 2 * torch.int64.itemsize * (4 + 12 * len(guest.shape.groups)) * max(rows, SMALLEST)
 
 
 def _tables(guest: Guest, writers: int, longest: int) -> int:

@@ -57,3 +57,13 @@ def trim(rows: Trimmed, *, most: int, spare: int) -> None:
     """Evict what is kept only to go back to, until no more than `most` are, or `spare` others are free."""
     while rows.kept > most and (rows.free or 0) < spare:
         rows.evict(first_to_go(rows.candidates()).key)
+
+
+def value(clock: float, *, hits: int, saves: int, costs: int) -> float:
+    """What keeping a thing is worth, on the scale of `clock`, the value of the last one that went: the lowest goes next.
+
+    `hits` is how often it was used, `saves` the tokens that would have to be computed again without it, `costs` what
+    it takes, in any unit. It is GreedyDual-Size-Frequency (Cherkasova, HP Labs 1998): a thing that is not used keeps
+    its value while the clock rises, and a thing that is used gets a new one, so that only what changes is ranked anew.
+    """
+    return clock + hits * saves / costs

@@ -1,0 +1,49 @@
+"""heap: things in order of their value, which may rise while they are in it."""
+
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import Generic, Protocol, TypeVar
+
+
+class Valued(Protocol):
+    value: float
+
+
+T = TypeVar("T", bound=Valued)
+
+
+class Heap(Generic[T]):
+    """A heap whose entries may be stale: one counts while `live(thing)` and the thing's value is that of the entry.
+
+    `push` and `pop` cost O(log n) on average: stale entries are skipped, and removed when they are most of the heap.
+    """
+
+    def __init__(self, live: Callable[[T], bool]) -> None:
+        self._live = live
+        self._entries: list[tuple[float, int, T]] = []
+        self._numbers = count()  # equal values leave in the order in which they came
+        self._limit = 64
+
+    def push(self, thing: T) -> None:
+        """Enter a thing, or its new value."""
+        heappush(self._entries, (thing.value, next(self._numbers), thing))
+        if len(self._entries) > self._limit:
+            self._entries = list({id(entry[2]): entry for entry in self._entries if self._counts(entry)}.values())
+            heapify(self._entries)
+            self._limit = 64 + 2 * len(self._entries)
+
+    def pop(self) -> T | None:
+        """Remove the live thing of the lowest value and return it; None if there is none."""
+        while self._entries:
+            entry = heappop(self._entries)
+            if self._counts(entry):
+                return entry[2]
+        return None
+
+    def _counts(self, entry: tuple[float, int, T]) -> bool:
+        return entry[0] == entry[2].value and self._live(entry[2])
+
+    def things(self) -> list[T]:
+        """All that are live, each once."""
+        return list({id(entry[2]): entry[2] for entry in self._entries if self._counts(entry)}.values())

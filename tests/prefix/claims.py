@@ -1,0 +1,63 @@
+"""Claims that hold the tokens themselves instead of their memory, so that a wrong cut or join shows."""
+
+from kvcellar.spans import Span
+
+
+class TokenClaims:
+    """By number the tokens of a claim, where they begin, and its checkpoints: for each the tokens before it.
+
+    Token 0 and the two behind it look ahead: no claim is cut between them.
+    """
+
+    def __init__(self) -> None:
+        self.spans: dict[int, Span] = {}
+        self.tokens: dict[int, tuple[int, ...]] = {}
+        self.points: dict[int, dict[int, tuple[int, ...]]] = {}
+        self._last = 0
+
+    def make(self, tokens: list[int], start: int, checkpoints: set[int]) -> int:
+        """A claim on `tokens[start:]`."""
+        points = {pos: tuple(tokens[:pos]) for pos in checkpoints if pos > start}
+        return self._enter(Span(start, len(tokens)), tuple(tokens[start:]), points)
+
+    def _enter(self, span: Span, tokens: tuple[int, ...], points: dict[int, tuple[int, ...]]) -> int:
+        assert len(span) == len(tokens) > 0
+        assert all(span.start < pos <= span.end for pos in points)
+        self._last += 1
+        self.spans[self._last], self.tokens[self._last], self.points[self._last] = span, tokens, points
+        return self._last
+
+    def split(self, claim: int, pos: int) -> int:
+        span, tokens, points = self.spans[claim], self.tokens[claim], self.points[claim]
+        assert span.start < pos < span.end
+        assert self.whole(claim, pos) == pos
+        self.spans[claim], self.tokens[claim] = Span(span.start, pos), tokens[: pos - span.start]
+        self.points[claim] = {at: before for at, before in points.items() if at <= pos}
+        rest = {at: before for at, before in points.items() if at > pos}
+        return self._enter(Span(pos, span.end), tokens[pos - span.start :], rest)
+
+    def join(self, claim: int, following: int) -> None:
+        assert self.spans[claim].end == self.spans[following].start
+        self.spans[claim] = Span(self.spans[claim].start, self.spans[following].end)
+        self.tokens[claim] += self.tokens[following]
+        self.points[claim] |= self.points[following]
+        self.drop(following)
+
+    def drop(self, claim: int) -> None:
+        del self.spans[claim], self.tokens[claim], self.points[claim]
+
+    def drop_checkpoint(self, claim: int, pos: int) -> None:
+        del self.points[claim][pos]
+
+    def move_checkpoint(self, claim: int, pos: int, to: int) -> None:
+        assert self.spans[to].start < pos <= self.spans[to].end
+        assert pos not in self.points[to]
+        self.points[to][pos] = self.points[claim].pop(pos)
+
+    def positions(self, claim: int) -> list[int]:
+        return sorted(self.points[claim])
+
+    def whole(self, claim: int, pos: int) -> int:
+        span, tokens = self.spans[claim], self.tokens[claim]
+        within = [at for at in range(max(span.start, pos - 2), pos) if tokens[at - span.start] == 0]
+        return within[0] if within else pos

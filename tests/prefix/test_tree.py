@@ -1,0 +1,154 @@
+"""The tree against sets of prefixes, on random histories: what it finds, keeps and evicts."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcellar.prefix.tree import Node, Tree, key_of
+from tests.prefix.claims import TokenClaims
+
+Tokens = tuple[int, ...]
+
+UNIT = st.sampled_from([(1,), (2,), (3,), (0, 1, 1), (0, 1, 2)])
+TEXT = st.lists(UNIT, min_size=1, max_size=8)
+SPACE = st.sampled_from(["", "b"])
+
+
+@dataclass(frozen=True)
+class Run:
+    """A request: its prompt, its checkpoints among the borders of its units, and after which units steps end."""
+
+    space: str
+    units: list[Tokens]
+    marks: list[int]
+    steps: list[int]
+    keep: bool  # it stays locked
+
+
+RUN = st.builds(
+    Run, SPACE, TEXT, st.lists(st.integers(1, 8), max_size=3), st.lists(st.integers(1, 7), max_size=2), st.booleans()
+)
+ACTION = st.one_of(
+    RUN,
+    st.tuples(st.just("leaf"), st.integers(1, 5)),
+    st.tuples(st.just("checkpoint"), st.just(0)),
+    st.tuples(st.just("release"), st.integers(0, 5)),
+)
+
+
+@dataclass
+class World:
+    """A tree, and what must be in it: every prefix of a token sequence whose memory is held, and every one that has a
+    checkpoint."""
+
+    anywhere: bool
+    claims: TokenClaims = field(default_factory=TokenClaims)
+    locked: list[tuple[str, Tokens, Node]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tree = Tree(self.claims, anywhere=self.anywhere)
+
+    def held(self) -> tuple[set[tuple[str, Tokens]], set[tuple[str, Tokens]]]:
+        """By walking all nodes: the prefixes that claims hold, and those that have a checkpoint."""
+        prefixes: set[tuple[str, Tokens]] = set()
+        points: set[tuple[str, Tokens]] = set()
+        for space in ("", "b"):
+            rest = [((), child) for child in self.tree.root(space).children.values()]
+            while rest:
+                before, node = rest.pop()
+                tokens = before + self.claims.tokens[node.claim]
+                assert key_of(tokens[node.start :]) == node.edge
+                assert self.claims.spans[node.claim].start == node.start == len(before)
+                prefixes |= {(space, tokens[:n]) for n in range(node.start + 1, node.end + 1)}
+                for pos, seen in self.claims.points[node.claim].items():
+                    assert seen == tokens[:pos], "a checkpoint is of other tokens"
+                    points.add((space, seen))
+                rest += [(tokens, child) for child in node.children.values()]
+        return prefixes, points
+
+    def check(self) -> None:
+        self.tree.check()
+        assert {node.claim for node in self.tree.nodes()} == set(self.claims.spans), "a claim is in no node"
+        prefixes, _ = self.held()
+        for space, tokens, _ in self.locked:
+            assert not tokens or (space, tokens) in prefixes, "what a sequence uses was evicted"
+
+    def run(self, run: Run) -> None:
+        tokens = [token for unit in run.units for token in unit]
+        borders = [sum(map(len, run.units[:n])) for n in range(len(run.units) + 1)]
+        marks = {borders[n] for n in run.marks if n < len(borders)} | ({len(tokens)} if run.keep else set())
+        prefixes, points = self.held()
+        root, key = self.tree.root(run.space), key_of(tokens)
+        match = self.tree.match(root, key, len(tokens) - 1)
+        known = [n for n in range(len(tokens) + 1) if not n or (run.space, tuple(tokens[:n])) in prefixes]
+        assert match.matched == known[-1]
+        possible = [0] + [
+            n
+            for n in range(1, min(match.matched, len(tokens) - 1) + 1)
+            if (n in borders if self.anywhere else (run.space, tuple(tokens[:n])) in points)
+        ]
+        assert match.resume == possible[-1]
+        assert [node.start for node in match.path] == [0, *(node.end for node in match.path[:-1])][: len(match.path)]
+        assert not match.path or match.path[-1].start < match.resume <= match.path[-1].end
+        self.tree.touch(match)
+        node = self.tree.lock(root, match)
+        at = match.resume
+        for end in sorted({borders[n] for n in run.steps if n < len(borders)} | {len(tokens)}):
+            if end <= at:
+                continue
+            claim = self.claims.make(tokens[:end], at, marks & set(range(at + 1, end + 1)))
+            node, at = self.tree.insert(root, key[: 8 * end], claim, at, node), end
+            self.tree.check()
+        held = tuple(tokens[: node.end])
+        if run.keep:
+            self.locked.append((run.space, held, node))
+        else:
+            self.tree.unlock(node)
+
+    def evict(self, what: str, most: int) -> None:
+        prefixes, points = self.held()
+        if what == "leaf":
+            gone = self.tree.evict_leaf(most)
+            now, _ = self.held()
+            free = [tokens for tokens in prefixes if not self._used(*tokens)]
+            assert (gone > 0) == bool(free), "what no sequence uses could not be evicted"
+            assert now <= prefixes
+            assert len(prefixes) - len(now) >= gone
+            assert not self.anywhere or len(prefixes) - len(now) == gone
+        else:
+            gone = self.tree.evict_checkpoint()
+            _, now = self.held()
+            assert (gone is not None) == bool(points)
+            assert now <= points
+            assert len(points) - len(now) == (gone is not None)
+
+    def _used(self, space: str, tokens: Tokens) -> bool:
+        return any(of == space and held[: len(tokens)] == tokens for of, held, _ in self.locked)
+
+    def play(self, action: object) -> None:
+        match action:
+            case Run():
+                self.run(action)
+            case ("release", int(n)):
+                if self.locked:
+                    self.tree.unlock(self.locked.pop(n % len(self.locked))[2])
+            case (str(what), int(most)):
+                self.evict(what, most)
+
+
+@pytest.mark.parametrize("anywhere", [True, False])
+@given(actions=st.lists(ACTION, max_size=25))
+def test_it_finds_and_keeps_what_the_sets_of_prefixes_say(anywhere, actions) -> None:
+    world = World(anywhere)
+    for action in actions:
+        world.play(action)
+        world.check()
+    for _, _, node in world.locked:
+        world.tree.unlock(node)
+    world.locked.clear()
+    while world.tree.evict_leaf(3):
+        pass
+    world.check()
+    assert not world.claims.spans, "memory is left that nothing can evict"

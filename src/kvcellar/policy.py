@@ -60,7 +60,8 @@ def trim(rows: Trimmed, *, most: int, spare: int) -> None:
 
 
 def value(clock: float, *, hits: int, saves: int, costs: int) -> float:
-    """What keeping a thing is worth, on the scale of `clock`, the value of the last one that went: the lowest goes next.
+    """What keeping a thing is worth, on the scale of `clock`, the value of the last one that went: the lowest goes
+    next.
 
     `hits` is how often it was used, `saves` the tokens that would have to be computed again without it, `costs` what
     it takes, in any unit. It is GreedyDual-Size-Frequency (Cherkasova, HP Labs 1998): a thing that is not used keeps

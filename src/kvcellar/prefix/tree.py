@@ -22,8 +22,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from kvcellar.prefix.heap import Heap
 from kvcellar.policy import value
+from kvcellar.prefix.heap import Heap
 
 TOKEN = 8  # bytes of a token in a key
 

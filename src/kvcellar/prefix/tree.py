@@ -80,7 +80,7 @@ class Node:
     checkpoints: dict[int, Kept] = field(default_factory=dict[int, Kept])
     children: dict[bytes, "Node"] = field(default_factory=dict[bytes, "Node"])
     users: int = 0
-    hits: int = 1
+    branches: int = 0  # how many requests have gone on from it, or from below it, in another way than those before
     value: float = 0.0
     namespace: str = ""
 
@@ -151,12 +151,10 @@ class Tree:
     # -- use ----------------------------------------------------------------------------------------------------
 
     def touch(self, match: Match) -> None:
-        """A request resumes where `match` says: the value of what it uses rises."""
+        """A request resumes where `match` says: what it uses is of the value that it has now."""
         if not match.path:
             return
         last = match.path[-1]
-        for node in match.path:
-            node.hits += 1
         self._enter_leaf(last)
         if (kept := last.checkpoints.get(match.resume)) is not None:
             kept.hits += 1
@@ -229,6 +227,7 @@ class Tree:
         if parent.parent is None or parent.children or parent.users > (parent is own):
             node = Node(parent, parent.end, edge, claim)
             parent.children[edge[:TOKEN]] = node
+            self._count_branch(parent)
             positions = self._claims.positions(claim)
         else:
             node, positions = parent, self._claims.positions(claim)
@@ -239,6 +238,15 @@ class Tree:
             self._enter_checkpoint(kept)
         self._enter_leaf(node)
         return node
+
+    @staticmethod
+    def _count_branch(node: Node) -> None:
+        """A request has left the path of an earlier one at `node`: it and all above it are shared by one more. A
+        conversation that goes on shares nothing: frequent is what many use, not what one has used often."""
+        above: Node | None = node
+        while above is not None:
+            above.branches += 1
+            above = above.parent
 
     def _take_checkpoints(self, claim: int, path: Sequence[Node]) -> None:
         """Let nodes have what `claim` has and they do not."""
@@ -258,7 +266,7 @@ class Tree:
         parent = node.parent
         assert parent is not None, "a root has no tokens to be split"
         rest = self._claims.split(node.claim, pos)
-        above = Node(parent, node.start, node.edge[:at], node.claim, users=node.users, hits=node.hits)
+        above = Node(parent, node.start, node.edge[:at], node.claim, users=node.users, branches=node.branches)
         parent.children[node.edge[:TOKEN]] = above
         node.parent, node.start, node.edge, node.claim = above, pos, node.edge[at:], rest
         above.children[node.edge[:TOKEN]] = node
@@ -279,7 +287,7 @@ class Tree:
             kept.node = child
         child.parent, child.start, child.claim = node.parent, node.start, node.claim
         child.edge, child.checkpoints = node.edge + child.edge, node.checkpoints | child.checkpoints
-        child.hits = max(node.hits, child.hits)
+        child.branches = max(node.branches, child.branches)
         node.parent.children[child.edge[:TOKEN]] = child
         node.parent = None  # stale entries of heaps must not count
 
@@ -359,7 +367,7 @@ class Tree:
         self._merge(parent)
 
     def _enter_leaf(self, node: Node) -> None:
-        node.value = value(self._clock, hits=node.hits, saves=1, costs=1)
+        node.value = value(self._clock, hits=1 + node.branches, saves=1, costs=1)
         if node.evictable:
             self._leaves.push(node)
 

@@ -1,0 +1,1 @@
+"""tiers: where snapshots are kept outside of the device."""

@@ -1,0 +1,69 @@
+"""files: the operations on files that a store does. Tests replace them, to let each fail or to record their order."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+class Files:
+    """The file system. All raise `OSError`. A file that is written is for its owner alone."""
+
+    def create(self, path: Path) -> int:
+        """A new file, open for writing. Raises `FileExistsError`; follows no link."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+    def open(self, path: Path) -> int:
+        """An existing regular file, open for reading; follows no link, and waits for no pipe."""
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def write(self, file: int, content: bytes | bytearray | memoryview) -> None:
+        """All of it, at the end."""
+        left = memoryview(content).cast("B")
+        while left:
+            left = left[self.write_some(file, left) :]
+
+    def write_some(self, file: int, content: memoryview) -> int:
+        """A part of it; returns how much."""
+        return os.write(file, content)
+
+    def read(self, file: int, n: int, at: int) -> bytes:
+        """`n` bytes from `at` on, fewer at the end of the file."""
+        found = bytearray()
+        while len(found) < n and (more := os.pread(file, n - len(found), at + len(found))):
+            found += more
+        return bytes(found)
+
+    def size(self, file: int) -> int:
+        return os.fstat(file).st_size
+
+    def sync(self, file: int) -> None:
+        """Make its content durable. After an error the content is lost, whatever a second call returns."""
+        os.fsync(file)
+
+    def close(self, file: int) -> None:
+        os.close(file)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.rename(source, target)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def sync_directory(self, path: Path) -> None:
+        """Make the names in it durable."""
+        opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+
+    def names(self, directory: Path) -> Iterator[str]:
+        """The names in a directory."""
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                yield entry.name
+
+    def free(self, directory: Path) -> int:
+        """Bytes that this user may still write to the file system of a directory."""
+        about = os.statvfs(directory)
+        return about.f_bavail * about.f_frsize

@@ -1,0 +1,34 @@
+"""Snapshots with random content, and the directory of a store that is as small as tests need it."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+from kvcellar.prefix.tree import key_of
+from kvcellar.snapshot import Snapshot, key_after
+from kvcellar.spans import Span
+from kvcellar.tiers.disk import DiskStore
+
+IDENTITY = bytes(range(32))
+
+
+def store(directory: Path, **options: Any) -> DiskStore:
+    given = {"identity": IDENTITY, "max_bytes": 1 << 20, "share_of_free": 1.0}
+    return DiskStore(directory, **(given | options))
+
+
+def made(seed: int, parent: Snapshot | None = None, *, tokens: int = 3, size: int = 40) -> tuple[Snapshot, list[bytes]]:
+    """A snapshot, and its two chunks. The same seed after the same parent gives the same one."""
+    rng = random.Random(f"{seed} {parent.key.hex() if parent else ''}")
+    ids = key_of(rng.randrange(1000) for _ in range(tokens))
+    start = parent.span.end if parent else 0
+    before = parent.key if parent else None
+    key = key_after(before, identity=IDENTITY, namespace="n", tokens=ids)
+    chunks = [rng.randbytes(size), rng.randbytes(size // 2)]
+    sizes = tuple(map(len, chunks))
+    return Snapshot(key, before, "n", Span(start, start + tokens), ids, rng.randbytes(9), sizes), chunks
+
+
+def content(store: DiskStore, key: bytes) -> tuple[Snapshot, list[bytes]] | None:
+    with store.read(key) as found:
+        return None if found is None else (found[0], list(found[1]))

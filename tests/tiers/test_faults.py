@@ -1,0 +1,157 @@
+"""The disk store when an operation fails, or the process ends, at any moment: no wrong byte, and no file left over."""
+
+import errno
+import os
+import random
+import shutil
+import signal
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+
+from kvcellar.tiers.codec import Damaged
+from kvcellar.tiers.disk import DiskStore, StoreUnusable
+from tests.tiers.faults import Counting, Failing, Killing, Recording, Short, after_power_loss
+from tests.tiers.made import content, made, store
+from tests.tiers.test_disk import tmp_path  # noqa: F401  # pytest finds it by name
+
+SEEDS = range(4)
+
+
+def check_all(directory: Path, acknowledged: set[int]) -> None:
+    """After a restart: what was acknowledged is there, what is there is right, and no file is left over."""
+    opened = store(directory)
+    try:
+        known = {made(seed)[0].key: made(seed) for seed in range(64)}
+        there = {one.snapshot.key for one in opened.entries()}
+        assert there <= known.keys()
+        assert {made(seed)[0].key for seed in acknowledged} <= there, "an acknowledged snapshot is gone"
+        for key in there:
+            assert content(opened, key) == known[key]
+        assert not opened.failures["damaged"]
+        assert not list((directory / "temporary").iterdir())
+        assert {path.name for path in (directory / "data").iterdir()} == opened._index.names()
+        assert [path.name for path in (directory / "owners").iterdir()] == [opened._owner]
+        assert opened.size() == sum(row.size for row in opened._index.rows(opened._identity)), "bytes stay reserved"
+    finally:
+        opened.close()
+
+
+def operations(directory: Path) -> int:
+    """How many operations two puts and a read take."""
+    files = Counting()
+    opened = store(directory, files=files)
+    use(opened)
+    opened.close()
+    return files.done
+
+
+def use(opened: DiskStore) -> set[int]:
+    acknowledged = {seed for seed in (1, 2) if opened.put(*made(seed))}
+    with opened.read(made(1)[0].key) as found:
+        if found is not None:
+            assert (found[0], list(found[1])) == made(1)
+    return acknowledged
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EACCES, errno.EMFILE, errno.ESTALE])
+def test_any_operation_may_fail_once(tmp_path, error) -> None:  # noqa: F811
+    count = operations(tmp_path / "measured")
+    for number in range(count):
+        directory = tmp_path / str(number)
+        files = Failing(number, error)
+        acknowledged: set[int] = set()
+        with suppress(StoreUnusable), closing(store(directory, files=files)) as opened, suppress(Damaged):
+            acknowledged = use(opened)
+        check_all(directory, acknowledged if files.failed not in ("read", "open", None) else set())
+
+
+def test_short_writes_and_reads_change_nothing(tmp_path) -> None:  # noqa: F811
+    opened = store(tmp_path, files=Short())
+    assert use(opened) == {1, 2}
+    opened.close()
+    check_all(tmp_path, {1, 2})
+
+
+def killed(directory: Path, number: int, steps: int | None) -> set[int]:
+    """Fork a process that stores snapshots until it is killed before the file operation `number`, or after as many
+    instructions of the index; returns what was acknowledged."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:  # nothing of pytest may run here
+        try:
+            os.close(read)
+            opened = store(directory, files=Killing(number))
+            if steps is not None:
+                left = [steps]
+
+                def tick() -> int:
+                    left[0] -= 1
+                    if not left[0]:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return 0
+
+                opened._index._connection.set_progress_handler(tick, 1)
+            for seed in SEEDS:
+                if opened.put(*made(seed)):
+                    os.write(write, bytes([seed]))
+            opened.delete([made(0)[0].key])
+            os.write(write, b"\xff")
+        finally:
+            os._exit(0)
+    os.close(write)
+    with open(read, "rb") as pipe:
+        found = set(pipe.read())
+    os.waitpid(child, 0)
+    return found
+
+
+@pytest.mark.parametrize("batch", range(40))
+def test_a_process_that_is_killed_loses_nothing_that_was_acknowledged(tmp_path, batch, request) -> None:  # noqa: F811
+    directory = tmp_path / "measured"
+    count = Counting()
+    opened = store(directory, files=count)
+    for seed in SEEDS:
+        opened.put(*made(seed))
+    opened.close()
+    rng = random.Random(batch)
+    kills = 250 if request.config.getoption("--long") else 50
+    acknowledged: set[int] = set()
+    directory = tmp_path / "killed"
+    for kill in range(kills):
+        if kill % 10 == 0:  # the others recover what the one before has left
+            shutil.rmtree(directory, ignore_errors=True)
+            acknowledged = set()
+        in_index = rng.random() < 0.5
+        number = 1 << 30 if in_index else (kill * 40 + batch) % count.done
+        found = killed(directory, number, rng.randrange(1, 900) if in_index else None)
+        acknowledged |= found & set(SEEDS)
+        acknowledged -= {0}  # the one that is deleted
+        if kill % 3 == 0:
+            check_all(directory, acknowledged)
+
+
+def test_what_a_power_loss_may_leave_is_read_whole_or_not_at_all(tmp_path) -> None:  # noqa: F811
+    files = Recording()
+    opened = store(tmp_path / "store", files=files)
+    start = len(files.trace)
+    opened.put(*made(1))
+    opened.close()
+    trace = files.trace[start:]
+    (name,) = (path.name for path in (tmp_path / "store" / "data").iterdir())
+    seen = 0
+    for end in range(len(trace) + 1):
+        for left, named in after_power_loss(trace[:end]):
+            for indexed in (False, True) if end == len(trace) else (False,):
+                seen += 1
+                directory = tmp_path / f"lost-{seen}"
+                shutil.copytree(tmp_path / "store", directory)
+                (directory / "data" / name).unlink()
+                (directory / ("data" if named else "temporary") / name).write_bytes(left)
+                if not indexed:
+                    shutil.copy(committed, directory / "index.sqlite")
+                    with store(directory)._index.transaction() as do:
+                        do("DELETE FROM entries")
+                check_all(directory, {1} if indexed else set())
+    assert seen > 50

@@ -12,6 +12,7 @@ import pytest
 
 from kvcellar.tiers.codec import Damaged
 from kvcellar.tiers.disk import DiskStore, StoreUnusable
+from kvcellar.tiers.index import Index
 from tests.tiers.faults import Counting, Failing, Killing, Recording, Short, after_power_loss
 from tests.tiers.made import content, made, store
 from tests.tiers.test_disk import tmp_path  # noqa: F401  # pytest finds it by name

@@ -251,3 +251,22 @@ def test_an_index_that_cannot_be_written_costs_the_entry_only(tmp_path, monkeypa
     assert content(opened, made(1)[0].key) == made(1)
     assert not list((tmp_path / "temporary").iterdir())
     assert only_file(tmp_path)
+
+
+def test_the_sum_of_sizes_is_read_from_an_index_and_not_from_the_entries(tmp_path) -> None:
+    opened = store(tmp_path)
+    with opened._index.transaction() as do:
+        plan = [row[3] for row in do("EXPLAIN QUERY PLAN SELECT sum(size) FROM entries")]
+    assert plan == ["SCAN entries USING COVERING INDEX by_size"]
+
+
+def test_more_entries_go_than_are_looked_at_together(tmp_path) -> None:
+    opened = store(tmp_path)
+    for seed in range(100):
+        opened.put(*made(seed))
+    size = opened.size()
+    opened.close()
+    opened = store(tmp_path, max_bytes=size)
+    assert opened.put(*made(200, size=size // 4))
+    assert opened.size() <= size
+    assert made(200, size=size // 4)[0] in [one.snapshot for one in opened.entries()]

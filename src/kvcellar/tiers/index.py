@@ -37,6 +37,7 @@ CREATE TABLE entries(
 ) WITHOUT ROWID;
 CREATE INDEX of_parent ON entries(parent);
 CREATE INDEX by_value ON entries(pinned, value);
+CREATE INDEX by_size ON entries(size);
 CREATE TABLE reserved(owner TEXT NOT NULL, name TEXT PRIMARY KEY, size INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE facts(name TEXT PRIMARY KEY, value REAL NOT NULL) WITHOUT ROWID;
 INSERT INTO facts VALUES ('clock', 0.0);
@@ -231,11 +232,11 @@ def _bytes(do: Callable[..., sqlite3.Cursor]) -> int:
 
 
 def _evict(do: Callable[..., sqlite3.Cursor], n: int) -> list[str]:
-    """Delete entries that nothing continues, the lowest values first, until `n` bytes are free or none is left."""
+    """Delete entries that nothing continues, the lowest values first, until `n` bytes are free or 64 are deleted."""
     names: list[str] = []
     leaves = do(
         "SELECT key, name, size, value FROM entries AS e WHERE NOT pinned AND NOT EXISTS"
-        " (SELECT 1 FROM entries AS c WHERE c.parent=e.key) ORDER BY value"
+        " (SELECT 1 FROM entries AS c WHERE c.parent=e.key) ORDER BY value LIMIT 64"
     )
     for key, name, size, worth in leaves.fetchall():
         if n <= 0:

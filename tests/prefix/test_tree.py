@@ -99,7 +99,10 @@ class World:
             if end <= at:
                 continue
             claim = self.claims.make(tokens[:end], at, marks & set(range(at + 1, end + 1)))
-            node, at = self.tree.insert(root, key[: 8 * end], claim, at, node), end
+            node, had = self.tree.insert(root, key[: 8 * end], claim, at, node)
+            assert had == max(n for n in range(end + 1) if not n or (run.space, tuple(tokens[:n])) in prefixes)
+            prefixes, _ = self.held()
+            at = end
             self.tree.check()
         held = tuple(tokens[: node.end])
         if run.keep:

@@ -18,7 +18,7 @@ from itertools import count
 
 from torch import Tensor
 
-from kvcellar.cache.ahead import around, until
+from kvcellar.cache.ahead import around, deepest, until
 from kvcellar.cache.ahead import check as check_ahead
 from kvcellar.cache.claim import Checkpoint, Claim, undone
 from kvcellar.cache.group import GroupStore
@@ -287,6 +287,43 @@ class Claims:
         checkpoint = self._checkpoint(found, pos)
         del found.checkpoints[pos]
         checkpoint.close(self._rows)
+
+    def positions(self, claim: int) -> list[int]:
+        """The positions of its checkpoints, in order."""
+        return sorted(self.of(claim).checkpoints)
+
+    def whole(self, claim: int, pos: int) -> int:
+        """The last position up to `pos` at which a claim can be split: not inside a span that looked ahead."""
+        return deepest(self.of(claim).ahead, pos)
+
+    def move_checkpoint(self, claim: int, pos: int, to: int) -> None:
+        """Give the checkpoint of a claim at `pos` to another claim on these tokens, which has none there.
+
+        Raises `BadRequest` if there is none, or if the other claim cannot have it.
+        """
+        self._idle("move_checkpoint")
+        source, target = self.of(claim), self.of(to)
+        self._checkpoint(source, pos)
+        if not target.span.start < pos <= target.span.end or pos in target.checkpoints:
+            raise BadRequest(
+                f"a claim on {target.span} with checkpoints at {self.positions(to)} can have none at {pos}"
+            )
+        _check_whole(target.ahead, pos)
+        target.checkpoints[pos] = source.checkpoints.pop(pos)
+
+    def share_with(self, seq: int, claim: int) -> None:
+        """Let a sequence hold the cells that a claim has of the same tokens, in place of its own: those of the claim's
+        span, as far as the sequence goes. The caller knows that the tokens are the same."""
+        self._idle("share_with")
+        found, record = self.of(claim), self._sequences.record(seq)
+        end = min(found.span.end, self._sequences.length(seq))
+        if end <= found.span.start:
+            return
+        shared: dict[int, Table] = {}
+        indices = [index for index in self._unbounded if not self._stores[index].group.of_input]
+        self._share(shared, found.tables, indices, Span(found.span.start, end))
+        for index, table in shared.items():
+            record.tables[index].replace(found.span.start, table)
 
     def clear(self) -> None:
         """Drop all claims, and close what is being read out."""

@@ -222,6 +222,17 @@ class Table:
             self.first = self.end = first
         self.append(behind)
 
+    def replace(self, start: int, other: "Table") -> None:
+        """Hold the cells of `other` from position `start` on, as many as it has, in place of those held there.
+
+        `other` is handed over. The table goes on behind it as before.
+        """
+        end = start + other.end - other.first
+        behind = self.share(self.end, end)
+        self.cut(start)
+        self.append(other.runs)
+        self.append(behind.runs)
+
     def relocate(self, moves: Sequence[Move], sources: Sequence[int]) -> None:
         """Replace the sources of `moves` by their targets. The caller has copied the content.
 

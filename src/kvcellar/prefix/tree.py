@@ -184,21 +184,24 @@ class Tree:
 
     # -- changes ------------------------------------------------------------------------------------------------
 
-    def insert(self, root: Node, key: bytes, claim: int, start: int, own: Node) -> Node:
+    def insert(self, root: Node, key: bytes, claim: int, start: int, own: Node) -> tuple[Node, int]:
         """Give the tree a claim on the tokens [start, end of the key) of a sequence that has locked the node `own`;
-        returns the last node whose tokens are all of the key, which is locked now instead.
+        returns the last node whose tokens are all of the key, which is locked now instead, and how many tokens of the
+        key the tree had before.
 
         What the tree has of these tokens already stays as it is, and takes the checkpoints that it does not have. Where
         it has less than the first `start` tokens (they were evicted), or parts from the claim inside a span that looked
         ahead, the claim is dropped.
         """
-        node = self._inserted(root, key, claim, start, own)
+        path, matched = self._walk(root, key)
+        node = self._inserted(root, key, claim, start, own, path, matched)
         self._lock(node)
         self.unlock(own)
-        return node
+        return node, matched
 
-    def _inserted(self, root: Node, key: bytes, claim: int, start: int, own: Node) -> Node:
-        path, matched = self._walk(root, key)
+    def _inserted(
+        self, root: Node, key: bytes, claim: int, start: int, own: Node, path: Sequence[Node], matched: int
+    ) -> Node:
         end = len(key) // TOKEN
         parent = path[-1] if path else root
         possible = matched >= start and all(

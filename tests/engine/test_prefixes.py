@@ -1,0 +1,196 @@
+"""Sequences that begin in the prefix tree read what they would have computed, whatever was shared, split or evicted.
+
+K and V say which token they are of, at which position; a state is the sum of what came before it.
+"""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcellar.attention.sdpa import Sdpa
+from kvcellar.cache.group import Group
+from kvcellar.cache.layouts import Causal, Chunked, Sliding
+from kvcellar.cache.memory import Memory
+from kvcellar.engine.prefixes import Prefix, Prefixes
+from kvcellar.plan import Batch, Feed
+from kvcellar.shapes import Plane, Recurrent, StatePlane
+from kvcellar.spans import Span
+
+PLANES = (Plane("k", 1, 4), Plane("v", 1, 4))
+LAYOUTS = {"full": Causal(), "window": Sliding(3), "chunk": Chunked(4)}
+KINDS = {
+    "full": (("full",), False),
+    "sliding": (("full", "window"), False),
+    "only windows": (("window", "chunk"), False),
+    "hybrid": (("full",), True),
+    "recurrent": ((), True),
+    "all": (("full", "window", "chunk"), True),
+}
+STATE = Recurrent({9: (StatePlane("sum", (1,), "float32"),)})
+
+
+def memory(kind: str) -> Memory:
+    names, recurrent = KINDS[kind]
+    return Memory(
+        [Group(name, LAYOUTS[name], PLANES, (layer,)) for layer, name in enumerate(names)],
+        cells=dict.fromkeys(names, 200),
+        dtype=torch.float32,
+        device="cpu",
+        backend=Sdpa(),
+        recurrent=STATE if recurrent else None,
+        rows=100 if recurrent else 0,
+    )
+
+
+def spelt(tokens: list[int], span: Span) -> torch.Tensor:
+    """[n,1,4], of the tokens and their positions."""
+    ids = torch.tensor(tokens[span.start : span.end], dtype=torch.float32)
+    return (100 * ids + torch.arange(span.start, span.end)).view(-1, 1, 1).expand(-1, 1, 4)
+
+
+@dataclass(eq=False)
+class Running:
+    seq: int
+    tokens: list[int]
+    prefix: Prefix
+    read: int
+
+
+@dataclass
+class World:
+    kind: str
+    running: list[Running] = field(default_factory=list)
+    seqs: int = 0
+
+    def __post_init__(self) -> None:
+        self.memory = memory(self.kind)
+        self.layers = range(len(KINDS[self.kind][0]))
+        self.prefixes = Prefixes(self.memory, every=4)
+
+    def begin(self, space: str, tokens: list[int], marks: list[int]) -> None:
+        self.seqs += 1
+        expected = self.prefixes.restorable(space, tokens)
+        prefix = self.prefixes.restore(self.seqs, space, tokens, marks)
+        assert prefix.restored == expected <= prefix.matched <= len(tokens)
+        assert prefix.restored < len(tokens)
+        assert self.memory.length(self.seqs) == prefix.restored
+        one = Running(self.seqs, tokens, prefix, prefix.restored)
+        self.running.append(one)
+        if one.read:
+            self.look(one)
+
+    def step(self, one: Running, n: int) -> None:
+        """Read up to `n` more tokens, and give them to the tree."""
+        new = Span(one.read, min(one.read + n, len(one.tokens)))
+        if not len(new):
+            return
+        plan = self.memory.begin(Batch((Feed(one.seq, new, checkpoints=self.prefixes.checkpoints(one.prefix, new)),)))
+        self._put(one, new)
+        if plan.states:
+            self._put_states(one, new, plan)
+        made = self.memory.commit()
+        one.read = new.end
+        self.prefixes.publish(one.seq, one.prefix, one.tokens, one.read, made.get(one.seq))
+        self.look(one)
+
+    def _put(self, one: Running, new: Span) -> None:
+        for layer in self.layers:
+            values = spelt(one.tokens, new)
+            self.memory.put(layer, values, values)
+
+    def _put_states(self, one: Running, new: Span, plan) -> None:
+        before = self.memory.state(9, plan.states)["sum"]
+
+        def at(indices, counts):
+            ids = torch.tensor(one.tokens[new.start : new.end], dtype=torch.float32)
+            return {"sum": torch.stack([before[i] + ids[:n].sum() for i, n in zip(indices, counts, strict=True)])}
+
+        self.memory.put_state(9, plan.states, at([0], [len(new)]), at=at)
+
+    def look(self, one: Running) -> None:
+        """What the next token of a sequence would see is of its own tokens."""
+        new = Span(one.read, one.read + 1)
+        tokens = [*one.tokens[: one.read], 7]
+        plan = self.memory.begin(Batch((Feed(one.seq, new),)))
+        for layer in self.layers:
+            values = spelt(tokens, new)
+            self.memory.put(layer, values, values)
+            for found in self.memory.get(layer).in_order():
+                assert torch.equal(found, spelt(tokens, Span(one.read + 1 - len(found), one.read + 1)))
+        if plan.states:
+            assert float(self.memory.state(9, plan.states)["sum"]) == sum(one.tokens[: one.read])
+        self.memory.abandon()
+
+    def end(self, one: Running, publish: bool) -> None:
+        if publish:
+            self.prefixes.publish(one.seq, one.prefix, one.tokens, one.read)
+        self.prefixes.release(one.prefix)
+        if self.memory.has(one.seq):
+            self.memory.drop(one.seq)
+        self.running.remove(one)
+
+    def check(self) -> None:
+        self.memory.check()
+        self.prefixes.check([one.prefix for one in self.running])
+
+
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=14)
+ACTION = st.one_of(
+    st.tuples(st.just("begin"), st.sampled_from(["", "b"]), TOKENS, st.lists(st.integers(1, 13), max_size=2)),
+    st.tuples(st.just("step"), st.integers(0, 3), st.integers(1, 9)),
+    st.tuples(st.just("end"), st.integers(0, 3), st.booleans()),
+    st.tuples(st.just("evict"), st.sampled_from(["full", "window", None]), st.integers(1, 5)),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(actions=st.lists(ACTION, max_size=30))
+def test_what_the_tree_restores_is_what_would_have_been_computed(kind, actions) -> None:
+    world = World(kind)
+    for action in actions:
+        match action:
+            case ("begin", space, tokens, marks):
+                world.begin(space, list(tokens), marks)
+            case ("step", which, n) if world.running:
+                world.step(world.running[which % len(world.running)], n)
+            case ("end", which, publish) if world.running:
+                world.end(world.running[which % len(world.running)], publish)
+            case ("evict", group, n):
+                world.prefixes.evict(group, n)
+        world.check()
+    for one in list(world.running):
+        world.end(one, publish=True)
+    world.check()
+    world.prefixes.clear()
+    world.check()
+    assert world.memory.storage.free() == dict.fromkeys(world.memory.storage.free(), 200), "cells are held by nothing"
+    assert world.memory.rows.free in (None, 100)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_that_was_read_is_restored_but_for_its_last_token(kind) -> None:
+    world = World(kind)
+    world.begin("", [1, 2, 0, 1, 1, 2, 0], [])
+    first = world.running[0]
+    for n in (3, 2, 2):
+        world.step(first, n)
+    world.begin("", [1, 2, 0, 1, 1, 2, 0], [])
+    assert world.running[1].read == 6, "a running sequence's prompt is known while it runs"
+    world.begin("b", [1, 2, 0, 1, 1, 2, 0], [])
+    assert world.running[2].read == 0, "another namespace has its own tree"
+    world.end(first, publish=True)
+    world.begin("", [1, 2, 0, 1, 1, 2, 0, 5], [])
+    assert world.running[2].read == 7
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding"])
+def test_what_was_computed_twice_is_held_once(kind) -> None:
+    world = World(kind)
+    for _ in range(2):
+        world.begin("", [1, 2, 0, 1, 1, 2, 0], [])
+    for one in world.running:
+        world.step(one, 7)
+    assert world.memory.storage.free()["full"] == 200 - 7

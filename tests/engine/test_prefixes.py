@@ -102,13 +102,13 @@ class World:
             self.memory.put(layer, values, values)
 
     def _put_states(self, one: Running, new: Span, plan) -> None:
-        before = self.memory.state(9, plan.states)["sum"]
+        before = self.memory.states.read(9, plan.states)["sum"]
 
         def at(indices, counts):
             ids = torch.tensor(one.tokens[new.start : new.end], dtype=torch.float32)
             return {"sum": torch.stack([before[i] + ids[:n].sum() for i, n in zip(indices, counts, strict=True)])}
 
-        self.memory.put_state(9, plan.states, at([0], [len(new)]), at=at)
+        self.memory.states.write(9, plan.states, at([0], [len(new)]), at=at)
 
     def look(self, one: Running) -> None:
         """What the next token of a sequence would see is of its own tokens."""
@@ -121,7 +121,7 @@ class World:
             for found in self.memory.get(layer).in_order():
                 assert torch.equal(found, spelt(tokens, Span(one.read + 1 - len(found), one.read + 1)))
         if plan.states:
-            assert float(self.memory.state(9, plan.states)["sum"]) == sum(one.tokens[: one.read])
+            assert float(self.memory.states.read(9, plan.states)["sum"]) == sum(one.tokens[: one.read])
         self.memory.abandon()
 
     def end(self, one: Running, publish: bool) -> None:

@@ -30,7 +30,7 @@ class TokenClaims:
     def split(self, claim: int, pos: int) -> int:
         span, tokens, points = self.spans[claim], self.tokens[claim], self.points[claim]
         assert span.start < pos < span.end
-        assert self.whole(claim, pos) == pos
+        assert self.of(claim).whole(pos) == pos
         self.spans[claim], self.tokens[claim] = Span(span.start, pos), tokens[: pos - span.start]
         self.points[claim] = {at: before for at, before in points.items() if at <= pos}
         rest = {at: before for at, before in points.items() if at > pos}
@@ -54,10 +54,19 @@ class TokenClaims:
         assert pos not in self.points[to]
         self.points[to][pos] = self.points[claim].pop(pos)
 
-    def positions(self, claim: int) -> list[int]:
-        return sorted(self.points[claim])
+    def of(self, claim: int) -> "View":
+        return View(self, claim)
 
-    def whole(self, claim: int, pos: int) -> int:
-        span, tokens = self.spans[claim], self.tokens[claim]
+
+class View:
+    def __init__(self, claims: TokenClaims, claim: int) -> None:
+        self._claims, self._claim = claims, claim
+
+    @property
+    def positions(self) -> list[int]:
+        return sorted(self._claims.points[self._claim])
+
+    def whole(self, pos: int) -> int:
+        span, tokens = self._claims.spans[self._claim], self._claims.tokens[self._claim]
         within = [at for at in range(max(span.start, pos - 2), pos) if tokens[at - span.start] == 0]
         return within[0] if within else pos

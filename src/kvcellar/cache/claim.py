@@ -1,13 +1,17 @@
 """claim: one hold on cells and state rows that is no sequence. `claims` makes and changes them, and says what is always
-true of them. No torch.
+true of them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from kvcellar.cache.ahead import around, deepest
+from kvcellar.cache.ahead import check as check_ahead
+from kvcellar.cache.group import GroupStore
 from kvcellar.cache.rows import Rows
 from kvcellar.cache.tables import Table
+from kvcellar.errors import BadRequest
 from kvcellar.spans import Span
 
 
@@ -19,6 +23,17 @@ def undone(undo: Callable[[], None]) -> Iterator[None]:
     except BaseException:
         undo()
         raise
+
+
+def within(mark: int | None, span: Span) -> int | None:
+    """Where K/V that are derived from `mark` on begin in `span`."""
+    return max(mark, span.start) if mark is not None and mark < span.end else None
+
+
+def check_whole(spans: Sequence[Span], pos: int) -> None:
+    """Raise `BadRequest` if `pos` is inside one of the spans that looked ahead."""
+    if (span := around(spans, pos)) is not None:
+        raise BadRequest(f"{pos} is inside {span}, which looked ahead and is kept whole")
 
 
 @dataclass(slots=True)
@@ -47,9 +62,34 @@ class Claim:
     derived: int | None = None
     digest: str | None = None  # of the input
 
+    @property
+    def positions(self) -> list[int]:
+        """Of the checkpoints, in order."""
+        return sorted(self.checkpoints)
+
+    def whole(self, pos: int) -> int:
+        """The last position up to `pos` at which it can be split: not inside a span that looked ahead."""
+        return deepest(self.ahead, pos)
+
     def close(self, rows: Rows) -> None:
         """Free what only this claim holds."""
         for table in self.tables.values():
             table.close()
         for checkpoint in self.checkpoints.values():
             checkpoint.close(rows)
+
+    def check(self, stores: Sequence[GroupStore]) -> None:
+        """Assert what is always true of one claim."""
+        for index, table in self.tables.items():
+            table.check()
+            if not stores[index].group.of_input:
+                assert (table.first, table.end) == (self.span.start, self.span.end)
+        for pos, checkpoint in self.checkpoints.items():
+            assert self.span.start < pos <= self.span.end
+            assert around(self.ahead, pos) is None, f"a checkpoint at {pos} is inside a span that looked ahead"
+            for index, table in checkpoint.windows.items():
+                table.check()
+                assert (table.first, table.end) == (stores[index].group.layout.lowest(pos), pos)
+        check_ahead(self.ahead, self.span.end)
+        assert not self.ahead or self.ahead[0].start >= self.span.start
+        assert self.derived is None or self.span.start <= self.derived < self.span.end

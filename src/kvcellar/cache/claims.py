@@ -18,9 +18,8 @@ from itertools import count
 
 from torch import Tensor
 
-from kvcellar.cache.ahead import around, deepest, until
-from kvcellar.cache.ahead import check as check_ahead
-from kvcellar.cache.claim import Checkpoint, Claim, undone
+from kvcellar.cache.ahead import until
+from kvcellar.cache.claim import Checkpoint, Claim, check_whole, undone, within
 from kvcellar.cache.group import GroupStore
 from kvcellar.cache.readout import Reading, Record, check_record, written
 from kvcellar.cache.sequence_states import SequenceStates
@@ -31,16 +30,6 @@ from kvcellar.cache.tables import Table, share_all
 from kvcellar.errors import BadRequest, shown
 from kvcellar.plan import Batch, Run
 from kvcellar.spans import Span, whole
-
-
-def _within(mark: int | None, span: Span) -> int | None:
-    """Where K/V that are derived from `mark` on begin in `span`."""
-    return max(mark, span.start) if mark is not None and mark < span.end else None
-
-
-def _check_whole(spans: Sequence[Span], pos: int) -> None:
-    if (span := around(spans, pos)) is not None:
-        raise BadRequest(f"{pos} is inside {span}, which looked ahead and is kept whole")
 
 
 class Claims:
@@ -119,11 +108,11 @@ class Claims:
         if positions and not span.start < positions[0] <= positions[-1] <= span.end:
             raise BadRequest(f"checkpoints of a claim on {span} are at positions behind {span.start}, not {positions}")
         for pos in (span.start, span.end):
-            _check_whole(record.ahead, pos)
+            check_whole(record.ahead, pos)
         for pos in positions:
             if (obstacle := self._sequences.obstacle(seq, pos)) is not None:
                 raise BadRequest(f"sequence {seq} has no checkpoint at {pos}: {obstacle}")
-        claim = Claim(span, {}, derived=_within(record.derived, span), digest=record.digest)
+        claim = Claim(span, {}, derived=within(record.derived, span), digest=record.digest)
         claim.ahead = tuple(one for one in record.ahead if span.start <= one.start < span.end)
         with undone(lambda: claim.close(self._rows)):
             self._share(claim.tables, record.tables, self._unbounded, span)
@@ -148,7 +137,7 @@ class Claims:
                 if not (feed.checkpoints and count):
                     continue
                 record, kept = self._sequences.record(feed.seq), Span(feed.pos.start, feed.pos.start + count)
-                claim = made[feed.seq] = Claim(kept, {}, derived=_within(record.derived, kept), digest=record.digest)
+                claim = made[feed.seq] = Claim(kept, {}, derived=within(record.derived, kept), digest=record.digest)
                 claim.ahead = until(batch.ahead(feed.seq), kept.end)
                 for index in self._unbounded:
                     claim.tables[index] = self._with_new(index, record, kept, taken[index][number])
@@ -202,7 +191,7 @@ class Claims:
         if not last.span.start < pos <= last.span.end:
             raise BadRequest(f"the last claim is on {last.span}; a sequence of {pos} tokens does not end in it")
         self._sequences.check_limit(seq, pos, "assembly")
-        _check_whole(last.ahead, pos)
+        check_whole(last.ahead, pos)
         for claim in claims[1:]:
             self._check_same_input(claims[0], claim)
         checkpoint = last.checkpoints.get(pos)
@@ -239,7 +228,7 @@ class Claims:
         left, pos = self.of(claim), whole(pos, "a position")
         if not left.span.start < pos < left.span.end:
             raise BadRequest(f"a claim on {left.span} cannot be split at {pos}")
-        _check_whole(left.ahead, pos)
+        check_whole(left.ahead, pos)
         right = Claim(Span(pos, left.span.end), {}, digest=left.digest)
         with undone(lambda: right.close(self._rows)):
             self._share(right.tables, left.tables, self._unbounded, right.span)
@@ -248,8 +237,8 @@ class Claims:
         right.checkpoints = {at: left.checkpoints.pop(at) for at in sorted(left.checkpoints) if at > pos}
         right.ahead = tuple(span for span in left.ahead if span.start >= pos)
         left.ahead = tuple(span for span in left.ahead if span.start < pos)
-        right.derived, left.span = _within(left.derived, right.span), Span(left.span.start, pos)
-        left.derived = _within(left.derived, left.span)
+        right.derived, left.span = within(left.derived, right.span), Span(left.span.start, pos)
+        left.derived = within(left.derived, left.span)
         return self.enter(right)
 
     def join(self, claim: int, following: int) -> None:
@@ -288,14 +277,6 @@ class Claims:
         del found.checkpoints[pos]
         checkpoint.close(self._rows)
 
-    def positions(self, claim: int) -> list[int]:
-        """The positions of its checkpoints, in order."""
-        return sorted(self.of(claim).checkpoints)
-
-    def whole(self, claim: int, pos: int) -> int:
-        """The last position up to `pos` at which a claim can be split: not inside a span that looked ahead."""
-        return deepest(self.of(claim).ahead, pos)
-
     def move_checkpoint(self, claim: int, pos: int, to: int) -> None:
         """Give the checkpoint of a claim at `pos` to another claim on these tokens, which has none there.
 
@@ -305,10 +286,8 @@ class Claims:
         source, target = self.of(claim), self.of(to)
         self._checkpoint(source, pos)
         if not target.span.start < pos <= target.span.end or pos in target.checkpoints:
-            raise BadRequest(
-                f"a claim on {target.span} with checkpoints at {self.positions(to)} can have none at {pos}"
-            )
-        _check_whole(target.ahead, pos)
+            raise BadRequest(f"a claim on {target.span} cannot have the checkpoint at {pos}")
+        check_whole(target.ahead, pos)
         target.checkpoints[pos] = source.checkpoints.pop(pos)
 
     def share_with(self, seq: int, claim: int) -> None:
@@ -411,18 +390,6 @@ class Claims:
         """Assert what is always true of claims; which cells are held how often is asserted by `Memory.check`."""
         for claim in self._claims.values():
             assert claim.tables.keys() == set(self._unbounded)
-            for index, table in claim.tables.items():
-                table.check()
-                if not self._stores[index].group.of_input:
-                    assert (table.first, table.end) == (claim.span.start, claim.span.end)
-            for pos, checkpoint in claim.checkpoints.items():
-                assert claim.span.start < pos <= claim.span.end
-                assert around(claim.ahead, pos) is None, f"a checkpoint at {pos} is inside a span that looked ahead"
-                assert checkpoint.windows.keys() == set(self._bounded)
-                assert (checkpoint.row > 0) == (self._rows.capacity is not None)
-                for index, table in checkpoint.windows.items():
-                    table.check()
-                    assert (table.first, table.end) == (self._stores[index].group.layout.lowest(pos), pos)
-            check_ahead(claim.ahead, claim.span.end)
-            assert not claim.ahead or claim.ahead[0].start >= claim.span.start
-            assert claim.derived is None or claim.span.start <= claim.derived < claim.span.end
+            assert all(one.windows.keys() == set(self._bounded) for one in claim.checkpoints.values())
+            assert all((one.row > 0) == (self._rows.capacity is not None) for one in claim.checkpoints.values())
+            claim.check(self._stores)

@@ -230,8 +230,8 @@ class Table:
         end = start + other.end - other.first
         behind = self.share(self.end, end)
         self.cut(start)
-        self.append(other.runs)
-        self.append(behind.runs)
+        self.append(other.hand_over())
+        self.append(behind.hand_over())
 
     def relocate(self, moves: Sequence[Move], sources: Sequence[int]) -> None:
         """Replace the sources of `moves` by their targets. The caller has copied the content.

@@ -96,7 +96,7 @@ class Prefixes:
         node = prefix.node
         if self.anywhere or prefix.published < end or node.end != end or end in node.checkpoints or not end:
             return prefix.published
-        return self._memory.claims.whole(node.claim, end - 1) if node.start < end - 1 else node.start
+        return self._memory.claims.of(node.claim).whole(end - 1) if node.start < end - 1 else node.start
 
     def _share(self, seq: int, node: Node, computed: Span) -> None:
         """What a sequence has computed that was in the tree: hold the tree's cells instead."""

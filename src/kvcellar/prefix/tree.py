@@ -33,6 +33,19 @@ def key_of(tokens: Iterable[int]) -> bytes:
     return array("q", tokens).tobytes()
 
 
+class ClaimView(Protocol):
+    """What the tree reads of a claim."""
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """Of the checkpoints, in order."""
+        ...
+
+    def whole(self, pos: int) -> int:
+        """The last position up to `pos` at which the claim can be split: not inside a span that looked ahead."""
+        ...
+
+
 class ClaimStore(Protocol):
     """What the tree needs of a memory's claims (see `cache.claims`)."""
 
@@ -50,13 +63,7 @@ class ClaimStore(Protocol):
         """Give a checkpoint of one claim to another one whose span has its position."""
         ...
 
-    def positions(self, claim: int) -> Sequence[int]:
-        """The positions of a claim's checkpoints, in order."""
-        ...
-
-    def whole(self, claim: int, pos: int) -> int:
-        """The last position up to `pos` at which the claim can be split: not inside a span that looked ahead."""
-        ...
+    def of(self, claim: int) -> ClaimView: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -126,7 +133,7 @@ class Tree:
         while path and path[-1].start >= limit:
             path.pop()
         if self._anywhere:
-            resume = self._claims.whole(path[-1].claim, limit) if path else 0
+            resume = self._claims.of(path[-1].claim).whole(limit) if path else 0
         else:
             resume = 0
             while path and not (resume := max((pos for pos in path[-1].checkpoints if pos <= limit), default=0)):
@@ -205,7 +212,7 @@ class Tree:
         end = len(key) // TOKEN
         parent = path[-1] if path else root
         possible = matched >= start and all(
-            self._claims.whole(number, matched) == matched
+            self._claims.of(number).whole(matched) == matched
             for number in ([claim] if start < matched < end else []) + ([parent.claim] if matched < parent.end else [])
         )
         if not possible:
@@ -231,9 +238,9 @@ class Tree:
             node = Node(parent, parent.end, edge, claim)
             parent.children[edge[:TOKEN]] = node
             self._count_branch(parent)
-            positions = self._claims.positions(claim)
+            positions = self._claims.of(claim).positions
         else:
-            node, positions = parent, self._claims.positions(claim)
+            node, positions = parent, self._claims.of(claim).positions
             self._claims.join(node.claim, claim)
             node.edge += edge
         for pos in positions:
@@ -254,7 +261,7 @@ class Tree:
     def _take_checkpoints(self, claim: int, path: Sequence[Node]) -> None:
         """Let nodes have what `claim` has and they do not."""
         at = 0
-        for pos in self._claims.positions(claim):
+        for pos in self._claims.of(claim).positions:
             while path[at].end < pos:
                 at += 1
             node = path[at]
@@ -304,7 +311,7 @@ class Tree:
             return 0
         self._clock = max(self._clock, leaf.value)
         n, whole = leaf.end - leaf.start, leaf.end
-        if (cut := self._claims.whole(leaf.claim, leaf.end - most)) > leaf.start:
+        if (cut := self._claims.of(leaf.claim).whole(leaf.end - most)) > leaf.start:
             self._cut(leaf, cut)
             self._leaves.push(leaf)
             n = whole - cut
@@ -393,7 +400,7 @@ class Tree:
             assert node.parent is not None
             assert node.edge and len(node.edge) % TOKEN == 0
             assert node.start == node.parent.end and node.parent.children[node.edge[:TOKEN]] is node
-            assert sorted(node.checkpoints) == list(self._claims.positions(node.claim))
+            assert sorted(node.checkpoints) == list(self._claims.of(node.claim).positions)
             assert all(node.start < pos <= node.end for pos in node.checkpoints)
             assert node.users >= sum(child.users for child in node.children.values())
             assert node.evictable == (id(node) in leaves), f"a leaf of {node.start} to {node.end} is not in its heap"

@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from kvcellar.prefix.tree import key_of
+from kvcellar.prefix.node import key_of
 from kvcellar.snapshot import Snapshot, key_after
 from kvcellar.spans import Span
 from kvcellar.tiers.disk import DiskStore

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvcellar.cache.memory import Memory
-from kvcellar.prefix.tree import TOKEN, Node, Tree, key_of
+from kvcellar.prefix.node import TOKEN, Node, key_of
+from kvcellar.prefix.tree import Tree
 from kvcellar.spans import Span
 
 EVERY = 256  # tokens between checkpoints inside a prompt, where resuming needs one

@@ -17,96 +17,11 @@ Always true:
     of the heaps are stale and skipped.
 """
 
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
 
 from kvcellar.policy import value
 from kvcellar.prefix.heap import Heap
-
-TOKEN = 8  # bytes of a token in a key
-
-
-def key_of(tokens: Iterable[int]) -> bytes:
-    """The key of these token ids. Raises `OverflowError` for an id that does not fit 64 bits."""
-    return array("q", tokens).tobytes()
-
-
-class ClaimView(Protocol):
-    """What the tree reads of a claim."""
-
-    @property
-    def positions(self) -> Sequence[int]:
-        """Of the checkpoints, in order."""
-        ...
-
-    def whole(self, pos: int) -> int:
-        """The last position up to `pos` at which the claim can be split: not inside a span that looked ahead."""
-        ...
-
-
-class ClaimStore(Protocol):
-    """What the tree needs of a memory's claims (see `cache.claims`)."""
-
-    def split(self, claim: int, pos: int) -> int:
-        """The claim keeps what lies before `pos`; returns the number of a new one with the rest."""
-        ...
-
-    def join(self, claim: int, following: int) -> None: ...
-
-    def drop(self, claim: int) -> None: ...
-
-    def drop_checkpoint(self, claim: int, pos: int) -> None: ...
-
-    def move_checkpoint(self, claim: int, pos: int, to: int) -> None:
-        """Give a checkpoint of one claim to another one whose span has its position."""
-        ...
-
-    def of(self, claim: int) -> ClaimView: ...
-
-
-@dataclass(eq=False, slots=True)
-class Kept:
-    """A checkpoint of a node: what resuming at `pos` needs beside the cells of the span."""
-
-    node: "Node"
-    pos: int
-    hits: int = 1
-    value: float = 0.0
-
-
-@dataclass(eq=False, slots=True)
-class Node:
-    """Tokens [start,end) of all sequences below it. A root has a namespace, but no claim and no edge."""
-
-    parent: "Node | None"
-    start: int
-    edge: bytes
-    claim: int = 0
-    checkpoints: dict[int, Kept] = field(default_factory=dict[int, Kept])
-    children: dict[bytes, "Node"] = field(default_factory=dict[bytes, "Node"])
-    users: int = 0
-    branches: int = 0  # how many requests have gone on from it, or from below it, in another way than those before
-    value: float = 0.0
-    namespace: str = ""
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.edge) // TOKEN
-
-    @property
-    def evictable(self) -> bool:
-        return not self.children and not self.users and self.parent is not None
-
-
-class Match(NamedTuple):
-    """What is in memory of a key. The first `matched` tokens are; a sequence of them can be assembled at `resume`,
-    from the claims of `path`, the last of which has the position `resume` inside or at its end."""
-
-    path: tuple[Node, ...]
-    matched: int
-    resume: int
+from kvcellar.prefix.node import TOKEN, ClaimStore, Kept, Match, Node, below, common
 
 
 class Tree:
@@ -150,7 +65,7 @@ class Tree:
         while (child := node.children.get(key[at : at + TOKEN])) is not None:
             path.append(child)
             if not key.startswith(child.edge, at):
-                return path, child.start + _common(child.edge, key[at : at + len(child.edge)])
+                return path, child.start + common(child.edge, key[at : at + len(child.edge)])
             at += len(child.edge)
             node = child
         return path, at // TOKEN
@@ -334,7 +249,7 @@ class Tree:
     def clear(self) -> None:
         """Drop every claim. No lock may be held."""
         for root in list(self._roots.values()):
-            for node in list(_below(root)):
+            for node in list(below(root)):
                 self._claims.drop(node.claim)
                 node.parent = None
         self._roots.clear()
@@ -391,7 +306,7 @@ class Tree:
     def nodes(self) -> Iterator[Node]:
         """All but the roots, parents before children."""
         for root in self._roots.values():
-            yield from _below(root)
+            yield from below(root)
 
     def check(self) -> None:
         """Assert what is always true."""
@@ -406,23 +321,3 @@ class Tree:
             assert node.evictable == (id(node) in leaves), f"a leaf of {node.start} to {node.end} is not in its heap"
             for one in node.checkpoints.values():
                 assert one.node is node and id(one) in kept
-
-
-def _below(root: Node) -> Iterator[Node]:
-    rest = list(root.children.values())
-    while rest:
-        node = rest.pop()
-        yield node
-        rest += node.children.values()
-
-
-def _common(edge: bytes, key: bytes) -> int:
-    """How many tokens two keys begin with together."""
-    low, high = 0, min(len(edge), len(key)) // TOKEN
-    while low < high:
-        middle = (low + high + 1) // 2
-        if edge.startswith(key[: middle * TOKEN]):
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -35,7 +35,7 @@ class Snapshot:
 def key_after(parent: bytes | None, *, identity: bytes, namespace: str, tokens: bytes, secret: bytes = b"") -> bytes:
     """The key of the tokens that follow those of `parent`, or that begin a sequence.
 
-    `secret`, up to 64 bytes, makes keys that nobody without it can compute from tokens.
+    `secret`, up to 64 bytes: without it a key cannot be computed from tokens.
     """
     digest = blake2b(digest_size=KEY, key=secret, person=b"kvcellar-key")
     for part in (identity, namespace.encode(), parent or b"", tokens):

@@ -259,7 +259,7 @@ def test_who_has_the_same_digest_shares_the_cells_and_nothing_is_written_again()
     assert mem.inputs.share(5, "cat"), "a fork has the digest of what it was forked from"
     mem.drop(4)
     mem.drop(5)
-    assert not mem.inputs.share(6, "cat"), "nobody has it any more"
+    assert not mem.inputs.share(6, "cat"), "the input is still shared"
     assert mem.inputs.write(6, 2, of(6, 2), digest="cat")
     mem.clear()
     assert mem.storage.free() == mem.storage.capacity()

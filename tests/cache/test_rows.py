@@ -201,7 +201,7 @@ def test_a_fork_costs_no_row_until_one_goes_on_and_then_one() -> None:
     step(rows, {0: 1})
     assert rows.free == 3
     step(rows, {2: 1})
-    assert rows.free == 3, "nobody is there any more, and no checkpoints are allowed"
+    assert rows.free == 3, "a row is held though there is no sequence, and no checkpoint is allowed"
 
 
 def test_where_two_part_is_a_point_of_both() -> None:

@@ -74,6 +74,7 @@ class World:
         self.seqs += 1
         expected = self.prefixes.restorable(space, tokens)
         prefix = self.prefixes.restore(self.seqs, space, tokens, marks)
+        assert self.prefixes.tree.peek("unknown") is not self.prefixes.tree.peek("unknown"), "looking made a root"
         assert prefix.restored == expected <= prefix.matched <= len(tokens)
         assert prefix.restored < len(tokens)
         assert self.memory.length(self.seqs) == prefix.restored

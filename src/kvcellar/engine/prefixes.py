@@ -45,8 +45,8 @@ class Prefixes:
     # -- a sequence ---------------------------------------------------------------------------------------------
 
     def restorable(self, namespace: str, tokens: Sequence[int]) -> int:
-        """How many of these tokens `restore` would find in memory now. Changes nothing but the roots."""
-        return self.tree.match(self.tree.root(namespace), key_of(tokens), len(tokens) - 1).resume
+        """How many of these tokens `restore` would find in memory now. Changes nothing."""
+        return self.tree.match(self.tree.peek(namespace), key_of(tokens), len(tokens) - 1).resume
 
     def restore(self, seq: int, namespace: str, tokens: Sequence[int], marks: Iterable[int] = ()) -> Prefix:
         """Begin the new sequence `seq` with what the tree has of `tokens`; at least one of them stays to be read.

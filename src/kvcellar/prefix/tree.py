@@ -41,6 +41,10 @@ class Tree:
         """The root of the sequences of a namespace. A match never leaves it."""
         return self._roots.setdefault(namespace, Node(None, 0, b"", namespace=namespace))
 
+    def peek(self, namespace: str) -> Node:
+        """The same for looking only: a namespace without tokens does not become known."""
+        return self._roots.get(namespace) or Node(None, 0, b"", namespace=namespace)
+
     def match(self, root: Node, key: bytes, most: int) -> Match:
         """What is in memory of `key`, to be resumed at position `most` at the latest. Changes nothing."""
         path, matched = self._walk(root, key)

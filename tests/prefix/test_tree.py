@@ -156,3 +156,16 @@ def test_it_finds_and_keeps_what_the_sets_of_prefixes_say(anywhere, actions) -> 
         pass
     world.check()
     assert not world.claims.spans, "memory is left that nothing can evict"
+
+
+def test_a_locked_node_stays_apart_from_its_only_child() -> None:
+    world = World(anywhere=True)
+    world.run(Run("", [(1,), (2,), (3,)], [], [], keep=False))
+    world.run(Run("", [(1,), (2,)], [], [], keep=True))
+    world.run(Run("", [(1,), (2,), (3,), (3,)], [], [], keep=False))  # its end settles the child
+    (_, _, node) = world.locked.pop()
+    assert (node.start, node.end, node.users) == (0, 2, 1)
+    world.check()
+    world.tree.unlock(node)
+    assert [(one.start, one.end, one.users) for one in world.tree.nodes()] == [(0, 4, 0)]
+    world.check()

@@ -17,9 +17,9 @@ from kvcellar.bench import hf_baseline
 from kvcellar.bench.network import hybrid
 from kvcellar.engine.build import build
 from kvcellar.engine.engine import Engine
-from kvcellar.engine.manager import common_prefix
 from kvcellar.engine.session import Session
 from kvcellar.engine.settings import Settings
+from kvcellar.prefix.node import common_prefix
 
 CHECKPOINTS = (2, 4, 8, 32)
 STEP_TOKENS = 512

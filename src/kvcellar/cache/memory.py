@@ -97,6 +97,11 @@ class Memory:
         """The position that the next token of `seq` will have; 0 for a sequence that is not there."""
         return self._sequences.length(seq)
 
+    def used(self) -> dict[str, int]:
+        """How many cells of each group sequences hold; a shared one counts once. Claims may hold others. Costs the runs
+        of all sequences."""
+        return {store.group.name: self._sequences.cells(index) for index, store in enumerate(self._stores.all)}
+
     def held(self, seq: int) -> dict[str, Span]:
         """The positions that `seq` still holds in each group; of its input, in groups of that."""
         tables = zip(self._stores.all, self._sequences.known(seq), strict=True)

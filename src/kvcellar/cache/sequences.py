@@ -77,6 +77,14 @@ class Sequences:
         record = self.records.get(seq)
         return record.tables[self._inputs[0]].end if record is not None and self._inputs else 0
 
+    def cells(self, index: int) -> int:
+        """How many cells of one group sequences hold; a shared one counts once. Costs their runs."""
+        total = end = 0
+        for run in sorted(run for table in self.tables(index) for run in table.runs):
+            total += max(0, run.end - max(end, run.cell))
+            end = max(end, run.end)
+        return total
+
     def input(self, digest: str) -> list[Table] | None:
         """The tables of an input that a sequence has; None if no sequence has it."""
         found = next((record for record in self.records.values() if record.digest == digest), None)

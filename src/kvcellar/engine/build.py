@@ -4,7 +4,6 @@ import logging
 import os
 import time
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +28,6 @@ from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.models.input_limits import context_of, context_reason, embedding_rows, padding_token
 from kvcellar.models.load import Loaded, load
-from kvcellar.policy import trim
 from kvcellar.process import Origin
 from kvcellar.progress import report
 from kvcellar.sample.params import SamplingParams, check_ids
@@ -152,9 +150,7 @@ def _running(
 ) -> tuple[Loop, Runner]:
     """The parts that run on the engine's thread."""
     states, context = capacity.states, intake.context
-    manager = SequenceManager(
-        memory, max_idle=states.checkpoints if states.rows else None, checkpoint_positions=states.most_checkpoints
-    )
+    manager = SequenceManager(memory, in_parts=guest.no_partial_commit is None)
     layouts = {name: layout for name, (layout, _) in intake.groups.items()}
     scheduler = Scheduler(
         manager, layouts, context=context, max_sequences=states.sequences, step_tokens=settings.step_tokens
@@ -167,7 +163,8 @@ def _running(
         siblings=intake.siblings,
         fork=loop.fork,
         end=loop.end,
-        trim=partial(trim, memory.rows, most=states.checkpoints, spare=states.sequences),
+        feeds=manager.feeds,
+        keep=manager.keep,
     )
     return loop, runner
 

@@ -9,7 +9,7 @@ fails, or if an error that belongs to no request occurs again before the next st
 
 Always true between steps:
   * every request that was taken in has completions that run or wait, or is done;
-  * a completion that is done is not in the scheduler, and its cells are free or belong to its session;
+  * a completion that is done is not in the scheduler, and what it computed belongs to the prefix tree or is free;
   * `_requests` are the requests that are not done, by number.
 
 In a forked process the thread does not exist: there, every call raises before it acquires a lock, and `close` does
@@ -131,18 +131,13 @@ class Loop:
         with suppress(EngineClosed):
             self.post(lambda: self._cancel(request))
 
-    def open_session(self, session: int) -> None:
-        """Open a session: from now on the memory of its completions is kept when they end."""
-        self.post(lambda: self.manager.open_session(session))
-
     def end_session(self, session: int) -> None:
-        """Cancel the requests of a session, and free its memory."""
+        """Cancel the requests of a session."""
 
         def end() -> None:
             for completion in [*self.scheduler.running, *self.scheduler.waiting]:
                 if completion.request.session == session:
                     self._cancel(completion.request)
-            self._guard("closing a session", None, lambda: self.manager.close_session(session))
 
         with suppress(EngineClosed):
             self.post(end)
@@ -191,7 +186,7 @@ class Loop:
         """Context shift of a completion that has filled the context.
 
         Whether K/V are moved or recomputed changes the text, so it must not depend on other requests. So if cells are
-        missing, idle sessions are evicted and other completions are preempted.
+        missing, what no sequence uses is evicted, and other completions are preempted.
         """
         span = completion.overflow(self._context)
         while completion in self.scheduler.running:
@@ -202,7 +197,10 @@ class Loop:
                 return
             except CacheFull as full:
                 self.scheduler.current = None  # an error during eviction belongs to no completion
-                if not self.manager.evict_idle() and not self.scheduler.preempt_youngest(completion):
+                short = full.need - full.free
+                if self.manager.evict(full.group, short) or self.manager.clear_cache():
+                    continue
+                if not self.scheduler.preempt_youngest(completion):
                     self.scheduler.current = completion
                     self.manager.drop(completion, span, f"too few free cells in group {full.group}")
                     return
@@ -303,11 +301,7 @@ class Loop:
 
     def _free(self, completion: Completion) -> None:
         self.scheduler.remove(completion)
-        session = completion.request.session
-        if session is not None and completion.seq is not None:
-            self.manager.keep(session, completion)
-        else:
-            self.manager.release(completion)
+        self.manager.release(completion)
 
     def fork(self, completion: Completion, siblings: Sequence[Completion]) -> None:
         """At the end of prefill: start decode of `completion`, and of its `siblings`, which share its cells. An error

@@ -1,21 +1,26 @@
-"""manager: assigns sequences of memory to completions and idle sessions. The scheduler's view of memory.
+"""manager: assigns sequences of memory to completions, and keeps what they computed in the prefix tree. The scheduler's
+view of memory.
 
 Always true:
-  * every sequence in memory belongs to exactly one running completion or one idle session;
-  * the memory of an idle session may be evicted at any time; its tokens are then prefilled again when needed.
+  * every sequence in memory belongs to exactly one running completion;
+  * what no sequence uses may be evicted at any time; its tokens are then computed again when needed;
+  * a completion without a `Prefix` has K/V that encode removed text, which are never shared.
 """
 
 import logging
 import time
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
+from kvcellar.engine.prefixes import NEAR, Prefix, Prefixes
 from kvcellar.engine.request import Completion, Status
+from kvcellar.engine.scheduler import Scheduled
 from kvcellar.errors import NotSupported
+from kvcellar.plan import Feed
+from kvcellar.policy import trim
+from kvcellar.prefix.node import TOKEN, common, key_of
 from kvcellar.spans import Span
 
 if TYPE_CHECKING:
@@ -23,100 +28,169 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvcellar.engine")
 
-NEAR = 16  # tokens whose prefill takes about as long as the overhead of one more step
-
-
-@dataclass(slots=True)
-class Idle:
-    """The memory of an idle session: a sequence, and its tokens."""
-
-    seq: int
-    tokens: list[int]
-
 
 class SequenceManager:
-    """Allocates sequence numbers. Sessions are numbers, too; each has at most one running completion."""
+    """Allocates sequence numbers."""
 
-    def __init__(self, memory: "Memory", *, max_idle: int | None = None, checkpoint_positions: int = 0) -> None:
-        """`max_idle`: the most idle sessions that may have memory; None: limited by cells only. `checkpoint_positions`:
-        the most positions of one prompt at which a step ends to leave a checkpoint."""
-        self.memory, self._max_idle, self._most_checkpoints = memory, max_idle, checkpoint_positions
+    def __init__(self, memory: "Memory", *, in_parts: bool = True) -> None:
+        """`in_parts`: a step can leave checkpoints inside the tokens of a sequence."""
+        self.memory, self._in_parts = memory, in_parts
+        self.prefixes = Prefixes(memory)
         self._numbers = count(1)
-        self._idle: dict[int, Idle] = {}  # by session, the least recently used first
-        self._sessions: set[int] = set()  # the open ones
+        self._running: dict[int, tuple[Completion, Prefix]] = {}  # those that have a prefix, by sequence
         self.shifts = 0  # context shifts that rotated keys
         self.recomputes: Counter[str] = Counter()  # context shifts that recompute text instead, by reason
+
+    # -- cells ------------------------------------------------------------------------------------------------------
 
     def free(self) -> Mapping[str, int]:
         return self.memory.storage.free()
 
+    def available(self) -> Mapping[str, int]:
+        """Cells of each group that are free, or could be: no sequence uses them. Costs the runs of all sequences."""
+        capacity, used = self.memory.storage.capacity(), self.memory.used()
+        return {name: cells - used[name] for name, cells in capacity.items()}
+
+    def evict(self, group: str, cells: int) -> bool:
+        """Free some cells of a group that no sequence uses, about as many as given. False if there are none."""
+        return self.prefixes.evict(group, cells)
+
     # -- completions --------------------------------------------------------------------------------------------------
 
-    def cached(self, completion: Completion) -> int:
-        """The number of a waiting completion's tokens that are already in memory. Changes nothing."""
-        return self._source(completion)[1]
+    def waits(self, completion: Completion) -> bool:
+        """Whether a running prompt is about to compute tokens that a waiting completion needs, too: then it waits for
+        them. The running one leaves a checkpoint where they diverge."""
+        namespace, key = completion.request.namespace, key_of(completion.tokens)
+        restorable = None
+        for other, prefix in self._running.values():
+            if other.status is not Status.PREFILL or prefix.root.namespace != namespace:
+                continue
+            alike = min(common(prefix.key, key), len(completion.tokens) - 1)
+            if alike <= other.computed:
+                continue
+            if restorable is None:
+                restorable = self.prefixes.restorable(namespace, key)
+            if alike >= restorable + NEAR:
+                self.prefixes.want(prefix, alike)
+                return True
+        return False
 
-    def admit(self, completion: Completion) -> int:
+    def admit(self, completion: Completion) -> None:
         """Assign a sequence to `completion`, with the prefix of its tokens that is in memory. At least one token is
-        left to compute. Returns the length of the prefix."""
-        seq, cached = self._source(completion)
-        idle = self._idle.pop(completion.request.session, None) if completion.request.session is not None else None
-        if idle is not None:
-            completion.seq = idle.seq
-            self.memory.remove(idle.seq, Span(cached, self.memory.length(idle.seq)))
-            self.memory.keep_state(idle.seq)  # the next prompt may diverge at the same position
-        else:
-            completion.seq = next(self._numbers)
-            if seq is not None:
-                self.memory.fork(seq, completion.seq, cached)
-        if completion.request.admitted is None:  # not counted again after a preemption
-            completion.request.admitted = time.perf_counter()
-            completion.request.cached = cached
-        return cached
+        left to compute."""
+        request, key = completion.request, key_of(completion.tokens)
+        self._publish_needed(request.namespace, key)
+        seq = next(self._numbers)
+        prefix = self.prefixes.restore(seq, request.namespace, key, request.checkpoint_positions)
+        self._running[seq] = completion, prefix
+        completion.seq, completion.computed = seq, prefix.restored
 
-    def next_checkpoint(self, completion: Completion) -> int:
-        """The most tokens of a running completion that may be in memory after the next step.
+    def _publish_needed(self, namespace: str, key: bytes) -> None:
+        """Publish what running completions have drawn, as far as a key goes on with it."""
+        for other, prefix in self._running.values():
+            at = prefix.published
+            if prefix.root.namespace == namespace and at < other.computed and len(key) > at * TOKEN:
+                drawn = key_of(other.tokens[at : at + 1])
+                if key.startswith(drawn, at * TOKEN) and key.startswith(prefix.key[: at * TOKEN]):
+                    self._publish(other, prefix, resumable=True)
 
-        Recurrent state can be resumed only where a step ended. So in a session, a step ends before the last token of
-        the prompt, where the same prompt would resume. A step also ends at the `checkpoint_positions` inside the prompt
-        (only the last ones, if there are many), so that a rewound session recomputes few tokens even if its memory was
-        evicted before.
-        """
-        request, end = completion.request, len(completion.tokens)
-        if request.session is None or completion.dropped or self.memory.rows.capacity is None:
+    def start(self, completion: Completion) -> None:
+        """The completion, which was admitted, begins to run."""
+        assert completion.seq is not None
+        request, (_, prefix) = completion.request, self._running[completion.seq]
+        self.prefixes.use(prefix)
+        if request.admitted is None:  # not counted again after a preemption
+            request.admitted = time.perf_counter()
+            request.cached, request.matched = prefix.restored, prefix.matched
+
+    def next_end(self, completion: Completion) -> int:
+        """The most tokens of a running completion that may be in memory after the next step: it ends at a checkpoint
+        where the model cannot leave one inside a step."""
+        end, found = len(completion.tokens), self._running.get(completion.seq or 0)
+        if self._in_parts or found is None:
             return end
-        last = len(request.prompt) - 1
-        positions = request.checkpoint_positions[max(0, len(request.checkpoint_positions) - self._most_checkpoints) :]
-        following = bisect_left(positions, completion.computed + NEAR)
-        if following < len(positions) and positions[following] <= last - NEAR:
-            return positions[following]
-        return last if completion.computed < last else end
+        return self.prefixes.next_wanted(found[1], completion.computed) or end
 
-    def _source(self, completion: Completion) -> tuple[int | None, int]:
-        """The sequence from which `completion` can be forked, and the number of tokens that they share. The sequence is
-        its session's, or, after a preemption, that of another completion of the same request."""
-        most = len(completion.tokens) - 1
-        if completion.request.session is not None:
-            idle = self._idle.get(completion.request.session)
-            return (idle.seq, self._common(idle.seq, idle.tokens, completion, most)) if idle is not None else (None, 0)
-        best: tuple[int | None, int] = (None, 0)
-        for other in completion.request.completions:
-            if other.seq is not None and other.computed > best[1]:
-                cached = self._common(other.seq, other.tokens, completion, min(most, other.computed))
-                best = max(best, (other.seq, cached), key=lambda found: found[1])
-        return best
+    def feeds(self, scheduled: Sequence[Scheduled]) -> tuple[Feed, ...]:
+        """The feeds of a step. Where too few state rows are free, and none can be, checkpoints are left out."""
+        feeds = [self._feed(completion, tokens) for completion, tokens in scheduled]
+        rows = self.memory.rows
+        if rows.capacity is None:
+            return tuple(feeds)
+        for at in reversed(range(len(feeds))):
+            need = sum(1 + len(feed.between) for feed in feeds)
+            if self._free_rows(need):
+                break
+            feeds[at] = feeds[at]._replace(checkpoints=())
+        return tuple(feeds)
 
-    def _common(self, seq: int, tokens: list[int], completion: Completion, most: int) -> int:
-        derived = self.memory.derived(seq)  # from this position on, K/V encode removed text and cannot be reused
-        cached = min(most, common_prefix(tokens, completion.tokens))
-        return self.memory.can_cut(seq, cached if derived is None else min(cached, derived))
+    def _feed(self, completion: Completion, tokens: int) -> Feed:
+        assert completion.seq is not None, "a completion without a sequence was scheduled"
+        new, found = Span(completion.computed, completion.computed + tokens), self._running.get(completion.seq)
+        positions = self.prefixes.checkpoints(found[1], new) if found is not None else ()
+        if not self._in_parts:
+            positions = tuple(pos for pos in positions if pos == new.end)
+        return Feed(completion.seq, new, checkpoints=positions)
+
+    def _free_rows(self, need: int) -> bool:
+        """Evict checkpoints until so many state rows are free. False if there are too few."""
+        rows = self.memory.rows
+        trim(rows, most=0, spare=need)
+        while (rows.free or 0) < need:
+            if not self.prefixes.evict(None):
+                return False
+        return True
+
+    def keep(self, completion: Completion, tokens: int, claim: int | None) -> None:
+        """A step has computed so many tokens of the completion: those of its prompt are published at once, those that
+        it draws when a request needs them, or at its end. `claim` is what the step has left."""
+        completion.computed += tokens
+        found = self._running.get(completion.seq or 0)
+        if found is not None and (claim is not None or completion.status is Status.PREFILL):
+            self._publish(*found, claim)
+
+    def _publish(
+        self, completion: Completion, prefix: Prefix, claim: int | None = None, *, resumable: bool = False
+    ) -> None:
+        assert completion.seq is not None
+        end = completion.computed
+        self.prefixes.publish(completion.seq, prefix, completion.tokens, end, claim, resumable=resumable)
+
+    def fork(self, completion: Completion, sibling: Completion) -> None:
+        """Assign a sequence to `sibling` that shares all cells of `completion`."""
+        assert completion.seq is not None
+        seq = next(self._numbers)
+        kept = self.memory.fork(completion.seq, seq, completion.computed)
+        assert kept == completion.computed, f"only {kept} of {completion.computed} tokens could be shared"
+        sibling.seq, sibling.computed = seq, completion.computed
+        if (found := self._running.get(completion.seq)) is not None:
+            self._running[seq] = sibling, self.prefixes.fork(found[1])
+
+    def release(self, completion: Completion) -> None:
+        """Free the completion's sequence; what it computed is published before."""
+        seq, computed = completion.seq, completion.computed
+        found = self._running.pop(seq, None) if seq is not None else None
+        if found is not None:
+            try:
+                if self._has(seq, computed) and computed > found[1].restored:
+                    self._publish(*found, resumable=True)
+            finally:
+                self.prefixes.release(found[1])
+        if seq is not None and self.memory.has(seq):
+            self.memory.drop(seq)
+        completion.seq, completion.computed = None, 0
 
     def shift(self, completion: Completion, span: Span) -> str | None:
         """Context shift: remove `span` of the completion, and move the following tokens down. Returns None, or the
         reason why an exact shift is not possible. Raises `CacheFull` if copying shared keys needs more cells than are
-        free. If it returns a reason or raises, nothing has changed.
+        free. If it returns a reason or raises, nothing has changed, but that what it computes is not shared any more.
         """
         assert completion.seq is not None
+        if span.end >= completion.computed:  # what stays encodes only tokens that stay
+            self._recompute(completion, span)
+            return None
+        if (found := self._running.pop(completion.seq, None)) is not None:
+            self.prefixes.release(found[1])  # its cells can be rotated in place once the tree does not share them
         try:
             self.memory.remove(completion.seq, span)
         except NotSupported as refused:
@@ -124,154 +198,78 @@ class SequenceManager:
         except (RuntimeError, MemoryError) as error:  # not enough scratch memory on the device
             log.warning("a shift of %s failed with %s: %s", span, type(error).__name__, error)
             return f"the device failed with {type(error).__name__}"
-        if span.end < completion.computed:
-            completion.shift(span)
-            self.shifts += 1
-        else:  # no token in memory follows the span, so the K/V that are left encode only tokens that are left
-            completion.drop(span, self.memory.length(completion.seq))
+        completion.shift(span)
+        self.shifts += 1
         return None
 
     def drop(self, completion: Completion, span: Span, reason: str) -> None:
         """Drop `span` from a completion's text if a shift is not possible, for `reason`. The tokens after it are
         recomputed, and those before it from the nearest position where memory can resume."""
-        assert completion.seq is not None
-        kept = self.memory.can_cut(completion.seq, min(self._underived(completion), span.start))
-        self.memory.remove(completion.seq, Span(kept, completion.computed))
-        completion.drop(span, kept)
+        self._recompute(completion, span)
         self.recomputes[reason] += 1
 
-    def fork(self, completion: Completion, sibling: Completion) -> None:
-        """Assign a sequence to `sibling` that shares all cells of `completion`."""
-        assert completion.seq is not None
-        sibling.seq, sibling.computed = next(self._numbers), completion.computed
-        kept = self.memory.fork(completion.seq, sibling.seq, completion.computed)
-        assert kept == completion.computed, f"only {kept} of {completion.computed} tokens could be shared"
-
-    def release(self, completion: Completion) -> None:
-        """Free the completion's sequence."""
-        if completion.seq is not None and self.memory.has(completion.seq):
-            self.memory.drop(completion.seq)
-        completion.seq, completion.computed = None, 0
-
-    # -- sessions -----------------------------------------------------------------------------------------------
-
-    def open_session(self, session: int) -> None:
-        self._sessions.add(session)
-
-    def close_session(self, session: int) -> None:
-        """Free its memory. The sequences of its completions that end later are freed, too."""
-        self._sessions.discard(session)
-        self.evict_session(session)
-
-    def keep(self, session: int, completion: Completion) -> None:
-        """At the end of a completion: its sequence replaces that of the idle session.
-
-        Derived K/V, which a context shift moved, are freed: no later prompt can use them.
-        """
-        if session not in self._sessions:
-            self.release(completion)
-            return
-        self.evict_session(session)
-        if kept := self._underived(completion):
-            assert completion.seq is not None
-            self.memory.remove(completion.seq, Span(kept, completion.computed))
-            self._add_idle(session, Idle(completion.seq, completion.tokens[:kept]))
-            completion.seq = None
+    def _recompute(self, completion: Completion, span: Span) -> None:
         self.release(completion)
-
-    def _add_idle(self, session: int, idle: Idle) -> None:
-        """Add it as the most recently used one, and evict the least recently used one if there are too many."""
-        self._idle[session] = idle
-        if self._max_idle is not None and len(self._idle) > self._max_idle:
-            self.evict_session(next(iter(self._idle)))
-
-    def _underived(self, completion: Completion) -> int:
-        """The length of its prefix in memory without derived K/V; 0 after a failed first step."""
-        if completion.seq is None or not self.memory.has(completion.seq):
-            return 0
-        derived = self.memory.derived(completion.seq)
-        return completion.computed if derived is None else self.memory.can_cut(completion.seq, derived)
-
-    def fork_session(self, session: int, fork: int) -> None:
-        """Fork the sequence of `session`, if it has one, for session `fork`."""
-        idle = self._idle.get(session)
-        if idle is not None:
-            seq = next(self._numbers)
-            kept = self.memory.fork(idle.seq, seq, len(idle.tokens))
-            self._add_idle(fork, Idle(seq, idle.tokens[:kept]))
-
-    def evict_session(self, session: int) -> None:
-        idle = self._idle.get(session)
-        if idle is not None:
-            self.memory.drop(idle.seq)
-            del self._idle[session]
-
-    def evict_idle(self, keep_for: Completion | None = None) -> bool:
-        """Evict the least recently used idle session, except that of `keep_for`. False if there is none."""
-        for session in self._idle:
-            if keep_for is None or session != keep_for.request.session:
-                self.evict_session(session)
-                return True
-        return False
+        completion.drop(span)
+        self.admit(completion)
 
     # -- after errors -------------------------------------------------------------------------------------------
 
     def recover(self, completions: Iterable[Completion]) -> None:
-        """After an error at any point: keep the sequences of `completions` and idle sessions that are consistent, and
-        drop all others.
+        """After an error at any point: keep the sequences of `completions` that are consistent, and drop all others,
+        and all that the prefix tree has.
 
         A completion keeps its sequence if memory has exactly its computed tokens, and some tokens are left to compute.
         Otherwise it is computed again from the beginning. (If none is left, the logits for the next draw are lost.)
         """
         if self.memory.step is not None:
             self.memory.abandon()
+        self._reset_cache()
         owned: set[int] = set()
         for completion in completions:
             running = completion.status is not Status.WAITING and completion.uncomputed > 0
-            kept = running and self._has(completion.seq, completion.computed) and completion.seq not in owned
-            if completion.seq is None or not kept:
+            seq = completion.seq
+            if seq is None or not running or not self._has(seq, completion.computed) or seq in owned:
                 completion.seq = None
-            else:
-                owned.add(completion.seq)
-        for session, idle in list(self._idle.items()):
-            if session in self._sessions and idle.seq not in owned and self._has(idle.seq, len(idle.tokens)):
-                owned.add(idle.seq)
-            else:
-                del self._idle[session]
+                continue
+            owned.add(seq)
+            if self.memory.derived(seq) is None:
+                key, namespace = key_of(completion.tokens), completion.request.namespace
+                self._running[seq] = completion, self.prefixes.begin(namespace, key)
         for seq in self.memory.sequences:
             if seq not in owned:
                 self.memory.drop(seq)
-        while self._max_idle is not None and len(self._idle) > self._max_idle:
-            self.evict_idle()
 
     def _has(self, seq: int | None, tokens: int) -> bool:
         return seq is not None and self.memory.has(seq) and self.memory.length(seq) == tokens
 
+    def clear_cache(self) -> bool:
+        """Evict all that no completion has a place in. False if there was nothing. Cells that completions share with
+        it are not free then, but are theirs alone."""
+        return self.prefixes.clear()
+
+    def _reset_cache(self) -> None:
+        """The same in whatever state an error has left the tree: running completions have no place in it any more."""
+        self._running.clear()
+        self.memory.claims.clear()
+        self.prefixes = Prefixes(self.memory)
+
     def clear(self) -> None:
         """Free all memory."""
+        self._reset_cache()
         self.memory.clear()
-        self._idle.clear()
-        self._sessions.clear()
 
     def check(self, running: Sequence[Completion]) -> None:
         """Assert the invariants of memory and its owners, given the running completions."""
         self.memory.check()
-        owned = [completion.seq for completion in running] + [idle.seq for idle in self._idle.values()]
+        self.prefixes.check([prefix for _, prefix in self._running.values()])
+        owned = [completion.seq for completion in running]
         assert len(owned) == len(set(owned)), "a sequence has two owners"
         assert set(self.memory.sequences) <= set(owned), "a sequence has no owner"
+        assert self._running.keys() <= set(owned), "a completion that does not run has a place in the tree"
         for completion in running:
             assert completion.seq is not None
             assert self.memory.length(completion.seq) == completion.computed
-        assert self._max_idle is None or len(self._idle) <= self._max_idle
-        assert self._idle.keys() <= self._sessions, "a closed session has memory"
-        for idle in self._idle.values():
-            assert self.memory.has(idle.seq)
-            assert self.memory.length(idle.seq) == len(idle.tokens)
-
-
-def common_prefix(a: list[int], b: list[int]) -> int:
-    """The length of the longest common prefix."""
-    most = min(len(a), len(b))
-    if a[:most] == b[:most]:
-        return most
-    return next(i for i in range(most) if a[i] != b[i])
+            found = self._running.get(completion.seq)
+            assert (found is None) <= (self.memory.derived(completion.seq) is not None)
+            assert found is None or (found[0] is completion and found[1].published <= completion.computed)

@@ -1,26 +1,27 @@
 """prefixes: what running sequences take from the prefix tree of a memory, and what they give it.
 
 Always true:
-  * a sequence has locked the node of the tree that its published tokens end in, for as long as it runs;
+  * a sequence has locked the node of the tree that its published tokens end in, for as long as it has a `Prefix`;
   * the tree has no tokens behind the start of what a sequence has derived from text that was removed.
 """
 
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvcellar.cache.memory import Memory
-from kvcellar.prefix.node import TOKEN, Node, key_of
+from kvcellar.prefix.node import TOKEN, Kept, Node, key_of
 from kvcellar.prefix.tree import Tree
 from kvcellar.spans import Span
 
-EVERY = 256  # tokens between checkpoints inside a prompt, where resuming needs one
+EVERY = 256  # tokens between checkpoints, where resuming needs one
+NEAR = 16  # tokens whose prefill takes about as long as the overhead of one more step
 
 
 @dataclass(eq=False, slots=True)
 class Prefix:
-    """What one running sequence has of the tree. `matched` tokens of its prompt were there, `restored` are in memory
-    because of that; the tree has the first `published` of its tokens. `wanted` are positions where it will leave
+    """The place of one running sequence in the tree. `matched` tokens of its prompt were there, `restored` are in
+    memory because of that; the tree has the first `published` of its tokens. `wanted` are positions where it will leave
     checkpoints, in order."""
 
     root: Node
@@ -44,60 +45,106 @@ class Prefixes:
 
     # -- a sequence ---------------------------------------------------------------------------------------------
 
-    def restorable(self, namespace: str, tokens: Sequence[int]) -> int:
-        """How many of these tokens `restore` would find in memory now. Changes nothing."""
-        return self.tree.match(self.tree.peek(namespace), key_of(tokens), len(tokens) - 1).resume
+    def restorable(self, namespace: str, key: bytes) -> int:
+        """How many tokens of a key `restore` would find in memory now. Changes nothing."""
+        return self.tree.match(self.tree.peek(namespace), key, len(key) // TOKEN - 1).resume
 
-    def restore(self, seq: int, namespace: str, tokens: Sequence[int], marks: Iterable[int] = ()) -> Prefix:
-        """Begin the new sequence `seq` with what the tree has of `tokens`; at least one of them stays to be read.
+    def restore(self, seq: int, namespace: str, key: bytes, marks: Iterable[int] = ()) -> Prefix:
+        """Begin the new sequence `seq` with what the tree has of a key; at least one token is left to compute.
 
-        `marks` are positions that later requests may resume at, such as the borders of messages.
+        `marks` are positions that later requests may resume at, such as the borders of messages. What was restored
+        counts as used once `use` is called.
         """
-        key, root = key_of(tokens), self.tree.root(namespace)
-        match = self.tree.match(root, key, len(tokens) - 1)
+        length, root = len(key) // TOKEN, self.tree.root(namespace)
+        match = self.tree.match(root, key, length - 1)
         if match.resume:
             self._memory.claims.assemble(seq, [node.claim for node in match.path], match.resume)
-        self.tree.touch(match)
         node = self.tree.lock(root, match)
-        wanted = [] if self.anywhere else self._wanted(len(tokens), match.matched, marks)
+        wanted = [] if self.anywhere else self._wanted(length, match.matched, marks)
         del wanted[: bisect_right(wanted, match.resume)]
         return Prefix(root, key, node, match.matched, match.resume, match.resume, wanted)
 
+    def begin(self, namespace: str, key: bytes) -> Prefix:
+        """The place of a sequence of which the tree has nothing yet."""
+        root = self.tree.root(namespace)
+        self.tree.share(root)
+        return Prefix(root, key, root, 0, 0, 0, [])
+
+    def use(self, prefix: Prefix) -> None:
+        """The sequence begins to run: what was restored is of the value that it has now."""
+        self.tree.touch(prefix.node)
+
+    def fork(self, prefix: Prefix) -> Prefix:
+        """The place of a fork of the sequence, whose tokens are all published."""
+        self.tree.share(prefix.node)
+        return Prefix(prefix.root, prefix.key, prefix.node, prefix.matched, prefix.restored, prefix.published, [])
+
     def _wanted(self, length: int, matched: int, marks: Iterable[int]) -> list[int]:
-        """Where a prompt leaves checkpoints: every so many tokens, where it parts from what is known, at its marks, and
-        before its last token, where the same prompt resumes."""
-        positions = {*range(self._every, length, self._every), matched, *marks, length - 1}
-        return sorted(pos for pos in positions if 0 < pos < length)
+        """Where a prompt leaves checkpoints: where it diverges from what is known, at its marks, before its last token,
+        where the same prompt resumes, and every so many tokens, unless one of these is near."""
+        wanted = sorted(pos for pos in {matched, *marks, length - 1} if 0 < pos < length)
+        regular = range(self._every, length, self._every)
+        return sorted({*wanted, *(pos for pos in regular if not _near(wanted, pos))})
+
+    def want(self, prefix: Prefix, pos: int) -> None:
+        """Let the sequence leave a checkpoint at `pos`, not computed yet: another one diverges there."""
+        if not self.anywhere and pos not in prefix.wanted:
+            insort(prefix.wanted, pos)
 
     def checkpoints(self, prefix: Prefix, new: Span) -> tuple[int, ...]:
-        """Where a step that reads the tokens `new` leaves checkpoints."""
-        wanted = prefix.wanted
-        return tuple(wanted[bisect_right(wanted, new.start) : bisect_right(wanted, new.end)])
+        """Where a step that computes the tokens `new` leaves checkpoints."""
+        if self.anywhere:
+            return ()
+        wanted, prompt = prefix.wanted, len(prefix.key) // TOKEN
+        found = wanted[bisect_right(wanted, new.start) : bisect_right(wanted, new.end)]
+        if new.end > prompt and new.end % self._every == 0:  # in decode
+            found.append(new.end)
+        return tuple(found)
 
-    def publish(self, seq: int, prefix: Prefix, tokens: Sequence[int], end: int, claim: int | None = None) -> None:
+    def next_wanted(self, prefix: Prefix, pos: int) -> int | None:
+        """The next position behind `pos` where the sequence will leave a checkpoint."""
+        at = bisect_right(prefix.wanted, pos)
+        return prefix.wanted[at] if at < len(prefix.wanted) else None
+
+    def publish(
+        self,
+        seq: int,
+        prefix: Prefix,
+        tokens: Sequence[int],
+        end: int,
+        claim: int | None = None,
+        *,
+        resumable: bool = False,
+    ) -> None:
         """Give the tree the first `end` tokens of a sequence, which are all that are in memory. `claim` is what a step
-        has left of the last of them; else one is made, so that the sequence can be resumed at its end."""
-        if claim is not None:
-            start = self._memory.claims.of(claim).span.start
-        elif (start := self._unpublished(prefix, end)) < end:
-            claim = self._memory.claims.make(seq, Span(start, end), () if self.anywhere else (end,))
-        else:
-            return
+        has left of the last of them. `resumable`: with a checkpoint at `end`."""
         if len(prefix.key) < end * TOKEN:
             prefix.key += key_of(tokens[len(prefix.key) // TOKEN : end])
+        start = self._memory.claims.of(claim).span.start if claim is not None else end
+        if prefix.published < start:
+            at_end = (end,) if claim is None and resumable and not self.anywhere else ()
+            rest = self._memory.claims.make(seq, Span(prefix.published, start), at_end)
+            self._insert(seq, prefix, rest, start)
+        elif claim is None and resumable and not self.anywhere and end:
+            self._add_checkpoint(seq, prefix, end)
+        if claim is not None:
+            self._insert(seq, prefix, claim, end)
+        del prefix.wanted[: bisect_right(prefix.wanted, end)]
+
+    def _add_checkpoint(self, seq: int, prefix: Prefix, end: int) -> None:
+        """Let the tree, which has all tokens of the sequence, resume at their end: by a claim on no more than the last
+        one."""
+        node = prefix.node
+        if node.end == end and end not in node.checkpoints:
+            start = self._memory.claims.of(node.claim).whole(end - 1) if node.start < end - 1 else node.start
+            self._insert(seq, prefix, self._memory.claims.make(seq, Span(start, end), (end,)), end)
+
+    def _insert(self, seq: int, prefix: Prefix, claim: int, end: int) -> None:
+        start = self._memory.claims.of(claim).span.start
         prefix.node, known = self.tree.insert(prefix.root, prefix.key[: end * TOKEN], claim, start, prefix.node)
         prefix.published = end
-        del prefix.wanted[: bisect_right(prefix.wanted, end)]
         if known > start:
             self._share(seq, prefix.node, Span(start, known))
-
-    def _unpublished(self, prefix: Prefix, end: int) -> int:
-        """Where a claim begins that gives the tree what it lacks of the first `end` tokens: those behind the published
-        ones, or no more than the last token, where only a checkpoint is missing."""
-        node = prefix.node
-        if self.anywhere or prefix.published < end or node.end != end or end in node.checkpoints or not end:
-            return prefix.published
-        return self._memory.claims.of(node.claim).whole(end - 1) if node.start < end - 1 else node.start
 
     def _share(self, seq: int, node: Node, computed: Span) -> None:
         """What a sequence has computed that was in the tree: hold the tree's cells instead."""
@@ -113,17 +160,23 @@ class Prefixes:
 
     # -- memory -------------------------------------------------------------------------------------------------
 
-    def evict(self, group: str | None, tokens: int) -> bool:
+    def evict(self, group: str | None, tokens: int = 1) -> bool:
         """Free cells of a group, or, without one, rows of state, of what no sequence uses; False if nothing is left
         that could free any. More or fewer than `tokens` may become free."""
         if group is None or group in self._bounded:
-            return self.tree.evict_checkpoint() is not None
+            return self.tree.evict_checkpoint(lambda kept: self._frees(kept, group)) is not None
         return self.tree.evict_leaf(max(tokens, 1)) > 0
 
-    def clear(self) -> None:
-        """Forget everything that no sequence uses."""
+    def _frees(self, kept: Kept, group: str | None) -> bool:
+        cells, rows = self._memory.claims.exclusive(kept.node.claim, kept.pos)
+        return (rows if group is None else cells[group]) > 0
+
+    def clear(self) -> bool:
+        """Evict everything that no sequence uses. False if there was nothing."""
+        found = False
         while self.tree.evict_checkpoint() is not None or self.tree.evict_leaf(1 << 40):
-            pass
+            found = True
+        return found
 
     def check(self, running: Iterable[Prefix]) -> None:
         """Assert what is always true, where `running` are the prefixes of all sequences."""
@@ -137,3 +190,8 @@ class Prefixes:
         assert all(node.users == locks.get(id(node), 0) for node in self.tree.nodes())
         claims = [node.claim for node in self.tree.nodes()]
         assert sorted(claims) == sorted(self._memory.claims), "a claim is in no node of the tree"
+
+
+def _near(ordered: Sequence[int], pos: int) -> bool:
+    at = bisect_right(ordered, pos - NEAR)
+    return at < len(ordered) and ordered[at] < pos + NEAR

@@ -44,18 +44,20 @@ NEXT = {
 @dataclass(eq=False, slots=True)
 class Request:
     """One submission. `number` is its place in the order of arrival, set on the engine's thread. `session` is the
-    number of its session. `checkpoint_positions` are positions of the prompt, ascending, from which the session may
-    resume later."""
+    number of its session. `checkpoint_positions` are positions of the prompt, ascending, from which later requests may
+    resume. It shares memory with the requests of its `namespace` only."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
     deliver: Callable[[Event], None]
     session: int | None = None
     checkpoint_positions: tuple[int, ...] = ()
+    namespace: str = ""
     stops: Stops = field(init=False)  # shared by its completions
     number: int = -1
     completions: list["Completion"] = field(default_factory=list["Completion"])
-    cached: int = 0  # tokens of the prompt that were in memory at admission
+    cached: int = 0  # tokens of the prompt that were taken from memory at admission
+    matched: int = 0  # tokens of the prompt that were found in memory then; more than `cached` if not all could be used
     done: bool = False
     on_done: Callable[[], None] | None = None  # called once
     unreachable: bool = False  # `deliver` raised: no more events are delivered, and the loop cancels the request
@@ -162,11 +164,9 @@ class Completion:
         self.computed -= len(span)
         self._drop(span)
 
-    def drop(self, span: Span, kept: int) -> None:
-        """Drop `span` from the text, which is then as if it had never contained it: all but the first `kept` tokens
-        are recomputed."""
+    def drop(self, span: Span) -> None:
+        """Drop `span` from the text, which is then as if it had never contained it. It has nothing in memory."""
         self.shifts.clear()
-        self.computed = kept
         self._drop(span)
         if self.status is Status.DECODE:
             self.become(Status.PREFILL)

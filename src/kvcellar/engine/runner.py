@@ -7,7 +7,7 @@ Always true:
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,6 @@ from kvcellar.events import FinishReason
 from kvcellar.models.guest import Guest
 from kvcellar.plan import Batch, Feed
 from kvcellar.sample.draw import Drawn, draw
-from kvcellar.spans import Span
 
 log = logging.getLogger("kvcellar.engine")
 
@@ -44,8 +43,8 @@ Draws = Sequence[tuple[Completion, Drawn | EngineFailed]]
 
 class Runner:
     """Runs steps of `guest` on `memory`. At the end of a prompt, `siblings` makes the other completions of the request
-    and `fork` gives them the prompt's cells. `end` is called with every completion that ends. `trim` evicts
-    checkpoints, so that a step has the state rows that it needs."""
+    and `fork` gives them the prompt's cells. `end` is called with every completion that ends. `feeds` are those of a
+    step, for which memory is made free; `keep` is called with what each completion has of a step that was kept."""
 
     def __init__(
         self,
@@ -56,10 +55,12 @@ class Runner:
         siblings: Siblings,
         fork: Fork,
         end: End,
-        trim: Callable[[], None],
+        feeds: Callable[[Sequence[Scheduled]], tuple[Feed, ...]],
+        keep: Callable[[Completion, int, int | None], None],
     ) -> None:
         self._guest, self._memory, self._context = guest, memory, context
-        self._siblings, self._fork, self._end, self._trim = siblings, fork, end, trim
+        self._siblings, self._fork, self._end = siblings, fork, end
+        self._feeds, self._keep = feeds, keep
 
     def step(self, scheduled: Sequence[Scheduled]) -> None:
         """Compute the scheduled tokens, and draw for each completion that has no more to compute."""
@@ -74,7 +75,7 @@ class Runner:
         if not scheduled:
             return
         try:
-            ready, draws = self._transact(scheduled)
+            ready, draws, claims = self._transact(scheduled)
         except Exception as error:
             consistent = all(
                 self._memory.length(_seq(completion)) == completion.computed for completion, _ in scheduled
@@ -84,7 +85,7 @@ class Runner:
             self._run_singly(scheduled, error)
             return
         for completion, count in scheduled:
-            completion.computed += count
+            self._keep(completion, count, claims.get(_seq(completion)))
         self._emit(ready, draws)
 
     def _run_singly(self, scheduled: Sequence[Scheduled], error: Exception) -> None:
@@ -96,25 +97,24 @@ class Runner:
         for one in scheduled:
             self._run([one])
 
-    def _transact(self, scheduled: Sequence[Scheduled]) -> tuple[list[Ready], Draws]:
-        """begin, forward, draw, commit. If any of them raises, memory is as before.
+    def _transact(self, scheduled: Sequence[Scheduled]) -> tuple[list[Ready], Draws, Mapping[int, int]]:
+        """begin, forward, draw, commit. If any of them raises, memory is as before. Returns the commit's claims, too.
 
         The commit raises, too, where a model skipped one of its recurrent layers and so wrote no state.
         """
-        self._trim()
-        plan = self._memory.begin(Batch(tuple(_feed(completion, count) for completion, count in scheduled)))
+        plan = self._memory.begin(Batch(self._feeds(scheduled)))
         try:
             logits = self._guest.forward(self._memory, plan, *self._inputs(scheduled))
             ready = self._ready(scheduled)
             draws = self._draw(
                 [(one.row, completion) for one in ready for completion in (one.completion, *one.siblings)], logits
             )
-            self._memory.commit({_seq(completion): count for completion, count in scheduled})
+            claims = self._memory.commit({_seq(completion): count for completion, count in scheduled})
         except BaseException:
             if self._memory.step is not None:
                 self._memory.abandon()
             raise
-        return ready, draws
+        return ready, draws, claims
 
     def _inputs(self, scheduled: Sequence[Scheduled]) -> tuple[list[int], list[int]]:
         """Token ids [T] of the step, and the rows [R] whose logits are wanted."""
@@ -178,14 +178,6 @@ class Runner:
 
 def _failure(what: str, error: Exception) -> EngineFailed:
     return EngineFailed(f"{what} failed with {type(error).__name__}: {error}")
-
-
-def _feed(completion: Completion, count: int) -> Feed:
-    """The feed of a completion, with a checkpoint at the end of each chunk of a session's prompt, as the next prompt
-    may diverge there. The last chunk needs none: it is one token, and the chunk before it ends with a checkpoint."""
-    prefill = completion.request.session is not None and completion.status is Status.PREFILL
-    span = Span(completion.computed, completion.computed + count)
-    return Feed(_seq(completion), span, keep_state=prefill and count < completion.uncomputed)
 
 
 def _seq(completion: Completion) -> int:

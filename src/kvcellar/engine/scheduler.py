@@ -2,9 +2,10 @@
 free cells.
 
 In every step, completions in decode are scheduled first, one token each; then those in prefill, in order of arrival,
-with what is left of the token budget (chunked prefill); then waiting completions are admitted in order of arrival. When
-cells run short, K/V of idle sessions are evicted, and then the youngest running completion is preempted: it keeps its
-tokens, and computes them again later. The oldest is never preempted, so every completion ends eventually.
+with what is left of the token budget (chunked prefill); then waiting completions are admitted in order of arrival, but
+for those that wait for what a running prompt is about to compute. When cells run short, what no sequence uses is
+evicted, and then the youngest running completion is preempted: it keeps its tokens, and computes those again later that
+are evicted meanwhile. The oldest is never preempted, so every completion ends eventually.
 
 Always true:
   * `waiting` and `running` are in order of arrival; a completion is in at most one of them;
@@ -28,24 +29,32 @@ class Manager(Protocol):
         """Free cells of each group."""
         ...
 
-    def cached(self, completion: Completion) -> int:
-        """How many of a waiting completion's tokens are in memory already. Changes nothing."""
+    def available(self) -> Mapping[str, int]:
+        """Cells of each group that are free or could be evicted."""
         ...
 
-    def admit(self, completion: Completion) -> int:
-        """Give a completion a sequence; returns how many of its tokens are in memory already."""
+    def evict(self, group: str, cells: int) -> bool:
+        """Free some cells of a group that no sequence uses, about as many as given. False if there are none."""
         ...
 
-    def next_checkpoint(self, completion: Completion) -> int:
+    def waits(self, completion: Completion) -> bool:
+        """Whether a running prompt is about to compute tokens that a waiting completion needs, too."""
+        ...
+
+    def admit(self, completion: Completion) -> None:
+        """Assign a sequence to a completion, with the prefix of its tokens that is in memory."""
+        ...
+
+    def start(self, completion: Completion) -> None:
+        """A completion that was admitted begins to run."""
+        ...
+
+    def next_end(self, completion: Completion) -> int:
         """The most tokens of a running completion that may be in memory after the next step."""
         ...
 
     def release(self, completion: Completion) -> None:
         """Free the completion's sequence."""
-        ...
-
-    def evict_idle(self, keep_for: Completion | None = None) -> bool:
-        """Free the memory of one idle session, but not that from which `keep_for` continues. False if there is none."""
         ...
 
 
@@ -139,8 +148,9 @@ class Scheduler:
             self.current = completion
             if step.left and not self._add(completion, step):
                 stuck.append(completion)
-        while self._admit_next(step):
-            pass
+        for completion in self.waiting[: self._max_sequences]:
+            if not step.left or not self._admit(completion, step):
+                break
         return step.scheduled, stuck
 
     def _add(self, completion: Completion, step: _Step) -> bool:
@@ -148,13 +158,13 @@ class Scheduler:
         free."""
         while completion in self.running:
             self.current = completion
-            room = min(step.left, self._free() - step.tokens)
+            end = min(self._manager.next_end(completion), self._context)
+            wanted = min(step.left, end - completion.computed)
+            room = self._make_free(step.tokens + wanted) - step.tokens
+            self.current = completion
             if room >= 1:
-                end = min(self._manager.next_checkpoint(completion), self._context)
-                step.add(completion, min(room, end - completion.computed))
+                step.add(completion, min(room, wanted))
                 return True
-            if self._evict_idle():
-                continue
             youngest = self.running[-1]
             if not self.preempt_youngest(completion):
                 return False
@@ -177,48 +187,53 @@ class Scheduler:
         completion.become(Status.WAITING)
         self.enqueue(completion)
 
-    def _admit_next(self, step: _Step) -> bool:
-        """Admit the oldest waiting completion if what it will certainly need is free."""
-        if not self.waiting or not step.left:
-            return False
-        completion = self.waiting[0]
+    def _admit(self, completion: Completion, step: _Step) -> bool:
+        """Admit a waiting completion if what it will certainly need is free, or can be. One that waits for what a
+        running prompt is about to compute is passed over. False if none behind it may be admitted in this step."""
         if sum(map(_sequences, self.running)) + _sequences(completion) > self._max_sequences:
             return False
         self.current = completion
-        while not self._fits(completion, step):
-            if self._evict_idle(keep_for=completion):
-                self.current = completion
-                continue
-            if self.running:
-                return False
-            break  # it runs alone, until memory is full
-        self.current = completion
-        self.waiting.pop(0)
-        completion.computed = self._manager.admit(completion)
+        if self.running and self._manager.waits(completion):
+            return True
+        self._manager.admit(completion)
+        if self.running and not self._fits(completion, step):
+            self._manager.release(completion)
+            return False  # one that runs alone goes on until memory is full
+        self._manager.start(completion)
+        self.waiting.remove(completion)
         completion.become(Status.PREFILL)
         self.add_running(completion)
         return self._add(completion, step)
 
-    def _evict_idle(self, keep_for: Completion | None = None) -> bool:
-        """As the manager's. An error there belongs to an idle session, and to no completion."""
+    def _make_free(self, cells: int) -> int:
+        """Evict until so many cells of every group are free, or nothing is left to evict. Returns the free cells of the
+        group that has the fewest: every token of a step takes one in each. An error belongs to no completion."""
         self.current = None
-        return self._manager.evict_idle(keep_for)
+        while free := self._manager.free():
+            group = min(free, key=lambda name: free[name])
+            if free[group] >= cells or not self._manager.evict(group, cells - free[group]):
+                return free[group]
+        return cells  # a purely recurrent model takes none
 
     def _fits(self, completion: Completion, step: _Step) -> bool:
-        """Are there free cells, in every group, for all its tokens and one more, beside what running completions still
-        need for their prefill?
+        """Are there cells, in every group, for all its tokens and one more, beside what running completions still need
+        for their prefill? What no sequence uses counts as free.
 
         A bounded layout needs what it holds between steps and one token: smaller steps are always possible. A context
         shift needs no more, as keys can be rotated in place.
         """
-        free = self._manager.free()
         tokens = min(len(completion.tokens) + 1, self._context)
-        new = tokens - self._manager.cached(completion)
-        for name, layout in self._layouts.items():
-            reserved = step.tokens + sum(self._missing(other, layout, step) for other in self.running)
-            if min(new, layout.most_cells(tokens, 1)) + reserved > free[name]:
-                return False
-        return True
+        need = {
+            name: min(tokens - completion.computed, layout.most_cells(tokens, 1))
+            + step.tokens
+            + sum(self._missing(other, layout, step) for other in self.running)
+            for name, layout in self._layouts.items()
+        }
+        free = self._manager.free()
+        if all(need[name] <= free[name] for name in need):
+            return True
+        available = self._manager.available()
+        return all(need[name] <= available[name] for name in need)
 
     def _missing(self, completion: Completion, layout: Layout, step: _Step) -> int:
         """Cells of a group that a completion in prefill still needs after this step."""
@@ -227,10 +242,6 @@ class Scheduler:
         if completion.status is not Status.PREFILL or computed >= tokens:
             return 0
         return layout.most_cells(tokens, 0) - layout.most_cells(computed, 0)
-
-    def _free(self) -> int:
-        """Free cells of the group that has the fewest: every token of a step takes one in each."""
-        return min(self._manager.free().values(), default=self._step_tokens)  # a purely recurrent model takes none
 
     def check(self) -> None:
         """Assert what is always true between steps."""

@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 from kvcellar.engine import intake
-from kvcellar.engine.manager import common_prefix
 from kvcellar.engine.request import shift_span
 from kvcellar.engine.result import Collector, Result, Ticket
 from kvcellar.engine.stats import ModelCard
 from kvcellar.errors import BadRequest, shown
 from kvcellar.events import Delta
+from kvcellar.prefix.node import common_prefix
 from kvcellar.sample.params import SamplingOptions, SamplingParams
 
 if TYPE_CHECKING:
@@ -78,7 +78,6 @@ class Session:
         self._number = next(numbers)
         self._busy = threading.Lock()
         self._closed = False
-        loop.open_session(self._number)
         self.tokens: list[int] = []  # the whole text; in a chat, the last turn's prompt and completion
         self.messages: list[dict[str, Any]] = []  # all messages of a chat
         self.last: Result | None = None  # of the last complete turn
@@ -109,18 +108,15 @@ class Session:
         self.close()
 
     def fork(self) -> "Session":
-        """A second session that continues from here, sharing the memory of this one."""
+        """A second session that continues from here. What both have in common is in memory once."""
         with self._alone():
             fork = Session(self._engine, self._loop, self._numbers, chat=self._chat)
             fork.tokens, fork.messages, fork._turns = list(self.tokens), list(self.messages), list(self._turns)
             fork._omitted = self._omitted
-            number, other = self._number, fork._number
-            manager = self._loop.manager
-            self._loop.call(lambda: manager.fork_session(number, other), changes="forking the session")
             return fork
 
     def rewind(self, turns: int = 1) -> None:
-        """Discard the last `turns` turns. Their memory is freed when the next turn is sent."""
+        """Discard the last `turns` turns."""
         with self._alone():
             plain = int.__int__(turns) if isinstance(turns, int) and not isinstance(turns, bool) else -1
             if not 0 <= plain <= len(self._turns):
@@ -132,7 +128,7 @@ class Session:
                 self._omitted = turn.omitted
 
     def close(self) -> None:
-        """Free the memory of the session. A running turn is cancelled. Idempotent."""
+        """End the session. A running turn is cancelled. Idempotent."""
         self._closed = True
         self._loop.end_session(self._number)
 

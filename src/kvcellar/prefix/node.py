@@ -97,6 +97,11 @@ def below(root: Node) -> Iterator[Node]:
         rest += node.children.values()
 
 
+def common_prefix(a: Iterable[int], b: Iterable[int]) -> int:
+    """How many tokens two sequences begin with together."""
+    return common(key_of(a), key_of(b))
+
+
 def common(edge: bytes, key: bytes) -> int:
     """How many tokens two keys begin with together."""
     low, high = 0, min(len(edge), len(key)) // TOKEN

@@ -17,7 +17,7 @@ Always true:
     of the heaps are stale and skipped.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvcellar.policy import value
 from kvcellar.prefix.heap import Heap
@@ -76,15 +76,18 @@ class Tree:
 
     # -- use ----------------------------------------------------------------------------------------------------
 
-    def touch(self, match: Match) -> None:
-        """A request resumes where `match` says: what it uses is of the value that it has now."""
-        if not match.path:
+    def touch(self, node: Node) -> None:
+        """A request resumes at the end of a node that it has locked: what it uses is of the value that it has now."""
+        if node.parent is None:
             return
-        last = match.path[-1]
-        self._enter_leaf(last)
-        if (kept := last.checkpoints.get(match.resume)) is not None:
+        self._enter_leaf(node)
+        if (kept := node.checkpoints.get(node.end)) is not None:
             kept.hits += 1
             self._enter_checkpoint(kept)
+
+    def share(self, node: Node) -> None:
+        """One more sequence uses a node that is locked, until `unlock`."""
+        self._lock(node)
 
     def lock(self, root: Node, match: Match) -> Node:
         """A sequence resumes at `match`: what it uses stays until the node that is returned is unlocked. Splits the
@@ -230,7 +233,10 @@ class Tree:
             return 0
         self._clock = max(self._clock, leaf.value)
         n, whole = leaf.end - leaf.start, leaf.end
-        if (cut := self._claims.of(leaf.claim).whole(leaf.end - most)) > leaf.start:
+        cut = self._claims.of(leaf.claim).whole(max(leaf.start, leaf.end - most))
+        if not self._anywhere:  # what lies behind the last checkpoint serves no request
+            cut = max((pos for pos in leaf.checkpoints if pos <= cut), default=leaf.start)
+        if cut > leaf.start:
             self._cut(leaf, cut)
             self._leaves.push(leaf)
             n = whole - cut
@@ -238,9 +244,14 @@ class Tree:
             self._remove(leaf)
         return n
 
-    def evict_checkpoint(self) -> Kept | None:
-        """Drop the checkpoint of the lowest value; returns it, None if there is none."""
-        kept = self._kept.pop()
+    def evict_checkpoint(self, frees: Callable[[Kept], bool] = lambda kept: True) -> Kept | None:
+        """Drop the checkpoint of the lowest value of those for which `frees` is true; returns it, None if there is
+        none."""
+        passed: list[Kept] = []
+        while (kept := self._kept.pop()) is not None and not frees(kept):
+            passed.append(kept)
+        for one in passed:
+            self._kept.push(one)
         if kept is None:
             return None
         self._kept_clock = max(self._kept_clock, kept.value)

@@ -36,15 +36,16 @@ def worlds(draw):
         n=st.one_of(st.just(1), st.integers(1, settings["max_sequences"])),
         cancel=st.one_of(st.none(), st.none(), st.integers(0, 80)),
     )
-    sessions = st.builds(
+    families = st.builds(
         Ask,
         at=st.integers(0, 40),
         prompt=st.integers(1, min(fits, 30)),
         max_tokens=st.integers(1, 20),
         cancel=st.one_of(st.none(), st.none(), st.integers(0, 80)),
-        session=st.integers(0, 3),
+        n=st.one_of(st.just(1), st.integers(1, settings["max_sequences"])),
+        family=st.integers(0, 3),
     )
-    return world, draw(st.lists(st.one_of(asks, sessions), min_size=1, max_size=14))
+    return world, draw(st.lists(st.one_of(asks, families), min_size=1, max_size=14))
 
 
 def least(world: World, ask: Ask) -> int:
@@ -72,7 +73,6 @@ def test_everybody_is_served_in_their_turn_and_gets_what_they_would_get_alone(ma
                 assert heard.tokens(choice) == least(world, ask), f"request {number}, choice {choice}"
         if ask.cancel is None:
             assert set(heard.reasons) == set(range(ask.n))
-    for session in range(4):
-        world.manager.evict_session(session)
+    world.manager.clear_cache()
     assert world.memory.storage.free() == world.capacity
     assert not world.memory.sequences

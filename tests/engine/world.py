@@ -1,106 +1,39 @@
-"""A world without a network: tables of real cells, requests that come and go, and turns of the real scheduler.
+"""A world without a network: a real memory, requests that come and go, and steps of the real scheduler.
 
 What the runner and the loop do with a network is done here in integers: tokens are numbers, an answer goes on until its
-`max_tokens`. Everything is deterministic, and nothing here needs torch.
+`max_tokens`. Everything is deterministic.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvcellar.cache.cells import Cells
-from kvcellar.cache.rows import Rows
-from kvcellar.cache.tables import Table, Tables
+import torch
+
+from kvcellar.attention.sdpa import Sdpa
+from kvcellar.cache.group import Group
+from kvcellar.cache.memory import Memory
 from kvcellar.engine.manager import SequenceManager
+from kvcellar.engine.prefixes import NEAR
 from kvcellar.engine.request import Completion, Request, Status
 from kvcellar.engine.scheduler import Scheduled, Scheduler
 from kvcellar.events import Delta, Done, Event, Failed, Finished
 from kvcellar.layout import Layout
+from kvcellar.plan import Batch
+from kvcellar.prefix.node import common_prefix
 from kvcellar.sample.params import SamplingParams
 from kvcellar.sample.sampler import Sampler
-from kvcellar.spans import Span
+from kvcellar.shapes import Plane
 from kvcellar.text.output import Output, Stops
 
 VOCABULARY = 1000
 
 
-class TableMemory:
-    """What a manager needs of `Memory`: tables of cells in every group, and nothing stored in them."""
-
-    def __init__(self, layouts: Mapping[str, Layout], cells: Mapping[str, int]) -> None:
-        self.layouts = dict(layouts)
-        self.cells = {name: Cells(count) for name, count in cells.items()}
-        self.tables = {name: Tables(each) for name, each in self.cells.items()}
-        self._tables: dict[int, dict[str, Table]] = {}
-        self.rows = Rows(None)
-
-    @property
-    def sequences(self) -> tuple[int, ...]:
-        return tuple(self._tables)
-
-    @property
-    def storage(self) -> "TableMemory":
-        return self
-
-    def free(self) -> dict[str, int]:
-        return {name: cells.free for name, cells in self.cells.items()}
-
-    def has(self, seq: int) -> bool:
-        return seq in self._tables
-
-    def length(self, seq: int) -> int:
-        return next(iter(self._tables[seq].values())).end if seq in self._tables else 0
-
-    def feed(self, shares: Sequence[Scheduled]) -> None:
-        """A step: cells for all its tokens first, then what slides out of sight is forgotten."""
-        taken: list[tuple[Table, str, list]] = []
-        for completion, tokens in shares:
-            assert completion.seq is not None
-            tables = self._tables.setdefault(
-                completion.seq, {name: Table(all_of) for name, all_of in self.tables.items()}
-            )
-            for name, table in tables.items():
-                assert table.end == completion.computed, (
-                    f"memory goes on at {table.end}, the completion at {completion.computed}"
-                )
-                taken.append((table, name, self.cells[name].take(tokens, after=table.last_cell)))
-        for table, name, runs in taken:
-            table.append(runs)
-            table.forget_below(self.layouts[name].keep(table.end))
-
-    def can_cut(self, seq: int, pos: int) -> int:
-        kept, before = min(pos, self.length(seq)), -1
-        while kept != before:
-            before = kept
-            for name, table in self._tables.get(seq, {}).items():
-                kept = self.layouts[name].can_cut(table.first, table.end, kept)
-        return kept
-
-    def derived(self, seq: int) -> int | None:
-        return None
-
-    def fork(self, src: int, dst: int, upto: int) -> int:
-        kept = self.can_cut(src, upto)
-        self._tables[dst] = {name: table.share(kept) for name, table in self._tables[src].items()}
-        return kept
-
-    def remove(self, seq: int, span: Span) -> int:
-        assert span.end == self.length(seq)
-        assert self.can_cut(seq, span.start) == span.start
-        for table in self._tables[seq].values():
-            table.cut(span.start)
-        return span.start
-
-    def drop(self, seq: int) -> None:
-        for table in self._tables.pop(seq).values():
-            table.cut(0)
-
-    def check(self) -> None:
-        for name, cells in self.cells.items():
-            cells.check()
-            for tables in self._tables.values():
-                tables[name].check()
-            cells.check_holders([run for tables in self._tables.values() for run in tables[name].runs])
-            self.tables[name].check([tables[name] for tables in self._tables.values()])
+def memory_of(layouts: Mapping[str, Layout], cells: Mapping[str, int]) -> Memory:
+    """A memory whose cells hold one number, so that a step costs next to nothing."""
+    groups = [
+        Group(name, layout, (Plane("k", 1, 1),), (layer,)) for layer, (name, layout) in enumerate(layouts.items())
+    ]
+    return Memory(groups, cells=cells, dtype=torch.float32, device="cpu", backend=Sdpa())
 
 
 @dataclass(frozen=True)
@@ -112,7 +45,7 @@ class Ask:
     max_tokens: int
     n: int = 1
     cancel: int | None = None
-    session: int | None = None
+    family: int | None = None  # prompts of a family begin alike; others differ from their first token on
 
 
 @dataclass
@@ -153,8 +86,8 @@ class World:
     ) -> None:
         self.layouts, self.capacity = dict(layouts), dict(cells)
         self.context, self.max_sequences, self.step_tokens = context, max_sequences, step_tokens
-        self.memory = TableMemory(layouts, cells)
-        self.manager = SequenceManager(self.memory)  # type: ignore[arg-type]
+        self.memory = memory_of(layouts, cells)
+        self.manager = SequenceManager(self.memory)
         self.scheduler = Scheduler(
             self.manager, layouts, context=context, max_sequences=max_sequences, step_tokens=step_tokens
         )
@@ -169,7 +102,7 @@ class World:
         limit = sum(a.at + 2 * a.n * (a.prompt + a.max_tokens + 2) for a in asks) * 2 + 50
         while coming or self.scheduler.running or self.scheduler.waiting:
             for number, ask in list(coming.items()):
-                if ask.at <= self.turns and not self._session_busy(ask.session):
+                if ask.at <= self.turns:
                     self.submit(number, ask)
                     del coming[number]
             for number, request in self.requests.items():
@@ -178,16 +111,12 @@ class World:
             self.turn()
             assert self.turns < limit, "it does not come to an end"
 
-    def _session_busy(self, session: int | None) -> bool:
-        return session is not None and any(r.session == session and not r.done for r in self.requests.values())
-
     def submit(self, number: int, ask: Ask) -> None:
         heard = self.heard[number] = Heard()
         params = SamplingParams(max_tokens=ask.max_tokens, n=ask.n, temperature=0.0)
-        # Prompts of a session begin alike, others differ from their first token on.
-        first = 2 * ask.session if ask.session is not None else 2 * number + 1
-        prompt = (first, *range(VOCABULARY - ask.prompt + 1, VOCABULARY))
-        request = self.requests[number] = Request(prompt, params, heard, ask.session, number=len(self.requests))
+        first = 2 * ask.family if ask.family is not None else 2 * number + 1
+        prompt = (first, *range(1, ask.prompt))
+        request = self.requests[number] = Request(prompt, params, heard, number=len(self.requests))
         request.completions.append(self._completion(request, list(prompt), 0))
         self.scheduler.enqueue(request.completions[0])
 
@@ -208,16 +137,24 @@ class World:
         self.check_laws(shares, stuck, waiting, running)
         for completion in stuck:
             self._end(completion, "length")
-        self.memory.feed(shares)
-        self.fed += sum(share.tokens for share in shares)
-        for completion, tokens in shares:
-            completion.computed += tokens
+        if shares:
+            self._compute(shares)
         for completion, _ in shares:
             if not completion.uncomputed and completion.status is not Status.DONE:
                 for writer in self._writers(completion):
                     if reason := writer.accept([(len(writer.tokens) % VOCABULARY, None)], self.context).reason:
                         self._end(writer, reason)
         self.check()
+
+    def _compute(self, shares: Sequence[Scheduled]) -> None:
+        self.fed += sum(share.tokens for share in shares)
+        self.memory.begin(Batch(self.manager.feeds(shares)))
+        for layer in range(len(self.layouts)):
+            self.memory.put(layer, k=torch.zeros(sum(share.tokens for share in shares), 1, 1))
+        claims = self.memory.commit()
+        for completion, tokens in shares:
+            assert completion.seq is not None
+            self.manager.keep(completion, tokens, claims.get(completion.seq))
 
     def _writers(self, completion: Completion) -> list[Completion]:
         if completion.status is Status.DECODE:
@@ -237,10 +174,7 @@ class World:
 
     def _end(self, completion: Completion, reason: str) -> None:
         self.scheduler.remove(completion)
-        if completion.request.session is not None and completion.seq is not None:
-            self.manager.keep(completion.request.session, completion)
-        else:
-            self.manager.release(completion)
+        self.manager.release(completion)
         completion.finish(reason)  # type: ignore[arg-type]
 
     # -- laws ---------------------------------------------------------------------------------------------------
@@ -278,9 +212,9 @@ class World:
             assert not unserved, "a completion that reads was served before one that writes"
         admitted = [completion for completion in waiting if completion in now]
         assert admitted == sorted(admitted, key=lambda completion: completion.key)
-        passed_over = [
-            completion for completion in self.scheduler.waiting if admitted and completion.key < admitted[-1].key
-        ]
-        assert not passed_over, "somebody who came later was admitted first"
+        for other in self.scheduler.waiting:
+            if admitted and other in waiting and other.key < admitted[-1].key:
+                alike = max(common_prefix(other.tokens, one.tokens) for one in now if one.status is Status.PREFILL)
+                assert alike >= NEAR, "a later request was admitted before one that waits for no other"
         assert sum(r.params.n if len(r.completions) == 1 else 1 for r in (x.request for x in now)) <= self.max_sequences
         assert shares or stuck or not (waiting or running), "nothing happens"

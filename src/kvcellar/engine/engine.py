@@ -235,6 +235,10 @@ class Engine:
         """The current statistics. Waits for the running step."""
         return self._loop.call(partial(stats, self._built))
 
+    def clear_cache(self) -> None:
+        """Evict all that no running completion uses from the prefix cache."""
+        self._loop.call(self._loop.manager.clear_cache, changes="clearing the cache")
+
     def check(self) -> None:
         """Assert every invariant of the scheduler and of memory, between two steps."""
         self._loop.call(self._loop.check)

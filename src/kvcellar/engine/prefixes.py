@@ -163,9 +163,12 @@ class Prefixes:
     def evict(self, group: str | None, tokens: int = 1) -> bool:
         """Free cells of a group, or, without one, rows of state, of what no sequence uses; False if nothing is left
         that could free any. More or fewer than `tokens` may become free."""
-        if group is None or group in self._bounded:
-            return self.tree.evict_checkpoint(lambda kept: self._frees(kept, group)) is not None
-        return self.tree.evict_leaf(max(tokens, 1)) > 0
+        if group is not None and group not in self._bounded:
+            return self.tree.evict_leaf(max(tokens, 1)) > 0
+        if self.tree.evict_checkpoint(lambda kept: self._frees(kept, group)) is not None:
+            return True
+        # Checkpoints may have the same window, and a row only one: the next one is free once all of them are gone.
+        return group is not None and self.tree.evict_checkpoint() is not None
 
     def _frees(self, kept: Kept, group: str | None) -> bool:
         cells, rows = self._memory.claims.exclusive(kept.node.claim, kept.pos)

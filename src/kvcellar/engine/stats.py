@@ -35,7 +35,8 @@ class GroupStats:
     name: str  # name of the group
     layers: int  # layers of the group
     cells: int  # all cells, without the null cell
-    used: int  # cells in use
+    used: int  # cells of running sequences
+    cached: int  # cells in use that belong to no running sequence: the prefix cache; they are evicted when needed
     bytes: int  # bytes of all cells, used or not
     backend: str | None  # attention backend; None: the attention of the model
 
@@ -47,7 +48,7 @@ class EngineStats:
 
     running: int  # completions in prefill or decode
     waiting: int  # completions waiting for admission
-    sequences: int  # sequences in memory, including those of idle sessions
+    sequences: int  # sequences in memory: those of running completions
     steps: int  # steps since the start
     preemptions: int  # preemptions since the start
     cache_bytes: int  # bytes of K/V and recurrent state
@@ -56,7 +57,8 @@ class EngineStats:
     limit_bytes: int  # cap on the sum of these three
     groups: tuple[GroupStats, ...]  # described below
     rows: int  # rows of recurrent state, without the null row
-    rows_used: int  # rows in use by sequences and checkpoints
+    rows_used: int  # rows of running sequences
+    rows_cached: int  # rows in use that belong to no running sequence
     state_bytes: int  # bytes of all rows
     shifts: int  # context shifts that rotated keys
     recomputes: Mapping[str, int]  # context shifts that recomputed text instead, by reason
@@ -65,6 +67,10 @@ class EngineStats:
     @property
     def cells_used(self) -> int:
         return sum(group.used for group in self.groups)
+
+    @property
+    def cells_cached(self) -> int:
+        return sum(group.cached for group in self.groups)
 
 
 def model_card(built: "Built") -> ModelCard:
@@ -87,13 +93,15 @@ def model_card(built: "Built") -> ModelCard:
 def stats(built: "Built") -> EngineStats:
     """To be called on the engine's thread, between two steps."""
     loop, memory, scheduler, guest = built.loop, built.memory, built.loop.scheduler, built.guest
-    free, capacity = memory.storage.free(), memory.storage.capacity()
+    free, capacity, used = memory.storage.free(), memory.storage.capacity(), memory.used()
+    rows_used = memory.used_rows()
     groups = tuple(
         GroupStats(
             group.name,
             len(group.layers),
             capacity[group.name],
-            capacity[group.name] - free[group.name],
+            used[group.name],
+            capacity[group.name] - free[group.name] - used[group.name],
             group.bytes(capacity[group.name], guest.dtype.itemsize, guest.backends[group.name]),
             guest.backends[group.name].name if guest.mode == "flat" else None,
         )
@@ -111,7 +119,8 @@ def stats(built: "Built") -> EngineStats:
         limit_bytes=built.capacity.budget,
         groups=groups,
         rows=(rows := memory.rows.capacity or 0),
-        rows_used=rows - (memory.rows.free or 0),
+        rows_used=rows_used,
+        rows_cached=rows - (memory.rows.free or 0) - rows_used,
         state_bytes=built.capacity.states.bytes,
         shifts=loop.manager.shifts,
         recomputes=dict(loop.manager.recomputes),

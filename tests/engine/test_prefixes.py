@@ -16,6 +16,7 @@ from kvcellar.cache.layouts import Causal, Chunked, Sliding
 from kvcellar.cache.memory import Memory
 from kvcellar.engine.prefixes import Prefix, Prefixes
 from kvcellar.plan import Batch, Feed
+from kvcellar.prefix.node import key_of
 from kvcellar.shapes import Plane, Recurrent, StatePlane
 from kvcellar.spans import Span
 
@@ -72,8 +73,8 @@ class World:
 
     def begin(self, space: str, tokens: list[int], marks: list[int]) -> None:
         self.seqs += 1
-        expected = self.prefixes.restorable(space, tokens)
-        prefix = self.prefixes.restore(self.seqs, space, tokens, marks)
+        expected = self.prefixes.restorable(space, key_of(tokens))
+        prefix = self.prefixes.restore(self.seqs, space, key_of(tokens), marks)
         assert self.prefixes.tree.peek("unknown") is not self.prefixes.tree.peek("unknown"), "looking made a root"
         assert prefix.restored == expected <= prefix.matched <= len(tokens)
         assert prefix.restored < len(tokens)
@@ -127,7 +128,7 @@ class World:
 
     def end(self, one: Running, publish: bool) -> None:
         if publish:
-            self.prefixes.publish(one.seq, one.prefix, one.tokens, one.read)
+            self.prefixes.publish(one.seq, one.prefix, one.tokens, one.read, resumable=True)
         self.prefixes.release(one.prefix)
         if self.memory.has(one.seq):
             self.memory.drop(one.seq)

@@ -93,8 +93,8 @@ class World:
         assert match.resume == possible[-1]
         assert [node.start for node in match.path] == [0, *(node.end for node in match.path[:-1])][: len(match.path)]
         assert not match.path or match.path[-1].start < match.resume <= match.path[-1].end
-        self.tree.touch(match)
         node = self.tree.lock(root, match)
+        self.tree.touch(node)
         at = match.resume
         for end in sorted({borders[n] for n in run.steps if n < len(borders)} | {len(tokens)}):
             if end <= at:

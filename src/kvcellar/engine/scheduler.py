@@ -151,6 +151,8 @@ class Scheduler:
         for completion in self.waiting[: self._max_sequences]:
             if not step.left or not self._admit(completion, step):
                 break
+        if not (step.scheduled or stuck):  # what was just admitted alone may already fill memory
+            stuck += self.running
         return step.scheduled, stuck
 
     def _add(self, completion: Completion, step: _Step) -> bool:

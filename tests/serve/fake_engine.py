@@ -94,6 +94,7 @@ class FakeEngine:
         self.healthy = True
         self.script = Script()
         self.seen: list[tuple[tuple[int, ...], SamplingParams]] = []
+        self.namespaces: list[str] = []  # of each request in `seen`
         self.cancels = 0  # requests cancelled before their end
         self.rejected = 0
         self.rendered: list[dict[str, Any]] = []  # options of each call
@@ -131,7 +132,12 @@ class FakeEngine:
         return self.encode("".join(map(_turn, checked(messages, Caps()))), limit=limit)
 
     def submit(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, deliver: Callable[[Event], None]
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        deliver: Callable[[Event], None],
+        namespace: str = "",
     ) -> FakeTicket:
         script = self.script
         if script.reject is not None and self.rejected != script.rejections:
@@ -143,6 +149,7 @@ class FakeEngine:
         run = Run(tuple(prompt_ids), params, script, deliver, list(plan(tuple(prompt_ids), params, script)))
         with self._turn:
             self.seen.append((run.prompt, params))
+            self.namespaces.append(namespace)
             self._running.append(run)
             self._turn.notify_all()
         return FakeTicket(self, run)

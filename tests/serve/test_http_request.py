@@ -36,7 +36,7 @@ class Engine:
         self.deliver = []
         self.tickets = []
 
-    def submit(self, prompt, params, *, deliver):
+    def submit(self, prompt, params, *, deliver, namespace):
         if len(self.tickets) == self.taken:
             raise BadRequest("no more", "prompt")
         self.deliver.append(deliver)

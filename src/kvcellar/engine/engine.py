@@ -141,24 +141,30 @@ class Engine:
         *,
         deliver: Callable[[Event], None],
         session: int | None = None,
-        checkpoint_positions: Sequence[int] = (),
+        checkpoint_positions: Sequence[int] | None = None,
+        namespace: str = "",
     ) -> Ticket:
         """Submit a request, and return at once. `deliver` is called with every event, on the engine's thread; it must
         not block.
 
-        `checkpoint_positions` are positions of the prompt, ascending, from which the session may resume. A model with
-        recurrent layers keeps checkpoints there when the prompt is prefilled; others ignore them.
+        The request begins with what others of its `namespace` have computed of the same tokens, and leaves what it
+        computes for them. `checkpoint_positions` are positions of the prompt, ascending, from which later requests may
+        resume; None: where messages begin. A model with windows or recurrent layers keeps checkpoints there when the
+        prompt is prefilled; others can resume anywhere.
 
         Raises `BadRequest`, `PromptTooLong`, `Overloaded` or `EngineClosed`; then no event is delivered.
         """
         params, deliver = intake.parameters(params), intake.receiver(deliver)
         session = intake.session_number(session)
         prompt = self._built.intake.prompt(prompt_ids, params)
-        positions = intake.positions(checkpoint_positions, len(prompt))
+        positions = self._built.intake.borders(prompt)
+        if checkpoint_positions is not None:
+            positions = intake.positions(checkpoint_positions, len(prompt))
+        namespace = intake.namespace_name(namespace)
         if self._loop.backlog >= self._built.settings.max_waiting:
             raise Overloaded(f"{self._loop.backlog} requests are waiting already; try again later")
         seed = params.seed if params.seed is not None else fresh_seed()
-        request = Request(prompt, params, deliver, session, positions)
+        request = Request(prompt, params, deliver, session, positions, namespace)
         prompts = self._built.intake.prompts
         size = prompts.take(len(prompt), params.n)
         try:
@@ -254,7 +260,7 @@ class Engine:
         ids: Sequence[int],
         params: SamplingParams,
         session: int | None = None,
-        checkpoint_positions: Sequence[int] = (),
+        checkpoint_positions: Sequence[int] | None = None,
     ) -> tuple[Collector, Ticket]:
         """Submit a request whose result the caller waits for."""
         self._loop.check_caller()

@@ -30,6 +30,8 @@ FIELDS = frozenset(field.name for field in fields(SamplingParams))
 LEAST_MESSAGE_CHARS = 2**20
 SPARE = 4  # messages may have so many times the text that fits the context: templates omit some of it (reasoning)
 TOKEN_BYTES = 44  # of a token id in a tuple, and of the id itself
+FIRST_BORDERS, LAST_BORDERS = 2, 8  # of messages, where a prompt leaves checkpoints
+MOST_NAMESPACE = 256  # characters
 COPY_BYTES = 8  # of a token id in the list of one completion
 
 
@@ -57,6 +59,13 @@ class Intake:
             raise BadRequest("stop strings need a tokenizer, and this model has none; use stop_token_ids", "stop")
         self._check_fits(len(found))
         return found
+
+    def borders(self, prompt: Sequence[int]) -> tuple[int, ...]:
+        """Where messages of a chat begin in a prompt: at tokens that are no text. The first, where a system prompt
+        ends, and the last ones."""
+        special = self.codec.special_ids
+        found = [pos for pos, token in enumerate(prompt) if token in special and pos]
+        return (*found[:FIRST_BORDERS], *found[FIRST_BORDERS:][-LAST_BORDERS:])
 
     def completion(self, request: Request, seed: int) -> Completion:
         """The completion of `request` that prefills its prompt."""
@@ -140,6 +149,11 @@ class TextCodec:
     @property
     def has_chat(self) -> bool:
         return self._template is not None
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that are no text; empty without a tokenizer."""
+        return self._tokenizer.special_ids if self._tokenizer is not None else frozenset()
 
     def encode(self, text: str, *, special: bool | None = None, limit: int | None = None) -> list[int]:
         return self._checked().encode(text, special=special, limit=limit)
@@ -234,6 +248,12 @@ def session_number(session: Any) -> int | None:
     if isinstance(session, bool):
         raise BadRequest(f"a session is named by its number, not by {session}", "session")
     return whole(session, "a session", "session")
+
+
+def namespace_name(namespace: Any) -> str:
+    if not isinstance(namespace, str) or len(namespace) > MOST_NAMESPACE:
+        raise BadRequest(f"a namespace is a text of up to {MOST_NAMESPACE} characters, not {shown(namespace)}")
+    return str.__str__(namespace)
 
 
 def token(value: Any, vocab_size: int, param: str) -> int:

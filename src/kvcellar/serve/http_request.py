@@ -43,8 +43,9 @@ class HttpRequest:
         self._cancelled = False  # nothing is submitted any more
         self._ended = False
 
-    def submit(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
-        """Submit all prompts. Raises what the engine's `submit` raises, which ends the request.
+    def submit(self, prompts: Sequence[Sequence[int]], params: SamplingParams, namespace: str = "") -> None:
+        """Submit all prompts, which share memory with others of `namespace` only. Raises what the engine's `submit`
+        raises, which ends the request.
 
         Not for the event loop, because it checks long prompts. The request may end meanwhile.
         """
@@ -55,7 +56,7 @@ class HttpRequest:
         for number, prompt in enumerate(prompts):
             if self._cancelled:
                 return
-            ticket = self._engine.submit(prompt, params, deliver=partial(self._deliver, number))
+            ticket = self._engine.submit(prompt, params, deliver=partial(self._deliver, number), namespace=namespace)
             with self._lock:
                 self._tickets[number] = ticket
                 if not self._cancelled:

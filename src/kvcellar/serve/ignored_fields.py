@@ -10,15 +10,12 @@ from types import MappingProxyType
 NO_EFFECT: Mapping[str, str] = MappingProxyType(  # accepted with any value, and the reason
     {
         "cache_prompt": "a hint for the prefix cache; the text does not depend on it",
-        "cache_salt": "separate requests share no memory, so none can observe the prompts of another",
         "length_penalty": "used only by beam search, which is refused",
         "metadata": "describes the caller",
         "parallel_tool_calls": "tool calls are not generated",
         "prompt_cache_key": "a hint for the prefix cache; the text does not depend on it",
         "request_id": "the caller's name for the request; the server's id is in the header x-request-id",
-        "safety_identifier": "describes the caller",
         "spaces_between_special_tokens": "special tokens are never part of the text",
-        "user": "describes the caller",
     }
 )
 

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvcellar.errors import KvcellarError
 from kvcellar.serve.api_errors import ApiError, ClientDisconnected, api_error, shutting_down
 from kvcellar.serve.drain import Drain
+from kvcellar.serve.namespaces import set_api_key
 from kvcellar.serve.request_log import RequestLog
 from kvcellar.serve.settings import ServeSettings
 
@@ -69,20 +70,24 @@ class RequestMiddleware:
         names = self._settings.hosts  # HTTP/1.0 allows a request without Host; browsers always send it
         if names is not None and not all(_name_of(host) in names for host in headers.getlist("host")):
             raise ApiError(403, "the header Host does not name this server", code="host_not_allowed")
-        if self._settings.key_digests and not self._has_valid_key(headers.getlist("authorization")):
-            message = "a valid API key is needed: Authorization: Bearer KEY"
-            raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        if self._settings.key_digests:
+            key = self._valid_key(headers.getlist("authorization"))
+            if key is None:
+                message = "a valid API key is needed: Authorization: Bearer KEY"
+                raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+            set_api_key(scope, key)
         if self._drain.started:
             raise shutting_down()
 
-    def _has_valid_key(self, authorizations: list[str]) -> bool:
-        """Compares in constant time: the same time for every key, however many of its characters are correct."""
+    def _valid_key(self, authorizations: list[str]) -> bytes | None:
+        """The digest of the key, if it is one of this server's. Compares in constant time: the same time for every key,
+        however many of its characters are correct."""
         if len(authorizations) != 1:
-            return False
+            return None
         scheme, _, key = authorizations[0].partition(" ")
         digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._settings.key_digests]
-        return any(matches) and scheme.lower() == "bearer"
+        return digest if any(matches) and scheme.lower() == "bearer" else None
 
     async def _send_error(self, error: ApiError, scope: Scope, receive: Receive, response: "ResponseSend") -> None:
         """Sends nothing if a response has begun: a stream reports its own error, other responses are cut off."""

@@ -23,6 +23,7 @@ from kvcellar.serve.body import BodyBudget, RequestBody, receive_json
 from kvcellar.serve.drain import Drain
 from kvcellar.serve.http_request import Batch, HttpRequest
 from kvcellar.serve.json_text import CHUNK_ITEMS, json_chunks, to_json
+from kvcellar.serve.namespaces import namespace
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.request_log import RequestLog
@@ -95,12 +96,12 @@ class CompletionHandler:
         server, body = self._server, RequestBody(self._server.bodies)
         try:
             await server.drain.run_before(receive_json(scope, receive, server.settings, body))
-            await until_disconnected(receive, self._respond(body, RequestLog.of(scope), send))
+            await until_disconnected(receive, self._respond(body, scope, send))
         finally:
             body.request_ended()
 
-    async def _respond(self, body: RequestBody, log: RequestLog, send: Send) -> None:
-        server = self._server
+    async def _respond(self, body: RequestBody, scope: Scope, send: Send) -> None:
+        server, log = self._server, RequestLog.of(scope)
         with ExitStack() as stack:
             request = stack.enter_context(HttpRequest(server.engine, server.settings.max_backlog_events))
             stack.enter_context(server.drain.on_start(request.refuse_if_queued))
@@ -108,7 +109,9 @@ class CompletionHandler:
             def parse_and_submit() -> ParsedRequest:
                 parsed, prompts = self._parse(server.engine, body.data)
                 log.set_prompts(prompts)
-                request.submit(prompts, parsed.params)
+                share = server.settings.share_prefixes
+                name = namespace(scope, share=share, salt=parsed.salt, users=parsed.users)
+                request.submit(prompts, parsed.params, name)
                 return parsed
 
             parsed = await server.drain.run_before(server.threads.run(body, parse_and_submit))

@@ -58,6 +58,13 @@ class ServedEngine(Protocol):
         """Raises `PromptTooLong` for more than `limit` tokens."""
         ...
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, *, deliver: Callable[[Event], None]) -> Ticket:
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        deliver: Callable[[Event], None],
+        namespace: str = "",
+    ) -> Ticket:
         """`deliver` is called on the engine's thread. Raises `BadRequest`, `Overloaded` or `EngineClosed`."""
         ...

@@ -76,6 +76,9 @@ class CommonBody(StrictModel):
     # OpenAI: from token id to bias, -100 to 100
     logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_not_many)] = None
     seed: int | None = None  # OpenAI: makes sampling reproducible
+    cache_salt: str | None = None  # vLLM: the request shares memory only with those of the same salt
+    user: str | None = None  # OpenAI: the request shares memory only with those of the same user
+    safety_identifier: str | None = None  # OpenAI: new name of `user`
     n: int | None = None  # OpenAI: number of completions of each prompt; they share its K/V
     stop: Annotated[list[str] | None, FailFast(), BeforeValidator(_as_list)] = None  # OpenAI: a string, or up to 64
     stop_token_ids: Annotated[list[int] | None, FailFast()] = None  # vLLM: the completion ends at any of these tokens
@@ -136,6 +139,8 @@ class ParsedRequest:
     stream: bool
     include_usage: bool  # a last chunk with the usage of the request
     continuous_usage: bool  # and in every other chunk the usage of its choice so far
+    salt: str | None  # of the namespace of its memory
+    users: tuple[str | None, ...]
     token_ids: bool  # return the ids beside the text
     tokens_as_ids: bool  # in logprobs, write a token as "token_id:N"
 
@@ -268,6 +273,8 @@ def _parsed(
         stream=bool(body.stream),
         include_usage=include,
         continuous_usage=continuous,
+        salt=body.cache_salt,
+        users=(body.user, body.safety_identifier),
         token_ids=bool(body.return_token_ids) or not engine.model.has_text,
         tokens_as_ids=bool(body.return_tokens_as_token_ids) or not engine.model.has_text,
     )

@@ -44,6 +44,7 @@ class ServeSettings:
     write_seconds: float = 60.0  # limit for a client that does not read
     ping_seconds: float = 15.0  # a stream without data for this long sends a comment line
     idle_seconds: int = 75  # limit for an idle connection
+    share_prefixes: bool = False  # requests of different API keys and users find each other's prefixes in memory
     drain_seconds: float = 5.0  # limit for running requests after the first SIGTERM
 
     def __post_init__(self) -> None:

@@ -1,0 +1,32 @@
+"""namespaces: which requests may share memory.
+
+What a request has computed is found by others of its namespace only. Otherwise the time to the first token, and
+`cached_tokens`, would tell one client what another one has sent. A namespace is a digest of the API key, of
+`cache_salt`, and of the fields that name the client's user. With `share_prefixes` only `cache_salt` separates requests.
+"""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from starlette.types import Scope
+
+_API_KEY = "kvcellar.api_key"
+
+
+def set_api_key(scope: Scope, digest: bytes) -> None:
+    """Record the digest of the API key that a request was accepted with."""
+    scope[_API_KEY] = digest
+
+
+def namespace(scope: Scope, *, share: bool, salt: str | None, users: Sequence[str | None]) -> str:
+    """The namespace of a request. `share`: the API key and `users` do not matter. Requests that have none of all this
+    are in the empty one."""
+    key: bytes = b"" if share else scope.get(_API_KEY, b"")
+    names = [salt, *(() if share else users)]
+    if not key and not any(names):
+        return ""
+    digest = blake2b(digest_size=16, person=b"kvcellar-name")
+    for part in (key, *((name or "").encode() for name in names)):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()

@@ -13,7 +13,7 @@ from kvcellar import Engine
 
 SRC = Path(kvcellar.__file__).parent
 AIM = 30  # fewer than these
-MOST = 44  # to be lowered whenever the number falls
+MOST = 39  # to be lowered whenever the number falls
 BETWEEN = {"engine/compaction.py"}  # runs while no request does
 
 

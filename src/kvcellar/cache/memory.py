@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcellar.cache.claim import Claim
 from kvcellar.cache.claims import Claims
 from kvcellar.cache.group import Group, Stores, check_groups
 from kvcellar.cache.history import LayerHistory
@@ -174,7 +175,9 @@ class Memory:
         step = self._open("commit")
         counts = step.counts(accepted or {})
         self.states.settle(step.batch, counts)
-        made = self.claims.of_step(step.batch, counts, step.taken)  # before anything slides out
+        made: dict[int, Claim] = {}
+        if any(feed.checkpoints for feed in step.batch.feeds):
+            made = self.claims.of_step(step.batch, counts, step.taken)  # before anything slides out
         self.step = None
         self._sequences.commit(step.batch, counts, step.taken)
         step.end()

@@ -152,7 +152,8 @@ class Sequences:
         """So many tokens of each feed are kept. `taken[group][feed]` are the cells they are in, handed over here."""
         for feed, count in zip(batch.feeds, counts, strict=True):
             record, end = self.records[feed.seq], feed.pos.start + count
-            record.ahead += until(batch.ahead(feed.seq), end)
+            if batch.look_ahead:
+                record.ahead += until(batch.ahead(feed.seq), end)
             if feed.stores and count:
                 record.states.advance(self._states.step_rows.new(feed.seq), end)
                 if feed.keep_state and count == len(feed.pos):

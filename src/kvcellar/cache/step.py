@@ -10,7 +10,6 @@ from typing import Self
 
 from torch import Tensor
 
-from kvcellar.cache.claim import undone
 from kvcellar.cache.group import Stores, check_written
 from kvcellar.cache.history import Columns, LayerHistory
 from kvcellar.cache.plans import accepted_counts, check_query, group_plan, worst_case
@@ -40,7 +39,7 @@ class Step:
         """See `Memory.begin`."""
         step = cls(stores, sequences, states, batch)
         step._admit()
-        with undone(step.abandon):  # a mask may be too large for the device: what was set aside is freed
+        try:
             for feed in batch.feeds:
                 if feed.seq not in sequences.records:
                     step.opened.append(feed.seq)
@@ -49,6 +48,9 @@ class Step:
                 step._take(index)
             groups = [step._plan_group(index) for index in range(len(stores.all))]
             step._lay_out(groups, states.step_rows.begin(batch, lambda seq: sequences.record(seq).states.row))
+        except BaseException:  # for one, a mask may be too large for the device
+            step.abandon()
+            raise
         return step
 
     @classmethod

@@ -101,7 +101,8 @@ class Runner:
 
         The commit raises, too, where a model skipped one of its recurrent layers and so wrote no state.
         """
-        self._trim()
+        if self._memory.rows.kept:
+            self._trim()
         plan = self._memory.begin(Batch(tuple(_feed(completion, count) for completion, count in scheduled)))
         try:
             logits = self._guest.forward(self._memory, plan, *self._inputs(scheduled))

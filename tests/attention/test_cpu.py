@@ -18,9 +18,9 @@ from kvcellar.attention.cpu import SHORT, Cpu
 from kvcellar.attention.reference import Reference, attend_dense
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.group import Group
+from kvcellar.cache.history import StepTables
 from kvcellar.cache.layouts import Causal, Chunked, Input, Sliding
 from kvcellar.cache.memory import Memory
-from kvcellar.cache.step_tables import StepTables
 from kvcellar.contracts import Backend
 from kvcellar.errors import NoBackend
 from kvcellar.kernels import attention, widened
@@ -204,7 +204,7 @@ def cells_of_last(kept: Memory, seq: int) -> list[int]:
 def test_cells_in_many_pieces(layout) -> None:
     texts, most = Texts(layout, (4, 2, 8, 12), 26, backend=Cpu()), 0
     for seq in 12 * list(range(5)):
-        if texts.memory.storage.free()["g"] < 1:
+        if texts.memory.free()["g"] < 1:
             oldest = max(texts.memory.sequences, key=texts.memory.length)
             texts.memory.drop(oldest)
             del texts.known[oldest]

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from kvcellar.cache.ahead import Spans, around, closed_over, deepest, until
 from kvcellar.cache.ahead import check as check_ahead
-from kvcellar.cache.group import GroupStore
-from kvcellar.cache.sequence_states import SequenceStates
+from kvcellar.cache.rows import SequenceStates
 from kvcellar.cache.states import States
+from kvcellar.cache.storage import GroupStore
 from kvcellar.cache.tables import Table, share_all
 from kvcellar.errors import BadRequest, UnknownSequence
 from kvcellar.plan import Batch, Run
@@ -135,7 +135,7 @@ class Sequences:
         self.records[seq] = self._empty()
 
     def _empty(self) -> Record:
-        return Record([store.table() for store in self._stores], SequenceStates(self._states.rows))
+        return Record([store.tables.new() for store in self._stores], SequenceStates(self._states.rows))
 
     def give_input(self, seq: int, digest: str | None, make: Callable[[], Iterable[Table]]) -> None:
         """`seq`, which may be new, has the tables that `make` returns, one for each group of an input.

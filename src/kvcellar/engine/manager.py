@@ -48,7 +48,7 @@ class SequenceManager:
         self.recomputes: Counter[str] = Counter()  # context shifts that recompute text instead, by reason
 
     def free(self) -> Mapping[str, int]:
-        return self.memory.storage.free()
+        return self.memory.free()
 
     # -- completions --------------------------------------------------------------------------------------------------
 

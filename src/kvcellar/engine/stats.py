@@ -87,7 +87,7 @@ def model_card(built: "Built") -> ModelCard:
 def stats(built: "Built") -> EngineStats:
     """To be called on the engine's thread, between two steps."""
     loop, memory, scheduler, guest = built.loop, built.memory, built.loop.scheduler, built.guest
-    free, capacity = memory.storage.free(), memory.storage.capacity()
+    free, capacity = memory.free(), memory.storage.capacity()
     groups = tuple(
         GroupStats(
             group.name,

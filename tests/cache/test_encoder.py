@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvcellar.attention.reference import Reference, attend_dense
 from kvcellar.attention.sdpa import Sdpa
-from kvcellar.cache.history import StoredPlane
+from kvcellar.cache import inputs
 from kvcellar.cache.layouts import Causal, Input, Sliding
 from kvcellar.cache.memory import Group, Memory
 from kvcellar.contracts import Backend
@@ -244,7 +244,7 @@ def test_who_has_the_same_digest_shares_the_cells_and_nothing_is_written_again()
     assert not mem.inputs.share(0, "cat")
     assert not mem.has(0)
     assert mem.inputs.write(0, 8, of(0, 8), digest="cat")
-    with mock.patch.object(StoredPlane, "write", side_effect=AssertionError("written again")):
+    with mock.patch.object(inputs, "write_planes", side_effect=AssertionError("written again")):
         assert not mem.inputs.write(1, 8, of(1, 8), digest="cat")
         assert mem.inputs.share(2, "cat")
     assert mem.inputs.write(3, 8, of(3, 8), digest="dog")

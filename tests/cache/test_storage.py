@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvcellar.attention.reference import Reference
+from kvcellar.cache.history import write_planes
 from kvcellar.cache.layouts import Causal
 from kvcellar.cache.memory import Group, Memory
 from kvcellar.cache.pool import Pool, rope_rotated
@@ -194,8 +195,7 @@ def index(*cells: int) -> Tensor:
 
 
 def write(kept: Pool, layer: int, cells: Tensor, k: Tensor, v: Tensor) -> None:
-    kept.planes(layer)["k"].write(cells, k)
-    kept.planes(layer)["v"].write(cells, v)
+    write_planes(kept.planes(layer), cells, {"k": k, "v": v})
 
 
 def fill(kept: Pool) -> None:

@@ -15,7 +15,7 @@ from kvcellar.engine.loop import Loop
 SRC = Path(kvcellar.__file__).parent
 LOOP = "kvcellar-engine"  # the name of its thread
 AIM = 30  # fewer than these
-MOST = 31  # to be lowered whenever the number falls
+MOST = 29  # to be lowered whenever the number falls
 
 
 class Entered:

@@ -23,7 +23,8 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from kvcellar.cache.history import StoredPlane
+from kvcellar.cache import inputs as inputs_module
+from kvcellar.cache.history import write_planes
 from kvcellar.errors import BadRequest, CacheFull, ModelRefused, NotSupported
 from kvcellar.models.cross_attention import DecoderCache, cross_attention_cache
 from tests.zoo import ARCHS
@@ -205,25 +206,21 @@ def test_an_input_is_written_once_and_beams_share_its_cells(name: str) -> None:
     model = built(name)
     ours = cross_attention_cache(model, cells=300, input_cells=200)
     inputs = {group.name for group in ours.memory.storage.groups if group.of_input}
-    layers = sum(len(group.layers) for group in ours.memory.storage.groups if group.of_input)
-    writes: list[int] = []
     of_input = [
-        plane
+        ours.memory.layers[layer].planes
         for group in ours.memory.storage.groups
         if group.of_input
         for layer in group.layers
-        for plane in ours.memory.layers[layer].planes.values()
     ]
-    write = StoredPlane.write
+    writes: list[int] = []
 
-    def counted(plane: StoredPlane, *rest: Any) -> None:
-        if plane in of_input:
-            writes.append(of_input.index(plane))
-        write(plane, *rest)
+    def counted(planes: Any, *rest: Any) -> None:
+        writes.append(of_input.index(planes))
+        write_planes(planes, *rest)
 
-    with mock.patch.object(StoredPlane, "write", counted):
+    with mock.patch.object(inputs_module, "write_planes", counted):
         generate(model, KINDS[name].two(), past_key_values=ours, num_beams=4, do_sample=False)
-    assert sorted(writes) == sorted(2 * [*range(2 * layers)]), "two inputs, k and v of each layer written once"
+    assert sorted(writes) == sorted(2 * [*range(len(of_input))]), "two inputs, each layer of each written once"
     free, n = ours.memory.free(), ours.memory.inputs.length(ours.rows[0])
     assert len(ours.rows) == 8
     assert n > 0

@@ -108,18 +108,7 @@ class StoredPlane:
         """Queries [T,H,size], rotated as the keys that `read` returns if `rotated`."""
         return q if self._rotation is None else (q.float() @ self._rotation).to(q.dtype)
 
-    def write(self, cells: Tensor, values: Tensor) -> None:
-        """Store `values` [1,heads,n,size] in cells [n], without their graph."""
-        if values.requires_grad:
-            values = values.detach()  # else the plane would keep the graph of every step that wrote it
-        if self.scales is not None:
-            self._quantise(cells, values)
-            return
-        if values.dtype is not self.codes.dtype:
-            values = values.to(self.codes.dtype)
-        self.by_head.index_copy_(2, cells, values)
-
-    def _quantise(self, cells: Tensor, values: Tensor) -> None:
+    def quantise(self, cells: Tensor, values: Tensor) -> None:
         """Store `values` [1,heads,n,size] in cells [n] as codes and scales."""
         made = quantise(rotate(values) if self.storage.hadamard else values, self.storage.kind)
         for tensor, new in zip(self._tensors, made, strict=True):
@@ -164,6 +153,20 @@ class StoredPlane:
             return self._rows(tensor)[cells].transpose(0, 1)
         axes = AXES[self.arrangement]
         return tensor.index_select(axis, cells).permute(axes[1], axes[0], axes[2])
+
+
+def write_planes(planes: Mapping[str, StoredPlane], cells: Tensor, new: Mapping[str, Tensor]) -> None:
+    """Store `new` planes [1,heads,n,size] by name in cells [n], without their graph."""
+    for name, values in new.items():
+        plane = planes[name]
+        if values.requires_grad:
+            values = values.detach()  # else the plane would keep the graph of every step that wrote it
+        if plane.scales is not None:
+            plane.quantise(cells, values)
+            continue
+        if values.dtype is not plane.codes.dtype:
+            values = values.to(plane.codes.dtype)
+        plane.by_head.index_copy_(2, cells, values)
 
 
 def indices(runs: Iterable[Run], device: torch.device) -> Tensor:
@@ -291,8 +294,7 @@ class LayerHistory:
             if (self.layer, name) in written:
                 names = " and ".join(new)
                 raise BadRequest(f"layer {self.layer} was given its {names} of this step before: they are stored once")
-        for name, values in new.items():
-            self.planes[name].write(self.step.cells, values)
+        write_planes(self.planes, self.step.cells, new)
         for name in new:
             written.add((self.layer, name))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.cache.claims import Claims
-from kvcellar.cache.history import indices
+from kvcellar.cache.history import indices, write_planes
 from kvcellar.cache.layouts import Input
 from kvcellar.cache.pool import as_new
 from kvcellar.cache.sequences import Sequences
@@ -52,8 +52,7 @@ def write(stores: Sequence[GroupStore], n: int, planes: Planes, device: torch.de
             cells = indices(tables[-1].runs, device)
             for layer in store.group.layers:
                 k, v = planes[layer]
-                for name, values in (("k", k), ("v", v)):
-                    store.pool.planes(layer)[name].write(cells, as_new(values))
+                write_planes(store.pool.planes(layer), cells, {"k": as_new(k), "v": as_new(v)})
     except BaseException:
         for table in tables:
             table.close()

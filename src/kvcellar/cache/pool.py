@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from kvcellar.cache.history import StoredPlane
+from kvcellar.cache.history import StoredPlane, write_planes
 from kvcellar.cache.quantise import hadamard
 from kvcellar.contracts import Backend
 from kvcellar.errors import BadRequest
@@ -118,12 +118,12 @@ class Pool:
             if rotation is None:
                 plane.copy(source, target)
             else:
-                plane.write(target, as_new(rope_rotated(plane.values(source), rotation, by)))
+                write_planes(self._of[layer], target, {name: as_new(rope_rotated(plane.values(source), rotation, by))})
 
     def rotate(self, layer: int, name: str, cells: Tensor, rotation: Rotation, by: int) -> None:
         """Rotate the content of `cells` in one plane by `by` positions in place; as `move` does it."""
-        plane = self._of[layer][name]
-        plane.write(cells, as_new(rope_rotated(plane.values(cells), rotation, by)))
+        rotated = rope_rotated(self._of[layer][name].values(cells), rotation, by)
+        write_planes(self._of[layer], cells, {name: as_new(rotated)})
 
 
 def as_new(values: Tensor) -> Tensor:

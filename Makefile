@@ -48,7 +48,7 @@ format: $(VENV)/.dev ## format the code
 	$(BIN)/ruff format .
 
 docs: $(VENV)/.dev ## generate the documents that are made from the code
-	$(BIN)/python scripts/rooms.py
+	$(BIN)/python scripts/source_map.py
 	$(BIN)/python -m scripts.reference
 	$(BIN)/python -m scripts.models_page
 

@@ -34,7 +34,7 @@ def main() -> list[str]:
     assert torch.equal(ours, model.generate(**batch, **how)), (
         "the tokens differ from those with the cache of transformers"
     )
-    free = min(cache.memory.storage.free().values())
+    free = min(cache.memory.free().values())
     print(f"after greedy search: {len(cache.rows)} rows of {cache.get_seq_length()} tokens, {free} cells free")
     more = model.generate(
         ours, attention_mask=torch.cat([batch["attention_mask"], torch.ones(2, 12, dtype=torch.long)], 1),

@@ -5,6 +5,7 @@ have the same names. Its `hint` is for the operator of the engine: it may name s
 but it is never sent to an HTTP client.
 """
 
+import os
 import reprlib
 from collections.abc import Mapping
 
@@ -22,6 +23,11 @@ def shown(value: object) -> str:
     except Exception:  # noqa: BLE001 - code of the caller's own object, in the middle of refusing it
         return f"a value of type {type(value).__name__}"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def forked_from(process: int) -> str:
+    """The process of this id as a message names it in a fork of it."""
+    return f"process {process}, which this process ({os.getpid()}) was forked from"
 
 
 class KvcellarError(Exception):

@@ -13,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvcellar.attention import cpu
 from kvcellar.attention.choose import choose
-from kvcellar.attention.cpu import SHORT, Cpu
+from kvcellar.attention.cpu import CHUNK, SHORT, Cpu
 from kvcellar.attention.reference import Reference, attend_dense
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.group import Group
+from kvcellar.cache.history import StepTables
 from kvcellar.cache.layouts import Causal, Chunked, Input, Sliding
 from kvcellar.cache.memory import Memory
-from kvcellar.cache.step_tables import StepTables
 from kvcellar.contracts import Backend
 from kvcellar.errors import NoBackend
-from kvcellar.kernels import attention, widened
-from kvcellar.kernels.attention import CHUNK
+from kvcellar.kernels import widened
 from kvcellar.kernels.compiled import COMPILERS
 from kvcellar.layout import Layout
 from kvcellar.plan import Batch, Feed, GroupPlan, Run, Segment
@@ -74,7 +74,7 @@ def test_builds_for_smaller_instruction_sets_compute_the_same(without, dtype) ->
 
 @compiles
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the instruction sets named here are those of x86-64")
-@pytest.mark.parametrize("source", [attention.SOURCE, widened.SOURCE], ids=lambda source: source.stem)
+@pytest.mark.parametrize("source", [cpu.SOURCE, widened.SOURCE], ids=lambda source: source.stem)
 @pytest.mark.parametrize("target", ["x86-64", "haswell", "skylake-avx512", "sapphirerapids"])
 def test_no_vector_is_wider_than_the_registers_of_its_instruction_set(target, source, tmp_path) -> None:
     """GCC keeps such a vector in memory between operations, 25 times slower, and warns that its ABI depends on it."""
@@ -183,7 +183,7 @@ def test_neither_company_nor_threads_change_a_bit(dtype, monkeypatch) -> None:
     kept, scoring = long_memory(Cpu(), Causal(), dtype=dtype), Scoring(0.3)
     q = stepped(kept, {0: 3, 1: 1, 2: SHORT}).to(dtype)
     together = kept.attend(0, q, scoring)
-    monkeypatch.setattr(attention, "PER_THREAD", 1)
+    monkeypatch.setattr(cpu, "PER_THREAD", 1)
     torch.set_num_threads(3)  # one again for the next test
     assert torch.equal(kept.attend(0, q, scoring), together)
     stored = [kept.get(0).planes[name].read(torch.tensor(cells_of_last(kept, 1)), dtype) for name in ("k", "v")]
@@ -204,7 +204,7 @@ def cells_of_last(kept: Memory, seq: int) -> list[int]:
 def test_cells_in_many_pieces(layout) -> None:
     texts, most = Texts(layout, (4, 2, 8, 12), 26, backend=Cpu()), 0
     for seq in 12 * list(range(5)):
-        if texts.memory.storage.free()["g"] < 1:
+        if texts.memory.free()["g"] < 1:
             oldest = max(texts.memory.sequences, key=texts.memory.length)
             texts.memory.drop(oldest)
             del texts.known[oldest]

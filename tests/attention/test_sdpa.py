@@ -141,7 +141,7 @@ def test_cells_in_many_pieces(layout, tokens, fused) -> None:
     texts, most = Texts(layout, (4, 2, 8, 12), 26 * tokens, backend=Sdpa(fused=fused)), 0
     for turn in range(12):
         for seq in range(5):
-            if texts.memory.storage.free()["g"] < tokens:
+            if texts.memory.free()["g"] < tokens:
                 oldest = max(texts.memory.sequences, key=texts.memory.length)
                 texts.memory.drop(oldest)
                 del texts.known[oldest]

@@ -47,12 +47,12 @@ def test_a_long_text_holds_a_window_and_a_step() -> None:
     while memory.length(0) < POSITIONS:
         size = sizes.choice([1, 1, 7, 64, sizes.randint(1, STEP), STEP])
         begin(memory, {0: size})
-        in_step = {name: memory.storage.capacity()[name] - free for name, free in memory.storage.free().items()}
+        in_step = {name: memory.storage.capacity()[name] - free for name, free in memory.free().items()}
         assert all(in_step[name] <= kept + size for name, (_, kept) in LAYOUTS.items())
         memory.commit({0: sizes.randint(size // 2, size)})
         after = {name: len(span) for name, span in memory.held(0).items()}
         assert all(after[name] <= kept for name, (_, kept) in LAYOUTS.items())
-        assert {name: memory.storage.capacity()[name] - free for name, free in memory.storage.free().items()} == after
+        assert {name: memory.storage.capacity()[name] - free for name, free in memory.free().items()} == after
     memory.check()
 
 

@@ -47,7 +47,7 @@ def test_bytes_are_those_of_the_storages(dtype: torch.dtype, arrangement: Arrang
         for held in memory._stores.all
         for layer in held.group.layers
         for plane in held.group.planes
-        for tensor in held.pool.stored(layer, plane.name)._tensors
+        for tensor in held.pool.planes(layer)[plane.name]._tensors
     }
     assert memory.storage.bytes == sum(mine.values())
     places = {name: -(-(cells + 1) // padding) * padding for name, cells in CELLS.items()}
@@ -127,8 +127,8 @@ def test_only_the_null_place_is_defined_when_planes_are_made(arrangement: Arrang
     how = {"dtype": torch.float32, "device": torch.device("cpu"), "arrangement": arrangement}
     pool = Pool((plane,), (0,), cells=5, **how)
     pool.resize(0, 9)
-    assert torch.equal(pool.read(0, "k", torch.tensor([0])), torch.zeros(1, 2, 64))
-    assert pool.read(0, "k", torch.tensor([9])).ne(0).all()
+    assert torch.equal(pool.planes(0)["k"].values(torch.tensor([0])), torch.zeros(1, 2, 64))
+    assert pool.planes(0)["k"].values(torch.tensor([9])).ne(0).all()
 
 
 @pytest.mark.usefixtures("undefined_is_nan")

@@ -70,7 +70,7 @@ def test_a_state_row_lives_as_long_as_a_claim_has_its_checkpoint() -> None:
     made.clear()
     made.check()
     assert made.rows.free == made.rows.capacity
-    assert made.storage.free() == made.storage.capacity()
+    assert made.free() == made.storage.capacity()
 
 
 def test_rows_that_claims_hold_are_not_given_up_for_others() -> None:
@@ -128,7 +128,7 @@ def test_compaction_ends_and_moves_what_only_claims_hold() -> None:
         assert held.cells.highest == held.cells.used, "a hole is left"
     first = made.claims.of(claims[4])
     cells = [cell for run in first.tables[0].runs for cell in range(run.cell, run.end)]
-    assert made._stores.all[0].pool.read(0, "k", torch.tensor(cells))[:, 0, 0].tolist() == [1, 2, 3, 4]
+    assert made._stores.all[0].pool.planes(0)["k"].values(torch.tensor(cells))[:, 0, 0].tolist() == [1, 2, 3, 4]
 
 
 def test_what_cannot_be_claimed_is_refused_with_the_reason() -> None:

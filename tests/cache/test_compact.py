@@ -21,7 +21,7 @@ MOVES = st.one_of(
 
 def play(told: Told, moves) -> None:
     for name, what in moves:
-        if name == "step" and sum(what.values()) <= min(told.memory.storage.free().values()):
+        if name == "step" and sum(what.values()) <= min(told.memory.free().values()):
             told.step(what)
         elif name == "fork" and what[0] in told.tokens and what[0] != what[1]:
             told.tokens[what[1]] = told.tokens[what[0]][: told.memory.fork(*what)]
@@ -29,9 +29,9 @@ def play(told: Told, moves) -> None:
             told.memory.drop(what)
             del told.tokens[what]
         elif name == "compact":
-            free, runs = told.memory.storage.free(), told.memory.storage.bytes
+            free, runs = told.memory.free(), told.memory.storage.bytes
             assert 0 <= told.memory.storage.compact(what) <= what
-            assert (told.memory.storage.free(), told.memory.storage.bytes) == (free, runs)
+            assert (told.memory.free(), told.memory.storage.bytes) == (free, runs)
         told.check()
 
 
@@ -53,11 +53,11 @@ def test_it_loses_nothing_and_ends_without_holes(moves, budget: int) -> None:
     compacted(told, budget)
     for held in told.memory._stores.all:
         assert held.cells.highest == held.cells.used or not held.cells.free
-    if told.memory.storage.free()["full"]:
+    if told.memory.free()["full"]:
         assert told.runs(0) <= before, "what only shares beginnings never gets more runs"
     with nothing_changes(told.memory):
         assert told.memory.storage.compact(100) == 0
-    told.step({9: min(3, *told.memory.storage.free().values())}) if min(told.memory.storage.free().values()) else None
+    told.step({9: min(3, *told.memory.free().values())}) if min(told.memory.free().values()) else None
     told.check()
 
 
@@ -93,9 +93,9 @@ def test_what_was_moved_is_read_where_it_is_and_shared_cells_are_moved_once() ->
     told.tokens[2] = told.tokens[1][: told.memory.fork(1, 2, 6)]
     told.memory.drop(0)
     del told.tokens[0]
-    free = told.memory.storage.free()
+    free = told.memory.free()
     assert told.memory.storage.compact(100) == 8
-    assert told.memory.storage.free() == free, "two sequences still share six cells"
+    assert told.memory.free() == free, "two sequences still share six cells"
     told.begin({1: 2, 2: 1})
     assert [len(row) for row in told.visible(0)] == [9, 10, 7]
     told.attends(0)

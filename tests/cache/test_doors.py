@@ -109,7 +109,7 @@ def test_a_step_that_keeps_nothing_leaves_an_empty_sequence() -> None:
     kept = memory()
     kept.begin(Batch((Feed(0, Span(0, 3)),)))
     kept.commit({0: 0})
-    assert (kept.sequences, kept.length(0), kept.storage.free()) == ((0,), 0, kept.storage.capacity())
+    assert (kept.sequences, kept.length(0), kept.free()) == ((0,), 0, kept.storage.capacity())
     kept.drop(0)
     kept.check()
 

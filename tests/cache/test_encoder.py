@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kvcellar.attention.reference import Reference, attend_dense
 from kvcellar.attention.sdpa import Sdpa
+from kvcellar.cache import inputs
 from kvcellar.cache.layouts import Causal, Input, Sliding
 from kvcellar.cache.memory import Group, Memory
-from kvcellar.cache.pool import Pool
 from kvcellar.contracts import Backend
 from kvcellar.errors import BadRequest, CacheFull, CapacityTooSmall, UnknownSequence, WrongStage
 from kvcellar.plan import Batch, Feed
@@ -192,13 +192,13 @@ def test_an_input_can_be_stored_in_fewer_bits(kind):
 
 def test_an_input_is_shared_by_forks_stays_through_edits_and_is_free_when_the_last_one_goes():
     mem = memory()
-    free = mem.storage.free()
+    free = mem.free()
     mem.inputs.write(0, 8, of(0, 8))
-    assert mem.storage.free() == free | {"cross": 32, "wide": 32}
+    assert mem.free() == free | {"cross": 32, "wide": 32}
     step(mem, {0: 9})
     assert mem.fork(0, 1, upto=9) == 9
     assert mem.fork(0, 2, upto=0) == 0
-    assert mem.storage.free()["cross"] == 32, "nothing was copied"
+    assert mem.free()["cross"] == 32, "nothing was copied"
     assert mem.remove(0, Span(8, 9)) == 8
     assert mem.remove(1, Span(0, 9)) == 0
     assert [mem.inputs.length(seq) for seq in (0, 1, 2, 3)] == [8, 8, 8, 0]
@@ -213,9 +213,9 @@ def test_an_input_is_shared_by_forks_stays_through_edits_and_is_free_when_the_la
     assert mem.inputs.length(7) == 8, "what it was before is forgotten, its input too"
     mem.drop(1)
     mem.drop(2)
-    assert mem.storage.free()["wide"] == 32
+    assert mem.free()["wide"] == 32
     mem.drop(7)
-    assert mem.storage.free() == free
+    assert mem.free() == free
 
 
 def test_a_shift_of_the_text_passes_the_input_by():
@@ -236,7 +236,7 @@ def test_a_shift_of_the_text_passes_the_input_by():
         assert seen(mem, 11) == [set(_tokens(0, 5))]
         mem.abandon()
     assert mem.can_cut(0, 4) == 4
-    assert mem.storage.free()["cross"] == 35
+    assert mem.free()["cross"] == 35
 
 
 def test_who_has_the_same_digest_shares_the_cells_and_nothing_is_written_again():
@@ -244,11 +244,11 @@ def test_who_has_the_same_digest_shares_the_cells_and_nothing_is_written_again()
     assert not mem.inputs.share(0, "cat")
     assert not mem.has(0)
     assert mem.inputs.write(0, 8, of(0, 8), digest="cat")
-    with mock.patch.object(Pool, "write", side_effect=AssertionError("written again")):
+    with mock.patch.object(inputs, "write_planes", side_effect=AssertionError("written again")):
         assert not mem.inputs.write(1, 8, of(1, 8), digest="cat")
         assert mem.inputs.share(2, "cat")
     assert mem.inputs.write(3, 8, of(3, 8), digest="dog")
-    assert mem.storage.free()["cross"] == 40 - 16
+    assert mem.free()["cross"] == 40 - 16
     step(mem, {0: 1, 1: 2, 2: 1, 3: 1}, commit=False)
     assert seen(mem, 11) == [set(_tokens(0, 8))] * 4 + [set(_tokens(3, 8))]
     mem.commit()
@@ -262,7 +262,7 @@ def test_who_has_the_same_digest_shares_the_cells_and_nothing_is_written_again()
     assert not mem.inputs.share(6, "cat"), "the input is still shared"
     assert mem.inputs.write(6, 2, of(6, 2), digest="cat")
     mem.clear()
-    assert mem.storage.free() == mem.storage.capacity()
+    assert mem.free() == mem.storage.capacity()
     assert not mem.inputs.share(1, "dog")
 
 
@@ -277,7 +277,7 @@ def test_inputs_move_together_and_the_group_can_shrink_and_grow():
         mem.check()
     mem.storage.resize("cross", 15)
     mem.storage.resize("wide", 15)
-    assert mem.storage.free() | {"full": 0, "window": 0} == {"full": 0, "window": 0, "cross": 0, "wide": 0}
+    assert mem.free() | {"full": 0, "window": 0} == {"full": 0, "window": 0, "cross": 0, "wide": 0}
     mem.storage.resize("cross", 30)
     mem.check()
     step(mem, {1: 1, 3: 2, 5: 1}, commit=False)
@@ -346,7 +346,7 @@ def test_a_memory_of_inputs_alone_and_keys_that_turn_are_refused():
     cross = groups()[0]
     with pytest.raises(BadRequest, match="tokens"):
         Memory([cross], cells={"cross": 9}, dtype=torch.float32, device="cpu", backend=Sdpa())
-    with pytest.raises(BadRequest, match="never turn"):
+    with pytest.raises(BadRequest, match="never rotated"):
         Group("cross", Input(4), cross.planes, (10,), rotations={10: {"k": Rotation((1.0,) * 8)}})
     with pytest.raises(BadRequest, match="at most 0"):
         Input(0)

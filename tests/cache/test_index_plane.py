@@ -70,7 +70,7 @@ class Texts:
         self.tokens.setdefault(seq, []).extend(new)
 
     def play(self, name: str, *what: int) -> None:
-        if name == "step" and what[1] <= min(self.memory.storage.free().values()):
+        if name == "step" and what[1] <= min(self.memory.free().values()):
             self.step(what[0], what[1], index_first=bool(what[2]))
         elif name == "compact":
             self.memory.storage.compact(what[0])
@@ -116,12 +116,12 @@ def test_it_is_shared_by_forks_and_moved_by_compaction() -> None:
     texts = Texts(Sdpa())
     for move in (("step", 0, 8, 1), ("step", 1, 8, 0), ("fork", 1, 2, 6), ("step", 2, 3, 1), ("drop", 0)):
         texts.play(*move)
-    free, moved = texts.memory.storage.free(), 0
+    free, moved = texts.memory.free(), 0
     while cells := texts.memory.storage.compact(100):
         moved += cells
         texts.check()
     assert moved > 11, "of both groups"
-    assert texts.memory.storage.free() == free, "two sequences still share six cells"
+    assert texts.memory.free() == free, "two sequences still share six cells"
 
 
 def test_a_backend_that_says_where_it_wants_keys_and_values_says_nothing_of_others() -> None:

@@ -106,7 +106,7 @@ def test_windows_that_overlap_are_read_out_once_and_share_their_cells_again() ->
     assert record.stretches[1].span == Span(6, 11)
     other = memory()
     other.claims.write_back(record, chunks)
-    assert other.storage.free() == {"full": 80 - 11, "window": 80 - 5}
+    assert other.free() == {"full": 80 - 11, "window": 80 - 5}
 
 
 def test_steps_and_compaction_between_two_chunks_change_nothing_of_what_is_read_out() -> None:
@@ -128,7 +128,7 @@ def test_steps_and_compaction_between_two_chunks_change_nothing_of_what_is_read_
             assert number or moved
     assert as_numbers(seen) == as_numbers(chunks)
     made.check()
-    assert made.storage.free() == made.storage.capacity()
+    assert made.free() == made.storage.capacity()
     assert made.rows.free == made.rows.capacity
 
 

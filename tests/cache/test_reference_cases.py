@@ -62,7 +62,7 @@ def test_a_batch_goes_into_a_cache_whose_free_cells_lie_apart() -> None:
     del told.tokens[1]
     told.step({2: 8})
     told.check()
-    assert told.memory.storage.free() == {"full": 0}
+    assert told.memory.free() == {"full": 0}
 
 
 @pytest.mark.parametrize("gone", [Span(2, 4), Span(0, 1), Span(0, 15), Span(8, 12)])
@@ -71,9 +71,9 @@ def test_the_middle_of_one_sequence_can_be_removed_when_no_cell_is_free(gone: Sp
     player = Player([shifting(member("full", causal(), [0, 5], (4, 2), 16, 24), turns=True)], [16], wishes=wishes)
     for _ in range(4):
         player.step(player.batch({0: 4}))
-    assert player.memory.storage.free() == {"full": 0}
+    assert player.memory.free() == {"full": 0}
     player.remove(0, gone)
-    assert player.memory.storage.free() == {"full": len(gone)}
+    assert player.memory.free() == {"full": len(gone)}
     player.check()
     player.step(player.batch({0: len(gone)}))
     player.check()
@@ -82,7 +82,7 @@ def test_the_middle_of_one_sequence_can_be_removed_when_no_cell_is_free(gone: Sp
 def test_a_plain_group_has_no_padding_and_no_arrangement_whatever_the_backend_asks_for() -> None:
     group = Group("plain", Causal(), PLANES, (0,), plain=True)
     memory = Memory([group], cells={"plain": 5}, dtype=torch.float32, device="cpu", backend=Wishes("transposed", 256))
-    stored = memory._stores.all[0].pool.stored(0, "k")
+    stored = memory._stores.all[0].pool.planes(0)["k"]
     assert (stored.arrangement, tuple(stored.codes.shape)) == ("token", (6, 2, 4))
 
 
@@ -101,9 +101,9 @@ def test_a_memory_of_nothing_still_counts_tokens(groups) -> None:
     assert memory.remove(0, Span(4, 5)) == 4
     memory.check()
     memory.drop(1)
-    for name in memory.storage.free():
+    for name in memory.free():
         assert memory.storage.piece(name) > 0
         assert memory.storage.compact(4, name) == 0
     assert (memory.storage.compact(4), memory.storage.bytes, memory.length(0), memory.length(1)) == (0, 0, 4, 0)
     memory.clear()
-    assert memory.storage.free() == memory.storage.capacity()
+    assert memory.free() == memory.storage.capacity()

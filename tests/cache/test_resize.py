@@ -49,7 +49,7 @@ def allocations(memory: Memory, fails: set[int]) -> Iterator[list[int]]:
 def test_what_is_held_stays_and_what_is_in_use_cannot_go(sizes, steps) -> None:
     told = Told(Sdpa(), 40, names=["full", "window"])
     for step, (group, cells) in zip([*steps, {}, {}, {}, {}, {}, {}], sizes, strict=False):
-        if step and sum(step.values()) <= min(told.memory.storage.free().values()):
+        if step and sum(step.values()) <= min(told.memory.free().values()):
             told.step(step)
         held = next(held for held in told.memory._stores.all if held.group.name == group)
         if cells < held.cells.highest:
@@ -61,10 +61,10 @@ def test_what_is_held_stays_and_what_is_in_use_cannot_go(sizes, steps) -> None:
             used = held.cells.used
             told.memory.storage.resize(group, cells)
             assert told.memory.storage.capacity()[group] == cells
-            assert told.memory.storage.free()[group] == cells - used
+            assert told.memory.free()[group] == cells - used
             assert held.pool.bytes == 2 * (cells + 1) * 2 * (4 + 8) * 4
         told.check()
-    if (room := min(told.memory.storage.free().values())) > 0:
+    if (room := min(told.memory.free().values())) > 0:
         told.step({5: room})
         told.check()
 
@@ -79,7 +79,7 @@ def test_when_even_putting_back_fails_all_tokens_are_held_and_a_group_has_what_i
     put_back = fails < 2  # no layer was done: each has two planes
     assert told.memory.storage.capacity() == {"full": 40 if put_back else min(cells, 40), "window": 40}
     told.check()
-    told.step({0: min(told.memory.storage.free().values())})
+    told.step({0: min(told.memory.free().values())})
     told.check()
     told.memory.storage.resize("full", 60)
     told.check()

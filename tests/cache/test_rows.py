@@ -5,9 +5,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from kvcellar.cache import rows as counted
-from kvcellar.cache.rows import NAME
-from kvcellar.cache.sequence_states import SequenceStates, check_all
-from kvcellar.cache.step_rows import StepRows
+from kvcellar.cache.rows import NAME, SequenceStates, StepRows
 from kvcellar.errors import BadRequest, CacheFull
 from kvcellar.plan import Batch, Feed, StateSegment
 from kvcellar.policy import trim
@@ -66,7 +64,7 @@ class Rows(counted.Rows):
 
 
 def checked(rows: Rows) -> None:
-    check_all(rows, rows.states.values(), rows.step.held())
+    rows.check(rows.states.values(), rows.step.held())
 
 
 def batch(rows: Rows, sizes: Mapping[int, int], *, keep_state: bool = False, asks: Sequence[int] = ()) -> Batch:
@@ -173,7 +171,7 @@ def test_rows_that_only_ask_must_follow_the_end(start: int) -> None:
     step(rows, {0: 3})
     wrong = Feed(0, Span(start, start + 1), stores=False)
     new = (Feed(1, Span(0, 1)), Feed(2, Span(0, 1)))
-    with pytest.raises(BadRequest, match=f"sequence 0 that only ask must follow its end at 3, not begin at {start}"):
+    with pytest.raises(BadRequest, match=f"sequence 0 must begin at its end 3, not at {start}"):
         rows.step.admit(Batch((*new, wrong)), rows.end)
 
 

@@ -74,14 +74,14 @@ class Crowd:
                 feeds.append(Feed(seq, Span(at, at + n)))
         self.last = feeds[-1].seq
         need = sum(len(feed.pos) for feed in feeds)
-        assert min(memory.storage.free().values()) >= need, "the test asks for more than there is"
+        assert min(memory.free().values()) >= need, "the test asks for more than there is"
         return memory.begin(Batch(tuple(feeds)))
 
     def commit(self) -> None:
         memory = self.memory
         memory.commit({self.last: 0} if self.random.random() < 0.01 else None)
         assert memory.storage.bytes + memory.storage.scratch + memory.storage.staging <= (memory.storage.max_bytes or 0)
-        self.lowest = min(self.lowest, memory.storage.free()["full"])
+        self.lowest = min(self.lowest, memory.free()["full"])
 
     def tidy(self) -> None:
         """A piece of compaction, and something from the middle of a sequence is forgotten: both within the bound."""
@@ -102,7 +102,7 @@ class Crowd:
         known = 0
         if self.random.random() < 0.3 and self.memory.sequences:
             known = self.memory.fork(self.random.choice(self.memory.sequences), seq, 1 << 60)
-        used = CELLS - self.memory.storage.free()["full"] + self._unread()
+        used = CELLS - self.memory.free()["full"] + self._unread()
         self.answer[seq] = 20 + self.random.randrange(400)
         self.prompt[seq] = known + max(1, full - used)
 
@@ -146,7 +146,7 @@ def play(steps: int) -> None:
     assert late[len(late) // 2] < 1.25 * early[len(early) // 2], "a step costs more as time goes on"
     crowd.memory.clear()
     crowd.memory.check()
-    assert crowd.memory.storage.free() == crowd.memory.storage.capacity()
+    assert crowd.memory.free() == crowd.memory.storage.capacity()
 
 
 def test_a_full_memory_serves_a_crowd_at_the_same_cost() -> None:

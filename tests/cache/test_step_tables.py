@@ -9,9 +9,9 @@ from kvcellar.attention.buckets import PADDED
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.group import Group
+from kvcellar.cache.history import SMALLEST, StepTables
 from kvcellar.cache.layouts import Causal
 from kvcellar.cache.memory import Memory
-from kvcellar.cache.step_tables import SMALLEST, StepTables
 from kvcellar.contracts import Backend
 from kvcellar.plan import Batch, Feed
 from kvcellar.shapes import Plane

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvcellar.attention.reference import Reference
+from kvcellar.cache.history import write_planes
 from kvcellar.cache.layouts import Causal
 from kvcellar.cache.memory import Group, Memory
-from kvcellar.cache.pool import Pool
+from kvcellar.cache.pool import Pool, rope_rotated
 from kvcellar.cache.quantise import LARGEST, dequantise, hadamard, quantise, rotate
-from kvcellar.cache.turn import turn
 from kvcellar.errors import BadRequest
 from kvcellar.plan import Batch, Feed
 from kvcellar.shapes import Arrangement, Kind, Plane, Rotation, Storage, StoredAs
@@ -194,10 +194,14 @@ def index(*cells: int) -> Tensor:
     return torch.tensor(cells)
 
 
+def write(kept: Pool, layer: int, cells: Tensor, k: Tensor, v: Tensor) -> None:
+    write_planes(kept.planes(layer), cells, {"k": k, "v": v})
+
+
 def fill(kept: Pool) -> None:
     """Cells 3 to 6 as a run, and a few that lie anywhere."""
-    kept.write(6, index(3, 4, 5, 6), {"k": drawn(4, 1, 3, 4, 80), "v": drawn(5, 1, 2, 4, 24)})
-    kept.write(6, index(20, 1, 9), {"k": drawn(6, 1, 3, 3, 80), "v": drawn(7, 1, 2, 3, 24)})
+    write(kept, 6, index(3, 4, 5, 6), drawn(4, 1, 3, 4, 80), drawn(5, 1, 2, 4, 24))
+    write(kept, 6, index(20, 1, 9), drawn(6, 1, 3, 3, 80), drawn(7, 1, 2, 3, 24))
 
 
 EVERY = index(*range(21))
@@ -210,17 +214,17 @@ def test_all_arrangements_hold_the_same_bit_for_bit(storage, arrangement):
     plain, other = pool(storage), pool(storage, arrangement, padding=8)
     for kept in (plain, other):
         for layer in (4, 6):  # what a cell holds before it is written is undefined
-            kept.write(layer, EVERY, {"k": torch.zeros(1, 3, 21, 80), "v": torch.zeros(1, 2, 21, 24)})
+            write(kept, layer, EVERY, torch.zeros(1, 3, 21, 80), torch.zeros(1, 2, 21, 24))
         fill(kept)
         kept.move(6, index(4, 9, 20), index(11, 2, 15), {"k": Rotation((1.0, 0.1), start=2)}, -5)
     for name in ("k", "v"):
-        assert torch.equal(other.read(6, name, EVERY), plain.read(6, name, EVERY))
-        one, two = other.stored(6, name), plain.stored(6, name)
+        assert torch.equal(other.planes(6)[name].values(EVERY), plain.planes(6)[name].values(EVERY))
+        one, two = other.planes(6)[name], plain.planes(6)[name]
         for cells in (slice(3, 12), index(9, 2, 2, 20)):
             for rotated in (False, True):
                 read = one.read(cells, torch.float32, rotated=rotated)
                 assert torch.equal(read, two.read(cells, torch.float32, rotated=rotated))
-    assert not other.read(4, "k", EVERY).any(), "a write reached another layer"
+    assert not other.planes(4)["k"].values(EVERY).any(), "a write reached another layer"
 
 
 def test_shapes_are_what_was_agreed():
@@ -230,7 +234,7 @@ def test_shapes_are_what_was_agreed():
         "transposed": ((3, 40, 24), (3, 1, 24)),
     }
     for arrangement in ARRANGEMENTS:
-        kept = pool(Storage("int4"), arrangement, padding=8).stored(4, "k")
+        kept = pool(Storage("int4"), arrangement, padding=8).planes(4)["k"]
         assert kept.scales is not None
         assert (tuple(kept.codes.shape), tuple(kept.scales.shape)) == shapes[arrangement]
         assert kept.arrangement == arrangement
@@ -240,13 +244,13 @@ def test_arrangements_are_agreed_for_each_plane():
     planes = (Plane("k", 2, 8), Plane("v", 2, 4))
     wanted: dict[str, Arrangement] = {"k": "head", "v": "transposed"}
     kept = Pool(planes, (0,), cells=4, dtype=torch.float32, device=CPU, arrangement=wanted)
-    assert tuple(kept.stored(0, "k").codes.shape) == (2, 5, 8)
-    assert tuple(kept.stored(0, "v").codes.shape) == (2, 4, 5)
+    assert tuple(kept.planes(0)["k"].codes.shape) == (2, 5, 8)
+    assert tuple(kept.planes(0)["v"].codes.shape) == (2, 4, 5)
 
 
 def test_what_is_plain_and_lies_in_a_run_is_read_without_a_copy():
     for arrangement in ARRANGEMENTS:
-        kept = pool(Storage("float32"), arrangement).stored(4, "k")
+        kept = pool(Storage("float32"), arrangement).planes(4)["k"]
         view = kept.read(slice(2, 5), torch.float32)
         assert view.untyped_storage().data_ptr() == kept.codes.untyped_storage().data_ptr()
         assert view.shape == (3, 3, 80)
@@ -260,7 +264,7 @@ def test_bytes_are_the_formula(storage):
         t
         for layer in (4, 6)
         for name in ("k", "v")
-        for t in (kept.stored(layer, name).codes, kept.stored(layer, name).scales)
+        for t in (kept.planes(layer)[name].codes, kept.planes(layer)[name].scales)
     ]
     rotation = 80 * 80 * 4 * storage.hadamard
     assert kept.bytes == sum(t.nbytes for t in tensors if t is not None) + rotation
@@ -298,10 +302,10 @@ def test_rotations_and_padding_cost_no_bytes_a_cell():
 def test_what_does_not_turn_moves_bit_for_bit(storage):
     kept = pool(storage, "transposed")
     fill(kept)
-    before = kept.read(6, "k", index(3, 20, 5))
+    before = kept.planes(6)["k"].values(index(3, 20, 5))
     kept.move(6, index(3, 20, 5), index(12, 13, 2), {}, -7)
-    assert torch.equal(kept.read(6, "k", index(12, 13, 2)), before)
-    assert torch.equal(kept.read(6, "k", index(3, 20, 5)), before)
+    assert torch.equal(kept.planes(6)["k"].values(index(12, 13, 2)), before)
+    assert torch.equal(kept.planes(6)["k"].values(index(3, 20, 5)), before)
 
 
 @pytest.mark.parametrize("storage", WAYS, ids=str)
@@ -310,9 +314,9 @@ def test_keys_turn_as_they_are_read_and_are_stored_again(storage):
     kept = pool(storage)
     fill(kept)
     rotation = Rotation(tuple(10.0**-i for i in range(6)), interleaved=True, start=4)
-    expected = turn(kept.read(6, "k", index(3, 20)), rotation, -9).float()
+    expected = rope_rotated(kept.planes(6)["k"].values(index(3, 20)), rotation, -9).float()
     kept.move(6, index(3, 20), index(12, 13), {"k": rotation}, -9)
-    turned = kept.read(6, "k", index(12, 13)).float()
+    turned = kept.planes(6)["k"].values(index(12, 13)).float()
     if not storage.quantised:
         assert torch.equal(turned, expected)
         return

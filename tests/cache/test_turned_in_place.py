@@ -19,7 +19,7 @@ def test_what_a_fork_still_holds_is_turned_elsewhere_wherever_in_the_text_it_sta
     player.step(player.batch({0: 4}))
     player.fork(0, 1, 12)
     player.step(player.batch({1: 4}))
-    assert player.memory.storage.free() == {"window": cells - 12}
+    assert player.memory.free() == {"window": cells - 12}
     if cells < 16:
         with nothing_changes(player.memory), pytest.raises(CacheFull, match="need 8 cells"):
             player.memory.remove(0, Span(0, 4))

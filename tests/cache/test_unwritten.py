@@ -93,7 +93,7 @@ def test_what_a_dropped_sequence_left_in_cells_is_never_seen() -> None:
     memory.abandon()
     memory.check()
     assert not memory.sequences
-    assert memory.storage.free() == memory.storage.capacity()
+    assert memory.free() == memory.storage.capacity()
     put(memory, begin(memory, {1: 6}), NEW)
     memory.commit()
     put(memory, begin(memory, {1: 1}), NEW)
@@ -107,7 +107,7 @@ def test_a_step_that_keeps_no_token_needs_nothing() -> None:
     begin(memory, {0: 3, 1: 2})
     memory.commit({0: 0, 1: 0})
     assert (memory.length(0), memory.length(1)) == (0, 0)
-    assert memory.storage.free() == memory.storage.capacity()
+    assert memory.free() == memory.storage.capacity()
 
 
 def test_rows_that_only_ask_need_nothing() -> None:

@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 
 from kvcellar.cache import step
-from kvcellar.cache.group import GroupStore
 from kvcellar.cache.history import LayerHistory
 from kvcellar.cache.layouts import Sliding
-from kvcellar.cache.rows import Rows
-from kvcellar.cache.sequence_states import SequenceStates
+from kvcellar.cache.rows import Rows, SequenceStates, StepRows
 from kvcellar.cache.sequences import Sequences
 from kvcellar.cache.states import States
 from kvcellar.cache.step import Step
-from kvcellar.cache.step_rows import StepRows
+from kvcellar.cache.storage import GroupStore
 from kvcellar.cache.tables import Table
 from kvcellar.models.guest import Guest
 from kvcellar.models.mixers import StateView
@@ -154,8 +152,8 @@ def all_of_a_draft_is_accepted(monkeypatch: pytest.MonkeyPatch, guest: Guest) ->
 
 
 def keys_turn_one_position_too_far(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:
-    honest = GroupStore.turn
-    monkeypatch.setattr(GroupStore, "turn", lambda self, old, new, by: honest(self, old, new, by + 1))
+    honest = GroupStore.move
+    monkeypatch.setattr(GroupStore, "move", lambda self, old, new, by: honest(self, old, new, by + 1))
 
 
 def cells_are_not_given_back(monkeypatch: pytest.MonkeyPatch, guest: Guest) -> None:

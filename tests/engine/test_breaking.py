@@ -158,9 +158,8 @@ OF_MANY = {  # of a step, or of what a completion's operation needs: one request
     "manager": ["free", "evict_idle", "evict_session", "open_session", "close_session",],
     "scheduler": ["schedule", "_preempt", "preempt_youngest", "_admit_next", "_missing"],
     "memory": [
-        "begin", "commit", "fork", "remove", "keep_state", "drop", "can_cut", "length", "has", "derived",
+        "begin", "commit", "fork", "remove", "keep_state", "drop", "can_cut", "length", "has", "derived", "free",
     ],
-    "storage": ["free"],
     "guest": ["forward"],
     "runner": ["step", "_transact", "_ready", "_siblings", "_draw", "_emit", "_fork", "_accept"],
     "loop": ["_shift", "_free"],

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.cells import Cells
-from kvcellar.cache.group import Fragments
+from kvcellar.cache.storage import Fragments
 from kvcellar.engine.compaction import PASSES, SHORT, Compaction, worth_compacting
 from kvcellar.shapes import StoredAs
 from tests.cache.told import Told
@@ -42,13 +42,13 @@ def test_only_short_runs_that_could_be_fewer_are_worth_it(cells, runs, sequences
 def scattered(told: Told, draw: random.Random, sequences: int = 5) -> None:
     """Sequences that grow in the holes of others, forks among them."""
     for seq in range(100, 100 + told.memory.storage.capacity()["full"] // 4):
-        told.step({seq: draw.choice([2, 3, 5])} if told.memory.storage.free()["full"] > 4 else {100: 1})
-        if told.memory.storage.free()["full"] < 5:
+        told.step({seq: draw.choice([2, 3, 5])} if told.memory.free()["full"] > 4 else {100: 1})
+        if told.memory.free()["full"] < 5:
             break
     there = [seq for seq in told.tokens if seq != 100]
     draw.shuffle(there)
     for _ in range(20):
-        while min(told.memory.storage.free().values()) < 2 * sequences:
+        while min(told.memory.free().values()) < 2 * sequences:
             gone = there.pop()
             told.memory.drop(gone)
             del told.tokens[gone]
@@ -93,7 +93,7 @@ def test_it_holds_for_every_layout_and_for_quantised_planes() -> None:
         player.step(player.batch({seq: 4}))
     random.Random(2).shuffle(there)
     for _ in range(10):
-        while min(player.memory.storage.free().values()) < 3:
+        while min(player.memory.free().values()) < 3:
             player.drop(there.pop())
         player.step(player.batch(dict.fromkeys(range(3), 1)))
     player.fork(0, 3, 7)

@@ -168,7 +168,7 @@ def test_what_the_tree_restores_is_what_would_have_been_computed(kind, actions) 
     world.check()
     world.prefixes.clear()
     world.check()
-    assert world.memory.storage.free() == dict.fromkeys(world.memory.storage.free(), 200), "cells are held by nothing"
+    assert world.memory.free() == dict.fromkeys(world.memory.free(), 200), "cells are held by nothing"
     assert world.memory.rows.free in (None, 100)
 
 
@@ -195,4 +195,4 @@ def test_what_was_computed_twice_is_held_once(kind) -> None:
         world.begin("", [1, 2, 0, 1, 1, 2, 0], [])
     for one in world.running:
         world.step(one, 7)
-    assert world.memory.storage.free()["full"] == 200 - 7
+    assert world.memory.free()["full"] == 200 - 7

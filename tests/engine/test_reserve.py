@@ -118,7 +118,7 @@ def test_a_step_of_full_size_takes_no_more_than_was_said(
         truth.append(meter.bytes)
     assert max(truth) <= said <= 2 * max(truth)
     memory.check()
-    assert memory.storage.free() == memory.storage.capacity()
+    assert memory.free() == memory.storage.capacity()
 
 
 def test_rows_that_packed_layers_pad_are_in_what_a_step_takes() -> None:
@@ -244,4 +244,4 @@ def test_a_device_that_cannot_run_the_worst_step_is_refused_at_the_door() -> Non
     with short, pytest.raises(CapacityTooSmall, match=r"64 tokens at position 100 does not fit .* step_tokens"):
         prove(model, memory, context=480, max_sequences=4, step_tokens=64)
     memory.check()
-    assert memory.storage.free() == memory.storage.capacity()
+    assert memory.free() == memory.storage.capacity()

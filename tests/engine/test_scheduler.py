@@ -74,5 +74,5 @@ def test_everybody_is_served_in_their_turn_and_gets_what_they_would_get_alone(ma
         if ask.cancel is None:
             assert set(heard.reasons) == set(range(ask.n))
     world.manager.clear_cache()
-    assert world.memory.storage.free() == world.capacity
+    assert world.memory.free() == world.capacity
     assert not world.memory.sequences

@@ -191,7 +191,7 @@ class World:
         assert len(given) == len(shares), "a completion was given two shares"
         assert all(share.tokens > 0 for share in shares)
         assert total <= self.step_tokens, "more than the budget"
-        for name, free in self.memory.storage.free().items():
+        for name, free in self.memory.free().items():
             assert total <= free, f"{total} tokens for {free} free cells of {name}"
         for share in shares:
             assert share.tokens <= share.completion.uncomputed

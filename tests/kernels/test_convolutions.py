@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvcellar.kernels.convolutions import of_few_lengths
-from kvcellar.kernels.packed import BLOCK, PADDED, with_padding
+from kvcellar.kernels.packed import BLOCK, PADDED, of_few_lengths, with_padding
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
 from tests.models.timeline import guest_and_reference

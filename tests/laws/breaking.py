@@ -14,10 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.cells import Cells
-from kvcellar.cache.group import GroupStore
-from kvcellar.cache.tables import Table
+from kvcellar.cache.tables import Table, Tables
 
-TAKING = ((Cells, "take"), (Cells, "take_exact"), (Table, "share"), (GroupStore, "table"), (Sdpa, "prepare"))
+TAKING = ((Cells, "take"), (Cells, "take_exact"), (Table, "share"), (Tables, "new"), (Sdpa, "prepare"))
 ERRORS: tuple[type[BaseException], ...] = (torch.OutOfMemoryError, MemoryError, KeyboardInterrupt)
 
 

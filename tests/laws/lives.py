@@ -9,7 +9,7 @@ from random import Random
 
 import torch
 
-from kvcellar.cache.pool import AXES
+from kvcellar.cache.history import AXES
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
 from tests.laws.breaking import ERRORS, Fault
@@ -60,7 +60,7 @@ class Life:
                 raise
         self.player.clear()
         self.player.memory.check()
-        assert self.player.memory.storage.free() == self.player.memory.storage.capacity()
+        assert self.player.memory.free() == self.player.memory.storage.capacity()
         return self.player.done
 
     def _seq(self) -> int:

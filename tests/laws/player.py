@@ -107,7 +107,7 @@ class Player:
 
     def begin(self, batch: Batch) -> bool:
         """Whether it was not refused."""
-        memory, dumb, free = self.memory, self.dumb, self.memory.storage.free()
+        memory, dumb, free = self.memory, self.dumb, self.memory.free()
         short = [m for m in self.members if not m.kind.of_input and free[m.group.name] < batch.stored]
         if any(self._cannot(feed) for feed in batch.feeds):
             self._refused(BadRequest, "a query at|may have", lambda: memory.begin(batch))
@@ -289,7 +289,7 @@ class Player:
         memory, in_place = self.memory, 0
         for index, m in enumerate(self.members):
             shared, own = self.dumb.must_turn(index, seq, end)
-            missing = max(0, shared + own - memory.storage.free()[m.group.name])
+            missing = max(0, shared + own - memory.free()[m.group.name])
             if missing > own:
                 return False
             keys = sum(
@@ -357,7 +357,7 @@ class Player:
 
     def copy_claim(self, claim: int) -> None:
         """Read it out, and write it back as another claim, which reads out as the same bytes."""
-        claims, free = self.memory.claims, self.memory.storage.free()
+        claims, free = self.memory.claims, self.memory.free()
         with claims.reading(claim) as reading:
             record, chunks = reading.record, list(reading)
         copy = self.dumb.copied(claim)
@@ -420,7 +420,7 @@ class Player:
         def act() -> bool:
             return memory.inputs.write(seq, n, planes, digest=digest)
 
-        short = [m for m in inputs if memory.storage.free()[m.group.name] < n]
+        short = [m for m in inputs if memory.free()[m.group.name] < n]
         if dumb.input_of(seq):
             self._refused(BadRequest, "has an input", act)
         elif source is not None and any(len(held) != n for held in source.values()):
@@ -454,10 +454,10 @@ class Player:
     # -- storage --------------------------------------------------------------------------------------------------
 
     def compact(self, budget: int) -> int:
-        free = self.memory.storage.free()
+        free = self.memory.free()
         moved = self._do("compact", lambda: self.memory.storage.compact(budget))
         assert 0 <= moved <= budget
-        assert self.memory.storage.free() == free
+        assert self.memory.free() == free
         self.done["moved"] += bool(moved)
         return moved
 
@@ -503,7 +503,7 @@ class Player:
             assert memory._sequences.record(seq).digest == line.digest
         for index, m in enumerate(self.members):
             name, runs, cells = m.group.name, [], []
-            assert memory.storage.free()[name] == memory.storage.capacity()[name] - dumb.used(index)
+            assert memory.free()[name] == memory.storage.capacity()[name] - dumb.used(index)
             for seq, line in dumb.lines.items():
                 span = memory.held(seq)[name]
                 assert list(range(span.start, span.end)) == sorted(line.held[index])

@@ -133,7 +133,7 @@ def only_claims_stay(made: Memory, whole: Mapping[int, int]) -> None:
             made.check()
     made.clear()
     made.check()
-    assert made.storage.free() == made.storage.capacity()
+    assert made.free() == made.storage.capacity()
     assert made.rows.free == made.rows.capacity
 
 

@@ -83,7 +83,7 @@ def _full(text: str) -> Player:
     for feeds in ({0: 3, 3: 2}, {0: 2}, {3: 2}, {0: 2, 3: 5}, {0: 3}):
         player.step(player.batch(feeds))
     player.check()
-    assert (player.memory.storage.free()["full"], player.memory.storage.free()["memory"]) == (2, 3)
+    assert (player.memory.free()["full"], player.memory.free()["memory"]) == (2, 3)
     return player
 
 
@@ -207,7 +207,7 @@ def outcome(player: Player, answer: Any) -> list[Any]:
     memory.check()
     seen = [
         memory.sequences,
-        memory.storage.free(),
+        memory.free(),
         memory.storage.capacity(),
         memory.storage.bytes,
         memory.storage.scratch,

@@ -107,7 +107,7 @@ def test_every_row_sees_what_the_rule_says_pair_by_pair() -> None:
         life = Life(drawn_members(draw), seed)
         for name in draw.choices(BEFORE, k=10):
             getattr(life, name)()
-        room = min(n for name, n in life.player.memory.storage.free().items() if name != "input")
+        room = min(n for name, n in life.player.memory.free().items() if name != "input")
         batches = (drawn_batch(draw, life.player) for _ in range(20))
         batch = next((batch for batch in batches if batch.stored <= room and fits(batch)), None)
         if batch is None:

@@ -39,7 +39,7 @@ def stored(memory: Memory, layer: int, plane: str, runs: Iterable[Run]) -> Tenso
     """[n,heads,size] of the cells of `runs`, in their order."""
     pool = memory._stores.all[memory._stores.index_of(layer)].pool
     cells = [cell for run in runs for cell in range(run.cell, run.end)]
-    return pool.read(layer, plane, torch.tensor(cells, dtype=torch.long))
+    return pool.planes(layer)[plane].values(torch.tensor(cells, dtype=torch.long))
 
 
 def everything(memory: Memory) -> list[Any]:
@@ -48,7 +48,7 @@ def everything(memory: Memory) -> list[Any]:
     And what it knows of sequences and claims beside their tables: where they were edited or looked ahead, their inputs.
     """
     storage = memory.storage
-    known: list[Any] = [id(memory.step), memory.sequences, storage.free(), storage.capacity(), storage.bytes]
+    known: list[Any] = [id(memory.step), memory.sequences, memory.free(), storage.capacity(), storage.bytes]
     known += [storage.scratch]
     for seq, record in memory._sequences.records.items():
         known.append((seq, record.ahead, record.derived, record.digest))

@@ -23,7 +23,8 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from kvcellar.cache.pool import Pool
+from kvcellar.cache import inputs as inputs_module
+from kvcellar.cache.history import write_planes
 from kvcellar.errors import BadRequest, CacheFull, ModelRefused, NotSupported
 from kvcellar.models.cross_attention import DecoderCache, cross_attention_cache
 from tests.zoo import ARCHS
@@ -159,7 +160,7 @@ def test_one_row_generates_the_same_tokens_as_with_transformers_caches(name: str
     )
     ours.check()
     ours.reset()
-    assert ours.memory.storage.free() == ours.memory.storage.capacity()
+    assert ours.memory.free() == ours.memory.storage.capacity()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -205,19 +206,22 @@ def test_an_input_is_written_once_and_beams_share_its_cells(name: str) -> None:
     model = built(name)
     ours = cross_attention_cache(model, cells=300, input_cells=200)
     inputs = {group.name for group in ours.memory.storage.groups if group.of_input}
-    layers = sum(len(group.layers) for group in ours.memory.storage.groups if group.of_input)
+    of_input = [
+        ours.memory.layers[layer].planes
+        for group in ours.memory.storage.groups
+        if group.of_input
+        for layer in group.layers
+    ]
     writes: list[int] = []
-    write = Pool.write
 
-    def counted(pool: Pool, layer: int, *rest: Any) -> None:
-        if any(layer in group.layers for group in ours.memory.storage.groups if group.of_input):
-            writes.append(layer)
-        write(pool, layer, *rest)
+    def counted(planes: Any, *rest: Any) -> None:
+        writes.append(of_input.index(planes))
+        write_planes(planes, *rest)
 
-    with mock.patch.object(Pool, "write", counted):
+    with mock.patch.object(inputs_module, "write_planes", counted):
         generate(model, KINDS[name].two(), past_key_values=ours, num_beams=4, do_sample=False)
-    assert len(writes) == 2 * layers, "two inputs, each layer of each written once"
-    free, n = ours.memory.storage.free(), ours.memory.inputs.length(ours.rows[0])
+    assert sorted(writes) == sorted(2 * [*range(len(of_input))]), "two inputs, each layer of each written once"
+    free, n = ours.memory.free(), ours.memory.inputs.length(ours.rows[0])
     assert len(ours.rows) == 8
     assert n > 0
     assert {free[at] for at in inputs} <= {200 - n, 200 - 2 * n}, "all beams share the inputs of the two prompts"
@@ -229,7 +233,7 @@ def test_equal_inputs_of_a_batch_share_cells(name: str) -> None:
     inputs = {key: torch.cat([x, x, x[:1]]) for key, x in two.items()}  # rows 0, 1, 0, 1, 0
     ours = cross_attention_cache(model, cells=300, input_cells=60)
     assert torch.equal(generate(model, inputs, past_key_values=ours), generate(model, inputs))
-    free, n = ours.memory.storage.free(), ours.memory.inputs.length(ours.rows[0])
+    free, n = ours.memory.free(), ours.memory.inputs.length(ours.rows[0])
     assert len(ours.rows) == 5
     assert {free[group.name] for group in ours.memory.storage.groups if group.of_input} == {60 - 2 * n}
     ours.check()
@@ -283,7 +287,7 @@ def test_after_an_input_that_does_not_fit_the_cache_is_as_new(name: str) -> None
         generate(model, two, past_key_values=ours)
     ours.check()
     assert ours.rows == []
-    assert ours.memory.storage.free() == ours.memory.storage.capacity()
+    assert ours.memory.free() == ours.memory.storage.capacity()
     assert torch.equal(generate(model, one, past_key_values=ours), fresh)
 
 

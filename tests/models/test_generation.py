@@ -44,7 +44,7 @@ def test_one_row_generates_the_same_tokens_as_with_transformers_cache(model: Pre
     assert torch.equal(ours, generate(model, PROMPT, **MODES[mode]))
     cache.check()
     cache.reset()
-    assert cache.memory.storage.free() == cache.memory.storage.capacity()
+    assert cache.memory.free() == cache.memory.storage.capacity()
 
 
 @pytest.mark.parametrize("mode", MODES_OF_A_BATCH)
@@ -72,7 +72,7 @@ def test_beams_share_the_cells_of_their_prompt() -> None:
     cache = GenerationCache.of(model, cells=1000)
     long = torch.arange(1, 61)[None] % 90
     generate(model, long, past_key_values=cache, num_beams=4, do_sample=False)
-    used = 1000 - min(cache.memory.storage.free().values())
+    used = 1000 - min(cache.memory.free().values())
     assert used <= 60 + 4 * 14, f"{used} cells for four beams over one prompt of 60 tokens"
 
 

@@ -87,7 +87,7 @@ def test_timelines_are_long_and_cover_every_operation() -> None:
     assert len(timeline.seen) > 30
     assert rows > sum(lengths) / 10
     cells = {group.name: group.layout.most_cells(MOST, CHUNK) for group in timeline.memory.storage.groups}
-    assert all(3 * cells[name] == free for name, free in timeline.memory.storage.free().items())
+    assert all(3 * cells[name] == free for name, free in timeline.memory.free().items())
 
 
 @pytest.mark.parametrize("name", FLAT)

@@ -69,7 +69,7 @@ def test_query_only_rows_see_what_is_stored_and_change_nothing(name: str, rows: 
     stored, queried, more, others = text(STORED, 1), text(rows, 2), text(4, 3), text(9, 4)
     memory = small_memory(guest, 40)
     read(guest, memory, (1, stored))
-    before, free, left = held_by(memory, 1), memory.storage.free(), memory.rows.free
+    before, free, left = held_by(memory, 1), memory.free(), memory.rows.free
     read(guest, memory, (2, others[:5]))
     first, logits, last = forward(
         guest,
@@ -88,7 +88,7 @@ def test_query_only_rows_see_what_is_stored_and_change_nothing(name: str, rows: 
     assert same(before, held_by(memory, 1))
     memory.drop(2)
     memory.drop(3)
-    assert (memory.storage.free(), memory.rows.free) == (free, left)
+    assert (memory.free(), memory.rows.free) == (free, left)
     (onwards,) = read(guest, memory, (1, more))
     assert relative(onwards, reference_logits(reference, [*stored, *more])[STORED:]) <= BOUND
     memory.check()
@@ -100,7 +100,7 @@ def test_a_step_of_query_only_rows_stores_nothing(name: str) -> None:
     memory = small_memory(guest, 40)
     stored, queried = {1: text(STORED, 5), 2: text(6, 6)}, {1: text(2, 7), 2: text(1, 8)}
     read(guest, memory, *stored.items())
-    before, free, rows = [held_by(memory, seq) for seq in stored], memory.storage.free(), memory.rows.free
+    before, free, rows = [held_by(memory, seq) for seq in stored], memory.free(), memory.rows.free
     feeds = [
         (Feed(s, Span(len(stored[s]), len(stored[s]) + len(ids)), stores=False), ids) for s, ids in queried.items()
     ]
@@ -108,7 +108,7 @@ def test_a_step_of_query_only_rows_stores_nothing(name: str) -> None:
         for seq, logits in zip(queried, forward(guest, memory, feeds), strict=True):
             assert relative(logits, query_logits(reference, stored[seq], queried[seq], len(stored[seq]))) <= BOUND
         end()
-        assert (memory.storage.free(), memory.rows.free) == (free, rows)
+        assert (memory.free(), memory.rows.free) == (free, rows)
         assert all(same(held, held_by(memory, seq)) for held, seq in zip(before, stored, strict=True))
     memory.check()
 

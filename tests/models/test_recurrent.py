@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 from kvcellar.attention.choose import backends
 from kvcellar.cache.cells import Cells
 from kvcellar.cache.memory import Memory
-from kvcellar.cache.rows import Keeper, Rows
-from kvcellar.cache.sequence_states import SequenceStates
+from kvcellar.cache.rows import Rows, SequenceStates
 from kvcellar.cache.states import States
 from kvcellar.engine.reserve import peak, uncollected
 from kvcellar.errors import ModelRefused, NotSupported
@@ -376,7 +375,7 @@ def forks_hold_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         twin = original(self, kept)
         if twin.row:
             self._rows._rows[twin.row].own -= 1
-            self._rows._rows[twin.row].keepers.clear()
+            self._rows._rows[twin.row].checkpoint_of.clear()
         return twin
 
     monkeypatch.setattr(SequenceStates, "fork", fork)
@@ -424,9 +423,9 @@ def checkpoint_rows_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The row of a checkpoint is freed once its sequence continues."""
     original = Rows.keep
 
-    def keep(self: Rows, keeper: Keeper, pos: int, row: int) -> None:
-        original(self, keeper, pos, row)
-        self._rows[row].keepers.clear()
+    def keep(self: Rows, states: SequenceStates, pos: int, row: int) -> None:
+        original(self, states, pos, row)
+        self._rows[row].checkpoint_of.clear()
 
     monkeypatch.setattr(Rows, "keep", keep)
 

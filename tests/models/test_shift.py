@@ -152,8 +152,8 @@ def test_an_inexact_shift_is_refused_and_changes_nothing(name: str) -> None:
     plan = memory.begin(Batch((Feed(1, Span(0, 20)),)))
     guest.forward(memory, plan, torch.arange(20), torch.tensor([19]))
     memory.commit()
-    before = (memory.held(1), memory.storage.free())
+    before = (memory.held(1), memory.free())
     with pytest.raises(NotSupported, match=REFUSED[name]):
         memory.remove(1, Span(2, 10))
-    assert (memory.held(1), memory.storage.free()) == before
+    assert (memory.held(1), memory.free()) == before
     memory.check()

@@ -119,7 +119,7 @@ class Timeline:
         self.step("keep", long=True)
         self.step("keep", decode=True)
         self.memory.clear()
-        assert self.memory.storage.free() == self.memory.storage.capacity()
+        assert self.memory.free() == self.memory.storage.capacity()
         assert self.memory.rows.free in (None, self.memory.rows.capacity)
 
     def worst_difference(self) -> float:

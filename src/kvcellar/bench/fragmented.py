@@ -16,9 +16,9 @@ import torch
 from kvcellar.attention.choose import named
 from kvcellar.bench.network import Size
 from kvcellar.bench.zeros import put_zeros
-from kvcellar.cache.group import Fragments
 from kvcellar.cache.layouts import Causal
 from kvcellar.cache.memory import Group, Memory
+from kvcellar.cache.storage import Fragments
 from kvcellar.contracts import Backend
 from kvcellar.engine.compaction import Compaction
 from kvcellar.plan import Batch, Feed
@@ -99,14 +99,14 @@ def _used(size: Size, backend: Backend, sequences: int, tokens: int) -> Memory:
     memory = Memory([group], cells=cells, dtype=torch.bfloat16, device="cpu", backend=backend)
     draw, short = random.Random(1), list(range(sequences, sequences + cells[GROUP]))
     for seq in short:
-        n = min(draw.choice(SHORT), memory.storage.free()[GROUP])
+        n = min(draw.choice(SHORT), memory.free()[GROUP])
         if not n:
             break
         _grow(memory, [seq], n)
     there = [seq for seq in short if memory.has(seq)]
     draw.shuffle(there)
     for _ in range(tokens):
-        while memory.storage.free()[GROUP] < sequences:
+        while memory.free()[GROUP] < sequences:
             memory.drop(there.pop())
         _grow(memory, range(sequences), 1)
     for seq in there:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from kvcellar.cache.ahead import around, deepest
 from kvcellar.cache.ahead import check as check_ahead
-from kvcellar.cache.group import GroupStore
 from kvcellar.cache.rows import Rows
+from kvcellar.cache.storage import GroupStore
 from kvcellar.cache.tables import Table
 from kvcellar.errors import BadRequest
 from kvcellar.spans import Span

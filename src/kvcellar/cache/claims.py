@@ -20,12 +20,12 @@ from torch import Tensor
 
 from kvcellar.cache.ahead import until
 from kvcellar.cache.claim import Checkpoint, Claim, check_whole, undone, within
-from kvcellar.cache.group import GroupStore
 from kvcellar.cache.readout import Reading, Record, check_record, written
-from kvcellar.cache.sequence_states import SequenceStates
+from kvcellar.cache.rows import SequenceStates
 from kvcellar.cache.sequences import Record as SequenceRecord
 from kvcellar.cache.sequences import Sequences
 from kvcellar.cache.states import States
+from kvcellar.cache.storage import GroupStore
 from kvcellar.cache.tables import Table, share_all
 from kvcellar.errors import BadRequest, shown
 from kvcellar.plan import Batch, Run
@@ -161,8 +161,7 @@ class Claims:
         if span.start < table.end:
             found = table.share(min(table.end, span.end), span.start)
         else:
-            found = store.table()
-            found.first = found.end = span.start
+            found = store.tables.new(span.start)
         at = table.end
         for run in new:
             skip, n = max(0, span.start - at), min(run.n, span.end - at)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from kvcellar.cache.claims import Claims
-from kvcellar.cache.group import GroupStore, Stores
-from kvcellar.cache.layouts.encoder import Input
-from kvcellar.cache.plans import indices
+from kvcellar.cache.history import indices, write_planes
+from kvcellar.cache.layouts import Input
 from kvcellar.cache.pool import as_new
 from kvcellar.cache.sequences import Sequences
+from kvcellar.cache.storage import GroupStore, Stores
 from kvcellar.cache.tables import Table, share_all
 from kvcellar.errors import BadRequest, CacheFull, shown
 from kvcellar.spans import whole
@@ -47,12 +47,12 @@ def write(stores: Sequence[GroupStore], n: int, planes: Planes, device: torch.de
     tables: list[Table] = []
     try:
         for store in stores:
-            tables.append(store.table())
+            tables.append(store.tables.new())
             tables[-1].append(store.cells.take(n))
             cells = indices(tables[-1].runs, device)
             for layer in store.group.layers:
                 k, v = planes[layer]
-                store.pool.write(layer, cells, {"k": as_new(k), "v": as_new(v)})
+                write_planes(store.pool.planes(layer), cells, {"k": as_new(k), "v": as_new(v)})
     except BaseException:
         for table in tables:
             table.close()
@@ -114,4 +114,5 @@ class Inputs:
         if len(lengths) != 1 or not store.group.of_input:
             raise BadRequest(f"the inputs of sequences {list(seqs)} are {sorted(lengths)} long in layer {layer}")
         runs = [run for seq in seqs for run in self._sequences.known(seq)[index].runs]
-        return store.pool.read(layer, plane, indices(runs, self._stores.device)).unflatten(0, (len(seqs), -1))
+        cells = indices(runs, self._stores.device)
+        return store.pool.planes(layer)[plane].values(cells).unflatten(0, (len(seqs), -1))

@@ -20,17 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcellar.cache.claim import Claim
 from kvcellar.cache.claims import Claims
-from kvcellar.cache.group import Group, Stores, check_groups
+from kvcellar.cache.group import Group, check_groups
 from kvcellar.cache.history import LayerHistory
 from kvcellar.cache.inputs import Inputs
 from kvcellar.cache.readout import shape_of
-from kvcellar.cache.sequence_states import check_all
 from kvcellar.cache.sequences import Sequences
 from kvcellar.cache.shift import shifted
 from kvcellar.cache.states import States
 from kvcellar.cache.step import Step
-from kvcellar.cache.storage import Storage, check_planned
+from kvcellar.cache.storage import Storage, Stores, check_planned
 from kvcellar.contracts import Backend
 from kvcellar.errors import BadRequest, NotSupported, WrongStage, shown
 from kvcellar.plan import Batch, Plan
@@ -74,7 +74,8 @@ class Memory:
         backends = backend if isinstance(backend, Mapping) else dict.fromkeys((group.name for group in groups), backend)
         check_planned(groups, cells, backends, dtype, recurrent, rows, max_bytes)
         self._stores = Stores(groups, cells, backends, dtype, self.device)
-        self.tables = self._stores.tables  # what a step fills for all groups together
+        self.tables = self._stores.tables  # step tables of all groups together
+        self.layers = self._stores.layers  # what `get` returns, by layer: the same objects in every step
         self.states = States(recurrent, rows=rows, device=self.device)
         self._sequences = Sequences(self._stores.all, self.states, limits)
         self.rows = self.states.rows
@@ -119,6 +120,10 @@ class Memory:
         """The positions behind 0 whose recurrent state is there, in order; None in a model without."""
         return self._sequences.record(seq).states.positions
 
+    def free(self) -> dict[str, int]:
+        """Free cells of each group."""
+        return {store.group.name: store.cells.free for store in self._stores.all}
+
     def can_cut(self, seq: int, pos: int) -> int:
         """The largest `kept <= pos` at which all groups can go on once `[kept, end)` is forgotten. Changes nothing.
 
@@ -156,11 +161,6 @@ class Memory:
         given = {"k": k, "v": v, **planes}
         self._open("put").put(layer, {name: plane for name, plane in given.items() if plane is not None})
 
-    def layers(self) -> Mapping[int, LayerHistory]:
-        """What `get` returns, by layer. The same objects in every step."""
-        self._open("layers")
-        return self._stores.layers
-
     def get(self, layer: int) -> LayerHistory:
         """What the rows of the open step may see in one layer, as stored, the new tokens included."""
         return self._open("get").get(layer)
@@ -183,7 +183,9 @@ class Memory:
         step = self._open("commit")
         counts = step.counts(accepted or {})
         self.states.settle(step.batch, counts)
-        made = self.claims.of_step(step.batch, counts, step.taken)  # before anything slides out
+        made: dict[int, Claim] = {}
+        if any(feed.checkpoints for feed in step.batch.feeds):
+            made = self.claims.of_step(step.batch, counts, step.taken)  # before anything slides out
         self.step = None
         self._sequences.commit(step.batch, counts, step.taken)
         step.end()
@@ -286,5 +288,5 @@ class Memory:
         self.states.check()
         self._sequences.check()
         self.claims.check()
-        states = [record.states for record in self._sequences.records.values()]
-        check_all(self.rows, states, self.states.step_rows.held() + self.claims.held_rows())
+        states = (record.states for record in self._sequences.records.values())
+        self.rows.check(states, self.states.step_rows.held() + self.claims.held_rows())

@@ -26,11 +26,12 @@ import torch
 from torch import Tensor
 
 from kvcellar.cache.claim import Checkpoint, Claim, undone
-from kvcellar.cache.group import PIECE, Group, GroupStore
-from kvcellar.cache.layouts.encoder import Input
-from kvcellar.cache.plans import indices
+from kvcellar.cache.group import PIECE, Group
+from kvcellar.cache.history import indices
+from kvcellar.cache.layouts import Input
 from kvcellar.cache.rows import NAME
 from kvcellar.cache.states import States
+from kvcellar.cache.storage import GroupStore
 from kvcellar.cache.tables import Table
 from kvcellar.errors import BadRequest, CacheFull
 from kvcellar.layout import Layout
@@ -183,7 +184,7 @@ class Reading:
             for span in part.pieces():
                 for layer in part.store.group.layers:
                     for plane in part.store.group.planes:
-                        stored = part.store.pool.stored(layer, plane.name)
+                        stored = part.store.pool.planes(layer)[plane.name]
                         for content in stored.content(part.cells(span, self._states.device)):
                             yield as_bytes(content)
         for row in self.rows:
@@ -271,7 +272,7 @@ def written(record: Record, chunks: Iterable[Tensor], stores: Sequence[GroupStor
     with Reading(states) as new, undone(lambda: claim.close(states.rows)):
         for stretch in record.stretches:
             store = stores[indices_of[stretch.group]]
-            new.parts.append(Part(store, _empty(store, stretch.span.start)))
+            new.parts.append(Part(store, store.tables.new(stretch.span.start)))
             new.parts[-1].table.append(store.cells.take(len(stretch.span)))
         for _ in record.checkpoints:
             if row := states.rows.take():
@@ -285,17 +286,10 @@ def written(record: Record, chunks: Iterable[Tensor], stores: Sequence[GroupStor
             states.rows.hold(row)
             for name, pieces in mark.windows:
                 store = stores[indices_of[name]]
-                window = checkpoint.windows[indices_of[name]] = _empty(store, store.group.layout.lowest(mark.pos))
+                window = checkpoint.windows[indices_of[name]] = store.tables.new(store.group.layout.lowest(mark.pos))
                 for number, span in pieces:
                     window.append(new.parts[number].table.share(span.end, span.start).hand_over())
     return claim
-
-
-def _empty(store: GroupStore, start: int) -> Table:
-    """An empty table that begins at position `start`."""
-    table = store.table()
-    table.first = table.end = start
-    return table
 
 
 def _check_free(record: Record, stores: Sequence[GroupStore], states: States) -> None:
@@ -322,7 +316,7 @@ def _fill(reading: Reading, chunks: Iterator[Tensor], states: States) -> None:
             cells = part.cells(span, states.device)
             for layer in part.store.group.layers:
                 for plane in part.store.group.planes:
-                    stored = part.store.pool.stored(layer, plane.name)
+                    stored = part.store.pool.planes(layer)[plane.name]
                     stored.restore(cells, [from_bytes(following(), like) for like in stored.empty(len(cells))])
     for row in reading.rows:
         states.restore(row, [from_bytes(following(), like) for like in states.content(row)])

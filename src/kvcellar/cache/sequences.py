@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from kvcellar.cache.ahead import Spans, around, closed_over, deepest, until
 from kvcellar.cache.ahead import check as check_ahead
-from kvcellar.cache.group import GroupStore
-from kvcellar.cache.sequence_states import SequenceStates
+from kvcellar.cache.rows import SequenceStates
 from kvcellar.cache.states import States
+from kvcellar.cache.storage import GroupStore
 from kvcellar.cache.tables import Table, share_all
 from kvcellar.errors import BadRequest, UnknownSequence
 from kvcellar.plan import Batch, Run
@@ -143,7 +143,7 @@ class Sequences:
         self.records[seq] = self._empty()
 
     def _empty(self) -> Record:
-        return Record([store.table() for store in self._stores], SequenceStates(self._states.rows))
+        return Record([store.tables.new() for store in self._stores], SequenceStates(self._states.rows))
 
     def give_input(self, seq: int, digest: str | None, make: Callable[[], Iterable[Table]]) -> None:
         """`seq`, which may be new, has the tables that `make` returns, one for each group of an input.
@@ -160,7 +160,8 @@ class Sequences:
         """So many tokens of each feed are kept. `taken[group][feed]` are the cells they are in, handed over here."""
         for feed, count in zip(batch.feeds, counts, strict=True):
             record, end = self.records[feed.seq], feed.pos.start + count
-            record.ahead += until(batch.ahead(feed.seq), end)
+            if batch.look_ahead:
+                record.ahead += until(batch.ahead(feed.seq), end)
             if feed.stores and count:
                 record.states.advance(self._states.step_rows.new(feed.seq), end)
                 if feed.keep_state and count == len(feed.pos):

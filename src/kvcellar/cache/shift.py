@@ -16,9 +16,9 @@ from itertools import groupby
 
 from torch import Tensor
 
-from kvcellar.cache.group import PIECE, GroupStore
-from kvcellar.cache.plans import indices, pieces
-from kvcellar.cache.pool import StoredPlane
+from kvcellar.cache.group import PIECE
+from kvcellar.cache.history import StoredPlane, indices
+from kvcellar.cache.storage import GroupStore, pieces
 from kvcellar.cache.tables import Part, Table
 from kvcellar.errors import CacheFull
 from kvcellar.plan import Run
@@ -114,10 +114,10 @@ def _shift(store: GroupStore, table: Table, ways: Sequence[_Way], taken: list[Ru
             taken.extend(runs)
             sources += [part.run for part in parts]
             targets += runs
-    store.turn(sources, targets, by)
+    store.move(sources, targets, by)
     for some in pieces(turned, PIECE) if store.group.rotations else ():
         cells = indices(some, store.device)
         for layer in store.group.layers:
             for name, rotation in store.group.rotations.get(layer, {}).items():
-                kept.keep(store.pool.stored(layer, name), cells)
-                store.pool.turn(layer, name, cells, rotation, by)
+                kept.keep(store.pool.planes(layer)[name], cells)
+                store.pool.rotate(layer, name, cells, rotation, by)

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcellar.cache.rows import Rows
-from kvcellar.cache.step_rows import StepRows
+from kvcellar.cache.rows import Rows, StepRows
 from kvcellar.errors import BadRequest, NotSupported, WrongStage
 from kvcellar.plan import Batch, StateSegment
 from kvcellar.shapes import Recurrent

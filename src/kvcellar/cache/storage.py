@@ -1,20 +1,39 @@
-"""storage: how many cells each group of a memory has, what they cost in bytes, and how they lie.
+"""storage: the cells and planes of each group of a memory: capacities, bytes, compaction and resizing.
 
 Always true:
   * planes, scratch and staging together are within `max_bytes`;
+  * every layer has storage for all cells of its group;
   * an operation that raises has changed nothing.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
-from kvcellar.cache.group import PIECE, Fragments, Group, Stores
+from kvcellar.cache.cells import Cells
+from kvcellar.cache.compact import Compaction, relocate
+from kvcellar.cache.group import PIECE, Group
+from kvcellar.cache.history import GroupStep, LayerHistory, StepTables, indices
+from kvcellar.cache.pool import Pool
 from kvcellar.cache.states import States
+from kvcellar.cache.tables import Move, Table, Tables
 from kvcellar.contracts import Backend
 from kvcellar.errors import BadRequest, CapacityTooSmall, shown
+from kvcellar.plan import Run
 from kvcellar.shapes import Recurrent
 from kvcellar.spans import whole
+
+
+class Fragments(NamedTuple):
+    """Fragmentation of a group: the total cells of all tables (a shared cell counts once per table), their number of
+    runs, the number of tables with cells, and the number of free cells."""
+
+    cells: int
+    runs: int
+    tables: int
+    free: int
 
 
 def check_planned(
@@ -40,6 +59,152 @@ def _check_room(max_bytes: int | None, planes: int, scratch: int, staging: int, 
             f"{need} bytes would be needed: {planes} for planes, {scratch} for a step's scratch, {staging} "
             f"for staging; {max_bytes} are allowed. Raise max_bytes (cache_bytes), or {way_out}."
         )
+
+
+def pieces(runs: Iterable[Run], size: int) -> Iterator[list[Run]]:
+    """`runs` in order, in pieces of `size` cells; the last may be smaller."""
+    piece: list[Run] = []
+    room = size
+    for run in runs:
+        while run.n:
+            here = min(run.n, room)
+            piece.append(Run(run.cell, here))
+            run, room = Run(run.cell + here, run.n - here), room - here
+            if not room:
+                yield piece
+                piece, room = [], size
+    if piece:
+        yield piece
+
+
+@dataclass(slots=True)
+class GroupStore:
+    """The storage of one group."""
+
+    group: Group
+    tables: Tables
+    cells: Cells
+    pool: Pool
+    backend: Backend
+    itemsize: int  # bytes of the memory's own type
+    device: torch.device
+    step: GroupStep  # the open step
+    layers: Mapping[int, LayerHistory]
+    compaction: Compaction = field(default_factory=Compaction)
+
+    @classmethod
+    def new(cls, group: Group, backend: Backend, cells: int, dtype: torch.dtype, device: torch.device) -> "GroupStore":
+        pool = Pool.agreed(
+            group.planes, group.layers, backend, plain=group.plain, cells=cells, dtype=dtype, device=device
+        )
+        step = GroupStep(StepTables(device, dtype, heads=group.planes[0].heads if group.planes else 0))
+        layers = {layer: LayerHistory(pool.planes(layer), layer, backend, step) for layer in group.layers}
+        tables = Tables(Cells(cells), of_input=group.of_input)
+        return cls(group, tables, tables.cells, pool, backend, dtype.itemsize, device, step, layers)
+
+    @property
+    def staging(self) -> int:
+        """Most temporary bytes of an edit (shift or compaction)."""
+        return self.group.staging(self.cells.capacity, self.itemsize)
+
+    @property
+    def undo(self) -> int:
+        """Bytes per cell of the undo copy for rotation in place."""
+        return self.group.undo(self.itemsize)
+
+    def move(self, source: Sequence[Run], target: Sequence[Run], by: int) -> None:
+        """Copy the cells of `source` to those of `target`, rotated by `by` positions; 0: a bitwise copy."""
+        for some, places in zip(pieces(source, PIECE), pieces(target, PIECE), strict=True):
+            old, new = indices(some, self.device), indices(places, self.device)
+            for layer in self.group.layers:
+                rotations = self.group.rotations.get(layer, {}) if by else {}
+                self.pool.move(layer, old, new, rotations, by)
+
+    def compact(self, budget: int) -> int:
+        """Move at most `budget` cells; returns how many were moved."""
+        moves = self.compaction.piece(self.tables, budget)
+
+        def copy(moves: Sequence[Move]) -> None:
+            self.move([move.source for move in moves], [move.target for move in moves], 0)
+
+        if moves:
+            relocate(self.tables, moves, copy)
+        return sum(move.source.n for move in moves)
+
+    def peak(self, cells: int) -> int:
+        """Peak of additional bytes during `resize(cells)`."""
+        old, new = self.pool.layer_bytes(self.cells.capacity), self.pool.layer_bytes(cells)
+        return new + max(0, (len(self.group.layers) - 1) * (new - old))
+
+    def resize(self, cells: int) -> None:
+        """Resize all layers to `cells` cells, one by one. Raises `CapacityTooSmall` if a higher cell is held."""
+        old = self.cells.capacity
+        if cells < (highest := self.cells.highest):
+            raise CapacityTooSmall(
+                f"cell {highest} of group {self.group.name} is in use: it can shrink to {highest} cells now, and to "
+                f"{max(1, self.cells.used)} after compact(), not to {cells}"
+            )
+        if cells < old:
+            self.cells.resize(cells)
+        done: list[int] = []
+        try:
+            for layer in self.group.layers:
+                self.pool.resize(layer, cells)
+                done.append(layer)
+        except BaseException:
+            # If this raises too, some layers have more storage than `capacity`, which is harmless.
+            for layer in done:
+                self.pool.resize(layer, old)
+            self.cells.resize(old)
+            raise
+        self.cells.resize(cells)
+
+    def check(self, tables: Sequence[Table], taken: Sequence[Run]) -> None:
+        """Assert the invariants; all held runs are those of `tables` and those `taken` by the open step."""
+        self.cells.check()
+        self.cells.check_holders([*taken, *(run for table in tables for run in table.runs)])
+        self.tables.check(tables)
+        self.compaction.check()
+        assert self.pool.bytes >= len(self.group.layers) * self.pool.layer_bytes(self.cells.capacity)
+
+
+class Stores:
+    """The storage of all groups of one memory, in `all`: groups of tokens first, then those of an input."""
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        cells: Mapping[str, int],
+        backends: Mapping[str, Backend],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.device = device
+        self.all = tuple(
+            GroupStore.new(group, backends[group.name], cells[group.name], dtype, device)
+            for group in sorted(groups, key=lambda group: group.of_input)
+        )
+        self.layers = {layer: history for store in self.all for layer, history in store.layers.items()}
+        self.tables = StepTables(device, dtype)
+        self._index_of = {layer: index for index, store in enumerate(self.all) for layer in store.group.layers}
+
+    @property
+    def names(self) -> str:
+        return "the groups are " + (", ".join(store.group.name for store in self.all) or "none")
+
+    def index_of(self, layer: int) -> int:
+        """Index of the group that contains a layer. Raises `BadRequest` if there is none."""
+        index = self._index_of.get(layer)
+        if index is None:
+            raise BadRequest(f"layer {layer} is in no group of this memory")
+        return index
+
+    def named(self, group: str) -> GroupStore:
+        """The group of this name. Raises `BadRequest` if there is none."""
+        store = next((store for store in self.all if store.group.name == group), None)
+        if store is None:
+            raise BadRequest(f"there is no group {shown(group)}; {self.names}")
+        return store
 
 
 class Storage:
@@ -80,17 +245,16 @@ class Storage:
         """Bytes that the cap leaves between steps, beside planes and staging; None without a cap."""
         return None if self.max_bytes is None else self.max_bytes - self.bytes - self.staging
 
-    def free(self) -> dict[str, int]:
-        """Free cells of each group."""
-        return {store.group.name: store.cells.free for store in self._stores.all}
-
     def capacity(self) -> dict[str, int]:
         """Cells of each group, free or not."""
         return {store.group.name: store.cells.capacity for store in self._stores.all}
 
     def fragments(self) -> dict[str, Fragments]:
-        """How the cells of each group lie, for deciding about `compact`. Costs their pieces."""
-        return {store.group.name: store.fragments() for store in self._stores.all}
+        """The fragmentation of each group, for deciding about `compact`. Costs the pieces of its cells."""
+        return {
+            store.group.name: Fragments(*store.cells.held(), store.tables.used, store.cells.free)
+            for store in self._stores.all
+        }
 
     def leave_room(self, scratch: int) -> None:
         """From now on `scratch` bytes belong to the steps. Raises `CapacityTooSmall` if they do not fit the cap."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
 
 from kvcellar.cache.cells import Cells
-from kvcellar.cache.layouts.moved import first_after
+from kvcellar.cache.layouts import first_after
 from kvcellar.plan import Run
 from kvcellar.spans import Span
 
@@ -45,10 +45,14 @@ class Part(NamedTuple):
 class Tables:
     """All tables of one group, found by cell."""
 
-    def __init__(self, cells: Cells) -> None:
-        self.cells = cells
+    def __init__(self, cells: Cells, *, of_input: bool = False) -> None:
+        self.cells, self._of_input = cells, of_input
         self.used = 0  # tables with cells
         self._at: dict[int, dict[Table, None]] = {}  # by the first cell of each of their runs
+
+    def new(self, first: int = 0) -> "Table":
+        """An empty table that begins at position `first`."""
+        return InputTable(self, first) if self._of_input else Table(self, first)
 
     def enter(self, table: "Table", cell: int) -> None:
         """Register that a run of `table` begins at `cell`."""

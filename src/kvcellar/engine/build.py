@@ -22,13 +22,12 @@ from kvcellar.engine.reserve import check_room, prove, scratch
 from kvcellar.engine.runner import Runner
 from kvcellar.engine.scheduler import Scheduler
 from kvcellar.engine.settings import SHARE_OF_FREE, Settings, text_bytes_of
-from kvcellar.errors import BadRequest, CapacityTooSmall, ModelRefused
+from kvcellar.errors import BadRequest, CapacityTooSmall, ModelRefused, forked_from
 from kvcellar.kernels.packed import Packing, pack
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.models.input_limits import context_of, context_reason, embedding_rows, padding_token
 from kvcellar.models.load import Loaded, load
-from kvcellar.process import Origin
 from kvcellar.progress import report
 from kvcellar.sample.params import SamplingParams, check_ids
 from kvcellar.shapes import StoredAs
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvcellar.engine")
 
-TORCH = Origin()  # the process that imported torch
+TORCH = os.getpid()  # the process that imported torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +79,16 @@ def _in_a_fork(settings: Settings) -> Settings:
     OpenMP threads that torch has started do not exist in a fork, and a computation that waits for them never ends;
     whether there were any cannot be determined afterwards.
     """
-    if TORCH.here:
+    if TORCH == os.getpid():
         return settings
+    owner = forked_from(TORCH)
     if settings.threads not in (None, 1):
         raise BadRequest(
-            f"threads is {settings.threads}, but torch belongs to {TORCH}, and runs in one thread here. Leave threads "
+            f"threads is {settings.threads}, but torch belongs to {owner}, and runs in one thread here. Leave threads "
             f"out, or start the process with spawn instead of fork",
             "threads",
         )
-    log.warning("torch belongs to %s; this engine runs in one thread. Start processes with spawn to use more", TORCH)
+    log.warning("torch belongs to %s; this engine runs in one thread. Start processes with spawn to use more", owner)
     return replace(settings, threads=1)
 
 

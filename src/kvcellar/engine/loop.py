@@ -12,11 +12,12 @@ Always true between steps:
   * a completion that is done is not in the scheduler, and what it computed belongs to the prefix tree or is free;
   * `_requests` are the requests that are not done, by number.
 
-In a forked process the thread does not exist: there, every call raises before it acquires a lock, and `close` does
-nothing.
+In a forked process the thread does not exist, and a lock that was held stays held. So every call compares the process
+with the loop's own before it acquires a lock or waits: it raises in a fork, where `close` does nothing.
 """
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -32,9 +33,8 @@ from kvcellar.engine.manager import SequenceManager
 from kvcellar.engine.request import Completion, Request, Status
 from kvcellar.engine.runner import Runner
 from kvcellar.engine.scheduler import Scheduler
-from kvcellar.errors import CacheFull, EngineClosed, EngineFailed, KvcellarError, WrongStage
+from kvcellar.errors import CacheFull, EngineClosed, EngineFailed, KvcellarError, WrongStage, forked_from
 from kvcellar.events import FinishReason
-from kvcellar.process import Origin
 
 T = TypeVar("T")
 log = logging.getLogger("kvcellar.engine")
@@ -55,7 +55,7 @@ class Loop:
         self._failed_at = -1  # number of steps at the last error that belongs to no request
         self._arrivals = count()
         self._open = True
-        self._origin = Origin()
+        self._process = os.getpid()
         self._gate = threading.Lock()  # held while adding to the inbox, so that nothing is added after `_shut_down`
         self._thread = threading.Thread(target=self._run, name="kvcellar-engine", daemon=True)
         self.steps = 0
@@ -68,7 +68,7 @@ class Loop:
 
     @property
     def alive(self) -> bool:
-        return self._open and self._origin.here and self._thread.is_alive()
+        return self._open and self._process == os.getpid() and self._thread.is_alive()
 
     @property
     def backlog(self) -> int:
@@ -77,8 +77,8 @@ class Loop:
 
     def post(self, call: Callable[[], None]) -> None:
         """Run `call` on the engine's thread, between two steps. Raises `EngineClosed`."""
-        if not self._origin.here:
-            raise EngineClosed(f"the engine belongs to {self._origin}; make a new one after the fork")
+        if self._process != os.getpid():
+            raise EngineClosed(f"the engine belongs to {forked_from(self._process)}; make a new one after the fork")
         with self._gate:
             if not self._open:
                 raise EngineClosed("the engine is closed; open a new one")
@@ -110,7 +110,7 @@ class Loop:
 
     def close(self) -> None:
         """End the thread. Requests that are not done get `EngineClosed`. Idempotent; does nothing in a fork."""
-        if not self._origin.here:
+        if self._process != os.getpid():
             return
         with suppress(EngineClosed):
             self.post(self._stop)

@@ -44,7 +44,7 @@ class SequenceManager:
     # -- cells ------------------------------------------------------------------------------------------------------
 
     def free(self) -> Mapping[str, int]:
-        return self.memory.storage.free()
+        return self.memory.free()
 
     def available(self) -> Mapping[str, int]:
         """Cells of each group that are free, or could be: no sequence uses them. Costs the runs of all sequences."""

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcellar.attention.buckets import GATHERED
 from kvcellar.attention.sdpa import Sdpa
+from kvcellar.cache.history import SMALLEST
 from kvcellar.cache.memory import Memory
-from kvcellar.cache.step_tables import SMALLEST
 from kvcellar.engine.capacity import Capacity
 from kvcellar.engine.measures import Measures
 from kvcellar.errors import CapacityTooSmall

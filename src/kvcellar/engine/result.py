@@ -6,13 +6,13 @@ Always true of a stream:
 """
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from kvcellar.errors import EngineClosed, WrongStage
+from kvcellar.errors import EngineClosed, WrongStage, forked_from
 from kvcellar.events import Delta, Done, Event, Failed, Finished, FinishReason, Timings, TokenLogprob, Usage
-from kvcellar.process import Origin
 
 Submit = Callable[[Callable[[Event], None]], "Ticket"]
 
@@ -75,7 +75,7 @@ class Collector:
         self._deltas: list[list[Delta]] = [[] for _ in range(n)]
         self._finished: dict[int, Finished] = {}
         self._done: Done | None = None
-        self._origin = Origin()
+        self._process = os.getpid()
         self.deliver = self._events.put
 
     @property
@@ -86,8 +86,9 @@ class Collector:
     def deltas(self) -> Iterator[Delta]:
         """Deltas as they arrive, until the request is done. Raises the request's error."""
         while self._done is None:
-            if not self._origin.here:
-                raise EngineClosed(f"the request belongs to {self._origin}; it receives nothing more in this process")
+            if self._process != os.getpid():
+                owner = forked_from(self._process)
+                raise EngineClosed(f"the request belongs to {owner}; it receives nothing more in this process")
             yield from self._take(self._events.get())
 
     def arrived(self) -> Iterator[Delta]:

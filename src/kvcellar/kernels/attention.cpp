@@ -1,4 +1,4 @@
-// Attention of a few new rows of each sequence over its cells, read where they lie. `attention.py` calls it; nothing is kept
+// Attention of a few new rows of each sequence over its cells, read in place. `attention/cpu.py` calls it; nothing is kept
 // between calls.
 //
 // Keys are taken in chunks, each of which gives every row a maximum, a sum and an unnormalised output; the chunks of a
@@ -43,7 +43,7 @@ typedef uint16_t H __attribute__((vector_size(BYTES / 2)));
 constexpr int64_t LANES = 16;   // keys that are turned at once; a multiple of W
 constexpr int64_t BUNDLE = 32;  // keys whose values are added up before sums go back to memory; a multiple of 2 * W
 constexpr int64_t ROWS = 8;     // query rows of a block, at most: their sums stay in registers
-constexpr int64_t CHUNK = 512;  // keys of a chunk, at most; `attention.py` makes room for what they come to
+constexpr int64_t CHUNK = 512;  // keys of a chunk, at most; `attention/cpu.py` allocates their partial sums
 constexpr int64_t AHEAD = 64;   // cells whose memory is asked for before they are needed
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 enum Type : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
@@ -546,7 +546,7 @@ void attend_any(const Call& c) {
 
 }  // namespace
 
-// What `attention.py` has to have, too; it is compared when this is loaded.
+// Shared with `attention/cpu.py`, which compares them at load.
 struct Shared {
     const char* name;
     int64_t offset, size;  // of a field of `Call`; of a constant, its value and 0

@@ -32,6 +32,7 @@ from kvcellar.progress import report
 
 log = logging.getLogger("kvcellar.compiled")
 
+SOURCES = Path(__file__).parent  # of the C++ files
 COMPILERS = ("c++", "g++", "clang++")  # tried in this order, if $CXX names none
 OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
 PATIENCE = 300.0  # seconds that a compiler may take

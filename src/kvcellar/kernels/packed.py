@@ -1,4 +1,4 @@
-"""packed: linear layers whose weights oneDNN has put in its own order once, instead of on every call.
+"""packed: linear layers whose weights are in oneDNN's order once, not on every call; convolutions of few lengths.
 
 On a CPU, torch's linear with few rows reorders the weights each time it is called. The operators are private to torch,
 so every layer's packed form is compared with the plain one before it is used, and a layer for which they differ stays
@@ -6,19 +6,23 @@ as it was. On a CPU that cannot multiply bfloat16, such weights are not packed b
 
 oneDNN compiles a kernel for every number of rows that it is called with, and keeps up to 1024 of them in a cache of the
 process: about half a megabyte each, outside every cap of ours. So a packed layer calls it with few numbers of rows only
-(`PADDED`): it cuts its rows into blocks of `BLOCK`, and pads what is left with rows of zeros.
+(`PADDED`): it cuts its rows into blocks of `BLOCK`, and pads what is left with rows of zeros. Convolutions along the
+text, for which oneDNN compiles a kernel for every length, are padded in the same way.
 """
 
 import os
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvcellar.kernels.widened import Kernel, WidenedLinear, kernel
 
+CAUSAL_CONV = "causal_conv1d_fn"  # its name in mixers of transformers
 ROWS = 16  # what oneDNN is told to expect; the order that it then chooses is as good for one row and for thousands
 BLOCK = 128  # rows in one call at most: a block of so many takes as little time a row as thousands do
 # The numbers of rows that oneDNN is called with. At most a quarter of them are padding, less than a fifth from 13 on.
@@ -35,6 +39,29 @@ def with_padding(rows: int) -> int:
     """Number of rows that a packed layer computes for so many."""
     blocks, rest = divmod(rows, BLOCK)
     return blocks * BLOCK + (padded(rest) if rest else 0)
+
+
+def of_few_lengths(convolution: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """On a CPU, let a causal convolution of inputs [B,C,L], its first argument, compute `with_padding(L)` of them.
+
+    Zeros are appended to the inputs and cut off the result, on which they have no effect.
+    """
+
+    @wraps(convolution)
+    def padded_convolution(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        more = with_padding(x.shape[-1]) - x.shape[-1]
+        if not more or x.device.type != "cpu" or kwargs.get("seq_idx") is not None:
+            return convolution(x, *args, **kwargs)
+        if len(x) == 1:
+            return convolution(nn.functional.pad(x, (0, more)), *args, **kwargs)[..., : x.shape[-1]]
+        out = torch.empty_like(x)
+        for one, into in zip(
+            x.split(1), out.split(1), strict=True
+        ):  # one by one, to bound the memory of the padded copies
+            into.copy_(padded_convolution(one, *args, **kwargs))
+        return out
+
+    return padded_convolution
 
 
 class PackedLinear(nn.Module):

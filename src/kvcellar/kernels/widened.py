@@ -8,15 +8,14 @@ is rounded once.
 
 import ctypes
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvcellar.kernels.compiled import NotCompiled, check_shared, library
+from kvcellar.kernels.compiled import SOURCES, NotCompiled, check_shared, library
 
-SOURCE = Path(__file__).with_name("widened.cpp")
+SOURCE = SOURCES / "widened.cpp"
 FEW = 64  # rows up to which the kernel is faster than torch's float32 product of a strip that is widened first
 STRIP = 1024  # outputs whose weights are widened at once
 PER_THREAD = 1 << 20  # bytes of weights that are worth another thread

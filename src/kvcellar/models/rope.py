@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kvcellar.attention.reference import attend_dense
 from kvcellar.cache.layouts import Chunked
-from kvcellar.cache.turn import turn
+from kvcellar.cache.pool import rope_rotated
 from kvcellar.errors import KvcellarError
 from kvcellar.models.guest import Guest
 from kvcellar.models.input_limits import context_of, first_position, random_tokens
@@ -145,7 +145,7 @@ def _rotation(
     scale = after.abs().max().clamp(min=1e-6)
 
     def error(rotation: Rotation) -> float:
-        return float((turn(before, rotation, by) - after).abs().max() / scale)
+        return float((rope_rotated(before, rotation, by) - after).abs().max() / scale)
 
     if float((before - after).abs().max() / scale) <= bound:
         return None

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvcellar.kernels.convolutions import CAUSAL, of_few_lengths
+from kvcellar.kernels.packed import CAUSAL_CONV, of_few_lengths
 
 Function = Callable[..., Any]
 
@@ -209,12 +209,12 @@ def with_our_scans(module: nn.Module, door: Callable[[], Scans | None]) -> Funct
     if "forward" in vars(module):
         return module.forward
     own = inspect.unwrap(type(module).forward)
-    names = {*SCANS, CAUSAL} & set(own.__code__.co_names)
+    names = {*SCANS, CAUSAL_CONV} & set(own.__code__.co_names)
     if not names:
         return module.forward
     layer: Any = module.layer_idx
     named = {
-        name: of_few_lengths(theirs) if name == CAUSAL else _replacement(SCANS[name], theirs, layer, door)
+        name: of_few_lengths(theirs) if name == CAUSAL_CONV else _replacement(SCANS[name], theirs, layer, door)
         for name in names
         for theirs in (own.__globals__[name],)
     }

@@ -289,7 +289,7 @@ class FlatDoor(StepDoor):
         scorings: Scorings | None = None,
     ) -> None:
         """`scorings` are those of earlier forwards."""
-        self._layers, self._past, self._bindings = memory.layers(), past, bindings
+        self._layers, self._past, self._bindings = memory.layers, past, bindings
         self._scorings: Scorings = {} if scorings is None else scorings
         self._expanded = frozenset(b.layer for b in bindings.values() if not b.direct)
         self._storing = None if plan.stored == plan.tokens else memory.tables.fill("storing rows", plan.storing)

@@ -158,7 +158,7 @@ def abandoning(harness: Harness) -> None:
 def _books(memory: Memory) -> dict[str, Any]:
     lengths = {seq: memory.length(seq) for seq in memory.sequences}
     return {
-        "cells": memory.storage.free(),
+        "cells": memory.free(),
         "rows": memory.rows.free,
         "lengths": lengths,
         "points": memory.state_positions(0),

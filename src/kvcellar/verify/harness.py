@@ -244,10 +244,8 @@ class Harness:
         if lengths != (read := {seq: len(text) for seq, text in self.texts.items()}):
             raise CheckFailed(f"sequences have {lengths} tokens in memory, and read {read}")
         memory.clear()
-        if (memory.storage.free(), memory.rows.free) != (memory.storage.capacity(), memory.rows.capacity):
-            raise CheckFailed(
-                f"without sequences only {memory.storage.free()} cells and {memory.rows.free} rows are free"
-            )
+        if (memory.free(), memory.rows.free) != (memory.storage.capacity(), memory.rows.capacity):
+            raise CheckFailed(f"without sequences only {memory.free()} cells and {memory.rows.free} rows are free")
         self._setup.give(memory)
 
 

@@ -1,6 +1,6 @@
-"""docs/rooms.md is up to date with the docstrings, and complete."""
+"""docs/source-map.md is up to date with the docstrings, and complete."""
 
-from scripts.rooms import PAGE, SRC, render
+from scripts.source_map import PAGE, SRC, render
 
 
 def test_the_page_is_up_to_date():

@@ -1,4 +1,4 @@
-"""Write docs/rooms.md from the docstrings of packages and files: `python scripts/rooms.py`.
+"""Write docs/source-map.md from the docstrings of packages and files: `python scripts/source_map.py`.
 
 Sources are parsed, not imported.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src" / "kvcellar"
-PAGE = ROOT / "docs" / "rooms.md"
+PAGE = ROOT / "docs" / "source-map.md"
 
 HEAD = """\
 # Packages and files

@@ -136,7 +136,7 @@ class World:
 
     def check(self) -> None:
         self.memory.check()
-        self.prefixes.check([one.prefix for one in self.running])
+        self.prefixes.check([one.prefix.node for one in self.running])
 
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=14)

@@ -312,9 +312,11 @@ class Claims:
 
     # -- bytes --------------------------------------------------------------------------------------------------
 
-    def reading(self, claim: int) -> Reading:
-        """The content of a claim, to be read out chunk by chunk, also while steps run; the claim may go meanwhile."""
-        reading = Reading.of(self.of(claim), self._stores, self._states, self.shape)
+    def reading(self, claim: int, span: Span | None = None) -> Reading:
+        """The content of a claim, or of a span within it, to be read out chunk by chunk, also while steps run; the
+        claim may go meanwhile."""
+        found = self.of(claim)
+        reading = Reading.of(found, span or found.span, self._stores, self._states, self.shape)
         self._readings = [one for one in self._readings if one.parts or one.rows] + [reading]
         return reading
 

@@ -25,7 +25,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvcellar.cache.claim import Checkpoint, Claim, undone
+from kvcellar.cache.claim import Checkpoint, Claim, check_whole, undone, within
 from kvcellar.cache.group import PIECE, Group
 from kvcellar.cache.history import indices
 from kvcellar.cache.layouts import Input
@@ -153,22 +153,26 @@ class Reading:
             self.rows.append(row)
 
     @classmethod
-    def of(cls, claim: Claim, stores: Sequence[GroupStore], states: States, shape: str) -> Self:
-        """A reading of a claim in a memory of this shape."""
+    def of(cls, claim: Claim, span: Span, stores: Sequence[GroupStore], states: States, shape: str) -> Self:
+        """A reading of `span` of a claim, and of its checkpoints there, in a memory of this shape."""
+        check_whole(claim.ahead, span.start)
+        check_whole(claim.ahead, span.end)
         reading = cls(states)
-        windows: dict[int, list[tuple[str, tuple[tuple[int, Span], ...]]]] = {pos: [] for pos in claim.checkpoints}
+        checkpoints = {pos: one for pos, one in claim.checkpoints.items() if span.start < pos <= span.end}
+        windows: dict[int, list[tuple[str, tuple[tuple[int, Span], ...]]]] = {pos: [] for pos in checkpoints}
         with undone(reading.close):
             for index, table in sorted(claim.tables.items()):
-                reading.parts.append(Part(stores[index], table.share(claim.span.end, claim.span.start)))
+                reading.parts.append(Part(stores[index], table.share(span.end, span.start)))
             for index in (index for index, store in enumerate(stores) if store.group.bounded):
-                tables = {pos: checkpoint.windows[index] for pos, checkpoint in claim.checkpoints.items()}
+                tables = {pos: checkpoint.windows[index] for pos, checkpoint in checkpoints.items()}
                 for pos, spans in distinct(stores[index], tables, reading.parts).items():
                     windows[pos].append((stores[index].group.name, tuple(spans)))
             for pos in sorted(windows):
-                reading.hold(claim.checkpoints[pos].row)
+                reading.hold(checkpoints[pos].row)
         stretches = tuple(Stretch(part.store.group.name, part.span) for part in reading.parts)
         marks = tuple(Mark(pos, tuple(windows[pos])) for pos in sorted(windows))
-        reading.record = Record(shape, claim.span, stretches, marks, claim.ahead, claim.derived, claim.digest)
+        ahead = tuple(one for one in claim.ahead if span.start <= one.start < span.end)
+        reading.record = Record(shape, span, stretches, marks, ahead, within(claim.derived, span), claim.digest)
         return reading
 
     def __enter__(self) -> Self:

@@ -14,6 +14,8 @@ from kvcellar.cli.options import Command, Size, engine_options, given, quiet_opt
 from kvcellar.cli.progress_line import show_progress
 from kvcellar.cli.shutdown import ShutdownTimer
 from kvcellar.engine.engine import Engine
+from kvcellar.engine.settings import store_directory
+from kvcellar.places import NoPlace
 from kvcellar.serve.keys import key_digests, permission_warning
 from kvcellar.serve.server import SHUTDOWN_SECONDS, bind, run
 from kvcellar.serve.settings import ServeSettings
@@ -21,7 +23,9 @@ from kvcellar.serve.settings import ServeSettings
 log = logging.getLogger("kvcellar.serve")
 
 LAST_STEP = 1.5  # seconds for the engine's current step when the server has stopped
-SERVER_OPTIONS = ("host", "port", "allow_open", "allowed_hosts", "max_body_bytes", "drain_seconds")
+SERVER_OPTIONS = (
+    *("host", "port", "allow_open", "allowed_hosts", "max_body_bytes", "drain_seconds", "share_prefixes"),
+)
 
 
 @click.command("serve", cls=Command, epilog="Example: kvcellar serve ./my-model --port 8080 --api-key-file keys.txt")
@@ -52,10 +56,20 @@ SERVER_OPTIONS = ("host", "port", "allow_open", "allowed_hosts", "max_body_bytes
 @click.option(
     "--log-format", type=click.Choice(get_args(Format)), default="text", show_default=True, help="Format of the log."
 )
+@click.option("--share-prefixes", is_flag=True, help="Requests of different API keys and users share memory.")
+@click.option("--store", help="Directory where a later server finds what this one has computed. Default: in the cache.")
+@click.option("--no-store", is_flag=True, help="Store nothing on disk.")
+@click.option("--store-bytes", type=Size(), default="10G", show_default=True, help="Most bytes of the store.")
 @engine_options
 @quiet_option
 def command(
-    model: str | None, api_key_file: Path | None, log_level: str, log_format: Format, quiet: bool, **options: Any
+    model: str | None,
+    api_key_file: Path | None,
+    log_level: str,
+    log_format: Format,
+    quiet: bool,
+    no_store: bool,
+    **options: Any,
 ) -> None:
     """Serve MODEL (a directory, a name in the local Hugging Face cache, or the embedded model) with the OpenAI API.
 
@@ -63,6 +77,7 @@ def command(
     the engine at most 3 seconds later. Exit code 0; or 1 if the engine's current step takes longer than that. A second
     signal ends the process at once, with exit code 128 plus the number of the signal.
     """
+    options["store"] = None if no_store else options["store"] or _store_directory()
     server_options = {name: options.pop(name) for name in SERVER_OPTIONS}
     settings = ServeSettings(**server_options, key_digests=key_digests(api_key_file, os.environ))
     say = partial(log.info, "%s") if log_format == "json" else partial(click.echo, err=True)
@@ -81,6 +96,15 @@ def command(
                 say(f"Serving {name} at {url}/v1")
 
             run(engine, settings, listener=listener, ready=ready, signalled=timer.signalled)
+
+
+def _store_directory() -> str | None:
+    """None, with a warning, if there is no place for it."""
+    try:
+        return str(store_directory(os.environ))
+    except NoPlace as error:
+        log.warning("running without a store: %s", error)
+        return None
 
 
 def _loaded(model: str | None, *, quiet: bool, **options: Any) -> Engine:

@@ -18,6 +18,7 @@ from kvcellar.engine.loop import Loop
 from kvcellar.engine.machine import Threads, free_cpu_bytes, threads_of
 from kvcellar.engine.manager import SequenceManager
 from kvcellar.engine.measures import Measures, measures_of
+from kvcellar.engine.open_store import open_store
 from kvcellar.engine.reserve import check_room, prove, scratch
 from kvcellar.engine.runner import Runner
 from kvcellar.engine.scheduler import Scheduler
@@ -117,6 +118,7 @@ def _assembled(
         prove(guest, memory, context=context, max_sequences=sequences, step_tokens=settings.step_tokens)
     intake = _intake(loaded, memory, capacity, settings, context)
     loop, runner = _running(guest, memory, capacity, settings, intake, threads)
+    loop.manager.store = open_store(loaded, guest, loop.manager, settings, loop.post)
     return Built(settings, loaded, guest, packing, threads, memory, capacity, intake, loop, runner)
 
 

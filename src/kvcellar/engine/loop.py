@@ -158,9 +158,11 @@ class Loop:
             self._shut_down(reason)
 
     def _receive(self) -> None:
-        """Run the calls in the inbox. Without requests, compact memory until one arrives, or wait for one."""
-        idle = not self.scheduler.running and not self.scheduler.waiting
-        while idle and self._inbox.empty() and self._compact():
+        """Run the calls in the inbox. Without requests that can go on, write to the store and compact memory until
+        one arrives, or wait for one."""
+        store = self.manager.store
+        idle = not self.scheduler.running and (not self.scheduler.waiting or (store is not None and store.fetching))
+        while idle and self._inbox.empty() and (self._pump() or self._compact()):
             pass
         try:
             while True:
@@ -172,6 +174,15 @@ class Loop:
                     return
         except Empty:
             return
+
+    def _pump(self) -> bool:
+        """Read a bounded part of memory for the store. False if there is nothing to read, or after an error."""
+        try:
+            return self.manager.store is not None and self.manager.store.pump()
+        except Exception as error:  # noqa: BLE001 - logged
+            self._record("reading memory for the store", None, error)
+            self._recover()
+            return False
 
     def _compact(self) -> bool:
         """Compact a bounded part of memory. False if there is nothing to compact, or after an error."""
@@ -219,6 +230,7 @@ class Loop:
             if scheduled and not self._failures:
                 self._runner.step(scheduled)
                 self.steps += 1
+                self._pump()
         except Exception as error:
             at = self.scheduler.current
             if at is None and self._failed_at == self.steps:
@@ -345,6 +357,8 @@ class Loop:
             self._requests.clear()
             self.scheduler.running.clear()
             self.scheduler.waiting.clear()
+            if self.manager.store is not None:
+                self.manager.store.close()
             self.manager.clear()
         except Exception:
             log.exception("the engine has ended, and its memory could not be freed")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from kvcellar.engine.prefixes import NEAR, Prefix, Prefixes
 from kvcellar.engine.request import Completion, Status
 from kvcellar.engine.scheduler import Scheduled
+from kvcellar.engine.store import Fetch, Store
 from kvcellar.errors import NotSupported
 from kvcellar.plan import Feed
 from kvcellar.policy import trim
@@ -37,6 +38,8 @@ class SequenceManager:
         self.memory, self._in_parts = memory, in_parts
         self.prefixes = Prefixes(memory)
         self._numbers = count(1)
+        self.store: Store | None = None
+        self._fetches: dict[Completion, Fetch | None] = {}  # of waiting completions whose tokens were looked for
         self._running: dict[int, tuple[Completion, Prefix]] = {}  # those that have a prefix, by sequence
         self.shifts = 0  # context shifts that rotated keys
         self.recomputes: Counter[str] = Counter()  # context shifts that recompute text instead, by reason
@@ -51,16 +54,23 @@ class SequenceManager:
         capacity, used = self.memory.storage.capacity(), self.memory.used()
         return {name: cells - used[name] for name, cells in capacity.items()}
 
-    def evict(self, group: str, cells: int) -> bool:
-        """Free some cells of a group that no sequence uses, about as many as given. False if there are none."""
-        return self.prefixes.evict(group, cells)
+    def evict(self, group: str | None, cells: int) -> bool:
+        """Free some cells of a group that no sequence uses, about as many as given, or, without a group, a state row.
+        False if there are none."""
+        return self.prefixes.evict(group, cells) or (self.store is not None and self.store.stop_reading())
 
     # -- completions --------------------------------------------------------------------------------------------------
 
     def waits(self, completion: Completion) -> bool:
         """Whether a running prompt is about to compute tokens that a waiting completion needs, too: then it waits for
-        them. The running one leaves a checkpoint where they diverge."""
+        them. The running one leaves a checkpoint where they diverge. It also waits while its tokens are read back from
+        the store."""
         namespace, key = completion.request.namespace, key_of(completion.tokens)
+        if self.store is not None:
+            if completion not in self._fetches:
+                self._fetches[completion] = self.store.fetch(namespace, key)
+            if (fetch := self._fetches[completion]) is not None and not fetch.done:
+                return True
         restorable = None
         for other, prefix in self._running.values():
             if other.status is not Status.PREFILL or prefix.root.namespace != namespace:
@@ -99,6 +109,7 @@ class SequenceManager:
         assert completion.seq is not None
         request, (_, prefix) = completion.request, self._running[completion.seq]
         self.prefixes.use(prefix)
+        self._fetches.pop(completion, None)
         if request.admitted is None:  # not counted again after a preemption
             request.admitted = time.perf_counter()
             request.cached, request.matched = prefix.restored, prefix.matched
@@ -174,10 +185,13 @@ class SequenceManager:
             try:
                 if self._has(seq, computed) and computed > found[1].restored:
                     self._publish(*found, resumable=True)
+                    if self.store is not None:
+                        self.store.keep(found[1].root.namespace, found[1].key[: found[1].published * TOKEN])
             finally:
                 self.prefixes.release(found[1])
         if seq is not None and self.memory.has(seq):
             self.memory.drop(seq)
+        self._fetches.pop(completion, None)
         completion.seq, completion.computed = None, 0
 
     def shift(self, completion: Completion, span: Span) -> str | None:
@@ -253,6 +267,8 @@ class SequenceManager:
         self._running.clear()
         self.memory.claims.clear()
         self.prefixes = Prefixes(self.memory)
+        if self.store is not None:
+            self.store.reset(self.prefixes)
 
     def clear(self) -> None:
         """Free all memory."""
@@ -262,7 +278,11 @@ class SequenceManager:
     def check(self, running: Sequence[Completion]) -> None:
         """Assert the invariants of memory and its owners, given the running completions."""
         self.memory.check()
-        self.prefixes.check([prefix for _, prefix in self._running.values()])
+        locked = [prefix.node for _, prefix in self._running.values()]
+        if self.store is not None:
+            locked += self.store.locks()
+            self.store.check()
+        self.prefixes.check(locked)
         owned = [completion.seq for completion in running]
         assert len(owned) == len(set(owned)), "a sequence has two owners"
         assert set(self.memory.sequences) <= set(owned), "a sequence has no owner"

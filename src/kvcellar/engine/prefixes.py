@@ -181,12 +181,13 @@ class Prefixes:
             found = True
         return found
 
-    def check(self, running: Iterable[Prefix]) -> None:
-        """Assert what is always true, where `running` are the prefixes of all sequences."""
+    def check(self, locked: Iterable[Node]) -> None:
+        """Assert what is always true, where `locked` are the nodes that sequences and others have locked, each as often
+        as it is."""
         self.tree.check()
         locks: dict[int, int] = {}
-        for prefix in running:
-            above: Node | None = prefix.node
+        for node in locked:
+            above: Node | None = node
             while above is not None:
                 locks[id(above)] = locks.get(id(above), 0) + 1
                 above = above.parent

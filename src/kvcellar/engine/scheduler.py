@@ -38,7 +38,8 @@ class Manager(Protocol):
         ...
 
     def waits(self, completion: Completion) -> bool:
-        """Whether a running prompt is about to compute tokens that a waiting completion needs, too."""
+        """Whether a running prompt is about to compute tokens that a waiting completion needs, too, or whether these
+        are being read back."""
         ...
 
     def admit(self, completion: Completion) -> None:
@@ -195,7 +196,7 @@ class Scheduler:
         if sum(map(_sequences, self.running)) + _sequences(completion) > self._max_sequences:
             return False
         self.current = completion
-        if self.running and self._manager.waits(completion):
+        if self._manager.waits(completion):
             return True
         self._manager.admit(completion)
         if self.running and not self._fits(completion, step):

@@ -1,11 +1,14 @@
 """settings: the settings of an engine, and the memory for texts that follows from them."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, TypedDict
 
 from kvcellar.engine.machine import PER_CPU, most_threads
 from kvcellar.errors import BadRequest, shown
+from kvcellar.places import cache
 from kvcellar.shapes import StoredAs
 from kvcellar.text.tokens import SHORT, bytes_for
 
@@ -36,6 +39,9 @@ class Settings:
     attention: str | None = None  # name of an attention backend; None: the first that supports the model
     threads: int | None = None  # CPU threads of torch; None: its default, within the CPU quota
     kv_dtype: str | None = None  # storage of K/V: int8, or k=int8+hadamard,v=int4; None: as `dtype`
+    # directory of a store, in which a later engine finds what this one has computed; None: no store
+    store: str | None = None
+    store_bytes: int = 10 * 10**9  # most bytes of the store, and no more than a tenth of what is free on its disk
     pack: bool = True  # on CPUs, reorder the weights of linear layers for oneDNN at load; a given network's are copied
 
     def __post_init__(self) -> None:
@@ -43,14 +49,14 @@ class Settings:
             raise BadRequest(f"dtype must be auto, float32, bfloat16 or float16, not {shown(self.dtype)}", "dtype")
         if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
             raise BadRequest(f"device must be auto, cpu, cuda or cuda:N, not {shown(self.device)}", "device")
-        for name in ("attention", "kv_dtype"):
+        for name in ("attention", "kv_dtype", "store"):
             if not isinstance(value := getattr(self, name), str | None):
-                raise BadRequest(f"{name} must be a name, not {shown(value)}", name)
+                raise BadRequest(f"{name} must be text, not {shown(value)}", name)
         if not isinstance(self.pack, bool):
             raise BadRequest(f"pack must be True or False, not {shown(self.pack)}", "pack")
         if self.kv_dtype is not None:
             StoredAs.parse(self.kv_dtype)
-        for name, least in (("max_sequences", 1), ("step_tokens", 1), ("max_waiting", 1)):
+        for name, least in (("max_sequences", 1), ("step_tokens", 1), ("max_waiting", 1), ("store_bytes", 2**20)):
             self._whole(name, getattr(self, name), least)
         for name, least in (("cache_bytes", 1), ("context", 1), ("threads", 1), ("text_bytes", LEAST_TEXT_BYTES)):
             if getattr(self, name) is not None:
@@ -84,7 +90,14 @@ class EngineOptions(TypedDict, total=False):
     attention: str | None
     threads: int | None
     kv_dtype: str | None
+    store: str | None
+    store_bytes: int
     pack: bool
+
+
+def store_directory(environment: Mapping[str, str]) -> Path:
+    """Where a server stores snapshots, unless it is told another place. Raises `NoPlace`."""
+    return cache(environment) / "store"
 
 
 def text_bytes_of(settings: Settings, context: int) -> int:

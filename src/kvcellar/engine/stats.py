@@ -9,6 +9,7 @@ from kvcellar.sample.params import SamplingParams
 
 if TYPE_CHECKING:
     from kvcellar.engine.build import Built
+    from kvcellar.engine.store import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,19 @@ class GroupStats:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreStats:
+    """The store on disk. docs/reference/statistics.md is generated from the comments."""
+
+    snapshots: int  # that this engine can read
+    bytes: int  # of all files of the store
+    limit_bytes: int  # cap on these
+    unwritten: bool  # whether something is left to be written
+    written: int  # tokens written since the start
+    restored: int  # tokens read back since the start
+    failures: Mapping[str, int]  # operations that failed, by kind: each is a miss, or not stored
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """The state of an engine between two steps. docs/reference/statistics.md is generated from the
     comments."""
@@ -56,6 +70,7 @@ class EngineStats:
     staging_bytes: int  # bytes of the largest edit
     limit_bytes: int  # cap on the sum of these three
     groups: tuple[GroupStats, ...]  # described below
+    store: StoreStats | None  # described below; None: no store
     rows: int  # rows of recurrent state, without the null row
     rows_used: int  # rows of running sequences
     rows_cached: int  # rows in use that belong to no running sequence
@@ -118,6 +133,7 @@ def stats(built: "Built") -> EngineStats:
         staging_bytes=memory.storage.staging,
         limit_bytes=built.capacity.budget,
         groups=groups,
+        store=_store_stats(loop.manager.store),
         rows=(rows := memory.rows.capacity or 0),
         rows_used=rows_used,
         rows_cached=rows - (memory.rows.free or 0) - rows_used,
@@ -125,4 +141,19 @@ def stats(built: "Built") -> EngineStats:
         shifts=loop.manager.shifts,
         recomputes=dict(loop.manager.recomputes),
         compacted=loop.compaction.moved,
+    )
+
+
+def _store_stats(store: "Store | None") -> StoreStats | None:
+    if store is None:
+        return None
+    tier = store.tier
+    return StoreStats(
+        snapshots=len(store.catalogue),
+        bytes=tier.size(),
+        limit_bytes=tier.cap,
+        unwritten=store.unwritten,
+        written=store.written,
+        restored=store.restored,
+        failures=dict(tier.failures),
     )

@@ -61,6 +61,11 @@ class Tree:
             path.pop()
         return Match(tuple(path), matched, resume)
 
+    def node_at(self, namespace: str, key: bytes, pos: int) -> Node | None:
+        """The node that has the token of a key at `pos`, and those before it; None if there is none."""
+        path, matched = self._walk(self.peek(namespace), key)
+        return next((node for node in path if node.start <= pos < min(node.end, matched)), None)
+
     def _walk(self, root: Node, key: bytes) -> tuple[list[Node], int]:
         """The nodes below `root` that hold a prefix of `key`, the last one perhaps only with a part of its edge, and
         how many tokens of the key they hold together."""

@@ -1,0 +1,103 @@
+"""stored: which token sequences have snapshots outside of the device, and how far a key can be resumed from them.
+
+Always true:
+  * a snapshot is here only if the one that it continues is here, or if it begins a sequence.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvcellar.prefix.node import TOKEN, common
+from kvcellar.snapshot import Snapshot
+
+
+class Found(NamedTuple):
+    """The snapshots, each continuing the one before, from which a sequence can be resumed at `resume`; 0: none."""
+
+    chain: tuple[Snapshot, ...]
+    resume: int
+
+
+class Catalogue:
+    """The snapshots of one memory. `anywhere`: it can be resumed at any position, without a checkpoint."""
+
+    def __init__(self, *, anywhere: bool) -> None:
+        self._anywhere = anywhere
+        self._known: dict[bytes, tuple[Snapshot, tuple[int, ...]]] = {}  # with the positions of checkpoints
+        self._after: dict[tuple[str, bytes | None], dict[bytes, list[Snapshot]]] = {}  # by parent, then first token
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._known
+
+    def add(self, snapshot: Snapshot, positions: Sequence[int]) -> bool:
+        """Know a snapshot, whose checkpoints are at `positions`. False if the one before it is not known."""
+        parent = snapshot.parent
+        if parent is not None and (parent not in self._known or self._known[parent][0].span.end != snapshot.span.start):
+            return False
+        if snapshot.key not in self._known:
+            self._known[snapshot.key] = snapshot, tuple(positions)
+            after = self._after.setdefault((snapshot.namespace, parent), {})
+            after.setdefault(snapshot.tokens[:TOKEN], []).append(snapshot)
+        return True
+
+    def remove(self, key: bytes) -> None:
+        """Forget a snapshot, and all that continue it."""
+        rest = [key]
+        while rest:
+            found = self._known.pop(rest.pop(), None)
+            if found is None:
+                continue
+            snapshot = found[0]
+            after = self._after[snapshot.namespace, snapshot.parent]
+            after[snapshot.tokens[:TOKEN]].remove(snapshot)
+            below = self._after.get((snapshot.namespace, snapshot.key), {})
+            rest += [one.key for some in below.values() for one in some]
+
+    def clear(self) -> None:
+        self._known.clear()
+        self._after.clear()
+
+    def whole(self, namespace: str, key: bytes) -> tuple[Snapshot, ...]:
+        """The longest chain of snapshots whose tokens are all of the key."""
+        best: tuple[Snapshot, ...] = ()
+        for chain, snapshot, n in self._alike(namespace, key):
+            if n == len(snapshot.span) and snapshot.span.end > (best[-1].span.end if best else 0):
+                best = (*chain, snapshot)
+        return best
+
+    def match(self, namespace: str, key: bytes, limit: int) -> Found:
+        """Where a sequence of these tokens can be resumed, at position `limit` at the latest."""
+        best = Found((), 0)
+        for chain, snapshot, n in self._alike(namespace, key):
+            end = min(snapshot.span.start + n, limit)
+            places = (end,) if self._anywhere else self._known[snapshot.key][1]
+            resume = max((pos for pos in places if pos <= end), default=0)
+            if snapshot.span.start < resume and resume > best.resume:
+                best = Found((*chain, snapshot), resume)
+        return best
+
+    def _alike(self, namespace: str, key: bytes):
+        """Each snapshot whose first `n` tokens, at least one, continue what the chain before it has of the key."""
+        rest: list[tuple[bytes | None, tuple[Snapshot, ...]]] = [(None, ())]
+        while rest:
+            parent, chain = rest.pop()
+            at = (chain[-1].span.end if chain else 0) * TOKEN
+            for snapshot in self._after.get((namespace, parent), {}).get(key[at : at + TOKEN], ()):
+                n = common(snapshot.tokens, key[at : at + len(snapshot.tokens)])
+                yield chain, snapshot, n
+                if n == len(snapshot.span):
+                    rest.append((snapshot.key, (*chain, snapshot)))
+
+    def check(self) -> None:
+        """Assert what is always true."""
+        for snapshot, positions in self._known.values():
+            before = self._known.get(snapshot.parent) if snapshot.parent is not None else None
+            start = before[0].span.end if before is not None else 0
+            assert snapshot.span.start == start and (before is not None) == (snapshot.parent is not None)
+            assert len(snapshot.tokens) == len(snapshot.span) * TOKEN
+            assert all(snapshot.span.start < pos <= snapshot.span.end for pos in positions)
+            assert snapshot in self._after[snapshot.namespace, snapshot.parent][snapshot.tokens[:TOKEN]]
+        assert sum(len(some) for after in self._after.values() for some in after.values()) == len(self._known)

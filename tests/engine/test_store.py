@@ -1,0 +1,169 @@
+"""What an engine has computed is found by the next one on the same store: warm equals cold, and nothing is lost that
+the store has acknowledged."""
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvcellar import BadRequest, Engine
+from tests.engine.mixes import bytes_for, tokens
+from tests.zoo import ARCHS
+
+KINDS = ["llama", "gemma3", "llama4", "lfm2", "qwen3.5"]
+GREEDY = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> dict[str, Path]:
+    """Model directories, made when they are first asked for."""
+
+    class Saved(dict):
+        def __missing__(self, name: str) -> Path:
+            self[name] = tmp_path_factory.mktemp(name.replace(".", "-"))
+            ARCHS[name].build(max_position_embeddings=2048).save_pretrained(self[name])
+            return self[name]
+
+    return Saved()
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, cache) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+
+
+def opened(path: Path, store: Path | None, **settings) -> Engine:
+    given = {"dtype": "float32", "cache_bytes": 8_000_000, "context": 1500, "max_sequences": 8, "threads": 1} | settings
+    return Engine(path, store=None if store is None else str(store), **given)
+
+
+def acknowledged(engine: Engine) -> None:
+    until = time.monotonic() + 60
+    while engine.stats().store.unwritten:
+        assert time.monotonic() < until, "the store does not come to an end"
+        time.sleep(0.005)
+
+
+def conversation(seed: object, turns: int = 3, n: int = 130) -> Iterator[list[int]]:
+    draw, text = random.Random(str(seed)), []
+    for _ in range(turns):
+        text = [*text, *tokens(draw, n)]
+        yield text
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_restarted_engine_goes_on_where_the_last_one_was(saved, tmp_path, name) -> None:
+    prompts = list(conversation(name))
+    with opened(saved[name], tmp_path / "store") as engine:
+        answers = [engine.generate(prompt, **GREEDY) for prompt in prompts]
+        acknowledged(engine)
+        engine.check()
+    with opened(saved[name], tmp_path / "store") as engine, opened(saved[name], None) as cold:
+        again = engine.generate(prompts[-1], **GREEDY)
+        assert again.token_ids == answers[-1].token_ids == cold.generate(prompts[-1], **GREEDY).token_ids
+        assert again.usage.cached_tokens == len(prompts[-1]) - 1
+        more = [*prompts[-1], *again.token_ids, 5, 6, 7]
+        assert engine.generate(more, **GREEDY).token_ids == cold.generate(more, **GREEDY).token_ids
+        branch = [*prompts[0], *tokens(random.Random(name), 40)]
+        engine.clear_cache()
+        found = engine.generate(branch, **GREEDY)
+        assert found.token_ids == cold.generate(branch, **GREEDY).token_ids
+        assert found.usage.cached_tokens >= len(prompts[0]) - 1
+        stats = engine.stats().store
+        assert stats.restored > 0
+        assert not stats.failures
+        assert 0 < stats.bytes <= stats.limit_bytes
+        engine.check()
+        engine.clear_cache()
+        stats = engine.stats()
+        assert (stats.cells_used, stats.cells_cached, stats.rows_used, stats.rows_cached) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_memory_had_no_room_for_is_read_back(saved, tmp_path, name) -> None:
+    """Four conversations in turn, in memory for two of them."""
+    talks = [list(conversation((name, number), turns=4, n=70)) for number in range(4)]
+    limits = {
+        "cache_bytes": bytes_for(
+            ARCHS[name].build(max_position_embeddings=2048), 700, context=600, max_sequences=2, threads=1
+        )
+    }
+    limits |= {"context": 600, "max_sequences": 2}
+    with opened(saved[name], tmp_path / "store", **limits) as engine, opened(saved[name], None) as cold:
+        for turn in range(4):
+            for talk in talks:
+                found = engine.generate(talk[turn], **GREEDY)
+                assert found.token_ids == cold.generate(talk[turn], **GREEDY).token_ids
+                acknowledged(engine)
+                engine.check()
+        assert engine.stats().store.restored > 0
+        cap = engine.stats().store.limit_bytes
+        assert engine.stats().store.bytes <= cap
+
+
+def test_another_namespace_finds_nothing_in_the_store(saved, tmp_path) -> None:
+    prompt = next(conversation("space"))
+
+    def read(engine: Engine, namespace: str) -> int:
+        from kvcellar.engine.result import Collector
+
+        collector = Collector(1)
+        engine.submit(prompt, engine.params(**GREEDY), deliver=collector.deliver, namespace=namespace)
+        return collector.result().usage.cached_tokens
+
+    with opened(saved["llama"], tmp_path / "store") as engine:
+        assert read(engine, "a") == 0
+        acknowledged(engine)
+    with opened(saved["llama"], tmp_path / "store") as engine:
+        assert (read(engine, "b"), read(engine, ""), read(engine, "a")) == (0, 0, len(prompt) - 1)
+
+
+def test_other_weights_find_nothing(saved, tmp_path) -> None:
+    prompt = next(conversation("weights"))
+    with opened(saved["llama"], tmp_path / "store") as engine:
+        engine.generate(prompt, **GREEDY)
+        acknowledged(engine)
+    other = ARCHS["llama"].build(max_position_embeddings=2048)
+    other.lm_head.weight.data.add_(1.0)
+    other.save_pretrained(tmp_path / "other")
+    with opened(tmp_path / "other", tmp_path / "store") as engine:
+        assert engine.generate(prompt, **GREEDY).usage.cached_tokens == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+def test_a_damaged_store_is_a_miss(saved, tmp_path, name) -> None:
+    prompt = next(conversation("damage"))
+    with opened(saved[name], tmp_path / "store") as engine:
+        wanted = engine.generate(prompt, **GREEDY).token_ids
+        acknowledged(engine)
+    files = sorted((tmp_path / "store" / "data").iterdir())
+    assert files
+    for file in files:
+        content = bytearray(file.read_bytes())
+        content[-100] ^= 1
+        file.write_bytes(content)
+    with opened(saved[name], tmp_path / "store") as engine:
+        found = engine.generate(prompt, **GREEDY)
+        assert (found.token_ids, found.usage.cached_tokens) == (wanted, 0)
+        assert engine.stats().store.failures["damaged"] >= 1
+        engine.check()
+
+
+def test_a_directory_that_cannot_be_a_store_is_reported_and_the_engine_serves(saved, tmp_path, caplog) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    with opened(saved["llama"], tmp_path / "file" / "store") as engine:
+        assert engine.stats().store is None
+        assert engine.generate([5, 6, 7], **GREEDY).token_ids
+    assert "running without a store" in caplog.text
+
+
+def test_a_model_without_files_has_no_store(tmp_path) -> None:
+    with pytest.raises(BadRequest, match="has no files"):
+        Engine(ARCHS["llama"].build(), store=str(tmp_path), cache_bytes=2_000_000, threads=1)

@@ -61,11 +61,27 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
+class Recall:
+    """What of a prompt came from memory when its request began to run, and why it was not more. `detail` says in words
+    what `reason` means here."""
+
+    asked: int  # tokens of the prompt that can come from memory: all but the last
+    matched: int  # of these, tokens that were found
+    restored: int  # of these, tokens that were used
+    stored: int  # of these, tokens that were read back from the store for this request
+    reason: str  # complete, no checkpoint, evicted, diverged, or new
+    detail: str
+    ours: tuple[int, ...] = ()  # where it diverged: the next tokens of the prompt,
+    theirs: tuple[int, ...] = ()  # and those of what was computed before
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
-    """The whole request has ended, and its memory is freed."""
+    """The whole request has ended. `recall` is None if it ended before it began to run."""
 
     usage: Usage
     timings: Timings
+    recall: Recall | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,10 +109,11 @@ class SequenceManager:
         assert completion.seq is not None
         request, (_, prefix) = completion.request, self._running[completion.seq]
         self.prefixes.use(prefix)
-        self._fetches.pop(completion, None)
+        fetch = self._fetches.pop(completion, None)
         if request.admitted is None:  # not counted again after a preemption
             request.admitted = time.perf_counter()
-            request.cached, request.matched = prefix.restored, prefix.matched
+            request.cached = prefix.restored
+            request.recall = self.prefixes.explain(prefix, stored=fetch.tokens if fetch is not None else 0)
 
     def next_end(self, completion: Completion) -> int:
         """The most tokens of a running completion that may be in memory after the next step: it ends at a checkpoint

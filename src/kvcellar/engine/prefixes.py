@@ -5,13 +5,16 @@ Always true:
   * the tree has no tokens behind the start of what a sequence has derived from text that was removed.
 """
 
+import time
 from bisect import bisect_right, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvcellar.cache.memory import Memory
+from kvcellar.events import Recall
 from kvcellar.prefix.node import TOKEN, Kept, Node, key_of
 from kvcellar.prefix.tree import Tree
+from kvcellar.prefix.why import Evictions, explained
 from kvcellar.spans import Span
 
 EVERY = 256  # tokens between checkpoints, where resuming needs one
@@ -41,7 +44,10 @@ class Prefixes:
         groups = memory.storage.groups
         self._bounded = {group.name for group in groups if group.bounded}
         self.anywhere = not self._bounded and memory.rows.capacity is None
-        self.tree = Tree(memory.claims, anywhere=self.anywhere)
+        self._evictions = Evictions(time.monotonic)
+        self.tree = Tree(memory.claims, anywhere=self.anywhere, evicted=self._evictions.note)
+        recurrent = ("recurrent",) if memory.rows.capacity is not None else ()
+        self._kinds = " and ".join([*sorted(self._bounded), *recurrent])
 
     # -- a sequence ---------------------------------------------------------------------------------------------
 
@@ -73,6 +79,19 @@ class Prefixes:
     def use(self, prefix: Prefix) -> None:
         """The sequence begins to run: what was restored is of the value that it has now."""
         self.tree.touch(prefix.node)
+
+    def explain(self, prefix: Prefix, *, stored: int) -> Recall:
+        """Why no more of the prompt of a sequence was restored. `stored` tokens were read back for it."""
+        return explained(
+            self.tree,
+            self._evictions,
+            prefix.root.namespace,
+            prefix.key,
+            matched=prefix.matched,
+            restored=prefix.restored,
+            stored=stored,
+            kinds=self._kinds,
+        )
 
     def fork(self, prefix: Prefix) -> Prefix:
         """The place of a fork of the sequence, whose tokens are all published."""
@@ -163,6 +182,7 @@ class Prefixes:
     def evict(self, group: str | None, tokens: int = 1) -> bool:
         """Free cells of a group, or, without one, rows of state, of what no sequence uses; False if nothing is left
         that could free any. More or fewer than `tokens` may become free."""
+        self._evictions.cause = f"cells of {group} layers" if group is not None else "rows of recurrent state"
         if group is not None and group not in self._bounded:
             return self.tree.evict_leaf(max(tokens, 1)) > 0
         if self.tree.evict_checkpoint(lambda kept: self._frees(kept, group)) is not None:
@@ -176,7 +196,7 @@ class Prefixes:
 
     def clear(self) -> bool:
         """Evict everything that no sequence uses. False if there was nothing."""
-        found = False
+        found, self._evictions.cause = False, "an order to clear the cache"
         while self.tree.evict_checkpoint() is not None or self.tree.evict_leaf(1 << 40):
             found = True
         return found

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from kvcellar.events import Delta, Done, Event, Failed, Finished, FinishReason, Timings, TokenLogprob, Usage
+from kvcellar.events import Delta, Done, Event, Failed, Finished, FinishReason, Recall, Timings, TokenLogprob, Usage
 from kvcellar.sample.params import SamplingParams
 from kvcellar.sample.sampler import Sampler
 from kvcellar.spans import Span
@@ -57,7 +57,7 @@ class Request:
     number: int = -1
     completions: list["Completion"] = field(default_factory=list["Completion"])
     cached: int = 0  # tokens of the prompt that were taken from memory at admission
-    matched: int = 0  # tokens of the prompt that were found in memory then; more than `cached` if not all could be used
+    recall: Recall | None = None
     done: bool = False
     on_done: Callable[[], None] | None = None  # called once
     unreachable: bool = False  # `deliver` raised: no more events are delivered, and the loop cancels the request
@@ -84,7 +84,7 @@ class Request:
 
     def conclude(self) -> None:
         """Emit `Done`, as the last event."""
-        self.emit(Done(self.usage(), self.timings()))
+        self.emit(Done(self.usage(), self.timings(), self.recall))
         self._end()
 
     def _end(self) -> None:

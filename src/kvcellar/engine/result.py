@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from kvcellar.errors import EngineClosed, WrongStage, forked_from
-from kvcellar.events import Delta, Done, Event, Failed, Finished, FinishReason, Timings, TokenLogprob, Usage
+from kvcellar.events import Delta, Done, Event, Failed, Finished, FinishReason, Recall, Timings, TokenLogprob, Usage
 
 Submit = Callable[[Callable[[Event], None]], "Ticket"]
 
@@ -36,6 +36,7 @@ class Result:
     choices: tuple[Answer, ...]
     usage: Usage
     timings: Timings
+    recall: Recall | None = None  # what of the prompt came from memory, and why it was not more
 
     @property
     def text(self) -> str:
@@ -124,7 +125,7 @@ class Collector:
         if self._done is None:
             raise WrongStage("the request is not done")
         choices = tuple(self._answer(index) for index in sorted(self._finished))
-        return Result(choices, self._done.usage, self._done.timings)
+        return Result(choices, self._done.usage, self._done.timings, self._done.recall)
 
     def _answer(self, index: int) -> Answer:
         deltas, end = self._deltas[index], self._finished[index]

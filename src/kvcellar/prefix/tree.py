@@ -27,8 +27,11 @@ from kvcellar.prefix.node import TOKEN, ClaimStore, Kept, Match, Node, below, co
 class Tree:
     """The prefix tree of one memory. `anywhere`: a sequence can be resumed at any position, without a checkpoint."""
 
-    def __init__(self, claims: ClaimStore, *, anywhere: bool) -> None:
-        self._claims, self._anywhere = claims, anywhere
+    def __init__(
+        self, claims: ClaimStore, *, anywhere: bool, evicted: Callable[[Node, int], None] = lambda node, pos: None
+    ) -> None:
+        """`evicted` is called before the tokens of a node behind a position are evicted."""
+        self._claims, self._anywhere, self._evicted = claims, anywhere, evicted
         self._roots: dict[str, Node] = {}
         self._leaves = Heap[Node](lambda node: node.evictable)
         self._kept = Heap[Kept](lambda kept: kept.node.checkpoints.get(kept.pos) is kept)
@@ -60,6 +63,11 @@ class Tree:
         while path and path[-1].start >= resume:  # a span that looked ahead begins with the node
             path.pop()
         return Match(tuple(path), matched, resume)
+
+    def reached(self, namespace: str, key: bytes) -> tuple[Node, int]:
+        """The last node that has tokens of a key, and how many of its own; the root, and 0, if there is none."""
+        path, matched = self._walk(self.peek(namespace), key)
+        return (path[-1], matched - path[-1].start) if path else (self.peek(namespace), 0)
 
     def node_at(self, namespace: str, key: bytes, pos: int) -> Node | None:
         """The node that has the token of a key at `pos`, and those before it; None if there is none."""
@@ -241,6 +249,7 @@ class Tree:
         cut = self._claims.of(leaf.claim).whole(max(leaf.start, leaf.end - most))
         if not self._anywhere:  # what lies behind the last checkpoint serves no request
             cut = max((pos for pos in leaf.checkpoints if pos <= cut), default=leaf.start)
+        self._evicted(leaf, cut)
         if cut > leaf.start:
             self._cut(leaf, cut)
             self._leaves.push(leaf)

@@ -34,6 +34,7 @@ LOG_FIELDS: Mapping[str, str] = MappingProxyType(  # meaning of the fields of a 
         "outcome": "`ok`, the code of the error, or `client_gone`",
         "prompt_tokens": "tokens of the prompts",
         "cached_tokens": "prompt tokens that came from memory",
+        "recall": "why no more prompt tokens came from memory; of several prompts, the first reason",
         "completion_tokens": "generated tokens",
         "ms": "milliseconds from the request to the end of the response",
     }
@@ -51,6 +52,7 @@ class RequestLog:
     outcome: str | None = None  # None: derived from the status
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
+    recall: str | None = None
     _completion_tokens: dict[int, int] = field(default_factory=dict[int, int])  # by number of the prompt
     _began: float = field(default_factory=time.monotonic)
 
@@ -78,6 +80,8 @@ class RequestLog:
                 case Done():
                     self._completion_tokens[number] = event.usage.completion_tokens
                     self.cached_tokens = (self.cached_tokens or 0) + event.usage.cached_tokens
+                    if event.recall is not None:
+                        self.recall = self.recall or event.recall.reason.replace(" ", "-")
                 case _:
                     pass
 
@@ -100,7 +104,7 @@ class RequestLog:
         values = (
             *(self.request_id, self.method, self.route, self.status),
             self.outcome or ("ok" if 200 <= self.status < 400 else _code_of(self.status)),
-            *(self.prompt_tokens, self.cached_tokens),
+            *(self.prompt_tokens, self.cached_tokens, self.recall),
             sum(self._completion_tokens.values()) if self.prompt_tokens is not None else None,
             round(1e3 * (time.monotonic() - self._began), 1),
         )

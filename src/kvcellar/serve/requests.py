@@ -61,6 +61,7 @@ class CommonBody(StrictModel):
     stream: bool | None = None  # OpenAI: server-sent events
     stream_options: StreamOptions | None = None  # OpenAI: described below; needs `stream`
     return_token_ids: bool | None = None  # vLLM: each choice has `token_ids`
+    return_recall: bool | None = None  # kvcellar: `usage` has `recall`, what came from memory and why it was not more
     return_tokens_as_token_ids: bool | None = None  # vLLM: `logprobs` write a token as `token_id:N`
     # OpenAI: most new tokens. Default: the model's; else 16 for a completion, and up to the context for a chat
     max_tokens: int | None = None
@@ -141,6 +142,7 @@ class ParsedRequest:
     continuous_usage: bool  # and in every other chunk the usage of its choice so far
     salt: str | None  # of the namespace of its memory
     users: tuple[str | None, ...]
+    recall: bool  # say in `usage` what came from memory
     token_ids: bool  # return the ids beside the text
     tokens_as_ids: bool  # in logprobs, write a token as "token_id:N"
 
@@ -275,6 +277,7 @@ def _parsed(
         continuous_usage=continuous,
         salt=body.cache_salt,
         users=(body.user, body.safety_identifier),
+        recall=bool(body.return_recall),
         token_ids=bool(body.return_token_ids) or not engine.model.has_text,
         tokens_as_ids=bool(body.return_tokens_as_token_ids) or not engine.model.has_text,
     )

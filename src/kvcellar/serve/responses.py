@@ -9,7 +9,7 @@ Beyond OpenAI's fields, a choice has `stop_reason` (the stop string that ended i
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Protocol
 from uuid import uuid4
@@ -261,12 +261,15 @@ class ResponseBuilder:
     def _usage(self) -> Json:
         prompt = sum(done.usage.prompt_tokens for done in self._done)
         completion = sum(done.usage.completion_tokens for done in self._done)
-        return {
+        usage: Json = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(done.usage.cached_tokens for done in self._done)},
         }
+        if self._request.recall:
+            usage["recall"] = [asdict(done.recall) for done in self._done if done.recall is not None]
+        return usage
 
     def _timings(self) -> Json:
         """Of several prompts, which run at the same time, the longest times."""

@@ -18,6 +18,8 @@ from kvcellar.bench.fragmented import fragmented
 from kvcellar.bench.fragmented import lines as fragmented_lines
 from kvcellar.bench.network import SMALL, TINY, Size, write
 from kvcellar.bench.profile import profile
+from kvcellar.bench.restart import lines as restart_lines
+from kvcellar.bench.restart import restart
 from kvcellar.bench.revertible import forked, revertible
 from kvcellar.bench.workloads import PROMPTS, Engines, Row, Scale, workloads
 from kvcellar.engine.engine import Engine
@@ -26,15 +28,15 @@ from kvcellar.models.load import load
 
 CACHE_BYTES = 1 << 30
 BOOKKEEPING = "bookkeeping"
-TURNS, REVERTIBLE, START, FRAGMENTED = "turns", "revertible", "start", "fragmented"
-NAMES = (*(workload.name for workload in workloads()), BOOKKEEPING, TURNS, REVERTIBLE, START, FRAGMENTED)
+TURNS, REVERTIBLE, START, FRAGMENTED, RESTART = "turns", "revertible", "start", "fragmented", "restart"
+NAMES = (*(workload.name for workload in workloads()), BOOKKEEPING, TURNS, REVERTIBLE, START, FRAGMENTED, RESTART)
 
 
 def run(*, quick: bool = False, only: str | None = None, threads: int = 1) -> None:
     """Print a line for each workload when it has been measured, and one line of JSON at the end.
 
-    `quick` uses tiny sizes, to test the bench: its numbers mean nothing. `only` is one of `NAMES`. `start` and
-    `fragmented` are measured only if named, because they take longer and `start` runs processes.
+    `quick` uses tiny sizes, to test the bench: its numbers mean nothing. `only` is one of `NAMES`. `start`,
+    `restart` and `fragmented` are measured only if named, because they take longer or run processes.
     """
     if only not in (None, *NAMES):
         raise BadRequest(f"there is no workload {only!r}; there are {', '.join(NAMES)}", "only")
@@ -42,6 +44,8 @@ def run(*, quick: bool = False, only: str | None = None, threads: int = 1) -> No
         run_starts(quick=quick)
     elif only == FRAGMENTED:
         run_fragmented(quick=quick, threads=threads)
+    elif only == RESTART:
+        run_restart(quick=quick)
     else:
         torch.set_num_threads(threads)
         _run_compared(quick, only, threads)
@@ -95,6 +99,16 @@ def run_fragmented(*, quick: bool = False, threads: int = 1) -> None:
     about = report.about(parameters=0, threads=threads, quick=quick)
     del about["parameters"]
     print(json.dumps({**about, "fragmented": {name: one._asdict() for name, one in found.items()}}), flush=True)
+
+
+def run_restart(*, quick: bool = False) -> None:
+    """Print the time to the first token after a restart, and the same as one line of JSON."""
+    with tempfile.TemporaryDirectory() as directory:
+        found = restart(TINY, Path(directory), tokens=400) if quick else restart(SMALL, Path(directory))
+    _print(restart_lines(found))
+    about = report.about(parameters=0, threads=1, quick=quick)
+    del about["parameters"]
+    print(json.dumps({**about, "restart": found._asdict()}), flush=True)
 
 
 def run_profile(name: str, *, quick: bool = False, threads: int = 1) -> None:

@@ -1,0 +1,120 @@
+"""restart: the time to the first token of a conversation that an earlier server had computed, after that was killed.
+
+Three engines on one model: one that knows nothing (cold), the one that computed the conversation (warm), and one that
+was opened on the store of a process that was killed with SIGKILL once the store had acknowledged everything. The rate
+at which the store is read and verified is measured on the same files.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from kvcellar.bench.network import Size, write
+from kvcellar.engine.engine import Engine
+from kvcellar.errors import KvcellarError
+
+CACHE_BYTES = 1 << 30
+READY = "ready"
+TOKENS = 4000
+NEW = 16  # tokens of the turn after
+
+
+class Restart(NamedTuple):
+    """Seconds to the first token, the bytes that were read back, and the seconds that reading and verifying takes."""
+
+    tokens: int
+    cold: float
+    warm: float
+    restarted: float
+    bytes: int
+    reading: float
+
+    @property
+    def bound(self) -> float:
+        """Seconds that the restarted engine may take: a warm turn, the reading, and a fifth more."""
+        return 1.2 * (self.warm + self.reading)
+
+
+def restart(size: Size, directory: Path, *, tokens: int = TOKENS) -> Restart:
+    (directory / "model").mkdir()
+    write(size, directory / "model")
+    with _engine(directory, store=False) as engine:
+        _first_token(engine, _prompt(1, 64))  # what is made once
+        cold = _first_token(engine, _prompt(0, tokens))
+    _killed_child(directory, tokens)
+    with _engine(directory) as engine:
+        _first_token(engine, _prompt(1, 64))
+        restarted = _first_token(engine, _prompt(0, tokens + NEW))
+        stats = engine.stats()
+        if stats.store is None or stats.store.restored < tokens - 1:
+            raise KvcellarError(f"the restarted engine did not find the conversation: {stats.store}")
+        warm = _first_token(engine, _prompt(0, tokens + 2 * NEW))
+        read, reading = _read_all(engine)
+    return Restart(tokens, cold, warm, restarted, read, reading)
+
+
+def _engine(directory: Path, *, store: bool = True) -> Engine:
+    return Engine(
+        directory / "model", cache_bytes=CACHE_BYTES, threads=1, store=str(directory / "store") if store else None
+    )
+
+
+def _prompt(seed: int, tokens: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(3, 100) for _ in range(tokens)]
+
+
+def _first_token(engine: Engine, prompt: list[int]) -> float:
+    return engine.generate(prompt, max_tokens=1, temperature=0.0).timings.first_token
+
+
+def _read_all(engine: Engine) -> tuple[int, float]:
+    """Read and verify every snapshot: the bytes, and the seconds."""
+    store = engine._loop.manager.store  # pyright: ignore[reportPrivateUsage]
+    assert store is not None
+    began, total = time.perf_counter(), 0
+    for entry in store.tier.entries():
+        loaded = store.tier.get(entry.snapshot.key)
+        total += sum(map(len, loaded.chunks)) if loaded is not None else 0
+    return total, time.perf_counter() - began
+
+
+def _killed_child(directory: Path, tokens: int) -> None:
+    command = [sys.executable, "-m", "kvcellar.bench.restart", str(directory), str(tokens)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        if child.stdout.readline().strip() != READY:
+            raise KvcellarError("the process that was to be killed failed")
+        os.kill(child.pid, signal.SIGKILL)
+
+
+def _compute(directory: Path, tokens: int) -> None:
+    """In the process that is killed: compute the conversation, and wait until it is stored."""
+    engine = _engine(directory)
+    engine.generate(_prompt(0, tokens), max_tokens=1, temperature=0.0)
+    while (stats := engine.stats().store) is not None and stats.unwritten:
+        time.sleep(0.01)
+    print(READY, flush=True)
+    time.sleep(600)
+
+
+def lines(found: Restart) -> list[str]:
+    """The table."""
+    rate = found.bytes / found.reading / 1e6
+    return [
+        f"{found.tokens} tokens, seconds to the first token of the next turn:",
+        f"{'cold':30} {found.cold:8.3f}",
+        f"{'warm, in memory':30} {found.warm:8.3f}",
+        f"{'after SIGKILL, from the store':30} {found.restarted:8.3f}   bound {found.bound:.3f}, cold is "
+        f"{found.cold / found.restarted:.1f} times that",
+        f"{'read and verified':30} {found.bytes / 1e6:8.1f} MB at {rate:.0f} MB/s",
+    ]
+
+
+if __name__ == "__main__":
+    _compute(Path(sys.argv[1]), int(sys.argv[2]))

@@ -19,7 +19,7 @@ from kvcellar.bench.fragmented import lines as fragmented_lines
 from kvcellar.bench.network import SMALL, TINY, Size, write
 from kvcellar.bench.profile import profile
 from kvcellar.bench.revertible import forked, revertible
-from kvcellar.bench.workloads import PROMPTS, Engines, Row, Scale, workloads
+from kvcellar.bench.workloads import PROMPTS, WORKLOADS, Engines, Row, Scale
 from kvcellar.engine.engine import Engine
 from kvcellar.errors import BadRequest
 from kvcellar.models.load import load
@@ -27,7 +27,7 @@ from kvcellar.models.load import load
 CACHE_BYTES = 1 << 30
 BOOKKEEPING = "bookkeeping"
 TURNS, REVERTIBLE, START, FRAGMENTED = "turns", "revertible", "start", "fragmented"
-NAMES = (*(workload.name for workload in workloads()), BOOKKEEPING, TURNS, REVERTIBLE, START, FRAGMENTED)
+NAMES = (*WORKLOADS, BOOKKEEPING, TURNS, REVERTIBLE, START, FRAGMENTED)
 
 
 def run(*, quick: bool = False, only: str | None = None, threads: int = 1) -> None:
@@ -71,9 +71,9 @@ def _run_workloads(rows: list[Row], size: Size, scale: Scale, only: str | None, 
         parameters = write(size, Path(directory))
         _print([f"{parameters / 1e6:.0f} million parameters, bfloat16, {threads} thread(s)", report.HEAD])
         with _engines(Path(directory), threads) as engines:
-            for workload in workloads():
-                if only in (None, workload.name):
-                    rows.append(workload.run(engines, scale))
+            for name, workload in WORKLOADS.items():
+                if only in (None, name):
+                    rows.append(workload(engines, scale))
                     _print([report.line(rows[-1])])
     return parameters
 

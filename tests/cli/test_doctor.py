@@ -162,7 +162,7 @@ def test_context_shift_of_recurrent_models_recomputes(monkeypatch):
     assert len(found.groups) == 2
     assert len(asked) == 1, "each list of backends looks for a compiler again"
     (shift,) = (note for note in found.notes if note.startswith("context shift"))
-    assert "by reading again" in shift
+    assert "by recomputing" in shift
     assert "recurrent layers" in shift
 
 
@@ -176,7 +176,7 @@ def test_bytes_of_recurrent_state_are_per_sequence(folder):
     told = kvcellar("doctor", path, *small).out
     assert f"{sized(rows['bytes_per_row'])} per sequence of any length" in told
     assert f"{said['sequences']} sequences of any length fit" in told
-    assert f"{said['sequences']} answers at once, not 64" in told
+    assert f"{said['sequences']} completions at once, not 64" in told
     assert "per token" not in told
 
 

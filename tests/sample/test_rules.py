@@ -13,7 +13,7 @@ from transformers.generation import logits_process as hf
 from kvcellar.errors import BadRequest
 from kvcellar.sample import draw as ops
 from kvcellar.sample.draw import draw
-from kvcellar.sample.params import MAX_IDS, MAX_NGRAM, MAX_SEQUENCES, SamplingParams, asked, check_ids
+from kvcellar.sample.params import MAX_IDS, MAX_NGRAM, MAX_SEQUENCES, SamplingParams, check_ids, merged
 from kvcellar.sample.sampler import Sampler
 from tests.sample.test_draw import VOCAB, each, judged_by, random_logits, support
 
@@ -225,8 +225,8 @@ def test_what_a_model_advises_gives_way_to_what_is_asked() -> None:
     defaults = SamplingParams(min_tokens=9, max_tokens=20)
     for most, least in itertools.product((None, 4, 30), (None, 3)):
         given = {name: value for name, value in (("max_tokens", most), ("min_tokens", least)) if value is not None}
-        params = asked(defaults, given)
+        params = merged(defaults, given)
         assert params.max_tokens == (most or 20)
         assert params.min_tokens == (least or min(9, most or 20))
     with pytest.raises(BadRequest, match="min_tokens 5 is more than max_tokens 4"):
-        asked(defaults, {"min_tokens": 5, "max_tokens": 4})
+        merged(defaults, {"min_tokens": 5, "max_tokens": 4})

@@ -26,6 +26,7 @@ WAYS = (
     *("k=fp8", "v=fp8", "k=int8", "v=int8", "k=int4", "k=int4+hadamard", "v=int4"),
 )
 TOKENS = 256  # of a sample
+SMALL = 30_000_000  # parameters of a model that is measured within seconds
 CHUNK = 64  # rows compared at once: bounds the size of the logits
 
 
@@ -51,6 +52,11 @@ class KvQuality:
             f"{self.stored:16} {sized(self.bytes_per_token):>20} a token, KL {self.kl:.1e} nats, "
             f"same most likely token {self.agreement:.1%}"
         )
+
+
+def is_small(parameters: int) -> bool:
+    """Whether a model is measured by default."""
+    return parameters <= SMALL
 
 
 @dataclass(slots=True)

@@ -140,7 +140,7 @@ def test_each_plane_is_stored_once_a_step_in_its_own_shape() -> None:
         kept.put(0, index=index)
     kept.begin(Batch((Feed(0, Span(0, 3)),)))
     for layer, name, values, says in (
-        (0, "index", index[:2], r"given index \[2, 1, 6\].*wants \[3, 1, 6\]"),
+        (0, "index", index[:2], r"index of layer 0 is \[3, 1, 6\] of floats, not \[2, 1, 6\]"),
         (0, "index", index.int(), "of floats"),
         (0, "scores", index, "layer 0 has no plane scores, only k, v, index"),
         (1, "index", index, "layer 1 has no plane index, only k, v"),

@@ -331,9 +331,7 @@ class Player:
         line = self.dumb.assembled(path, pos) if path else None
         act = partial(self.memory.claims.assemble, seq, path, pos)
         if seq in self.dumb.lines or line is None:
-            self._refused(
-                BadRequest, "there already|follow each other|end in|inside|inputs|no checkpoint|may have", act
-            )
+            self._refused(BadRequest, "exists|consecutive|end in|inside|inputs|no checkpoint|may have", act)
         elif pos > self.limits.get(seq, pos):
             self._refused(BadRequest, "may have", act)
         else:

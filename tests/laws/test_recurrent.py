@@ -312,7 +312,7 @@ class Timeline(RuleBasedStateMachine):
     def _end(self, plan: Plan, end: Ends) -> None:
         if end == "abandon":
             self.memory.abandon()
-            assert all_of(self.memory) == self.before, "a step that was given up left a trace"
+            assert all_of(self.memory) == self.before, "an abandoned step changed something"
             return
         accepted = {
             feed.seq: min(end[feed.seq], len(feed.pos))
@@ -403,7 +403,7 @@ class Timeline(RuleBasedStateMachine):
         if length > n:
             start %= length - n
             before = all_of(self.memory)
-            with pytest.raises(NotSupported, match="taken out of a recurrent state") as refused:
+            with pytest.raises(NotSupported, match="removed from a recurrent state") as refused:
                 self.memory.remove(seq, Span(start, start + n))
             assert (refused.value.kept, all_of(self.memory)) == (self.dumb.can_cut(seq, start), before)
 
@@ -499,9 +499,9 @@ class Timeline(RuleBasedStateMachine):
             with pytest.raises(BadRequest, match=f"layer {layer}"):
                 self.memory.states.write(layer, plan.states, wrong)
         for other in (0, 20):
-            with pytest.raises(BadRequest, match=f"layer {other} is no recurrent layer"):
+            with pytest.raises(BadRequest, match=f"layer {other} is not recurrent"):
                 self.memory.states.write(other, plan.states, right)
-            with pytest.raises(BadRequest, match=f"layer {other} is no recurrent layer"):
+            with pytest.raises(BadRequest, match=f"layer {other} is not recurrent"):
                 self.memory.states.read(other, plan.states)
         assert all_of(self.memory) == before
         self._forward(plan, order)

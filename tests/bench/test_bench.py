@@ -67,8 +67,8 @@ def test_a_row_without_a_target():
     targets = {"ragged-8": 3.0, "ragged-32": None}
     rows = [Row(name, "a step", 1.0, 2.0, target) for name, target in targets.items()]
     assert [line(row).split()[-3:] for row in rows] == [["3.0x", "a", "step"], ["none", "a", "step"]]
-    told = json.loads(as_json(Findings(rows=rows), {}))["results"]
-    assert {name: row["target"] for name, row in told.items()} == targets
+    results = json.loads(as_json(Findings(rows=rows), {}))["results"]
+    assert {name: row["target"] for name, row in results.items()} == targets
 
 
 def test_bookkeeping_needs_no_network(capsys: pytest.CaptureFixture[str]):
@@ -170,8 +170,8 @@ def test_both_engines_generate_the_same_tokens(tmp_path):
     with Engine(tmp_path, dtype="float32", device="cpu", cache_bytes=1 << 20) as engine:
         ours = [engine.generate(prompt, temperature=0.0, max_tokens=6, ignore_eos=True) for prompt in prompts]
     steps: list[int] = []
-    answered = hf_baseline.generate(network, prompts, 6, lambda: steps.append(1))
-    assert [list(result.token_ids) for result in ours] == answered[:, -6:].tolist()
+    ids = hf_baseline.generate(network, prompts, 6, lambda: steps.append(1))
+    assert [list(result.token_ids) for result in ours] == ids[:, -6:].tolist()
     assert len(steps) == 6
 
 

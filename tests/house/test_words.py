@@ -33,7 +33,7 @@ def unsafe(tree: ast.AST) -> Iterator[tuple[int, str]]:
             case ast.ImportFrom(module=str(module)) if module.split(".")[0] in PICKLES:
                 yield node.lineno, f"imports {module}"
             case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="load")):
-                yield node.lineno, "torch.load runs what a file says"
+                yield node.lineno, "torch.load runs code from a file"
             case ast.Call(func=ast.Name(id="hasattr" | "eval" | "exec" as name)):
                 yield node.lineno, f"{name}()"
             case ast.Global():
@@ -60,7 +60,7 @@ def test_sources_do_without(path):
 
 @pytest.mark.parametrize("path", SOURCES, ids=inside)
 def test_sources_open_with_a_docstring(path):
-    assert ast.get_docstring(ast.parse(path.read_text())), f"{inside(path)} does not say what it is"
+    assert ast.get_docstring(ast.parse(path.read_text())), f"{inside(path)} has no docstring"
 
 
 @pytest.mark.parametrize("pattern", [PLACE, INDEX], ids=["no place of one machine", "no package index"])

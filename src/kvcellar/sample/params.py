@@ -73,12 +73,9 @@ class SamplingParams:
         for name, (low, high, above) in _REAL.items():
             if (value := getattr(self, name)) is not None or name not in _OPTIONAL:
                 self._set(name, _real(name, value, low, high, above=above))
-        for name, most in (
-            ("stop_token_ids", MAX_STOP_IDS),
-            ("suppress_tokens", MAX_IDS),
-            ("begin_suppress_tokens", MAX_IDS),
-        ):
-            self._set(name, _ids(name, getattr(self, name), most))
+        for name in ("suppress_tokens", "begin_suppress_tokens"):
+            self._set(name, _ids(name, getattr(self, name), MAX_IDS))
+        self._set("stop_token_ids", _stop_ids(self.stop_token_ids))
         self._set("stop", _stops(self.stop))
         self._set("logit_bias", _biases(self.logit_bias))
         self._set("bad_words_ids", _phrases(self.bad_words_ids))
@@ -173,6 +170,14 @@ def _ids(name: str, ids: object, most: int, *, least: int = 0) -> tuple[int, ...
     if not isinstance(ids, list | tuple) or not least <= len(ids) <= most:
         raise BadRequest(f"{name} must have {least} to {most} token ids in a list", name)
     return tuple(_whole(name, token, 0, _MOST) for token in ids)
+
+
+def _stop_ids(ids: object) -> tuple[int, ...]:
+    if not isinstance(ids, list | tuple):
+        raise BadRequest(f"stop_token_ids must be token ids, not {shown(ids)}", "stop_token_ids")
+    if len(ids) > MAX_STOP_IDS:
+        raise BadRequest(f"stop_token_ids has {len(ids)} ids; {MAX_STOP_IDS} are allowed", "stop_token_ids")
+    return _ids("stop_token_ids", ids, MAX_STOP_IDS)
 
 
 def _stops(stop: object) -> tuple[str, ...]:

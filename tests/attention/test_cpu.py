@@ -31,7 +31,7 @@ from kvcellar.plan import Batch, Feed, GroupPlan, Run, Segment
 from kvcellar.shapes import AttentionSpec, Plane, Scoring, StoredAs
 from kvcellar.spans import Span
 from tests.attention.texts import LAYOUTS, SHAPES, Texts, assert_scores_are_as_exact_as_float32, scorings
-from tests.cache.told import Told
+from tests.cache.tagged import Tagged
 
 ASK = AttentionSpec(14, 2, 64, 64, dtype="bfloat16", device="cpu")
 NOWHERE = {"PATH": "", "HOME": "/nonexistent"}
@@ -218,27 +218,27 @@ def test_cells_in_many_pieces(layout) -> None:
 @given(st.lists(st.dictionaries(st.integers(0, 2), st.integers(1, 9), min_size=1), min_size=1, max_size=4), st.data())
 def test_rows_that_look_ahead(steps, data) -> None:
     """On all layouts, against the dense view of the same plan."""
-    told = Told(Cpu(), 128)
+    tagged = Tagged(Cpu(), 128)
     for feeds in steps:
         ahead: list[tuple[int, Span]] = []
         for seq, n in feeds.items():
-            start, a = told.memory.length(seq), data.draw(st.integers(0, n))
+            start, a = tagged.memory.length(seq), data.draw(st.integers(0, n))
             b = data.draw(st.integers(a, n))
             ahead += [(seq, Span(start + a, start + b))] if b > a else []
-        told.begin(feeds, ahead)
-        for group in told.groups:
-            told.attends(group.layers[0])
-        told.memory.commit()
+        tagged.begin(feeds, ahead)
+        for group in tagged.groups:
+            tagged.attends(group.layers[0])
+        tagged.memory.commit()
 
 
 @compiles
 @pytest.mark.parametrize("start", [0, 5, 6, 9])
 def test_rows_that_only_ask(start) -> None:
-    told = Told(Cpu(), 128, names=["full"])
-    told.step({0: 6, 1: 3})
-    told.memory.begin(Batch((Feed(0, Span(start, start + 3), stores=False), Feed(1, Span(3, 4)))))
-    told.put([900])
-    told.attends(0)
+    tagged = Tagged(Cpu(), 128, names=["full"])
+    tagged.step({0: 6, 1: 3})
+    tagged.memory.begin(Batch((Feed(0, Span(start, start + 3), stores=False), Feed(1, Span(3, 4)))))
+    tagged.put([900])
+    tagged.attends(0)
 
 
 @compiles

@@ -1,4 +1,4 @@
-"""What a memory is made of and given: what cannot be is refused at the door, and what comes in stays what it was."""
+"""Arguments of a memory: invalid ones are refused before anything changes, and arguments are never changed."""
 
 from collections.abc import Callable
 from functools import partial
@@ -65,7 +65,7 @@ def test_a_count_that_is_no_whole_number_changes_nothing() -> None:
     put_zeros(kept, kept.begin(Batch((Feed(0, Span(0, 3)),))))
     with pytest.raises(BadRequest, match=r"a number of new tokens is a whole number, not 1.5"), nothing_changes(kept):
         kept.commit({0: 1.5})  # pyright: ignore[reportArgumentType]
-    kept.commit({0: torch.tensor(2)})  # pyright: ignore[reportArgumentType]  # whoever counted on a tensor
+    kept.commit({0: torch.tensor(2)})  # pyright: ignore[reportArgumentType]  # a count that is a tensor
     assert kept.length(0) == 2
 
 
@@ -184,13 +184,17 @@ AT_REST: dict[str, tuple[Callable[[Memory], Any], type[Exception], str]] = {
         "sequence 3 may have 5 tokens; after this step .* 6",
     ),
     "too much": (lambda m: m.begin(feed(5, 0, 10)), CacheFull, "need 10 cells in group full; 9 are free.*cache_bytes"),
-    "a stranger asks": (lambda m: m.begin(feed(8, 0, 1, stores=False)), UnknownSequence, "sequence 8 is not in memory"),
-    "it asks what is gone": (
+    "query of an unknown sequence": (
+        lambda m: m.begin(feed(8, 0, 1, stores=False)),
+        UnknownSequence,
+        "sequence 8 is not in memory",
+    ),
+    "query before what is held": (
         lambda m: m.begin(feed(0, 7, 8, stores=False)),
         BadRequest,
         r"a query at 7 of sequence 0 looks back to 4; its window layers hold \[5,9\)",
     ),
-    "it asks beyond": (
+    "query behind the end": (
         lambda m: m.begin(feed(0, 12, 13, stores=False)),
         BadRequest,
         "sees nothing in its window layers",
@@ -319,7 +323,7 @@ IN_A_STEP: dict[str, tuple[Callable[[Memory], Any], type[Exception], str]] = {
     "too many": (lambda m: m.commit({0: 3}), BadRequest, "3 of 2 new tokens of sequence 0"),
     "too few": (lambda m: m.commit({5: -1}), BadRequest, "-1 of 1 new tokens of sequence 5"),
     "of a stranger": (lambda m: m.commit({0: 1, 99: 0}), BadRequest, r"sequences \[99\] store nothing in this step"),
-    "of one that asks": (lambda m: m.commit({1: 0}), BadRequest, r"sequences \[1\] store nothing in this step"),
+    "accepted of a query": (lambda m: m.commit({1: 0}), BadRequest, r"sequences \[1\] store nothing in this step"),
     "a part of a span": (lambda m: m.commit({0: 1}), BadRequest, r"1 new tokens of sequence 0 end within \[9,11\)"),
 }
 NEW = torch.full((3, 2, 8), 2.0)

@@ -30,7 +30,7 @@ PLAIN = Scoring(scale=0.25)
 
 
 def groups(most: int = 20) -> list[Group]:
-    """Two kinds of layers for text, two for inputs; those come first, and the memory does not mind."""
+    """Two kinds of layers for text, two for inputs; those come first, in any order."""
 
     def planes(layer: int) -> tuple[Plane, ...]:
         heads, k, v = SIZES[layer]
@@ -135,7 +135,7 @@ def test_attention_to_an_input_is_that_of_the_dense_view(backend, sinks):
         assert not expected[8:10].any(), "sequence 2 has no input: its rows answer zeros"
 
 
-def test_where_nobody_has_an_input_everybody_answers_zeros():
+def test_without_inputs_the_result_is_zero():
     mem = memory()
     step(mem, {0: 2, 1: 1}, commit=False)
     for layer in INPUT:
@@ -210,7 +210,7 @@ def test_an_input_is_shared_by_forks_stays_through_edits_and_is_free_when_the_la
     mem.abandon()
     mem.inputs.write(7, 3, of(7, 3))
     assert mem.fork(2, 7, upto=0) == 0
-    assert mem.inputs.length(7) == 8, "what it was before is forgotten, its input too"
+    assert mem.inputs.length(7) == 8, "the sequence that it replaces is dropped with its input"
     mem.drop(1)
     mem.drop(2)
     assert mem.free()["wide"] == 32

@@ -1,4 +1,4 @@
-"""What must not stand in the tree: places of one machine, unsafe loading, globals that change, guessed capabilities."""
+"""What must not be in the tree: paths of one machine, unsafe loading, mutable globals, words for persons about data."""
 
 import ast
 import re
@@ -21,6 +21,7 @@ TEXTS = sorted(
 FOLDERS = ("work", "tmp", "root", "home", "Users", "mnt", "opt", "farm")
 PLACE = re.compile(r"(?<![\w.~<>{}])/(?:" + "|".join(FOLDERS) + r")/[\w.]")
 INDEX = re.compile(r"pyp[i]\.org|pytorc[h]\.org|npmj[s]\.(org|com)|pythonhoste[d]")
+PERSONS = re.compile(r"\b([Nn]obody|[Ss]omebody|[Ww]hoever|[Aa]nybody|[Ee]verybody|lets? go of|of its own accord)\b")
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "shelve", "marshal", "joblib", "cloudpickle"}
 
 
@@ -72,6 +73,17 @@ def test_texts_hold(pattern):
         if pattern.search(line)
     ]
     assert not found, "\n".join(found)
+
+
+def test_sources_and_documents_do_not_describe_data_as_persons():
+    found = [
+        f"{inside(path)}:{number}: {line.strip()[:100]}"
+        for path in [*SOURCES, *(ROOT / "docs").rglob("*.md")]
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if PERSONS.search(line)
+    ]
+    assert not found, "\n".join(found)
+    assert PERSONS.search("Nobody reads it")
 
 
 @pytest.mark.parametrize(

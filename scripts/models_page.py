@@ -90,7 +90,7 @@ def _plainly(reason: str) -> str:
     """The reason without numbers that differ between machines, and without names that differ between types."""
     for pattern, plain in (
         (r"^\w+ cannot be served: ", ""),
-        (r"^not supported, what lies behind is read again: ", "by recomputing, because "),
+        (r"^not supported, later tokens are computed again: ", "by recomputing, because "),
         (r" \((off by |)[\d.]+e[+-]\d+( is allowed|)\)", ""),
         (r"( by|;)? \d\.\d?e?[\d.]*e?[+-]\d+", ""),
         (r" by \d+e[+-]\d+", ""),

@@ -47,28 +47,28 @@ def options(description: str | None) -> argparse.ArgumentParser:
 
 def main(description: str | None) -> None:
     parser = options(description)
-    asked = parser.parse_args()
-    licence = asked.licence or asked.stdlib / "LICENSE.txt"
+    given = parser.parse_args()
+    licence = given.licence or given.stdlib / "LICENSE.txt"
     if not licence.is_file():
         parser.error(f"{licence} is missing, and must ship with the weights; name it with --licence")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     try:
-        shape = Shape(arch=asked.arch, layers=asked.layers or DEFAULT_LAYERS[asked.arch])
+        shape = Shape(arch=given.arch, layers=given.layers or DEFAULT_LAYERS[given.arch])
     except ValueError as wrong:
         parser.error(str(wrong))
-    prepared = prepare(asked.stdlib, asked.work, shape.vocabulary, with_tests=not asked.without_tests)
-    recipe = Recipe(steps=asked.steps, rate=asked.rate, seed=asked.seed)
+    prepared = prepare(given.stdlib, given.work, shape.vocabulary, with_tests=not given.without_tests)
+    recipe = Recipe(steps=given.steps, rate=given.rate, seed=given.seed)
     if not len(prepared.streams["tests"]):
         recipe = replace(recipe, test_share=0.0)
     log.info("%s %s, %d parameters", shape.arch, shape.layers, count_parameters(shape))
     for name, stream in prepared.streams.items():
         log.info("%s: %d tokens of %d bytes", name, len(stream), prepared.held_bytes(name))
     try:
-        run = Run(shape, recipe, prepared, asked.work)
+        run = Run(shape, recipe, prepared, given.work)
     except OtherRun as wrong:
         parser.error(str(wrong))
-    if not asked.export_only:
-        run.train(minutes=asked.minutes)
-    if not asked.no_export:
-        release(run, prepared, asked.stdlib, licence, asked.out)
+    if not given.export_only:
+        run.train(minutes=given.minutes)
+    if not given.no_export:
+        release(run, prepared, given.stdlib, licence, given.out)

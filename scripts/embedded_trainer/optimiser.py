@@ -76,7 +76,7 @@ class Optimiser:
 
     @torch.no_grad()
     def step(self, working: Weights) -> float:
-        """One update from `working`'s gradients, which are cleared; answers their norm before clipping."""
+        """One update from `working`'s gradients, which are cleared; returns their norm before clipping."""
         grads = {}
         for name, weight in working.items():
             assert weight.grad is not None, f"no gradient reached {name}"

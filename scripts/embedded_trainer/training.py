@@ -49,7 +49,7 @@ class Look:
 
 @dataclass(slots=True)
 class Progress:
-    """How far a run is; goes on over interruptions."""
+    """The progress of a run, which continues after interruptions."""
 
     step: int = 0
     seconds: float = 0.0  # at work, wall time, without pauses between runs
@@ -143,7 +143,7 @@ class Run:
             if differing:
                 raise OtherRun(
                     f"the checkpoint in {self.work} was made with another {part} (there, here): {differing}. "
-                    f"Give the same options to go on, or another --work to begin anew."
+                    f"Give the same options to continue, or another --work to begin anew."
                 )
         progress = dict(record["progress"])
         progress["looks"] = [Look(**look) for look in progress["looks"]]

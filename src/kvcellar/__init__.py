@@ -79,36 +79,29 @@ __all__ = [
     "WrongStage",
 ]
 
-_MODULES = {  # where each name that is not an error is defined
-    "Batch": "kvcellar.plan",
-    "Causal": "kvcellar.cache.layouts",
-    "Chunked": "kvcellar.cache.layouts",
-    "Engine": "kvcellar.engine.engine",
-    "EngineOptions": "kvcellar.engine.settings",
-    "Feed": "kvcellar.plan",
-    "Group": "kvcellar.cache.group",
-    "Memory": "kvcellar.cache.memory",
-    "Plan": "kvcellar.plan",
-    "Plane": "kvcellar.shapes",
-    "Progress": "kvcellar.progress",
-    "Reference": "kvcellar.attention.reference",
-    "Result": "kvcellar.engine.result",
-    "SamplingOptions": "kvcellar.sample.params",
-    "SamplingParams": "kvcellar.sample.params",
-    "Scoring": "kvcellar.shapes",
-    "Sdpa": "kvcellar.attention.sdpa",
-    "Session": "kvcellar.engine.session",
-    "Settings": "kvcellar.engine.settings",
-    "Sliding": "kvcellar.cache.layouts",
-    "Span": "kvcellar.spans",
-    "Storage": "kvcellar.shapes",
+_NAMES = {  # the names that are not errors, by the module that defines them
+    "kvcellar.attention.reference": ("Reference",),
+    "kvcellar.attention.sdpa": ("Sdpa",),
+    "kvcellar.cache.group": ("Group",),
+    "kvcellar.cache.layouts": ("Causal", "Chunked", "Sliding"),
+    "kvcellar.cache.memory": ("Memory",),
+    "kvcellar.engine.engine": ("Engine",),
+    "kvcellar.engine.result": ("Result",),
+    "kvcellar.engine.session": ("Session",),
+    "kvcellar.engine.settings": ("EngineOptions", "Settings"),
+    "kvcellar.plan": ("Batch", "Feed", "Plan"),
+    "kvcellar.progress": ("Progress",),
+    "kvcellar.sample.params": ("SamplingOptions", "SamplingParams"),
+    "kvcellar.shapes": ("Plane", "Scoring", "Storage"),
+    "kvcellar.spans": ("Span",),
 }
 
 
 def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"kvcellar has no public name {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(_MODULES[name]), name)
+    for module, names in _NAMES.items():
+        if name in names:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"kvcellar has no public name {name!r}; it has {', '.join(__all__)}")
 
 
 def __dir__() -> list[str]:

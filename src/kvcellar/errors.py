@@ -1,4 +1,4 @@
-"""Every exception that kvcellar defines. Each message has the numbers and says what to change.
+"""errors: the exceptions of kvcellar. Each message has the numbers and what to change.
 
 A `BadRequest` has two readers. Its `message` is for the author of the request, in Python or over HTTP, where fields
 have the same names. Its `hint` is for the operator of the engine: it may name settings and files; `str()` includes it,

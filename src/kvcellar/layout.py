@@ -6,7 +6,7 @@ from kvcellar.spans import Span
 
 
 class Layout(Protocol):
-    """The rules of a layer kind, in integers. It says nothing about storage.
+    """The rules of a layer kind, in integers, independent of storage.
 
     For every layout `lowest` never falls as `pos` grows, `lowest(pos) <= pos`, and `keep(end) <= lowest(end)`.
     """

@@ -15,8 +15,8 @@ KEY = 32  # bytes of a key
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """`tokens` are those of `span`, 8 bytes each; `record` says what the chunks are, which have these `sizes` in bytes.
-    Both are opaque outside of the memory that made them."""
+    """`tokens` are those of `span`, 8 bytes each; `record` describes the chunks, which have these `sizes` in bytes;
+    only the memory that made it reads it."""
 
     key: bytes
     parent: bytes | None

@@ -21,7 +21,7 @@ class Never(Sdpa):
         return f"it is not for {spec.device}"
 
 
-def test_the_first_that_can_is_taken_and_nobody_after_it_is_asked() -> None:
+def test_the_first_supporting_backend_is_taken_and_no_later_one_is_called() -> None:
     chosen = choose(ASK, [Sdpa(), Never(), Reference()])
     assert (chosen.backend.name, chosen.refused) == ("sdpa", {})
     chosen = choose(ASK, [Never(), Reference(), Sdpa()])
@@ -34,7 +34,7 @@ def test_uneven_heads_are_refused_by_all_but_the_reference_with_the_numbers() ->
     assert chosen.refused == dict.fromkeys(("cpu", "sdpa"), "7 query heads cannot share 2 KV heads evenly")
 
 
-def test_when_all_refuse_every_reason_is_told() -> None:
+def test_when_all_refuse_the_error_has_every_reason() -> None:
     with pytest.raises(NoBackend) as none:
         choose(UNEVEN, [Never(), Sdpa()])
     assert none.value.refused == {
@@ -59,7 +59,7 @@ def test_a_backend_can_be_named() -> None:
         assert [found.name for found in named(backend.name)] == [backend.name]
 
 
-def test_an_unknown_name_is_told_which_there_are() -> None:
+def test_the_error_for_an_unknown_name_lists_all_names() -> None:
     with pytest.raises(BadRequest, match="called 'flash3'; there are cpu, sdpa, reference") as unknown:
         named("flash3")
     assert unknown.value.param == "attention"

@@ -31,7 +31,7 @@ from kvcellar.plan import Batch, Feed, GroupPlan, Run, Segment
 from kvcellar.shapes import AttentionSpec, Plane, Scoring, StoredAs
 from kvcellar.spans import Span
 from tests.attention.texts import LAYOUTS, SHAPES, Texts, assert_scores_are_as_exact_as_float32, scorings
-from tests.cache.told import Told
+from tests.cache.tagged import Tagged
 
 ASK = AttentionSpec(14, 2, 64, 64, dtype="bfloat16", device="cpu")
 NOWHERE = {"PATH": "", "HOME": "/nonexistent"}
@@ -45,7 +45,7 @@ FLOATS = [torch.float32, torch.bfloat16]
 STEPS = ({0: 7, 1: 1}, {2: 3, 0: 1}, {0: 1, 1: 1, 2: 1}, {1: 9, 2: 2}, {2: 1}, {0: SHORT, 1: SHORT + 1, 2: 2})
 
 
-# -- what it answers --------------------------------------------------------------------------------------------------
+# -- its results -----------------------------------------------------------------------------------------------------
 
 
 @compiles
@@ -83,7 +83,7 @@ def test_no_vector_is_wider_than_the_registers_of_its_instruction_set(target, so
     command = [compiler, *options, "-c", "-o", str(tmp_path / "kernel.o"), str(source)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if "bad value" in ran.stderr or "unknown target CPU" in ran.stderr:
-        pytest.skip(f"{compiler} does not know {target}")
+        pytest.skip(f"{compiler} has no {target}")
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
@@ -109,7 +109,7 @@ def test_small_and_huge_scores(size, softcap) -> None:
 @pytest.mark.parametrize("way", ["auto", "bfloat16", "k=bfloat16", "v=bfloat16", "float32"])
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
 @pytest.mark.parametrize("plain", [False, True], ids=["agreed", "plain"])
-def test_whatever_floats_are_stored_and_asked_with(plain, dtype, way) -> None:
+def test_any_dtypes_of_storage_and_queries(plain, dtype, way) -> None:
     """Planes by head and by token, queries wider or narrower than keys, values of another type than keys."""
     stored = StoredAs.parse(way)
     planes = (Plane("k", 2, 40, stored.k), Plane("v", 2, 24, stored.v))
@@ -166,7 +166,7 @@ LONG_LAYOUTS = [Causal(), Sliding(CHUNK + 5), Sliding(CHUNK), Sliding(3, 900), C
 @pytest.mark.parametrize("layout", LONG_LAYOUTS, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_several_chunks_are_one_softmax(dtype, layout) -> None:
-    """Cells that nobody may see are NaN, and nobody hears of it."""
+    """Cells that no row may see are NaN, which does not change the result."""
     kept = long_memory(Cpu(), layout, dtype=dtype, fill=torch.nan)
     scoring = Scoring(0.5, softcap=4.0, sinks=torch.linspace(-3, 3, 6))
     for feeds in ({0: 1, 2: 1, 1: 1}, {1: SHORT, 0: SHORT - 1}, {2: SHORT + 1, 1: 1}):
@@ -210,7 +210,7 @@ def test_cells_in_many_pieces(layout) -> None:
             del texts.known[oldest]
         texts.step({seq: 1}, Scoring(0.5))
         most = max(most, texts.runs)
-    assert most > 2 or isinstance(layout, Chunked), "this test wants sequences in pieces"
+    assert most > 2 or isinstance(layout, Chunked), "this test needs sequences in pieces"
 
 
 @compiles
@@ -218,31 +218,31 @@ def test_cells_in_many_pieces(layout) -> None:
 @given(st.lists(st.dictionaries(st.integers(0, 2), st.integers(1, 9), min_size=1), min_size=1, max_size=4), st.data())
 def test_rows_that_look_ahead(steps, data) -> None:
     """On all layouts, against the dense view of the same plan."""
-    told = Told(Cpu(), 128)
+    tagged = Tagged(Cpu(), 128)
     for feeds in steps:
         ahead: list[tuple[int, Span]] = []
         for seq, n in feeds.items():
-            start, a = told.memory.length(seq), data.draw(st.integers(0, n))
+            start, a = tagged.memory.length(seq), data.draw(st.integers(0, n))
             b = data.draw(st.integers(a, n))
             ahead += [(seq, Span(start + a, start + b))] if b > a else []
-        told.begin(feeds, ahead)
-        for group in told.groups:
-            told.attends(group.layers[0])
-        told.memory.commit()
+        tagged.begin(feeds, ahead)
+        for group in tagged.groups:
+            tagged.attends(group.layers[0])
+        tagged.memory.commit()
 
 
 @compiles
 @pytest.mark.parametrize("start", [0, 5, 6, 9])
 def test_rows_that_only_ask(start) -> None:
-    told = Told(Cpu(), 128, names=["full"])
-    told.step({0: 6, 1: 3})
-    told.memory.begin(Batch((Feed(0, Span(start, start + 3), stores=False), Feed(1, Span(3, 4)))))
-    told.put([900])
-    told.attends(0)
+    tagged = Tagged(Cpu(), 128, names=["full"])
+    tagged.step({0: 6, 1: 3})
+    tagged.memory.begin(Batch((Feed(0, Span(start, start + 3), stores=False), Feed(1, Span(3, 4)))))
+    tagged.put([900])
+    tagged.attends(0)
 
 
 @compiles
-def test_an_input_is_seen_whole_and_rows_without_one_answer_zeros() -> None:
+def test_an_input_is_visible_whole_and_rows_without_one_are_zero() -> None:
     """With sinks, too: what takes part and adds nothing leaves nothing."""
     planes = (Plane("k", 2, 16), Plane("v", 2, 16))
     groups = [Group("text", Causal(), planes, (0,)), Group("input", Input(20), planes, (1,))]
@@ -254,20 +254,20 @@ def test_an_input_is_seen_whole_and_rows_without_one_answer_zeros() -> None:
     given, new = (torch.randn(n, 2, 16, generator=numbers) for n in (13, 5))
     q = torch.randn(5, 4, 16, generator=numbers)
     scoring = Scoring(0.3, sinks=torch.tensor([0.0, 1.0, -1.0, 2.0]))
-    answers: list[list[Tensor]] = []
+    outputs: list[list[Tensor]] = []
     for memory in kept:
         memory.inputs.write(0, len(given), {1: (given, -given)})
         memory.begin(Batch((Feed(0, Span(0, 3)), Feed(1, Span(0, 2)))))
         memory.put(0, new, new)
-        answers.append([memory.attend(layer, q, scoring) for layer in (0, 1)])
-    for ours, wanted in zip(*answers, strict=True):
+        outputs.append([memory.attend(layer, q, scoring) for layer in (0, 1)])
+    for ours, wanted in zip(*outputs, strict=True):
         torch.testing.assert_close(ours, wanted, atol=1e-5, rtol=1e-5)
-    assert answers[0][1][:3].ne(0).all()
-    assert answers[0][1][3:].eq(0).all()
+    assert outputs[0][1][:3].ne(0).all()
+    assert outputs[0][1][3:].eq(0).all()
 
 
 @compiles
-def test_keys_computed_from_what_is_stored_are_answered_as_by_products() -> None:
+def test_attention_over_computed_keys_equals_products() -> None:
     texts = Texts(Sliding(5), (4, 1, 16, 4), 40, backend=Cpu())
     texts.step({0: 6, 1: 2}, Scoring(0.5))
     texts.begin({1: 3, 0: 1})
@@ -319,7 +319,7 @@ def test_what_it_cannot_do_is_refused_before_anything_is_compiled(spec, why) -> 
 
 
 def test_without_a_compiler_everything_is_as_it_was() -> None:
-    """The next backend serves, and doctor is told why; a step that was planned all the same fails with the reason."""
+    """The next backend serves, and doctor prints why; a step that was planned all the same fails with the reason."""
     why = "there is no C++ compiler (c++, g++, clang++); install one, or name it in $CXX"
     backend = Cpu(NOWHERE)
     chosen = choose(ASK, [backend, Sdpa()])

@@ -59,7 +59,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, torch.T
 def test_whole_blocks_are_multiplied_in_bfloat16_where_the_cpu_does_that(
     multiplies, wanted, products, monkeypatch
 ) -> None:
-    """And weights are rounded to bfloat16 everywhere, so that all answer the same but for the order of sums."""
+    """And weights are rounded to bfloat16 everywhere, so that results differ only by the order of sums."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: multiplies)
     texts = Texts(Causal(), (4, 2, 16, 16), 2 * BLOCK + 99, dtype=torch.bfloat16)
     for feeds, types in (({0: 12, 1: 1}, {torch.float32}), ({1: 1, 0: BLOCK + 2}, {torch.float32, wanted})):
@@ -107,7 +107,7 @@ def test_scores_are_as_exact_as_float32(dtype, tokens) -> None:
 
 @every_backend
 @pytest.mark.parametrize("scoring", scorings(1, 1))
-def test_a_row_that_sees_nothing_answers_zeros(backend, scoring) -> None:
+def test_a_row_that_sees_nothing_is_zero(backend, scoring) -> None:
     texts = Texts(Causal(), (4, 2, 8, 12), 32, backend=backend)
     q = texts.begin({0: 3})
     k, v, visible = texts.memory.get(7).dense()
@@ -147,7 +147,7 @@ def test_cells_in_many_pieces(layout, tokens, fused) -> None:
                 del texts.known[oldest]
             texts.step({seq: tokens - turn % 2 * (tokens > 1)}, Scoring(0.5))
             most = max(most, texts.runs)
-    assert most > 2 or isinstance(layout, Chunked), "this test wants sequences in pieces"
+    assert most > 2 or isinstance(layout, Chunked), "this test needs sequences in pieces"
 
 
 @settings(derandomize=True, deadline=None)
@@ -203,7 +203,7 @@ def test_queries_need_not_be_contiguous(layout, fused) -> None:
 @pytest.mark.parametrize("layout", [*LAYOUTS, Sliding(BLOCK // 2)], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("new", [BLOCK + 1, BLOCK + 5])
-def test_one_call_says_what_products_say(new, shape, layout) -> None:
+def test_one_call_equals_products(new, shape, layout) -> None:
     """What runs where torch has kernels of the device's own, run here."""
     texts = Texts(layout, shape, 600, backend=Sdpa(fused=True))
     texts.step({0: 4, 1: 2}, Scoring(0.6))

@@ -86,7 +86,7 @@ def attended(kept: Memory, cuts: list[int], scoring: Scoring) -> Tensor:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", [Causal(), Sliding(17)], ids=str)
 def test_no_arrangement_and_no_chunk_changes_what_is_seen(way, layout):
-    """Each step also equals dense attention, in float64, over what the memory says it holds."""
+    """Each step also equals dense attention, in float64, over the K/V that the memory returns."""
     scoring = Scoring(SIZE**-0.5)
     judge = attended(memory(Reference(), layout, way), [], scoring)
     for number, backend in enumerate(BACKENDS):
@@ -114,16 +114,16 @@ class Halves(Sdpa):
 ASK = AttentionSpec(6, 2, 40, 40, dtype="bfloat16", device="cpu")
 
 
-def test_a_backend_refuses_what_it_cannot_read_and_says_what_it_can():
+def test_a_backend_refuses_what_it_cannot_read_and_lists_what_it_can():
     assert Halves().refuse(ASK) is None
-    asked = replace(ASK, stored=StoredAs.parse("k=float16,v=int4"))
-    assert Halves().refuse(asked) == "it cannot read values stored as int4, only bfloat16, float16"
+    spec = replace(ASK, stored=StoredAs.parse("k=float16,v=int4"))
+    assert Halves().refuse(spec) == "it cannot read values stored as int4, only bfloat16, float16"
     assert Halves().refuse(replace(ASK, dtype="float32")) == (
         "it cannot read keys stored as float32, only bfloat16, float16"
     )
-    assert choose(asked, [Halves(), Sdpa()]).refused == {"halves": Halves().refuse(asked)}
+    assert choose(spec, [Halves(), Sdpa()]).refused == {"halves": Halves().refuse(spec)}
     with pytest.raises(NoBackend, match=r"stored as k=float16,v=int4. halves: it cannot read values stored as int4"):
-        choose(asked, [Halves()])
+        choose(spec, [Halves()])
 
 
 @pytest.mark.parametrize("kind", get_args(Kind))

@@ -1,4 +1,4 @@
-"""Sequences of random keys and values, and what attention over them should answer, by the definition, in float64."""
+"""Sequences of random keys and values, and the attention over them by its definition, in float64."""
 
 from dataclasses import dataclass, field, replace
 

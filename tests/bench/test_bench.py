@@ -11,7 +11,7 @@ from kvcellar.bench import hf_baseline
 from kvcellar.bench.network import RECURRENT, TINY, write
 from kvcellar.bench.profile import PARTS
 from kvcellar.bench.report import Findings, as_json, line
-from kvcellar.bench.run import BOOKKEEPING, FRAGMENTED, NAMES, REVERTIBLE, START, TURNS, run, run_profile
+from kvcellar.bench.run import BOOKKEEPING, FRAGMENTED, NAMES, RESTART, REVERTIBLE, START, TURNS, run, run_profile
 from kvcellar.bench.start import Start, lines
 from kvcellar.bench.workloads import Row
 from kvcellar.errors import BadRequest
@@ -67,8 +67,8 @@ def test_a_row_without_a_target():
     targets = {"ragged-8": 3.0, "ragged-32": None}
     rows = [Row(name, "a step", 1.0, 2.0, target) for name, target in targets.items()]
     assert [line(row).split()[-3:] for row in rows] == [["3.0x", "a", "step"], ["none", "a", "step"]]
-    told = json.loads(as_json(Findings(rows=rows), {}))["results"]
-    assert {name: row["target"] for name, row in told.items()} == targets
+    results = json.loads(as_json(Findings(rows=rows), {}))["results"]
+    assert {name: row["target"] for name, row in results.items()} == targets
 
 
 def test_bookkeeping_needs_no_network(capsys: pytest.CaptureFixture[str]):
@@ -88,6 +88,16 @@ def test_fragmented_and_compacted_memory_hold_the_same_cells(capsys: pytest.Capt
         assert one["runs_before"] > 16
         assert one["moved"] > 0
         assert one["ratio"] > 0
+
+
+def test_a_conversation_is_found_after_its_process_was_killed(capsys: pytest.CaptureFixture[str]):
+    table, last = measured(capsys, only=RESTART)
+    found = last["restart"]
+    assert len(table) == 5
+    assert found["bytes"] >= found["tokens"] * 2 * 2 * 2 * 16 * 2, (
+        "K and V of two layers with two heads of 16, bfloat16"
+    )
+    assert min(found["cold"], found["warm"], found["restarted"], found["reading"]) > 0
 
 
 def test_turns_are_counted_for_every_number_of_checkpoints(capsys: pytest.CaptureFixture[str]):
@@ -170,8 +180,8 @@ def test_both_engines_generate_the_same_tokens(tmp_path):
     with Engine(tmp_path, dtype="float32", device="cpu", cache_bytes=1 << 20) as engine:
         ours = [engine.generate(prompt, temperature=0.0, max_tokens=6, ignore_eos=True) for prompt in prompts]
     steps: list[int] = []
-    answered = hf_baseline.generate(network, prompts, 6, lambda: steps.append(1))
-    assert [list(result.token_ids) for result in ours] == answered[:, -6:].tolist()
+    ids = hf_baseline.generate(network, prompts, 6, lambda: steps.append(1))
+    assert [list(result.token_ids) for result in ours] == ids[:, -6:].tolist()
     assert len(steps) == 6
 
 

@@ -8,10 +8,10 @@ from kvcellar.bench import interleave
 from kvcellar.bench.interleave import Side, sides
 
 
-def play(side: Side, steps: int, name: str, heard: list[str]) -> None:
+def play(side: Side, steps: int, name: str, order: list[str]) -> None:
     side.step()  # the end of prefill
     for _ in range(steps):
-        heard.append(name)
+        order.append(name)
         side.step()
     side.end()
 
@@ -24,15 +24,15 @@ def started(*calls: tuple[Side, int, str, list[str]]) -> list[threading.Thread]:
 
 
 def test_bursts_alternate():
-    heard: list[str] = []
+    order: list[str] = []
     one, two = sides(2)
-    threads = started((one, 6, "a", heard), (two, 6, "b", heard))
+    threads = started((one, 6, "a", order), (two, 6, "b", order))
     one.wait_ready()
     two.wait_ready()
     one.go()
     for thread in threads:
         thread.join(10)
-    assert "".join(heard) == "aabbaabbaabb"
+    assert "".join(order) == "aabbaabbaabb"
     assert len(one.seconds) == len(one.cpu) == len(two.seconds) == len(two.cpu) == 6
 
 
@@ -61,9 +61,9 @@ def test_waiting_is_not_measured(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_side_that_ends_releases_the_other():
-    heard: list[str] = []
+    order: list[str] = []
     one, two = sides(1)
-    threads = started((one, 5, "a", heard), (two, 1, "b", heard))
+    threads = started((one, 5, "a", order), (two, 1, "b", order))
     one.wait_ready()
     two.wait_ready()
     one.go()
@@ -71,4 +71,4 @@ def test_a_side_that_ends_releases_the_other():
     one.end()
     threads[0].join(10)
     assert not threads[0].is_alive()
-    assert heard.count("a") == 5
+    assert order.count("a") == 5

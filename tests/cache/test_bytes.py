@@ -1,4 +1,4 @@
-"""Bytes that a memory says it takes are those of the tensors that are really there."""
+"""The bytes that a memory reports are those of its tensors."""
 
 import gc
 import os

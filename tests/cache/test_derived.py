@@ -67,7 +67,7 @@ def edited_at_two() -> Memory:
     return memory
 
 
-def test_what_stands_before_a_removal_is_nobody_elses() -> None:
+def test_what_precedes_a_removal_is_not_derived() -> None:
     memory = edited_at_two()
     memory.fork(0, 1, 3)
     memory.fork(0, 2, 2)

@@ -1,4 +1,4 @@
-"""What a memory is made of and given: what cannot be is refused at the door, and what comes in stays what it was."""
+"""Arguments of a memory: invalid ones are refused before anything changes, and arguments are never changed."""
 
 from collections.abc import Callable
 from functools import partial
@@ -38,9 +38,13 @@ def memory(*groups: Group, **changes: object) -> Memory:
         ((FULL, Group("full", Causal(), PLANES, (5,))), {}, "two groups are called full"),
         ((FULL, Group("window", Causal(), PLANES, (1, 2))), {}, "layer 2 is in two groups"),
         ((Group("full", Causal(), PLANES, (3, 3)),), {}, "layer 3 is in two groups"),
-        ((FULL, WINDOW), {"cells": {"full": 20}}, "group window needs cells"),
-        ((FULL, WINDOW), {"cells": {"full": -1, "window": 3}}, r"group full needs cells.*'full': -1"),
-        ((FULL, WINDOW), {"backend": {"full": Reference()}}, "group window needs a backend; there are some for full"),
+        ((FULL, WINDOW), {"cells": {"full": 20}}, "group window needs a number of cells"),
+        ((FULL, WINDOW), {"cells": {"full": -1, "window": 3}}, r"group full needs a number of cells.*'full': -1"),
+        (
+            (FULL, WINDOW),
+            {"backend": {"full": Reference()}},
+            "group window needs a backend; there are backends for full",
+        ),
         ((FULL, WINDOW), {"dtype": torch.int32}, "int32"),
     ],
 )
@@ -61,7 +65,7 @@ def test_a_count_that_is_no_whole_number_changes_nothing() -> None:
     put_zeros(kept, kept.begin(Batch((Feed(0, Span(0, 3)),))))
     with pytest.raises(BadRequest, match=r"a number of new tokens is a whole number, not 1.5"), nothing_changes(kept):
         kept.commit({0: 1.5})  # pyright: ignore[reportArgumentType]
-    kept.commit({0: torch.tensor(2)})  # pyright: ignore[reportArgumentType]  # whoever counted on a tensor
+    kept.commit({0: torch.tensor(2)})  # pyright: ignore[reportArgumentType]  # a count that is a tensor
     assert kept.length(0) == 2
 
 
@@ -139,13 +143,13 @@ def inhabited() -> Memory:
 ROW = torch.ones(1, 2, 8)
 AT_REST: dict[str, tuple[Callable[[Memory], Any], type[Exception], str]] = {
     # a step
-    "a gap": (lambda m: m.begin(feed(0, 11, 12)), BadRequest, "sequence 0 goes on at 9, not at 11"),
-    "again": (lambda m: m.begin(feed(0, 8, 9)), BadRequest, "sequence 0 goes on at 9, not at 8"),
-    "a new one in the middle": (lambda m: m.begin(feed(5, 1, 2)), BadRequest, "sequence 5 goes on at 0, not at 1"),
+    "a gap": (lambda m: m.begin(feed(0, 11, 12)), BadRequest, "sequence 0 continues at 9, not at 11"),
+    "again": (lambda m: m.begin(feed(0, 8, 9)), BadRequest, "sequence 0 continues at 9, not at 8"),
+    "a new one in the middle": (lambda m: m.begin(feed(5, 1, 2)), BadRequest, "sequence 5 continues at 0, not at 1"),
     "one of two": (
         lambda m: m.begin(Batch((Feed(5, Span(0, 2)), Feed(1, Span(7, 8))))),
         BadRequest,
-        "sequence 1 goes on at 6, not at 7",
+        "sequence 1 continues at 6, not at 7",
     ),
     "twice": (lambda m: m.begin(Batch((*feed(0, 9, 10).feeds, *feed(0, 10, 11).feeds))), BadRequest, "only once"),
     "nothing": (lambda m: m.begin(feed(0, 9, 9)), BadRequest, "at least one new token"),
@@ -174,15 +178,23 @@ AT_REST: dict[str, tuple[Callable[[Memory], Any], type[Exception], str]] = {
         "a position is a whole number, not 10.5",
     ),
     "a negative pos": (lambda m: m.begin(feed(0, -1, 3)), BadRequest, r"not a span: \[-1,3\)"),
-    "beyond its limit": (lambda m: m.begin(feed(3, 0, 6)), BadRequest, "sequence 3 may have 5 tokens; this step .* 6"),
+    "beyond its limit": (
+        lambda m: m.begin(feed(3, 0, 6)),
+        BadRequest,
+        "sequence 3 may have 5 tokens; after this step .* 6",
+    ),
     "too much": (lambda m: m.begin(feed(5, 0, 10)), CacheFull, "need 10 cells in group full; 9 are free.*cache_bytes"),
-    "a stranger asks": (lambda m: m.begin(feed(8, 0, 1, stores=False)), UnknownSequence, "sequence 8 is not in memory"),
-    "it asks what is gone": (
+    "query of an unknown sequence": (
+        lambda m: m.begin(feed(8, 0, 1, stores=False)),
+        UnknownSequence,
+        "sequence 8 is not in memory",
+    ),
+    "query before what is held": (
         lambda m: m.begin(feed(0, 7, 8, stores=False)),
         BadRequest,
         r"a query at 7 of sequence 0 looks back to 4; its window layers hold \[5,9\)",
     ),
-    "it asks beyond": (
+    "query behind the end": (
         lambda m: m.begin(feed(0, 12, 13, stores=False)),
         BadRequest,
         "sees nothing in its window layers",
@@ -207,7 +219,11 @@ AT_REST: dict[str, tuple[Callable[[Memory], Any], type[Exception], str]] = {
     "remove a float": (lambda m: m.remove(0, Span(8.0, 9)), BadRequest, "a position is a whole number, not 8.0"),
     "fork below": (lambda m: m.fork(0, 5, -2), BadRequest, "-2 is not a position"),
     "fork onto itself": (lambda m: m.fork(0, 0, 3), BadRequest, "onto itself"),
-    "fork beyond a limit": (lambda m: m.fork(0, 3, 9), BadRequest, "sequence 3 may have 5 tokens; this fork .* 9"),
+    "fork beyond a limit": (
+        lambda m: m.fork(0, 3, 9),
+        BadRequest,
+        "sequence 3 may have 5 tokens; after this fork .* 9",
+    ),
     "remove below": (lambda m: m.remove(0, Span(-1, 3)), BadRequest, "not a span"),
     "beyond the end of a window": (lambda m: m.remove(0, Span(3, 2**31 - 1)), NotSupported, "window layers no longer"),
     "shift": (lambda m: m.remove(0, Span(6, 7)), NotSupported, "full layers cannot be shifted.*it is not known how"),
@@ -215,7 +231,7 @@ AT_REST: dict[str, tuple[Callable[[Memory], Any], type[Exception], str]] = {
     "a second input": (
         lambda m: m.inputs.write(0, 1, {7: (ROW, ROW)}),
         BadRequest,
-        "sequence 0 has an input of 4 positions, and can have no other",
+        "sequence 0 already has an input, of 4 positions",
     ),
     "another length": (lambda m: m.inputs.write(1, 1, {7: (ROW, ROW)}, digest="cat"), BadRequest, "4 positions, not 1"),
     "an input for text": (lambda m: m.inputs.write(1, 1, {0: (ROW, ROW)}), BadRequest, r"for the layers \[7\]"),
@@ -225,7 +241,7 @@ AT_REST: dict[str, tuple[Callable[[Memory], Any], type[Exception], str]] = {
     "an input of integers": (
         lambda m: m.inputs.write(1, 1, {7: (ROW, ROW.int())}),
         BadRequest,
-        r"layer 7 was given v \[1, 2, 8\] of torch.int32; it wants \[1, 2, 8\] of floats",
+        r"v of layer 7 is \[1, 2, 8\] of floats, not \[1, 2, 8\] of torch.int32",
     ),
     "a full input": (
         lambda m: m.inputs.write(1, 3, {7: (ROW.expand(3, 2, 8), ROW.expand(3, 2, 8))}),
@@ -236,7 +252,7 @@ AT_REST: dict[str, tuple[Callable[[Memory], Any], type[Exception], str]] = {
     "inputs of two lengths": (lambda m: m.inputs.read(7, "k", [0, 1]), BadRequest, r"are \[0, 4\] long in layer 7"),
     "text as an input": (lambda m: m.inputs.read(0, "k", [0]), BadRequest, "layer 0"),
     # storage
-    "no budget": (lambda m: m.storage.compact(0), BadRequest, "one or more"),
+    "no budget": (lambda m: m.storage.compact(0), BadRequest, "one cell or more"),
     "half a cell to move": (
         lambda m: m.storage.compact(0.5),
         BadRequest,
@@ -249,7 +265,7 @@ AT_REST: dict[str, tuple[Callable[[Memory], Any], type[Exception], str]] = {
     ),
     "half a byte": (lambda m: m.storage.leave_room(0.5), BadRequest, "scratch is a whole number, not 0.5"),
     "no such group": (lambda m: m.storage.resize("half", 9), BadRequest, "the groups are full, window, cross"),
-    "no cells": (lambda m: m.storage.resize("full", 0), BadRequest, "one cell is the least"),
+    "no cells": (lambda m: m.storage.resize("full", 0), BadRequest, "only one or more"),
     "cells in use": (lambda m: m.storage.resize("cross", 3), CapacityTooSmall, "it can shrink to 4 cells now"),
     "beyond the cap": (
         lambda m: m.storage.resize("full", 900),
@@ -257,7 +273,7 @@ AT_REST: dict[str, tuple[Callable[[Memory], Any], type[Exception], str]] = {
         r"bytes would be needed.* are allowed. Raise max_bytes \(cache_bytes\), or resize full to fewer cells than 900",
     ),
     "no room for a step": (lambda m: m.storage.leave_room(ROOM), CapacityTooSmall, "lower cells or step_tokens"),
-    "less than nothing": (lambda m: m.storage.leave_room(-1), BadRequest, "say 0 or more"),
+    "less than nothing": (lambda m: m.storage.leave_room(-1), BadRequest, "scratch is 0 bytes or more"),
 }
 
 
@@ -287,14 +303,18 @@ IN_A_STEP: dict[str, tuple[Callable[[Memory], Any], type[Exception], str]] = {
     "more rows": (
         lambda m: m.put(2, NEW.repeat(2, 1, 1), NEW),
         BadRequest,
-        r"layer 2 was given k \[6, 2, 8\].*\[3, 2, 8\]",
+        r"k of layer 2 is \[3, 2, 8\] of floats, not \[6, 2, 8\]",
     ),
-    "fewer rows": (lambda m: m.put(2, NEW, NEW[1:]), BadRequest, r"layer 2 was given v \[2, 2, 8\].*\[3, 2, 8\]"),
-    "one row for all": (lambda m: m.put(2, ROW, ROW), BadRequest, r"k \[1, 2, 8\]"),
-    "no rows": (lambda m: m.put(2, NEW[0], NEW), BadRequest, r"k \[2, 8\]"),
-    "narrow": (lambda m: m.put(2, NEW, NEW[..., 1:]), BadRequest, r"v \[3, 2, 7\]"),
-    "heads": (lambda m: m.put(2, NEW[:, :1], NEW), BadRequest, r"k \[3, 1, 8\]"),
-    "integers": (lambda m: m.put(2, NEW.long(), NEW), BadRequest, "torch.int64; it wants .* of floats"),
+    "fewer rows": (
+        lambda m: m.put(2, NEW, NEW[1:]),
+        BadRequest,
+        r"v of layer 2 is \[3, 2, 8\] of floats, not \[2, 2, 8\]",
+    ),
+    "one row for all": (lambda m: m.put(2, ROW, ROW), BadRequest, r"k .* not \[1, 2, 8\]"),
+    "no rows": (lambda m: m.put(2, NEW[0], NEW), BadRequest, r"k .* not \[2, 8\]"),
+    "narrow": (lambda m: m.put(2, NEW, NEW[..., 1:]), BadRequest, r"v .* not \[3, 2, 7\]"),
+    "heads": (lambda m: m.put(2, NEW[:, :1], NEW), BadRequest, r"k .* not \[3, 1, 8\]"),
+    "integers": (lambda m: m.put(2, NEW.long(), NEW), BadRequest, "of floats, not .* of torch.int64"),
     "complex": (lambda m: m.put(2, NEW, NEW.cfloat()), BadRequest, "v .* of torch.complex64"),
     "twice": (lambda m: m.put(0, NEW, NEW), BadRequest, "layer 0 was given its k and v of this step before"),
     "no such layer": (lambda m: m.put(60, NEW, NEW), BadRequest, "layer 60 is in no group"),
@@ -303,7 +323,7 @@ IN_A_STEP: dict[str, tuple[Callable[[Memory], Any], type[Exception], str]] = {
     "too many": (lambda m: m.commit({0: 3}), BadRequest, "3 of 2 new tokens of sequence 0"),
     "too few": (lambda m: m.commit({5: -1}), BadRequest, "-1 of 1 new tokens of sequence 5"),
     "of a stranger": (lambda m: m.commit({0: 1, 99: 0}), BadRequest, r"sequences \[99\] store nothing in this step"),
-    "of one that asks": (lambda m: m.commit({1: 0}), BadRequest, r"sequences \[1\] store nothing in this step"),
+    "accepted of a query": (lambda m: m.commit({1: 0}), BadRequest, r"sequences \[1\] store nothing in this step"),
     "a part of a span": (lambda m: m.commit({0: 1}), BadRequest, r"1 new tokens of sequence 0 end within \[9,11\)"),
 }
 NEW = torch.full((3, 2, 8), 2.0)
@@ -333,7 +353,7 @@ def test_a_reserved_step_is_not_kept() -> None:
     kept = inhabited()
     with nothing_changes(kept):
         kept.begin(feed(0, 20, 23), reserve=True)
-        with pytest.raises(WrongStage, match="reserved step: nothing of it was stored; abandon"):
+        with pytest.raises(WrongStage, match="reserved step, which stored nothing; abandon"):
             kept.commit()
         kept.abandon()
 
@@ -346,7 +366,7 @@ def test_a_memory_that_does_not_fit_its_cap_says_which_number_to_change() -> Non
 
 
 def test_a_memory_of_inputs_alone_remembers_nothing() -> None:
-    with pytest.raises(BadRequest, match="it needs a group whose layout is not Input"):
+    with pytest.raises(BadRequest, match="needs a group whose layout is not Input"):
         memory(INPUT, cells={"cross": 6})
 
 

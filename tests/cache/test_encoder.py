@@ -30,7 +30,7 @@ PLAIN = Scoring(scale=0.25)
 
 
 def groups(most: int = 20) -> list[Group]:
-    """Two kinds of layers for text, two for inputs; those come first, and the memory does not mind."""
+    """Two kinds of layers for text, two for inputs; those come first, in any order."""
 
     def planes(layer: int) -> tuple[Plane, ...]:
         heads, k, v = SIZES[layer]
@@ -135,7 +135,7 @@ def test_attention_to_an_input_is_that_of_the_dense_view(backend, sinks):
         assert not expected[8:10].any(), "sequence 2 has no input: its rows answer zeros"
 
 
-def test_where_nobody_has_an_input_everybody_answers_zeros():
+def test_without_inputs_the_result_is_zero():
     mem = memory()
     step(mem, {0: 2, 1: 1}, commit=False)
     for layer in INPUT:
@@ -210,7 +210,7 @@ def test_an_input_is_shared_by_forks_stays_through_edits_and_is_free_when_the_la
     mem.abandon()
     mem.inputs.write(7, 3, of(7, 3))
     assert mem.fork(2, 7, upto=0) == 0
-    assert mem.inputs.length(7) == 8, "what it was before is forgotten, its input too"
+    assert mem.inputs.length(7) == 8, "the sequence that it replaces is dropped with its input"
     mem.drop(1)
     mem.drop(2)
     assert mem.free()["wide"] == 32
@@ -294,9 +294,9 @@ def test_an_input_that_cannot_be_is_refused_and_nothing_has_changed():
     short = {layer: planes for layer, planes in of(1, 2).items() if layer != 11}
     more = of(1, 2) | {0: words(0, range(2))}
     with nothing_changes(mem):
-        with pytest.raises(BadRequest, match="has an input of 8"):
+        with pytest.raises(BadRequest, match="has an input, of 8"):
             mem.inputs.write(0, 2, of(1, 2))
-        with pytest.raises(BadRequest, match="has an input of 8"):
+        with pytest.raises(BadRequest, match="has an input, of 8"):
             mem.inputs.share(0, "cat")
         with pytest.raises(BadRequest, match="8 positions, not 2"):
             mem.inputs.write(1, 2, of(1, 2), digest="cat")
@@ -306,7 +306,7 @@ def test_an_input_that_cannot_be_is_refused_and_nothing_has_changed():
         for planes in (short, more, {}):
             with pytest.raises(BadRequest, match="for the layers"):
                 mem.inputs.write(1, 2, planes)
-        with pytest.raises(BadRequest, match="wants"):
+        with pytest.raises(BadRequest, match="of floats, not"):
             mem.inputs.write(1, 1, of(1, 2))
         for n in (0, 21):
             with pytest.raises(BadRequest, match="take 1 to 20"):

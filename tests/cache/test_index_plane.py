@@ -1,6 +1,6 @@
 """A plane beside keys and values, an indexer's keys: written by itself, it goes with its cells wherever they go.
 
-Each row of a plane says which token it belongs to, and in which layer, and each plane says so with numbers of its own.
+Each row of a plane encodes its token and layer, and each plane does so with numbers of its own.
 """
 
 from collections.abc import Mapping
@@ -90,10 +90,10 @@ class Texts:
         """Every sequence reads its own tokens, in order, in every plane of every layer."""
         self.memory.check()
         texts: Mapping[int, list[int]] = {seq: tokens for seq, tokens in self.tokens.items() if tokens}
-        asks = tuple(Feed(seq, Span(len(text) - 1, len(text)), stores=False) for seq, text in texts.items())
-        if not asks:
+        queries = tuple(Feed(seq, Span(len(text) - 1, len(text)), stores=False) for seq, text in texts.items())
+        if not queries:
             return
-        self.memory.begin(Batch(asks))
+        self.memory.begin(Batch(queries))
         for group in GROUPS:
             for layer in group.layers:
                 for plane in group.planes:
@@ -124,7 +124,7 @@ def test_it_is_shared_by_forks_and_moved_by_compaction() -> None:
     assert texts.memory.free() == free, "two sequences still share six cells"
 
 
-def test_a_backend_that_says_where_it_wants_keys_and_values_says_nothing_of_others() -> None:
+def test_an_arrangement_of_keys_and_values_does_not_affect_other_planes() -> None:
     class Names(Reference):
         arrangement = {"k": "transposed", "v": "head"}  # noqa: RUF012
 
@@ -140,7 +140,7 @@ def test_each_plane_is_stored_once_a_step_in_its_own_shape() -> None:
         kept.put(0, index=index)
     kept.begin(Batch((Feed(0, Span(0, 3)),)))
     for layer, name, values, says in (
-        (0, "index", index[:2], r"given index \[2, 1, 6\].*wants \[3, 1, 6\]"),
+        (0, "index", index[:2], r"index of layer 0 is \[3, 1, 6\] of floats, not \[2, 1, 6\]"),
         (0, "index", index.int(), "of floats"),
         (0, "scores", index, "layer 0 has no plane scores, only k, v, index"),
         (1, "index", index, "layer 1 has no plane index, only k, v"),

@@ -1,4 +1,4 @@
-"""Spans whose queries see all of the span: nobody parts them afterwards."""
+"""Spans whose queries see all of the span are never split afterwards."""
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +8,7 @@ from kvcellar.attention.sdpa import Sdpa
 from kvcellar.errors import BadRequest, NotSupported
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
-from tests.cache.told import Told
+from tests.cache.tagged import Tagged
 from tests.laws.watch import nothing_changes
 
 law = settings(derandomize=True, deadline=None, max_examples=25)
@@ -32,54 +32,56 @@ def spans(start: int, n: int, borders: set[int]) -> list[Span]:
 @given(STEPS, st.integers(0, 40), st.integers(0, 40))
 def test_no_span_is_ever_parted(steps, a, b) -> None:
     """`can_cut`, `fork` and both ways of `remove` keep a span whole or not at all."""
-    told = Told(Sdpa(), 128, names=["full"])
+    tagged = Tagged(Sdpa(), 128, names=["full"])
     known: dict[int, list[Span]] = {}
     for step in steps:
-        ahead = {seq: spans(told.memory.length(seq), n, borders) for seq, (n, borders) in step.items()}
-        told.step({seq: n for seq, (n, _) in step.items()}, [(s, span) for s, found in ahead.items() for span in found])
+        ahead = {seq: spans(tagged.memory.length(seq), n, borders) for seq, (n, borders) in step.items()}
+        tagged.step(
+            {seq: n for seq, (n, _) in step.items()}, [(s, span) for s, found in ahead.items() for span in found]
+        )
         for seq, found in ahead.items():
             known.setdefault(seq, []).extend(found)
     for seq, found in known.items():
-        length = len(told.tokens[seq])
+        length = len(tagged.tokens[seq])
         for pos in range(length + 1):
             wanted = next((span.start for span in found if span.start < pos < span.end), pos)
-            assert told.memory.can_cut(seq, pos) == wanted
-            assert (told.memory.can_cut(seq, pos) == pos) == (wanted == pos)
-        told.tokens[99] = told.tokens[seq][: told.memory.fork(seq, 99, a)]
-        assert len(told.tokens[99]) == told.memory.can_cut(seq, a)
-        assert told.memory._sequences.record(99).ahead == tuple(
-            span for span in found if span.end <= len(told.tokens[99])
+            assert tagged.memory.can_cut(seq, pos) == wanted
+            assert (tagged.memory.can_cut(seq, pos) == pos) == (wanted == pos)
+        tagged.tokens[99] = tagged.tokens[seq][: tagged.memory.fork(seq, 99, a)]
+        assert len(tagged.tokens[99]) == tagged.memory.can_cut(seq, a)
+        assert tagged.memory._sequences.record(99).ahead == tuple(
+            span for span in found if span.end <= len(tagged.tokens[99])
         )
-        told.check()
+        tagged.check()
         gone = Span(min(a, b), max(a, b))
         if gone.end < length and len(gone):
             parted = any(span.start < pos < span.end for span in found for pos in (gone.start, gone.end))
             if parted:
                 with pytest.raises(NotSupported, match="looked ahead") as refused:
-                    told.memory.remove(seq, gone)
-                assert refused.value.kept == told.memory.can_cut(seq, gone.start)
+                    tagged.memory.remove(seq, gone)
+                assert refused.value.kept == tagged.memory.can_cut(seq, gone.start)
             else:
-                assert told.memory.remove(seq, gone) == length - len(gone)
-                del told.tokens[seq][gone.start : gone.end]
+                assert tagged.memory.remove(seq, gone) == length - len(gone)
+                del tagged.tokens[seq][gone.start : gone.end]
                 moved = [span for span in found if span.end <= gone.start]
                 moved += [Span(s.start - len(gone), s.end - len(gone)) for s in found if s.start >= gone.end]
-                assert told.memory._sequences.record(seq).ahead == tuple(moved)
-            told.check()
+                assert tagged.memory._sequences.record(seq).ahead == tuple(moved)
+            tagged.check()
 
 
 def test_a_span_that_is_accepted_in_part_is_refused_and_the_step_stays_open() -> None:
-    told = Told(Sdpa(), names=["full", "chunk"])
-    _, new = told.begin({0: 8, 1: 3}, [(0, Span(2, 5))])
+    tagged = Tagged(Sdpa(), names=["full", "chunk"])
+    _, new = tagged.begin({0: 8, 1: 3}, [(0, Span(2, 5))])
     for count in (3, 4):
-        with nothing_changes(told.memory), pytest.raises(BadRequest, match=r"\[2,5\)"):
-            told.memory.commit({0: count})
-    told.memory.commit({0: 5})
-    told.tokens = {0: new[0][:5], 1: new[1]}
-    told.check()
-    assert told.memory._sequences.record(0).ahead == (Span(2, 5),)
-    _, new = told.begin({0: 4}, [(0, Span(6, 9))])
-    told.memory.commit({0: 1})
-    assert told.memory._sequences.record(0).ahead == (Span(2, 5),)
+        with nothing_changes(tagged.memory), pytest.raises(BadRequest, match=r"\[2,5\)"):
+            tagged.memory.commit({0: count})
+    tagged.memory.commit({0: 5})
+    tagged.tokens = {0: new[0][:5], 1: new[1]}
+    tagged.check()
+    assert tagged.memory._sequences.record(0).ahead == (Span(2, 5),)
+    _, new = tagged.begin({0: 4}, [(0, Span(6, 9))])
+    tagged.memory.commit({0: 1})
+    assert tagged.memory._sequences.record(0).ahead == (Span(2, 5),)
 
 
 @pytest.mark.parametrize(

@@ -89,9 +89,9 @@ def test_another_memory_of_the_shape_takes_a_claim_over_bit_for_bit(storage, arr
     for pos in (9, 11):
         other.claims.assemble(pos, [copy], pos)
         made.claims.assemble(100 + pos, [claim], pos)
-    ask = Batch(tuple(Feed(pos, Span(pos, pos + 1), stores=False) for pos in (9, 11)))
+    query = Batch(tuple(Feed(pos, Span(pos, pos + 1), stores=False) for pos in (9, 11)))
     theirs = Batch(tuple(Feed(100 + pos, Span(pos, pos + 1), stores=False) for pos in (9, 11)))
-    ours, wanted = other.begin(ask), made.begin(theirs)
+    ours, wanted = other.begin(query), made.begin(theirs)
     for layer in (0, 3, 1):
         for a, b in zip(other.get(layer).dense(), made.get(layer).dense(), strict=True):
             assert torch.equal(a, b)

@@ -1,5 +1,5 @@
 """What the caches of Ollama and llama.cpp do in small cases by numbers, where ours must agree: defragmentation, the
-removal of the middle of a full cache, what is forgotten when a context is full, and layouts that are empty."""
+removal of the middle of a full cache, what is dropped when a context is full, and layouts that are empty."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from kvcellar.engine.request import shift_span
 from kvcellar.plan import Batch, Feed
 from kvcellar.shapes import Plane
 from kvcellar.spans import Span
-from tests.cache.told import PLANES, Told
+from tests.cache.tagged import PLANES, Tagged
 from tests.laws.dumb import causal, member, shifting
 from tests.laws.player import Player
 from tests.laws.watch import Wishes
@@ -39,30 +39,30 @@ def test_a_full_context_forgets_half_of_what_is_behind_what_it_keeps_and_at_leas
 
 @pytest.mark.parametrize("budget", [1, 3, 100])
 def test_a_cache_with_holes_is_filled_from_the_front_and_every_token_is_where_its_sequence_says(budget: int) -> None:
-    told = Told(Sdpa(), 16, names=["full"])
+    tagged = Tagged(Sdpa(), 16, names=["full"])
     for _ in range(4):
-        told.step(dict.fromkeys(range(4), 1))
+        tagged.step(dict.fromkeys(range(4), 1))
     for seq in (1, 3):
-        told.memory.drop(seq)
-        del told.tokens[seq]
-    while moved := told.memory.storage.compact(budget):
+        tagged.memory.drop(seq)
+        del tagged.tokens[seq]
+    while moved := tagged.memory.storage.compact(budget):
         assert moved <= budget
-        told.check()
-    assert (told.memory._stores.all[0].cells.highest, told.runs(0)) == (8, 2)
-    told.step({7: 8})
-    assert len(told.memory._sequences.known(7)[0].runs) == 1, "what is free is one run"
-    told.check()
+        tagged.check()
+    assert (tagged.memory._stores.all[0].cells.highest, tagged.runs(0)) == (8, 2)
+    tagged.step({7: 8})
+    assert len(tagged.memory._sequences.known(7)[0].runs) == 1, "what is free is one run"
+    tagged.check()
 
 
 def test_a_batch_goes_into_a_cache_whose_free_cells_lie_apart() -> None:
-    told = Told(Sdpa(), 16, names=["full"])
+    tagged = Tagged(Sdpa(), 16, names=["full"])
     for _ in range(8):
-        told.step({0: 1, 1: 1})
-    told.memory.drop(1)
-    del told.tokens[1]
-    told.step({2: 8})
-    told.check()
-    assert told.memory.free() == {"full": 0}
+        tagged.step({0: 1, 1: 1})
+    tagged.memory.drop(1)
+    del tagged.tokens[1]
+    tagged.step({2: 8})
+    tagged.check()
+    assert tagged.memory.free() == {"full": 0}
 
 
 @pytest.mark.parametrize("gone", [Span(2, 4), Span(0, 1), Span(0, 15), Span(8, 12)])

@@ -11,7 +11,7 @@ from kvcellar.errors import CapacityTooSmall, WrongStage
 from kvcellar.plan import Batch, Feed
 from kvcellar.shapes import Scoring
 from kvcellar.spans import Span
-from tests.cache.told import Told
+from tests.cache.tagged import Tagged
 from tests.laws.watch import nothing_changes
 
 law = settings(derandomize=True, deadline=None, max_examples=30)
@@ -24,14 +24,14 @@ law = settings(derandomize=True, deadline=None, max_examples=30)
     st.sampled_from([Sdpa, Reference]),
 )
 def test_it_reads_all_that_positions_let_it_see_and_changes_nothing(feeds, there: int, backend) -> None:
-    told = Told(backend(), 64)
+    tagged = Tagged(backend(), 64)
     if there:
-        told.step({0: there, 7: 2})
+        tagged.step({0: there, 7: 2})
     batch = Batch(tuple(Feed(seq, Span(at, at + n)) for seq, (at, n) in enumerate(feeds)))
-    with nothing_changes(told.memory):
-        plan = told.memory.begin(batch, reserve=True)
+    with nothing_changes(tagged.memory):
+        plan = tagged.memory.begin(batch, reserve=True)
         assert plan.feeds == batch.feeds
-        for index, group in enumerate(told.groups):
+        for index, group in enumerate(tagged.groups):
             cells: set[int] = set()
             for feed, segment in zip(batch.feeds, plan.groups[index].segments, strict=True):
                 lowest = group.layout.lowest(feed.pos.start)
@@ -43,36 +43,36 @@ def test_it_reads_all_that_positions_let_it_see_and_changes_nothing(feeds, there
                 cells |= set(mine)
             needs = sum(feed.pos.end - group.layout.lowest(feed.pos.start) for feed in batch.feeds)
             assert len(cells) == min(64, needs), "sequences have more in common than they must"
-        told.put([12345] * plan.tokens)
-        for layer in range(2 * len(told.groups)):
+        tagged.put([12345] * plan.tokens)
+        for layer in range(2 * len(tagged.groups)):
             q = torch.ones(plan.tokens, 4, 4)
-            assert told.memory.attend(layer, q, Scoring(1.0)).shape == (plan.tokens, 4, 8)
-            assert told.memory.get(layer).dense()[2].shape[0] == plan.tokens
-        told.memory.check()
-        told.memory.abandon()
-    told.check()
+            assert tagged.memory.attend(layer, q, Scoring(1.0)).shape == (plan.tokens, 4, 8)
+            assert tagged.memory.get(layer).dense()[2].shape[0] == plan.tokens
+        tagged.memory.check()
+        tagged.memory.abandon()
+    tagged.check()
 
 
 def test_it_cannot_be_kept_nor_another_step_begun_beside_it() -> None:
-    told = Told(Sdpa())
-    told.step({0: 3})
+    tagged = Tagged(Sdpa())
+    tagged.step({0: 3})
     batch = Batch((Feed(0, Span(9, 10)),))
-    with nothing_changes(told.memory):
-        told.memory.begin(batch, reserve=True)
+    with nothing_changes(tagged.memory):
+        tagged.memory.begin(batch, reserve=True)
         with pytest.raises(WrongStage, match="reserved"):
-            told.memory.commit()
+            tagged.memory.commit()
         with pytest.raises(WrongStage):
-            told.begin({0: 1})
-        told.memory.abandon()
-    told.step({0: 1})
-    told.check()
+            tagged.begin({0: 1})
+        tagged.memory.abandon()
+    tagged.step({0: 1})
+    tagged.check()
 
 
 def test_a_full_memory_can_be_reserved_and_a_position_that_no_memory_holds_cannot() -> None:
-    told = Told(Sdpa(), 16, names=["full", "window"])
-    told.step({0: 16})
-    with nothing_changes(told.memory):
-        told.memory.begin(Batch((Feed(0, Span(12, 16)), Feed(1, Span(15, 16)))), reserve=True)
-        told.memory.abandon()
+    tagged = Tagged(Sdpa(), 16, names=["full", "window"])
+    tagged.step({0: 16})
+    with nothing_changes(tagged.memory):
+        tagged.memory.begin(Batch((Feed(0, Span(12, 16)), Feed(1, Span(15, 16)))), reserve=True)
+        tagged.memory.abandon()
         with pytest.raises(CapacityTooSmall, match=r"17 cells in group full, which has 16.*context or step_tokens"):
-            told.memory.begin(Batch((Feed(1, Span(16, 17)),)), reserve=True)
+            tagged.memory.begin(Batch((Feed(1, Span(16, 17)),)), reserve=True)

@@ -1,4 +1,4 @@
-"""Rows as a unit: who holds which, what is thinned, where one can go back to, and what a step costs."""
+"""Rows as a unit: references, eviction of checkpoints, positions to which a sequence can be cut, cost of a step."""
 
 from collections.abc import Mapping, Sequence
 
@@ -67,10 +67,10 @@ def checked(rows: Rows) -> None:
     rows.check(rows.states.values(), rows.step.held())
 
 
-def batch(rows: Rows, sizes: Mapping[int, int], *, keep_state: bool = False, asks: Sequence[int] = ()) -> Batch:
+def batch(rows: Rows, sizes: Mapping[int, int], *, keep_state: bool = False, queries: Sequence[int] = ()) -> Batch:
     return Batch(
         tuple(
-            Feed(seq, Span(rows.end(seq), rows.end(seq) + n), seq not in asks, keep_state, revertible=True)
+            Feed(seq, Span(rows.end(seq), rows.end(seq) + n), seq not in queries, keep_state, revertible=True)
             for seq, n in sizes.items()
         )
     )
@@ -89,8 +89,8 @@ def step(
     return {segment.seq: (segment.read, segment.write) for segment in segments}
 
 
-def at_points(rows: Rows, seq: int, *places: int) -> None:
-    """Feed a new sequence up to each of these, and keep what it remembers there."""
+def checkpointed(rows: Rows, seq: int, *places: int) -> None:
+    """Feed a new sequence up to each of these positions, and keep a checkpoint there."""
     for before, pos in zip([0, *places], places, strict=False):
         step(rows, {seq: pos - before}, keep_state=True)
 
@@ -115,9 +115,9 @@ def test_segments_follow_the_rows_of_the_step() -> None:
     assert [(s.seq, s.row, s.length) for s in segments] == [(5, 0, 3), (6, 3, 1), (7, 4, 2)]
 
 
-def test_a_step_that_is_given_up_gives_back_what_it_took() -> None:
+def test_an_abandoned_step_frees_its_rows() -> None:
     rows = Rows(3, 2)
-    at_points(rows, 0, 4)
+    checkpointed(rows, 0, 4)
     for _ in range(3):
         rows.begin(batch(rows, {0: 1, 1: 2}, keep_state=True))
         assert rows.free == 0
@@ -126,7 +126,7 @@ def test_a_step_that_is_given_up_gives_back_what_it_took() -> None:
         assert (rows.free, rows.points(0), rows.points(1), rows.end(1)) == (2, (4,), (), 0)
 
 
-def test_who_keeps_nothing_keeps_its_row() -> None:
+def test_a_sequence_that_accepts_nothing_keeps_its_row() -> None:
     rows = Rows(4, 0)
     ((_, before),) = step(rows, {0: 3}).values()
     step(rows, {0: 2, 1: 2}, keep={0: 0, 1: 0}, keep_state=True)
@@ -135,7 +135,7 @@ def test_who_keeps_nothing_keeps_its_row() -> None:
     assert step(rows, {1: 1})[1][0] == 0
 
 
-def test_who_keeps_a_part_has_the_row_of_the_step_and_no_checkpoint() -> None:
+def test_a_sequence_that_accepts_a_part_has_the_row_of_the_step_and_no_checkpoint() -> None:
     rows = Rows(4, 4)
     ((_, write),) = step(rows, {0: 5}, keep={0: 2}, keep_state=True).values()
     assert (rows.end(0), rows.points(0)) == (2, (2,))
@@ -143,14 +143,14 @@ def test_who_keeps_a_part_has_the_row_of_the_step_and_no_checkpoint() -> None:
     assert rows.points(0) == (3,)
 
 
-def test_rows_that_only_ask_take_nothing_and_change_nothing() -> None:
+def test_query_only_rows_take_nothing_and_change_nothing() -> None:
     rows = Rows(1, 0)
     ((_, own),) = step(rows, {0: 3}).values()
-    asking = batch(rows, {0: 2}, asks=[0])
-    rows.step.admit(asking, rows.end)
-    (segment,) = rows.begin(asking)
+    querying = batch(rows, {0: 2}, queries=[0])
+    rows.step.admit(querying, rows.end)
+    (segment,) = rows.begin(querying)
     assert (segment.read, segment.write, rows.free) == (own, 0, 0)
-    rows.commit(asking, [2])
+    rows.commit(querying, [2])
     checked(rows)
     assert (rows.end(0), rows.points(0)) == (3, (3,))
 
@@ -161,12 +161,12 @@ def test_too_few_rows_are_counted_as_rows() -> None:
     with pytest.raises(CacheFull, match="2 rows") as full:
         rows.step.admit(batch(rows, {0: 1, 1: 1}), rows.end)
     assert (full.value.group, full.value.need, full.value.free) == (NAME, 2, 1)
-    rows.step.admit(batch(rows, {0: 1, 1: 1}, asks=[1]), rows.end)
+    rows.step.admit(batch(rows, {0: 1, 1: 1}, queries=[1]), rows.end)
 
 
 @pytest.mark.parametrize("start", [0, 2, 4])
-def test_rows_that_only_ask_must_follow_the_end(start: int) -> None:
-    """That they do not is said even where there is no room: no room would help."""
+def test_query_only_rows_must_begin_at_the_end(start: int) -> None:
+    """This is the error even if too few rows are free: more rows would not help."""
     rows = Rows(1, 0)
     step(rows, {0: 3})
     wrong = Feed(0, Span(start, start + 1), stores=False)
@@ -175,7 +175,7 @@ def test_rows_that_only_ask_must_follow_the_end(start: int) -> None:
         rows.step.admit(Batch((*new, wrong)), rows.end)
 
 
-def test_a_step_that_takes_more_rows_than_there_are_can_still_be_given_up() -> None:
+def test_a_step_that_takes_more_rows_than_there_are_can_still_end() -> None:
     rows = Rows(2, 0)
     with pytest.raises(CacheFull):
         rows.begin(batch(rows, {0: 1, 1: 1, 2: 1}))
@@ -187,7 +187,7 @@ def test_a_step_that_takes_more_rows_than_there_are_can_still_be_given_up() -> N
 # -- forks ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_fork_costs_no_row_until_one_goes_on_and_then_one() -> None:
+def test_a_fork_costs_no_row_until_one_continues_and_then_one() -> None:
     rows = Rows(6, 0)
     step(rows, {0: 3})
     rows.fork(0, 1, 3)
@@ -202,7 +202,7 @@ def test_a_fork_costs_no_row_until_one_goes_on_and_then_one() -> None:
     assert rows.free == 3, "a row is held though there is no sequence, and no checkpoint is allowed"
 
 
-def test_where_two_part_is_a_point_of_both() -> None:
+def test_both_have_a_checkpoint_where_a_fork_begins() -> None:
     rows = Rows(6, 1)
     step(rows, {0: 3})
     rows.fork(0, 1, 3)
@@ -210,9 +210,9 @@ def test_where_two_part_is_a_point_of_both() -> None:
     assert (rows.points(0), rows.points(1), rows.kept) == ((3, 4), (3, 5), 1)
 
 
-def test_a_fork_shares_the_points_up_to_where_it_begins() -> None:
+def test_a_fork_shares_the_checkpoints_up_to_where_it_begins() -> None:
     rows = Rows(8, 5)
-    at_points(rows, 0, 2, 4, 6, 9)
+    checkpointed(rows, 0, 2, 4, 6, 9)
     rows.fork(0, 1, 4)
     rows.fork(0, 2, 0)
     checked(rows)
@@ -223,7 +223,7 @@ def test_a_fork_shares_the_points_up_to_where_it_begins() -> None:
 
 @pytest.mark.parametrize("checkpoints", [0, 1, 5])
 def test_a_sequence_can_be_forked_onto_one_that_alone_keeps_what_is_shared(checkpoints: int) -> None:
-    """The target goes first, and with it whatever made its row nobody's checkpoint."""
+    """The target holds the row that is shared, and is dropped by the fork."""
     rows = Rows(4, checkpoints)
     ((_, shared),) = step(rows, {0: 3}).values()
     rows.fork(0, 1, 3)
@@ -235,13 +235,13 @@ def test_a_sequence_can_be_forked_onto_one_that_alone_keeps_what_is_shared(check
     assert step(rows, {1: 1})[1][0] == shared
 
 
-# -- going back -------------------------------------------------------------------------------------------------------
+# -- cuts -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pos", range(12))
-def test_one_can_go_back_to_every_point_and_nowhere_else(pos: int) -> None:
+def test_a_sequence_can_be_cut_to_its_checkpoints_only(pos: int) -> None:
     rows = Rows(6, 5)
-    at_points(rows, 0, 2, 5, 6)
+    checkpointed(rows, 0, 2, 5, 6)
     ((_, own),) = step(rows, {0: 3}).values()
     deepest = max(point for point in (0, 2, 5, 6, 9) if point <= pos)
     assert rows.of(0).deepest(pos) == deepest
@@ -254,7 +254,7 @@ def test_one_can_go_back_to_every_point_and_nowhere_else(pos: int) -> None:
     assert step(rows, {0: 1})[0][0] == there
 
 
-def test_what_is_kept_at_rest_is_a_point_once_the_sequence_goes_on() -> None:
+def test_a_state_kept_between_steps_is_a_checkpoint_once_the_sequence_continues() -> None:
     rows = Rows(4, 2)
     ((_, own),) = step(rows, {0: 3}).values()
     for _ in range(2):  # once is enough
@@ -267,12 +267,12 @@ def test_what_is_kept_at_rest_is_a_point_once_the_sequence_goes_on() -> None:
     assert step(rows, {0: 1})[0][0] == own
     rows.of(1).keep()
     checked(rows)
-    assert rows.points(1) == (), "nothing was read"
+    assert rows.points(1) == (), "the sequence is empty"
 
 
-def test_what_is_dropped_is_free_unless_somebody_shares_it() -> None:
+def test_rows_of_a_dropped_sequence_are_free_unless_shared() -> None:
     rows = Rows(8, 5)
-    at_points(rows, 0, 2, 4, 6)
+    checkpointed(rows, 0, 2, 4, 6)
     rows.fork(0, 1, 4)
     rows.drop(0)
     checked(rows)
@@ -282,27 +282,27 @@ def test_what_is_dropped_is_free_unless_somebody_shares_it() -> None:
     assert rows.free == 8
 
 
-# -- thinning ---------------------------------------------------------------------------------------------------------
+# -- eviction ---------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_budget_only_ends_are_points() -> None:
+def test_without_a_budget_only_ends_are_held() -> None:
     rows = Rows(4, 0)
-    at_points(rows, 0, 2, 4, 6)
+    checkpointed(rows, 0, 2, 4, 6)
     assert (rows.points(0), rows.free) == ((6,), 3)
 
 
-def test_what_a_sequence_keeps_of_itself_does_not_count() -> None:
+def test_a_checkpoint_at_the_end_does_not_count() -> None:
     rows = Rows(8, 1)
     for seq in range(4):
-        at_points(rows, seq, 3)
+        checkpointed(rows, seq, 3)
     assert (rows.kept, rows.free) == (0, 4)
     step(rows, dict.fromkeys(range(4), 1))
     assert (rows.kept, rows.free) == (1, 3)
 
 
-def test_the_point_that_saves_least_goes_first() -> None:
+def test_the_checkpoint_that_saves_least_is_evicted_first() -> None:
     rows = Rows(9, 3)
-    at_points(rows, 0, 10, 12, 20)
+    checkpointed(rows, 0, 10, 12, 20)
     step(rows, {0: 1})
     assert rows.points(0) == (10, 12, 20, 21)
     step(rows, {0: 4}, keep_state=True)
@@ -314,20 +314,20 @@ def test_the_point_that_saves_least_goes_first() -> None:
     assert rows.points(0) == (10, 20, 25, 28), "and 27 only 2 behind 25"
 
 
-def test_of_those_that_save_as_much_the_oldest_goes_first() -> None:
+def test_of_those_that_save_as_much_the_oldest_is_evicted_first() -> None:
     rows = Rows(9, 1)
-    at_points(rows, 0, 5)
-    at_points(rows, 1, 5)
+    checkpointed(rows, 0, 5)
+    checkpointed(rows, 1, 5)
     step(rows, {1: 1})
     step(rows, {0: 1})
     assert (rows.points(0), rows.points(1)) == ((6,), (5, 6))
 
 
 @pytest.mark.parametrize("fork", [False, True])
-def test_a_point_that_is_gone_back_to_is_as_young_as_a_new_one(fork: bool) -> None:
+def test_a_checkpoint_that_is_resumed_from_is_as_young_as_a_new_one(fork: bool) -> None:
     rows = Rows(9, 2)
     for seq, pos in ((0, 10), (1, 11)):
-        at_points(rows, seq, pos)
+        checkpointed(rows, seq, pos)
         step(rows, {seq: 1})
     for _ in range(3):
         if fork:
@@ -336,78 +336,78 @@ def test_a_point_that_is_gone_back_to_is_as_young_as_a_new_one(fork: bool) -> No
         else:
             rows.cut(0, 10)
             step(rows, {0: 1})
-    at_points(rows, 2, 10)
+    checkpointed(rows, 2, 10)
     step(rows, {2: 1})
     assert [rows.points(seq) for seq in range(3)] == [(10, 11), (12,), (10, 11)]
 
 
-def test_a_branch_point_saves_for_everyone_who_shares_it() -> None:
+def test_a_shared_checkpoint_saves_for_each_sequence() -> None:
     rows = Rows(9, 1)
-    at_points(rows, 0, 8)
+    checkpointed(rows, 0, 8)
     for seq in (1, 2):
         rows.fork(0, seq, 8)
-    at_points(rows, 3, 11)
+    checkpointed(rows, 3, 11)
     step(rows, dict.fromkeys(range(4), 1))
     assert [rows.points(seq) for seq in range(4)] == [(8, 9), (8, 9), (8, 9), (12,)], "thrice 8, at twice the age"
     rows.drop(1)
-    at_points(rows, 1, 11)
+    checkpointed(rows, 1, 11)
     step(rows, {1: 1})
     assert [rows.points(seq) for seq in range(4)] == [(9,), (11, 12), (9,), (12,)], "twice 8, at three times the age"
 
 
-def test_what_a_lost_point_saved_is_saved_by_the_next() -> None:
+def test_what_an_evicted_checkpoint_saved_is_saved_by_the_next() -> None:
     rows = Rows(9, 2)
-    at_points(rows, 0, 20, 23, 40)
+    checkpointed(rows, 0, 20, 23, 40)
     step(rows, {0: 1})
     assert rows.points(0) == (20, 40, 41), "23 saved 3"
-    at_points(rows, 1, 9)
+    checkpointed(rows, 1, 9)
     step(rows, {1: 1})
     assert (rows.points(0), rows.points(1)) == ((20, 40, 41), (10,)), "half of 17 is less than 9, half of 20 is not"
 
 
-def test_a_point_stands_for_those_behind_it_that_were_lost() -> None:
+def test_a_checkpoint_counts_for_the_evicted_ones_behind_it() -> None:
     rows = Rows(9, 2)
-    at_points(rows, 1, 14)
-    at_points(rows, 0, 10, 11)
+    checkpointed(rows, 1, 14)
+    checkpointed(rows, 0, 10, 11)
     step(rows, {0: 1, 1: 1})
     assert (rows.points(0), rows.points(1)) == ((10, 12), (14, 15)), "11 saved 1"
-    at_points(rows, 2, 6)
+    checkpointed(rows, 2, 6)
     step(rows, {2: 1})
     assert [rows.points(seq) for seq in range(3)] == [(10, 12), (15,), (6, 7)], "10 saves less than 14, but twice"
 
 
 @pytest.mark.parametrize("forks", [0, 5])
-def test_a_point_stands_for_no_more_because_it_was_shared(forks: int) -> None:
-    """What is shared saves for each as long as they are there. What went behind it was one point, not one for each."""
+def test_a_checkpoint_does_not_count_for_more_because_it_was_shared(forks: int) -> None:
+    """A shared checkpoint saves for each sequence while they exist. What was evicted behind it was one checkpoint."""
     rows = Rows(20, 2)
-    at_points(rows, 0, 10, 11)
+    checkpointed(rows, 0, 10, 11)
     step(rows, {0: 1})
     others = range(3, 3 + forks)
     for seq in others:
         rows.fork(0, seq, 12)
-    at_points(rows, 1, 11)
+    checkpointed(rows, 1, 11)
     step(rows, {1: 1})
     assert [rows.points(seq) for seq in (0, 1, *others)] == [(10, 12), (11, 12), *[(10, 12)] * forks], "11 saved 1"
     for seq in others:
         rows.drop(seq)
-    at_points(rows, 2, 90)
+    checkpointed(rows, 2, 90)
     step(rows, {2: 1})
     assert [rows.points(seq) for seq in range(3)] == [(12,), (11, 12), (90, 91)], "twice 10, but old"
 
 
-def test_what_a_point_once_saved_does_not_count() -> None:
+def test_what_a_checkpoint_saved_before_does_not_count() -> None:
     rows = Rows(9, 2)
-    at_points(rows, 0, 10, 12, 15)
+    checkpointed(rows, 0, 10, 12, 15)
     step(rows, {0: 1})
     assert rows.points(0) == (10, 15, 16), "15 saved 3 as long as 12 was there; now it saves 5"
-    at_points(rows, 1, 2)
+    checkpointed(rows, 1, 2)
     step(rows, {1: 1})
     assert (rows.points(0), rows.points(1)) == ((10, 15, 16), (3,)), "half of 3 would be less than 2; half of 5 is not"
 
 
 @pytest.mark.parametrize("checkpoints", [10, 20])
-def test_the_farther_one_goes_back_the_more_one_may_have_to_read(checkpoints: int) -> None:
-    """So few checkpoints of a long text cannot be near to everything. They are near to where it ends."""
+def test_the_more_is_cut_the_more_may_be_computed_again(checkpoints: int) -> None:
+    """Few checkpoints of a long text cannot be near to every position. They are denser towards its end."""
     rows = Rows(checkpoints + 2, checkpoints)
     for _ in range(200):
         step(rows, {0: 10}, keep_state=True)
@@ -419,7 +419,7 @@ def test_the_farther_one_goes_back_the_more_one_may_have_to_read(checkpoints: in
 
 def test_more_is_kept_while_spare_rows_are_free() -> None:
     rows = Rows(7, 1, 2)
-    at_points(rows, 0, 10, 20, 30, 40)
+    checkpointed(rows, 0, 10, 20, 30, 40)
     step(rows, {0: 1})
     assert (rows.points(0), rows.kept, rows.free) == ((10, 20, 30, 40, 41), 4, 2)
     step(rows, {1: 1})
@@ -445,7 +445,7 @@ def test_a_step_costs_the_same_however_many_sequences_and_checkpoints_there_are(
                 rows.commit(made, [3])
         return rows
 
-    def turn(rows: Rows) -> None:
+    def steps(rows: Rows) -> None:
         for _ in range(50):
             made = batch(rows, {0: 3, 1: 1, 2: 2}, keep_state=True)
             rows.step.admit(made, rows.end)
@@ -453,4 +453,4 @@ def test_a_step_costs_the_same_however_many_sequences_and_checkpoints_there_are(
             rows.commit(made, [3, 1, 0])
 
     few, many = crowd(8), crowd(256)
-    assert lines(lambda: turn(many)) < 1.5 * lines(lambda: turn(few))
+    assert lines(lambda: steps(many)) < 1.5 * lines(lambda: steps(few))

@@ -74,7 +74,7 @@ class Crowd:
                 feeds.append(Feed(seq, Span(at, at + n)))
         self.last = feeds[-1].seq
         need = sum(len(feed.pos) for feed in feeds)
-        assert min(memory.free().values()) >= need, "the test asks for more than there is"
+        assert min(memory.free().values()) >= need, "the test needs more cells than are free"
         return memory.begin(Batch(tuple(feeds)))
 
     def commit(self) -> None:
@@ -84,7 +84,7 @@ class Crowd:
         self.lowest = min(self.lowest, memory.free()["full"])
 
     def tidy(self) -> None:
-        """A piece of compaction, and something from the middle of a sequence is forgotten: both within the bound."""
+        """A piece of compaction, and a removal from the middle of a sequence: both within the bound."""
         memory = self.memory
         with Allocations() as edits:
             self.moved += memory.storage.compact(4 * CHUNK)

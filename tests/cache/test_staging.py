@@ -1,4 +1,4 @@
-"""What a shift and a compaction take for a moment: never more than the memory says, however much is moved."""
+"""Temporary memory of a shift and a compaction: never more than `staging`, however much is moved."""
 
 import pytest
 import torch

@@ -48,7 +48,7 @@ class Spelling:
             **more,
         )
         self.tokens: dict[int, tuple[int, ...]] = {}
-        self.asked: list[tuple[int, dict[int, int]]] = []  # layer, and of which sequences which parts
+        self.parts_computed: list[tuple[int, dict[int, int]]] = []  # layer, and of which sequences which parts
 
     def begin(self, sizes: Mapping[int, int], *, reserve: bool = False, **feed: bool) -> Plan:
         feeds = tuple(
@@ -72,7 +72,7 @@ class Spelling:
         self, layer: int, segments: Sequence[StateSegment], indices: Sequence[int], counts: Sequence[int]
     ) -> dict[str, Tensor]:
         parts = [(segments[i], n) for i, n in zip(indices, counts, strict=True)]
-        self.asked.append((layer, {segment.seq: n for segment, n in parts}))
+        self.parts_computed.append((layer, {segment.seq: n for segment, n in parts}))
         return states([self.after(segment, n) for segment, n in parts], layer)
 
     def commit(self, plan: Plan, accepted: Mapping[int, int] | None = None) -> None:
@@ -97,19 +97,19 @@ class Spelling:
 # -- what is read and written -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("who", [[0], [1, 0]])
-def test_what_is_read_is_a_copy_and_what_is_put_is_copied(who: list[int]) -> None:
+@pytest.mark.parametrize("seqs", [[0], [1, 0]])
+def test_what_is_read_is_a_copy_and_what_is_put_is_copied(seqs: list[int]) -> None:
     spelling = Spelling()
     spelling.step({0: 3, 1: 3})
-    plan = spelling.begin(dict.fromkeys(who, 1))
+    plan = spelling.begin(dict.fromkeys(seqs, 1))
     for layer in RECURRENT.layers:
         read = spelling.memory.states.read(layer, plan.states)
-        assert_states(read, [spelling.tokens[seq] for seq in who], layer)
+        assert_states(read, [spelling.tokens[seq] for seq in seqs], layer)
         given = states([spelling.after(segment) for segment in plan.states], layer)
         spelling.memory.states.write(layer, plan.states, given)
         for values in (*read.values(), *given.values()):
             values.fill_(torch.nan)
-        assert_states(spelling.memory.states.read(layer, plan.states), [spelling.tokens[seq] for seq in who], layer)
+        assert_states(spelling.memory.states.read(layer, plan.states), [spelling.tokens[seq] for seq in seqs], layer)
     spelling.commit(plan)
     spelling.check()
 
@@ -207,14 +207,14 @@ def test_the_rows_of_a_step_are_told_once_for_all_layers() -> None:
     spelling = Spelling()
     spelling.step({0: 1})
     plan = spelling.begin({0: 2, 1: 2})
-    told: list[int] = []
+    uploads: list[int] = []
     for layer in RECURRENT.layers:
         given = states([spelling.after(segment) for segment in plan.states], layer)
         with Made() as made:
             spelling.memory.states.read(layer, plan.states)
             spelling.memory.states.write(layer, plan.states, given)
-        told.append(made.told)
-    assert told == [2, 0, 0]
+        uploads.append(made.uploads)
+    assert uploads == [2, 0, 0]
 
 
 @pytest.mark.parametrize("group", [(), GROUPS])
@@ -234,13 +234,15 @@ def test_of_each_feed_its_own_part_is_kept_and_only_parts_are_asked_for() -> Non
     spelling.step({0: 1, 1: 2, 2: 3, 3: 4})
     spelling.step({0: 4, 1: 4, 2: 4, 3: 2}, {0: 3, 1: 0, 2: 4, 3: 1}, revertible=True)
     assert {seq: spelling.memory.length(seq) for seq in range(4)} == {0: 4, 1: 2, 2: 7, 3: 5}
-    assert spelling.asked == [(layer, {seq: n}) for layer in RECURRENT.layers for seq, n in ((0, 3), (3, 1))]
+    assert spelling.parts_computed == [(layer, {seq: n}) for layer in RECURRENT.layers for seq, n in ((0, 3), (3, 1))]
 
 
 def test_parts_of_what_was_put_together_are_asked_for_together() -> None:
     spelling = Spelling()
     spelling.step({0: 4, 1: 4, 2: 4, 3: 3}, {0: 2, 1: 1, 2: 2, 3: 2}, revertible=True)
-    assert spelling.asked == [(layer, part) for layer in RECURRENT.layers for part in ({0: 2, 1: 1, 2: 2}, {3: 2})]
+    assert spelling.parts_computed == [
+        (layer, part) for layer in RECURRENT.layers for part in ({0: 2, 1: 1, 2: 2}, {3: 2})
+    ]
 
 
 def test_a_part_must_be_said_beforehand() -> None:
@@ -249,7 +251,7 @@ def test_a_part_must_be_said_beforehand() -> None:
     spelling.put(plan)
     with pytest.raises(BadRequest, match=r"sequence 0 cannot be kept.*not begun as revertible"):
         spelling.memory.commit({0: 2})
-    assert not spelling.asked
+    assert not spelling.parts_computed
     spelling.commit(plan)
     spelling.check()
 
@@ -286,7 +288,7 @@ def test_what_was_put_last_says_what_a_part_is() -> None:
 
 @pytest.mark.parametrize("missing", RECURRENT.layers)
 def test_a_step_is_kept_only_if_every_layer_has_put_every_state(missing: int) -> None:
-    """Else a row would have what somebody left there long ago."""
+    """Otherwise a row would have the content of an earlier step."""
     spelling = Spelling()
     plan = spelling.begin({0: 3, 1: 1})
     spelling.put(plan, [layer for layer in RECURRENT.layers if layer != missing])
@@ -338,9 +340,9 @@ def test_planes_must_be_all_of_the_layer_and_of_its_shape() -> None:
         {**right, name: right[name][..., 1:]},
         {**right, name: right[name][0]},
     ):
-        with pytest.raises(BadRequest, match=f"layer {FIRST} was given .* it remembers "):
+        with pytest.raises(BadRequest, match=f"layer {FIRST} has (state planes|shape) "):
             spelling.memory.states.write(FIRST, plan.states, wrong)
-    with pytest.raises(BadRequest, match="layer 20 is no recurrent layer"):
+    with pytest.raises(BadRequest, match="layer 20 is not recurrent"):
         spelling.memory.states.read(20, plan.states)
     spelling.put(plan)
     spelling.commit(plan)
@@ -360,7 +362,7 @@ def test_states_are_read_and_put_in_a_step_and_only_where_there_are_some() -> No
     assert (memory.rows.free, memory.rows.capacity) == (None, None)
     memory.begin(Batch((Feed(0, Span(0, 1)),)))
     assert memory.state_positions(0) is None
-    with pytest.raises(BadRequest, match="this memory has none"):
+    with pytest.raises(BadRequest, match="the recurrent layers are none"):
         memory.states.read(FIRST, [segment])
 
 
@@ -496,10 +498,10 @@ def test_a_part_of_another_shape_is_refused_and_the_step_can_be_kept_otherwise(m
     plan = spelling.begin({0: 3, 2: 3}, revertible=True)
     last = max(RECURRENT.layers)
     honest = spelling.part
-    wrong = lambda layer, *asked: states([(1,)] * 2, layer) if layer == last else honest(layer, *asked)  # noqa: E731
-    monkeypatch.setattr(spelling, "part", lambda *asked: wrong(*asked))
+    wrong = lambda layer, *args: states([(1,)] * 2, layer) if layer == last else honest(layer, *args)  # noqa: E731
+    monkeypatch.setattr(spelling, "part", lambda *args: wrong(*args))
     spelling.put(plan)
-    with pytest.raises(BadRequest, match=f"layer {last} was given"):
+    with pytest.raises(BadRequest, match=f"layer {last} has (state planes|shape) "):
         spelling.memory.commit({0: 1})
     wrong = honest
     spelling.commit(plan)
@@ -536,7 +538,7 @@ def test_edits_need_no_tensors() -> None:
     spelling.check()
 
 
-def test_a_memory_without_rows_lets_nobody_begin() -> None:
+def test_without_rows_no_sequence_can_begin() -> None:
     recurrent = Recurrent({0: (StatePlane("conv 0", (1, 1), "float32"),)})
     memory = Memory([], cells={}, dtype=torch.float32, device="cpu", backend=Sdpa(), recurrent=recurrent)
     with pytest.raises(CacheFull, match="need 1 rows"):

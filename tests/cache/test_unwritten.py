@@ -88,7 +88,7 @@ def test_what_a_dropped_sequence_left_in_cells_is_never_seen() -> None:
     memory.commit()
     memory.drop(0)
     begin(memory, {1: 8})
-    with pytest.raises(WrongStage, match="before all was put"):
+    with pytest.raises(WrongStage, match="before all planes were put"):
         memory.commit()
     memory.abandon()
     memory.check()
@@ -117,7 +117,7 @@ def test_rows_that_only_ask_need_nothing() -> None:
     memory.begin(Batch((Feed(0, Span(2, 3), stores=False),)))
     memory.commit()
     memory.begin(Batch((Feed(0, Span(2, 3), stores=False), Feed(1, Span(0, 1)))))
-    with pytest.raises(WrongStage, match="before all was put"):
+    with pytest.raises(WrongStage, match="before all planes were put"):
         memory.commit()
     memory.commit({1: 0})
     assert (memory.length(0), memory.length(1)) == (3, 0)

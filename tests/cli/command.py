@@ -138,7 +138,7 @@ class Terminal:
         """Read until `pattern` (a regular expression) matches. Returns everything up to its end."""
         limit = time.monotonic() + PATIENCE
         while not (found := re.search(pattern, self._unread)):
-            assert time.monotonic() < limit, f"{pattern!r} does not come; the screen says {self._unread[-2000:]!r}"
+            assert time.monotonic() < limit, f"{pattern!r} is not printed; the screen has {self._unread[-2000:]!r}"
             if not self._read():
                 raise AssertionError(f"{pattern!r} did not come before the end: {self._unread[-2000:]!r}")
         text, self._unread = self._unread[: found.end()], self._unread[found.end() :]

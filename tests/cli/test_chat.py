@@ -23,7 +23,7 @@ def cost(terminal):
     return tuple(map(float, found.groups()))
 
 
-def said(terminal, line, pattern):
+def type_line(terminal, line, pattern):
     """Type a line, and read until `pattern` matches."""
     terminal.type(line)
     text = terminal.until(pattern)
@@ -61,7 +61,7 @@ def answers_tell_what_they_cost(terminal):
 
 
 def commands_are_told_where_they_are_wrong(terminal):
-    said(terminal, "/set max_tokens 3", r"/set max_tokens 3")
+    type_line(terminal, "/set max_tokens 3", r"/set max_tokens 3")
     terminal.type("import re")
     assert cost(terminal)[0] == 3
     for wrong, why in {
@@ -78,19 +78,19 @@ def commands_are_told_where_they_are_wrong(terminal):
         "/set": "set a sampling parameter, like",
         "/": "set a sampling parameter, like",
     }.items():
-        said(terminal, wrong, re.escape(why))
+        type_line(terminal, wrong, re.escape(why))
 
-    shown = said(terminal, "/show", r"SamplingParams\(.*\)")
+    shown = type_line(terminal, "/show", r"SamplingParams\(.*\)")
     assert "cells in use" in shown
     assert "max_tokens=3" in shown
 
 
 def what_is_forgotten_is_read_again(terminal):
-    said(terminal, "/rewind 2", "/rewind 2")
+    type_line(terminal, "/rewind 2", "/rewind 2")
     terminal.type("import os")
     *_, remembered, prompt = cost(terminal)
     assert 0 < remembered < prompt
-    said(terminal, "/clear", "/clear")
+    type_line(terminal, "/clear", "/clear")
     terminal.type("def main():")
     *_, remembered, shorter = cost(terminal)
     assert remembered == 0 < shorter < prompt
@@ -102,20 +102,20 @@ def what_is_forgotten_is_read_again(terminal):
 
 
 def ctrl_c_ends_an_answer_and_not_the_conversation(terminal):
-    said(terminal, "/set max_tokens 4000", "max_tokens 4000")
-    said(terminal, "/set ignore_eos true", "ignore_eos true")
+    type_line(terminal, "/set max_tokens 4000", "max_tokens 4000")
+    type_line(terminal, "/set ignore_eos true", "ignore_eos true")
     terminal.type("class A:")
     terminal.until(r"class A:[^\n]*\n(?s:.{80})")  # longer than a redrawn prompt, so it is a completion
     terminal.press("\x03")
     terminal.until("interrupted; this turn was removed")
     terminal.until(">>>")
-    said(terminal, "/set max_tokens 3", "max_tokens 3")
+    type_line(terminal, "/set max_tokens 3", "max_tokens 3")
     terminal.type("import os")
     tokens, _, _, remembered, prompt = cost(terminal)
     assert tokens == 3
     assert 0 < remembered < prompt
     terminal.press("\x03")  # at the prompt it only clears the line
-    said(terminal, "/rewind 17", "17 turns cannot be discarded; there are 3")
+    type_line(terminal, "/rewind 17", "17 turns cannot be discarded; there are 3")
 
 
 def test_an_unwritable_home_disables_only_the_history(tmp_path, monkeypatch):

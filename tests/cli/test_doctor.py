@@ -40,7 +40,7 @@ def test_the_text_describes_the_model(folder):
         assert f"{group.cells} cells, attention by {group.backend}" in ran.out
     assert f"tokens fit in {stats.cache_bytes} bytes" in ran.out
     assert capacity.split(" tokens")[0] in ran.out
-    for told in (
+    for words in (
         "Gemma3ForCausalLM",
         "float32 on cpu",
         "context 256",
@@ -48,18 +48,18 @@ def test_the_text_describes_the_model(folder):
         "no text",
         "per token in all groups",
     ):
-        assert told in ran.out
+        assert words in ran.out
 
 
 def test_bytes_are_printed_exactly_and_with_a_unit(folder):
-    told = kvcellar("doctor", folder("llama"), "--kv-quality", *SMALL).out
-    assert "of 1000000 bytes (1 MB), which is cache_bytes" in told
-    for count, said in re.findall(r"(\d+) bytes( \([\d.]+ [kMGT]B\))?", told):
-        assert f"{count} bytes{said}" == sized(int(count))
+    output = kvcellar("doctor", folder("llama"), "--kv-quality", *SMALL).out
+    assert "of 1000000 bytes (1 MB), which is cache_bytes" in output
+    for count, rounded in re.findall(r"(\d+) bytes( \([\d.]+ [kMGT]B\))?", output):
+        assert f"{count} bytes{rounded}" == sized(int(count))
 
 
 @pytest.mark.parametrize(
-    ("count", "said"),
+    ("count", "printed"),
     [
         (0, "0 bytes"),
         (999, "999 bytes"),
@@ -71,8 +71,8 @@ def test_bytes_are_printed_exactly_and_with_a_unit(folder):
         (1_234 * 10**12, "1234000000000000 bytes (1.23e+03 TB)"),
     ],
 )
-def test_sizes_have_three_digits(count, said):
-    assert sized(count) == said
+def test_sizes_have_three_digits(count, printed):
+    assert sized(count) == printed
 
 
 def test_json_has_the_same_in_numbers(folder):
@@ -80,17 +80,17 @@ def test_json_has_the_same_in_numbers(folder):
     ran = kvcellar("doctor", path, "--json", "--no-kv-quality", *SMALL)
     assert ran.code == 0
     (line,) = ran.out.splitlines()
-    said = json.loads(line)
+    report = json.loads(line)
     with Engine(path, **SMALL_ENGINE) as engine:
         stats = engine.stats()
-    assert said["architecture"] == "GptOssForCausalLM"
-    assert (said["mode"], said["context"], said["vocab_size"]) == ("flat", 256, 101)
-    assert said["difference"] <= said["bound"]
-    assert said["cache_bytes"] == stats.cache_bytes <= 10**6
-    assert [(g["name"], g["layers"], g["cells"]) for g in said["groups"]] == [
+    assert report["architecture"] == "GptOssForCausalLM"
+    assert (report["mode"], report["context"], report["vocab_size"]) == ("flat", 256, 101)
+    assert report["difference"] <= report["bound"]
+    assert report["cache_bytes"] == stats.cache_bytes <= 10**6
+    assert [(g["name"], g["layers"], g["cells"]) for g in report["groups"]] == [
         (group.name, group.layers, group.cells) for group in stats.groups
     ]
-    assert said["bytes_per_token"] == sum(group["bytes_per_cell"] for group in said["groups"])
+    assert report["bytes_per_token"] == sum(group["bytes_per_cell"] for group in report["groups"])
 
 
 def test_the_reason_for_solo_is_printed(folder):
@@ -101,36 +101,36 @@ def test_the_reason_for_solo_is_printed(folder):
 
 
 def test_an_attention_backend_can_be_named(folder):
-    said = json.loads(
+    report = json.loads(
         kvcellar("doctor", folder("llama"), "--json", "--no-kv-quality", "--attention", "reference", *SMALL).out
     )
-    assert [group["backend"] for group in said["groups"]] == ["reference"]
+    assert [group["backend"] for group in report["groups"]] == ["reference"]
 
 
-@pytest.mark.parametrize("asked", [(), ("--attention", "reference"), ("--kv-dtype", "int8")])
-def test_every_backend_is_listed_for_every_group(folder, monkeypatch, asked):
+@pytest.mark.parametrize("options", [(), ("--attention", "reference"), ("--kv-dtype", "int8")])
+def test_every_backend_is_listed_for_every_group(folder, monkeypatch, options):
     class Picky(Reference):
         name = "picky"
 
-        def refuse(self, ask):
-            return f"{ask.kv_heads} KV heads are too few"
+        def refuse(self, spec):
+            return f"{spec.kv_heads} KV heads are too few"
 
     every = (*choose.backends(), Picky())  # after the one that is chosen
     monkeypatch.setattr(choose, "backends", lambda: every)
     monkeypatch.setattr(diagnosis, "backends", lambda: every)
     path = folder("gemma3")
-    said = json.loads(kvcellar("doctor", path, "--json", "--no-kv-quality", *asked, *SMALL).out)
-    told = kvcellar("doctor", path, "--no-kv-quality", *asked, *SMALL).out
-    assert len(said["groups"]) == 2
-    for group in said["groups"]:
+    report = json.loads(kvcellar("doctor", path, "--json", "--no-kv-quality", *options, *SMALL).out)
+    output = kvcellar("doctor", path, "--no-kv-quality", *options, *SMALL).out
+    assert len(report["groups"]) == 2
+    for group in report["groups"]:
         assert list(group["verdicts"]) == [backend.name for backend in every]
         assert (group["verdicts"]["sdpa"], group["verdicts"]["reference"]) == (None, None)
         assert "KV heads are too few" in group["verdicts"]["picky"]
         first = next(name for name, refused in group["verdicts"].items() if refused is None)
-        assert group["backend"] == ("reference" if "--attention" in asked else first)
-    able = sum(verdict is None for verdict in said["groups"][0]["verdicts"].values())
+        assert group["backend"] == ("reference" if "--attention" in options else first)
+    able = sum(verdict is None for verdict in report["groups"][0]["verdicts"].values())
     counts = {"    picky: refused: ": 2, ": chosen\n": 2, ": supported\n": 2 * (able - 1)}
-    assert {words: told.count(words) for words in counts} == counts
+    assert {words: output.count(words) for words in counts} == counts
 
 
 @pytest.mark.parametrize("form", [(), ("--json",)])
@@ -155,35 +155,35 @@ def test_missing_weights_are_refused(folder):
 
 
 def test_context_shift_of_recurrent_models_recomputes(monkeypatch):
-    asked = []
-    monkeypatch.setattr(diagnosis, "backends", lambda: asked.append(1) or choose.backends())
+    calls = []
+    monkeypatch.setattr(diagnosis, "backends", lambda: calls.append(1) or choose.backends())
     given = diagnosis.Settings(cache_bytes=10**6, threads=1)
     found = diagnosis.diagnose(ARCHS["lfm3"].build(), given, kv_quality=False)
     assert len(found.groups) == 2
-    assert len(asked) == 1, "each list of backends looks for a compiler again"
+    assert len(calls) == 1, "each list of backends looks for a compiler again"
     (shift,) = (note for note in found.notes if note.startswith("context shift"))
-    assert "by reading again" in shift
+    assert "by recomputing" in shift
     assert "recurrent layers" in shift
 
 
 def test_bytes_of_recurrent_state_are_per_sequence(folder):
     small = ("--cache-bytes", "1M", "--context", "64", "--step-tokens", "32", "--max-sequences", "64")
     path = folder("mamba2")
-    said = json.loads(kvcellar("doctor", path, "--json", *small).out)
-    rows = said["recurrent"]
-    assert rows["bytes"] == (rows["rows"] + 1) * rows["bytes_per_row"] == said["cache_bytes"]
-    assert 0 < said["sequences"] < 64
-    told = kvcellar("doctor", path, *small).out
-    assert f"{sized(rows['bytes_per_row'])} per sequence of any length" in told
-    assert f"{said['sequences']} sequences of any length fit" in told
-    assert f"{said['sequences']} answers at once, not 64" in told
-    assert "per token" not in told
+    report = json.loads(kvcellar("doctor", path, "--json", *small).out)
+    rows = report["recurrent"]
+    assert rows["bytes"] == (rows["rows"] + 1) * rows["bytes_per_row"] == report["cache_bytes"]
+    assert 0 < report["sequences"] < 64
+    output = kvcellar("doctor", path, *small).out
+    assert f"{sized(rows['bytes_per_row'])} per sequence of any length" in output
+    assert f"{report['sequences']} sequences of any length fit" in output
+    assert f"{report['sequences']} completions at once, not 64" in output
+    assert "per token" not in output
 
 
 def test_a_solo_model_uses_its_own_attention(folder):
     path = folder("bloom")
-    told = kvcellar("doctor", path, "--no-kv-quality", *SMALL).out
-    assert "attention by the model itself" in told
-    assert ": chosen" not in told
-    said = json.loads(kvcellar("doctor", path, "--json", "--no-kv-quality", *SMALL).out)
-    assert [group["backend"] for group in said["groups"]] == [None]
+    output = kvcellar("doctor", path, "--no-kv-quality", *SMALL).out
+    assert "attention by the model itself" in output
+    assert ": chosen" not in output
+    report = json.loads(kvcellar("doctor", path, "--json", "--no-kv-quality", *SMALL).out)
+    assert [group["backend"] for group in report["groups"]] == [None]

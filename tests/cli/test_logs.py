@@ -134,8 +134,8 @@ def one_request(monkeypatch, path: str) -> Iterator[None]:
     def run(engine, settings, *, listener, ready, signalled):
         with Server(engine, settings, listener=listener) as server, httpx.Client(base_url=server.url) as client:
             ready(server.url)
-            asked = {"model": engine.model.name, "prompt": "my secret prompt", "max_tokens": 4}
-            client.post("/v1/completions", json=asked, headers={"x-request-id": "mine-1"})
+            body = {"model": engine.model.name, "prompt": "my secret prompt", "max_tokens": 4}
+            client.post("/v1/completions", json=body, headers={"x-request-id": "mine-1"})
             client.get(path)
 
     monkeypatch.setattr("kvcellar.cli.serve.Engine", lambda model, **settings: Served())
@@ -145,11 +145,11 @@ def one_request(monkeypatch, path: str) -> Iterator[None]:
 
 def test_each_request_has_a_line(monkeypatch):
     with one_request(monkeypatch, "/nowhere%0a%1b[31m%20200%20ok"):
-        said = kvcellar("serve", "--port", "0").err
-    assert "secret" not in said
-    refused, served = sorted((line for line in said.splitlines() if HEAD.match(line)), key=lambda line: "POST" in line)
-    told = "mine-1: POST /v1/completions 200 ok prompt_tokens=16 cached_tokens=0 completion_tokens=4 ms="
-    assert told in served
+        log = kvcellar("serve", "--port", "0").err
+    assert "secret" not in log
+    refused, served = sorted((line for line in log.splitlines() if HEAD.match(line)), key=lambda line: "POST" in line)
+    expected = "mine-1: POST /v1/completions 200 ok prompt_tokens=16 cached_tokens=0 completion_tokens=4 ms="
+    assert expected in served
     assert ": GET /nowhere%0A%1B%5B31m%20200%20ok 404 not_found prompt_tokens=- " in refused
 
 
@@ -180,5 +180,5 @@ def test_as_json_each_line_is_an_object(monkeypatch):
 @pytest.mark.parametrize(("level", "lines"), [("info", 2), ("warning", 0)])
 def test_the_level_decides_whether_requests_are_logged(monkeypatch, level, lines):
     with one_request(monkeypatch, "/health"):
-        said = kvcellar("serve", "--port", "0", "--log-level", level).err
-    assert len([line for line in said.splitlines() if HEAD.match(line)]) == lines
+        log = kvcellar("serve", "--port", "0", "--log-level", level).err
+    assert len([line for line in log.splitlines() if HEAD.match(line)]) == lines

@@ -48,15 +48,15 @@ def test_json_output(engine):
     ran = kvcellar("run", "embedded", "import os", "--json", "--max-tokens", "5", *GREEDY)
     assert (ran.code, ran.err) == (0, "")
     (line,) = ran.out.splitlines()
-    said = json.loads(line)
+    record = json.loads(line)
     own = engine.chat(user("import os"), max_tokens=5, temperature=0.0)
-    assert said["text"] == own.text
-    assert said["token_ids"] == list(own.token_ids)
-    assert said["finish_reason"] == own.finish_reason
+    assert record["text"] == own.text
+    assert record["token_ids"] == list(own.token_ids)
+    assert record["finish_reason"] == own.finish_reason
     usage = own.usage
-    assert said["usage"] == {"prompt_tokens": usage.prompt_tokens, "cached_tokens": 0, "completion_tokens": 5}
-    assert set(said["timings"]) == {"queued", "first_token", "decoding"}
-    assert said["logprobs"] is None
+    assert record["usage"] == {"prompt_tokens": usage.prompt_tokens, "cached_tokens": 0, "completion_tokens": 5}
+    assert set(record["timings"]) == {"queued", "first_token", "decoding"}
+    assert record["logprobs"] is None
 
 
 def test_json_output_with_logprobs(engine):
@@ -76,21 +76,21 @@ def test_token_ids_for_a_model_without_a_tokenizer(tmp_path, monkeypatch):
     first = " ".join(map(str, own.token_ids)) + "\n"
     assert kvcellar("run", str(tmp_path), "5 6,7", "--ids", *words).out == first
     assert kvcellar("run", str(tmp_path), "--ids", *words, stdin=b"[5, 6, 7]\n").out == first
-    said = json.loads(kvcellar("run", str(tmp_path), "5 6 7", "--ids", "--json", *words).out)
-    assert (said["text"], said["token_ids"]) == ("", list(own.token_ids))
+    record = json.loads(kvcellar("run", str(tmp_path), "5 6 7", "--ids", "--json", *words).out)
+    assert (record["text"], record["token_ids"]) == ("", list(own.token_ids))
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     talk = kvcellar("run", str(tmp_path), "--ids", *words, typed="5 6 7\rfive\r8\r/bye\r")
     assert "a completion model, in token ids" in talk.out
     (begun, *_), (more, cached, prompt) = re.findall(r"^(\d[\d ]*\n).* (\d+) of (\d+) prompt tokens", talk.out, re.M)
     assert begun == first
-    assert (len(more.split()), cached, prompt) == (6, "8", "10"), "it goes on from what was read and said"
+    assert (len(more.split()), cached, prompt) == (6, "8", "10"), "it continues the prompt and the completion"
     assert "like 12 7 99, not 'five'" in talk.err
 
     for ran in (kvcellar("run", str(tmp_path), "hello", *words), kvcellar("run", str(tmp_path), *words, typed="")):
         assert (ran.code, ran.out) == (1, "")
         assert "this model has no tokenizer" in ran.err
-        assert "The reason: the directory has no tokenizer. With --ids, prompt and answer are token ids." in ran.err
+        assert "The reason: the directory has no tokenizer. With --ids, prompt and completion are token ids." in ran.err
 
 
 def test_sampling_options_are_used(engine):
@@ -135,15 +135,15 @@ def test_sampling_options_are_used(engine):
     ids=lambda x: x[0] if isinstance(x, tuple) and isinstance(x[0], str) else "",
 )
 def test_every_option_of_sampling_reaches_the_engine(monkeypatch, words, field, value):
-    asked, honest = [], Engine.submit
+    params_seen, honest = [], Engine.submit
 
     def submit(self, ids, params, **others):
-        asked.append(params)
+        params_seen.append(params)
         return honest(self, ids, params, **others)
 
     monkeypatch.setattr(Engine, "submit", submit)
     assert kvcellar("run", "embedded", "import os", "--json", "--max-tokens", "9", *words, *GREEDY).code == 0
-    (params,) = asked
+    (params,) = params_seen
     assert getattr(params, field) == value
 
 
@@ -290,7 +290,7 @@ def test_wrong_usage_has_exit_code_2(words):
 
 
 @pytest.mark.parametrize(
-    ("said", "size"),
+    ("text", "size"),
     [
         ("800", 800),
         ("8k", 8000),
@@ -302,10 +302,10 @@ def test_wrong_usage_has_exit_code_2(words):
         ("3B", 3),
     ],
 )
-def test_forms_of_sizes(said, size):
+def test_forms_of_sizes(text, size):
     from kvcellar.cli.options import Size
 
-    assert Size().convert(said, None, None) == size
+    assert Size().convert(text, None, None) == size
 
 
 @pytest.mark.parametrize("words", [(), ("--help",), ("run", "--help"), ("serve", "--help"), ("doctor", "--help")])

@@ -17,18 +17,18 @@ def test_serve_prints_its_address_and_ends_on_a_signal(tmp_path, word):
     process = started(tmp_path, "serve", "--port", "0", *ENGINE)
     assert process.stderr is not None
     try:
-        said = ""
-        while not (found := re.search(r"Serving embedded at (http://127\.0\.0\.1:\d+)/v1", said)):
+        output = ""
+        while not (found := re.search(r"Serving embedded at (http://127\.0\.0\.1:\d+)/v1", output)):
             line = process.stderr.readline()
-            assert line, said
-            said += line
-        assert re.match(r"embedded: \d+ tokens in \d+ bytes", said)
+            assert line, output
+            output += line
+        assert re.match(r"embedded: \d+ tokens in \d+ bytes", output)
         with httpx.Client(base_url=found[1], trust_env=False, timeout=60) as client:
             assert client.get("/health").status_code == 200
             assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["embedded"]
-            asked = {"model": "embedded", "prompt": "import os", "max_tokens": 3}
-            answer = client.post("/v1/completions", json=asked).json()
-            assert answer["usage"]["completion_tokens"] == 3
+            body = {"model": "embedded", "prompt": "import os", "max_tokens": 3}
+            response = client.post("/v1/completions", json=body).json()
+            assert response["usage"]["completion_tokens"] == 3
         process.send_signal(word)
         out, err = process.communicate(timeout=120)
     finally:
@@ -53,14 +53,14 @@ def refused_before_a_model_is_loaded(monkeypatch, *words: str) -> str:
 def test_a_port_in_use_is_refused_before_a_model_is_loaded(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        said = refused_before_a_model_is_loaded(monkeypatch, "--port", port)
-    assert "Invalid value for '--port': cannot listen on 127.0.0.1" in said
-    assert "Address already in use" in said
+        output = refused_before_a_model_is_loaded(monkeypatch, "--port", port)
+    assert "Invalid value for '--port': cannot listen on 127.0.0.1" in output
+    assert "Address already in use" in output
 
 
 def test_a_key_file_without_keys_is_refused_before_a_model_is_loaded(monkeypatch, tmp_path):
     (tmp_path / "keys.txt").write_text("\n  \n")
-    said = refused_before_a_model_is_loaded(monkeypatch, "--port", "0", "--api-key-file", str(tmp_path / "keys.txt"))
-    assert "keys.txt has no key" in " ".join(said.split())
+    output = refused_before_a_model_is_loaded(monkeypatch, "--port", "0", "--api-key-file", str(tmp_path / "keys.txt"))
+    assert "keys.txt has no key" in " ".join(output.split())
     monkeypatch.setenv("KVCELLAR_API_KEY", "")
     assert "is set but empty" in refused_before_a_model_is_loaded(monkeypatch, "--port", "0")

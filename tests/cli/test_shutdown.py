@@ -71,9 +71,9 @@ def test_the_second_signal_ends_the_process_at_once(number):
     with stuck("--drain-timeout", "1000") as process:
         port = until_it_serves(process)
         with socket.create_connection(("127.0.0.1", port)) as running:
-            asked = b'{"model":"cellar/fake-1","prompt":"x","max_tokens":19000,"ignore_eos":true,"stream":true}'
+            body = b'{"model":"cellar/fake-1","prompt":"x","max_tokens":19000,"ignore_eos":true,"stream":true}'
             running.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
-            running.sendall(b"Content-Length: %d\r\n\r\n%b" % (len(asked), asked))
+            running.sendall(b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
             assert running.recv(1)
             process.send_signal(number)
             while listens(port):

@@ -68,10 +68,10 @@ def test_json_has_the_same_in_numbers(folder: Callable[[str], str]) -> None:
     ran = verified(folder("lfm2"), "--json", "--tokens", "20", "--seed", "3")
     assert ran.code == 0
     (line,) = ran.out.splitlines()
-    said = json.loads(line)
-    assert (said["holds"], said["promised"], said["tokens"], said["seed"]) == (True, True, 20, 3)
-    assert {check["name"] for check in said["checks"]} == NAMES
-    resumption = next(check for check in said["checks"] if check["name"] == "resumption")
+    report = json.loads(line)
+    assert (report["holds"], report["promised"], report["tokens"], report["seed"]) == (True, True, 20, 3)
+    assert {check["name"] for check in report["checks"]} == NAMES
+    resumption = next(check for check in report["checks"] if check["name"] == "resumption")
     assert (resumption["outcome"], resumption["layers"]) == ("holds", ["conv"])
     assert 0 < resumption["difference"] <= resumption["bound"]
 
@@ -275,14 +275,14 @@ def test_every_fault_is_found_by_its_checks(
     broken_when_adopted(monkeypatch, mutate)
     ran = verified(folder(name), "--json", "--tokens", "40")
     assert (ran.code, ran.err) == (1, "")
-    said = json.loads(ran.out)
-    assert not said["holds"]
-    broken = {check["name"]: check for check in said["checks"] if check["outcome"] == "does not hold"}
+    report = json.loads(ran.out)
+    assert not report["holds"]
+    broken = {check["name"]: check for check in report["checks"] if check["outcome"] == "does not hold"}
     assert broken.keys() == found
     for check in broken.values():
         far = check["difference"] is not None and check["difference"] > 10 * check["bound"]
-        assert far or check["note"], "nobody could say what is wrong"
-        assert not re.search("(Type|Attribute|Name)Error", check["note"]), "the mutation does not do what it says"
+        assert far or check["note"], "there is no reason"
+        assert not re.search("(Type|Attribute|Name)Error", check["note"]), "the mutation itself is wrong"
 
 
 def test_a_fault_is_described_in_one_line(folder: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The shipped demo model: it loads, it is what its card says, its tokenizer keeps every byte, and it has learned."""
+"""The shipped demo model: it loads, it agrees with its card, its tokenizer keeps every byte, and it has learned."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from scripts.embedded_trainer.card import render
 from scripts.embedded_trainer.corpus import Source
 from scripts.embedded_trainer.network import Network, Shape, count_parameters, hf_config, initial_weights, weight_shapes
 
-# written for this test, so nobody's training text
+# written for this test, so not part of any training text
 UNSEEN = '''\
 import json
 import os
@@ -82,7 +82,7 @@ def test_weights_are_the_shapes_in_bfloat16(shape: Shape) -> None:
     assert all(bool(weight.isfinite().all()) for weight in found.values())
 
 
-def test_card_says_what_the_record_says() -> None:
+def test_card_agrees_with_the_record() -> None:
     assert (embedded.path() / "CARD.md").read_text() == render(read_json("manifest.json"))
 
 
@@ -168,17 +168,17 @@ messages = st.lists(
 )
 
 
-@given(talk=messages, answer=st.text("a(: \n", max_size=12), more=messages)
+@given(talk=messages, completion=st.text("a(: \n", max_size=12), more=messages)
 def test_a_conversation_s_prompt_and_answer_are_the_first_tokens_of_the_next_prompt(
-    tokenizer: PreTrainedTokenizerFast, talk: list[dict[str, str]], answer: str, more: list[dict[str, str]]
+    tokenizer: PreTrainedTokenizerFast, talk: list[dict[str, str]], completion: str, more: list[dict[str, str]]
 ) -> None:
     def prompt(conversation: list[dict[str, str]]) -> list[int]:
         text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
         assert isinstance(text, str)
         return ids(tokenizer, text)
 
-    known = prompt(talk) + ids(tokenizer, answer)
-    assert prompt([*talk, {"role": "assistant", "content": answer}, *more])[: len(known)] == known
+    known = prompt(talk) + ids(tokenizer, completion)
+    assert prompt([*talk, {"role": "assistant", "content": completion}, *more])[: len(known)] == known
 
 
 def test_chat_is_text_set_one_under_the_other(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -207,7 +207,7 @@ def test_column_zero_is_where_lines_without_indent_begin(prepared: Prepared) -> 
         ('"""The copyright of a file."""', False),
     ],
 )
-def test_files_with_somebody_else_s_notice_are_known(head: str, own: bool) -> None:
+def test_files_with_a_foreign_notice_are_found(head: str, own: bool) -> None:
     assert carries_own_notice(head + "\n\nimport os\n") == own
 
 
@@ -270,8 +270,8 @@ def test_loops_and_bodies_are_recognised() -> None:
     assert not parses("def f():\n", "    return 1\n")
 
 
-def test_the_command_line_knows_its_options() -> None:
-    asked = options("").parse_args(["--arch", "lfm3", "--steps", "7", "--minutes", "1.5"])
-    assert (asked.arch, asked.steps, asked.minutes) == ("lfm3", 7, 1.5)
+def test_the_command_line_has_its_options() -> None:
+    parsed = options("").parse_args(["--arch", "lfm3", "--steps", "7", "--minutes", "1.5"])
+    assert (parsed.arch, parsed.steps, parsed.minutes) == ("lfm3", 7, 1.5)
     with pytest.raises(SystemExit):
         options("").parse_args(["--steps", "0"])

@@ -12,7 +12,7 @@ from kvcellar.cache.cells import Cells
 from kvcellar.cache.storage import Fragments
 from kvcellar.engine.compaction import PASSES, SHORT, Compaction, worth_compacting
 from kvcellar.shapes import StoredAs
-from tests.cache.told import Told
+from tests.cache.tagged import Tagged
 from tests.engine.mixes import small_engine
 from tests.laws.dumb import causal, chunked, kept_as, member, shifting, sliding
 from tests.laws.player import Player
@@ -39,42 +39,42 @@ def test_only_short_runs_that_could_be_fewer_are_worth_it(cells, runs, sequences
     assert worth_compacting(Fragments(cells, runs, sequences, free), settled) == worth
 
 
-def scattered(told: Told, draw: random.Random, sequences: int = 5) -> None:
+def scattered(tagged: Tagged, draw: random.Random, sequences: int = 5) -> None:
     """Sequences that grow in the holes of others, forks among them."""
-    for seq in range(100, 100 + told.memory.storage.capacity()["full"] // 4):
-        told.step({seq: draw.choice([2, 3, 5])} if told.memory.free()["full"] > 4 else {100: 1})
-        if told.memory.free()["full"] < 5:
+    for seq in range(100, 100 + tagged.memory.storage.capacity()["full"] // 4):
+        tagged.step({seq: draw.choice([2, 3, 5])} if tagged.memory.free()["full"] > 4 else {100: 1})
+        if tagged.memory.free()["full"] < 5:
             break
-    there = [seq for seq in told.tokens if seq != 100]
+    there = [seq for seq in tagged.tokens if seq != 100]
     draw.shuffle(there)
     for _ in range(20):
-        while min(told.memory.free().values()) < 2 * sequences:
+        while min(tagged.memory.free().values()) < 2 * sequences:
             gone = there.pop()
-            told.memory.drop(gone)
-            del told.tokens[gone]
-        told.step(dict.fromkeys(range(sequences), 1))
-    told.tokens[50] = told.tokens[0][: told.memory.fork(0, 50, 12)]
+            tagged.memory.drop(gone)
+            del tagged.tokens[gone]
+        tagged.step(dict.fromkeys(range(sequences), 1))
+    tagged.tokens[50] = tagged.tokens[0][: tagged.memory.fork(0, 50, 12)]
     for seq in [*there, 100]:
-        told.memory.drop(seq)
-        del told.tokens[seq]
+        tagged.memory.drop(seq)
+        del tagged.tokens[seq]
 
 
 @law
 @given(st.integers(0, 10**6))
 def test_every_piece_leaves_memory_as_it_was_and_the_last_leaves_long_runs(seed: int) -> None:
-    told = Told(Sdpa(), 320, names=["full", "window", "chunk"])
-    scattered(told, random.Random(seed))
-    before, most = told.memory.storage.fragments()["full"], told.memory.storage.piece("full")
-    compaction, moved = Compaction(told.memory.storage), 0
+    tagged = Tagged(Sdpa(), 320, names=["full", "window", "chunk"])
+    scattered(tagged, random.Random(seed))
+    before, most = tagged.memory.storage.fragments()["full"], tagged.memory.storage.piece("full")
+    compaction, moved = Compaction(tagged.memory.storage), 0
     while compaction.compact_some():
         assert 0 <= compaction.moved - moved <= most
         moved = compaction.moved
-        told.check()
-    after = told.memory.storage.fragments()["full"]
+        tagged.check()
+    after = tagged.memory.storage.fragments()["full"]
     assert (after.cells, after.tables) == (before.cells, before.tables)
     assert after.runs <= after.tables + 1 or not worth_compacting(before, 0), "a fork has a run of its own behind"
-    assert moved <= PASSES * sum(found.cells for found in told.memory.storage.fragments().values())
-    with nothing_changes(told.memory):
+    assert moved <= PASSES * sum(found.cells for found in tagged.memory.storage.fragments().values())
+    with nothing_changes(tagged.memory):
         assert not compaction.compact_some(), "what was compacted is not compacted again"
 
 

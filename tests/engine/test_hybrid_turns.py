@@ -35,14 +35,14 @@ def scarce(monkeypatch):
 def test_a_conversation_is_read_about_as_little_as_who_knows_its_future_would(scarce, name, checkpoints, of_tokens):
     with scarce(name, checkpoints) as engine:
         with engine.session(chat=False) as session:
-            turns = play(session, Script(start=100, user=10, answer=4))
+            turns = play(session, Script(start=100, user=10, completion=4))
             engine.check()
         found = reads(turns, checkpoints=checkpoints, step_tokens=PIECE)
         assert found.ours <= 1.02 * found.ideal, found
         assert found.ours <= of_tokens * found.by_token, found
         for turn in turns:
-            cold = engine.generate(turn.prompt, max_tokens=len(turn.answer), **GREEDY)
-            assert (cold.token_ids, cold.usage.cached_tokens) == (turn.answer, 0)
+            cold = engine.generate(turn.prompt, max_tokens=len(turn.completion), **GREEDY)
+            assert (cold.token_ids, cold.usage.cached_tokens) == (turn.completion, 0)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -173,6 +173,6 @@ def test_who_knows_the_future_does_as_well_as_who_tries_everything(seed):
     for _ in range(5):
         prompt = (*text[: draw.randint(0, len(text))], *(draw.randrange(3) for _ in range(draw.randint(1, 4))))
         turns.append(Turn(prompt, 0, tuple(draw.randrange(3) for _ in range(draw.randint(1, 3)))))
-        text = (*prompt, *turns[-1].answer)
+        text = (*prompt, *turns[-1].completion)
     for checkpoints in (1, 2, 3):
         assert ideal(turns, checkpoints=checkpoints, step_tokens=3) == dumb(turns, checkpoints, 3)

@@ -1,4 +1,4 @@
-"""On a CUDA device: engines say what transformers says there, and take what they said they would.
+"""On a CUDA device: engines generate what transformers does, and use no more memory than reported.
 
 In float32 without TF32, so that what is compared is the memory and not the rounding. A token counts as the one that
 transformers would take if its score is the best or as good as that: ties of random networks fall either way.
@@ -51,14 +51,16 @@ def own_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
     return model(input_ids=torch.tensor([list(tokens)], device="cuda"), use_cache=False).logits[0].float()
 
 
-def assert_greedy(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> None:
-    logits = own_logits(model, [*prompt, *answer])[len(prompt) - 1 : -1]
-    behind = logits.amax(-1) - logits[torch.arange(len(answer), device="cuda"), torch.tensor(answer, device="cuda")]
+def assert_greedy(model: PreTrainedModel, prompt: Sequence[int], completion: Sequence[int]) -> None:
+    logits = own_logits(model, [*prompt, *completion])[len(prompt) - 1 : -1]
+    behind = (
+        logits.amax(-1) - logits[torch.arange(len(completion), device="cuda"), torch.tensor(completion, device="cuda")]
+    )
     assert float(behind.max()) <= 2 * BOUND * max(1.0, float(logits.abs().max()))
 
 
 @pytest.mark.parametrize("name", [*FLAT, *SOLO, *HYBRID])
-def test_an_engine_says_what_transformers_says(name: str) -> None:
+def test_an_engine_generates_what_transformers_does(name: str) -> None:
     reference = on_cuda(name)
     with Engine(on_cuda(name), **SMALL) as engine:
         assert engine.model.device.startswith("cuda")
@@ -75,10 +77,10 @@ def test_an_engine_says_what_transformers_says(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "lfm2"])
 def test_a_draw_depends_on_its_seed_and_not_on_its_company(name: str) -> None:
-    asked: dict[str, Any] = {"max_tokens": 12, "seed": 5, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.1}
+    sampling: dict[str, Any] = {"max_tokens": 12, "seed": 5, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.1}
     with Engine(on_cuda(name), **SMALL) as engine:
-        alone = engine.generate(PROMPTS[0], **asked)
-        assert engine.generate([PROMPTS[1], PROMPTS[0]], **asked)[1].token_ids == alone.token_ids
+        alone = engine.generate(PROMPTS[0], **sampling)
+        assert engine.generate([PROMPTS[1], PROMPTS[0]], **sampling)[1].token_ids == alone.token_ids
 
 
 @pytest.mark.parametrize("name", ["gemma3", "bloom", "lfm2"])
@@ -119,7 +121,7 @@ def test_what_is_stored_in_fewer_bits_is_read_as_on_a_cpu(name: str, way: str) -
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
-def test_compaction_and_resizing_change_nobodys_tokens(name: str) -> None:
+def test_compaction_and_resizing_change_no_tokens(name: str) -> None:
     guest, reference = build_guest(on_cuda(name), backends()), on_cuda(name)
     memory = small_memory(guest, 60)
     for at in range(0, 16, 4):

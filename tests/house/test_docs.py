@@ -75,8 +75,8 @@ def test_commands_exist(fence):
 def commands_of(text: str) -> Iterator[tuple[str, str, list[str]]]:
     """Program, verb and options of each call of make or kvcellar."""
     for line in text.splitlines():
-        spoken = line.partition(" #")[0]
-        for found in re.finditer(r"(?:^|[\s/|])(make|kvcellar) +([a-z][a-z-]*)([^|]*)", spoken):
+        command = line.partition(" #")[0]
+        for found in re.finditer(r"(?:^|[\s/|])(make|kvcellar) +([a-z][a-z-]*)([^|]*)", command):
             yield found[1], found[2], re.findall(r"(?<=\s)--[a-z][a-z-]*", found[3])
 
 
@@ -118,6 +118,6 @@ def test_the_readme_is_short_and_counts_models_as_the_table_does():
 @cache
 def help_of(verb: str) -> str:
     """The output of `kvcellar COMMAND --help`."""
-    told = CliRunner().invoke(cli, [verb, "--help"])
-    assert told.exit_code == 0, f"kvcellar {verb}: {told.output}"
-    return told.output
+    result = CliRunner().invoke(cli, [verb, "--help"])
+    assert result.exit_code == 0, f"kvcellar {verb}: {result.output}"
+    return result.output

@@ -1,4 +1,4 @@
-"""How many files of the package one generate runs code of: what a reader has to know to follow a token."""
+"""How many files of the package one generate runs code of: what a reader has to read to follow a token."""
 
 import sys
 import threading

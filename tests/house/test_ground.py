@@ -38,7 +38,7 @@ def test_fails_although_the_refusal_is_swallowed():
             pass
 
 
-def test_fails_at_a_server_that_everybody_reaches():
+def test_fails_at_a_server_on_all_addresses():
     with socket.create_server(("0.0.0.0", 0)):
         pass
 
@@ -49,7 +49,7 @@ def test_fails_at_a_far_name():
 
 @pytest.mark.slow
 def test_skips():
-    raise AssertionError("slow tests wait until they are asked for")
+    raise AssertionError("slow tests run only with --long")
 
 
 @pytest.mark.parametrize("again", range(2))

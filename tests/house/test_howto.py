@@ -2,7 +2,7 @@
 
 In that directory `my-model` is a model (the embedded one). `kvcellar` and `python -m` run in this process. A server
 that `kvcellar serve ... &` starts serves the rest of the page, at the address that the page names. A command that
-should fail says so in a comment, `# exit code 2`. What cannot run here has a line before it, `*Not run by the tests: it
+should fail has a comment, `# exit code 2`. What cannot run here has a line before it, `*Not run by the tests: it
 needs X.*`, and contains the command of X.
 """
 
@@ -122,12 +122,12 @@ def play(text: str, page: Page) -> int:
             page.shell(code)
             ran += 1
         else:
-            assert language in SHOWN, f"a fence of {language!r} neither runs nor says why it cannot"
+            assert language in SHOWN, f"a fence of {language!r} neither runs nor has a reason"
     return ran
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
-def test_what_a_page_says_to_run_runs(path, page):
+def test_the_commands_of_a_page_run(path, page):
     assert play(path.read_text(), page), "nothing on this page runs"
 
 

@@ -13,7 +13,7 @@ SRC = Path(kvcellar.__file__).parent
 
 
 def packages_with_names() -> list[str]:
-    """Every package of ours that says `__all__`."""
+    """Every package of kvcellar with `__all__`."""
     found = []
     for file in sorted(SRC.rglob("__init__.py")):
         targets = [t for n in ast.parse(file.read_text()).body if isinstance(n, ast.Assign) for t in n.targets]
@@ -37,7 +37,7 @@ def test_what_is_visible_is_what_is_listed():
     assert seen - theirs <= set(kvcellar.__all__)
 
 
-def test_an_unknown_name_is_told_which_there_are():
+def test_the_error_for_an_unknown_name_lists_all_names():
     with pytest.raises(AttributeError, match=r"no public name 'Motor'.*Engine"):
         kvcellar.Motor  # noqa: B018
 

@@ -38,7 +38,7 @@ def test_functions_that_sample_say_which_options_there_are(function: Any) -> Non
     assert inspect.signature(function).parameters["sampling"].annotation == Unpack[SamplingOptions]
 
 
-def test_an_engine_says_which_options_there_are() -> None:
+def test_the_error_of_an_engine_lists_its_options() -> None:
     assert inspect.signature(Engine).parameters["settings"].annotation == Unpack[EngineOptions]
 
 

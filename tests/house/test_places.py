@@ -1,4 +1,4 @@
-"""Files of ours go below the user's directories, whatever the environment says: never into the working directory, and
+"""Files of kvcellar are below the user's directories, in any environment: never into the working directory, and
 never to the root."""
 
 import os
@@ -75,7 +75,7 @@ def test_a_home_that_is_not_there_is_refused_and_not_created(tmp_path):
 
 @pytest.mark.parametrize("home", [[], ["HOME="], ["HOME=home"], ["HOME=/"], ["HOME=/nonexistent"]], ids=str)
 def test_no_directory_is_created_in_the_working_directory_or_at_the_root(tmp_path, home):
-    """In a process of its own, whose only home is what the environment says: its user is in no database."""
+    """In a process of its own, whose only home is that of the environment: its user is in no database."""
     source = tmp_path / "source.cpp"
     source.write_text('extern "C" int answer() { return 42; }\n')
     unregistered = f"import pwd\npwd.getpwuid = lambda uid: (_ for _ in ()).throw(KeyError(uid))\n{WATCHED}"

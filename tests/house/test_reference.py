@@ -10,7 +10,7 @@ PAGES = pages()
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_is_what_the_code_says(name):
+def test_a_page_is_up_to_date(name):
     assert (FOLDER / name).read_text() == PAGES[name], "run `make docs`"
 
 
@@ -19,7 +19,7 @@ def test_there_are_no_other_pages():
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_every_row_says_what_it_is(name):
+def test_every_row_has_a_description(name):
     rows = re.findall(r"^\| `.*", PAGES[name], re.M)
     assert rows
     assert [row for row in rows if not row.split(" | ")[-1].strip(" |")] == []

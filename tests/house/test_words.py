@@ -1,4 +1,4 @@
-"""What must not stand in the tree: places of one machine, unsafe loading, globals that change, guessed capabilities."""
+"""What must not be in the tree: paths of one machine, unsafe loading, mutable globals, words for persons about data."""
 
 import ast
 import re
@@ -21,6 +21,7 @@ TEXTS = sorted(
 FOLDERS = ("work", "tmp", "root", "home", "Users", "mnt", "opt", "farm")
 PLACE = re.compile(r"(?<![\w.~<>{}])/(?:" + "|".join(FOLDERS) + r")/[\w.]")
 INDEX = re.compile(r"pyp[i]\.org|pytorc[h]\.org|npmj[s]\.(org|com)|pythonhoste[d]")
+PERSONS = re.compile(r"\b([Nn]obody|[Ss]omebody|[Ww]hoever|[Aa]nybody|[Ee]verybody|lets? go of|of its own accord)\b")
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "shelve", "marshal", "joblib", "cloudpickle"}
 
 
@@ -33,7 +34,7 @@ def unsafe(tree: ast.AST) -> Iterator[tuple[int, str]]:
             case ast.ImportFrom(module=str(module)) if module.split(".")[0] in PICKLES:
                 yield node.lineno, f"imports {module}"
             case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="load")):
-                yield node.lineno, "torch.load runs what a file says"
+                yield node.lineno, "torch.load runs code from a file"
             case ast.Call(func=ast.Name(id="hasattr" | "eval" | "exec" as name)):
                 yield node.lineno, f"{name}()"
             case ast.Global():
@@ -60,7 +61,7 @@ def test_sources_do_without(path):
 
 @pytest.mark.parametrize("path", SOURCES, ids=inside)
 def test_sources_open_with_a_docstring(path):
-    assert ast.get_docstring(ast.parse(path.read_text())), f"{inside(path)} does not say what it is"
+    assert ast.get_docstring(ast.parse(path.read_text())), f"{inside(path)} has no docstring"
 
 
 @pytest.mark.parametrize("pattern", [PLACE, INDEX], ids=["no place of one machine", "no package index"])
@@ -72,6 +73,17 @@ def test_texts_hold(pattern):
         if pattern.search(line)
     ]
     assert not found, "\n".join(found)
+
+
+def test_sources_and_documents_do_not_describe_data_as_persons():
+    found = [
+        f"{inside(path)}:{number}: {line.strip()[:100]}"
+        for path in [*SOURCES, *(ROOT / "docs").rglob("*.md")]
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if PERSONS.search(line)
+    ]
+    assert not found, "\n".join(found)
+    assert PERSONS.search("Nobody reads it")
 
 
 @pytest.mark.parametrize(

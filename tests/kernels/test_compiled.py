@@ -66,8 +66,8 @@ def test_another_source_and_other_words_to_the_compiler_are_another_library(sour
 
 @compiles
 def test_what_does_not_compile_is_said_and_leaves_nothing(source, place) -> None:
-    source.write_text("int answer() { return nobody; }\n")
-    with pytest.raises(NotCompiled, match=r"cannot compile it: .*error: .*nobody"):
+    source.write_text("int answer() { return missing; }\n")
+    with pytest.raises(NotCompiled, match=r"cannot compile it: .*error: .*missing"):
         library(source, place)
     assert kept(place) == []
 
@@ -157,9 +157,9 @@ def test_a_full_disk_is_named_and_leaves_nothing(source, place, monkeypatch, cal
 
 
 def test_a_compiler_without_space_is_said_to_have_none(source, place, tmp_path) -> None:
-    said = "ld: final link failed: No space left on device\\ncollect2: error: ld returned 1 exit status"
-    asked = 'case "$*" in *-dM*) exit 0;; esac'
-    place["CXX"] = script(tmp_path / "full", f"{asked}; printf '{said}' >&2; exit 1")
+    stderr = "ld: final link failed: No space left on device\\ncollect2: error: ld returned 1 exit status"
+    probe = 'case "$*" in *-dM*) exit 0;; esac'
+    place["CXX"] = script(tmp_path / "full", f"{probe}; printf '{stderr}' >&2; exit 1")
     with pytest.raises(NotCompiled, match="full cannot compile it: no space left on the disk"):
         library(source, place)
 
@@ -180,11 +180,11 @@ def test_a_directory_that_is_read_only_serves_what_it_has(source, place, monkeyp
 
 @compiles
 def test_processes_that_compile_at_the_same_time_all_get_a_whole_library(source, place) -> None:
-    ask = "from pathlib import Path; import os, sys; from kvcellar.kernels.compiled import library; " + (
+    code = "from pathlib import Path; import os, sys; from kvcellar.kernels.compiled import library; " + (
         "sys.stdin.read(); assert library(Path(sys.argv[1]), os.environ).answer() == 42"
     )
     environment = {**place, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", ask, str(source)]
+    command = [sys.executable, "-c", code, str(source)]
     processes = [subprocess.Popen(command, env=environment, stdin=subprocess.PIPE) for _ in range(3)]
     for process in processes:
         assert process.stdin is not None

@@ -1,4 +1,4 @@
-"""A packed linear layer answers what the plain one does, the plain weight is gone, and oneDNN compiles few kernels."""
+"""A packed linear layer returns what the plain one does, the plain weight is gone, and oneDNN compiles few kernels."""
 
 import random
 import weakref
@@ -32,7 +32,7 @@ def stack(dtype: torch.dtype, *layers: nn.Module) -> nn.Sequential:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize(("inner", "outer"), [(64, 96), (17, 33), (5, 1), (130, 7)])
-def test_packed_answers_what_plain_does(inner: int, outer: int, bias: bool, dtype: torch.dtype):
+def test_packed_equals_plain(inner: int, outer: int, bias: bool, dtype: torch.dtype):
     if not supported(dtype):
         pytest.skip(f"oneDNN has no {dtype} here")
     model = stack(dtype, nn.Linear(inner, outer, bias=bias))
@@ -75,7 +75,7 @@ def test_few_rows_are_padded_little():
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-def test_any_number_of_rows_is_a_few_shapes_to_onednn_and_answers_as_before(bias: bool):
+def test_any_number_of_rows_is_few_shapes_for_onednn_with_the_same_results(bias: bool):
     model = stack(torch.float32, nn.Linear(24, 40, bias=bias))
     plain = [part.clone() for part in model.parameters()]
     assert pack(model).layers == 1
@@ -101,7 +101,7 @@ def test_rows_do_not_hear_of_the_padding_beside_them():
         assert model(x).isfinite().all()
 
 
-def test_an_engine_calls_onednn_with_few_shapes_whatever_it_is_asked():
+def test_an_engine_calls_onednn_with_few_shapes():
     config = LlamaConfig(
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512,
@@ -164,7 +164,7 @@ class Strange(Tensor):
     """As libraries that quantise have: its elements need not be where they seem to be."""
 
 
-def test_what_is_not_packed_says_why():
+def test_layers_that_are_not_packed_have_a_reason():
     model = nn.ModuleDict(
         {
             "narrow": nn.Linear(4, 4).half(),
@@ -190,7 +190,7 @@ def test_what_is_not_packed_says_why():
     assert all(packing.kept.values())
 
 
-def test_layer_that_answers_wrongly_stays_plain(monkeypatch: pytest.MonkeyPatch):
+def test_layer_with_wrong_results_stays_plain(monkeypatch: pytest.MonkeyPatch):
     real = torch.ops.mkldnn._reorder_linear_weight
     for wrong in (lambda w, n: real(-w, n), lambda w, n: real(w * torch.nan, n)):
         with monkeypatch.context() as patch:
@@ -202,7 +202,7 @@ def test_layer_that_answers_wrongly_stays_plain(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_packed_network_is_adopted_and_says_the_same(tied: bool, dtype: torch.dtype):
+def test_a_guest_of_a_packed_network_gives_the_same_logits(tied: bool, dtype: torch.dtype):
     if not supported(dtype):
         pytest.skip(f"oneDNN has no {dtype} here")
     config = LlamaConfig(

@@ -1,4 +1,4 @@
-"""A linear layer that widens its bfloat16 weights answers what float32 does, rounded once, and leaves them where they
+"""A linear layer that widens its bfloat16 weights returns what float32 does, rounded once, and leaves them where they
 are."""
 
 import os
@@ -59,9 +59,7 @@ def close(got: Tensor, wanted: Tensor) -> bool:
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize(("inner", "outer"), [(64, 96), (17, 33), (5, 1), (130, 7), (1, 4), (3000, 11)])
-def test_it_answers_what_float32_does_however_many_rows_there_are(
-    kernel: Kernel, inner: int, outer: int, bias: bool
-) -> None:
+def test_it_equals_float32_for_any_number_of_rows(kernel: Kernel, inner: int, outer: int, bias: bool) -> None:
     linear = layer(inner, outer, bias=bias)
     ours = WidenedLinear(kernel, linear.weight, linear.bias)
     shapes = [(1,), (2,), (3,), (5,), (8,), (15,), (FEW,), (FEW + 1,), (2, 3), (0,), (1, 0), (1, 2, 3), ()]
@@ -78,7 +76,7 @@ def test_more_outputs_than_a_strip_has_are_all_there(kernel: Kernel, monkeypatch
     assert close(WidenedLinear(kernel, linear.weight, linear.bias)(x), exact(linear, x))
 
 
-def test_a_row_answers_the_same_bits_beside_any_others_and_on_any_threads(kernel: Kernel) -> None:
+def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(kernel: Kernel) -> None:
     linear = layer(301, 5000, bias=True)  # enough weights for more than one thread
     x = rows(13, 301)
     ours = WidenedLinear(kernel, linear.weight, linear.bias)
@@ -114,7 +112,7 @@ def test_where_the_cpu_does_not_need_it_nothing_is_widened(needed: Kernel, monke
     assert (packing.widened, packing.not_widened) == (0, "this CPU multiplies bfloat16 as it is")
 
 
-def test_without_a_compiler_it_says_so_and_goes_on_as_before(tmp_path: Path) -> None:
+def test_without_a_compiler_it_gives_the_reason_and_continues(tmp_path: Path) -> None:
     model = nn.Sequential(layer(8, 8, bias=False))
     x = rows(3, 8)
     wanted = model(x)
@@ -132,7 +130,7 @@ def test_a_weight_stays_where_it_is(needed: Kernel) -> None:
     assert model[0].weight.data_ptr() == weight.data_ptr()
 
 
-def test_a_layer_that_answers_wrongly_stays_plain(needed: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_with_wrong_results_stays_plain(needed: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = Kernel.linear
     monkeypatch.setattr(Kernel, "linear", lambda self, x, weight, bias: -honest(self, x, weight, bias))
     model = nn.Sequential(layer(8, 8, bias=False))

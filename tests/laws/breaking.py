@@ -1,4 +1,4 @@
-"""What goes wrong in the middle of an operation: the n-th time that something is asked for, there is none of it.
+"""Faults in the middle of an operation: the n-th allocation or tensor operation fails.
 
 Counted are the operations of torch, and the calls in which the bookkeeping takes something: cells, tables, what a
 backend prepares.
@@ -21,9 +21,9 @@ ERRORS: tuple[type[BaseException], ...] = (torch.OutOfMemoryError, MemoryError, 
 
 
 class Fault(TorchDispatchMode):
-    """Raises `error` once, at the question number `at` while it is armed; `late`: when torch has done what was asked.
+    """Raises `error` once, at operation number `at` while it is armed; `late`: after torch has executed it.
 
-    What is asked afterwards, to put things in order, is answered.
+    Later operations, which restore the state, succeed.
     """
 
     def __init__(self, at: int, error: type[BaseException] = MemoryError, *, late: bool = False) -> None:
@@ -65,7 +65,7 @@ class Fault(TorchDispatchMode):
 
 
 def try_with(fault: Fault, act: Callable[[], Any]) -> tuple[bool, Any]:
-    """Whether `act` got through before the fault came, and what it answers."""
+    """Whether `act` succeeded before the fault, and its result."""
     try:
         with fault.armed():
             return True, act()

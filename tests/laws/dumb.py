@@ -1,7 +1,7 @@
 """The dumb model that judges the memory: lists of tokens, and of each kind of layer the rule in one line.
 
 Every token that is ever written has a number of its own. In every group it is one `Cell`, which lines share as it is:
-the cells in use are the distinct ones that somebody holds. So it is with the positions of an input.
+the cells in use are the distinct ones that are held. So it is with the positions of an input.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -165,7 +165,7 @@ class Dumb:
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def refuses(self, feed: Feed) -> bool:
-        """Of rows that only ask: is something they should see not there, or is there nothing that the last one sees?"""
+        """Whether query-only rows should see something that is not held, or the last of them sees nothing."""
         length, held = self.length(feed.seq), self.lines[feed.seq].held
         for kind, of in zip(self.kinds, held, strict=True):
             if kind.of_input:
@@ -257,7 +257,7 @@ class Dumb:
         return any(span.start < pos < span.end for span in self.lines[seq].ahead for pos in (gone.start, gone.end))
 
     def can_shift(self, seq: int, start: int, end: int) -> bool:
-        """May [start, end) go? What the next token will see must be held, and chunks hold who was in them with whom."""
+        """Whether [start, end) can be removed: the next token sees what is held, and tokens stay in their chunks."""
         line = self.lines[seq]
         after = len(line.tokens) - (end - start)
         for m, held in zip(self.members, line.held, strict=True):
@@ -272,14 +272,14 @@ class Dumb:
 
     @staticmethod
     def sees_others(kind: Kind, length: int, start: int, end: int) -> bool:
-        """By trying every pair: does one that moves down see somebody there that it did not see, or lose one?"""
+        """By every pair of positions: whether one that moves down sees one that it did not see, or loses one."""
         moved = {pos: pos if pos < start else pos - (end - start) for pos in range(length) if not start <= pos < end}
         return any(
             kind.sees(q, k) != kind.sees(moved[q], moved[k]) for q in range(end, length) for k in moved if k <= q
         )
 
     def must_turn(self, group: int, seq: int, end: int) -> tuple[int, int]:
-        """How many of the cells behind `end` have keys to turn: those that others hold, too, and its own."""
+        """How many of the cells behind `end` have keys to rotate: those that are shared, and its own."""
         moved = {cell for pos, cell in self.lines[seq].held[group].items() if pos >= end}
         others = {cell for other, line in self.lines.items() if other != seq for cell in line.held[group].values()}
         others |= {cell for claim in self.claims.values() for cell in claim.cells(group)}
@@ -436,7 +436,7 @@ class Dumb:
         return None
 
     def give_input(self, seq: int, digest: str | None, n: int) -> list[int]:
-        """The tokens that it is written as: new ones, unless somebody has it."""
+        """The tokens that an input is written as: new ones, unless its digest is known."""
         source = self.input(digest)
         shared = [cell.token for cell in next(iter(source.values())).values()] if source is not None else []
         tokens = shared or self.new_tokens(n)

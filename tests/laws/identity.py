@@ -1,4 +1,4 @@
-"""K/V that say whose they are: the signs of a vector spell its token, layer and plane; its size says it once more.
+"""K/V that encode their token, layer and plane: in the signs of a vector, and once more in its size.
 
 All elements of a vector are as large, a power of two: exact in every float type. What is quantised reads back as the
 same signs, and off by no more than rounding the scale takes. Keys turn by quarter and half circles a position, so that
@@ -54,7 +54,7 @@ def spelled(stored: Tensor, layer: int, plane: int) -> list[int]:
 
 
 def rotation(size: int) -> Rotation:
-    """How keys of `size` elements turn: so that `turned` says what becomes of them."""
+    """A rotation of keys of `size` elements whose result `turned` computes exactly."""
     return Rotation(tuple(QUARTERS[pair % 2] * pi / 2 for pair in range(size // 2)))
 
 

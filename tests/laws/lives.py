@@ -1,6 +1,6 @@
 """Random lives of a memory: every operation there is, in any order, with any numbers, and now and then a fault in it.
 
-The same seed is the same life. Whatever fails says which life it was, and at which operation.
+The same seed gives the same operations. A failure reports the seed and the operation.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ OF_INPUTS = {"write_input", "share_input", "read_inputs"}
 
 
 class Life:
-    """Of a memory of `members`, in a type, an arrangement and numbers of cells that the seed says."""
+    """For a memory of `members`, in a type, an arrangement and numbers of cells that depend on the seed."""
 
     def __init__(self, members: Sequence[Member], seed: int, dtypes: Sequence[torch.dtype] = FLOATS) -> None:
         self.seed, self.draw = seed, Random(seed)
@@ -85,7 +85,7 @@ class Life:
         return self.draw.choice(["commit", "commit", "commit", "abandon", accepted, accepted])
 
     def _ask(self, seq: int) -> Feed:
-        """Rows that only ask, near the end of a sequence."""
+        """Query-only rows, near the end of a sequence."""
         start = max(0, self.player.dumb.length(seq) + self.draw.randint(-4, 2))
         return Feed(seq, Span(start, start + self.draw.randint(1, 3)), stores=False)
 

@@ -1,4 +1,4 @@
-"""A memory and the dumb model beside it: every operation is done to both, and what the memory answers is judged.
+"""A memory and the dumb model beside it: every operation is done to both, and their results are compared.
 
 In a step every row sees exactly the tokens that its layout's rule names, in every layer, whichever way one reads. What
 raises changes nothing, be it that something was refused, or that there was no room in the middle of it (`fault`).
@@ -66,7 +66,7 @@ class Player:
         self.done: Counter[str] = Counter()
 
     def _do(self, what: str, act: Callable[[], Any]) -> Any:
-        """What `act` answers: at once, or when it is tried again after what went wrong in the middle of it."""
+        """The result of `act`: of the first call, or of the second one after a fault in the first."""
         through, answer = False, None
         if self.fault is not None and not self.fault.fired:
             before = everything(self.memory)
@@ -255,7 +255,7 @@ class Player:
             assert self.dumb.fork(src, dst, upto) == kept
 
     def remove(self, seq: int, span: Span) -> None:
-        """Exactly what is asked for, or nothing."""
+        """Exactly the given span is removed, or nothing."""
         memory, dumb, length = self.memory, self.dumb, self.dumb.length(seq)
         gone = Span(min(span.start, length), min(span.end, length))
         if not len(gone):
@@ -275,7 +275,7 @@ class Player:
             dumb.shift(seq, gone.start, gone.end)
 
     def _cannot_remove(self, seq: int, gone: Span) -> str | None:
-        """What the reason of a refusal says; None if nothing is in the way."""
+        """The expected reason of a refusal; None if there is none."""
         if self.dumb.parts(seq, gone):
             return "looked ahead"
         if gone.end == self.dumb.length(seq):
@@ -331,9 +331,7 @@ class Player:
         line = self.dumb.assembled(path, pos) if path else None
         act = partial(self.memory.claims.assemble, seq, path, pos)
         if seq in self.dumb.lines or line is None:
-            self._refused(
-                BadRequest, "there already|follow each other|end in|inside|inputs|no checkpoint|may have", act
-            )
+            self._refused(BadRequest, "exists|consecutive|end in|inside|inputs|no checkpoint|may have", act)
         elif pos > self.limits.get(seq, pos):
             self._refused(BadRequest, "may have", act)
         else:
@@ -490,7 +488,7 @@ class Player:
     # -- always ---------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Every invariant, and that the memory says of itself, and holds, what the dumb model knows."""
+        """Every invariant, and that the memory reports and holds the same as the dumb model."""
         memory, dumb = self.memory, self.dumb
         memory.check()
         assert set(memory.sequences) == set(dumb.lines)

@@ -1,7 +1,7 @@
 """States that say whose they are: every element is ±1, a bit of the hash of all tokens before it, layer and plane.
 
 Exact in every float type. A state of another prefix, of another layer or of another plane is another one; that of no
-tokens is zero, which is what a row has that nobody wrote.
+tokens is zero, like a row that was not written.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ RECURRENT = Recurrent(
 
 @lru_cache(100_000)
 def spelled(tokens: Tokens, layer: int, plane: StatePlane) -> Tensor:
-    """[*shape]; nobody may change it."""
+    """[*shape]; not to be changed."""
     dtype = getattr(torch, plane.kind)
     if not tokens:
         return torch.zeros(plane.shape, dtype=dtype)
@@ -67,7 +67,7 @@ def remembered(memory: Memory, seq: int, layer: int) -> dict[str, Tensor]:
 
 
 def all_of(memory: Memory) -> list[Any]:
-    """All that a memory knows, its rows included, and what is in every row that a sequence holds."""
+    """The whole state of a memory, with its rows and the content of every row that a sequence holds."""
     rows = memory.states.rows
     known = everything(memory)
     states = {seq: record.states for seq, record in memory._sequences.records.items()}
@@ -84,7 +84,7 @@ class Broken(RuntimeError):
 
 
 class FailsAt(TorchDispatchMode):
-    """While it is entered, operation number `n` on tensors, from 1, raises `Broken`; `reached` says whether it came."""
+    """While it is entered, operation number `n` on tensors, from 1, raises `Broken`; `reached`: whether it did."""
 
     def __init__(self, n: int) -> None:
         super().__init__()
@@ -99,14 +99,14 @@ class FailsAt(TorchDispatchMode):
 
 
 class Made(TorchDispatchMode):
-    """`told` is how many tensors were made of numbers while it was entered: each is a wait for the device."""
+    """`uploads` is how many tensors were made of numbers while it was entered: each is a wait for the device."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.told = 0
+        self.uploads = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.told += func is torch.ops.aten.lift_fresh.default
+        self.uploads += func is torch.ops.aten.lift_fresh.default
         return func(*args, **(kwargs or {}))
 
 
@@ -120,7 +120,7 @@ def failures() -> Iterator[FailsAt]:
 
 
 def grouped(segments: Iterable[StateSegment], order: int) -> list[list[StateSegment]]:
-    """Segments as mixers are given them: by length, and in an order of groups and within them that `order` says."""
+    """Segments as mixers get them: by length, in an order of groups and within them that depends on `order`."""
     by_length: dict[int, list[StateSegment]] = {}
     for segment in segments:
         by_length.setdefault(segment.length, []).append(segment)

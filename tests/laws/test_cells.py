@@ -199,7 +199,7 @@ def test_no_cells_at_all() -> None:
     cells.check()
     cells.check_holders([])
     assert (cells.free, cells.used, cells.take(0)) == (0, 0, [])
-    with pytest.raises(AssertionError, match="1 cells were asked for, 0 are free"):
+    with pytest.raises(AssertionError, match="1 cells are needed, 0 are free"):
         cells.take(1)
 
 

@@ -1,4 +1,4 @@
-"""Whatever is asked for and not there, in whatever operation: nothing has changed, and it works when it is tried again.
+"""If any allocation fails in any operation, nothing has changed, and the operation succeeds when it is tried again.
 
 Each operation is tried again and again, and every time it fails one question later, until it gets through. The lives
 in `test_memory` break operations anywhere; here no place is left out.
@@ -101,7 +101,7 @@ def written(player: Player) -> Player:
 
 
 def claims(player: Player) -> list[int]:
-    """Two that follow each other, on sequence 0."""
+    """Two consecutive claims on sequence 0."""
     made = player.memory.claims.make
     return [made(0, Span(0, 4)), made(0, Span(4, 10), [10])]
 
@@ -118,7 +118,7 @@ AT_REST: dict[str, Operation] = {
     "fork": lambda p: partial(p.memory.fork, 0, 1, 9),
     "fork, new": lambda p: partial(p.memory.fork, 2, 9, 9),
     "shift": lambda p: partial(p.memory.remove, 0, Span(6, 7)),
-    "shift of nobody else's": lambda p: partial(p.memory.remove, 1, Span(1, 3)),
+    "shift of cells that are not shared": lambda p: partial(p.memory.remove, 1, Span(1, 3)),
     "write_input": lambda p: partial(p.memory.inputs.write, 1, 5, words(p, 5), digest="dog"),
     "write_input, new": lambda p: partial(p.memory.inputs.write, 9, 5, words(p, 5)),
     "write_input, known": lambda p: partial(p.memory.inputs.write, 9, 4, words(p, 4), digest="cat"),
@@ -177,13 +177,13 @@ def in_order(player: Player, layer: int) -> Any:
     return player.memory.get(layer).each_in_order()
 
 
-def asked(player: Player, see: Callable[[LayerHistory], Any]) -> list[Any]:
-    """What `see` says of every layer when all sequences ask."""
+def seen_by_all(player: Player, see: Callable[[LayerHistory], Any]) -> list[Any]:
+    """The results of `see` for every layer, in a step with a query of every sequence."""
     memory = player.memory
-    asks = [Feed(seq, Span(end, end + 1), stores=False) for seq in memory.sequences if (end := memory.length(seq))]
-    if not asks:
+    queries = [Feed(seq, Span(end, end + 1), stores=False) for seq in memory.sequences if (end := memory.length(seq))]
+    if not queries:
         return []
-    memory.begin(Batch(tuple(asks)))
+    memory.begin(Batch(tuple(queries)))
     seen = [see(memory.get(layer)) for m in player.members for layer in m.group.layers]
     memory.abandon()
     return seen
@@ -212,7 +212,7 @@ def outcome(player: Player, answer: Any) -> list[Any]:
         memory.storage.bytes,
         memory.storage.scratch,
     ]
-    seen.append(asked(player, lambda history: history.each_in_order()))
+    seen.append(seen_by_all(player, lambda history: history.each_in_order()))
     for seq in memory.sequences:
         seen += [memory.held(seq), memory.derived(seq), memory.inputs.length(seq), memory._sequences.record(seq).ahead]
     return tree_map(spoken, [answer, seen])
@@ -225,7 +225,7 @@ def breaks_everywhere(make: Callable[[str], Player], how: str, operation: Operat
     act, memory = operation(player), player.memory
 
     def now() -> list[Any]:
-        seen = asked(player, lambda history: history.dense()) if memory.step is None else []
+        seen = seen_by_all(player, lambda history: history.dense()) if memory.step is None else []
         return [everything(memory), [[x.numpy().tobytes() for x in dense] for dense in seen]]
 
     before = now()

@@ -1,4 +1,4 @@
-"""Layouts are rules: what they promise of each other, and what they say against one line that says the same."""
+"""Layouts are rules: how they relate to each other, and each compared with a dense mask."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
 """The memory against a dumb model: random lives of everything that can be done to it, on every layout and storage.
 
-After each operation `check()` holds, and every cell says whose it is. Now and then something goes wrong in the middle
+After each operation `check()` holds, and every cell encodes its token. Sometimes a fault is injected in the middle
 of an operation: nothing has changed then, and it works when it is tried again. See `player`, which plays and judges.
 """
 

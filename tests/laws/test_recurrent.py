@@ -1,8 +1,8 @@
-"""Recurrent state against a dumb model: random timelines in which every state says of which tokens it is.
+"""Recurrent state against a dumb model: random timelines in which every state encodes its tokens.
 
 Before each step a fake model reads what its layers remember and sees that it is of exactly the tokens of the sequence;
-then it stores what they remember after the new ones. After each operation `check()` holds, and what the memory says of
-itself is what the dumb model knows. What raises changes nothing.
+then it stores what they remember after the new ones. After each operation `check()` holds, and what the memory reports
+is the same as in the dumb model. What raises changes nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,7 +51,7 @@ class State:
     tokens: Tokens
     number: int
     stands: int = 1  # for itself, and for points behind it that went
-    used: int = 0  # when it was kept or gone back to
+    used: int = 0  # when it was kept or resumed from
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Dumb:
         return self.taken
 
     def kept(self) -> set[State]:
-        """Those that somebody kept, and that are nobody's own."""
+        """Rows that are checkpoints, and not the state of a sequence."""
         lines = self.lines.values()
         return {s for line in lines for s in line.points} - {line.state for line in lines}
 
@@ -152,16 +152,16 @@ Ends = str | Mapping[int, int]
 
 @dataclass(frozen=True)
 class Fed:
-    """So many tokens for a sequence; `n` tokens of 0 only ask."""
+    """So many tokens for a sequence; `n` query-only tokens of 0."""
 
     seq: int
     n: int
-    kind: str  # plain, keep, revertible, both, asks
+    kind: str  # plain, keep, revertible, both, query
 
 
 SEQS = st.integers(0, 4)
 FEEDS = st.lists(
-    st.builds(Fed, SEQS, st.integers(1, 5), st.sampled_from(["plain", "plain", "keep", "revertible", "both", "asks"])),
+    st.builds(Fed, SEQS, st.integers(1, 5), st.sampled_from(["plain", "plain", "keep", "revertible", "both", "query"])),
     min_size=1,
     max_size=4,
     unique_by=lambda fed: fed.seq,
@@ -200,7 +200,7 @@ class Timeline(RuleBasedStateMachine):
         )
         for layer in self.memory.states._planes.values():
             for plane in layer.values():
-                plane[1:] = torch.nan  # whoever reads a row that nobody wrote will know
+                plane[1:] = torch.nan  # a row that is read without having been written is detected
         self.dumb = Dumb(self.kinds, checkpoints, rows, rows if spare is None else spare)
         self.tokens = 0
 
@@ -232,7 +232,7 @@ class Timeline(RuleBasedStateMachine):
                 Feed(
                     fed.seq,
                     Span(self.dumb.length(fed.seq), self.dumb.length(fed.seq) + fed.n),
-                    stores=fed.kind != "asks",
+                    stores=fed.kind != "query",
                     keep_state=fed.kind in ("keep", "both"),
                     revertible=fed.kind in ("revertible", "both"),
                 )
@@ -241,8 +241,8 @@ class Timeline(RuleBasedStateMachine):
         )
 
     def _begin(self, feeds: list[Fed]) -> Plan | None:
-        """None if there was no room, or nobody to ask."""
-        feeds = [fed for fed in feeds if fed.kind != "asks" or self._can_ask(fed)]
+        """None if there was no room, or no sequence to query."""
+        feeds = [fed for fed in feeds if fed.kind != "query" or self._can_ask(fed)]
         if not feeds:
             return None
         batch = self._batch(feeds)
@@ -273,8 +273,8 @@ class Timeline(RuleBasedStateMachine):
         line = self.dumb.lines.get(fed.seq)
         if line is None:
             return False
-        end, ask = len(line.tokens), range(len(line.tokens), len(line.tokens) + fed.n)
-        return all(any(kind.sees(q, k) for k in range(end)) for kind in self.kinds for q in ask)
+        end, queries = len(line.tokens), range(len(line.tokens), len(line.tokens) + fed.n)
+        return all(any(kind.sees(q, k) for k in range(end)) for kind in self.kinds for q in queries)
 
     def _forward(self, plan: Plan, order: int) -> None:
         """Every layer reads what it remembers, groups of segments in any order, and stores what it remembers then."""
@@ -312,7 +312,7 @@ class Timeline(RuleBasedStateMachine):
     def _end(self, plan: Plan, end: Ends) -> None:
         if end == "abandon":
             self.memory.abandon()
-            assert all_of(self.memory) == self.before, "a step that was given up left a trace"
+            assert all_of(self.memory) == self.before, "an abandoned step changed something"
             return
         accepted = {
             feed.seq: min(end[feed.seq], len(feed.pos))
@@ -397,13 +397,13 @@ class Timeline(RuleBasedStateMachine):
     @precondition(lambda self: self.dumb.lines)
     @rule(seq=NUMBERS, start=NUMBERS, n=st.integers(1, 3))
     def remove_from_the_middle(self, seq: int, start: int, n: int) -> None:
-        """A state cannot forget what came in between: nothing changes, and the error says what could be kept."""
+        """Tokens cannot be removed from the middle of a state: nothing changes, and the error has `kept`."""
         seq = self._known(seq)
         length = self.dumb.length(seq)
         if length > n:
             start %= length - n
             before = all_of(self.memory)
-            with pytest.raises(NotSupported, match="taken out of a recurrent state") as refused:
+            with pytest.raises(NotSupported, match="removed from a recurrent state") as refused:
                 self.memory.remove(seq, Span(start, start + n))
             assert (refused.value.kept, all_of(self.memory)) == (self.dumb.can_cut(seq, start), before)
 
@@ -442,7 +442,7 @@ class Timeline(RuleBasedStateMachine):
             self.memory.inputs.write(seq, n, planes, digest=digest)
             self.dumb.lines.setdefault(seq, self.dumb.line(seq)).input = digest or "?"
 
-    # -- what is asked, what is tried, what is refused ----------------------------------------------------------------
+    # -- queries, reserved steps, refusals ---------------------------------------------------------------------------
 
     @precondition(lambda self: self.dumb.lines)
     @rule(seq=NUMBERS, numbers=st.lists(NUMBERS, min_size=4, max_size=4))
@@ -472,7 +472,7 @@ class Timeline(RuleBasedStateMachine):
     @precondition(lambda self: self.dumb.lines)
     @rule(seq=NUMBERS, off=st.integers(1, 9))
     def ask_elsewhere(self, seq: int, off: int) -> None:
-        """Rows that only ask must follow the end: anywhere else there is no state."""
+        """Query-only rows must begin at the end: there is no state for other positions."""
         seq = self._known(seq)
         end = self.dumb.length(seq)
         before = all_of(self.memory)
@@ -499,9 +499,9 @@ class Timeline(RuleBasedStateMachine):
             with pytest.raises(BadRequest, match=f"layer {layer}"):
                 self.memory.states.write(layer, plan.states, wrong)
         for other in (0, 20):
-            with pytest.raises(BadRequest, match=f"layer {other} is no recurrent layer"):
+            with pytest.raises(BadRequest, match=f"layer {other} is not recurrent"):
                 self.memory.states.write(other, plan.states, right)
-            with pytest.raises(BadRequest, match=f"layer {other} is no recurrent layer"):
+            with pytest.raises(BadRequest, match=f"layer {other} is not recurrent"):
                 self.memory.states.read(other, plan.states)
         assert all_of(self.memory) == before
         self._forward(plan, order)
@@ -512,7 +512,7 @@ class Timeline(RuleBasedStateMachine):
     @rule(feeds=FEEDS, end=ENDS, order=ORDERS, first=st.integers(1, 12))
     def a_step_breaks(self, feeds: list[Fed], end: Ends, order: int, first: int) -> None:
         """An operation on tensors raises: in begin, in the forward, in commit. Then all goes on as if it had not."""
-        feeds = [fed for fed in feeds if fed.kind != "asks" or self._can_ask(fed)]
+        feeds = [fed for fed in feeds if fed.kind != "query" or self._can_ask(fed)]
         if not feeds:
             return
         batch = self._batch(feeds)

@@ -7,7 +7,7 @@ import pytest
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.memory import Memory
 from kvcellar.spans import Span
-from tests.cache.told import Told
+from tests.cache.tagged import Tagged
 from tests.laws.watch import nothing_changes
 
 CHANGES: dict[str, Callable[[Memory], object]] = {
@@ -24,10 +24,10 @@ CHANGES: dict[str, Callable[[Memory], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_no_change_goes_unseen(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Told(Sdpa(), names=["full"])
-    told.step({0: 5})
-    told.step({1: 5}, [(1, Span(1, 3))])
-    told.memory._sequences.record(1).derived = 4
+    tagged = Tagged(Sdpa(), names=["full"])
+    tagged.step({0: 5})
+    tagged.step({1: 5}, [(1, Span(1, 3))])
+    tagged.memory._sequences.record(1).derived = 4
     monkeypatch.setattr(Memory, "check", lambda memory: None)
-    with pytest.raises(AssertionError), nothing_changes(told.memory):
-        CHANGES[change](told.memory)
+    with pytest.raises(AssertionError), nothing_changes(tagged.memory):
+        CHANGES[change](tagged.memory)

@@ -43,9 +43,9 @@ def stored(memory: Memory, layer: int, plane: str, runs: Iterable[Run]) -> Tenso
 
 
 def everything(memory: Memory) -> list[Any]:
-    """All that a memory knows: tables, pieces, the stage it is in, and the bytes of every cell that a table holds.
+    """The whole state of a memory: tables, pieces, its open step, and the bytes of every cell that a table holds.
 
-    And what it knows of sequences and claims beside their tables: where they were edited or looked ahead, their inputs.
+    And that of sequences and claims beside their tables: where they were edited or looked ahead, their inputs.
     """
     storage = memory.storage
     known: list[Any] = [id(memory.step), memory.sequences, memory.free(), storage.capacity(), storage.bytes]
@@ -71,7 +71,7 @@ def everything(memory: Memory) -> list[Any]:
 class Allocations(TorchDispatchMode):
     """The tensors that are made while it is entered. `most` is how many bytes were there at once, of all that are new.
 
-    What an operation takes within itself and gives back before it answers is not seen.
+    What an operation allocates and frees before it returns is not seen.
     """
 
     def __init__(self) -> None:

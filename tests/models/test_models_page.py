@@ -13,7 +13,7 @@ SAMPLE = ("bloom", "camembert", "gemma3n", "gpt2", "lfm2", "llama", "llama4_text
 
 
 @pytest.mark.parametrize("model_type", SAMPLE)
-def test_a_sampled_type_is_served_as_the_page_says(model_type: str) -> None:
+def test_a_sampled_type_is_served_as_on_the_page(model_type: str) -> None:
     assert f"\n{check(model_type)}\n" in TEXT, "run `make docs`"
 
 

@@ -85,7 +85,7 @@ def test_a_tensor_without_a_place_in_the_network_is_named(what: str, tmp_path: P
     assert "correct config.json, or the weights" in message
 
 
-def test_more_stored_layers_than_the_config_says_are_refused(tmp_path: Path) -> None:
+def test_more_stored_layers_than_in_the_config_are_refused(tmp_path: Path) -> None:
     message = refused(configured(saved(tmp_path), num_hidden_layers=2))
     assert "18 tensors that have no place in it (model.layers.2.input_layernorm.weight" in message
 

@@ -100,7 +100,7 @@ def test_every_token_of_the_support_is_drawn_and_no_other() -> None:
     assert set(ids(drawn)) == judged_by(logits, *warpers)[0]
 
 
-def test_tokens_come_as_often_as_the_softmax_says() -> None:
+def test_tokens_are_drawn_as_often_as_their_softmax() -> None:
     logits = random_logits(1, vocab=8, seed=6, scale=1.0)
     drawn = ids(draw(logits.expand(8000, 8), [sampler(vocab=8, temperature=0.8) for _ in range(8000)], range(8000)))
     expected = (logits[0].double() / 0.8).softmax(0) * 8000
@@ -128,8 +128,8 @@ def test_ranking_is_by_score_then_by_lowest_id() -> None:
             assert order == sorted(range(VOCAB), key=lambda i: (-row[i], i))[:width]
 
 
-# What a row may ask for, in all mixtures.
-asks = st.fixed_dictionaries(
+# The parameters of a row, in all mixtures.
+fields_of_rows = st.fixed_dictionaries(
     {},
     optional={
         "temperature": st.sampled_from([0.0, 1e-45, 1e-6, 1e-4, 0.3, 1.0, 2.0, 100.0]),
@@ -158,11 +158,13 @@ def made(fields: dict[str, Any], number: int) -> Sampler:
     return one
 
 
-@given(st.lists(asks, min_size=2, max_size=6), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+@given(
+    st.lists(fields_of_rows, min_size=2, max_size=6), st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+)
 def test_a_row_draws_the_same_whatever_stands_beside_it(fields: list[dict[str, Any]], dtype: torch.dtype) -> None:
     logits = random_logits(len(fields), VOCAB + 48, seed=len(fields)).to(dtype)
     before = logits.clone()
-    rows = [made(ask, number) for number, ask in enumerate(fields)]
+    rows = [made(one, number) for number, one in enumerate(fields)]
     positions = [100 + 3 * number for number in range(len(rows))]
     together = draw(logits, rows, positions)
     assert torch.equal(logits, before)
@@ -202,19 +204,19 @@ def test_cold_rows_take_the_best_and_among_equals_the_lowest(temperature: float)
     st.sampled_from([-1.0, 0.0, 1.1]),
 )
 def test_penalties_are_those_of_the_papers(
-    prompt: list[int], answer: list[int], repetition: float, presence: float, frequency: float
+    prompt: list[int], completion: list[int], repetition: float, presence: float, frequency: float
 ) -> None:
     one = sampler(tuple(prompt), repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
-    for token in answer:
+    for token in completion:
         one.accept(token)
     one.check()
     logits = random_logits(1, seed=11)
     expected = logits
-    if prompt + answer:
-        expected = hf.RepetitionPenaltyLogitsProcessor(repetition)(torch.tensor([prompt + answer]), logits)
+    if prompt + completion:
+        expected = hf.RepetitionPenaltyLogitsProcessor(repetition)(torch.tensor([prompt + completion]), logits)
     expected = expected.clone()
-    for token in set(answer):
-        expected[0, token] -= frequency * answer.count(token) + presence
+    for token in set(completion):
+        expected[0, token] -= frequency * completion.count(token) + presence
     torch.testing.assert_close(ops.edit(logits, [one]), expected)
 
 
@@ -230,17 +232,17 @@ TOKENS = st.lists(st.integers(0, 12) | st.just(VOCAB), max_size=30)  # few, so t
     st.sampled_from([-1.0, 0.0, 1.1]),
 )
 def test_penalties_see_what_the_last_n_tokens_hold_and_nothing_else(
-    prompt: list[int], answer: list[int], last_n: int, repetition: float, presence: float, frequency: float
+    prompt: list[int], completion: list[int], last_n: int, repetition: float, presence: float, frequency: float
 ) -> None:
     penalties = {"repetition_penalty": repetition, "presence_penalty": presence, "frequency_penalty": frequency}
     one = sampler(tuple(prompt), repeat_last_n=last_n, **penalties)
     logits = random_logits(1, seed=12)
-    for step in range(len(answer) + 1):
+    for step in range(len(completion) + 1):
         one.check()
-        written = answer[:step]
+        written = completion[:step]
         text = prompt + written
         window = text if last_n < 0 else text[len(text) - min(last_n, len(text)) :]
-        own = window[max(0, len(window) - len(written)) :]  # of the answer
+        own = window[max(0, len(window) - len(written)) :]  # of the completion
         expected = logits.clone()
         for token in range(VOCAB):
             if token in window:
@@ -248,8 +250,8 @@ def test_penalties_see_what_the_last_n_tokens_hold_and_nothing_else(
                 expected[0, token] = score * repetition if score < 0 else score / repetition
             expected[0, token] -= frequency * own.count(token) + presence * (token in own)
         torch.testing.assert_close(ops.edit(logits, [one]), expected)
-        if step < len(answer):
-            one.accept(answer[step])
+        if step < len(completion):
+            one.accept(completion[step])
 
 
 def test_bias_is_added_and_can_forbid_or_force() -> None:
@@ -261,7 +263,7 @@ def test_bias_is_added_and_can_forbid_or_force() -> None:
     assert ids(draw(logits, [forced, forbidden], [0, 0])) == [33, int(logits[1].topk(2).indices[1])]
 
 
-def test_an_answer_cannot_end_before_its_minimum() -> None:
+def test_a_completion_cannot_end_before_its_minimum() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, :2] = 50.0  # the model's own end tokens
     logits[0, 7] = 40.0
@@ -276,8 +278,8 @@ def test_an_answer_cannot_end_before_its_minimum() -> None:
     assert one.ends_with(token)
 
 
-@given(asks, st.integers(0, 99))
-def test_what_cannot_stand_in_a_text_is_drawn_only_where_it_ends_the_answer(fields: dict[str, Any], seed: int) -> None:
+@given(fields_of_rows, st.integers(0, 99))
+def test_a_token_that_no_text_has_is_drawn_only_where_it_ends_the_completion(fields: dict[str, Any], seed: int) -> None:
     params = SamplingParams(**{**fields, "logit_bias": {5: 100.0, 9: 100.0}})
     never = frozenset({5, 9, VOCAB + 3})
     one = Sampler(
@@ -363,7 +365,7 @@ def test_sickness_in_the_padding_is_not_seen() -> None:
     assert draw(logits, rows, [0, 0]) == draw(logits[:, :VOCAB], rows, [0, 0])
 
 
-def test_forbidding_everything_is_an_error_that_says_so() -> None:
+def test_banning_every_token_is_an_error_with_this_reason() -> None:
     one = sampler(vocab=2, min_tokens=1)
     (drawn,) = draw(torch.zeros(1, 2), [one], [0])
     assert "all 2 tokens are forbidden" in str(drawn.error)

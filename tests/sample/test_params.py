@@ -1,4 +1,4 @@
-"""What a request may say: every bound holds, the field at fault is named, and nothing can change afterwards."""
+"""Sampling parameters: every bound holds, the error has the name of the field, and the record is immutable."""
 
 import dataclasses
 import math

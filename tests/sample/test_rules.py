@@ -13,7 +13,7 @@ from transformers.generation import logits_process as hf
 from kvcellar.errors import BadRequest
 from kvcellar.sample import draw as ops
 from kvcellar.sample.draw import draw
-from kvcellar.sample.params import MAX_IDS, MAX_NGRAM, MAX_SEQUENCES, SamplingParams, asked, check_ids
+from kvcellar.sample.params import MAX_IDS, MAX_NGRAM, MAX_SEQUENCES, SamplingParams, check_ids, merged
 from kvcellar.sample.sampler import Sampler
 from tests.sample.test_draw import VOCAB, each, judged_by, random_logits, support
 
@@ -25,13 +25,13 @@ words = st.lists(st.lists(tokens, min_size=1, max_size=4), min_size=1, max_size=
 biases = st.lists(st.tuples(st.lists(tokens, min_size=1, max_size=3).map(tuple), st.floats(-9, 9)), max_size=8)
 
 
-def after(prompt: list[int], answer: list[int], *, forked: bool = False, **fields: Any) -> Sampler:
-    """An answer that has begun so; of a forked, if it is to be one."""
+def after(prompt: list[int], completion: list[int], *, forked: bool = False, **fields: Any) -> Sampler:
+    """The sampler after these tokens, or a fork of it."""
     sampler = Sampler(
         SamplingParams(**fields), seed=1, index=0, prompt_ids=prompt, vocab_size=SMALL, end_ids=frozenset(ENDS)
     )
     sampler = sampler.fork(1) if forked else sampler
-    for token in answer:
+    for token in completion:
         sampler.accept(token)
     sampler.check()
     return sampler
@@ -47,53 +47,57 @@ def same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 @given(texts, texts, st.integers(1, 5), st.booleans())
-def test_no_ngram_comes_twice_as_in_transformers(prompt: list[int], answer: list[int], size: int, forked: bool) -> None:
-    scores, ours = edited(after(prompt, answer, forked=forked, no_repeat_ngram_size=size), len(prompt))
-    theirs = hf.NoRepeatNGramLogitsProcessor(size)(torch.tensor([prompt + answer]), scores.clone())
+def test_no_ngram_comes_twice_as_in_transformers(
+    prompt: list[int], completion: list[int], size: int, forked: bool
+) -> None:
+    scores, ours = edited(after(prompt, completion, forked=forked, no_repeat_ngram_size=size), len(prompt))
+    theirs = hf.NoRepeatNGramLogitsProcessor(size)(torch.tensor([prompt + completion]), scores.clone())
     same(ours, theirs)
 
 
 @given(texts, texts, words, st.booleans())
 def test_words_are_forbidden_as_in_transformers(
-    prompt: list[int], answer: list[int], bad: list[list[int]], forked: bool
+    prompt: list[int], completion: list[int], bad: list[list[int]], forked: bool
 ) -> None:
-    scores, ours = edited(after(prompt, answer, forked=forked, bad_words_ids=bad), len(prompt))
-    same(ours, hf.NoBadWordsLogitsProcessor(bad)(torch.tensor([prompt + answer]), scores))
+    scores, ours = edited(after(prompt, completion, forked=forked, bad_words_ids=bad), len(prompt))
+    same(ours, hf.NoBadWordsLogitsProcessor(bad)(torch.tensor([prompt + completion]), scores))
 
 
 @given(texts, texts, biases.filter(bool), st.booleans())
 def test_sequences_are_biased_as_in_transformers(
-    prompt: list[int], answer: list[int], pairs: list[tuple[tuple[int, ...], float]], forked: bool
+    prompt: list[int], completion: list[int], pairs: list[tuple[tuple[int, ...], float]], forked: bool
 ) -> None:
-    scores, ours = edited(after(prompt, answer, forked=forked, sequence_bias=dict(pairs)), len(prompt))
-    same(ours, hf.SequenceBiasLogitsProcessor(dict(pairs))(torch.tensor([prompt + answer]), scores))
+    scores, ours = edited(after(prompt, completion, forked=forked, sequence_bias=dict(pairs)), len(prompt))
+    same(ours, hf.SequenceBiasLogitsProcessor(dict(pairs))(torch.tensor([prompt + completion]), scores))
 
 
 @given(texts, st.lists(tokens, max_size=9), st.integers(1, 20), st.integers(1, 9))
-def test_an_answer_does_not_end_too_early_as_in_transformers(
-    prompt: list[int], answer: list[int], length: int, new: int
+def test_a_completion_does_not_end_too_early_as_in_transformers(
+    prompt: list[int], completion: list[int], length: int, new: int
 ) -> None:
-    ids = torch.tensor([prompt + answer])
-    scores, ours = edited(after(prompt, answer, min_length=length, min_tokens=new), len(prompt))
+    ids = torch.tensor([prompt + completion])
+    scores, ours = edited(after(prompt, completion, min_length=length, min_tokens=new), len(prompt))
     theirs = hf.MinLengthLogitsProcessor(length, ENDS)(ids, scores)
     same(ours, hf.MinNewTokensLengthLogitsProcessor(len(prompt), new, ENDS)(ids, theirs))
 
 
 @given(texts, st.lists(tokens, max_size=2), st.lists(tokens, min_size=1), st.lists(tokens, min_size=1))
 def test_tokens_are_suppressed_as_in_transformers(
-    prompt: list[int], answer: list[int], always: list[int], first: list[int]
+    prompt: list[int], completion: list[int], always: list[int], first: list[int]
 ) -> None:
-    ids = torch.tensor([prompt + answer])
-    scores, ours = edited(after(prompt, answer, suppress_tokens=always, begin_suppress_tokens=first), len(prompt))
+    ids = torch.tensor([prompt + completion])
+    scores, ours = edited(after(prompt, completion, suppress_tokens=always, begin_suppress_tokens=first), len(prompt))
     theirs = hf.SuppressTokensLogitsProcessor(always)(ids, scores)
     same(ours, hf.SuppressTokensAtBeginLogitsProcessor(first, len(prompt))(ids, theirs))
 
 
 @given(texts, st.lists(tokens, max_size=20), st.integers(0, 8), st.floats(0.5, 2.0))
-def test_ends_get_likelier_as_in_transformers(prompt: list[int], answer: list[int], start: int, factor: float) -> None:
+def test_ends_get_likelier_as_in_transformers(
+    prompt: list[int], completion: list[int], start: int, factor: float
+) -> None:
     decay = (start, factor)
-    scores, ours = edited(after(prompt, answer, exponential_decay_length_penalty=decay), len(prompt))
-    same(ours, hf.ExponentialDecayLengthPenalty(decay, ENDS, len(prompt))(torch.tensor([prompt + answer]), scores))
+    scores, ours = edited(after(prompt, completion, exponential_decay_length_penalty=decay), len(prompt))
+    same(ours, hf.ExponentialDecayLengthPenalty(decay, ENDS, len(prompt))(torch.tensor([prompt + completion]), scores))
 
 
 def test_ends_get_no_likelier_than_floats_can_say() -> None:
@@ -105,13 +109,13 @@ def test_ends_get_no_likelier_than_floats_can_say() -> None:
 
 @given(texts, texts, words, st.integers(2, 4))
 def test_rules_together_forbid_what_transformers_forbids(
-    prompt: list[int], answer: list[int], bad: list[list[int]], size: int
+    prompt: list[int], completion: list[int], bad: list[list[int]], size: int
 ) -> None:
-    ids = torch.tensor([prompt + answer])
+    ids = torch.tensor([prompt + completion])
     fields: dict[str, Any] = {"repetition_penalty": 1.3, "suppress_tokens": [7], "min_length": 12}
     pairs = {tuple(word): 1.5 for word in bad}
     sampler = after(
-        prompt, answer, bad_words_ids=bad[:3], no_repeat_ngram_size=size, sequence_bias=pairs,
+        prompt, completion, bad_words_ids=bad[:3], no_repeat_ngram_size=size, sequence_bias=pairs,
         exponential_decay_length_penalty=(3, 1.1), **fields,
     )  # fmt: skip
     scores, ours = edited(sampler, len(prompt))
@@ -169,7 +173,7 @@ def test_what_a_step_costs_does_not_grow_with_the_text() -> None:
     assert len(after([2] * 9, [], no_repeat_ngram_size=2).forbidden()) == 1
 
 
-def test_answers_share_what_was_read_of_the_prompt_and_nothing_else() -> None:
+def test_completions_share_only_what_was_collected_from_the_prompt() -> None:
     first = after([2, 3, 4, 2], [], no_repeat_ngram_size=2)
     second, third = first.fork(1), first.fork(2)
     second.accept(5)
@@ -221,12 +225,12 @@ def test_tokens_that_the_model_does_not_have_are_named(name: str) -> None:
         check_ids(SamplingParams(**{name: value}), 99)
 
 
-def test_what_a_model_advises_gives_way_to_what_is_asked() -> None:
+def test_parameters_of_a_request_replace_defaults_of_the_model() -> None:
     defaults = SamplingParams(min_tokens=9, max_tokens=20)
     for most, least in itertools.product((None, 4, 30), (None, 3)):
         given = {name: value for name, value in (("max_tokens", most), ("min_tokens", least)) if value is not None}
-        params = asked(defaults, given)
+        params = merged(defaults, given)
         assert params.max_tokens == (most or 20)
         assert params.min_tokens == (least or min(9, most or 20))
     with pytest.raises(BadRequest, match="min_tokens 5 is more than max_tokens 4"):
-        asked(defaults, {"min_tokens": 5, "max_tokens": 4})
+        merged(defaults, {"min_tokens": 5, "max_tokens": 4})

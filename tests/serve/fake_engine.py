@@ -36,7 +36,7 @@ class FakeModel:
 
 @dataclass(frozen=True)
 class Script:
-    answer: bytes | None = None  # None: the prompt
+    output: bytes | None = None  # None: the prompt
     cached: int = 0  # tokens of the prompt that came from memory
     delay: float = 0.0  # seconds between two events of a request
     queued: bool = False  # stays in the queue of the engine
@@ -68,22 +68,22 @@ class Run:
     deliver: Callable[[Event], None]
     events: list[Event]
     cancelled: bool = False
-    told: int = 0  # delivered events
+    delivered: int = 0  # events
 
     def step(self) -> bool:
         """Deliver the next event. Returns whether it was the last."""
         if self.cancelled:
-            said = {event.choice for event in self.events[: self.told] if isinstance(event, Finished)}
-            for choice in sorted(set(range(self.params.n)) - said):
+            finished = {event.choice for event in self.events[: self.delivered] if isinstance(event, Finished)}
+            for choice in sorted(set(range(self.params.n)) - finished):
                 self.deliver(Finished(choice, "cancelled"))
             self.deliver(Done(Usage(len(self.prompt), 0, 0), Timings(0.0, 0.0, 0.0)))
             return True
-        if self.script.fail is not None and self.told == self.script.fail_at:
+        if self.script.fail is not None and self.delivered == self.script.fail_at:
             self.deliver(Failed(self.script.fail))
             return True
-        self.deliver(self.events[self.told])
-        self.told += 1
-        return self.told == len(self.events)
+        self.deliver(self.events[self.delivered])
+        self.delivered += 1
+        return self.delivered == len(self.events)
 
 
 class FakeEngine:
@@ -251,25 +251,25 @@ def plan(prompt: tuple[int, ...], params: SamplingParams, script: Script) -> Ite
 
 
 def _line(prompt: tuple[int, ...], params: SamplingParams, script: Script, choice: int) -> Iterator[Event]:
-    said = list(script.answer if script.answer is not None else prompt)
-    turn = choice % len(said) if said else 0
-    said = said[turn:] + said[:turn]
+    output = list(script.output if script.output is not None else prompt)
+    turn = choice % len(output) if output else 0
+    output = output[turn:] + output[:turn]
     most = params.max_tokens or CONTEXT
     if params.ignore_eos:
-        said = (said * (most // len(said) + 1))[:most]
-    met = _first_stop(bytes(said[:most]), params.stop)
+        output = (output * (most // len(output) + 1))[:most]
+    met = _first_stop(bytes(output[:most]), params.stop)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    room = len(bytes(said[:most])) if met is None else met[0]  # bytes of text before the stop string
-    tokens = said[:most] if met is None else said[: met[0] + len(met[1].encode())]
+    room = len(bytes(output[:most])) if met is None else met[0]  # bytes of text before the stop string
+    tokens = output[:most] if met is None else output[: met[0] + len(met[1].encode())]
     for at, token in enumerate(tokens):
         text = decoder.decode(bytes([token]), final=met is None and at == len(tokens) - 1) if at < room else ""
         yield Delta(choice, text, (token,), _logprobs(token, at, params.logprobs))
-    ended = "stop" if met is not None or (len(said) <= most and not params.ignore_eos) else "length"
+    ended = "stop" if met is not None or (len(output) <= most and not params.ignore_eos) else "length"
     yield Finished(choice, ended, None if met is None else met[1])
 
 
-def _first_stop(said: bytes, stops: tuple[str, ...]) -> tuple[int, str] | None:
-    found = [(said.find(stop.encode()), stop) for stop in stops if stop.encode() in said]
+def _first_stop(output: bytes, stops: tuple[str, ...]) -> tuple[int, str] | None:
+    found = [(output.find(stop.encode()), stop) for stop in stops if stop.encode() in output]
     return min(found) if found else None
 
 

@@ -83,7 +83,7 @@ def test_disconnect_before_the_first_token(server, engine, stream, reset, prompt
 
 @pytest.mark.parametrize("reset", [False, True])
 def test_disconnect_during_a_stream(server, engine, reset):
-    with engine.scripted(delay=0.005, answer=b"x" * 5000):
+    with engine.scripted(delay=0.005, output=b"x" * 5000):
         wire = Wire(server.port)
         wire.sendall(request(COMPLETIONS, completion(stream=True, max_tokens=5000)))
         assert read_until(wire, b'"text":"x"').startswith(b"HTTP/1.1 200")
@@ -95,7 +95,7 @@ def test_disconnect_during_a_stream(server, engine, reset):
 def test_disconnect_between_two_events(server, engine):
     gate = threading.Event()
     gate.set()
-    with engine.scripted(delay=0.01, answer=b"x" * 5000, gate=gate):
+    with engine.scripted(delay=0.01, output=b"x" * 5000, gate=gate):
         wire = Wire(server.port)
         wire.sendall(request(COMPLETIONS, completion(stream=True, max_tokens=5000)))
         read_until(wire, b'"text":"x"')
@@ -116,7 +116,7 @@ def test_disconnect_after_the_last_token_cancels_nothing(server, engine):
 
 
 def test_disconnects_at_random_times_leave_nothing_running(server, engine):
-    with engine.scripted(delay=0.001, answer=b"x" * 500):
+    with engine.scripted(delay=0.001, output=b"x" * 500):
         wires = []
         for number in range(40):
             wire = Wire(server.port)
@@ -130,12 +130,12 @@ def test_disconnects_at_random_times_leave_nothing_running(server, engine):
 
 
 def test_a_client_that_does_not_read_is_disconnected_and_its_request_cancelled(short_limits, engine):
-    answer = bytes(range(32, 127)) * 30
-    asked = completion(["x"] * 20, stream=True, max_tokens=len(answer), logprobs=20)
-    with engine.scripted(answer=answer, delay=0.001), socket.socket() as wire:
+    response = bytes(range(32, 127)) * 30
+    body = completion(["x"] * 20, stream=True, max_tokens=len(response), logprobs=20)
+    with engine.scripted(output=response, delay=0.001), socket.socket() as wire:
         wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         wire.connect(("127.0.0.1", short_limits.port))
-        wire.sendall(request(COMPLETIONS, asked))
+        wire.sendall(request(COMPLETIONS, body))
         assert engine.cancelled(20)
         time.sleep(3 * LIMIT_SECONDS)  # by then the server has aborted the connection
         found = b""
@@ -147,17 +147,17 @@ def test_a_client_that_does_not_read_is_disconnected_and_its_request_cancelled(s
 
 
 def test_a_client_that_reads_slowly_gets_the_whole_stream(server, engine):
-    answer = bytes(range(32, 127)) * 5
-    with engine.scripted(answer=answer), socket.socket() as wire:
+    response = bytes(range(32, 127)) * 5
+    with engine.scripted(output=response), socket.socket() as wire:
         wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         wire.settimeout(PATIENCE)
         wire.connect(("127.0.0.1", server.port))
-        wire.sendall(request(COMPLETIONS, completion(stream=True, max_tokens=len(answer)), "Connection: close"))
+        wire.sendall(request(COMPLETIONS, completion(stream=True, max_tokens=len(response)), "Connection: close"))
         time.sleep(0.1)
         found = b""
         while b"[DONE]" not in found:
             found += wire.recv(2048)
-    assert found.count(b'"text":') == len(answer) + 1
+    assert found.count(b'"text":') == len(response) + 1
     assert engine.cancels == 0
 
 
@@ -327,10 +327,10 @@ def test_http_1_0_gets_a_response_and_the_connection_is_closed(server):
     data = request(COMPLETIONS, completion("hi", stream=True)).replace(b"HTTP/1.1", b"HTTP/1.0")
     with connected(server) as wire:
         wire.sendall(data)
-        answer = read_to_end(wire)
-    assert answer.startswith(b"HTTP/1.1 200")
-    assert b"chunked" not in answer
-    assert answer.endswith(b"data: [DONE]\n\n")
+        response = read_to_end(wire)
+    assert response.startswith(b"HTTP/1.1 200")
+    assert b"chunked" not in response
+    assert response.endswith(b"data: [DONE]\n\n")
 
 
 def test_expect_100_continue_gets_continue_or_the_error(server):
@@ -378,7 +378,7 @@ def test_slow_preparation_of_a_request_does_not_block_others(server, http, engin
     def held(given, *args, **kwargs):
         if not entered.is_set():
             entered.set()
-            assert go_on.wait(10), "nobody else was answered meanwhile"
+            assert go_on.wait(10), "no other request got a response meanwhile"
         return real(given, *args, **kwargs)
 
     monkeypatch.setattr(engine, slow, held)

@@ -54,13 +54,13 @@ def test_the_model_is_listed(client, engine):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_completion_equals_the_engines(client, engine, stream):
     own = engine.generate("def main():", max_tokens=24, temperature=0.0)
-    asked = {"model": engine.model.name, "prompt": "def main():", "max_tokens": 24, "temperature": 0, "stream": stream}
+    body = {"model": engine.model.name, "prompt": "def main():", "max_tokens": 24, "temperature": 0, "stream": stream}
     if stream:
-        parts = list(client.completions.create(**asked, stream_options={"include_usage": True}))
+        parts = list(client.completions.create(**body, stream_options={"include_usage": True}))
         text, usage = "".join(part.choices[0].text for part in parts if part.choices), parts[-1].usage
     else:
-        answer = client.completions.create(**asked)
-        text, usage = answer.choices[0].text, answer.usage
+        response = client.completions.create(**body)
+        text, usage = response.choices[0].text, response.usage
     assert text == own.text
     assert usage.prompt_tokens == own.usage.prompt_tokens == len(engine.encode("def main():"))
     assert usage.completion_tokens == own.usage.completion_tokens
@@ -70,38 +70,38 @@ def test_a_completion_equals_the_engines(client, engine, stream):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_chat_completion_equals_the_engines(client, engine, stream):
     own = engine.chat(ASKED, max_tokens=24, temperature=0.0)
-    asked = {"model": engine.model.name, "messages": ASKED, "max_completion_tokens": 24, "temperature": 0}
+    body = {"model": engine.model.name, "messages": ASKED, "max_completion_tokens": 24, "temperature": 0}
     if stream:
-        parts = list(client.chat.completions.create(**asked, stream=True))
+        parts = list(client.chat.completions.create(**body, stream=True))
         text = "".join(part.choices[0].delta.content or "" for part in parts)
         reason = parts[-1].choices[0].finish_reason
     else:
-        (choice,) = client.chat.completions.create(**asked).choices
+        (choice,) = client.chat.completions.create(**body).choices
         text, reason = choice.message.content, choice.finish_reason
     assert (text, reason) == (own.text, own.finish_reason)
 
 
 def test_text_and_token_id_prompts_give_the_same_completions(client, engine):
     texts = ["import os", "class Dog:", "for x in"]
-    asked = {"model": engine.model.name, "max_tokens": 8, "temperature": 0}
-    by_text = client.completions.create(prompt=texts, **asked)
-    by_ids = client.completions.create(prompt=[engine.encode(text) for text in texts], **asked)
+    body = {"model": engine.model.name, "max_tokens": 8, "temperature": 0}
+    by_text = client.completions.create(prompt=texts, **body)
+    by_ids = client.completions.create(prompt=[engine.encode(text) for text in texts], **body)
     own = engine.generate(texts, max_tokens=8, temperature=0.0)
     assert [c.text for c in by_text.choices] == [c.text for c in by_ids.choices] == [result.text for result in own]
     assert by_text.usage.total_tokens == sum(len(engine.encode(text)) for text in texts) + 24
 
 
 def test_choices_differ_and_a_seed_reproduces_them(client, engine):
-    asked = {"model": engine.model.name, "prompt": "def ", "max_tokens": 12, "temperature": 1.0, "n": 4, "seed": 5}
-    first, second = (client.completions.create(**asked) for _ in range(2))
+    body = {"model": engine.model.name, "prompt": "def ", "max_tokens": 12, "temperature": 1.0, "n": 4, "seed": 5}
+    first, second = (client.completions.create(**body) for _ in range(2))
     texts = [choice.text for choice in first.choices]
     assert texts == [choice.text for choice in second.choices]
     assert len(set(texts)) > 1
 
 
 def test_logprobs_belong_to_the_sampled_tokens(client, engine):
-    asked = {"model": engine.model.name, "max_tokens": 10, "temperature": 0}
-    (choice,) = client.completions.create(prompt="def main():", logprobs=3, **asked).choices
+    body = {"model": engine.model.name, "max_tokens": 10, "temperature": 0}
+    (choice,) = client.completions.create(prompt="def main():", logprobs=3, **body).choices
     assert "".join(choice.logprobs.tokens) == choice.text
     assert [choice.text[at:] for at in choice.logprobs.text_offset] == [
         "".join(choice.logprobs.tokens[i:]) for i in range(10)
@@ -112,7 +112,7 @@ def test_logprobs_belong_to_the_sampled_tokens(client, engine):
         assert logprob <= 0
         assert max(top, key=top.__getitem__) == token
         assert top[token] == logprob
-    (choice,) = client.chat.completions.create(messages=ASKED, logprobs=True, top_logprobs=2, **asked).choices
+    (choice,) = client.chat.completions.create(messages=ASKED, logprobs=True, top_logprobs=2, **body).choices
     assert "".join(entry.token for entry in choice.logprobs.content).startswith(choice.message.content)
     assert all(entry.top_logprobs[0].logprob == entry.logprob for entry in choice.logprobs.content)
 
@@ -120,8 +120,8 @@ def test_logprobs_belong_to_the_sampled_tokens(client, engine):
 def test_a_stop_string_ends_the_completion(client, engine):
     whole = engine.generate("def main():", max_tokens=24, temperature=0.0).text
     stop = whole[len(whole) // 2 :][:3]
-    asked = {"model": engine.model.name, "prompt": "def main():", "max_tokens": 24, "temperature": 0}
-    (choice,) = client.completions.create(stop=stop, **asked).choices
+    body = {"model": engine.model.name, "prompt": "def main():", "max_tokens": 24, "temperature": 0}
+    (choice,) = client.completions.create(stop=stop, **body).choices
     assert choice.text == whole[: whole.index(stop)]
     assert (choice.finish_reason, choice.model_extra["stop_reason"]) == ("stop", stop)
 
@@ -138,13 +138,13 @@ def test_a_stop_string_ends_the_completion(client, engine):
     ],
 )
 def test_requests_that_the_engine_refuses_get_status_400(server, engine, fields, param):
-    answer = httpx.post(f"{server.url}/v1/completions", json={"max_tokens": 1, **fields})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    response = httpx.post(f"{server.url}/v1/completions", json={"max_tokens": 1, **fields})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 def test_disconnect_during_a_stream_frees_every_cell(client, engine):
-    asked = {"model": engine.model.name, "prompt": "def main():", "max_tokens": 3000}
-    with client.completions.create(stream=True, n=3, extra_body={"ignore_eos": True}, **asked) as stream:
+    body = {"model": engine.model.name, "prompt": "def main():", "max_tokens": 3000}
+    with client.completions.create(stream=True, n=3, extra_body={"ignore_eos": True}, **body) as stream:
         for _, _part in zip(range(5), stream, strict=False):
             pass
         assert engine.stats().cells_used > 0
@@ -155,8 +155,8 @@ def test_disconnects_at_random_times_free_every_cell(server, engine):
 
     async def one(client: openai.AsyncOpenAI, number: int) -> None:
         prompt = "def main():\n" * chance.randint(1, 20)
-        asked = {"model": engine.model.name, "prompt": prompt, "max_tokens": chance.randint(1, 12), "n": 1 + number % 3}
-        call = client.completions.create(**asked)
+        body = {"model": engine.model.name, "prompt": prompt, "max_tokens": chance.randint(1, 12), "n": 1 + number % 3}
+        call = client.completions.create(**body)
         if number % 3:
             await call
             return
@@ -178,17 +178,17 @@ def test_a_closed_engine_is_not_healthy(engine):
             assert httpx.get(f"{server.url}/health").status_code == 200
             other.close()
             assert httpx.get(f"{server.url}/health").status_code == 503
-            answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"})
-            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+            response = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"})
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "shutting_down")
 
 
 @pytest.mark.parametrize(
     "prompt", [" ", "\n" * 50, "\t \r\n", "\x00", "\u2028", "<|bos|>", "<|bos|><|eos|><|pad|>", "<|none|>"]
 )
 def test_prompts_of_whitespace_and_control_tokens_are_completed(client, engine, prompt):
-    answer = client.completions.create(model="embedded", prompt=prompt, max_tokens=3)
-    assert answer.usage.prompt_tokens == len(engine.encode(prompt))
-    assert answer.choices[0].finish_reason in ("length", "stop")
+    response = client.completions.create(model="embedded", prompt=prompt, max_tokens=3)
+    assert response.usage.prompt_tokens == len(engine.encode(prompt))
+    assert response.choices[0].finish_reason in ("length", "stop")
 
 
 @pytest.mark.parametrize("over", [0, 1, 100])
@@ -198,16 +198,16 @@ def test_a_prompt_at_the_limit_of_the_context(client, engine, over):
         with pytest.raises(openai.BadRequestError, match=f"{len(prompt)} tokens"):
             client.completions.create(model="embedded", prompt=prompt, max_tokens=1)
     else:
-        answer = client.completions.create(model="embedded", prompt=prompt, max_tokens=9)
-        assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 1)
+        response = client.completions.create(model="embedded", prompt=prompt, max_tokens=9)
+        assert (response.choices[0].finish_reason, response.usage.completion_tokens) == ("length", 1)
 
 
 def test_control_tokens_that_a_user_writes_are_text(client, engine):
     """They add no control tokens to those of the template."""
-    spoken = [{"role": "user", "content": "a <|bos|> b <|eos|> c"}]
-    answer = client.chat.completions.create(model="embedded", messages=spoken, max_tokens=1)
+    messages = [{"role": "user", "content": "a <|bos|> b <|eos|> c"}]
+    response = client.chat.completions.create(model="embedded", messages=messages, max_tokens=1)
     control = {engine.encode(name, special=False)[0] for name in ("<|bos|>", "<|eos|>")}
-    ids = engine.render(spoken)
-    assert answer.usage.prompt_tokens == len(ids)
+    ids = engine.render(messages)
+    assert response.usage.prompt_tokens == len(ids)
     empty = engine.render([{"role": "user", "content": "a"}])
     assert [i for i in ids if i in control] == [i for i in empty if i in control]

@@ -13,8 +13,8 @@ ANSWER = {"role": "assistant", "content": "ho"}
 
 
 def rendered(http, engine, messages, **fields):
-    answer = http.post(CHAT, json={"messages": messages, **fields})
-    assert answer.status_code == 200, answer.text
+    response = http.post(CHAT, json={"messages": messages, **fields})
+    assert response.status_code == 200, response.text
     ((prompt, _),) = engine.seen
     return bytes(prompt).decode()
 
@@ -22,8 +22,8 @@ def rendered(http, engine, messages, **fields):
 @pytest.mark.parametrize("content", [{"content": None}, {}, {"content": ""}, {"content": []}])
 def test_an_assistant_message_with_tool_calls_needs_no_content(http, engine, content):
     calls = json.dumps({"tool_calls": [CALL]})
-    asked = [USER, {"role": "assistant", **content, "tool_calls": [CALL]}, RESULT]
-    assert rendered(http, engine, asked) == f'<user>hi<assistant>{calls}<tool>14{{"tool_call_id": "c1"}}'
+    messages = [USER, {"role": "assistant", **content, "tool_calls": [CALL]}, RESULT]
+    assert rendered(http, engine, messages) == f'<user>hi<assistant>{calls}<tool>14{{"tool_call_id": "c1"}}'
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,9 @@ WRONG = [
 
 @pytest.mark.parametrize(("messages", "param"), WRONG)
 def test_invalid_histories_are_refused_with_the_field(http, engine, messages, param):
-    answer = http.post(CHAT, json={"messages": messages})
-    error = error_of(answer)
-    assert (answer.status_code, error["param"]) == (400, param)
+    response = http.post(CHAT, json={"messages": messages})
+    error = error_of(response)
+    assert (response.status_code, error["param"]) == (400, param)
     assert f"messages[{len(messages) - 1}]" in error["message"]
     assert not engine.seen
 

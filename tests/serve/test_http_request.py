@@ -68,15 +68,15 @@ async def settle():
 
 def test_events_are_returned_in_order_until_the_request_is_finished():
     async def play(request, engine):
-        said = [piece(i) for i in range(50)] + [Finished(0, "stop"), DONE]
-        speaker = threading.Thread(target=lambda: [engine.deliver[0](event) for event in said])
+        events = [piece(i) for i in range(50)] + [Finished(0, "stop"), DONE]
+        speaker = threading.Thread(target=lambda: [engine.deliver[0](event) for event in events])
         speaker.start()
         received = []
         while not request.finished:
             received += await request.next_batch()
             request.check()
         speaker.join()
-        assert received == [(0, event) for event in said]
+        assert received == [(0, event) for event in events]
 
     assert run(play).cancels() == [0]
 

@@ -71,9 +71,9 @@ BODIES = {
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
 def test_malformed_bodies(http, engine, route, body):
-    answer = http.post(route, content=body, headers=JSON)
-    assert answer.status_code == 400
-    error_of(answer)
+    response = http.post(route, content=body, headers=JSON)
+    assert response.status_code == 400
+    error_of(response)
     assert not engine.seen
 
 
@@ -83,8 +83,8 @@ def test_malformed_bodies(http, engine, route, body):
 def test_values_nested_near_the_limit_are_accepted_or_refused(http, field, inner, depth):
     """For the JSON parser and for the validation after it."""
     body = f'{{"prompt": "x", "{field}": {"[" * depth}{inner}{"]" * depth}}}'
-    answer = http.post(COMPLETIONS, content=body, headers=JSON)
-    assert answer.status_code == 400 or (field == "user" and answer.status_code == 200)
+    response = http.post(COMPLETIONS, content=body, headers=JSON)
+    assert response.status_code == 400 or (field == "user" and response.status_code == 200)
 
 
 def test_every_truncated_body_is_refused(http):
@@ -99,8 +99,8 @@ def test_every_truncated_body_is_refused(http):
 def test_unusual_characters_are_returned_unchanged(http, text):
     for ascii_only in (True, False):
         body = json.dumps(completion(text), ensure_ascii=ascii_only).encode()
-        answer = http.post(COMPLETIONS, content=body, headers=JSON)
-        assert answer.json()["choices"][0]["text"] == text
+        response = http.post(COMPLETIONS, content=body, headers=JSON)
+        assert response.json()["choices"][0]["text"] == text
 
 
 FIELDS = [  # field, what was sent; each is refused, and the refusal names the field
@@ -151,9 +151,9 @@ FIELDS = [  # field, what was sent; each is refused, and the refusal names the f
 @pytest.mark.parametrize(("name", "value"), FIELDS, ids=[f"{name}={str(value)[:20]}" for name, value in FIELDS])
 def test_parameters_out_of_bounds(http, engine, name, value):
     for route, body in ((COMPLETIONS, completion()), (CHAT, chat())):
-        answer = http.post(route, json=body | {name: value})
-        assert answer.status_code == 400
-        assert error_of(answer)["param"].split(".")[0].split("[")[0] == name
+        response = http.post(route, json=body | {name: value})
+        assert response.status_code == 400
+        assert error_of(response)["param"].split(".")[0].split("[")[0] == name
     assert not engine.seen
 
 
@@ -161,9 +161,9 @@ def test_parameters_out_of_bounds(http, engine, name, value):
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty", "logit_bias"])
 def test_non_finite_numbers_are_refused(http, name, literal):
     value = f'{{"1": {literal}}}' if name == "logit_bias" else literal
-    answer = http.post(COMPLETIONS, content=f'{{"prompt": "x", "{name}": {value}}}', headers=JSON)
-    assert answer.status_code == 400
-    error_of(answer)
+    response = http.post(COMPLETIONS, content=f'{{"prompt": "x", "{name}": {value}}}', headers=JSON)
+    assert response.status_code == 400
+    error_of(response)
 
 
 @pytest.mark.parametrize(
@@ -206,9 +206,9 @@ def test_shift_in_a_chat_needs_max_tokens(http, engine):
 
 def test_requests_with_equal_ids_are_separate(http, engine):
     named = {"x-request-id": "same\tname", "idempotency-key": "same", "x-session-id": "same"}
-    answers = [http.post(COMPLETIONS, json=completion(text), headers=named) for text in ("one", "two")]
-    assert [answer.json()["choices"][0]["text"] for answer in answers] == ["one", "two"]
-    assert len({answer.headers["x-request-id"] for answer in answers} | {"same\tname"}) == 3
+    responses = [http.post(COMPLETIONS, json=completion(text), headers=named) for text in ("one", "two")]
+    assert [response.json()["choices"][0]["text"] for response in responses] == ["one", "two"]
+    assert len({response.headers["x-request-id"] for response in responses} | {"same\tname"}) == 3
     assert len(engine.seen) == 2
 
 
@@ -264,9 +264,9 @@ UNSUPPORTED = [
 @pytest.mark.parametrize(("route", "name", "value"), UNSUPPORTED)
 def test_unsupported_fields_of_openai_are_refused_by_name(http, engine, route, name, value):
     body = completion() if route == COMPLETIONS else chat()
-    answer = http.post(route, json=body | {name: value})
-    error = error_of(answer)
-    assert (answer.status_code, error["param"], error["code"]) == (400, name, "unsupported_parameter")
+    response = http.post(route, json=body | {name: value})
+    error = error_of(response)
+    assert (response.status_code, error["param"], error["code"]) == (400, name, "unsupported_parameter")
     assert name in error["message"]
     assert not engine.seen
 
@@ -337,9 +337,9 @@ PROMPTS = {
 
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
 def test_invalid_prompts_are_refused(http, prompt):
-    answer = http.post(COMPLETIONS, json={"model": MODEL, "prompt": prompt})
-    assert answer.status_code == 400
-    assert error_of(answer)["param"] == "prompt"
+    response = http.post(COMPLETIONS, json={"model": MODEL, "prompt": prompt})
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "prompt"
 
 
 def test_a_missing_prompt_is_named(http):
@@ -349,12 +349,12 @@ def test_a_missing_prompt_is_named(http):
 
 @pytest.mark.parametrize("length", [19_999, 20_000, 20_001, 500_000])
 def test_prompts_around_the_context(http, length):
-    answer = http.post(COMPLETIONS, json=completion("\n" * length, max_tokens=1))
+    response = http.post(COMPLETIONS, json=completion("\n" * length, max_tokens=1))
     if length < 20_000:
-        assert answer.status_code == 200
+        assert response.status_code == 200
     else:
-        error = error_of(answer)
-        assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
+        error = error_of(response)
+        assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
         assert str(length) in error["message"]
 
 
@@ -389,9 +389,9 @@ MESSAGES = [  # messages, and the field at fault
 
 @pytest.mark.parametrize(("messages", "param"), MESSAGES)
 def test_invalid_messages_are_refused(http, engine, messages, param):
-    answer = http.post(CHAT, json={"model": MODEL, "messages": messages})
-    assert answer.status_code == 400
-    assert error_of(answer)["param"] == (param or "messages[0].content[0].type")
+    response = http.post(CHAT, json={"model": MODEL, "messages": messages})
+    assert response.status_code == 400
+    assert error_of(response)["param"] == (param or "messages[0].content[0].type")
     assert not engine.seen
 
 
@@ -415,9 +415,9 @@ NAMES += ["cellar/fake-1.", "Cellar/Fake-1", " cellar/fake-1", "cellar/fake-1\n"
 @pytest.mark.parametrize("name", NAMES, ids=[repr(name)[:20] for name in NAMES])
 def test_names_of_other_models_are_not_found(http, name):
     for route, body in ((COMPLETIONS, completion()), (CHAT, chat())):
-        answer = http.post(route, json=body | {"model": name})
-        error = error_of(answer)
-        assert (answer.status_code, error["param"], error["code"]) == (404, "model", "model_not_found")
+        response = http.post(route, json=body | {"model": name})
+        error = error_of(response)
+        assert (response.status_code, error["param"], error["code"]) == (404, "model", "model_not_found")
         assert error["message"].isprintable()
         assert len(error["message"]) < 400
 
@@ -453,19 +453,19 @@ def test_names_of_other_models_are_not_found(http, name):
     ],
 )
 def test_unknown_routes_and_methods(http, method, path, status):
-    answer = http.request(method, path)
-    assert answer.status_code == status
-    error_of(answer)
-    assert ("allow" in answer.headers) == (status == 405)
-    assert not any(name.startswith("access-control") for name in answer.headers)
+    response = http.request(method, path)
+    assert response.status_code == status
+    error_of(response)
+    assert ("allow" in response.headers) == (status == 405)
+    assert not any(name.startswith("access-control") for name in response.headers)
 
 
 @pytest.mark.parametrize(
     ("path", "status"), [("/health", 200), ("/v1/models", 200), ("/nope", 404), (COMPLETIONS, 405)]
 )
 def test_head_gets_no_body(http, path, status):
-    answer = http.head(path)
-    assert (answer.status_code, answer.content) == (status, b"")
+    response = http.head(path)
+    assert (response.status_code, response.content) == (status, b"")
 
 
 @pytest.mark.parametrize(
@@ -480,34 +480,34 @@ def test_head_gets_no_body(http, path, status):
 )
 def test_other_content_types_are_refused(http, engine, kind):
     headers = {} if kind is None else {"content-type": kind}
-    answer = http.post(COMPLETIONS, content=json.dumps(completion()), headers=headers)
-    assert answer.status_code == 415
-    error_of(answer)
+    response = http.post(COMPLETIONS, content=json.dumps(completion()), headers=headers)
+    assert response.status_code == 415
+    error_of(response)
     assert not engine.seen
 
 
 @pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=UTF-8", "application/json;"])
 def test_forms_of_the_json_content_type_are_accepted(http, kind):
-    answer = http.post(COMPLETIONS, content=json.dumps(completion()), headers={"content-type": kind})
-    assert answer.status_code == 200
+    response = http.post(COMPLETIONS, content=json.dumps(completion()), headers={"content-type": kind})
+    assert response.status_code == 200
 
 
 @pytest.mark.parametrize("coding", ["gzip", "br", "deflate", "identity, gzip", "x\ty"])
 def test_compressed_bodies_are_refused(http, coding):
-    answer = http.post(COMPLETIONS, content=b"\x1f\x8b", headers=JSON | {"content-encoding": coding})
-    assert answer.status_code == 415
-    error_of(answer)
+    response = http.post(COMPLETIONS, content=b"\x1f\x8b", headers=JSON | {"content-encoding": coding})
+    assert response.status_code == 415
+    error_of(response)
 
 
 def test_a_body_over_the_limit(http):
-    answer = http.post(COMPLETIONS, json=completion("x" * 2**20))
-    assert (answer.status_code, error_of(answer)["code"]) == (413, "request_too_large")
+    response = http.post(COMPLETIONS, json=completion("x" * 2**20))
+    assert (response.status_code, error_of(response)["code"]) == (413, "request_too_large")
 
 
 def test_a_chunked_body_over_the_limit(http):
     parts = (b" " * 2**16 for _ in range(33))
-    answer = http.post(COMPLETIONS, content=parts, headers=JSON)
-    assert (answer.status_code, error_of(answer)["code"]) == (413, "request_too_large")
+    response = http.post(COMPLETIONS, content=parts, headers=JSON)
+    assert (response.status_code, error_of(response)["code"]) == (413, "request_too_large")
 
 
 ERRORS = [  # exception of the engine, and the error of the response
@@ -529,11 +529,11 @@ ERRORS = [  # exception of the engine, and the error of the response
 @pytest.mark.parametrize(("error", "status", "param", "code"), ERRORS, ids=[type(e[0]).__name__ for e in ERRORS])
 def test_engine_errors_before_the_first_event(http, engine, error, status, param, code, stream, how):
     with engine.scripted(**{how: error}):
-        answer = http.post(CHAT, json=chat(stream=stream))
-    shown = error_of(answer)
-    assert (answer.status_code, shown["param"], shown["code"]) == (status, param, code)
-    assert ("retry-after" in answer.headers) == (status == 503)
-    assert "secret" not in answer.text
+        response = http.post(CHAT, json=chat(stream=stream))
+    shown = error_of(response)
+    assert (response.status_code, shown["param"], shown["code"]) == (status, param, code)
+    assert ("retry-after" in response.headers) == (status == 503)
+    assert "secret" not in response.text
 
 
 @pytest.mark.parametrize(("error", "status", "param", "code"), ERRORS, ids=[type(e[0]).__name__ for e in ERRORS])
@@ -550,15 +550,15 @@ def test_engine_errors_after_the_first_event(http, engine, error, status, param,
 
 
 def test_a_failed_prompt_fails_the_request(http, engine):
-    answer = http.post(COMPLETIONS, json=completion(["hello", "x" * 30_000, "there"]))
-    assert error_of(answer)["code"] == "context_length_exceeded"
+    response = http.post(COMPLETIONS, json=completion(["hello", "x" * 30_000, "there"]))
+    assert error_of(response)["code"] == "context_length_exceeded"
     assert engine.rest()
 
 
 def test_a_stop_string_across_tokens(http):
     for stream in (False, True):
-        answer = http.post(COMPLETIONS, json=completion("abcédef", stop=["éd", "zz"], stream=stream))
-        records = chunks_of(answer.text) if stream else [answer.json()]
+        response = http.post(COMPLETIONS, json=completion("abcédef", stop=["éd", "zz"], stream=stream))
+        records = chunks_of(response.text) if stream else [response.json()]
         choices = [choice for record in records for choice in record["choices"]]
         assert "".join(choice["text"] for choice in choices) == "abc"
         assert [c["stop_reason"] for c in choices if c["finish_reason"]] == ["éd"]

@@ -119,10 +119,10 @@ MANY = {
 }
 
 
-@pytest.mark.parametrize(("text", "says", "param"), MANY.values(), ids=MANY)
-def test_a_limit_is_applied_before_the_rest_is_parsed(text: str, says: str, param: str | None) -> None:
+@pytest.mark.parametrize(("text", "message", "param"), MANY.values(), ids=MANY)
+def test_a_limit_is_applied_before_the_rest_is_parsed(text: str, message: str, param: str | None) -> None:
     """The rest is not JSON, and is not parsed."""
-    with pytest.raises(ApiError, match=says) as refused:
+    with pytest.raises(ApiError, match=message) as refused:
         read(text + " what is this", Limits(context=2000, values=999, containers=99, items=500))
     assert (refused.value.status, refused.value.param, refused.value.code) == (400, param, "too_many_values")
 
@@ -280,7 +280,7 @@ def test_completions_per_request_are_limited(http, engine) -> None:
     [("logit_bias", {str(n): "x" for n in range(16_384)}), ("stop_token_ids", ["x"] * 16_000), ("stop", [1] * 16_000)],
 )
 def test_only_the_first_of_many_invalid_items_is_named(http, name: str, value: object) -> None:
-    answer = http.post(COMPLETIONS, json=completion(**{name: value}))
-    assert answer.status_code == 400
-    assert len(answer.content) < 500
-    assert (error_of(answer)["param"] or "").startswith(name)
+    response = http.post(COMPLETIONS, json=completion(**{name: value}))
+    assert response.status_code == 400
+    assert len(response.content) < 500
+    assert (error_of(response)["param"] or "").startswith(name)

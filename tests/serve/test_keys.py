@@ -106,11 +106,11 @@ def test_any_bytes_give_keys_or_an_error(tmp_path_factory, content):
 
 
 @pytest.mark.parametrize(
-    ("mode", "says"), [(0o600, None), (0o640, None), (0o644, "read"), (0o660, "change"), (0o602, "change")]
+    ("mode", "danger"), [(0o600, None), (0o640, None), (0o644, "read"), (0o660, "change"), (0o602, "change")]
 )
-def test_a_file_that_other_users_can_read_or_change_gives_a_warning(file, mode, says):
+def test_a_file_that_other_users_can_read_or_change_gives_a_warning(file, mode, danger):
     file.write_text(ONE)
     os.chmod(file, mode)
     found = permission_warning(file)
-    assert (found is None) == (says is None)
-    assert says is None or f"can {says} these keys" in found
+    assert (found is None) == (danger is None)
+    assert danger is None or f"can {danger} these keys" in found

@@ -1,6 +1,6 @@
 """Every error message that an HTTP client can get. The style of new messages:
 
-* it names the invalid field of the API, and says what is allowed and what to do;
+* it names the invalid field of the API, and what is allowed and what to do;
 * it uses terms of the API and of JSON: no option of the command line, no setting of the engine, nothing of Python;
 * plain English, one or two sentences, without a full stop at the end.
 
@@ -180,7 +180,7 @@ MESSAGES: list[tuple[dict[str, object], str]] = [
         talk(USER, max_completion_tokens=4, max_tokens=5),
         "max_completion_tokens and max_tokens differ; send one of them",
     ),
-    (talk(USER, shift=True), "shift needs max_tokens: with it, the context does not end an answer"),
+    (talk(USER, shift=True), "shift needs max_tokens: with it, the context does not end a completion"),
     (
         talk(USER, reasoning={"effort": "low"}, reasoning_effort="high"),
         "reasoning_effort and reasoning.effort differ; send one of them",
@@ -211,9 +211,9 @@ CASES += [(COMPLETIONS, body, message) for body, message in PROMPTS]
 CASES += [(CHAT, body, message) for body, message in MESSAGES]
 
 
-def told(answer: httpx.Response) -> str:
+def message_of(response: httpx.Response) -> str:
     """The message of an error, after a check of its style."""
-    error = error_of(answer)
+    error = error_of(response)
     check_style(error["message"], error["param"])
     return error["message"]
 
@@ -251,20 +251,20 @@ def client(real: Engine) -> Iterator[httpx.Client]:
 
 @pytest.mark.parametrize(("route", "body", "message"), CASES, ids=count())
 def test_invalid_fields(client: httpx.Client, route: str, body: dict[str, Any], message: str) -> None:
-    answer = client.post(route, json=body)
-    assert told(answer) == message
-    assert 400 <= answer.status_code < 500
+    response = client.post(route, json=body)
+    assert message_of(response) == message
+    assert 400 <= response.status_code < 500
 
 
 @pytest.mark.parametrize(("body", "message"), BODIES, ids=count())
 def test_bodies(client: httpx.Client, body: bytes, message: str) -> None:
-    answer = client.post(COMPLETIONS, content=body, headers=JSON)
-    assert told(answer) == f"the body must be a JSON object: {message}"
+    response = client.post(COMPLETIONS, content=body, headers=JSON)
+    assert message_of(response) == f"the body must be a JSON object: {message}"
 
 
 @pytest.mark.parametrize(("message", "body"), MANY.items())
 def test_bodies_with_too_many_values(client: httpx.Client, body: dict[str, Any], message: str) -> None:
-    assert told(client.post(COMPLETIONS, json=body)) == message
+    assert message_of(client.post(COMPLETIONS, json=body)) == message
 
 
 HEADERS: list[tuple[dict[str, str], bytes, str]] = [
@@ -282,7 +282,7 @@ HEADERS: list[tuple[dict[str, str], bytes, str]] = [
 
 @pytest.mark.parametrize(("headers", "body", "message"), HEADERS, ids=count())
 def test_headers(client: httpx.Client, headers: dict[str, str], body: bytes, message: str) -> None:
-    assert told(client.post(COMPLETIONS, content=body, headers=headers)) == message
+    assert message_of(client.post(COMPLETIONS, content=body, headers=headers)) == message
 
 
 ROUTES = {
@@ -294,7 +294,7 @@ ROUTES = {
 
 @pytest.mark.parametrize(("path", "message"), ROUTES.items(), ids=count())
 def test_routes(client: httpx.Client, path: str, message: str) -> None:
-    assert told(client.get(path)) == message
+    assert message_of(client.get(path)) == message
 
 
 BUSY = "1000000 requests are waiting already; try again later"
@@ -307,27 +307,27 @@ PADDING = (
 
 
 def test_limits_of_memory_and_queue(client: httpx.Client, real: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {"prompt": [5] * 200}
+    body = {"prompt": [5] * 200}
     built, group = real._built, real._built.memory.storage.groups[0].name
     small = {name: (layout, 100) for name, (layout, _) in built.intake.groups.items()}
     monkeypatch.setattr(
         real, "_built", dataclasses.replace(built, intake=dataclasses.replace(built.intake, groups=small))
     )
     held = f"the prompt has 200 tokens; the memory for {group} layers allows 100. Shorten the prompt"
-    assert told(client.post(COMPLETIONS, json=asked)) == held
+    assert message_of(client.post(COMPLETIONS, json=body)) == held
     padded = dataclasses.replace(built.intake, padding=5)
     monkeypatch.setattr(real, "_built", dataclasses.replace(built, intake=padded))
-    assert told(client.post(COMPLETIONS, json=asked)) == PADDING
+    assert message_of(client.post(COMPLETIONS, json=body)) == PADDING
     memory = PromptMemory(1000)
     monkeypatch.setattr(
         real, "_built", dataclasses.replace(built, intake=dataclasses.replace(built.intake, prompts=memory))
     )
-    assert re.fullmatch(LARGE_PROMPT.replace("SIZE", r"\d+"), told(client.post(COMPLETIONS, json=asked)))
+    assert re.fullmatch(LARGE_PROMPT.replace("SIZE", r"\d+"), message_of(client.post(COMPLETIONS, json=body)))
     memory.taken = 1000
-    assert told(client.post(COMPLETIONS, json={"prompt": [5]})) == PROMPTS_FULL
+    assert message_of(client.post(COMPLETIONS, json={"prompt": [5]})) == PROMPTS_FULL
     monkeypatch.setattr(real, "_built", built)
     monkeypatch.setattr(type(real._loop), "backlog", 10**6)
-    assert told(client.post(COMPLETIONS, json=asked)) == BUSY
+    assert message_of(client.post(COMPLETIONS, json=body)) == BUSY
 
 
 LONG_TEXT = "prompt has 11 bytes of text; at most 10 are tokenized at once. Send less, or token ids"
@@ -340,16 +340,16 @@ def test_models_without_text(client: httpx.Client, real: Engine, monkeypatch: py
     intake = dataclasses.replace(real._built.intake, codec=mute)
     monkeypatch.setattr(real, "_built", dataclasses.replace(real._built, intake=intake))
     monkeypatch.setattr(real, "model", dataclasses.replace(real.model, has_text=False))
-    assert told(client.post(COMPLETIONS, json={"prompt": "hi"})) == NO_TEXT
-    assert told(client.post(CHAT, json=talk(USER))) == NO_TEXT
-    assert told(client.post(COMPLETIONS, json={"prompt": [5], "stop": "x"})) == NO_STOP
+    assert message_of(client.post(COMPLETIONS, json={"prompt": "hi"})) == NO_TEXT
+    assert message_of(client.post(CHAT, json=talk(USER))) == NO_TEXT
+    assert message_of(client.post(COMPLETIONS, json={"prompt": [5], "stop": "x"})) == NO_STOP
 
 
 def test_a_text_that_is_too_long_to_tokenize(
     client: httpx.Client, real: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(real._built.intake.codec._tokenizer, "limit", TokenizingLimit(10))
-    assert told(client.post(COMPLETIONS, json={"prompt": "x" * 11})) == LONG_TEXT
+    assert message_of(client.post(COMPLETIONS, json={"prompt": "x" * 11})) == LONG_TEXT
 
 
 TEMPLATES = {  # the last part comes from the template or from Jinja
@@ -367,7 +367,7 @@ def test_templates(
 ) -> None:
     template = ChatTemplate(source, TextTokenizer(byte_level())) if source else None
     monkeypatch.setattr(real._built.intake.codec, "_template", template)
-    assert told(client.post(CHAT, json=talk(USER))) == message
+    assert message_of(client.post(CHAT, json=talk(USER))) == message
 
 
 FAILURES = [
@@ -381,7 +381,7 @@ FAILURES = [
 @pytest.mark.parametrize(("error", "message"), FAILURES, ids=[type(error).__name__ for error, _ in FAILURES])
 def test_failures(http: httpx.Client, engine: FakeEngine, error: Exception, message: str) -> None:
     with engine.scripted(reject=error):
-        assert told(http.post(COMPLETIONS, json=completion())) == message
+        assert message_of(http.post(COMPLETIONS, json=completion())) == message
 
 
 STOPPED = "the engine has stopped; the server must be started again"
@@ -390,9 +390,9 @@ KEY = "a valid API key is needed: Authorization: Bearer KEY"
 
 def test_health_and_keys(http: httpx.Client, shared_engine: FakeEngine, engine: FakeEngine) -> None:
     engine.healthy = False
-    assert told(http.get("/health")) == STOPPED
+    assert message_of(http.get("/health")) == STOPPED
     with Server(shared_engine, ServeSettings(port=0, key_digests=(key_digest("good"),))) as server:
-        assert told(httpx.get(f"{server.url}/health")) == KEY
+        assert message_of(httpx.get(f"{server.url}/health")) == KEY
 
 
 def test_bodies_over_the_budget() -> None:
@@ -492,7 +492,7 @@ HERE = {
     "message", [CROWDED, BUSY, PADDING, LONG_TEXT, NO_TEXT, NO_STOP, STOPPED, KEY, FULL, *SENT.values()]
 )
 def test_other_messages_follow_the_style(message: str) -> None:
-    """The style of all others is checked in `told`."""
+    """The style of all others is checked in `message_of`."""
     check_style(message, None)
 
 

@@ -44,11 +44,11 @@ WRONG = {
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 def test_every_route_needs_a_valid_key(locked, engine, method, path, header):
     headers = {} if header is None else {b"authorization": header if isinstance(header, bytes) else header.encode()}
-    answer = locked.request(method, path, headers=headers, json=completion() if method == "POST" else None)
-    assert answer.status_code == 401
-    assert answer.headers["www-authenticate"] == "Bearer"
+    response = locked.request(method, path, headers=headers, json=completion() if method == "POST" else None)
+    assert response.status_code == 401
+    assert response.headers["www-authenticate"] == "Bearer"
     if method != "HEAD":
-        assert error_of(answer)["code"] == "invalid_api_key"
+        assert error_of(response)["code"] == "invalid_api_key"
     assert not engine.seen
 
 
@@ -79,9 +79,9 @@ OTHERS += ["localhost, evil.com", "localhost/evil", "localhost."]
 
 @pytest.mark.parametrize("host", OTHERS)
 def test_other_hosts_are_refused_on_loopback(http, host):
-    answer = http.get("/v1/models", headers={"host": host})
-    assert answer.status_code == 403
-    assert error_of(answer)["code"] == "host_not_allowed"
+    response = http.get("/v1/models", headers={"host": host})
+    assert response.status_code == 403
+    assert error_of(response)["code"] == "host_not_allowed"
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1", "127.0.0.1:8080", "[::1]", "[::1]:65535"])
@@ -103,24 +103,25 @@ def test_an_absolute_target_does_not_bypass_the_host_check(server, engine):
 
 def test_no_cors_headers_are_sent(http):
     preflight = {"origin": "https://evil.com", "access-control-request-method": "POST"}
-    for answer in (
+    for response in (
         http.options(COMPLETIONS, headers=preflight),
         http.get("/v1/models", headers={"origin": "https://evil.com"}),
         http.post(COMPLETIONS, json=completion(), headers={"origin": "null"}),
     ):
-        assert not any(name.startswith("access-control") for name in answer.headers)
+        assert not any(name.startswith("access-control") for name in response.headers)
 
 
 def test_the_log_contains_no_text_of_requests(http, engine, caplog):
     with caplog.at_level(logging.INFO, "kvcellar.serve"):
-        answers = [
+        responses = [
             http.post(COMPLETIONS, json=completion("my secret prompt", user="my secret name")),
             http.get("/v1/models/a%0aINFO%20forged%1b[31m%00"),
         ]
         with engine.scripted(fail=ValueError("my secret prompt")):
-            answers.append(http.post(COMPLETIONS, json=completion()))
-        answered, missing, failed, failure = logged(caplog, [answer.headers["x-request-id"] for answer in answers], 4)
-    assert "POST /v1/completions 200" in answered
+            responses.append(http.post(COMPLETIONS, json=completion()))
+        ids = [response.headers["x-request-id"] for response in responses]
+        served, missing, failed, failure = logged(caplog, ids, 4)
+    assert "POST /v1/completions 200" in served
     assert "404" in missing
     assert missing.isprintable()
     assert "unexpected ValueError" in failed

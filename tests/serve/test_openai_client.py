@@ -37,24 +37,24 @@ def test_models(client):
 
 def test_completion(client, engine):
     with engine.scripted(cached=2):
-        answer = client.completions.create(model=MODEL, prompt="hello", seed=7, temperature=0.5)
-    assert (answer.choices[0].text, answer.choices[0].finish_reason, answer.object) == (
+        response = client.completions.create(model=MODEL, prompt="hello", seed=7, temperature=0.5)
+    assert (response.choices[0].text, response.choices[0].finish_reason, response.object) == (
         "hello",
         "stop",
         "text_completion",
     )
-    assert answer.usage.prompt_tokens_details.cached_tokens == 2
-    assert answer._request_id.startswith("req-")
+    assert response.usage.prompt_tokens_details.cached_tokens == 2
+    assert response._request_id.startswith("req-")
     ((_, params),) = engine.seen
     assert (params.seed, params.temperature, params.max_tokens) == (7, 0.5, 16)
 
 
 def test_chat(client, engine):
-    answer = client.chat.completions.create(model=MODEL, messages=ASKED, max_completion_tokens=4, n=2)
-    assert [choice.message.content for choice in answer.choices] == [SAID[:4], SAID[1:5]]
-    assert [choice.finish_reason for choice in answer.choices] == ["length", "length"]
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 8
-    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+    response = client.chat.completions.create(model=MODEL, messages=ASKED, max_completion_tokens=4, n=2)
+    assert [choice.message.content for choice in response.choices] == [SAID[:4], SAID[1:5]]
+    assert [choice.finish_reason for choice in response.choices] == ["length", "length"]
+    assert response.usage.total_tokens == response.usage.prompt_tokens + 8
+    assert response.usage.prompt_tokens_details.cached_tokens == 0
 
 
 def test_every_parameter_reaches_the_engine(client, engine):
@@ -118,9 +118,9 @@ def test_stream_of_a_chat_with_usage(client):
 
 def test_the_packages_own_accumulation_of_a_stream(client):
     with client.chat.completions.stream(model=MODEL, messages=ASKED, n=2, logprobs=True, top_logprobs=1) as stream:
-        answer = stream.get_final_completion()
-    assert [choice.message.content for choice in answer.choices] == [SAID, SAID[1:] + SAID[0]]
-    assert len(answer.choices[1].logprobs.content) == len(SAID)
+        response = stream.get_final_completion()
+    assert [choice.message.content for choice in response.choices] == [SAID, SAID[1:] + SAID[0]]
+    assert len(response.choices[1].logprobs.content) == len(SAID)
 
 
 def test_stream_of_a_completion_for_several_prompts(client):
@@ -150,7 +150,7 @@ def test_logprobs(client):
 )
 def test_every_field_of_the_package_is_handled(sent, body):
     unknown = set(sent.__annotations__) - set(body.model_fields) - set(NEUTRAL) - set(NO_EFFECT)
-    assert not unknown, "say for each of these whether it is taken, without effect, or refused by name"
+    assert not unknown, "each of these must be implemented, without effect, or refused by name"
 
 
 def test_errors_raise_the_exceptions_of_the_package(client, engine):
@@ -190,7 +190,7 @@ def test_an_error_within_a_stream_is_raised(client, engine):
 
 
 def test_closing_a_stream_cancels_the_request(client, engine):
-    with engine.scripted(delay=0.01, answer=b"x" * 2000):
+    with engine.scripted(delay=0.01, output=b"x" * 2000):
         with client.completions.create(model=MODEL, prompt="hello", stream=True, max_tokens=2000) as stream:
             assert next(iter(stream)).choices[0].text == "x"
         assert engine.rest()
@@ -217,9 +217,9 @@ def test_a_model_without_text_serves_token_ids():
         Server(engine, ServeSettings(port=0)) as server,
     ):
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE) as client:
-            answer = client.completions.create(model=MODEL, prompt=[200, 201], logprobs=1)
-            assert answer.choices[0].model_extra["token_ids"] == [200, 201]
-            assert answer.choices[0].logprobs.tokens == ["token_id:200", "token_id:201"]
+            response = client.completions.create(model=MODEL, prompt=[200, 201], logprobs=1)
+            assert response.choices[0].model_extra["token_ids"] == [200, 201]
+            assert response.choices[0].logprobs.tokens == ["token_id:200", "token_id:201"]
             with pytest.raises(openai.BadRequestError, match="token ids"):
                 client.completions.create(model=MODEL, prompt="hello")
             with pytest.raises(openai.BadRequestError, match="chat template"):
@@ -244,11 +244,11 @@ def test_many_clients_at_once(server, engine):
             stream = await client.completions.create(model=MODEL, prompt=f"number {number}", stream=True)
             return "".join([chunk.choices[0].text async for chunk in stream])
         if number % 3 == 1:
-            answer = await client.completions.create(model=MODEL, prompt=f"number {number}")
-            return answer.choices[0].text
+            response = await client.completions.create(model=MODEL, prompt=f"number {number}")
+            return response.choices[0].text
         messages = [{"role": "user", "content": f"number {number}"}]
-        answer = await client.chat.completions.create(model=MODEL, messages=messages)
-        return answer.choices[0].message.content.removeprefix("<user>")
+        response = await client.chat.completions.create(model=MODEL, messages=messages)
+        return response.choices[0].message.content.removeprefix("<user>")
 
     async def all_of_them():
         async with async_client(server) as client:

@@ -27,7 +27,7 @@ USAGE = {
 }
 
 
-def told(record: dict) -> dict:
+def stable(record: dict) -> dict:
     """A response without its id and time, which are checked here."""
     head = {"id": record.pop("id").split("-")[0], "created": record.pop("created") > 1_700_000_000}
     return {**head, **record}
@@ -39,10 +39,10 @@ def joined(lists: Iterable[list]) -> list:
 
 def test_a_completion(http, engine):
     with engine.scripted(cached=3):
-        answer = http.post(COMPLETIONS, json=completion("hello"))
-    assert answer.status_code == 200
-    assert answer.headers["x-request-id"].startswith("req-")
-    assert told(answer.json()) == {
+        response = http.post(COMPLETIONS, json=completion("hello"))
+    assert response.status_code == 200
+    assert response.headers["x-request-id"].startswith("req-")
+    assert stable(response.json()) == {
         "id": "cmpl",
         "object": "text_completion",
         "created": True,
@@ -55,11 +55,11 @@ def test_a_completion(http, engine):
 
 
 def test_a_chat_completion(http, engine):
-    with engine.scripted(cached=3, answer=b"grape"):
-        answer = http.post(CHAT, json={"messages": [{"role": "user", "content": ""}]}).json()
+    with engine.scripted(cached=3, output=b"grape"):
+        response = http.post(CHAT, json={"messages": [{"role": "user", "content": ""}]}).json()
     message = {"role": "assistant", "content": "grape", "refusal": None}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
-    assert told(answer) == {
+    assert stable(response) == {
         "id": "chatcmpl",
         "object": "chat.completion",
         "created": True,
@@ -81,20 +81,20 @@ def test_cached_tokens_are_always_present(http):
 
 
 def test_order_of_the_chunks_of_a_chat_stream(http, engine):
-    with engine.scripted(cached=3, answer=b"ab"):
-        answer = http.post(CHAT, json=chat("he", stream=True, stream_options={"include_usage": True}))
-    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
-    chunks = chunks_of(answer.text)
+    with engine.scripted(cached=3, output=b"ab"):
+        response = http.post(CHAT, json=chat("he", stream=True, stream_options={"include_usage": True}))
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    chunks = chunks_of(response.text)
     assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
     assert {(chunk["object"], chunk["model"]) for chunk in chunks} == {("chat.completion.chunk", MODEL)}
-    *told, last = chunks
-    assert [chunk["choices"] for chunk in told] == [
+    *stable, last = chunks
+    assert [chunk["choices"] for chunk in stable] == [
         [{"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}],
         [{"index": 0, "delta": {"content": "a"}, "logprobs": None, "finish_reason": None}],
         [{"index": 0, "delta": {"content": "b"}, "logprobs": None, "finish_reason": None}],
         [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop", "stop_reason": None}],
     ]
-    assert all(chunk["usage"] is None for chunk in told)
+    assert all(chunk["usage"] is None for chunk in stable)
     assert last["choices"] == []
     assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
     assert last["timings"]["predicted_n"] == 2
@@ -119,9 +119,9 @@ def test_usage_is_sent_only_on_request(http, options):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_choices_are_numbered_over_all_prompts(http, stream):
-    answer = http.post(COMPLETIONS, json=completion(["abc", "xyz"], n=2, stream=stream))
+    response = http.post(COMPLETIONS, json=completion(["abc", "xyz"], n=2, stream=stream))
     texts: dict[int, str] = {}
-    records = chunks_of(answer.text) if stream else [answer.json()]
+    records = chunks_of(response.text) if stream else [response.json()]
     for choice in (choice for record in records for choice in record["choices"]):
         texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
     assert texts == {0: "abc", 1: "bca", 2: "xyz", 3: "yzx"}
@@ -137,15 +137,15 @@ def test_usage_of_several_prompts_is_their_sum(http):
 )
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
 def test_continuous_usage_of_each_choice(http, engine, route, options):
-    asked = completion(["abc", "xyzu"], n=2) if route == COMPLETIONS else chat("", n=2)
+    body = completion(["abc", "xyzu"], n=2) if route == COMPLETIONS else chat("", n=2)
     prompts = [3, 3, 4, 4] if route == COMPLETIONS else [6, 6]
     with engine.scripted(cached=2):
-        *chunks, last = chunks_of(http.post(route, json=asked | {"stream": True, "stream_options": options}).text)
+        *chunks, last = chunks_of(http.post(route, json=body | {"stream": True, "stream_options": options}).text)
     written = [0] * len(prompts)
     for chunk in chunks:
         (choice,) = chunk["choices"]
-        prompt, said = prompts[choice["index"]], choice.get("text") or choice.get("delta", {}).get("content")
-        written[choice["index"]] += len(said or "")
+        prompt, text = prompts[choice["index"]], choice.get("text") or choice.get("delta", {}).get("content")
+        written[choice["index"]] += len(text or "")
         now = written[choice["index"]]
         assert chunk["usage"] == {"prompt_tokens": prompt, "completion_tokens": now, "total_tokens": prompt + now}
     assert last["choices"] == []
@@ -189,7 +189,7 @@ def test_completion_logprobs_include_the_sampled_token(http):
 
 
 def test_logprobs_of_a_chat(http, engine):
-    with engine.scripted(answer="aé".encode()):
+    with engine.scripted(output="aé".encode()):
         choice = http.post(CHAT, json=chat(logprobs=True, top_logprobs=2)).json()["choices"][0]
     first, *halves = choice["logprobs"]["content"]
     assert first == {
@@ -212,10 +212,10 @@ def test_chat_logprobs_without_top(http):
 
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
 def test_a_stream_equals_a_whole_response(http, route):
-    asked = completion("grüße 🍇", logprobs=2) if route == COMPLETIONS else chat("grüße 🍇", logprobs=True)
-    asked |= {"n": 3, "return_token_ids": True, "stop": "🍇"}
-    whole = http.post(route, json=asked).json()["choices"]
-    chunks = chunks_of(http.post(route, json=asked | {"stream": True}).text)
+    body = completion("grüße 🍇", logprobs=2) if route == COMPLETIONS else chat("grüße 🍇", logprobs=True)
+    body |= {"n": 3, "return_token_ids": True, "stop": "🍇"}
+    whole = http.post(route, json=body).json()["choices"]
+    chunks = chunks_of(http.post(route, json=body | {"stream": True}).text)
     for expected in whole:
         parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == expected["index"]]
         if route == COMPLETIONS:
@@ -249,10 +249,10 @@ def _one_impossible(token, at, top):
 
 
 def test_a_stream_is_ascii_so_that_no_client_splits_its_lines(http):
-    answer = http.post(COMPLETIONS, json=completion("a\u2028b\x85c\r\nd", stream=True))
-    assert answer.content.isascii()
-    assert len(answer.text.splitlines()) == len(answer.text.split("\n")) - 1
-    assert "".join(c["choices"][0]["text"] for c in chunks_of(answer.text)) == "a\u2028b\x85c\r\nd"
+    response = http.post(COMPLETIONS, json=completion("a\u2028b\x85c\r\nd", stream=True))
+    assert response.content.isascii()
+    assert len(response.text.splitlines()) == len(response.text.split("\n")) - 1
+    assert "".join(c["choices"][0]["text"] for c in chunks_of(response.text)) == "a\u2028b\x85c\r\nd"
 
 
 def test_finish_reason_length(http):
@@ -262,8 +262,8 @@ def test_finish_reason_length(http):
 
 def test_a_stream_without_data_sends_comment_lines(http, engine):
     gate = threading.Event()
-    with engine.scripted(gate=gate), http.stream("POST", COMPLETIONS, json=completion("hi", stream=True)) as answer:
-        lines = answer.iter_lines()
+    with engine.scripted(gate=gate), http.stream("POST", COMPLETIONS, json=completion("hi", stream=True)) as response:
+        lines = response.iter_lines()
         assert next(lines) == ": still here"
         gate.set()
         assert [json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith("data: {")] == [
@@ -284,5 +284,5 @@ def test_models(http):
 def test_health(http, engine):
     assert http.get("/health").json() == {"status": "ok", "model": MODEL}
     engine.healthy = False
-    answer = http.get("/health")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_unhealthy")
+    response = http.get("/health")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_unhealthy")

@@ -24,7 +24,7 @@ from kvcellar.serve import ServeSettings, run
 from tests.serve.fake_engine import PATIENCE, FakeEngine, Script
 
 with FakeEngine() as engine:
-    engine.script = Script(answer=b"x" * {tokens}, delay=0.01)
+    engine.script = Script(output=b"x" * {tokens}, delay=0.01)
     run(engine, ServeSettings(port=0), ready=lambda url: print(url, flush=True))
     print("left", engine.running, flush=True)
 """
@@ -42,7 +42,7 @@ class Alone:
         assert self.process.stdout is not None
         self.port = int(self.process.stdout.readline().rpartition(":")[2])
 
-    def ask(self, *, stream: bool) -> Wire:
+    def post(self, *, stream: bool) -> Wire:
         wire = Wire(self.port)
         wire.sendall(request(COMPLETIONS, completion(stream=stream, max_tokens=10_000)))
         return wire
@@ -77,7 +77,7 @@ def alone() -> Iterator[type[Alone]]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_first_signal_finishes_running_requests_and_refuses_new_ones(alone, number):
     server = alone(tokens=60)
-    streaming, waiting, idle = server.ask(stream=True), server.ask(stream=False), Wire(server.port)
+    streaming, waiting, idle = server.post(stream=True), server.post(stream=False), Wire(server.port)
     read_until(streaming, b'"text":"x"')
     server.process.send_signal(number)
     assert read_to_end(idle) == b""
@@ -94,7 +94,7 @@ def test_the_first_signal_finishes_running_requests_and_refuses_new_ones(alone, 
 
 def test_the_second_signal_aborts_connections(alone):
     server = alone(tokens=5000)
-    wire = server.ask(stream=True)
+    wire = server.post(stream=True)
     read_until(wire, b'"text":"x"')
     server.process.send_signal(signal.SIGTERM)
     time.sleep(0.3)
@@ -168,7 +168,7 @@ def test_a_request_with_an_incomplete_body_is_refused_at_once(engine, shared_eng
 
 
 def test_a_client_that_does_not_read_does_not_delay_the_drain(engine, shared_engine):
-    with engine.scripted(answer=b"x" * 19_000):
+    with engine.scripted(output=b"x" * 19_000):
         settings = ServeSettings(port=0, drain_seconds=0, write_seconds=1000, max_backlog_events=100_000)
         with Server(shared_engine, settings) as server, connected(server) as wire:
             body = completion(stream=True, n=8, logprobs=5, max_tokens=19_000)
@@ -199,8 +199,8 @@ def test_requests_to_a_closed_engine_get_status_503():
                 time.sleep(0.01)
             engine.close()
         late.sendall(request(COMPLETIONS, completion()))
-        for answer in (read_response(wire), read_response(late)):
-            assert answer[0] == 503
+        for response in (read_response(wire), read_response(late)):
+            assert response[0] == 503
 
 
 def test_a_server_can_be_stopped_twice_and_before_it_starts(shared_engine):

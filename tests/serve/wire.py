@@ -25,14 +25,14 @@ def chat(content: object = "hello", **fields: object) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": content}], **fields}
 
 
-def error_of(answer: httpx.Response) -> dict[str, Any]:
+def error_of(response: httpx.Response) -> dict[str, Any]:
     """The error of a response, after a check of its format."""
-    assert answer.headers["content-type"] == "application/json", answer.text
-    body = answer.json()
+    assert response.headers["content-type"] == "application/json", response.text
+    body = response.json()
     assert set(body) == {"error"}
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert body["error"]["message"]
-    expected = "server_error" if answer.status_code >= 500 else "invalid_request_error"
+    expected = "server_error" if response.status_code >= 500 else "invalid_request_error"
     assert body["error"]["type"] == expected
     return body["error"]
 

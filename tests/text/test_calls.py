@@ -39,8 +39,8 @@ def result(content: Any = "14 degrees", **more: Any) -> dict[str, Any]:
 )
 def test_a_call_and_its_result_are_in_what_every_template_renders(name: str, arguments: Any) -> None:
     text = OURS[name].render([USER, calling(arguments), result()]).text.lower()
-    for said in ("weather_of", '"city": "oslo"', "14 degrees"):
-        assert said in text.replace("\\", "")
+    for part in ("weather_of", '"city": "oslo"', "14 degrees"):
+        assert part in text.replace("\\", "")
 
 
 @pytest.mark.parametrize("name", READ)
@@ -65,19 +65,19 @@ def test_arguments_that_a_model_wrote_wrongly_are_rendered_as_the_text_that_they
 def test_a_template_without_calls_gets_them_as_json_in_the_content() -> None:
     talk = [USER, calling('{"city": "Oslo"}', content="Let me look."), result()]
     call = {"tool_calls": [{"name": "weather_of", "arguments": {"city": "Oslo"}, "id": "call00001"}]}
-    answer = {"tool_response": {"tool_call_id": "call00001", "content": "14 degrees"}}
-    said = {"role": "assistant", "content": "Let me look.\n" + json.dumps(call)}
-    as_tool = OURS["chatml"].render([USER, said, {"role": "user", "content": "R"}]).text
+    wrapped = {"tool_response": {"tool_call_id": "call00001", "content": "14 degrees"}}
+    message = {"role": "assistant", "content": "Let me look.\n" + json.dumps(call)}
+    as_tool = OURS["chatml"].render([USER, message, {"role": "user", "content": "R"}]).text
     assert OURS["chatml"].render(talk).text == as_tool.replace("user\nR", "tool\n14 degrees")
-    as_user = [USER, said, {"role": "user", "content": json.dumps(answer)}]
+    as_user = [USER, message, {"role": "user", "content": json.dumps(wrapped)}]
     assert OURS["gemma"].render(talk) == OURS["gemma"].render(as_user)
 
 
 def test_results_of_several_calls_are_one_turn_of_the_user_where_there_is_no_role_for_them() -> None:
     both = calling("{}")
     both["tool_calls"] = [{**both["tool_calls"][0], "id": ident} for ident in ("one", "two")]
-    answers = [result("1", tool_call_id="one", name="f"), result([{"type": "text", "text": "2"}], tool_call_id="two")]
-    text = OURS["gemma"].render([USER, both, *answers, {"role": "assistant", "content": "ok"}, USER]).text
+    results = [result("1", tool_call_id="one", name="f"), result([{"type": "text", "text": "2"}], tool_call_id="two")]
+    text = OURS["gemma"].render([USER, both, *results, {"role": "assistant", "content": "ok"}, USER]).text
     lines = [
         '{"tool_response": {"tool": "f", "tool_call_id": "one", "content": "1"}}',
         '{"tool_response": {"tool_call_id": "two", "content": "2"}}',
@@ -95,12 +95,12 @@ def test_deprecated_functions_are_tools() -> None:
         assert template.render(old) == template.render(new)
 
 
-def test_reasoning_without_content_is_an_empty_answer() -> None:
+def test_reasoning_without_content_has_empty_content() -> None:
     for name in ("reasoning_content", "reasoning", "thinking"):
         talk = [USER, {"role": "assistant", "content": None, name: "hm"}, USER]
         assert OURS["chatml"].render(talk) == OURS["chatml"].render([USER, {"role": "assistant", "content": ""}, USER])
-        said = OURS["thinker"].render([USER, calling("{}", **{name: "because"}), result()]).text
-        assert "<think>\nbecause\n</think>" in said
+        message = OURS["thinker"].render([USER, calling("{}", **{name: "because"}), result()]).text
+        assert "<think>\nbecause\n</think>" in message
 
 
 def test_what_was_sent_is_left_alone() -> None:
@@ -119,8 +119,8 @@ def history(text: str, key: str) -> list[dict[str, Any]]:
     """A turn with tools in which a client writes `text` and `key` wherever it can."""
     arguments = {key: text, "type": text, "role": [text, {text: 1}], "name": text}
     call = {"id": text, "type": "function", "function": {"name": text, "arguments": json.dumps(arguments)}}
-    said = {"role": "assistant", "content": text, "tool_calls": [call], "reasoning_content": text}
-    return [USER, said, {"role": "tool", "tool_call_id": text, "name": text, "content": text}]
+    message = {"role": "assistant", "content": text, "tool_calls": [call], "reasoning_content": text}
+    return [USER, message, {"role": "tool", "tool_call_id": text, "name": text, "content": text}]
 
 
 @pytest.mark.parametrize("name", OURS)

@@ -1,4 +1,4 @@
-"""How much text is tokenized at once, and what its length says of its tokens."""
+"""How much text is tokenized at once, and the bound on its tokens by its length."""
 
 import threading
 
@@ -66,7 +66,7 @@ OWN = TextTokenizer(Tokenizer.from_file(str(embedded.path() / "tokenizer.json"))
 
 @pytest.mark.parametrize("kind", [*KINDS, "embedded"])
 @given(text=texts, special=st.booleans())
-def test_no_text_has_fewer_tokens_than_its_length_says(kind: str, text: str, special: bool) -> None:
+def test_no_text_has_fewer_tokens_than_the_bound_by_its_length(kind: str, text: str, special: bool) -> None:
     vocabulary = OWN if kind == "embedded" else words(kind)
     assert (vocabulary.bound.characters is not None) == (kind in (*BOUNDED, "strange", "embedded"))
     ids = vocabulary.encode(text, special=special)
@@ -91,7 +91,7 @@ def test_a_normalizer_that_shortens_is_allowed_for(name: str, text: str) -> None
 
 
 @pytest.mark.parametrize("name", VANISHING)
-def test_where_characters_can_vanish_the_length_says_nothing(name: str) -> None:
+def test_there_is_no_bound_where_characters_can_vanish(name: str) -> None:
     made = byte_level()
     made.normalizer = VANISHING[name]
     assert length_bound(made) == LengthBound(None)
@@ -120,7 +120,7 @@ def test_a_control_token_that_swallows_blanks_leaves_no_reach() -> None:
 
 
 class Untouched:
-    """A tokenizer that must not be asked for tokens."""
+    """A tokenizer that must not be called."""
 
     def __init__(self, made: Tokenizer) -> None:
         self._made = made
@@ -141,12 +141,12 @@ def test_a_text_that_is_too_long_is_refused_before_it_is_tokenized() -> None:
     most = 100 * (vocabulary.bound.characters or 0)
     assert vocabulary.encode("a" * 40, limit=100)
     fake.armed = True
-    for ask in (
+    for call in (
         lambda text: vocabulary.encode(text, limit=100),
         lambda text: vocabulary.encode_marked(text, [3], limit=100),
     ):
         with pytest.raises(PromptTooLong, match="at least 101 tokens") as refused:
-            ask("\n" * (most + 1))
+            call("\n" * (most + 1))
         assert (refused.value.tokens, refused.value.limit, refused.value.at_least) == (101, 100, True)
 
 

@@ -25,7 +25,7 @@ def byte_ids(kind: str, data: bytes) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_decoders_are_told_apart(kind: str) -> None:
+def test_decoders_are_distinguished(kind: str) -> None:
     assert decoder_kind(words(kind).decoder_steps) is EXPECTED.get(kind, DecoderKind.LOCAL)
 
 
@@ -78,7 +78,7 @@ def test_bytes_that_never_become_text_come_out_and_are_not_kept(kind: str) -> No
     assert len([piece for piece in got if piece]) > 990
 
 
-def test_a_long_run_of_valid_bytes_is_let_go_and_stays_bounded() -> None:
+def test_a_long_run_of_valid_bytes_is_returned_and_the_buffer_stays_bounded() -> None:
     ids = byte_ids("llama_like", "你好世界".encode() * 50)
     stream = LocalStream(words("llama_like"), True, ())
     held, longest, text = 0, 0, ""
@@ -94,7 +94,7 @@ def test_a_long_run_of_valid_bytes_is_let_go_and_stays_bounded() -> None:
 
 @pytest.mark.parametrize("kind", ["byte_level", "llama_like", "gemma_like", "metaspace", "wordpiece", "suffixed"])
 @given(data=st.data())
-def test_an_answer_can_continue_the_text_before_it(kind: str, data: st.DataObject) -> None:
+def test_a_completion_can_continue_the_text_before_it(kind: str, data: st.DataObject) -> None:
     vocabulary = words(kind)
     ordinary = [t for t in range(vocabulary.vocab_size) if t not in vocabulary.special_ids]
     whole_text = [t for t in ordinary if vocabulary.byte_of(t) is None and UNREADABLE not in vocabulary.decode([t])]

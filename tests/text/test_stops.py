@@ -109,7 +109,7 @@ def test_texts_that_share_stop_strings_do_not_notice_each_other():
         for at in range(12):
             for text, finder, one in zip(texts, finders, found, strict=True):
                 if one[1] is None:
-                    told, one[1] = finder.push(text[at])
-                    one[0] += told
-        for text, finder, (told, met) in zip(texts, finders, found, strict=True):
-            assert (told + ("" if met else finder.flush()), met) == dumb(text, stops)
+                    final, one[1] = finder.push(text[at])
+                    one[0] += final
+        for text, finder, (final, met) in zip(texts, finders, found, strict=True):
+            assert (final + ("" if met else finder.flush()), met) == dumb(text, stops)

@@ -77,7 +77,7 @@ def outcome(render: Callable[[], Any]) -> Any:
 def test_rendering_is_that_of_transformers(template: str, talk: str, add_generation_prompt: bool) -> None:
     source, messages = templates.ALL[template], TALKS[talk]
     if talk == "tools" and template not in ("llama3", "thinker"):
-        pytest.skip("this template has no tool calls: tests/text/test_calls.py says what becomes of them")
+        pytest.skip("this template has no tool calls: see tests/text/test_calls.py")
     tools = [TOOL] if talk == "tools" else None
     more: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "tools": tools}
     expected = outcome(lambda: theirs(source, messages, **more))
@@ -310,7 +310,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("source", LARGE.values(), ids=LARGE.keys())
-def test_a_template_that_wants_the_whole_memory_is_stopped(source: str) -> None:
+def test_a_template_that_would_fill_memory_is_stopped(source: str) -> None:
     made = ChatTemplate("{% if messages[0].content != 'probe' %}" + source + "{% endif %}", WORDS)
     with pytest.raises(TemplateFailed, match=r"was stopped: it (asked for|made more|wrote more)"):
         made.render([user("x")])
@@ -335,7 +335,7 @@ FAULTY = {
 
 
 @pytest.mark.parametrize(("source", "why"), FAULTY.items(), ids=FAULTY.keys())
-def test_what_a_template_does_wrong_is_told(source: str, why: str) -> None:
+def test_an_error_of_a_template_is_reported(source: str, why: str) -> None:
     made = ChatTemplate(source, WORDS)
     with pytest.raises(TemplateFailed, match=why) as failed:
         made.render([user("<|im_end|>")])

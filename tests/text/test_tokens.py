@@ -17,7 +17,7 @@ def test_a_prompt_is_neither_cut_nor_padded() -> None:
     assert TextTokenizer(made).encode("The cellar is cool and dark") == plain.encode("The cellar is cool and dark")
 
 
-def test_begin_of_text_is_added_as_the_model_wants_it() -> None:
+def test_begin_of_text_is_added_as_the_tokenizer_is_configured() -> None:
     begin = words("byte_level").encode("")[0]
     assert words("byte_level").encode("a", special=True)[0] == begin
     assert words("byte_level").encode("a", special=False)[0] != begin

@@ -1,4 +1,4 @@
-"""`verify`: what holds is said to hold, what does not apply says why, and nothing depends on anything but the seed.
+"""`verify`: checks that hold are reported so, those that do not apply have a reason, and the seed decides the texts.
 
 That it fails when something is broken is shown where its exit code is: `tests/cli/test_verify.py`.
 """
@@ -47,7 +47,7 @@ def guest_of(name: str) -> Guest:
 
 
 @pytest.mark.parametrize("name", NOT_APPLICABLE)
-def test_what_is_served_holds_and_what_does_not_apply_says_why(name: str) -> None:
+def test_checks_hold_and_those_that_do_not_apply_have_a_reason(name: str) -> None:
     report = verify(guest_of(name), quality=False)
     assert report.holds, report.broken
     assert [check.name for check in report.checks] == NAMES
@@ -72,9 +72,9 @@ def test_the_seed_decides_everything() -> None:
 
 
 def test_every_check_is_announced_before_it_runs() -> None:
-    told: list[str] = []
-    verify(guest_of("llama"), tokens=16, quality=False, watch=told.append)
-    assert told == NAMES
+    names: list[str] = []
+    verify(guest_of("llama"), tokens=16, quality=False, watch=names.append)
+    assert names == NAMES
 
 
 @pytest.mark.parametrize("tokens", [8, 9, 10, 13, 33])
@@ -114,7 +114,7 @@ def test_of_two_windows_the_one_that_is_too_large_is_named() -> None:
 
 
 def test_where_no_part_of_a_draft_can_be_kept_all_and_nothing_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a solo model with a state that nothing tells but another forward."""
+    """As in a solo model whose state is known only after another forward."""
     model = ARCHS["lfm2"].build()
     model._can_set_attn_implementation = lambda: False
     monkeypatch.setattr(StateView, "_at", lambda self, layer, again: lambda rows, n: again(rows, n).states(layer))
@@ -124,7 +124,7 @@ def test_where_no_part_of_a_draft_can_be_kept_all_and_nothing_hold(monkeypatch: 
     assert report.holds, report.broken
     rollback = report.checks[NAMES.index("rollback")]
     assert rollback.outcome == "holds"
-    assert rollback.note == f"all of a draft or nothing of it: {guest.no_partial_commit}"
+    assert rollback.note == f"only whole drafts can be accepted: {guest.no_partial_commit}"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -201,7 +201,7 @@ def test_the_guest_serves_afterwards_as_before() -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma3", "lfm2"])
-def test_what_fewer_bits_would_do_is_told_beside_it(name: str) -> None:
+def test_the_report_contains_the_quality_of_quantised_kv(name: str) -> None:
     report = verify(guest_of(name), tokens=8)
     assert [one.stored for one in report.kv_quality] == list(WAYS)
     for one in report.kv_quality:
@@ -217,12 +217,12 @@ def test_too_few_tokens_and_quantised_guests_are_refused() -> None:
     guest = guest_of("llama")
     with pytest.raises(BadRequest, match="at least 8"):
         verify(guest, tokens=7)
-    with pytest.raises(BadRequest, match="fewer bits"):
+    with pytest.raises(BadRequest, match="quantised"):
         verify(guest.storing(StoredAs.parse("int8"), backends()))
 
 
 def test_a_report_is_json() -> None:
     report = verify(guest_of("lfm2"), tokens=8, quality=False)
-    said = json.loads(json.dumps(report.as_dict(), allow_nan=False))
-    assert said["holds"] is True
-    assert [check["name"] for check in said["checks"]] == NAMES
+    decoded = json.loads(json.dumps(report.as_dict(), allow_nan=False))
+    assert decoded["holds"] is True
+    assert [check["name"] for check in decoded["checks"]] == NAMES

@@ -1,4 +1,4 @@
-"""The sweep: a tiny config for every causal model type transformers knows, or the reason why there is none."""
+"""The sweep: a tiny config for every causal model type of transformers, or the reason why there is none."""
 
 from typing import Any
 
@@ -62,15 +62,15 @@ OWN["qwen4_exp"] = {"text_config": OWN["qwen4_exp_text"]}
 # Types without a small config that runs, with transformers 5.23.
 NO_MODEL = {
     "gemma3n": "its vision tower needs timm; gemma3n_text does not",
-    "gemma4_assistant": "its layers read another model's keys and values, and its config wants one that stores them",
+    "gemma4_assistant": "its layers read another model's keys and values, and its config requires one that stores them",
     "gemma4_unified_assistant": "as gemma4_assistant",
-    "musicgen": "its causal head wants the decoder's config and is given the whole one",
+    "musicgen": "its causal head needs the decoder's config and gets the whole one",
     "musicgen_melody": "as musicgen",
 }
 
 
 def auto_config(model_type: str) -> PreTrainedConfig:
-    """A tiny config of this type, or a ValueError that says why there is none."""
+    """A tiny config of this type, or a ValueError with the reason why there is none."""
     if model_type in NO_MODEL:
         raise ValueError(f"{model_type} has no tiny model: {NO_MODEL[model_type]}")
     return tiny(model_type, **OWN.get(model_type, {}))

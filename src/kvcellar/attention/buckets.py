@@ -2,7 +2,7 @@
 
 The sequences of a step that get one token each are one bucket: their keys and values are gathered by index, padded to
 the longest, and attended to in one call of torch's scaled_dot_product_attention, or in products where that does not
-know what is wanted (softcap, sinks). Tables and masks are made once for all layers of a group. Storing two planes and
+support the scoring (softcap, sinks). Tables and masks are made once for all layers of a group. Storing two planes and
 attending takes at most eight operations of torch a layer then, views included, however many sequences there are. There
 are more where
 
@@ -11,7 +11,7 @@ are more where
   * a sequence gets several tokens: those that get equally many share a bucket, and long prompts are cut into blocks;
   * K/V are quantised, or stored in another type than the queries have: they are widened as they are gathered.
 
-What is padded reads the last key that its sequence sees, and is masked: no cell is read that the sequence does not see.
+Padding reads the last key that its sequence sees, and is masked: no cell is read that the sequence does not see.
 """
 
 from collections.abc import Iterator, Sequence
@@ -176,7 +176,7 @@ def _bucket(name: str, blocks: Sequence[Block], tables: StepTables) -> Bucket:
     cells.copy_((read + shifts.gather(1, run))[:, None])
     hidden = (pos[:, None] < low[..., None]) | (pos[:, None] > last[..., None])  # [B,L,N]
     copies = groups if b > 1 or length == 1 else 1  # one is as good where it is the same for the whole call
-    # Long ones are not kept: they are large, and belong to prompts, whose steps are not replayed.
+    # Masks of several rows are large, and belong to prompts, whose steps are not replayed: no table for them.
     made = tables.empty(f"{name} bias", (b, copies, length, n), tables.dtype) if length == 1 else None
     bias = made if made is not None else torch.empty(b, copies, length, n, dtype=tables.dtype, device=tables.device)
     bias.zero_().masked_fill_(hidden[:, None], -torch.inf)

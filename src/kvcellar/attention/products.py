@@ -145,7 +145,7 @@ def _read(stored: Stored, cells: Cells, dtype: torch.dtype) -> Tensor:
 
 
 class _Rows:
-    """The queries of a step, as the products want them: q [T,H,D] of which H/G heads share a KV head."""
+    """The queries of a step, arranged for the products: q [T,H,D], of which H/G heads share a KV head."""
 
     def __init__(self, q: Tensor, groups: int, scoring: Scoring) -> None:
         self._scoring, self._groups = scoring, groups
@@ -227,7 +227,7 @@ def _with_zeros(x: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tenso
 
 def _multiplies(dtype: torch.dtype) -> bool:
     """Whether a product in `dtype` is as fast as one in float32. On CPUs without instructions for it, torch takes ten
-    times as long in bfloat16, and a hundred times in float16, which no CPU is asked for here."""
+    times as long in bfloat16, and a hundred times in float16, which is not used on a CPU here."""
     if dtype is torch.float16:
         return False
     if dtype is not torch.bfloat16:

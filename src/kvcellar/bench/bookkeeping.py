@@ -5,16 +5,17 @@ Runs on the meta device: cells, tables and plans are real, K/V are not.
 
 import statistics
 import time
+from functools import partial
+from itertools import chain
 
 import torch
 
 from kvcellar.attention.choose import backends
+from kvcellar.bench.interleave import in_rounds
 from kvcellar.bench.network import Size
 from kvcellar.bench.zeros import put_zeros
-from kvcellar.cache.layouts import Causal
-from kvcellar.cache.memory import Group, Memory
+from kvcellar.cache.memory import Memory
 from kvcellar.plan import Batch, Feed
-from kvcellar.shapes import Plane
 from kvcellar.spans import Span
 
 SEQUENCES = 32
@@ -22,22 +23,15 @@ SEQUENCES = 32
 
 def bookkeeping(size: Size, in_use: list[int], *, steps: int = 64, rounds: int = 7) -> dict[int, float]:
     """Median milliseconds of a step of 32 sequences, by number of cells in use. Measured interleaved."""
-    memories = {cells: _filled(size, cells, spare=SEQUENCES * steps * (rounds + 1)) for cells in in_use}
-    taken: dict[int, list[float]] = {cells: [] for cells in in_use}
-    for turn in range(rounds + 1):
-        for cells, memory in memories.items():
-            seconds = [_step(memory) for _ in range(steps)]
-            if turn:  # the first round warms up
-                taken[cells] += seconds
-    return {cells: 1000 * statistics.median(seconds) for cells, seconds in taken.items()}
+    memories = [_filled(size, cells, spare=SEQUENCES * steps * (rounds + 1)) for cells in in_use]
+    taken = in_rounds(rounds, *(partial(_steps, memory, steps) for memory in memories))
+    return {cells: 1000 * statistics.median(chain(*of)) for cells, of in zip(in_use, taken, strict=True)}
 
 
 def _filled(size: Size, in_use: int, spare: int) -> Memory:
     """A memory in which 32 sequences hold `in_use` cells, filled by chunks of all sequences in turn."""
-    planes = (Plane("k", size.kv_heads, size.head_size), Plane("v", size.kv_heads, size.head_size))
-    group = Group("causal", Causal(), planes, tuple(range(size.layers)))
     capacity = {"causal": 2 * in_use + spare}
-    memory = Memory([group], cells=capacity, dtype=torch.bfloat16, device="meta", backend=backends()[0])
+    memory = Memory([size.group()], cells=capacity, dtype=torch.bfloat16, device="meta", backend=backends()[0])
     each = in_use // SEQUENCES
     chunk = max(1, each // 4)
     for start in range(0, each, chunk):
@@ -45,6 +39,10 @@ def _filled(size: Size, in_use: int, spare: int) -> Memory:
             put_zeros(memory, memory.begin(Batch((Feed(seq, Span(start, min(start + chunk, each))),))))
             memory.commit()
     return memory
+
+
+def _steps(memory: Memory, steps: int) -> list[float]:
+    return [_step(memory) for _ in range(steps)]
 
 
 def _step(memory: Memory) -> float:

@@ -31,7 +31,7 @@ class Script:
 
     start: int = 2000
     user: int = 40
-    answer: int = 8
+    completion: int = 8
 
     def turns(self) -> Iterator[tuple[int, list[int]]]:
         """How many turns to rewind, and the tokens to send then."""
@@ -42,7 +42,7 @@ class Script:
         yield 1, sent[-1]
 
 
-QUICK = Script(start=100, user=10, answer=4)
+QUICK = Script(start=100, user=10, completion=4)
 
 
 class Turn(NamedTuple):
@@ -50,15 +50,15 @@ class Turn(NamedTuple):
 
     prompt: tuple[int, ...]
     cached: int
-    answer: tuple[int, ...]
+    completion: tuple[int, ...]
 
     @property
     def held(self) -> tuple[int, ...]:
         """The tokens in memory after the turn: the last sampled token has not been computed."""
-        return (*self.prompt, *self.answer[:-1])
+        return (*self.prompt, *self.completion[:-1])
 
 
-class Reads(NamedTuple):
+class Computed(NamedTuple):
     """Prompt tokens computed: by a session, with the best choice of checkpoints, with a checkpoint at every token."""
 
     ours: int
@@ -71,13 +71,13 @@ def play(session: Session, script: Script) -> list[Turn]:
     for back, tokens in script.turns():
         session.rewind(back)
         prompt = (*session.tokens, *tokens)
-        result = session.send(tokens, max_tokens=script.answer, temperature=0.0, ignore_eos=True)
+        result = session.send(tokens, max_tokens=script.completion, temperature=0.0, ignore_eos=True)
         turns.append(Turn(prompt, result.usage.cached_tokens, result.token_ids))
     return turns
 
 
-def reads(turns: Sequence[Turn], *, checkpoints: int, step_tokens: int) -> Reads:
-    return Reads(
+def reads(turns: Sequence[Turn], *, checkpoints: int, step_tokens: int) -> Computed:
+    return Computed(
         ours=sum(len(turn.prompt) - turn.cached for turn in turns),
         ideal=ideal(turns, checkpoints=checkpoints, step_tokens=step_tokens),
         by_token=sum(len(turn.prompt) - common for turn, common in zip(turns, _common_prefixes(turns), strict=True)),
@@ -115,10 +115,10 @@ def ideal(turns: Sequence[Turn], *, checkpoints: int, step_tokens: int) -> int:
     return fewest(0, frozenset(), 0)
 
 
-def conversation(script: Script, *, small: bool) -> dict[int, Reads]:
+def conversation(script: Script, *, small: bool) -> dict[int, Computed]:
     """By number of checkpoints. The network has gated delta rules and attention."""
     network = hf_baseline.network(hybrid("qwen3_5_text", hidden=256, layers=4, head=64), torch.bfloat16)
-    found: dict[int, Reads] = {}
+    found: dict[int, Computed] = {}
     row = build(network, Settings(cache_bytes=1 << 28)).capacity.states.bytes_per_row
     for checkpoints in CHECKPOINTS[-1:] if small else CHECKPOINTS:
         # An engine has rows for checkpoints in a 32nd of its bytes, and as many for idle sessions. With one session,

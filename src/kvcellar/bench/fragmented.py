@@ -5,24 +5,25 @@ a few long ones grow into the freed cells. One of the two is then compacted as a
 a decoding step is measured on both, interleaved.
 """
 
+import gc
 import random
 import statistics
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from kvcellar.attention.choose import named
+from kvcellar.bench.interleave import in_rounds
 from kvcellar.bench.network import Size
 from kvcellar.bench.zeros import put_zeros
-from kvcellar.cache.layouts import Causal
-from kvcellar.cache.memory import Group, Memory
-from kvcellar.cache.storage import Fragments
+from kvcellar.cache.memory import Memory
 from kvcellar.contracts import Backend
 from kvcellar.engine.compaction import Compaction
 from kvcellar.plan import Batch, Feed
-from kvcellar.shapes import AttentionSpec, Plane, Scoring
+from kvcellar.shapes import AttentionSpec, Scoring
 from kvcellar.spans import Span
 
 GROUP = "causal"
@@ -47,11 +48,12 @@ def fragmented(
     size: Size, *, sequences: int = SEQUENCES, tokens: int = TOKENS, rounds: int = 30
 ) -> dict[str, Compacted]:
     """By name of the backend, for backends that support such a network in bfloat16."""
-    ask = AttentionSpec(size.query_heads, size.kv_heads, size.head_size, size.head_size, dtype="bfloat16", device="cpu")
+    heads = (size.query_heads, size.kv_heads, size.head_size, size.head_size)
+    spec = AttentionSpec(*heads, dtype="bfloat16", device="cpu")
     found: dict[str, Compacted] = {}
     for name in ("cpu", "sdpa"):
         (backend,) = named(name)
-        if backend.refuse(ask) is None:
+        if backend.refuse(spec) is None:
             found[name] = _measured(size, backend, sequences, tokens, rounds)
     return found
 
@@ -71,20 +73,13 @@ def _measured(size: Size, backend: Backend, sequences: int, tokens: int, rounds:
     scattered, tidy = (_used(size, backend, sequences, tokens) for _ in range(2))
     before = scattered.storage.fragments()[GROUP]
     moved, piece_ms = _compact(tidy)
-    took: tuple[list[float], list[float]] = ([], [])
-    for turn in range(rounds + 1):
-        for memory, of_memory in zip((scattered, tidy), took, strict=True):
-            milliseconds = _attention(memory, size)
-            if turn:  # the first round warms up
-                of_memory.append(milliseconds)
-    ratio = statistics.median(a / b for a, b in zip(*took, strict=True))
-    after: Fragments = tidy.storage.fragments()[GROUP]
+    took = in_rounds(rounds, partial(_attention, scattered, size), partial(_attention, tidy, size))
     return Compacted(
         before=statistics.median(took[0]),
         after=statistics.median(took[1]),
-        ratio=ratio,
+        ratio=statistics.median(a / b for a, b in zip(*took, strict=True)),
         runs_before=before.runs,
-        runs_after=after.runs,
+        runs_after=tidy.storage.fragments()[GROUP].runs,
         cells=before.cells,
         moved=moved,
         piece_ms=piece_ms,
@@ -93,10 +88,8 @@ def _measured(size: Size, backend: Backend, sequences: int, tokens: int, rounds:
 
 def _used(size: Size, backend: Backend, sequences: int, tokens: int) -> Memory:
     """A fragmented memory with an eighth of its cells free; the others contain zeros."""
-    planes = (Plane("k", size.kv_heads, size.head_size), Plane("v", size.kv_heads, size.head_size))
-    group = Group(GROUP, Causal(), planes, tuple(range(size.layers)), no_shift=None)
     cells = {GROUP: sequences * tokens * 8 // 7}
-    memory = Memory([group], cells=cells, dtype=torch.bfloat16, device="cpu", backend=backend)
+    memory = Memory([size.group()], cells=cells, dtype=torch.bfloat16, device="cpu", backend=backend)
     draw, short = random.Random(1), list(range(sequences, sequences + cells[GROUP]))
     for seq in short:
         n = min(draw.choice(SHORT), memory.free()[GROUP])
@@ -122,12 +115,15 @@ def _grow(memory: Memory, seqs: Sequence[int], tokens: int) -> None:
 
 def _compact(memory: Memory) -> tuple[int, float]:
     """Cells moved, and CPU milliseconds of the longest piece."""
-    compaction, longest = Compaction(memory.storage), 0.0
-    while True:
+    compaction, longest, more = Compaction(memory.storage), 0.0, True
+    gc.collect()
+    gc.freeze()  # as `kvcellar serve` does: otherwise a collection of all objects of torch is in the longest piece
+    while more:
         start = time.process_time()
-        if not compaction.compact_some():
-            return compaction.moved, longest
+        more = compaction.compact_some()
         longest = max(longest, 1000 * (time.process_time() - start))
+    gc.unfreeze()
+    return compaction.moved, longest
 
 
 def _attention(memory: Memory, size: Size) -> float:

@@ -1,11 +1,15 @@
-"""interleave: two decoders take turns of a few steps each, so that other load on the machine slows both down alike.
+"""interleave: what is compared is measured in turn, so that other load on the machine slows all sides down alike.
 
-Each decoder runs in its own thread and calls `step()` after each of its steps. Both finish prefill before the first
-turn.
+Two decoders take turns of a few steps each: each runs in its own thread and calls `step()` after each of its steps, and
+both finish prefill before the first turn. Anything else is called by `in_rounds`.
 """
 
 import threading
 import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 TIMEOUT = 1800.0  # seconds that one decoder waits for the other
 
@@ -73,3 +77,9 @@ def sides(burst: int) -> tuple[Side, Side]:
     one, two = Side(burst), Side(burst)
     one.other, two.other = two, one
     return one, two
+
+
+def in_rounds(rounds: int, *runs: Callable[[], T]) -> list[list[T]]:
+    """The results of each of `runs`, which are called in turn, after a round that is not counted."""
+    results = [[run() for run in runs] for _ in range(rounds + 1)]
+    return [list(of_run) for of_run in zip(*results[1:], strict=True)]

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from kvcellar.attention.sdpa import Sdpa
+from kvcellar.bench.interleave import in_rounds
 from kvcellar.bench.network import Size
-from kvcellar.cache.layouts import Causal
-from kvcellar.cache.memory import Group, Memory
+from kvcellar.cache.memory import Memory
 from kvcellar.contracts import History, Stored
 from kvcellar.plan import Batch, Feed
-from kvcellar.shapes import Plane, Scoring
+from kvcellar.shapes import Scoring
 from kvcellar.spans import Span
 
 
@@ -53,9 +53,8 @@ class Side:
     """A memory with sequences of unequal length, and the K/V and queries of a decoding step."""
 
     def __init__(self, size: Size, lengths: list[int], backend: Sdpa, dtype: torch.dtype, *, plain: bool) -> None:
-        planes = (Plane("k", size.kv_heads, size.head_size), Plane("v", size.kv_heads, size.head_size))
-        group = Group("causal", Causal(), planes, tuple(range(size.layers)), plain=plain)
-        cells = {"causal": sum(lengths) + len(lengths)}
+        group = size.group(plain=plain)
+        cells = {group.name: sum(lengths) + len(lengths)}
         self._memory = Memory([group], cells=cells, dtype=dtype, device="cpu", backend=backend)
         self._layers, self._scoring = group.layers, Scoring(size.head_size**-0.5)
         self._new = torch.randn(len(lengths), size.kv_heads, size.head_size).to(dtype)  # [T,G,D]
@@ -84,10 +83,5 @@ class Side:
 def layouts(size: Size, lengths: list[int], dtype: torch.dtype, steps: int) -> tuple[float, float]:
     """Median milliseconds of a step's attention: in the backend's arrangement, and rearranged. Interleaved."""
     sides = Side(size, lengths, Sdpa(), dtype, plain=False), Side(size, lengths, Rearranging(), dtype, plain=True)
-    taken: tuple[list[float], list[float]] = ([], [])
-    for turn in range(steps + 1):
-        for side, seconds in zip(sides, taken, strict=True):
-            one = side.step()
-            if turn:  # the first round warms up
-                seconds.append(one)
-    return 1000 * statistics.median(taken[0]), 1000 * statistics.median(taken[1])
+    declared, rearranged = in_rounds(steps, *(side.step for side in sides))
+    return 1000 * statistics.median(declared), 1000 * statistics.median(rearranged)

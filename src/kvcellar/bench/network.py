@@ -9,6 +9,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kvcellar.cache.layouts import Causal
+from kvcellar.cache.memory import Group
+from kvcellar.shapes import Plane
+
 
 @dataclass(frozen=True, slots=True)
 class Size:
@@ -22,6 +26,11 @@ class Size:
     intermediate: int
     vocabulary: int
     context: int
+
+    def group(self, *, plain: bool = False) -> Group:
+        """The group "causal" of all layers."""
+        planes = (Plane("k", self.kv_heads, self.head_size), Plane("v", self.kv_heads, self.head_size))
+        return Group("causal", Causal(), planes, tuple(range(self.layers)), no_shift=None, plain=plain)
 
     def config(self) -> dict[str, object]:
         return {

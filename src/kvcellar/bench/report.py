@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kvcellar import __version__
-from kvcellar.bench.conversation import Reads
+from kvcellar.bench.conversation import Computed
 from kvcellar.bench.revertible import NEW, Cost, Forked
 from kvcellar.bench.workloads import Row
 
@@ -28,7 +28,7 @@ class Findings:
 
     rows: list[Row] = field(default_factory=list)
     step_ms: Mapping[int, float] = field(default_factory=dict)  # of bookkeeping, by cells in use
-    reads: Mapping[int, Reads] = field(default_factory=dict)  # by checkpoints
+    reads: Mapping[int, Computed] = field(default_factory=dict)  # by checkpoints
     costs: Mapping[str, Mapping[int, Cost]] = field(default_factory=dict)  # by kind of network and sequences
     forks: Mapping[str, Forked] = field(default_factory=dict)  # by kind of network
 
@@ -56,7 +56,7 @@ def bookkeeping_lines(found: Findings) -> list[str]:
     return lines
 
 
-def turns_lines(reads: Mapping[int, Reads]) -> list[str]:
+def turns_lines(reads: Mapping[int, Computed]) -> list[str]:
     return [
         f"turns         {found.ours:7} prompt tokens computed with {checkpoints} checkpoints: "
         f"{found.ours / found.ideal - 1:.1%} more than the best choice of checkpoints, target below {MAX_REREAD:.0%}; "

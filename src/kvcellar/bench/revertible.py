@@ -8,6 +8,7 @@ import random
 import statistics
 import time
 from collections.abc import Mapping
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 
 from kvcellar.attention.choose import backends
 from kvcellar.bench import hf_baseline
+from kvcellar.bench.interleave import in_rounds
 from kvcellar.bench.network import RECURRENT, hybrid
 from kvcellar.cache.memory import Memory
 from kvcellar.kernels.packed import pack
@@ -86,17 +88,16 @@ def _cost(guest: Guest, width: int, rounds: int) -> Cost:
     memory = guest.memory(cells, rows=3 * width)
     _step(guest, memory, [Feed(seq, Span(0, READ), keep_state=True) for seq in range(width)], {})
     draw = random.Random(0)
-    taken: tuple[list[float], list[float], list[float]] = ([], [], [])
-    for turn in range(rounds + 1):
-        part = {seq: draw.randint(1, NEW - 1) for seq in range(width)}
-        for seconds, may_revert, accepted in zip(taken, (False, True, True), ({}, {}, part), strict=True):
-            feeds = [Feed(seq, Span(READ, READ + NEW), revertible=may_revert) for seq in range(width)]
-            one = _step(guest, memory, feeds, accepted)
-            for seq in range(width):
-                memory.remove(seq, Span(READ, memory.length(seq)))
-            if turn:  # the first round warms up
-                seconds.append(one)
-    plain, whole, parts = taken
+
+    def step(*, revertible: bool, in_part: bool) -> float:
+        feeds = [Feed(seq, Span(READ, READ + NEW), revertible=revertible) for seq in range(width)]
+        seconds = _step(guest, memory, feeds, {seq: draw.randint(1, NEW - 1) for seq in range(width) if in_part})
+        for seq in range(width):
+            memory.remove(seq, Span(READ, memory.length(seq)))
+        return seconds
+
+    kinds = ((False, False), (True, False), (True, True))
+    plain, whole, parts = in_rounds(rounds, *(partial(step, revertible=r, in_part=p) for r, p in kinds))
     return Cost(1000 * statistics.median(plain), _times(whole, plain), _times(parts, plain))
 
 

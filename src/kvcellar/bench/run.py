@@ -21,7 +21,7 @@ from kvcellar.bench.profile import profile
 from kvcellar.bench.restart import lines as restart_lines
 from kvcellar.bench.restart import restart
 from kvcellar.bench.revertible import forked, revertible
-from kvcellar.bench.workloads import PROMPTS, Engines, Row, Scale, workloads
+from kvcellar.bench.workloads import PROMPTS, WORKLOADS, Engines, Row, Scale
 from kvcellar.engine.engine import Engine
 from kvcellar.errors import BadRequest
 from kvcellar.models.load import load
@@ -29,7 +29,7 @@ from kvcellar.models.load import load
 CACHE_BYTES = 1 << 30
 BOOKKEEPING = "bookkeeping"
 TURNS, REVERTIBLE, START, FRAGMENTED, RESTART = "turns", "revertible", "start", "fragmented", "restart"
-NAMES = (*(workload.name for workload in workloads()), BOOKKEEPING, TURNS, REVERTIBLE, START, FRAGMENTED, RESTART)
+NAMES = (*WORKLOADS, BOOKKEEPING, TURNS, REVERTIBLE, START, FRAGMENTED, RESTART)
 
 
 def run(*, quick: bool = False, only: str | None = None, threads: int = 1) -> None:
@@ -75,9 +75,9 @@ def _run_workloads(rows: list[Row], size: Size, scale: Scale, only: str | None, 
         parameters = write(size, Path(directory))
         _print([f"{parameters / 1e6:.0f} million parameters, bfloat16, {threads} thread(s)", report.HEAD])
         with _engines(Path(directory), threads) as engines:
-            for workload in workloads():
-                if only in (None, workload.name):
-                    rows.append(workload.run(engines, scale))
+            for name, workload in WORKLOADS.items():
+                if only in (None, name):
+                    rows.append(workload(engines, scale))
                     _print([report.line(rows[-1])])
     return parameters
 

@@ -9,15 +9,17 @@ machine.
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from kvcellar.bench import hf_baseline
-from kvcellar.bench.interleave import Side, sides
+from kvcellar.bench.interleave import Side, in_rounds, sides
 from kvcellar.bench.layouts import layouts
 from kvcellar.bench.network import SMALL, TINY
 from kvcellar.engine.engine import Engine
@@ -54,14 +56,6 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
-    """`run` measures it at a scale."""
-
-    name: str
-    run: Callable[[Engines, "Scale"], Row]
-
-
-@dataclass(frozen=True, slots=True)
 class Scale:
     """The size of workloads. Prompts have `1/shorter` of their full lengths."""
 
@@ -87,16 +81,6 @@ PROMPTS: Mapping[str, Callable[[Scale], Prompts]] = {
     "ragged-8": lambda scale: scale.ragged(8, 128, 4096),
     "ragged-32": lambda scale: scale.ragged(32, 64, 1024),
 }  # of workloads that measure decoding
-
-
-def workloads() -> Iterator[Workload]:
-    yield Workload("decode-512", lambda engines, scale: _single("decode-512", engines, scale, target=1.5))
-    yield Workload("decode-4096", lambda engines, scale: _single("decode-4096", engines, scale, target=2.0))
-    yield Workload("ragged-8", lambda engines, scale: _ragged("ragged-8", engines, scale, target=3.0))
-    yield Workload("ragged-32", lambda engines, scale: _ragged("ragged-32", engines, scale, target=None))
-    yield Workload("prefill-2048", _prefill)
-    yield Workload("shared-1500", _shared)
-    yield Workload("layouts", _layouts)
 
 
 # -- decoding ---------------------------------------------------------------------------------------------------------
@@ -219,28 +203,26 @@ def _layouts(engines: Engines, scale: Scale) -> Row:
 
 def _interleaved(repeats: int, ours: Callable[[], object], baseline: Callable[[], object]) -> "_Measured":
     """Runs of both in turn, after one run of each that is not counted."""
-    measured = _Measured([], [], [], [])
-    for turn in range(repeats + 1):
-        for run, seconds, cpu in (
-            (ours, measured.ours, measured.our_cpu),
-            (baseline, measured.baseline, measured.baseline_cpu),
-        ):
-            start = time.perf_counter(), time.process_time()
-            run()
-            if turn:
-                seconds.append(time.perf_counter() - start[0])
-                cpu.append(time.process_time() - start[1])
-    return measured
+
+    def timed(run: Callable[[], object]) -> tuple[float, float]:
+        start = time.perf_counter(), time.process_time()
+        run()
+        return time.perf_counter() - start[0], time.process_time() - start[1]
+
+    (seconds, cpu), (baseline_seconds, baseline_cpu) = (
+        zip(*results, strict=True) for results in in_rounds(repeats, partial(timed, ours), partial(timed, baseline))
+    )
+    return _Measured(seconds, baseline_seconds, cpu, baseline_cpu)
 
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
     """Seconds of every step or run."""
 
-    ours: list[float]
-    baseline: list[float]
-    our_cpu: list[float]
-    baseline_cpu: list[float]
+    ours: Sequence[float]
+    baseline: Sequence[float]
+    our_cpu: Sequence[float]
+    baseline_cpu: Sequence[float]
 
     def row(self, target: float | None) -> tuple[float, float, float | None, float]:
         """The numbers of a `Row`."""
@@ -251,3 +233,16 @@ class _Measured:
 def _milliseconds(seconds: Sequence[float]) -> float:
     """The median, in milliseconds."""
     return 1000 * statistics.median(seconds)
+
+
+WORKLOADS: Mapping[str, Callable[[Engines, Scale], Row]] = MappingProxyType(
+    {
+        "decode-512": partial(_single, "decode-512", target=1.5),
+        "decode-4096": partial(_single, "decode-4096", target=2.0),
+        "ragged-8": partial(_ragged, "ragged-8", target=3.0),
+        "ragged-32": partial(_ragged, "ragged-32", target=None),
+        "prefill-2048": _prefill,
+        "shared-1500": _shared,
+        "layouts": _layouts,
+    }
+)

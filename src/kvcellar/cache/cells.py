@@ -103,7 +103,7 @@ class Cells:
         in two runs. Any other new run is placed in the middle of one of the widest free pieces, which leaves room to
         grow for it and for the run before it.
         """
-        assert n <= self.free, f"{n} cells were asked for, {self.free} are free"
+        assert n <= self.free, f"{n} cells are needed, {self.free} are free"
         runs: list[Run] = []
         behind = self._at.get(after + 1) if after is not None else None
         if n and behind is not None and behind.holders == 0:
@@ -166,7 +166,7 @@ class Cells:
         """Remove a holder; cells without holders are freed."""
         for run in runs:
             self._at[run.cell].begins -= 1
-            self._let_go(run)
+            self._remove_holder(run)
 
     def hold_part(self, run: Run, skip: int, n: int) -> Run:
         """Add a holder to `n` cells of a held run, from offset `skip`; returns them as a run."""
@@ -217,7 +217,7 @@ class Cells:
     def shorten(self, run: Run, n: int) -> Run:
         """Keep the first `n` cells of a held run and drop the rest; 0 < n < run.n."""
         left, right = self._part(run, n)
-        self._let_go(right)
+        self._remove_holder(right)
         return left
 
     def _part(self, run: Run, n: int) -> tuple[Run, Run]:
@@ -281,12 +281,12 @@ class Cells:
             right.next.prev = left
         del self._at[right.start]
 
-    def _let_go(self, run: Run) -> None:
+    def _remove_holder(self, run: Run) -> None:
         """Remove a holder from the cells of `run`, whose start is not (or no longer) counted in `begins`."""
         pieces = self._pieces(run)
         borders = [*(piece.start for piece in pieces), run.end]
         for piece in pieces:
-            assert piece.holders > 0, f"cells {piece.start}..{piece.end - 1} were given back twice"
+            assert piece.holders > 0, f"cells {piece.start}..{piece.end - 1} are freed twice"
             piece.holders -= 1
             if piece.holders == 0:
                 self._release(piece)
@@ -340,11 +340,11 @@ class Cells:
             shelf = self._bins.get(len(piece).bit_length(), {})
             assert (shelf.get(piece.start) is piece) == (piece.holders == 0), "only free pieces are in the bins"
             if piece.holders == 0:
-                assert before is None or before.holders, f"two free pieces meet at {at}"
+                assert before is None or before.holders, f"two adjacent pieces are free at {at}"
                 free += len(piece)
             elif not piece.begins:
-                assert before is not None, "nobody's run begins at the first cell, and it is held"
-                assert before.holders not in (0, piece.holders), f"the pieces that meet at {at} could be one"
+                assert before is not None, "the first cell is held, and no run begins there"
+                assert before.holders not in (0, piece.holders), f"the pieces at {at} could be one"
             at, before, piece, seen = piece.end, piece, piece.next, seen + 1
         assert at == self.capacity + 1, f"pieces end at {at}, the cells at {self.capacity + 1}"
         assert free == self.free, f"{free} cells are free, {self.free} were counted"

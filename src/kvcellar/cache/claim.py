@@ -1,6 +1,4 @@
-"""claim: one hold on cells and state rows that is no sequence. `claims` makes and changes them, and says what is always
-true of them.
-"""
+"""claim: the record of one claim and of its checkpoints. `claims` makes and changes them, and has their invariants."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +24,7 @@ def undone(undo: Callable[[], None]) -> Iterator[None]:
 
 
 def within(mark: int | None, span: Span) -> int | None:
-    """Where K/V that are derived from `mark` on begin in `span`."""
+    """The first position in `span` of K/V that are derived from `mark` on; None if there is none."""
     return max(mark, span.start) if mark is not None and mark < span.end else None
 
 
@@ -38,8 +36,8 @@ def check_whole(spans: Sequence[Span], pos: int) -> None:
 
 @dataclass(slots=True)
 class Checkpoint:
-    """What resuming at a position needs beside the cells of the span. `windows` has a table for each group with a
-    window, by index of the group; `row` is 0 in a model without recurrent layers."""
+    """What resuming at a position needs beside the cells of unbounded groups. `windows` has a table for each bounded
+    group, by index of the group; `row` is 0 in a model without recurrent layers."""
 
     windows: dict[int, Table]
     row: int
@@ -53,7 +51,7 @@ class Checkpoint:
 
 @dataclass(slots=True)
 class Claim:
-    """One claim. `tables` has a table for each group without a window, by index of the group."""
+    """One claim. `tables` has a table for each unbounded group, by index of the group."""
 
     span: Span
     tables: dict[int, Table]
@@ -64,11 +62,11 @@ class Claim:
 
     @property
     def positions(self) -> list[int]:
-        """Of the checkpoints, in order."""
+        """The positions of the checkpoints, in order."""
         return sorted(self.checkpoints)
 
     def whole(self, pos: int) -> int:
-        """The last position up to `pos` at which it can be split: not inside a span that looked ahead."""
+        """The last position up to `pos` that is not inside a span that looked ahead, so that the claim can be split."""
         return deepest(self.ahead, pos)
 
     def close(self, rows: Rows) -> None:
@@ -79,7 +77,7 @@ class Claim:
             checkpoint.close(rows)
 
     def check(self, stores: Sequence[GroupStore]) -> None:
-        """Assert what is always true of one claim."""
+        """Assert the invariants of one claim."""
         for index, table in self.tables.items():
             table.check()
             if not stores[index].group.of_input:

@@ -1,14 +1,14 @@
-"""claims: holds on cells and state rows that are not sequences.
+"""claims: reference-counted holds on cells and state rows that are not sequences.
 
-A claim covers a span [a,b) of a text: in groups without a window it holds the cells of the span; in the others, and of
-recurrent state, it holds checkpoints: what resuming at a position needs. A claim is made from a sequence, and a
-sequence can be assembled from claims again. Every operation here costs runs, not tokens, and copies integers, no K/V.
+A claim covers a span [a,b) of a text. It holds the cells of the span in unbounded groups, and checkpoints: the window
+of each bounded group and the state row at a position. A claim is made from a sequence, and a sequence can be assembled
+from claims again. Operations cost runs, not tokens, and copy integers, no K/V.
 
 Always true:
   * the tables of a claim hold exactly the cells of its span; in groups of an input, all of the input or nothing;
   * the checkpoints of a claim are at positions in (a,b], none of them inside a span that looks ahead; each holds, in
-    every group with a window, the cells [lowest(pos),pos), which may begin before the claim does, and the state row
-    of `pos` in a model with recurrent layers;
+    every bounded group, the cells [lowest(pos),pos), which may begin before the claim does, and the state row of `pos`
+    in a model with recurrent layers;
   * `derived` lies within the span: from there on K/V encode text that was removed;
   * an operation that raises has changed nothing.
 """
@@ -59,21 +59,21 @@ class Claims:
         return iter(tuple(self._claims))
 
     def of(self, claim: int) -> Claim:
-        """To be read, not changed. Raises `BadRequest` for a number that is no claim's."""
+        """The record of a claim, to be read only. Raises `BadRequest` for an unknown number."""
         found = self._claims.get(claim)
         if found is None:
             raise BadRequest(f"there is no claim {shown(claim)}")
         return found
 
     def input(self, digest: str) -> list[Table] | None:
-        """The tables of an input that a claim has; None if no claim has it."""
+        """The tables of the input with this digest; None if no claim holds it."""
         found = next((claim for claim in self._claims.values() if claim.digest == digest), None)
         if found is None:
             return None
         return [found.tables[index] for index in self._unbounded if self._stores[index].group.of_input]
 
     def tables(self, index: int) -> list[Table]:
-        """All tables that claims have in one group."""
+        """All tables of claims and readings in one group."""
         found = [claim.tables[index] for claim in self._claims.values() if index in claim.tables]
         for claim in self._claims.values():
             found += [one.windows[index] for one in claim.checkpoints.values() if index in one.windows]
@@ -81,7 +81,7 @@ class Claims:
         return found + [part.table for part in parts if part.store is self._stores[index]]
 
     def exclusive(self, claim: int, checkpoint: int | None = None) -> tuple[dict[str, int], int]:
-        """Cells by group, and state rows, that dropping the claim would free; or only its checkpoint at a position."""
+        """Cells by group, and state rows, that dropping the claim frees; or only its checkpoint at a position."""
         found = self.of(claim)
         some = found.checkpoints if checkpoint is None else {checkpoint: self._checkpoint(found, checkpoint)}
         cells: dict[str, int] = {}
@@ -95,10 +95,10 @@ class Claims:
     # -- changes ------------------------------------------------------------------------------------------------
 
     def make(self, seq: int, span: Span, checkpoints: Iterable[int] = ()) -> int:
-        """A claim on `span` of a sequence, with checkpoints at these positions; returns its number.
+        """Make a claim on `span` of a sequence, with checkpoints at these positions; returns its number.
 
-        Raises `BadRequest` if the span is empty, or is not wholly in the sequence, or if one of its ends or checkpoints
-        is inside a span that looked ahead, or if what resuming at a checkpoint needs is no longer held.
+        Raises `BadRequest` if the span is empty or not in the sequence, if one of its ends or checkpoints is inside a
+        span that looked ahead, or if the sequence no longer holds what resuming at a checkpoint needs.
         """
         self._idle("make")
         record, length = self._sequences.record(seq), self._sequences.length(seq)
@@ -124,8 +124,8 @@ class Claims:
     def of_step(
         self, batch: Batch, counts: Sequence[int], taken: Sequence[Sequence[Sequence[Run]]]
     ) -> dict[int, Claim]:
-        """By sequence the claims that an open step asked for, to be entered once it is kept. `taken[group][feed]` are
-        the cells of its new tokens, of which the first `counts[feed]` will be kept."""
+        """The claims that the feeds of an open step request, by sequence; the caller enters them after the commit.
+        `taken[group][feed]` are the cells of new tokens, of which the first `counts[feed]` are accepted."""
         made: dict[int, Claim] = {}
 
         def undo() -> None:
@@ -154,7 +154,7 @@ class Claims:
         return made
 
     def _with_new(self, index: int, record: SequenceRecord, span: Span, new: Sequence[Run]) -> Table:
-        """A table over the cells of `span`: those that a sequence has, and of `new` ones, which it will have next."""
+        """A table over the cells of `span`: those of a sequence, followed by the `new` ones that the commit appends."""
         table, store = record.tables[index], self._stores[index]
         if store.group.of_input:
             return table.share(0)
@@ -171,24 +171,24 @@ class Claims:
         return found
 
     def assemble(self, seq: int, path: Sequence[int], pos: int) -> None:
-        """Make `seq`, which must not be there, of the first `pos` tokens of claims that follow each other from 0 on.
+        """Make the new sequence `seq` of the first `pos` tokens of claims that are consecutive from position 0 on.
 
-        The windows and the state come from the checkpoint at `pos` of the last claim; where no group has a window and
-        no layer a state, any position inside it will do. Raises `BadRequest` if the claims do not follow each other, or
-        have different inputs, or if there is no checkpoint at `pos`.
+        The windows and the state are those of the checkpoint at `pos` of the last claim; a model without bounded groups
+        and recurrent layers needs none. Raises `BadRequest` if the claims are not consecutive or have different inputs,
+        if `seq` exists, or if there is no checkpoint at `pos`.
         """
         self._idle("assemble")
         seq, pos = whole(seq, "a sequence"), whole(pos, "a position")
         claims = [self.of(number) for number in path]
         if seq in self._sequences.records:
-            raise BadRequest(f"sequence {seq} is there already; drop it before")
+            raise BadRequest(f"sequence {seq} exists; drop it before")
         ends = [0, *(claim.span.end for claim in claims)]
         if not claims or any(claim.span.start != end for claim, end in zip(claims, ends, strict=False)):
             spans = ", ".join(str(claim.span) for claim in claims)
-            raise BadRequest(f"claims that follow each other from 0 on are needed, not {spans or 'none'}")
+            raise BadRequest(f"assemble() needs claims that are consecutive from position 0 on, not {spans or 'none'}")
         last = claims[-1]
         if not last.span.start < pos <= last.span.end:
-            raise BadRequest(f"the last claim is on {last.span}; a sequence of {pos} tokens does not end in it")
+            raise BadRequest(f"a sequence of {pos} tokens does not end in the last claim, which is on {last.span}")
         self._sequences.check_limit(seq, pos, "assembly")
         check_whole(last.ahead, pos)
         for claim in claims[1:]:
@@ -218,10 +218,10 @@ class Claims:
         )
 
     def split(self, claim: int, pos: int) -> int:
-        """Part a claim at `pos`: it keeps what lies before; returns the number of a new one that has the rest.
+        """Split a claim at `pos`: it keeps the first part; returns the number of a new claim with the second part.
 
-        Checkpoints go by their positions, and none is made at `pos`. Raises `BadRequest` if `pos` is not inside the
-        claim, or is inside a span that looked ahead.
+        Checkpoints are sorted by position; none is made at `pos`. Raises `BadRequest` if `pos` is not inside the claim,
+        or is inside a span that looked ahead.
         """
         self._idle("split")
         left, pos = self.of(claim), whole(pos, "a position")
@@ -241,7 +241,7 @@ class Claims:
         return self.enter(right)
 
     def join(self, claim: int, following: int) -> None:
-        """Let a claim have what the claim behind it has, which is no more afterwards.
+        """Extend a claim by the claim that follows it, which is removed.
 
         Raises `BadRequest` if the second does not begin where the first ends, or if their inputs differ.
         """
@@ -262,14 +262,14 @@ class Claims:
         del self._claims[following]
 
     def drop(self, claim: int) -> None:
-        """Free what only this claim holds. Never fails for one that is there."""
+        """Free what only this claim holds. Never fails for a known claim."""
         self._idle("drop")
         found = self.of(claim)
         del self._claims[claim]
         found.close(self._rows)
 
     def drop_checkpoint(self, claim: int, pos: int) -> None:
-        """Free what only the checkpoint of a claim at `pos` holds. Raises `BadRequest` if there is none."""
+        """Drop the checkpoint of a claim at `pos`. Raises `BadRequest` if there is none."""
         self._idle("drop_checkpoint")
         found = self.of(claim)
         checkpoint = self._checkpoint(found, pos)
@@ -277,9 +277,9 @@ class Claims:
         checkpoint.close(self._rows)
 
     def move_checkpoint(self, claim: int, pos: int, to: int) -> None:
-        """Give the checkpoint of a claim at `pos` to another claim on these tokens, which has none there.
+        """Move the checkpoint of a claim at `pos` to another claim on the same tokens.
 
-        Raises `BadRequest` if there is none, or if the other claim cannot have it.
+        Raises `BadRequest` if there is none, if the other claim has one there or does not contain `pos`.
         """
         self._idle("move_checkpoint")
         source, target = self.of(claim), self.of(to)
@@ -290,8 +290,8 @@ class Claims:
         target.checkpoints[pos] = source.checkpoints.pop(pos)
 
     def share_with(self, seq: int, claim: int) -> None:
-        """Let a sequence hold the cells that a claim has of the same tokens, in place of its own: those of the claim's
-        span, as far as the sequence goes. The caller knows that the tokens are the same."""
+        """Replace cells of a sequence by those of a claim on the same tokens, in the span that both have. The caller
+        has compared the tokens."""
         self._idle("share_with")
         found, record = self.of(claim), self._sequences.record(seq)
         end = min(found.span.end, self._sequences.length(seq))
@@ -304,7 +304,7 @@ class Claims:
             record.tables[index].replace(found.span.start, table)
 
     def clear(self) -> None:
-        """Drop all claims, and close what is being read out."""
+        """Drop all claims, and close all readings."""
         for reading in self._readings:
             reading.close()
         for claim in self:
@@ -313,30 +313,30 @@ class Claims:
     # -- bytes --------------------------------------------------------------------------------------------------
 
     def reading(self, claim: int, span: Span | None = None) -> Reading:
-        """The content of a claim, or of a span within it, to be read out chunk by chunk, also while steps run; the
-        claim may go meanwhile."""
+        """A reading of the content of a claim, or of a span within it, in chunks. Steps may run meanwhile, and the claim
+        may be dropped."""
         found = self.of(claim)
         reading = Reading.of(found, span or found.span, self._stores, self._states, self.shape)
         self._readings = [one for one in self._readings if one.parts or one.rows] + [reading]
         return reading
 
     def write_back(self, record: Record, chunks: Iterable[Tensor]) -> int:
-        """A new claim with what was read out of one, here or in a memory of the same shape; returns its number.
+        """Make a claim of what was read out of one, here or in a memory of the same shape; returns its number.
 
-        Raises `BadRequest` if the record does not fit or contradicts itself, or if the chunks are not those of the
-        record, `CacheFull` if there are too few free cells or rows; nothing has changed then.
+        Raises `BadRequest` if the record does not fit or is inconsistent, or if the chunks do not match it, `CacheFull`
+        if there are too few free cells or rows; nothing has changed then.
         """
         self._idle("write_back")
         check_record(record, self.shape, self._stores)
         claim = written(record, chunks, self._stores, self._states)
         if claim.digest is not None and (self._sequences.input(claim.digest) or self.input(claim.digest)):
-            claim.digest = None  # all that have a digest share the cells of one input
+            claim.digest = None  # sequences and claims with the same digest share cells
         return self.enter(claim)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
     def enter(self, claim: Claim) -> int:
-        """Know a claim from now on; returns its number."""
+        """Register a claim; returns its number."""
         number = next(self._numbers)
         self._claims[number] = claim
         return number
@@ -357,12 +357,12 @@ class Claims:
     def _share(
         self, into: dict[int, Table], tables: Mapping[int, Table] | Sequence[Table], indices: Sequence[int], span: Span
     ) -> None:
-        """Tables over the cells of `span`, of the groups of these indices: all of them, or, if it raises, none."""
+        """Add tables over the cells of `span` in the groups of these indices: all of them, or none if it raises."""
         shared = share_all([tables[index] for index in indices], span.end, span.start)
         into.update(zip(indices, shared, strict=True))
 
     def _hold(self, claim: Claim, pos: int, tables: Mapping[int, Table], row: int) -> None:
-        """Give a claim a checkpoint at `pos`, on the cells of these tables and on `row`."""
+        """Add a checkpoint at `pos` to a claim, which holds the cells of these tables and `row`."""
         windows: dict[int, Table] = {}
         with undone(lambda: Checkpoint(windows, 0).close(self._rows)):
             for index, table in tables.items():
@@ -371,7 +371,7 @@ class Claims:
         claim.checkpoints[pos] = Checkpoint(windows, row)
 
     def _append(self, whole_claim: Claim, claim: Claim, span: Span) -> None:
-        """Let `whole_claim` also hold the cells that `claim` has of `span`."""
+        """Append the cells of `span` in `claim` to `whole_claim`."""
         more: dict[int, Table] = {}
         self._share(more, claim.tables, self._unbounded, span)
         for index, table in more.items():
@@ -383,12 +383,12 @@ class Claims:
                 whole_claim.tables[index].append(table.hand_over())
 
     def held_rows(self) -> list[int]:
-        """All rows that claims and readings hold, as often as they do."""
+        """All rows that claims and readings hold, once per hold."""
         rows = [one.row for claim in self._claims.values() for one in claim.checkpoints.values()]
         return rows + [row for reading in self._readings for row in reading.rows]
 
     def check(self) -> None:
-        """Assert what is always true of claims; which cells are held how often is asserted by `Memory.check`."""
+        """Assert the invariants of claims; `Memory.check` asserts the holders of cells."""
         for claim in self._claims.values():
             assert claim.tables.keys() == set(self._unbounded)
             assert all(one.windows.keys() == set(self._bounded) for one in claim.checkpoints.values())

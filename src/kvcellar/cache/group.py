@@ -89,11 +89,11 @@ def check_groups(groups: Sequence[Group], cells: Mapping[str, int], backend: Bac
         if names.count(name) > 1:
             raise BadRequest(f"two groups are called {name}")
         if whole(cells.get(name, -1), f"the number of cells of group {name}") < 0:
-            raise BadRequest(f"group {name} needs cells, none or more; what was given is {dict(cells)}")
+            raise BadRequest(f"group {name} needs a number of cells, 0 or more, in {dict(cells)}")
         if isinstance(backend, Mapping) and name not in backend:
-            raise BadRequest(f"group {name} needs a backend; there are some for {', '.join(backend)}")
+            raise BadRequest(f"group {name} needs a backend; there are backends for {', '.join(backend)}")
     for layer in layers:
         if layers.count(layer) > 1:
             raise BadRequest(f"layer {layer} is in two groups")
     if groups and all(group.of_input for group in groups):
-        raise BadRequest("a memory remembers tokens; it needs a group whose layout is not Input")
+        raise BadRequest("a memory needs a group whose layout is not Input, for tokens")

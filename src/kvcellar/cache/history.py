@@ -105,7 +105,7 @@ class StoredPlane:
         return values.to(dtype)
 
     def meet(self, q: Tensor) -> Tensor:
-        """Queries [T,H,size], rotated as the keys that `read` returns if `rotated`."""
+        """Rotate queries [T,H,size] like the keys that `read` returns if `rotated`."""
         return q if self._rotation is None else (q.float() @ self._rotation).to(q.dtype)
 
     def quantise(self, cells: Tensor, values: Tensor) -> None:

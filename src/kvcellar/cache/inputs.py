@@ -1,4 +1,4 @@
-"""inputs: what an encoder made of an input. Written once, read at every step, shared by sequences with the same one.
+"""inputs: keys and values that an encoder computed from an input. Written once, and shared by digest.
 
 Always true: an input is written to all layers of all encoder groups, or nothing has changed.
 """
@@ -27,7 +27,7 @@ def check_planes(stores: Sequence[GroupStore], n: int, planes: Planes) -> None:
         raise BadRequest("this memory has no layers for an input: none of its groups has the layout Input")
     layers = {layer for store in stores for layer in store.group.layers}
     if layers != planes.keys():
-        raise BadRequest(f"an input is for the layers {sorted(layers)}; what was given is for {sorted(planes)}")
+        raise BadRequest(f"an input has planes for the layers {sorted(layers)}, not for {sorted(planes)}")
     for store in stores:
         assert isinstance(store.group.layout, Input)
         if not 1 <= n <= store.group.layout.most:
@@ -61,24 +61,23 @@ def write(stores: Sequence[GroupStore], n: int, planes: Planes, device: torch.de
 
 
 class Inputs:
-    """The inputs of the sequences of one memory. A row of a sequence reads its input in every step."""
+    """The inputs of the sequences of one memory."""
 
     def __init__(self, stores: Stores, sequences: Sequences, claims: Claims, idle: Callable[[str], None]) -> None:
         """`idle(operation)` raises `WrongStage` while a step is open."""
         self._stores, self._sequences, self._claims, self._idle = stores, sequences, claims, idle
 
     def length(self, seq: int) -> int:
-        """How many positions the input of `seq` has; 0 if it was given none, or is not there."""
+        """Number of positions of the input of `seq`; 0 without an input, and for an unknown sequence."""
         return self._sequences.input_length(seq)
 
     def write(self, seq: int, n: int, planes: Planes, *, digest: str | None = None) -> bool:
-        """Give `seq`, which may be new, what an encoder made of its input: for each layer k [n,G,D] and v [n,G,Dv].
+        """Store the input of `seq`, which may be new: for each layer k [n,G,D] and v [n,G,Dv]. Returns False if it was
+        not written, because a sequence or claim in memory has the same `digest` and its cells are shared.
 
-        It is read by every row of the sequence in every step from now on, and goes with the sequence: forks share it,
-        and whatever is removed of the text leaves it. Where a sequence with the same `digest` is in memory its cells
-        are shared and nothing is written; returns whether something was. Raises `BadRequest` if the sequence has an
-        input or the planes are not those of all such layers, `CacheFull` if a group has too few free cells; nothing has
-        changed then.
+        Every row of the sequence sees it in every step. Forks share it, and removing text does not change it. Raises
+        `BadRequest` if the sequence has an input, or for planes of other layers, `CacheFull` if a group has too few
+        free cells; nothing has changed then.
         """
         self._idle("inputs.write")
         seq = whole(seq, "a sequence")
@@ -91,14 +90,14 @@ class Inputs:
         return True
 
     def share(self, seq: int, digest: str | None, n: int | None = None) -> bool:
-        """Give `seq`, which may be new, the input of this digest, if a sequence or claim has it; returns whether.
+        """Share the input with this digest with `seq`, which may be new. Returns False if no sequence or claim has it.
 
-        So the encoder need not even run. Raises `BadRequest` if `seq` has an input, or if that one is not `n` long.
+        The encoder need not run then. Raises `BadRequest` if `seq` has an input, or if that one is not `n` long.
         """
         self._idle("inputs.share")
         seq = whole(seq, "a sequence")
         if length := self.length(seq):
-            raise BadRequest(f"sequence {seq} has an input of {length} positions, and can have no other")
+            raise BadRequest(f"sequence {seq} already has an input, of {length} positions")
         tables = (self._sequences.input(digest) or self._claims.input(digest)) if digest is not None else None
         if tables is None:
             return False

@@ -1,17 +1,18 @@
-"""memory: the interface. What one model remembers on the device, for many sequences, a step at a time.
+"""memory: the interface: K/V and recurrent state of one model on the device, for many sequences, step by step.
 
-    plan = memory.begin(batch)          # cells are set aside; nothing that was there is touched
+    plan = memory.begin(batch)          # allocates cells; existing sequences do not change
     memory.put(layer, k, v)             # in the forward, for every layer of the model
     history = memory.get(layer)
     memory.commit()                     # or commit({seq: k}), or abandon()
 
 Always true:
-  * every cell is held as often as tables of sequences and claims hold it, plus once if the open step set it aside;
-  * a sequence that an open step began has nothing but what is set aside for that step, and goes with it;
-  * every cell that a sequence holds was written since it was taken, in all planes of all layers of its group;
+  * every cell has as many holders as tables of sequences and claims contain it, and one more if the open step
+    allocated it;
+  * a new sequence has only what the open step allocated for it, and is dropped if the step is abandoned;
+  * every cell that a sequence holds was written since its allocation, in all planes of all layers of its group;
   * an operation that raises has changed nothing; `abandon` leaves the memory as it was before `begin`.
 
-A memory has one owner and is not re-entrant: one step is open at a time, and sequences are not edited while it is.
+A memory has one owner and is not re-entrant: one step is open at a time, and sequences are not edited meanwhile.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,20 +40,19 @@ from kvcellar.spans import Span, whole
 
 
 class Memory:
-    """Many sequences' memory of one model. `groups` must cover every layer that stores K/V, each layer once, and
-    `recurrent` every layer that keeps a state.
+    """The memory of many sequences of one model. `groups` must contain every layer that stores K/V, each layer once,
+    and `recurrent` every layer that keeps a state.
 
-    `cells` is how many cells each group gets, by its name. Of `rows` states each sequence has one, and takes another in
-    each step. Those that are only kept to go back to are for the owner to evict: see `policy.trim`.
-    `backend` serves all groups, or is given by group name. `limits` is how many tokens a sequence may have: one number
-    for all, or by sequence (others have no limit).
+    `cells` is the number of cells of each group, by name. Of `rows` state rows each sequence has one, and allocates
+    another in each step; the owner evicts those that are only checkpoints (`policy.trim`). `backend` serves all groups,
+    or is given by group name. `limits`: the most tokens of a sequence, for all or by sequence (others have no limit).
 
-    `max_bytes` is a cap on planes, scratch and staging together. Scratch is what a step takes besides (the engine
-    measures it and reserves it with `storage.leave_room`); staging is what an edit takes for a moment. Raises
-    `CapacityTooSmall` if they do not fit.
+    `max_bytes` is a cap on planes, scratch and staging together. Scratch is temporary memory of a step (the engine
+    measures it and reserves it with `storage.leave_room`), staging that of an edit. Raises `CapacityTooSmall` if they
+    do not fit.
 
-    Beside steps and sequences, `storage` has capacities and bytes, `inputs` what encoders made of inputs, `claims`
-    the holds that are not sequences, `states` what recurrent layers read and write in a step, and `rows` their rows.
+    Beside steps and sequences: `storage` has capacities and bytes, `inputs` the inputs of encoders, `claims` the holds
+    that are not sequences, `states` the recurrent states of a step, and `rows` the counts of their rows.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Memory:
         return seq in self._sequences.records
 
     def length(self, seq: int) -> int:
-        """The position that the next token of `seq` will have; 0 for a sequence that is not there."""
+        """The position that the next token of `seq` will have; 0 for an unknown sequence."""
         return self._sequences.length(seq)
 
     def used(self) -> dict[str, int]:
@@ -108,16 +108,16 @@ class Memory:
         return len({record.states.row for record in self._sequences.records.values()} - {0})
 
     def held(self, seq: int) -> dict[str, Span]:
-        """The positions that `seq` still holds in each group; of its input, in groups of that."""
+        """The positions that `seq` holds in each group; in input groups, those of its input."""
         tables = zip(self._stores.all, self._sequences.known(seq), strict=True)
         return {store.group.name: Span(table.first, table.end) for store, table in tables}
 
     def derived(self, seq: int) -> int | None:
-        """From which position on the K/V of `seq` encode text that was removed; None if they encode just its tokens."""
+        """The position from which on K/V of `seq` encode text that was removed; None if there is none."""
         return self._sequences.record(seq).derived
 
     def state_positions(self, seq: int) -> tuple[int, ...] | None:
-        """The positions behind 0 whose recurrent state is there, in order; None in a model without."""
+        """The positions behind 0 whose recurrent state is held, in order; None without recurrent layers."""
         return self._sequences.record(seq).states.positions
 
     def free(self) -> dict[str, int]:
@@ -125,9 +125,9 @@ class Memory:
         return {store.group.name: store.cells.free for store in self._stores.all}
 
     def can_cut(self, seq: int, pos: int) -> int:
-        """The largest `kept <= pos` at which all groups can go on once `[kept, end)` is forgotten. Changes nothing.
+        """The largest position up to `pos` at which all groups can resume if all behind it is removed. Changes nothing.
 
-        A span that looked ahead is kept whole, or not at all. Raises `BadRequest` for what is no position.
+        A span that looked ahead is kept whole, or not at all. Raises `BadRequest` if `pos` is not a position.
         """
         pos = whole(pos, "a position")
         if pos < 0:
@@ -137,15 +137,15 @@ class Memory:
     # -- a step -------------------------------------------------------------------------------------------------
 
     def begin(self, batch: Batch, *, reserve: bool = False) -> Plan:
-        """Set cells aside for the new tokens of `batch` and plan what each may see.
+        """Open a step: allocate cells for the new tokens of `batch`, and plan what each token sees.
 
-        A sequence that is not there yet begins at position 0. Raises `CacheFull` if a group has too few free cells,
-        `BadRequest` if a sequence would not go on where it ends, or beyond its limit, or if a row that only asks would
-        not see all that it should. Nothing has changed then, nor if the backend raises.
+        An unknown sequence begins at position 0. Raises `CacheFull` if a group has too few free cells, `BadRequest` if
+        a sequence does not continue at its end, or exceeds its limit, or if cells that a query-only row should see are
+        not held. Nothing has changed then, nor if the backend raises.
 
-        With `reserve` the step is only tried, to learn what it costs: sequences (there or not) hold all that could be
-        seen from the positions they are given, scattered over all cells. It takes nothing and writes to the null cell;
-        end it with `abandon`. Raises `CapacityTooSmall` if such a sequence could never be held.
+        With `reserve` the step only measures the cost: sequences, known or not, hold all that is visible from the given
+        positions, scattered over all cells. It allocates nothing and writes to the null cell; end it with `abandon`.
+        Raises `CapacityTooSmall` if such a sequence could never be held.
         """
         self._idle("begin")
         start = Step.reserve if reserve else Step.open
@@ -153,16 +153,16 @@ class Memory:
         return self.step.plan
 
     def put(self, layer: int, k: Tensor | None = None, v: Tensor | None = None, **planes: Tensor) -> None:
-        """Store the new tokens' k [T,G,D] and v [T,G,Dv] of one layer: the rows of the plan that store, in order.
+        """Store k [T,G,D] and v [T,G,Dv] of one layer, for the rows of the plan that store, in order.
 
-        Other `planes` [T,heads,size] go by their names, with k and v or apart. Each once a step, in any float type.
+        Other `planes` [T,heads,size] are passed by name, with k and v or apart. Each once per step, in any float type.
         Raises `BadRequest` for other planes, shapes and types, and for a second time.
         """
         given = {"k": k, "v": v, **planes}
         self._open("put").put(layer, {name: plane for name, plane in given.items() if plane is not None})
 
     def get(self, layer: int) -> LayerHistory:
-        """What the rows of the open step may see in one layer, as stored, the new tokens included."""
+        """One layer in the open step: what its rows see, as stored, the new tokens included."""
         return self._open("get").get(layer)
 
     def attend(self, layer: int, q: Tensor, scoring: Any, *, dense: tuple[Tensor, Tensor] | None = None) -> Tensor:
@@ -173,26 +173,27 @@ class Memory:
         return self._open("attend").attend(layer, q, scoring, dense)
 
     def commit(self, accepted: Mapping[int, int] | None = None) -> dict[int, int]:
-        """Keep the step: of each sequence its first `accepted[seq]` new tokens, all if it is not named.
+        """End the step: keep the first `accepted[seq]` new tokens of each sequence, by default all.
 
-        Returns the claims of feeds with checkpoints, by sequence, where tokens of it were kept.
+        Returns the claims of feeds with checkpoints, by sequence, if tokens of them are kept. Cells that slide out of
+        windows are freed only now.
 
         Raises `WrongStage`, and the step stays open, if any token is kept and a layer has not put all its planes.
-        A span that looks ahead is accepted whole or not at all. What no next token can need is forgotten only now.
+        A span that looks ahead is accepted whole or not at all.
         """
         step = self._open("commit")
         counts = step.counts(accepted or {})
         self.states.settle(step.batch, counts)
         made: dict[int, Claim] = {}
         if any(feed.checkpoints for feed in step.batch.feeds):
-            made = self.claims.of_step(step.batch, counts, step.taken)  # before anything slides out
+            made = self.claims.of_step(step.batch, counts, step.taken)  # before cells slide out of windows
         self.step = None
         self._sequences.commit(step.batch, counts, step.taken)
         step.end()
         return {seq: self.claims.enter(claim) for seq, claim in made.items()}
 
     def abandon(self) -> None:
-        """Forget the step: the memory is as it was before `begin`."""
+        """End the step without a change: the memory is as before `begin`."""
         step = self._open("abandon")
         self.step = None
         step.abandon()
@@ -200,11 +201,10 @@ class Memory:
     # -- sequences ----------------------------------------------------------------------------------------------
 
     def fork(self, src: int, dst: int, upto: int) -> int:
-        """Make `dst` share the first `kept <= upto` tokens of `src`, its input, and nothing else; returns `kept`.
+        """Replace `dst` by a sequence that shares the input and the first `can_cut(src, upto)` tokens of `src`;
+        returns their number.
 
-        `kept` is what `can_cut(src, upto)` returns: as many tokens as can be shared. Whatever `dst` was before is
-        forgotten. Copies integers, no K/V. Raises `BadRequest` if `kept` is beyond the limit of `dst`; nothing has
-        changed then.
+        Copies integers, no K/V. Raises `BadRequest` if they exceed the limit of `dst`; nothing has changed then.
         """
         self._idle("fork")
         self._sequences.known(src)
@@ -217,24 +217,22 @@ class Memory:
         return kept
 
     def remove(self, seq: int, span: Span) -> int:
-        """Forget the tokens of `span`; returns how many the sequence has now. What lies behind the span moves down, its
-        keys turned to their new positions (context shift).
+        """Remove the tokens of `span`; returns the new length. Tokens behind the span move down, and their keys are
+        rotated to the new positions (context shift).
 
-        Either exactly the tokens that the span has of the sequence are removed, or `NotSupported` is raised and nothing
-        has changed: if resuming would need what is no longer held, if a span that looked ahead would be parted, or if
-        the keys of some group cannot be turned exactly. Its `kept` is the largest position up to the span at which
-        everything can resume: remove all from there on, and read what is missing again. A sequence that was edited in
-        the middle is *derived*: its K/V still encode what was removed (see `derived`).
+        Either exactly the tokens in the span are removed, or `NotSupported` is raised and nothing has changed: if
+        resuming needs what is no longer held, if a span that looked ahead would be split, or if the keys of a group
+        cannot be rotated exactly. Its `kept` is the largest position up to the span at which all can resume: remove all
+        from there on, and compute the missing tokens again. A sequence that was edited in the middle is *derived*: its
+        K/V still encode the removed tokens (see `derived`).
 
-        Keys that move are written to free cells. Where too few are free, those that no other sequence shares are turned
-        in the cells they are in, which the removal would free; what was there is kept until it is complete, in what
-        `max_bytes` leaves beside planes and staging (a step's scratch too: none is open). Raises `CacheFull` if keys
-        that are shared need more cells than are free, or there is too little room for what was there; nothing has
-        changed then.
+        Rotated keys are written to free cells. If too few are free, those that are not shared are rotated in place. A
+        copy of them is kept for undo, in the bytes that `max_bytes` leaves beside planes and staging. Raises
+        `CacheFull` if shared keys need more cells than are free, or if the copy does not fit; nothing has changed then.
         """
         self._idle("remove")
         if type(span) is not Span:
-            raise BadRequest(f"what is removed is a Span, not {shown(span)}")
+            raise BadRequest(f"remove() needs a Span, not {shown(span)}")
         tables, length = self._sequences.known(seq), self.length(seq)
         gone = Span(min(span.start, length), min(span.end, length))
         if not len(gone):
@@ -249,17 +247,17 @@ class Memory:
         return length - len(gone)
 
     def keep_state(self, seq: int) -> None:
-        """Keep the recurrent state that `seq` has now as a checkpoint of it, as a feed with `keep_state` does."""
+        """Keep the recurrent state at the end of `seq` as a checkpoint, as a feed with `keep_state` does."""
         self._idle("keep_state")
         self._sequences.record(seq).states.keep()
 
     def drop(self, seq: int) -> None:
-        """Forget a whole sequence. Never fails for one that is there."""
+        """Drop a sequence. Never fails for a known one."""
         self._idle("drop")
         self._sequences.drop(seq)
 
     def clear(self) -> None:
-        """Forget everything, an open step too."""
+        """Drop all sequences and claims, and abandon an open step."""
         if self.step is not None:
             self.abandon()
         self.claims.clear()

@@ -61,7 +61,7 @@ class Pool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> "Pool":
-        """As `backend` would like it, or plain. Raises `BadRequest` if it cannot read what some plane is stored as."""
+        """A pool in the arrangement of `backend`, or plain. Raises `BadRequest` if it cannot read a plane's storage."""
         for plane in planes:
             kind = storage_of(plane, dtype).kind
             if kind not in backend.kinds:
@@ -75,13 +75,13 @@ class Pool:
         return -(-(cells + 1) // self._padding) * self._padding
 
     def layer_bytes(self, cells: int) -> int:
-        """Bytes that one layer takes with places for so many cells."""
+        """Bytes of one layer with `cells` cells."""
         return self._places(cells) * self._bytes_per_cell
 
     def resize(self, layer: int, cells: int) -> None:
-        """Give one layer places for so many cells, and keep what is in them. All its planes, or, if it raises, none.
+        """Change the number of cells of one layer and keep their content: of all its planes, or of none if it raises.
 
-        Old and new planes are there together for a moment.
+        Old and new planes are in memory together for a moment.
         """
         places = self._places(cells)
         self._of[layer].update({name: kept.resized(places) for name, kept in self._of[layer].items()})
@@ -104,8 +104,8 @@ class Pool:
             plane = self._of[layer][name].plane
             if values.shape != (n, plane.heads, plane.size) or not values.is_floating_point():
                 raise BadRequest(
-                    f"layer {layer} was given {name} {list(values.shape)} of {values.dtype}; it wants "
-                    f"{[n, plane.heads, plane.size]} of floats"
+                    f"plane {name} of layer {layer} is {[n, plane.heads, plane.size]} of floats, not "
+                    f"{list(values.shape)} of {values.dtype}"
                 )
 
     def move(self, layer: int, source: Tensor, target: Tensor, rotations: Mapping[str, Rotation], by: int) -> None:
@@ -127,17 +127,17 @@ class Pool:
 
 
 def as_new(values: Tensor) -> Tensor:
-    """[n,heads,size] -> [1,heads,n,size], a view: as models have new keys and values, and as they are written."""
+    """[n,heads,size] -> [1,heads,n,size], a view: the shape in which models pass new keys and values."""
     return values.transpose(0, 1)[None]
 
 
 def rotated_sizes(planes: Iterable[Plane]) -> set[int]:
-    """The sizes of vectors that are rotated before they are quantised: each needs a float32 matrix [size,size]."""
+    """The sizes of vectors with a Hadamard rotation: each needs a float32 matrix [size,size]."""
     return {plane.size for plane in planes if plane.storage is not None and plane.storage.hadamard}
 
 
 def storage_of(plane: Plane, dtype: torch.dtype) -> Storage:
-    """As what `plane` is stored in a memory of `dtype`. Raises `BadRequest` for a type that K/V cannot have."""
+    """The storage of `plane` in a memory of `dtype`. Raises `BadRequest` for a type that K/V cannot have."""
     if plane.storage is not None:
         return plane.storage
     return Storage(str(dtype).removeprefix("torch."))  # pyright: ignore[reportArgumentType]  # it checks the kind

@@ -211,15 +211,15 @@ def as_bytes(content: Tensor) -> Tensor:
 def from_bytes(chunk: Tensor, like: Tensor) -> Tensor:
     """A chunk as a tensor with the shape, type and device of `like`. Raises `BadRequest` if its size differs."""
     if chunk.dtype is not torch.uint8 or chunk.numel() != like.nbytes:
-        raise BadRequest(f"a chunk of {like.nbytes} bytes is next, not {chunk.numel()} elements of {chunk.dtype}")
+        raise BadRequest(f"the next chunk has {like.nbytes} bytes, not {chunk.numel()} elements of {chunk.dtype}")
     return chunk.clone().view(-1).view(like.dtype).view(like.shape).to(like.device)  # a copy is aligned
 
 
 def check_record(record: Record, shape: str, stores: Sequence[GroupStore]) -> None:
-    """Raise `BadRequest` unless a record has this shape and is consistent. Records may come from untrusted files, so
-    this runs before anything is allocated."""
+    """Raise `BadRequest` unless a record has this shape and is consistent. It may come from an untrusted file, so this
+    runs before anything is allocated."""
     if record.shape != shape:
-        raise BadRequest(f"what is written back is of groups of another shape ({record.shape[:12]}, not {shape[:12]})")
+        raise BadRequest(f"the record is of a memory of another shape ({record.shape[:12]}, not {shape[:12]})")
     of_group = {store.group.name: store.group for store in stores}
     bounded = [store.group for store in stores if store.group.bounded]
     whole = [one for one in record.stretches if one.group in of_group and not of_group[one.group].bounded]
@@ -240,7 +240,7 @@ def check_record(record: Record, shape: str, stores: Sequence[GroupStore]) -> No
         and all(_is_window(record, mark, bounded) for mark in record.checkpoints)
     )
     if not sound:
-        raise BadRequest("the record of what is written back contradicts itself")
+        raise BadRequest("the record is inconsistent")
 
 
 def _is_input(span: Span, layout: Layout) -> bool:
@@ -312,7 +312,7 @@ def _fill(reading: Reading, chunks: Iterator[Tensor], states: States) -> None:
     def following() -> Tensor:
         chunk = next(chunks, None)
         if chunk is None:
-            raise BadRequest("there are fewer chunks than the record says")
+            raise BadRequest("there are fewer chunks than in the record")
         return chunk
 
     for part in reading.parts:
@@ -325,4 +325,4 @@ def _fill(reading: Reading, chunks: Iterator[Tensor], states: States) -> None:
     for row in reading.rows:
         states.restore(row, [from_bytes(following(), like) for like in states.content(row)])
     if next(chunks, None) is not None:
-        raise BadRequest("there are more chunks than the record says")
+        raise BadRequest("there are more chunks than in the record")

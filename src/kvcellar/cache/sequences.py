@@ -1,4 +1,4 @@
-"""sequences: all that a memory knows of its sequences, one record for each, changed in one place.
+"""sequences: the records of all sequences of a memory, and their changes.
 
 Always true:
   * all tables of a sequence's tokens end at the same position, and so does its recurrent state; each begins no later
@@ -24,7 +24,7 @@ from kvcellar.spans import Span
 
 @dataclass(slots=True)
 class Record:
-    """All that is known of one sequence."""
+    """The record of one sequence."""
 
     tables: list[Table]  # one for each group
     states: SequenceStates
@@ -40,12 +40,12 @@ class Record:
 
 
 class Sequences:
-    """Every sequence of one memory, whose groups are `stores`: those of tokens first, then those of an input."""
+    """All sequences of one memory. In `stores`, groups of tokens come before those of an input."""
 
     def __init__(
         self, stores: Sequence[GroupStore], states: States, limits: int | Mapping[int, int] | None = None
     ) -> None:
-        """`limits` is how many tokens a sequence may have: one number for all, or by sequence."""
+        """`limits`: the most tokens of a sequence, for all or by sequence."""
         self._stores, self._states, self._limits = stores, states, limits
         self._inputs = [index for index, one in enumerate(stores) if one.group.of_input]
         self.records: dict[int, Record] = {}
@@ -68,12 +68,12 @@ class Sequences:
         return [record.tables[index] for record in self.records.values()]
 
     def length(self, seq: int) -> int:
-        """How many tokens it has; 0 if it is not there."""
+        """Number of tokens; 0 for an unknown sequence."""
         record = self.records.get(seq)
         return record.states.end if record is not None else 0
 
     def input_length(self, seq: int) -> int:
-        """How many positions its input has; 0 without, or if it is not there."""
+        """Number of positions of its input; 0 without one, and for an unknown sequence."""
         record = self.records.get(seq)
         return record.tables[self._inputs[0]].end if record is not None and self._inputs else 0
 
@@ -86,12 +86,12 @@ class Sequences:
         return total
 
     def input(self, digest: str) -> list[Table] | None:
-        """The tables of an input that a sequence has; None if no sequence has it."""
+        """The tables of the input with this digest; None if no sequence has it."""
         found = next((record for record in self.records.values() if record.digest == digest), None)
         return None if found is None else [found.tables[index] for index in self._inputs]
 
     def can_cut(self, seq: int, pos: int) -> int:
-        """The largest `kept <= pos` at which the sequence could go on. Changes nothing."""
+        """The largest position up to `pos` at which the sequence can resume."""
         record, kept = self.record(seq), min(pos, self.length(seq))
         while True:
             agreed = deepest(record.ahead, record.states.deepest(kept))
@@ -102,10 +102,10 @@ class Sequences:
             kept = agreed
 
     def obstacle(self, seq: int, pos: int) -> str | None:
-        """Why the sequence cannot go on at `pos`; None if it can. Without numbers, so that reasons can be counted."""
+        """Why the sequence cannot resume at `pos`; None if it can. Without numbers, so that reasons can be counted."""
         record = self.record(seq)
         if around(record.ahead, pos) is not None:
-            return "a span that looked ahead would be parted"
+            return "a span that looked ahead would be split"
         if record.states.deepest(pos) != pos:
             return "the recurrent state at that position was not kept"
         for store, table in zip(self._stores, record.tables, strict=True):
@@ -119,36 +119,36 @@ class Sequences:
         if gone.end == length:
             return self.obstacle(seq, gone.start)
         if any(around(record.ahead, pos) is not None for pos in (gone.start, gone.end)):
-            return "a span that looked ahead would be parted"
+            return "a span that looked ahead would be split"
         if record.states.positions is not None:
-            return "what was read cannot be taken out of a recurrent state"
+            return "tokens cannot be removed from a recurrent state"
         for store, table in zip(self._stores, record.tables, strict=True):
             group = store.group
             if group.no_shift is not None:
                 return f"{group.name} layers cannot be shifted: {group.no_shift}"
             if not group.layout.can_shift(table.first, length, gone):
-                return f"{group.name} layers would see other positions, or what they no longer hold"
+                return f"{group.name} layers would see other positions, or cells that they no longer hold"
         return None
 
     def check_limit(self, seq: int, length: int, what: str) -> None:
-        """Raise `BadRequest` if `what` would bring a sequence more tokens than it may have."""
+        """Raise `BadRequest` if `what` would exceed the limit of a sequence."""
         limit = self._limits.get(seq) if isinstance(self._limits, Mapping) else self._limits
         if limit is not None and length > limit:
-            raise BadRequest(f"sequence {seq} may have {limit} tokens; this {what} would bring {length}")
+            raise BadRequest(f"sequence {seq} may have {limit} tokens; after this {what} it would have {length}")
 
     # -- changes ------------------------------------------------------------------------------------------------
 
     def open(self, seq: int) -> None:
-        """A sequence that has read nothing."""
+        """Add an empty sequence."""
         self.records[seq] = self._empty()
 
     def _empty(self) -> Record:
         return Record([store.tables.new() for store in self._stores], SequenceStates(self._states.rows))
 
     def give_input(self, seq: int, digest: str | None, make: Callable[[], Iterable[Table]]) -> None:
-        """`seq`, which may be new, has the tables that `make` returns, one for each group of an input.
+        """Set the input of `seq`, which may be new, to the tables that `make` returns, one for each input group.
 
-        They hold cells, so `make` comes last of what can raise.
+        They hold cells, so `make` is called last of all that can raise.
         """
         record = self.records.get(seq) or self._empty()
         for index, table in zip(self._inputs, make(), strict=True):
@@ -157,7 +157,7 @@ class Sequences:
         self.records[seq] = record
 
     def commit(self, batch: Batch, counts: Sequence[int], taken: Sequence[Sequence[Sequence[Run]]]) -> None:
-        """So many tokens of each feed are kept. `taken[group][feed]` are the cells they are in, handed over here."""
+        """Append the first `counts[feed]` tokens of each feed. Takes over their cells `taken[group][feed]`."""
         for feed, count in zip(batch.feeds, counts, strict=True):
             record, end = self.records[feed.seq], feed.pos.start + count
             if batch.look_ahead:
@@ -177,17 +177,17 @@ class Sequences:
                 table.forget_below(store.group.layout.keep(table.end))
 
     def fork(self, src: int, dst: int, kept: int) -> None:
-        """`dst`, whatever it was, shares the first `kept` tokens of `src`, which `can_cut` returned, and its input."""
+        """Replace `dst` by a sequence that shares the input and the first `kept` tokens of `src` (see `can_cut`)."""
         source, before = self.record(src), self.records.get(dst)
         shared = share_all(source.tables, kept)
         derived = source.derived if source.derived is not None and source.derived < kept else None
         states = source.states.fork(kept)
         self.records[dst] = Record(shared, states, until(source.ahead, kept), derived, source.digest)
-        if before is not None:  # not sooner: what it was may be all that holds what is shared
+        if before is not None:  # last: it may be the only holder of what is shared
             before.close()
 
     def cut(self, seq: int, kept: int) -> None:
-        """The first `kept` tokens stay, which `can_cut` returned."""
+        """Forget all but the first `kept` tokens (see `can_cut`)."""
         record = self.record(seq)
         for table in record.tables:
             table.cut(kept)
@@ -197,7 +197,7 @@ class Sequences:
             record.derived = None
 
     def close_over(self, seq: int, gone: Span, behind: Sequence[Iterable[Run]]) -> None:
-        """What lies behind `gone` is now in the cells `behind`, by group, handed over here, and begins at its start."""
+        """Remove `gone`. Takes over the hold on the cells `behind`, by group, of the positions after it."""
         record = self.record(seq)
         for store, table, runs in zip(self._stores, record.tables, behind, strict=True):
             table.close_over(gone, runs)
@@ -207,12 +207,12 @@ class Sequences:
         record.states.advance(0, record.states.end - len(gone))  # no layer is recurrent, see `refusal`
 
     def drop(self, seq: int) -> None:
-        """Free what only this sequence holds. Never fails for one that is there."""
+        """Free what only this sequence holds. Never fails for a known sequence."""
         self.record(seq).close()
         del self.records[seq]
 
     def check(self) -> None:
-        """Assert what is always true of sequences; how often cells and rows are held is not asserted here."""
+        """Assert the invariants of sequences; `Memory.check` asserts the holders of cells and rows."""
         inputs: dict[str, list[list[Run]]] = {}
         for seq, record in self.records.items():
             assert len(record.tables) == len(self._stores)
@@ -231,7 +231,7 @@ class Sequences:
 
 
 def _joined(runs: Sequence[Run]) -> list[Run]:
-    """The same cells in as few runs as there can be."""
+    """The same cells in as few runs as possible."""
     found: list[Run] = []
     for run in runs:
         if found and found[-1].end == run.cell:

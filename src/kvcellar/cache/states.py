@@ -64,7 +64,7 @@ class States:
         self._puts: list[_Put] = []
         self._written: dict[int, set[int]] = {layer: set() for layer in self._planes}  # the rows of the open step
         self._torn: set[int] = set()  # sequences with rows (partly) overwritten by `settle`
-        self._indices: dict[tuple[int, ...], Tensor] = {}  # shared by all layers: copied to the device once
+        self._indices: dict[tuple[int, ...], Tensor] = {}  # on the device; shared by all layers
 
     @property
     def bytes(self) -> int:
@@ -132,12 +132,12 @@ class States:
         self._settle_between(batch, counts)
 
     def _settle_between(self, batch: Batch, counts: Sequence[int]) -> None:
-        """Write the rows of checkpoints inside feeds: first the first one of each feed, then the second ones, etc."""
+        """Write the rows of checkpoints inside feeds: the first one of each feed, then the second ones, and so on."""
         feeds = [(feed, feed.pos.start + count) for feed, count in zip(batch.feeds, counts, strict=True)]
         places = {feed.seq: [pos for pos in feed.between if pos < end] for feed, end in feeds}
         starts = {feed.seq: feed.pos.start for feed, _ in feeds}
-        for turn in range(max(map(len, places.values()), default=0)):
-            at = {seq: found[turn] for seq, found in places.items() if turn < len(found)}
+        for number in range(max(map(len, places.values()), default=0)):
+            at = {seq: found[number] for seq, found in places.items() if number < len(found)}
             for layer, seqs, planes in self._parts({seq: pos - starts[seq] for seq, pos in at.items()}):
                 self._put_back(layer, [self.step_rows.between(seq, at[seq]) for seq in seqs], planes)
 
@@ -148,9 +148,7 @@ class States:
     def _parts(self, partly: Mapping[int, int]) -> Iterator[tuple[int, list[int], Mapping[str, Tensor]]]:
         """Per layer: sequences, and their planes [b,*shape] after `partly[seq]` tokens. Layers are computed one after
         the other, so that only one result is in memory at a time."""
-        last: dict[
-            tuple[int, int], tuple[_Put, int]
-        ] = {}  # by layer and sequence: the latest write, and the index in it
+        last: dict[tuple[int, int], tuple[_Put, int]] = {}  # by layer and sequence: the last write, and the index in it
         for put in self._puts:
             for index, segment in enumerate(put.segments):
                 if segment.seq in partly:
@@ -160,7 +158,7 @@ class States:
             if put.at is None:
                 raise NotSupported(
                     f"a part of the new tokens of sequence {seq} cannot be kept, nor be a checkpoint: layer {layer} "
-                    f"did not say what it would remember after them"
+                    f"passed no `at` that computes its state after them"
                 )
             together.setdefault(id(put), (put, []))[1].append(index)
         for put, indices in together.values():
@@ -176,7 +174,7 @@ class States:
             if missing := writes.keys() - written:
                 seqs = sorted(writes[row] for row in missing)
                 raise WrongStage(
-                    f"commit() before layer {layer} has put its states of sequences {seqs}: run the whole model, or "
+                    f"commit() before layer {layer} wrote its states of sequences {seqs}: run the whole model, or "
                     f"abandon() the step"
                 )
 
@@ -190,20 +188,22 @@ class States:
     def _of(self, layer: int) -> dict[str, Tensor]:
         planes = self._planes.get(layer)
         if planes is None:
-            raise BadRequest(f"layer {layer} is no recurrent layer: this memory has {sorted(self._planes) or 'none'}")
+            raise BadRequest(
+                f"layer {layer} is not recurrent; the recurrent layers are {sorted(self._planes) or 'none'}"
+            )
         return planes
 
     def _prepared(self, layer: int, rows: Sequence[int], planes: Mapping[str, Tensor]) -> Iterator[_Write]:
         """The copies that store planes [n,*shape] in n rows. Row 0 (null) is skipped."""
         stored = self._of(layer)
         if planes.keys() != stored.keys():
-            raise BadRequest(f"layer {layer} was given {sorted(planes)}; it remembers {sorted(stored)}")
+            raise BadRequest(f"layer {layer} has state planes {sorted(stored)}, not {sorted(planes)}")
         kept = tuple(i for i, row in enumerate(rows) if row)
         for name, plane in stored.items():
             values = planes[name]
             if values.shape[1:] != plane.shape[1:] or len(values) != len(rows):
                 wanted = [len(rows), *plane.shape[1:]]
-                raise BadRequest(f"layer {layer} was given {name} {list(values.shape)}; it remembers {wanted}")
+                raise BadRequest(f"plane {name} of layer {layer} has shape {wanted}, not {list(values.shape)}")
             if kept:
                 values = values.detach().to(plane.dtype)
                 if len(kept) < len(rows):
@@ -215,7 +215,7 @@ class States:
         for planes in self._planes.values():
             for name, plane in planes.items():
                 assert self.rows.capacity is not None and len(plane) == self.rows.capacity + 1
-                assert not plane[0].any(), f"somebody wrote to the null row of {name}"
+                assert not plane[0].any(), f"the null row of {name} was written"
 
 
 def _rows(n: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,8 +1,8 @@
-"""step: the open step of a memory, from the cells that are set aside for it to what its rows read and write.
+"""step: the open step of a memory: its newly allocated cells, its plan, and the step tables made from it.
 
 Always true:
   * `taken` are the cells that the step holds; `commit` hands them to the sequences, `abandon` frees them;
-  * a reserved step has taken nothing, writes to the null cell, and cannot be kept.
+  * a reserved step has allocated nothing, writes to the null cell, and cannot be committed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -30,7 +30,7 @@ Taken = Sequence[Sequence[Run]]  # per feed, the runs allocated for it; empty fo
 
 
 class Step:
-    """An open step. `taken[group][feed]` are the runs set aside for it, `opened` the sequences that are new."""
+    """An open step. `taken[group][feed]` are the runs allocated for it, `opened` the sequences that are new."""
 
     plan: Plan
 
@@ -63,7 +63,7 @@ class Step:
 
     @classmethod
     def reserve(cls, stores: Stores, sequences: Sequences, states: States, batch: Batch) -> Self:
-        """A step that is only tried: see `Memory.begin`."""
+        """See `reserve` of `Memory.begin`."""
         step = cls(stores, sequences, states, batch)
         step.reserved = True
         groups = [_worst_case(one.group.name, one.group.layout, batch, one.cells.capacity) for one in stores.all]
@@ -91,37 +91,37 @@ class Step:
     # -- at the end ---------------------------------------------------------------------------------------------
 
     def counts(self, accepted: Mapping[int, int]) -> list[int]:
-        """How many tokens of each feed are kept. Raises `WrongStage` if the step cannot be."""
+        """How many tokens of each feed are kept. Raises `WrongStage` if the step cannot be committed."""
         if self.reserved:
-            raise WrongStage("commit() of a reserved step: nothing of it was stored; abandon() it")
+            raise WrongStage("commit() of a reserved step, which stored nothing; abandon() it")
         counts = accepted_counts(self.batch, accepted)
         _check_written([store.group for store in self._stores.all], self.written, self.batch, counts)
         return counts
 
     def end(self) -> None:
-        """What was made for this step alone is freed; cells and rows have other holders."""
+        """Free what belongs to this step alone; cells and rows have other holders by now."""
         self._states.end()
         self._states.step_rows.end()
         for store in self._stores.all:
             store.step.end()
 
     def abandon(self) -> None:
-        """Free what was set aside so far."""
+        """Free all that was allocated so far."""
         for store, of_group in zip(self._stores.all, self.taken, strict=True):
             for runs in of_group:
                 store.cells.drop(runs)
         self.end()
-        for seq in filter(self._sequences.records.__contains__, self.opened):  # not one whose opening failed
+        for seq in filter(self._sequences.records.__contains__, self.opened):  # the opening of the last may have failed
             self._sequences.drop(seq)
 
     def check(self) -> None:
         """Assert what is always true."""
-        assert not any(map(self._sequences.length, self.opened)), "a sequence has tokens of a step that was not kept"
+        assert not any(map(self._sequences.length, self.opened)), "a new sequence has tokens before the commit"
 
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Raise what `Memory.begin` raises of a batch that cannot be."""
+        """Check the batch before anything is allocated: raises what `Memory.begin` raises."""
         for feed in self.batch.feeds:
             if not feed.stores:
                 for store, table in zip(self._stores.all, self._sequences.known(feed.seq), strict=True):
@@ -129,7 +129,7 @@ class Step:
                 continue
             end = self._sequences.length(feed.seq)
             if feed.pos.start != end:
-                raise BadRequest(f"sequence {feed.seq} goes on at {end}, not at {feed.pos.start}")
+                raise BadRequest(f"sequence {feed.seq} continues at {end}, not at {feed.pos.start}")
             self._sequences.check_limit(feed.seq, feed.pos.end, "step")
         self._states.step_rows.admit(self.batch, self._sequences.length)
         need = self.batch.stored
@@ -138,7 +138,7 @@ class Step:
                 raise CacheFull(store.group.name, need, store.cells.free)
 
     def _take(self, index: int) -> None:
-        """Set aside the cells of a group, feed by feed: if that raises, `abandon` frees those that were taken."""
+        """Allocate the cells of a group, feed by feed: `abandon` frees those that were allocated if it raises."""
         store = self._stores.all[index]
         for feed in self.batch.feeds:
             table, n = self._sequences.known(feed.seq)[index], len(feed.pos)
@@ -151,7 +151,7 @@ class Step:
         return _group_plan(group.name, group.layout, self.batch, tables, self.taken[index])
 
     def _lay_out(self, groups: Sequence[GroupPlan], states: tuple[StateSegment, ...]) -> None:
-        """Make of plans what kernels read, in the tables of each group."""
+        """Fill the step tables of each group from its plan."""
         batch = self.batch
         self.plan = Plan(batch.tokens, batch.feeds, tuple(groups), batch.stored, batch.look_ahead, states)
         for store, plan, taken in zip(self._stores.all, groups, self.taken, strict=True):
@@ -214,9 +214,9 @@ def _check_query(name: str, layout: Layout, feed: Feed, table: Table) -> None:
 def accepted_counts(batch: Batch, accepted: Mapping[int, int]) -> list[int]:
     """Number of rows of each feed to keep: as in `accepted` by sequence, otherwise all. Raises `BadRequest`."""
     if not isinstance(accepted, Mapping):
-        raise BadRequest(f"what is accepted is numbers of new tokens by sequence, not {shown(accepted)}")
-    if strangers := accepted.keys() - {feed.seq for feed in batch.feeds if feed.stores}:
-        raise BadRequest(f"sequences {shown(list(strangers))} store nothing in this step; nothing can be accepted")
+        raise BadRequest(f"accepted is numbers of new tokens by sequence, not {shown(accepted)}")
+    if unknown := accepted.keys() - {feed.seq for feed in batch.feeds if feed.stores}:
+        raise BadRequest(f"sequences {shown(list(unknown))} store nothing in this step; nothing can be accepted")
     counts = [whole(accepted.get(feed.seq, len(feed.pos)), "a number of new tokens") for feed in batch.feeds]
     for feed, count in zip(batch.feeds, counts, strict=True):
         if not 0 <= count <= len(feed.pos):
@@ -231,7 +231,7 @@ def accepted_counts(batch: Batch, accepted: Mapping[int, int]) -> list[int]:
 
 
 def _worst_case(name: str, layout: Layout, batch: Batch, capacity: int) -> GroupPlan:
-    """Like `_group_plan`, for sequences that hold everything visible to them, in runs scattered over all cells.
+    """Like `_group_plan`, for sequences that hold everything they see, in runs scattered over all cells.
 
     It uses no tables. Sequences share as few cells as `capacity` allows. Raises `CapacityTooSmall`.
     """
@@ -320,5 +320,5 @@ def _check_written(groups: Sequence[Group], written: Set[tuple[int, str]], batch
             names = [plane.name for plane in group.planes if (layer, plane.name) not in written]
             if names:
                 missing.setdefault(group.name, []).append(f"{layer} ({', '.join(names)})")
-    said = "; ".join(f"layers {', '.join(layers)} of group {name}" for name, layers in missing.items())
-    raise WrongStage(f"commit() before all was put: {said}. Run the whole model, or abandon() the step")
+    which = "; ".join(f"layers {', '.join(layers)} of group {name}" for name, layers in missing.items())
+    raise WrongStage(f"commit() before all planes were put: {which}. Run the whole model, or abandon() the step")

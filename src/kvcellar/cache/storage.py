@@ -227,7 +227,7 @@ class Storage:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all planes of all groups, of the matrices that rotate what is quantised, and of all states."""
+        """Bytes of all planes of all groups, of Hadamard matrices, and of all states."""
         return sum(store.pool.bytes for store in self._stores.all) + self._states.bytes
 
     @property
@@ -237,16 +237,16 @@ class Storage:
 
     @property
     def staging(self) -> int:
-        """Bytes that an edit takes for a moment, at most."""
+        """Most temporary bytes of an edit (shift, compaction)."""
         return max((store.staging for store in self._stores.all), default=0)
 
     @property
     def spare(self) -> int | None:
-        """Bytes that the cap leaves between steps, beside planes and staging; None without a cap."""
+        """Bytes of the cap that are left beside planes and staging while no step is open; None without a cap."""
         return None if self.max_bytes is None else self.max_bytes - self.bytes - self.staging
 
     def capacity(self) -> dict[str, int]:
-        """Cells of each group, free or not."""
+        """Number of cells of each group."""
         return {store.group.name: store.cells.capacity for store in self._stores.all}
 
     def fragments(self) -> dict[str, Fragments]:
@@ -257,28 +257,29 @@ class Storage:
         }
 
     def leave_room(self, scratch: int) -> None:
-        """From now on `scratch` bytes belong to the steps. Raises `CapacityTooSmall` if they do not fit the cap."""
+        """Reserve `scratch` bytes for steps. Raises `CapacityTooSmall` if they do not fit the cap."""
         if whole(scratch, "scratch") < 0:
-            raise BadRequest(f"a step cannot take {scratch} bytes of scratch; say 0 or more")
+            raise BadRequest(f"scratch is 0 bytes or more, not {scratch}")
         _check_room(self.max_bytes, self.bytes, scratch, self.staging, "lower cells or step_tokens")
         self.scratch = scratch
 
     def piece(self, group: str) -> int:
-        """How many cells of a group to `compact` at once so that no more bytes move than an edit takes anyway."""
+        """How many cells of a group to `compact` at once so that no more bytes move than `staging`."""
         store = self._stores.named(group)
         each = store.group.bytes_per_cell(store.itemsize)
         return max(1, self.staging // each) if each else PIECE
 
     def compact(self, budget_cells: int, group: str | None = None) -> int:
-        """Move at most `budget_cells` cells together, towards the low ones; returns how many. Tables become fewer runs.
+        """Move at most `budget_cells` cells of one group towards the lowest cells, so that tables have fewer runs;
+        returns how many were moved.
 
-        One piece of one group at a time, of `group` if it is named, so that steps may run in between; no sequence
-        changes. 0 means that there is nothing to do, or no free cell to do it with. What is free then lies at the end,
-        and `resize` can give it back. Raises `BadRequest` for a budget below 1, and for a group that is not there.
+        Steps may run between calls, and no sequence changes. Returns 0 if nothing is left to move, or no cell is free.
+        Free cells are at the end then, and `resize` can free their bytes. Raises `BadRequest` for a budget below 1, and
+        for an unknown group.
         """
         self._idle("compact")
         if whole(budget_cells, "a budget of cells") < 1:
-            raise BadRequest(f"a piece of {budget_cells} cells moves nothing; give it one or more")
+            raise BadRequest(f"a budget is one cell or more, not {budget_cells}")
         only = self._stores.named(group) if group is not None else None
         for store in self._stores.all if only is None else [only]:
             if n := store.compact(budget_cells):
@@ -286,19 +287,17 @@ class Storage:
         return 0
 
     def resize(self, group: str, cells: int) -> None:
-        """Let a group have `cells` cells, more or fewer. One layer at a time is copied, within the cap.
+        """Change the number of cells of a group. Layers are copied one by one, within the cap.
 
-        Raises `CapacityTooSmall` if the copy, or what is there afterwards, does not fit the cap, or if a cell that
-        would go is in use (`compact` first). Nothing has changed then, nor if an allocation fails: what was done is put
-        back. Should that fail, too, all tokens are still held; a group that was to grow has the cells it had, one that
-        was to shrink has `cells`, and layers that could not be put back, or were not reached, have room for more.
+        Raises `CapacityTooSmall` if the copy or the result does not fit the cap, or if a cell that would be removed is
+        in use (`compact` first). Nothing has changed then, nor if an allocation fails: finished layers are restored. If
+        that fails, too, all tokens are still held: a group that was to grow has its old number of cells, one that was
+        to shrink has `cells`, and layers that were not restored, or not reached, have more places than needed.
         """
         self._idle("resize")
         store = self._stores.named(group)
         if whole(cells, "a capacity in cells") < 1:
-            raise BadRequest(
-                f"{group} cannot have {shown(cells)} cells; {self._stores.names}, and one cell is the least"
-            )
+            raise BadRequest(f"{group} cannot have {shown(cells)} cells, only one or more; {self._stores.names}")
         if cells == store.cells.capacity:
             return
         more = store.pool.layer_bytes(cells) - store.pool.layer_bytes(store.cells.capacity)

@@ -99,7 +99,9 @@ class Tables:
         for table in tables:
             for run in table.runs:
                 at.setdefault(run.cell, set()).add(table)
-        assert {cell: set(found) for cell, found in self._at.items()} == at, "a table is not known by its cells"
+        assert {cell: set(found) for cell, found in self._at.items()} == at, (
+            "the index by cells does not match the tables"
+        )
         assert self.used == sum(bool(table.runs) for table in tables)
 
 

@@ -71,7 +71,7 @@ def _check_tokenizer(engine: Engine) -> None:
     try:
         engine.decode(())
     except BadRequest as error:
-        raise BadRequest(f"{error} With --ids, prompt and answer are token ids.", error.param) from error
+        raise BadRequest(f"{error} With --ids, prompt and completion are token ids.", error.param) from error
 
 
 def _read_pipe() -> str:

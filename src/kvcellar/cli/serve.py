@@ -80,7 +80,7 @@ def command(
     options["store"] = None if no_store else options["store"] or _store_directory()
     server_options = {name: options.pop(name) for name in SERVER_OPTIONS}
     settings = ServeSettings(**server_options, key_digests=key_digests(api_key_file, os.environ))
-    say = partial(log.info, "%s") if log_format == "json" else partial(click.echo, err=True)
+    announce = partial(log.info, "%s") if log_format == "json" else partial(click.echo, err=True)
     # The port is bound before the model is loaded, so that a port in use is an error at once.
     with log_to_stderr(log_level, log_format) as flush, bind(settings) as listener:
         if api_key_file is not None and (warning := permission_warning(api_key_file)) is not None:
@@ -88,12 +88,12 @@ def command(
         timer = ShutdownTimer(settings.drain_seconds + SHUTDOWN_SECONDS + LAST_STEP, flush=flush)
         with timer, _loaded(model, quiet=quiet or log_format == "json", **options) as engine:
             name = engine.model.name
-            say(f"{name}: {engine.capacity()}")
+            announce(f"{name}: {engine.capacity()}")
             gc.collect()
             gc.freeze()  # excludes all objects of torch and transformers from the collections during requests
 
             def ready(url: str) -> None:
-                say(f"Serving {name} at {url}/v1")
+                announce(f"Serving {name} at {url}/v1")
 
             run(engine, settings, listener=listener, ready=ready, signalled=timer.signalled)
 

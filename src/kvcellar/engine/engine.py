@@ -24,7 +24,7 @@ from kvcellar.engine.stats import EngineStats, model_card, stats
 from kvcellar.errors import BadRequest, Overloaded, shown
 from kvcellar.events import Event
 from kvcellar.progress import Progress, listening, report
-from kvcellar.sample.params import SamplingOptions, SamplingParams, asked
+from kvcellar.sample.params import SamplingOptions, SamplingParams, merged
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -233,7 +233,7 @@ class Engine:
             names = sorted(intake.FIELDS)
             raise BadRequest(f"there is no sampling parameter {shown(unknown[0])}; there are {names}", unknown[0])
         given = {name: value for name, value in sampling.items() if value is not None or name in _OPTIONAL}
-        return asked(self.model.default_sampling, given)
+        return merged(self.model.default_sampling, given)
 
     # -- inspection ---------------------------------------------------------------------------------------------
 

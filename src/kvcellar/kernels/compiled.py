@@ -5,12 +5,12 @@ Nothing is compiled before a caller needs it, and nothing is ever installed. The
 itself and this CPU; CONTENT is the digest of the library's own bytes.
 
 Always true:
-  * a library is loaded only after its bytes were found to have the digest that its name says: a file that a crash, a
+  * a library is loaded only if its bytes have the digest in its name: a file that a crash, a
     full disk or a bad disk has damaged is deleted and compiled again, and never runs;
   * a file gets its name only when all of its bytes are on the disk, so that a power cut leaves it whole or absent, and
     processes that compile the same source at the same time do not disturb each other.
 
-`kvcellar.places` says which directory holds them; `$CXX` names the compiler.
+`kvcellar.places` names their directory, `$CXX` the compiler.
 """
 
 import ctypes
@@ -40,7 +40,7 @@ FULL = ("No space left on device", "Disk quota exceeded")  # what compilers and 
 
 
 class NotCompiled(KvcellarError):
-    """The source could not be made into a library here. Says why, and what to do."""
+    """The source could not be compiled here. The message has the reason, and what to do."""
 
 
 def library(source: Path, environment: Mapping[str, str]) -> ctypes.CDLL:
@@ -166,7 +166,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> bytes:
         lines = error.stderr.decode(errors="replace").splitlines()
         if any(words in line for line in lines for words in FULL):
             raise NotCompiled(f"{command[0]} cannot compile it: no space left on the disk that it writes to") from error
-        said = next((line for line in lines if "error" in line), lines[0] if lines else f"status {error.returncode}")
-        raise NotCompiled(f"{command[0]} cannot compile it: {said.strip()}") from error
+        first = next((line for line in lines if "error" in line), lines[0] if lines else f"status {error.returncode}")
+        raise NotCompiled(f"{command[0]} cannot compile it: {first.strip()}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotCompiled(f"{command[0]} does not run: {error}") from error

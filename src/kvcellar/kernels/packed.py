@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from kvcellar.kernels.widened import Kernel, WidenedLinear, kernel
 
 CAUSAL_CONV = "causal_conv1d_fn"  # its name in mixers of transformers
-ROWS = 16  # what oneDNN is told to expect; the order that it then chooses is as good for one row and for thousands
+ROWS = 16  # passed to oneDNN; the order that it chooses for it is as good for one row and for thousands
 BLOCK = 128  # rows in one call at most: a block of so many takes as little time a row as thousands do
 # The numbers of rows that oneDNN is called with. At most a quarter of them are padding, less than a fifth from 13 on.
 PADDED = (1, 2, 3, 4, 6, 8, *range(12, 32, 4), *range(32, 64, 8), *range(64, BLOCK + 1, 16))
@@ -80,7 +80,7 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [...,in] -> [...,out]. A row's output depends on the rows beside it only as oneDNN's own sums do."""
         n = x.numel() // self.in_features
-        if n in _PADDED and x.is_contiguous():  # as when decoding: nothing to cut, to pad or to copy
+        if n in _PADDED and x.is_contiguous():  # decoding: no cut, padding or copy
             return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         rows = x.reshape(-1, self.in_features).contiguous()  # [n,in]: a kernel is for strides, too
         if n <= BLOCK:
@@ -103,8 +103,8 @@ class PackedLinear(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """What `pack` did: how many layers it replaced, the bytes of their weights, how many of these layers are widened as
-    they are used, or why bfloat16 is not, and why others stayed plain.
+    """The result of `pack`: the number of replaced layers, the bytes of their weights, how many of them are widened as
+    they are used (or why bfloat16 is not), and why other layers stayed plain.
     """
 
     layers: int
@@ -143,7 +143,7 @@ def pack(model: nn.Module, *, environment: Mapping[str, str] = os.environ) -> Pa
 
 @torch.no_grad()
 def _packed(linear: nn.Linear, widens: Kernel | str | None) -> PackedLinear | WidenedLinear | str:
-    """The layer to put in its place, or why it must stay plain."""
+    """The layer that replaces it, or the reason why it stays plain."""
     if (reason := _why_plain(linear)) is not None:
         return reason
     weight, bias = linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
@@ -162,12 +162,12 @@ def _packed(linear: nn.Linear, widens: Kernel | str | None) -> PackedLinear | Wi
     for rows in (probe[:1], probe):
         plain = nn.functional.linear(rows, weight, bias)
         if not (plain - layer(rows)).abs().max() <= bound * plain.abs().max().clamp(min=1e-3):
-            return "the packed layer's answer differs from the plain one's"
+            return "the packed layer's output differs from the plain one's"
     return layer
 
 
 def _why_plain(linear: nn.Linear) -> str | None:
-    """What of the layer itself keeps it from being replaced."""
+    """The reason in the layer itself why it is not replaced; None if there is none."""
     parts = [part.detach() for part in (linear.weight, linear.bias) if part is not None]
     weight = parts[0]
     if weight.device.type != "cpu":

@@ -52,7 +52,7 @@ class Kernel:
 
 
 def kernel(environment: Mapping[str, str]) -> Kernel | str:
-    """One that this CPU needs, or why there is none."""
+    """The kernel if this CPU needs it, or the reason why it is not used."""
     try:
         found = Kernel(environment)
     except NotCompiled as error:
@@ -70,9 +70,9 @@ class WidenedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [...,in] bfloat16 -> [...,out]. Others are refused, as by a plain layer."""
+        """x [...,in] bfloat16 -> [...,out]. Raises for other types, as a plain layer does."""
         if x.dtype is not torch.bfloat16:
-            raise RuntimeError(f"a layer with bfloat16 weights was given {x.dtype}")
+            raise RuntimeError(f"a layer with bfloat16 weights needs bfloat16, not {x.dtype}")
         rows = x.reshape(-1, self.in_features).float().contiguous()
         few = len(rows) <= FEW
         out = self._by.linear(rows, self.weight, self.bias) if few else self._by_strips(rows)

@@ -99,7 +99,7 @@ def _attempt(build: Callable[[], Guest], reference: Reference) -> Guest | str:
 
 def _retried(test: Callable[[Guest, Reference], Verdict], guest: Guest, reference: Reference) -> Verdict:
     """The verdict; a failed test is repeated once with other tokens, since a near tie of a router's experts can fall
-    either way, while an error of ours shows with any tokens."""
+    either way, while a defect of kvcellar shows with any tokens."""
     verdict = test(guest, reference)
     if verdict.passed or not isfinite(verdict.difference):
         return verdict

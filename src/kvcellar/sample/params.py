@@ -1,6 +1,6 @@
-"""params: what a request may say about how its tokens are chosen. Validated when it is made; frozen afterwards.
+"""params: the sampling parameters of a request, validated when they are created, and immutable.
 
-Whether token ids are in the vocabulary is not known here: `check_ids` says so once the model is.
+Token ids are compared with the vocabulary later, by `check_ids`, when the model is loaded.
 """
 
 import json
@@ -15,9 +15,9 @@ MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
 MAX_STOP_CHARS = 4096
-MAX_NGRAM = 64  # tokens of an n-gram, and of a sequence that is forbidden or biased
-MAX_SEQUENCES = 4096  # that are forbidden, or biased
-MAX_IDS = 2**16  # tokens that are suppressed
+MAX_NGRAM = 64  # tokens of an n-gram, and of a sequence that is banned or biased
+MAX_SEQUENCES = 4096  # that are banned or biased
+MAX_IDS = 2**16  # suppressed tokens
 MAX_SEQUENCE_BIAS = 1e4
 MAX_STOP_IDS = 4096
 MAX_BIASES = 2**14  # each costs time in every step, for all requests in it
@@ -25,11 +25,11 @@ MAX_BIASES = 2**14  # each costs time in every step, for all requests in it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to sample one request. Raises `BadRequest`, naming the field, for anything out of its bounds.
+    """How to sample one request. Raises `BadRequest` with the field's name for invalid values.
 
-    `stop` may also be given as one string, tuples as lists, `logit_bias` as any mapping, `sequence_bias` as a mapping
-    or as pairs of token ids and a bias: the record holds its own, unchangeable copies. What vLLM does not have is named
-    as in transformers' GenerationConfig.
+    `stop` may also be one string, tuples may be lists, `logit_bias` any mapping, `sequence_bias` a mapping or pairs of
+    token ids and a bias; the record has immutable copies. Parameters that vLLM does not have are named as in
+    transformers' GenerationConfig.
     """
 
     max_tokens: int | None = None  # most new tokens; None: until the context is full
@@ -67,120 +67,30 @@ class SamplingParams:
     num_keep: int = 0
 
     def __post_init__(self) -> None:
-        self._whole("max_tokens", self.max_tokens, 1, 2**31 - 1, optional=True)
-        self._whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
-        self._whole("top_k", self.top_k, 0, 2**31 - 1)
-        self._whole("min_length", self.min_length, 0, 2**31 - 1)
-        self._whole("no_repeat_ngram_size", self.no_repeat_ngram_size, 0, MAX_NGRAM)
-        self._whole("num_keep", self.num_keep, -1, 2**31 - 1)
-        self._whole("repeat_last_n", self.repeat_last_n, -1, 2**31 - 1)
-        self._whole("n", self.n, 1, MAX_CHOICES)
-        self._whole("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
-        self._whole("seed", self.seed, -(2**63), 2**64 - 1, optional=True)
-        self._real("temperature", self.temperature, 0.0, 100.0)
-        self._real("top_p", self.top_p, 0.0, 1.0, above=True)
-        self._real("min_p", self.min_p, 0.0, 1.0)
-        self._real("typical_p", self.typical_p, 0.0, 1.0, above=True)
-        if self.top_h is not None:
-            self._real("top_h", self.top_h, 0.0, 1.0, above=True)
-        self._real("epsilon_cutoff", self.epsilon_cutoff, 0.0, 1.0)
-        self._real("eta_cutoff", self.eta_cutoff, 0.0, 1.0)
-        self._real("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
-        self._real("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        self._real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        self._stops()
-        self._biases()
-        self._sequences()
-        self._decay()
+        for name, (low, high) in _WHOLE.items():
+            if (value := getattr(self, name)) is not None or name not in _OPTIONAL:
+                self._set(name, _whole(name, value, low, high))
+        for name, (low, high, above) in _REAL.items():
+            if (value := getattr(self, name)) is not None or name not in _OPTIONAL:
+                self._set(name, _real(name, value, low, high, above=above))
+        for name in ("suppress_tokens", "begin_suppress_tokens"):
+            self._set(name, _ids(name, getattr(self, name), MAX_IDS))
+        self._set("stop_token_ids", _stop_ids(self.stop_token_ids))
+        self._set("stop", _stops(self.stop))
+        self._set("logit_bias", _biases(self.logit_bias))
+        self._set("bad_words_ids", _phrases(self.bad_words_ids))
+        self._set("sequence_bias", _sequence_biases(self.sequence_bias))
+        self._set("exponential_decay_length_penalty", _decay(self.exponential_decay_length_penalty))
         for name in ("ignore_eos", "shift"):
             if not isinstance(getattr(self, name), bool):
                 raise BadRequest(f"{name} is True or False, not {shown(getattr(self, name))}", name)
-        for name in _NUMBERS:
-            object.__setattr__(self, name, _plain(getattr(self, name)))
         if self.shift and self.max_tokens is None:
-            raise BadRequest("shift needs max_tokens: with it, the context does not end an answer", "max_tokens")
+            raise BadRequest("shift needs max_tokens: with it, the context does not end a completion", "max_tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise BadRequest(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}", "min_tokens")
 
-    def _stops(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if not isinstance(stop, list | tuple):
-            raise BadRequest(f"stop must be strings, not {shown(stop)}", "stop")
-        if len(stop) > MAX_STOPS:
-            raise BadRequest(f"stop has {len(stop)} strings; {MAX_STOPS} are allowed", "stop")
-        for text in stop:
-            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
-                raise BadRequest(f"every stop string needs 1 to {MAX_STOP_CHARS} characters", "stop")
-        if not isinstance(self.stop_token_ids, list | tuple):
-            raise BadRequest(f"stop_token_ids must be token ids, not {shown(self.stop_token_ids)}", "stop_token_ids")
-        if (count := len(self.stop_token_ids)) > MAX_STOP_IDS:
-            raise BadRequest(f"stop_token_ids has {count} ids; {MAX_STOP_IDS} are allowed", "stop_token_ids")
-        object.__setattr__(self, "stop", tuple(str.__str__(text) for text in stop))
-        object.__setattr__(self, "stop_token_ids", self._ids("stop_token_ids", self.stop_token_ids, MAX_STOP_IDS))
-        for name in ("suppress_tokens", "begin_suppress_tokens"):
-            object.__setattr__(self, name, self._ids(name, getattr(self, name), MAX_IDS))
-
-    def _biases(self) -> None:
-        if not isinstance(self.logit_bias, Mapping):
-            raise BadRequest(f"logit_bias must map token ids to numbers, not {shown(self.logit_bias)}", "logit_bias")
-        if (count := len(self.logit_bias)) > MAX_BIASES:
-            raise BadRequest(f"logit_bias has {count} entries; {MAX_BIASES} are allowed", "logit_bias")
-        biases = {_plain(token): _plain(bias) for token, bias in self.logit_bias.items()}
-        for token, bias in biases.items():
-            self._whole("logit_bias", token, 0, 2**31 - 1)
-            self._real("logit_bias", bias, -100.0, 100.0)
-        object.__setattr__(self, "logit_bias", MappingProxyType(biases))
-
-    def _sequences(self) -> None:
-        """Forbidden and biased sequences of token ids."""
-        bad, biased = self.bad_words_ids, self.sequence_bias
-        if not isinstance(bad, list | tuple) or len(bad) > MAX_SEQUENCES:
-            raise BadRequest(f"bad_words_ids must be at most {MAX_SEQUENCES} lists of token ids", "bad_words_ids")
-        bad = tuple(self._ids("bad_words_ids", ids, MAX_NGRAM, least=1) for ids in bad)
-        object.__setattr__(self, "bad_words_ids", bad)
-        pairs = list(biased.items()) if isinstance(biased, Mapping) else biased
-        if not isinstance(pairs, list | tuple) or len(pairs) > MAX_SEQUENCES or not all(map(_is_pair, pairs)):
-            raise BadRequest(
-                f"sequence_bias must be at most {MAX_SEQUENCES} pairs of a list of token ids and a number",
-                "sequence_bias",
-            )
-        biases: dict[tuple[int, ...], float] = {}
-        for ids, bias in pairs:
-            self._real("sequence_bias", bias, -MAX_SEQUENCE_BIAS, MAX_SEQUENCE_BIAS)
-            biases[self._ids("sequence_bias", ids, MAX_NGRAM, least=1)] = _plain(bias)
-        object.__setattr__(self, "sequence_bias", MappingProxyType(biases))
-
-    def _decay(self) -> None:
-        name, decay = "exponential_decay_length_penalty", self.exponential_decay_length_penalty
-        if decay is None:
-            return
-        if not _is_pair(decay):
-            raise BadRequest(f"{name} must be a pair: a number of tokens, and a factor", name)
-        self._whole(name, decay[0], 0, 2**31 - 1)
-        self._real(name, decay[1], 0.0, 100.0, above=True)
-        object.__setattr__(self, name, (_plain(decay[0]), _plain(decay[1])))
-
-    def _ids(self, name: str, ids: object, most: int, *, least: int = 0) -> tuple[int, ...]:
-        if not isinstance(ids, list | tuple) or not least <= len(ids) <= most:
-            raise BadRequest(f"{name} must have {least} to {most} token ids in a list", name)
-        plain = tuple(map(_plain, ids))
-        for token in plain:
-            self._whole(name, token, 0, 2**31 - 1)
-        return plain
-
-    def _whole(self, name: str, value: object, low: int, high: int, *, optional: bool = False) -> None:
-        if optional and value is None:
-            return
-        plain = _plain(value)
-        if type(plain) is not int or not low <= plain <= high:
-            raise BadRequest(f"{name} must be a whole number from {low} to {high}, not {_sent(value)}", name)
-
-    def _real(self, name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
-        """NaN is between no two numbers."""
-        plain = _plain(value)
-        if type(plain) not in (int, float) or not low <= plain <= high or (above and plain == low):
-            border = "above" if above else "from"
-            raise BadRequest(f"{name} must be a finite number {border} {low:g} to {high:g}, not {_sent(value)}", name)
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -218,22 +128,113 @@ class SamplingOptions(TypedDict, total=False):
     num_keep: int
 
 
-_NUMBERS = (
-    "max_tokens", "min_tokens", "min_length", "temperature", "top_k", "top_p", "min_p", "typical_p", "top_h",
-    "epsilon_cutoff", "eta_cutoff", "repetition_penalty", "presence_penalty", "frequency_penalty", "repeat_last_n",
-    "no_repeat_ngram_size", "seed", "n", "logprobs", "num_keep",
-)  # fmt: skip
+_MOST = 2**31 - 1
+_OPTIONAL = {"max_tokens", "logprobs", "seed", "top_h"}  # may be None
+_WHOLE = {  # the lowest and the highest value
+    "max_tokens": (1, _MOST), "min_tokens": (0, _MOST), "min_length": (0, _MOST), "top_k": (0, _MOST),
+    "no_repeat_ngram_size": (0, MAX_NGRAM), "num_keep": (-1, _MOST), "repeat_last_n": (-1, _MOST),
+    "n": (1, MAX_CHOICES), "logprobs": (0, MAX_LOGPROBS), "seed": (-(2**63), 2**64 - 1),
+}  # fmt: skip
+_REAL = {  # the lowest and the highest value, and whether the lowest itself is excluded
+    "temperature": (0.0, 100.0, False), "top_p": (0.0, 1.0, True), "min_p": (0.0, 1.0, False),
+    "typical_p": (0.0, 1.0, True), "top_h": (0.0, 1.0, True), "epsilon_cutoff": (0.0, 1.0, False),
+    "eta_cutoff": (0.0, 1.0, False), "repetition_penalty": (0.0, 100.0, True),
+    "presence_penalty": (-2.0, 2.0, False), "frequency_penalty": (-2.0, 2.0, False),
+}  # fmt: skip
 
 
 def _plain(value: Any) -> Any:
-    """An int or a float of a subclass, which may compare as it likes, as a plain one; all else as it is."""
+    """An int or a float of a subclass, whose comparisons may be overridden, as a plain one; all else as it is."""
     if isinstance(value, int) and not isinstance(value, bool):
         return int.__int__(value)
     return float.__float__(value) if isinstance(value, float) else value
 
 
+def _whole(name: str, value: object, low: int, high: int) -> int:
+    plain = _plain(value)
+    if type(plain) is not int or not low <= plain <= high:
+        raise BadRequest(f"{name} must be a whole number from {low} to {high}, not {_sent(value)}", name)
+    return plain
+
+
+def _real(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
+    """NaN is between no two numbers."""
+    plain = _plain(value)
+    if type(plain) not in (int, float) or not low <= plain <= high or (above and plain == low):
+        border = "above" if above else "from"
+        raise BadRequest(f"{name} must be a finite number {border} {low:g} to {high:g}, not {_sent(value)}", name)
+    return plain
+
+
+def _ids(name: str, ids: object, most: int, *, least: int = 0) -> tuple[int, ...]:
+    if not isinstance(ids, list | tuple) or not least <= len(ids) <= most:
+        raise BadRequest(f"{name} must have {least} to {most} token ids in a list", name)
+    return tuple(_whole(name, token, 0, _MOST) for token in ids)
+
+
+def _stop_ids(ids: object) -> tuple[int, ...]:
+    if not isinstance(ids, list | tuple):
+        raise BadRequest(f"stop_token_ids must be token ids, not {shown(ids)}", "stop_token_ids")
+    if len(ids) > MAX_STOP_IDS:
+        raise BadRequest(f"stop_token_ids has {len(ids)} ids; {MAX_STOP_IDS} are allowed", "stop_token_ids")
+    return _ids("stop_token_ids", ids, MAX_STOP_IDS)
+
+
+def _stops(stop: object) -> tuple[str, ...]:
+    texts = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(texts, list | tuple):
+        raise BadRequest(f"stop must be strings, not {shown(texts)}", "stop")
+    if len(texts) > MAX_STOPS:
+        raise BadRequest(f"stop has {len(texts)} strings; {MAX_STOPS} are allowed", "stop")
+    if not all(isinstance(text, str) and 1 <= len(text) <= MAX_STOP_CHARS for text in texts):
+        raise BadRequest(f"every stop string needs 1 to {MAX_STOP_CHARS} characters", "stop")
+    return tuple(map(str.__str__, texts))
+
+
+def _biases(given: object) -> Mapping[int, float]:
+    if not isinstance(given, Mapping):
+        raise BadRequest(f"logit_bias must map token ids to numbers, not {shown(given)}", "logit_bias")
+    if len(given) > MAX_BIASES:
+        raise BadRequest(f"logit_bias has {len(given)} entries; {MAX_BIASES} are allowed", "logit_bias")
+    return MappingProxyType(
+        {
+            _whole("logit_bias", token, 0, _MOST): _real("logit_bias", bias, -100.0, 100.0)
+            for token, bias in given.items()
+        }
+    )
+
+
+def _phrases(given: object) -> tuple[tuple[int, ...], ...]:
+    name = "bad_words_ids"
+    if not isinstance(given, list | tuple) or len(given) > MAX_SEQUENCES:
+        raise BadRequest(f"{name} must be at most {MAX_SEQUENCES} lists of token ids", name)
+    return tuple(_ids(name, ids, MAX_NGRAM, least=1) for ids in given)
+
+
+def _sequence_biases(given: object) -> Mapping[tuple[int, ...], float]:
+    name = "sequence_bias"
+    pairs = list(given.items()) if isinstance(given, Mapping) else given
+    if not isinstance(pairs, list | tuple) or len(pairs) > MAX_SEQUENCES or not all(map(_is_pair, pairs)):
+        raise BadRequest(f"{name} must be at most {MAX_SEQUENCES} pairs of a list of token ids and a number", name)
+    return MappingProxyType(
+        {
+            _ids(name, ids, MAX_NGRAM, least=1): _real(name, bias, -MAX_SEQUENCE_BIAS, MAX_SEQUENCE_BIAS)
+            for ids, bias in pairs
+        }
+    )
+
+
+def _decay(given: Any) -> tuple[int, float] | None:
+    name = "exponential_decay_length_penalty"
+    if given is None:
+        return None
+    if not _is_pair(given):
+        raise BadRequest(f"{name} must be a pair: a number of tokens, and a factor", name)
+    return _whole(name, given[0], 0, _MOST), _real(name, given[1], 0.0, 100.0, above=True)
+
+
 def _sent(value: object) -> str:
-    """A value as the request has it: where it came as JSON, in JSON's words."""
+    """A value as the request has it: None and booleans as in JSON."""
     return json.dumps(value) if value is None or isinstance(value, bool) else shown(value)
 
 
@@ -241,9 +242,9 @@ def _is_pair(value: object) -> bool:
     return isinstance(value, list | tuple) and len(value) == 2
 
 
-def asked(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
-    """`defaults` with the fields that a request gave. A `min_tokens` that is only a default gives way to a `max_tokens`
-    that was given."""
+def merged(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
+    """`defaults`, with the fields of a request in place of them. A default of `min_tokens` is lowered to the
+    `max_tokens` of the request."""
     most = given.get("max_tokens")
     if "min_tokens" not in given and isinstance(most, int) and 0 < most < defaults.min_tokens:
         given = {**given, "min_tokens": most}

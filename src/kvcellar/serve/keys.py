@@ -15,10 +15,7 @@ from kvcellar.serve.settings import key_digest
 
 VARIABLE = "KVCELLAR_API_KEY"
 MAX_BYTES = 2**20  # largest key file
-SHORTEST, LONGEST = (
-    8,
-    1024,
-)  # characters; shorter keys can be guessed, longer ones exceed limits of proxies
+SHORTEST, LONGEST = 8, 1024  # characters; shorter keys can be guessed, longer ones exceed limits of proxies
 
 
 def key_digests(file: Path | None, environment: Mapping[str, str]) -> tuple[bytes, ...]:

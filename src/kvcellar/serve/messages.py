@@ -81,7 +81,7 @@ class Message(StrictModel):
     thinking_blocks: object = None
 
     def template_fields(self, where: str) -> dict[str, object]:
-        """The message as `Engine.render` takes it. The role `developer` becomes `system`, which templates know.
+        """The message as `Engine.render` takes it. The role `developer` becomes `system`, which templates have.
 
         Raises `ApiError` for a message without content, unless it is an assistant's message with one of `_INSTEAD`.
         """

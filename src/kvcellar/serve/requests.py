@@ -14,13 +14,13 @@ Defaults come from the model's generation config. `model` may be left out; other
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import BeforeValidator, FailFast, Field
 
 from kvcellar.errors import BadRequest
-from kvcellar.sample.params import MAX_BIASES, MAX_LOGPROBS, SamplingParams, asked
+from kvcellar.sample.params import MAX_BIASES, MAX_LOGPROBS, SamplingParams, merged
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.ignored_fields import NEUTRAL, NO_EFFECT
 from kvcellar.serve.json_reader import Limits
@@ -211,12 +211,8 @@ def _checked(kind: type[AnyBody], engine: ServedEngine, raw: bytes | bytearray) 
     return body
 
 
-_SAMPLING = {  # fields with the same name and form in SamplingParams
-    *("min_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "seed", "n", "ignore_eos", "shift", "num_keep", "repeat_last_n"),
-    *("min_length", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "suppress_tokens"),
-    *("begin_suppress_tokens", "exponential_decay_length_penalty", "top_h", "epsilon_cutoff", "eta_cutoff"),
-}
+_CONVERTED = {"logit_bias", "max_tokens", "stop", "stop_token_ids"}  # fields that `_params` converts itself
+_SAMPLING = (CommonBody.model_fields.keys() & {field.name for field in fields(SamplingParams)}) - _CONVERTED
 
 
 def _params(body: CommonBody, engine: ServedEngine, special: dict[str, int | None]) -> SamplingParams:
@@ -227,7 +223,7 @@ def _params(body: CommonBody, engine: ServedEngine, special: dict[str, int | Non
         given["stop"] = tuple(body.stop)
     if body.stop_token_ids is not None:
         given["stop_token_ids"] = tuple(body.stop_token_ids)
-    return asked(engine.model.default_sampling, {name: value for name, value in given.items() if value is not None})
+    return merged(engine.model.default_sampling, {name: value for name, value in given.items() if value is not None})
 
 
 def _token(key: str) -> int:
@@ -251,10 +247,8 @@ def _prompts(engine: ServedEngine, prompt: object, special: bool | None) -> Prom
             return [engine.encode(item, special=special, limit=limit) for item in prompt]
         if all(isinstance(item, list) and item and _are_ids(item) for item in prompt):
             return prompt
-    message = (
-        "prompt must be a string, a list of strings, a list of token ids, or a list of such lists; none of them empty"
-    )
-    raise _invalid("prompt", message)
+    forms = "a string, a list of strings, a list of token ids, or a list of such lists"
+    raise _invalid("prompt", f"prompt must be {forms}; none of them empty")
 
 
 def _are_ids(items: list[object]) -> bool:

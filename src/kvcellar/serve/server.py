@@ -1,7 +1,7 @@
 """server: runs uvicorn with the application, in the calling thread or in a thread of its own.
 
 The first SIGINT or SIGTERM stops listening, closes idle connections, refuses requests that have not started, and waits
-up to `drain_seconds` for running ones; those that remain get an error that says that the server is shutting down. A
+up to `drain_seconds` for running ones; those that remain get the error `shutting_down`. A
 second signal aborts all connections. Shutdown takes at most `SHUTDOWN_SECONDS` beyond `drain_seconds`, even if clients
 do not read. The caller closes the engine afterwards.
 """

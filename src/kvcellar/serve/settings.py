@@ -28,9 +28,8 @@ class ServeSettings:
 
     host: str = "127.0.0.1"  # address to listen on
     port: int = 8080  # 0: any free port
-    key_digests: tuple[bytes, ...] = field(
-        default=(), repr=False
-    )  # `key_digest(key)` of each API key; empty: no key is required
+    # `key_digest(key)` of each API key; empty: no key is required
+    key_digests: tuple[bytes, ...] = field(default=(), repr=False)
     allow_open: bool = False  # without keys, listen on an address that other machines can reach
     allowed_hosts: tuple[str, ...] = ()  # names accepted in the Host header besides those of the loopback interface
     max_body_bytes: int = 8 * 2**20  # largest body of one request

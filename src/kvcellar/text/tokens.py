@@ -1,8 +1,8 @@
 """tokens: text to ids and ids to text, by the model's tokenizer, within limits on memory.
 
 A tokenizer is used as it is, with two exceptions: it neither truncates nor pads (a `tokenizer.json` may ask for either,
-and a truncated prompt would be a wrong answer), and parts of a text can be marked as plain text, so that `<|im_end|>`
-written by a user is encoded as ten characters rather than as the end of the user's message.
+and a truncated prompt would give a wrong completion), and parts of a text can be marked as plain text, so that
+`<|im_end|>` written by a user is encoded as ten characters rather than as the end of the user's message.
 
 tokenizers takes up to 425 bytes of memory for each byte of a text (measured with words of one byte; less where words
 are longer). It releases the interpreter only for batches, and cannot be interrupted. A text cannot be cut so that its
@@ -42,7 +42,7 @@ COMPOSED = 4  # the most characters that Unicode's composition (NFC, NFKC) merge
 class TextTokenizer:
     """The tokenizer of a model. Takes ownership of `tokenizer`. Safe to use from several threads.
 
-    `end_ids` end a completion, `special_tokens` are the tokens that chat templates know by name (`bos_token`, ...), and
+    `end_ids` end a completion, `special_tokens` are the tokens that chat templates name (`bos_token`, ...), and
     with `add_special`, `encode` adds begin- and end-of-text as the tokenizer does. Texts of more than `most_bytes` in
     UTF-8 are refused.
     """

@@ -112,7 +112,7 @@ def removal_at_the_end(harness: Harness) -> None:
 def rollback(harness: Harness) -> str:
     reason = harness.guest.no_partial_commit
     _rollback(harness, parts=reason is None)
-    return "" if reason is None else f"all of a draft or nothing of it: {reason}"
+    return "" if reason is None else f"only whole drafts can be accepted: {reason}"
 
 
 def _rollback(harness: Harness, *, parts: bool) -> None:
@@ -150,7 +150,7 @@ def abandoning(harness: Harness) -> None:
             forward(part, revertible=harness.guest.no_partial_commit is None)
             harness.memory.abandon()
             if (after := _books(harness.memory)) != before:
-                raise CheckFailed(f"a step that was given up changed what is there: {before} became {after}")
+                raise CheckFailed(f"an abandoned step changed memory: {before} became {after}")
     harness.read((0, harness.draw(2)), (1, harness.draw(2)))
     harness.read((1, harness.draw(1)), (0, harness.draw(1)))
 
@@ -168,14 +168,14 @@ def _books(memory: Memory) -> dict[str, Any]:
 def resumption(harness: Harness) -> None:
     """Resume and fork from checkpoints inside a text."""
     if harness.guest.shape.recurrent is None:
-        raise NotApplicable("it has no recurrent layers, so it needs no states to go on from")
+        raise NotApplicable("it has no recurrent layers, so every position can be resumed without a checkpoint")
     text = harness.draw(harness.length - 2)
     ends: list[int] = []
     for start in range(0, len(text), step := max(1, len(text) // 4)):
         harness.read((0, text[start : start + step]), keep_state=True)
         ends.append(len(harness.texts[0]))
     if missing := sorted(set(ends) - set(harness.memory.state_positions(0) or ())):
-        raise CheckFailed(f"states were to be kept at {ends}; those at {missing} are not there")
+        raise CheckFailed(f"checkpoints were requested at {ends}; those at {missing} are missing")
     for seq, end in enumerate(ends[:4], start=1):
         point = min(end + 1, len(text))
         kept = harness.fork(0, seq, point)
@@ -194,10 +194,10 @@ def context_shift(harness: Harness) -> None:
     """
     why = [group.no_shift for group in harness.guest.shape.groups if group.no_shift is not None]
     if why or harness.guest.shape.recurrent is not None:
-        raise NotApplicable(f"not supported, what lies behind is read again: {why[0] if why else RECURRENT}")
+        raise NotApplicable(f"not supported, later tokens are computed again: {why[0] if why else RECURRENT}")
     gone = _removable([group.layout for group in harness.guest.shape.groups], harness.most)
     if gone is None:
-        raise NotApplicable(f"nothing in the middle of {harness.most} tokens can go without reading again")
+        raise NotApplicable(f"no span inside {harness.most} tokens can be removed without computing others again")
     before, after, twin = harness.draw(gone.end), harness.draw(3), harness.twin()
     for where, start in ((harness, gone.end), (twin, gone.start)):
         _placed(where, before[:start], start)
@@ -239,34 +239,33 @@ class Check:
     """A check: its name, the property that must hold, its function, and the kinds of layers that it covers."""
 
     name: str
-    says: str
+    description: str
     act: Callable[[Harness], str | None]
-    about: Callable[[str], bool] = lambda kind: True
+    covers: Callable[[str], bool] = lambda kind: True
 
 
-def _remembers(kind: str) -> bool:
+def _is_state(kind: str) -> bool:
     return kind in STATES
 
 
+def _is_bounded(kind: str) -> bool:
+    return kind.startswith(("sliding", "chunked"))
+
+
 CHECKS = (
-    Check("sharing", "sequences that share a prefix read on in one batch", sharing),
-    Check("forking", "a sequence forked at several points goes on otherwise, and the first one is as it was", forking),
-    Check("chunked prefill", "a prompt is read whole, in chunks of several sizes, and token by token", chunked_prefill),
-    Check("mixed batches", "prompts and single tokens in one step, and each sequence by itself", mixed_batches),
-    Check(
-        "sliding",
-        "a text goes on far beyond windows and chunks",
-        sliding,
-        lambda kind: kind.startswith(("sliding", "chunked")),
-    ),
-    Check("removal at the end", "the last tokens are forgotten and others read", removal_at_the_end),
-    Check("rollback", "drafts are checked in one batch, and every number of them is accepted", rollback),
-    Check("abandoning", "steps that are given up leave no trace", abandoning),
-    Check("resumption", "sequences go on from states that were kept on the way", resumption, _remembers),
+    Check("sharing", "sequences with a shared prefix continue in one batch", sharing),
+    Check("forking", "forks at several points continue differently, and the original does not change", forking),
+    Check("chunked prefill", "a prompt is computed whole, in chunks of several sizes, or by token", chunked_prefill),
+    Check("mixed batches", "prompts and single tokens in one step, or one sequence per step", mixed_batches),
+    Check("sliding", "a text continues far beyond windows and chunks", sliding, _is_bounded),
+    Check("removal at the end", "the last tokens are removed, and others computed", removal_at_the_end),
+    Check("rollback", "drafts are verified in one batch, and any number of them is accepted", rollback),
+    Check("abandoning", "abandoned steps leave no trace", abandoning),
+    Check("resumption", "sequences resume from checkpoints inside a text", resumption, _is_state),
     Check(
         "context shift",
-        "what lies behind a removed span is as if computed where it then stands",
+        "K/V behind a removed span equal those computed at their new positions",
         context_shift,
-        lambda kind: not _remembers(kind),
+        lambda kind: not _is_state(kind),
     ),
 )

@@ -11,10 +11,8 @@ from kvcellar.engine.settings import Settings
 from kvcellar.models.guest import Guest
 from kvcellar.models.input_limits import context_reason
 from kvcellar.progress import report
-from kvcellar.verify.kv_quality import KvQuality
+from kvcellar.verify.kv_quality import KvQuality, is_small
 from kvcellar.verify.kv_quality import kv_quality as measure
-
-SMALL = 30_000_000  # parameters of a model that runs a sample a dozen times within seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +81,7 @@ def diagnose(model: Any, settings: Settings, *, kv_quality: bool | None = None) 
     `kv_quality`: whether to measure every way of storing K/V; None: only for small models, where it takes seconds.
     """
     built = build(model, settings)
-    return _diagnosed(built, settings, built.loaded.parameters <= SMALL if kv_quality is None else kv_quality)
+    return _diagnosed(built, settings, is_small(built.loaded.parameters) if kv_quality is None else kv_quality)
 
 
 def _diagnosed(built: Built, settings: Settings, kv_quality: bool) -> Diagnosis:
@@ -148,7 +146,7 @@ def _limits(guest: Guest) -> Iterator[str]:
     stuck = [group.no_shift for group in guest.shape.groups if group.no_shift is not None]
     if guest.shape.recurrent is not None:
         stuck.append("tokens cannot be removed from the state of its recurrent layers")
-    yield f"context shift: by reading again ({stuck[0]})" if stuck else "context shift: in place"
+    yield f"context shift: by recomputing ({stuck[0]})" if stuck else "context shift: in place"
     if guest.no_partial_commit is not None:
         yield f"committing a part of a step: off ({guest.no_partial_commit})"
 
@@ -156,24 +154,24 @@ def _limits(guest: Guest) -> Iterator[str]:
 def _notes(built: Built) -> list[str]:
     notes = [f"CPU threads: {built.threads.count} ({built.threads.because})", *built.loaded.notes]
     if not built.intake.codec.has_text:
-        notes.append(f"no text: {built.loaded.without_text}; it is asked in token ids")
+        notes.append(f"no text: {built.loaded.without_text}; prompts are token ids")
     elif not built.intake.codec.has_chat:
-        notes.append("no chat template: it continues text, and cannot be given messages")
+        notes.append("no chat template: it completes text, and messages are refused")
     notes += _limits(built.guest)
     if built.capacity.states.sequences < built.settings.max_sequences:
         notes.append(
-            f"{built.capacity.states.sequences} answers at once, not {built.settings.max_sequences}: there are rows of "
-            f"recurrent state for no more; raise cache_bytes"
+            f"{built.capacity.states.sequences} completions at once, not {built.settings.max_sequences}: there are no "
+            f"rows of recurrent state for more; raise cache_bytes"
         )
     packing = built.packing
     if packing is not None:
         how = "packed for oneDNN"
         if packing.widened:
-            how = "that widen bfloat16 as it is used, for this CPU cannot multiply it"
+            how = "that widen bfloat16 in each product, because this CPU cannot multiply it"
         elif packing.not_widened is not None:
             how += f" (bfloat16 as it is: {packing.not_widened})"
         if built.loaded.path is None and packing.layers > packing.widened:
-            how += ", in copies beside the weights of the network that was given"
+            how += ", in copies beside the weights of the given network"
         notes.append(f"{packing.layers} linear layers {how}: {sized(packing.bytes)}")
         notes += [f"{name} stays plain: {why}" for name, why in list(packing.kept.items())[:5]]
     return notes

@@ -24,7 +24,7 @@ from kvcellar.spans import Span
 
 SHORT = 96  # default length of a text in tokens: more than the block size of most recurrent layers
 SEQUENCES = 6
-LOOKED_AT = 16  # the most rows of a feed whose logits are kept
+COMPARED = 16  # the most rows of a feed whose logits are kept
 
 Piece = tuple[int, Sequence[int]]  # a sequence and its next tokens
 
@@ -182,7 +182,7 @@ class Harness:
         could = self.memory.can_cut(src, upto)
         kept = self.memory.fork(src, dst, upto)
         if kept != could or kept > upto:
-            raise CheckFailed(f"can_cut says that {could} of {upto} tokens can be kept; a fork kept {kept}")
+            raise CheckFailed(f"can_cut returned {could} for {upto} tokens; a fork kept {kept}")
         self.texts[dst] = self.texts[src][:kept]
         return kept
 
@@ -190,7 +190,7 @@ class Harness:
         """Remove all tokens from `start` on, or from the nearest earlier position that memory supports. Returns it."""
         length, kept = len(self.texts[seq]), self.memory.can_cut(seq, start)
         if (left := self.memory.remove(seq, Span(kept, length))) != kept:
-            raise CheckFailed(f"can_cut says that {kept} of {length} tokens can be kept; a removal kept {left}")
+            raise CheckFailed(f"can_cut returned {kept} for {length} tokens; a removal kept {left}")
         self.texts[seq] = self.texts[seq][:kept]
         return kept
 
@@ -209,17 +209,16 @@ class Harness:
 
     def compare(self, other: "Harness") -> None:
         """Record the gaps of all rows that this harness and `other` have in common."""
-        theirs: dict[tuple[int, ...], Tensor] = {}
+        expected: dict[tuple[int, ...], Tensor] = {}
         for seen in other._seen:
-            theirs |= seen.rows()
+            expected |= seen.rows()
         gaps: list[Tensor] = []
         for seen in self._seen:
-            pairs = [(row, theirs[text]) for text, row in seen.rows().items() if text in theirs]
+            pairs = [(row, expected[text]) for text, row in seen.rows().items() if text in expected]
             if pairs:
-                ours, expected = (torch.stack(rows) for rows in zip(*pairs, strict=True))
-                gaps.append(gap_of(ours, expected))
+                gaps.append(gap_of(*(torch.stack(rows) for rows in zip(*pairs, strict=True))))
         if not gaps:
-            raise CheckFailed("two ways of reading the same texts have no row in common")
+            raise CheckFailed("two ways of computing the same texts have no row in common")
         self._gaps += gaps
 
     def gaps(self, bound: float) -> tuple[list[Tensor], int]:
@@ -242,7 +241,7 @@ class Harness:
         memory.check()
         lengths = {seq: memory.length(seq) for seq in memory.sequences}
         if lengths != (read := {seq: len(text) for seq, text in self.texts.items()}):
-            raise CheckFailed(f"sequences have {lengths} tokens in memory, and read {read}")
+            raise CheckFailed(f"sequences have {lengths} tokens in memory, not {read}")
         memory.clear()
         if (memory.free(), memory.rows.free) != (memory.storage.capacity(), memory.rows.capacity):
             raise CheckFailed(f"without sequences only {memory.free()} cells and {memory.rows.free} rows are free")
@@ -250,22 +249,22 @@ class Harness:
 
 
 def _some(n: int) -> list[int]:
-    """Indices of the rows of a feed to look at: all if they are few; else the first, the last, and some between."""
-    if n <= LOOKED_AT:
+    """Indices of the rows of a feed to compare: all if they are few; else the first, the last, and some between."""
+    if n <= COMPARED:
         return list(range(n))
-    side = LOOKED_AT // 3
+    side = COMPARED // 3
     between = range(side, n - side)
     return [*range(side), *between[:: -(-len(between) // side)], *range(n - side, n)]
 
 
-def gap_of(ours: Tensor, theirs: Tensor) -> Tensor:
+def gap_of(logits: Tensor, expected: Tensor) -> Tensor:
     """[n,V] twice -> [n]: the largest difference in each row, divided by max(1, largest absolute logit)."""
-    return ((ours - theirs).abs().amax(-1) / theirs.abs().max().clamp(min=1.0)).cpu()
+    return ((logits - expected).abs().amax(-1) / expected.abs().max().clamp(min=1.0)).cpu()
 
 
-def other_text(ours: Tensor, theirs: Tensor, bound: float) -> int:
-    """Number of rows of [n,V] with another most likely token, where the two best logits of `theirs` differ by more than
+def other_text(logits: Tensor, expected: Tensor, bound: float) -> int:
+    """Number of rows of [n,V] with another most likely token, where the two best expected logits differ by more than
     the bound."""
-    first, second = theirs.topk(2).values.unbind(-1)
-    clear = first - second > bound * theirs.abs().max().clamp(min=1.0)
-    return int((clear & (ours.argmax(-1) != theirs.argmax(-1))).sum())
+    first, second = expected.topk(2).values.unbind(-1)
+    clear = first - second > bound * expected.abs().max().clamp(min=1.0)
+    return int((clear & (logits.argmax(-1) != expected.argmax(-1))).sum())

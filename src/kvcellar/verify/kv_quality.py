@@ -1,11 +1,11 @@
 """kv_quality: how storing K/V in fewer bits changes a model's predictions, measured on the model itself.
 
-The model samples a text at temperature 1, with unquantised K/V. Then the text is read again with every storage type,
-and the predictions are compared at each position. The text before each prediction is the same, so an early difference
-does not affect later ones.
+The model samples a text at temperature 1, with unquantised K/V. Then the text is computed again with every storage
+type, and the predictions are compared at each position. The text before each prediction is the same, so an early
+difference does not affect later ones.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,7 @@ WAYS = (
     *("k=fp8", "v=fp8", "k=int8", "v=int8", "k=int4", "k=int4+hadamard", "v=int4"),
 )
 TOKENS = 256  # of a sample
+SMALL = 30_000_000  # parameters of a model that is measured within seconds
 CHUNK = 64  # rows compared at once: bounds the size of the logits
 
 
@@ -53,6 +54,11 @@ class KvQuality:
         )
 
 
+def is_small(parameters: int) -> bool:
+    """Whether a model is measured by default."""
+    return parameters <= SMALL
+
+
 @dataclass(slots=True)
 class _Tried:
     """One way of storing K/V, while it is measured."""
@@ -65,17 +71,17 @@ class _Tried:
 
 
 def kv_quality(
-    guest: Guest, backends: Sequence[Backend], ways: Sequence[str] = WAYS, *, tokens: int = TOKENS, lines: int = 1
+    guest: Guest, backends: Sequence[Backend], ways: Sequence[str] = WAYS, *, tokens: int = TOKENS
 ) -> list[KvQuality]:
-    """Measure `ways` on `lines` samples of `tokens` tokens each, or of the model's context if that is less."""
-    if tokens < 1 or lines < 1:
-        raise BadRequest(f"a sample needs at least one line of one token, not {lines} of {tokens}")
+    """Measure `ways` on a sample of `tokens` tokens, or of the model's context if that is less."""
+    if tokens < 1:
+        raise BadRequest(f"a sample needs at least one token, not {tokens}")
     if not guest.shape.groups:  # a purely recurrent model stores no K/V
         return []
     plain = guest.storing(StoredAs(), backends)
     tokens = min(tokens, context_of(guest.model))
-    cells = {group.name: lines * tokens for group in guest.shape.groups}
-    texts = _written(plain, plain.memory(cells, rows=2 * lines), lines, tokens)
+    cells = {group.name: tokens for group in guest.shape.groups}
+    text = _sampled(plain, plain.memory(cells, rows=2), tokens)
     tried: list[_Tried] = []
     refused: dict[str, str] = {}
     for way in ways:
@@ -84,9 +90,9 @@ def kv_quality(
         except NoBackend as error:
             refused[way] = str(error)
         else:
-            tried.append(_Tried(way, quantised, quantised.memory(cells, rows=2 * lines)))
-    _compare(plain, plain.memory(cells, rows=2 * lines), tried, texts)
-    by_way = {one.way: _result(one, lines * tokens) for one in tried}
+            tried.append(_Tried(way, quantised, quantised.memory(cells, rows=2)))
+    _compare(plain, plain.memory(cells, rows=2), tried, text)
+    by_way = {one.way: _result(one, tokens) for one in tried}
     return [by_way[way] if way in by_way else KvQuality(way, 0, 0, None, None, refused[way]) for way in ways]
 
 
@@ -95,37 +101,31 @@ def _result(tried: _Tried, tokens: int) -> KvQuality:
     return KvQuality(tried.way, size, tokens, tried.kl / tokens, tried.same / tokens)
 
 
-def _written(guest: Guest, memory: Memory, lines: int, tokens: int) -> dict[int, list[int]]:
-    """Texts that the model samples after a random first token."""
+def _sampled(guest: Guest, memory: Memory, tokens: int) -> list[int]:
+    """A text that the model samples after a random first token."""
     generator = torch.Generator().manual_seed(0)
-    first = torch.randint(0, embedding_rows(guest.model), (lines,), generator=generator, device="cpu").tolist()
-    texts = {seq: [token] for seq, token in enumerate(first)}
+    text: list[int] = torch.randint(0, embedding_rows(guest.model), (1,), generator=generator, device="cpu").tolist()
     for at in range(tokens - 1):
-        for seqs in [list(texts)] if guest.mode == "flat" else [[seq] for seq in texts]:
-            logits = _read(guest, memory, {seq: texts[seq][at:] for seq in seqs}, at)
-            drawn = torch.multinomial(logits.softmax(-1).cpu(), 1, generator=generator).flatten().tolist()
-            for seq, token in zip(seqs, drawn, strict=True):
-                texts[seq].append(token)
-    return texts
+        logits = _logits(guest, memory, text[at:], at)
+        text += torch.multinomial(logits[-1].softmax(-1).cpu(), 1, generator=generator).tolist()
+    return text
 
 
-def _compare(plain: Guest, reference: Memory, tried: Sequence[_Tried], texts: Mapping[int, list[int]]) -> None:
-    for seq, ids in texts.items():
-        for start in range(0, len(ids), CHUNK):
-            piece = {seq: ids[start : start + CHUNK]}
-            expected = _read(plain, reference, piece, start).log_softmax(-1)
-            for one in tried:
-                got = _read(one.guest, one.memory, piece, start).log_softmax(-1)
-                one.kl += float((expected.exp() * (expected - got)).nan_to_num(torch.inf).sum().clamp(min=0))
-                one.same += int((expected.argmax(-1) == got.argmax(-1)).sum())
+def _compare(plain: Guest, reference: Memory, tried: Sequence[_Tried], text: Sequence[int]) -> None:
+    for start in range(0, len(text), CHUNK):
+        piece = text[start : start + CHUNK]
+        expected = _logits(plain, reference, piece, start).log_softmax(-1)
+        for one in tried:
+            got = _logits(one.guest, one.memory, piece, start).log_softmax(-1)
+            one.kl += float((expected.exp() * (expected - got)).nan_to_num(torch.inf).sum().clamp(min=0))
+            one.same += int((expected.argmax(-1) == got.argmax(-1)).sum())
 
 
-def _read(guest: Guest, memory: Memory, texts: Mapping[int, list[int]], start: int) -> Tensor:
-    """Compute and commit pieces that begin at `start`. Returns the logits [T,V] of all their tokens in float32."""
-    plan = memory.begin(Batch(tuple(Feed(seq, Span(start, start + len(ids))) for seq, ids in texts.items())))
-    ids = torch.tensor([token for piece in texts.values() for token in piece], device=guest.device)
+def _logits(guest: Guest, memory: Memory, ids: Sequence[int], start: int) -> Tensor:
+    """Compute and commit the tokens `ids` from position `start` on. Returns their logits [T,V] in float32."""
+    plan = memory.begin(Batch((Feed(0, Span(start, start + len(ids))),)))
     try:
-        logits = guest.forward(memory, plan, ids, torch.arange(len(ids), device=guest.device))
+        logits = guest.forward(memory, plan, ids, range(len(ids)))
         memory.commit()
     except BaseException:
         if memory.step is not None:

@@ -24,16 +24,13 @@ from kvcellar.models.load import load
 from kvcellar.models.selftest import TOLERANCE, worst
 from kvcellar.verify.checks import CHECKS, Check, NotApplicable
 from kvcellar.verify.harness import CheckFailed, Harness, Setup
-from kvcellar.verify.kv_quality import KvQuality, kv_quality
+from kvcellar.verify.kv_quality import KvQuality, is_small, kv_quality
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Outcome = Literal["holds", "does not hold", "not applicable"]
-EXACT = (
-    torch.float32,
-    torch.float64,
-)  # types in which the most likely tokens must be the same, too
+EXACT = (torch.float32, torch.float64)  # in these the most likely tokens must be the same, too
 TOKENS = 512  # default length of the longest text
 SOLO = "solo"  # kind of layers that attend to all K/V through the model's own masks
 LEAST = 8  # the fewest tokens that the checks need
@@ -41,7 +38,6 @@ TRIES = 3  # with different texts, in half precision, before a difference is rep
 FAR = 1_000_003  # from the seed of a try to that of the next
 WAYS = ("fp8", "int8", "int8+hadamard", "int4+hadamard")  # of storing K/V, whose divergence is reported
 SAMPLE = 64  # tokens of the text on which it is measured
-SMALL = 30_000_000  # parameters of a model for which this measurement takes little time
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +50,7 @@ class CheckResult:
     """
 
     name: str
-    says: str
+    description: str
     layers: tuple[str, ...]
     outcome: Outcome
     difference: float | None
@@ -66,8 +62,10 @@ class CheckResult:
 
     def __str__(self) -> str:
         """The line to report if the check does not hold."""
-        seen = "" if self.largest is None else f"; logits differ by {self.largest:.1e} at most, {self.bound:.0e} counts"
-        text = f", and {self.other_text} of {self.rows} rows would go on otherwise" if self.other_text else ""
+        seen = (
+            "" if self.largest is None else f"; logits differ by up to {self.largest:.1e}, {self.bound:.0e} is allowed"
+        )
+        text = f", and {self.other_text} of {self.rows} rows have another most likely token" if self.other_text else ""
         note = f": {self.note}" if self.note else ""
         return f"{self.name} ({', '.join(self.layers)}) {self.outcome}{note}{seen}{text}"
 
@@ -144,7 +142,7 @@ def _report(
     watch: Callable[[str], None],
 ) -> Report:
     if any(plane.storage is not None for group in guest.shape.groups for plane in group.planes):
-        raise BadRequest("K/V that are stored in fewer bits give other logits; verify the guest as it was adopted")
+        raise BadRequest("quantised K/V give other logits; verify the guest without them")
     layers = kinds(guest)
     parameters = sum(parameter.numel() for parameter in guest.model.parameters())
     report = Report(
@@ -160,7 +158,7 @@ def _report(
         promised=guest.dtype in EXACT,
         checks=tuple(_checks(guest, min(tokens, context_of(guest.model)), seed, layers, watch)),
     )
-    if not (parameters <= SMALL if quality is None else quality) or not guest.shape.groups:
+    if not (is_small(parameters) if quality is None else quality) or not guest.shape.groups:
         return report
     watch("quantised K/V")
     return replace(report, kv_quality=tuple(kv_quality(guest, named(settings.attention), WAYS, tokens=SAMPLE)))
@@ -204,7 +202,9 @@ def _tried(check: Check, setup: Setup, seed: int, layers: Sequence[str]) -> Chec
 def _result(check: Check, harness: Harness, layers: Sequence[str]) -> CheckResult:
     """Run a check once and compare logits. An exception is reported as a failure of the check, and not raised."""
     bound = TOLERANCE[harness.guest.dtype]
-    result = CheckResult(check.name, check.says, tuple(filter(check.about, layers)), "holds", None, None, bound, 0, 0)
+    result = CheckResult(
+        check.name, check.description, tuple(filter(check.covers, layers)), "holds", None, None, bound, 0, 0
+    )
     try:
         note = check.act(harness) or ""
         harness.close()
@@ -218,7 +218,7 @@ def _result(check: Check, harness: Harness, layers: Sequence[str]) -> CheckResul
         return replace(result, outcome="does not hold", note=f"an operation raised {text}")
     rows = sum(map(len, gaps))
     if not all(bool(gap.isfinite().all()) for gap in gaps):
-        return replace(result, outcome="does not hold", rows=rows, note="logits are no numbers")
+        return replace(result, outcome="does not hold", rows=rows, note="logits are not finite")
     difference = worst(gaps, harness.guest.dtype)
     fine = difference <= bound and not (other and harness.guest.dtype in EXACT)
     return replace(

@@ -1,4 +1,4 @@
-"""A memory whose every key and value says which token it belongs to, and the lists of tokens that it should hold."""
+"""A memory whose keys and values encode the number of their token, and the lists of tokens that it should hold."""
 
 from collections.abc import Mapping, Sequence
 from itertools import count
@@ -18,7 +18,7 @@ PLANES = (Plane("k", 2, 4), Plane("v", 2, 8))
 LAYOUTS: dict[str, Layout] = {"full": Causal(), "window": Sliding(5), "memory": Sliding(3, 7), "chunk": Chunked(4)}
 
 
-class Told:
+class Tagged:
     """Each group has two layers. `tokens[seq]` are the numbers of all tokens of a sequence."""
 
     def __init__(
@@ -58,8 +58,8 @@ class Told:
     def put(self, tokens: Sequence[int]) -> None:
         for group in self.groups:
             for layer in group.layers:
-                said = torch.tensor(tokens, dtype=torch.float32)[:, None, None] + layer / 100
-                self.memory.put(layer, said.expand(-1, 2, 4), -said.expand(-1, 2, 8))
+                values = torch.tensor(tokens, dtype=torch.float32)[:, None, None] + layer / 100
+                self.memory.put(layer, values.expand(-1, 2, 4), -values.expand(-1, 2, 8))
 
     def visible(self, layer: int) -> list[set[int]]:
         """The tokens that each row of the open step sees in a layer."""
@@ -70,7 +70,7 @@ class Told:
         return [{tokens[i] for i in row.nonzero().flatten().tolist()} for row in visible]
 
     def attends(self, layer: int) -> None:
-        """The backend answers what the dense view says."""
+        """The result of the backend equals attention over the dense view."""
         k, v, visible = self.memory.get(layer).dense()
         q = torch.randn(len(visible), 4, 4, generator=torch.Generator().manual_seed(layer))
         scoring = Scoring(scale=1e-3)

@@ -18,6 +18,8 @@ from kvcellar.bench.fragmented import fragmented
 from kvcellar.bench.fragmented import lines as fragmented_lines
 from kvcellar.bench.network import SMALL, TINY, Size, write
 from kvcellar.bench.profile import profile
+from kvcellar.bench.replay import lines as replay_lines
+from kvcellar.bench.replay import replayed
 from kvcellar.bench.restart import lines as restart_lines
 from kvcellar.bench.restart import restart
 from kvcellar.bench.revertible import forked, revertible
@@ -28,15 +30,16 @@ from kvcellar.models.load import load
 
 CACHE_BYTES = 1 << 30
 BOOKKEEPING = "bookkeeping"
-TURNS, REVERTIBLE, START, FRAGMENTED, RESTART = "turns", "revertible", "start", "fragmented", "restart"
-NAMES = (*WORKLOADS, BOOKKEEPING, TURNS, REVERTIBLE, START, FRAGMENTED, RESTART)
+TURNS, REVERTIBLE, START, FRAGMENTED = "turns", "revertible", "start", "fragmented"
+RESTART, REPLAY = "restart", "replay"
+NAMES = (*WORKLOADS, BOOKKEEPING, TURNS, REVERTIBLE, START, FRAGMENTED, RESTART, REPLAY)
 
 
 def run(*, quick: bool = False, only: str | None = None, threads: int = 1) -> None:
     """Print a line for each workload when it has been measured, and one line of JSON at the end.
 
     `quick` uses tiny sizes, to test the bench: its numbers mean nothing. `only` is one of `NAMES`. `start`,
-    `restart` and `fragmented` are measured only if named, because they take longer or run processes.
+    `restart`, `replay` and `fragmented` are measured only if named, because they take longer or run processes.
     """
     if only not in (None, *NAMES):
         raise BadRequest(f"there is no workload {only!r}; there are {', '.join(NAMES)}", "only")
@@ -46,6 +49,8 @@ def run(*, quick: bool = False, only: str | None = None, threads: int = 1) -> No
         run_fragmented(quick=quick, threads=threads)
     elif only == RESTART:
         run_restart(quick=quick)
+    elif only == REPLAY:
+        run_replay(quick=quick)
     else:
         torch.set_num_threads(threads)
         _run_compared(quick, only, threads)
@@ -109,6 +114,14 @@ def run_restart(*, quick: bool = False) -> None:
     about = report.about(parameters=0, threads=1, quick=quick)
     del about["parameters"]
     print(json.dumps({**about, "restart": found._asdict()}), flush=True)
+
+
+def run_replay(*, quick: bool = False) -> None:
+    """Print how many prompt tokens of each trace are computed, and the same as one line of JSON."""
+    found = replayed(scale=0.05 if quick else 1.0)
+    _print(replay_lines(found))
+    counts = {f"{trace} {kind}": [one._asdict() for one in both] for (trace, kind), both in found.items()}
+    print(json.dumps({"quick": quick, "replay": counts}), flush=True)
 
 
 def run_profile(name: str, *, quick: bool = False, threads: int = 1) -> None:

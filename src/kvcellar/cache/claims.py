@@ -313,8 +313,8 @@ class Claims:
     # -- bytes --------------------------------------------------------------------------------------------------
 
     def reading(self, claim: int, span: Span | None = None) -> Reading:
-        """A reading of the content of a claim, or of a span within it, in chunks. Steps may run meanwhile, and the claim
-        may be dropped."""
+        """A reading of the content of a claim, or of a span within it, in chunks. Steps may run meanwhile, and the
+        claim may be dropped."""
         found = self.of(claim)
         reading = Reading.of(found, span or found.span, self._stores, self._states, self.shape)
         self._readings = [one for one in self._readings if one.parts or one.rows] + [reading]

@@ -70,6 +70,7 @@ class Node:
     branches: int = 0  # how many requests have gone on from it, or from below it, in another way than those before
     value: float = 0.0
     namespace: str = ""
+    reused: bool = False  # whether a request has begun with its tokens
 
     @property
     def end(self) -> int:

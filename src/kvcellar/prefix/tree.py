@@ -24,6 +24,9 @@ from kvcellar.policy import value
 from kvcellar.prefix.node import TOKEN, ClaimStore, Kept, Match, Node, below, common
 
 
+ONCE = 1 / 8  # the worth of tokens that only one request has had, beside those that were used again
+
+
 class Tree:
     """The prefix tree of one memory. `anywhere`: a sequence can be resumed at any position, without a checkpoint."""
 
@@ -93,6 +96,7 @@ class Tree:
         """A request resumes at the end of a node that it has locked: what it uses is of the value that it has now."""
         if node.parent is None:
             return
+        node.reused = True
         self._enter_leaf(node)
         if (kept := node.checkpoints.get(node.end)) is not None:
             kept.hits += 1
@@ -211,7 +215,8 @@ class Tree:
         parent = node.parent
         assert parent is not None, "a root has no tokens to be split"
         rest = self._claims.split(node.claim, pos)
-        above = Node(parent, node.start, node.edge[:at], node.claim, users=node.users, branches=node.branches)
+        above = Node(parent, node.start, node.edge[:at], node.claim, users=node.users)
+        above.branches, above.reused = node.branches, node.reused
         parent.children[node.edge[:TOKEN]] = above
         node.parent, node.start, node.edge, node.claim = above, pos, node.edge[at:], rest
         above.children[node.edge[:TOKEN]] = node
@@ -232,7 +237,7 @@ class Tree:
             kept.node = child
         child.parent, child.start, child.claim = node.parent, node.start, node.claim
         child.edge, child.checkpoints = node.edge + child.edge, node.checkpoints | child.checkpoints
-        child.branches = max(node.branches, child.branches)
+        child.branches, child.reused = max(node.branches, child.branches), node.reused or child.reused
         node.parent.children[child.edge[:TOKEN]] = child
         node.parent = None  # stale entries of heaps must not count
 
@@ -321,7 +326,7 @@ class Tree:
         self._merge(parent)
 
     def _enter_leaf(self, node: Node) -> None:
-        node.value = value(self._clock, hits=1 + node.branches, saves=1, costs=1)
+        node.value = value(self._clock, hits=(1 if node.reused else ONCE) + node.branches, saves=1, costs=1)
         if node.evictable:
             self._leaves.push(node)
 

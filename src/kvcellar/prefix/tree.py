@@ -23,7 +23,6 @@ from kvcellar.heap import Heap
 from kvcellar.policy import value
 from kvcellar.prefix.node import TOKEN, ClaimStore, Kept, Match, Node, below, common
 
-
 ONCE = 1 / 8  # the worth of tokens that only one request has had, beside those that were used again
 
 

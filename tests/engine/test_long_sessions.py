@@ -5,7 +5,7 @@ import random
 import pytest
 
 from kvcellar import BadRequest, Engine, PromptTooLong
-from tests.engine.mixes import bytes_for, small_engine, tokens
+from tests.engine.mixes import assert_at_rest, bytes_for, small_engine, tokens
 
 CONTEXT = 48
 ARCHITECTURES = ["llama", "gpt2", "gemma2", "gemma3", "bloom"]  # in place, not, in place, two that read again
@@ -50,7 +50,7 @@ def test_every_turn_is_answered_as_its_prompt_alone_would_be(name, keep, others)
         assert len(text) > 2 * CONTEXT
         assert cached == 0 or others != "reclaimed"
         session.close()
-        assert engine.stats().cells_used == 0
+        assert_at_rest(engine)
 
 
 def test_what_a_shift_has_moved_is_not_held_for_a_session_that_cannot_go_on_from_it():

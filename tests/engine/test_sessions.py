@@ -9,7 +9,7 @@ import pytest
 from kvcellar import BadRequest, Engine, EngineFailed, PromptTooLong
 from kvcellar.errors import EngineClosed
 from kvcellar.sample.params import SamplingParams
-from tests.engine.mixes import Ear, assert_greedy, bytes_for, small_engine, tokens
+from tests.engine.mixes import Ear, assert_at_rest, assert_greedy, bytes_for, small_engine, tokens
 from tests.engine.spoken import Spoken
 
 ASK = {"max_tokens": 6, "temperature": 0.0}
@@ -143,7 +143,7 @@ def test_all_but_the_last_token_is_remembered_from_turn_to_turn(name):
             assert result.usage.cached_tokens == max(0, before - 1)  # the last one drawn was never read
             before = len(session.tokens)
         session.close()
-        assert engine.stats().cells_used == 0
+        assert_at_rest(engine)
 
 
 def test_a_fork_remembers_what_its_origin_did_and_costs_no_cells(engine):
@@ -158,7 +158,7 @@ def test_a_fork_remembers_what_its_origin_did_and_costs_no_cells(engine):
     for twin in twins:
         assert twin.send([9], **ASK).usage.cached_tokens > 42
         twin.close()
-    assert engine.stats().cells_used == 0
+    assert_at_rest(engine)
 
 
 def test_a_rewound_turn_is_read_again_from_where_it_parted(engine):
@@ -205,7 +205,7 @@ def test_memory_that_was_reclaimed_is_read_again(engine):
     session = engine.session()
     session.send([5, 6, 7], **ASK)
     reclaim(engine)
-    assert engine.stats().cells_used == 0
+    assert_at_rest(engine)
     wanted = engine.generate([*session.tokens, 8], **ASK)
     again = session.send([8], **ASK)
     assert (again.token_ids, again.usage.cached_tokens) == (wanted.token_ids, 0)
@@ -231,7 +231,7 @@ def test_a_turn_whose_step_fails_leaves_the_session_as_it_was(engine, monkeypatc
     engine.check()
     assert session.send([7], **ASK).token_ids == engine.generate([*before, 7], **ASK).token_ids
     session.close()
-    assert engine.stats().cells_used == 0
+    assert_at_rest(engine)
 
 
 def test_a_turn_that_is_refused_leaves_the_session_as_it_was(engine):
@@ -315,8 +315,7 @@ def test_closing_cancels_the_running_request_and_is_idempotent(engine):
         told = sum(1 for _ in pieces)
         assert told < 199
         session.close()
-    stats = engine.stats()
-    assert (stats.running, stats.sequences, stats.cells_used) == (0, 0, 0)
+    assert_at_rest(engine)
     for use in (lambda: session.send([5]), session.fork, session.rewind):
         with pytest.raises(BadRequest, match="closed"):
             use()
@@ -343,7 +342,7 @@ def test_requests_that_claim_a_session_at_once_leave_nothing_behind(engine):
     engine.check()
     assert engine.stats().sequences == 1
     reclaim(engine)
-    assert engine.stats().cells_used == 0
+    assert_at_rest(engine)
 
 
 # -- text -------------------------------------------------------------------------------------------------------------

@@ -121,8 +121,8 @@ def conversation(script: Script, *, small: bool) -> dict[int, Reads]:
     found: dict[int, Reads] = {}
     row = build(network, Settings(cache_bytes=1 << 28)).capacity.states.bytes_per_row
     for checkpoints in CHECKPOINTS[-1:] if small else CHECKPOINTS:
-        # An engine has rows for checkpoints in a 32nd of its bytes, and as many for idle sessions. With one session,
-        # checkpoints can use both, except for the session's own row and the one that a step takes.
+        # An engine has rows for checkpoints in a sixteenth of its bytes, an even number; a running sequence has one
+        # more, and takes another in a step.
         limits: dict[str, Any] = {
             "max_sequences": 1,
             "cache_bytes": 16 * (checkpoints + 2) * row - 1,

@@ -238,7 +238,7 @@ class Tree:
             cut = max((pos for pos in leaf.checkpoints if pos <= cut), default=leaf.start)
         if cut > leaf.start:
             self._cut(leaf, cut)
-            self._leaves.push(leaf)
+            self._leaves.put_back(leaf)
             n = whole - cut
         else:
             self._remove(leaf)
@@ -251,7 +251,7 @@ class Tree:
         while (kept := self._kept.pop()) is not None and not frees(kept):
             passed.append(kept)
         for one in passed:
-            self._kept.push(one)
+            self._kept.put_back(one)
         if kept is None:
             return None
         self._kept_clock = max(self._kept_clock, kept.value)

@@ -60,17 +60,16 @@ class SequenceManager:
     def waits(self, completion: Completion) -> bool:
         """Whether a running prompt is about to compute tokens that a waiting completion needs, too: then it waits for
         them. The running one leaves a checkpoint where they diverge."""
-        namespace, key = completion.request.namespace, key_of(completion.tokens)
-        restorable = None
+        namespace, tokens, key = completion.request.namespace, completion.tokens, b""
         for other, prefix in self._running.values():
-            if other.status is not Status.PREFILL or prefix.root.namespace != namespace:
+            at = other.computed
+            if other.status is not Status.PREFILL or prefix.root.namespace != namespace or at >= len(tokens) - 1:
                 continue
-            alike = min(common(prefix.key, key), len(completion.tokens) - 1)
-            if alike <= other.computed:
+            if tokens[at] != other.tokens[at]:  # which is cheap to find out
                 continue
-            if restorable is None:
-                restorable = self.prefixes.restorable(namespace, key)
-            if alike >= restorable + NEAR:
+            key = key or key_of(tokens)
+            alike = min(common(prefix.key, key), len(tokens) - 1)
+            if alike > at and alike >= self.prefixes.restorable(namespace, key) + NEAR:
                 self.prefixes.want(prefix, alike)
                 return True
         return False
@@ -112,16 +111,18 @@ class SequenceManager:
         return self.prefixes.next_wanted(found[1], completion.computed) or end
 
     def feeds(self, scheduled: Sequence[Scheduled]) -> tuple[Feed, ...]:
-        """The feeds of a step. Where too few state rows are free, and none can be, checkpoints are left out."""
+        """The feeds of a step. Where too few state rows are free, and none can be, checkpoints inside feeds are left
+        out, the first ones of the youngest first."""
         feeds = [self._feed(completion, tokens) for completion, tokens in scheduled]
         rows = self.memory.rows
-        if rows.capacity is None:
+        need = sum(1 + len(feed.between) for feed in feeds)
+        if rows.capacity is None or self._free_rows(need):
             return tuple(feeds)
-        for at in reversed(range(len(feeds))):
-            need = sum(1 + len(feed.between) for feed in feeds)
-            if self._free_rows(need):
-                break
-            feeds[at] = feeds[at]._replace(checkpoints=())
+        short = need - (rows.free or 0)
+        for at, feed in reversed(list(enumerate(feeds))):
+            left_out = min(short, len(feed.between))
+            feeds[at] = feed._replace(checkpoints=feed.checkpoints[left_out:])
+            short -= left_out
         return tuple(feeds)
 
     def _feed(self, completion: Completion, tokens: int) -> Feed:

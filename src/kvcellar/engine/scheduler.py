@@ -38,7 +38,8 @@ class Manager(Protocol):
         ...
 
     def waits(self, completion: Completion) -> bool:
-        """Whether a running prompt is about to compute tokens that a waiting completion needs, too."""
+        """Whether a running prompt is about to compute tokens that a waiting completion needs, too. To be called before
+        the prompt goes on, so that it leaves a checkpoint where they diverge."""
         ...
 
     def admit(self, completion: Completion) -> None:
@@ -148,12 +149,17 @@ class Scheduler:
             self.current = completion
             if step.left and not self._add(completion, step):
                 stuck.append(completion)
+        admits = True
         for completion in self.waiting[: self._max_sequences]:
-            if not step.left or not self._admit(completion, step):
-                break
+            self.current = completion
+            if not (self.running and self._manager.waits(completion)) and admits:
+                admits = step.left > 0 and self._admit(completion, step)
         if not (step.scheduled or stuck):  # what was just admitted alone may already fill memory
             stuck += self.running
-        return step.scheduled, stuck
+        # Where a waiting completion diverges was not known when the prompt that it waits for was scheduled.
+        ends = ((one, self._manager.next_end(one.completion)) for one in step.scheduled)
+        scheduled = [Scheduled(one, min(tokens, end - one.computed)) for (one, tokens), end in ends]
+        return scheduled, stuck
 
     def _add(self, completion: Completion, step: _Step) -> bool:
         """Schedule as many tokens of `completion` as fit, unless it is preempted. False if it runs alone and no cell is
@@ -190,13 +196,10 @@ class Scheduler:
         self.enqueue(completion)
 
     def _admit(self, completion: Completion, step: _Step) -> bool:
-        """Admit a waiting completion if what it will certainly need is free, or can be. One that waits for what a
-        running prompt is about to compute is passed over. False if none behind it may be admitted in this step."""
+        """Admit a waiting completion if what it will certainly need is free, or can be. False if not: then none behind
+        it may be admitted in this step."""
         if sum(map(_sequences, self.running)) + _sequences(completion) > self._max_sequences:
             return False
-        self.current = completion
-        if self.running and self._manager.waits(completion):
-            return True
         self._manager.admit(completion)
         if self.running and not self._fits(completion, step):
             self._manager.release(completion)

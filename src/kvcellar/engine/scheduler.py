@@ -156,10 +156,12 @@ class Scheduler:
                 admits = step.left > 0 and self._admit(completion, step)
         if not (step.scheduled or stuck):  # what was just admitted alone may already fill memory
             stuck += self.running
-        # Where a waiting completion diverges was not known when the prompt that it waits for was scheduled.
-        ends = ((one, self._manager.next_end(one.completion)) for one in step.scheduled)
-        scheduled = [Scheduled(one, min(tokens, end - one.computed)) for (one, tokens), end in ends]
-        return scheduled, stuck
+        return [self._shortened(*one) for one in step.scheduled], stuck
+
+    def _shortened(self, completion: Completion, tokens: int) -> Scheduled:
+        """Where a waiting completion diverges was not known when the prompt that it waits for was scheduled."""
+        self.current = completion
+        return Scheduled(completion, min(tokens, self._manager.next_end(completion) - completion.computed))
 
     def _add(self, completion: Completion, step: _Step) -> bool:
         """Schedule as many tokens of `completion` as fit, unless it is preempted. False if it runs alone and no cell is

@@ -156,12 +156,13 @@ def test_an_idle_engine_compacts_what_rests_and_answers_as_before(monkeypatch) -
             engine.check()
         assert engine.stats().compacted > 0
         for found in loop.call(engine._built.memory.storage.fragments).values():
-            assert found.runs <= found.tables + 1
+            assert found.runs < 2 * found.tables, "else there would be something to compact"
         for session in sessions:
             prompt = [*session.tokens, 7]
             answer = session.send([7], **greedy)
             assert answer.usage.cached_tokens == len(prompt) - 2, "all but what was drawn last and what is new"
-            assert answer.token_ids == engine.generate(prompt, **greedy).token_ids
+            with small_engine("gemma2", context=120) as cold:
+                assert answer.token_ids == cold.generate(prompt, **greedy).token_ids
             session.close()
         assert_at_rest(engine)
 

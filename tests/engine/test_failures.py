@@ -162,7 +162,7 @@ def test_after_closing_nothing_is_answered_and_closing_again_is_nothing(engine):
         engine.stats,
         engine.check,
         lambda: session.send([5]),
-        session.fork,
+        lambda: session.fork().send([5]),
     ):
         with pytest.raises(EngineClosed, match="open a new one"):
             ask()
@@ -417,7 +417,7 @@ def test_a_step_that_cannot_be_kept_is_given_up_and_the_engine_goes_on(name, mon
         def failing(*accepted):
             if faults:
                 raise faults.pop()
-            commit(*accepted)
+            return commit(*accepted)
 
         monkeypatch.setattr(memory, "commit", failing)
         with pytest.raises(EngineFailed, match="a layer has put nothing"):
@@ -449,7 +449,7 @@ def test_what_was_drawn_in_a_step_that_cannot_be_kept_is_drawn_again(name, monke
             if len(accepted) > 1:
                 failed.append(accepted)
                 raise WrongStage("a layer has put nothing")
-            commit(accepted)
+            return commit(accepted)
 
         monkeypatch.setattr(memory, "commit", failing)
         assert play() == whole

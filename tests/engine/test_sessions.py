@@ -3,6 +3,7 @@
 import logging
 import random
 import threading
+from functools import partial
 
 import pytest
 
@@ -100,7 +101,9 @@ class Tree:
         manager, some = self.engine._loop.manager, self.draw.randint(1, 30)
         groups = [None, *manager.free()]
         for group in self.draw.choices(groups, k=3):
-            self.engine._loop.call(lambda group=group: manager.prefixes.evict(group, some))
+            prefixes = manager.prefixes
+            evict = partial(prefixes.evict, group, some) if group is not None else prefixes.evict_row
+            self.engine._loop.call(evict)
         if self.draw.random() < 0.2:
             self.engine.clear_cache()
 

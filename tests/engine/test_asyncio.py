@@ -32,6 +32,7 @@ async def ids(stream):
 
 def test_tasks_side_by_side_hear_what_each_would_hear_alone(engine):
     alone = [engine.generate([3 + i, 6], **ASK) for i in range(12)]
+    engine.clear_cache()
 
     async def all_of_them():
         streams = [engine.stream([3 + i, 6], **ASK) for i in range(12)]

@@ -63,9 +63,9 @@ def scratch(
         _define(made)
         return made
 
-    def tried(feeds: Sequence[Feed]) -> int:
+    def tried(feeds: Sequence[Feed], *, draws: bool = True) -> int:
         report("measuring the largest steps")
-        return _tried(guest, memory(), feeds)
+        return _tried(guest, memory(), feeds, draws=draws)
 
     def read(rows: int, remembered: int) -> int:  # `remembered` does not include `rows`
         end = min(remembered + rows, context)
@@ -76,12 +76,18 @@ def scratch(
         end = min(remembered + 1, context)
         return known.of(f"{writers} writers at {end}", lambda: tried(_writers(writers, end)))
 
+    def split(sequences: int, _: int) -> int:
+        feeds = [Feed(seq, Span(0, 2), revertible=True) for seq in range(sequences)]
+        return known.of(f"{sequences} pairs in parts", lambda: tried(feeds, draws=False))
+
     def most(longest: int, tokens: int, sequences: int) -> int:
         rows = min(step_tokens, tokens if guest.mode == "flat" else longest)
         writers = min(sequences, step_tokens, tokens) if guest.mode == "flat" else 1
         if guest.device.type == "cpu":
             writers = with_padding(writers)  # the measured numbers are too small to be padded
         prompts = continued(read, (rows, longest), (points, REMEMBERED))
+        if _in_parts(guest):  # what layers hold grows with the prompts in a step, too
+            prompts += continued(split, (max(1, min(sequences, rows // 2)), 1), (WRITERS, REMEMBERED))
         tables = _row_tables(guest, max(rows, writers))
         before = max(1, longest - 1)
         if not _gathers(guest):
@@ -151,16 +157,18 @@ def _define(memory: Memory) -> None:
     memory.abandon()
 
 
-def _tried(guest: Guest, memory: Memory, feeds: Sequence[Feed]) -> int:
-    """The bytes that one reserved step takes, without the step tables that it adds: these grow by powers of two, so
-    they are not on a line through the measured steps (see `_row_tables`). The step is abandoned."""
+def _tried(guest: Guest, memory: Memory, feeds: Sequence[Feed], *, draws: bool = True) -> int:
+    """The bytes that one reserved step takes, with a draw for each feed or none, without the step tables that it adds:
+    these grow by powers of two, so they are not on a line through the measured steps (see `_row_tables`). The step is
+    abandoned."""
     batch, tables = Batch(tuple(feeds)), memory.storage.table_bytes
     with uncollected(), peak(guest.device) as meter:
         plan = memory.begin(batch, reserve=True)
         try:
             ids = torch.zeros(batch.tokens, dtype=torch.long, device=guest.device)
-            logits = guest.forward(memory, plan, ids, torch.arange(len(feeds), device=guest.device))
-            _draw(logits)
+            logits = guest.forward(memory, plan, ids, torch.arange(len(feeds) if draws else 0, device=guest.device))
+            if draws:
+                _draw(logits)
         finally:
             memory.abandon()
     return meter.bytes - (memory.storage.table_bytes - tables)

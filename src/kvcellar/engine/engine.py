@@ -146,8 +146,8 @@ class Engine:
         """Submit a request, and return at once. `deliver` is called with every event, on the engine's thread; it must
         not block.
 
-        `checkpoint_positions` are positions of the prompt, ascending, from which the session may resume. A model with
-        recurrent layers keeps checkpoints there when the prompt is prefilled; others ignore them.
+        `checkpoint_positions` are positions of the prompt, ascending, from which later requests may resume. A model
+        that needs checkpoints for that leaves them there when the prompt is prefilled; others ignore them.
 
         Raises `BadRequest`, `PromptTooLong`, `Overloaded` or `EngineClosed`; then no event is delivered.
         """

@@ -2,7 +2,8 @@
 are those of an engine that shares nothing."""
 
 import random
-from functools import partial
+from collections.abc import Iterator
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -41,11 +42,25 @@ class Counter:
         return self._forward(memory, plan, ids, rows)
 
 
+@cache
+def cold_engine(name: str) -> Engine:
+    return small_engine(name)
+
+
 def cold(name: str, prompt: Any, **how: Any) -> tuple[int, ...]:
-    with small_engine(name) as engine:
-        result = engine.generate(prompt, **HOW | how)
-        assert result.usage.cached_tokens == 0
-        return result.token_ids
+    engine = cold_engine(name)
+    engine.clear_cache()
+    result = engine.generate(prompt, **HOW | how)
+    assert result.usage.cached_tokens == 0
+    return result.token_ids
+
+
+@pytest.fixture(scope="module", autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    for name in KINDS:
+        cold_engine(name).close()
+    cold_engine.cache_clear()
 
 
 # -- one after another ------------------------------------------------------------------------------------------------
@@ -182,10 +197,8 @@ def test_requests_that_arrive_together_compute_what_they_have_in_common_once(nam
         assert cached == [0, 60, 30, 80, 99]
         assert counter.tokens == sum(map(len, prompts)) - sum(cached)
         assert_at_rest(engine)
-    with small_engine(name) as engine:
-        for prompt, ear in zip(prompts, ears, strict=True):
-            engine.clear_cache()
-            assert ear.ids() == engine.generate(prompt, max_tokens=1, **HOW).token_ids
+    for prompt, ear in zip(prompts, ears, strict=True):
+        assert ear.ids() == cold(name, prompt, max_tokens=1)
 
 
 def test_one_that_waits_for_a_prompt_that_is_cancelled_computes_it(name: str) -> None:

@@ -127,7 +127,7 @@ class World:
             gone = self.tree.evict_checkpoint(saves=most or None)
             _, now = self.held()
             assert len(values) == len(points)
-            assert (gone is not None) == (min(values, default=worth + 1) <= worth)
+            assert (gone is not None) == (bool(values) and min(values) <= worth)
             assert gone is None or gone.value == min(values)
             assert now <= points
             assert len(points) - len(now) == (gone is not None)

@@ -8,13 +8,14 @@ from typing import Generic, Protocol, TypeVar
 
 class Valued(Protocol):
     value: float
+    entry: int  # number of its latest entry, set by the heap
 
 
 T = TypeVar("T", bound=Valued)
 
 
 class Heap(Generic[T]):
-    """A heap whose entries may be stale: one counts while `live(thing)` and the thing's value is that of the entry.
+    """A heap whose entries may be stale: one counts while `live(thing)`, if it is the latest of the thing.
 
     `push` and `pop` cost O(log n) on average: stale entries are skipped, and removed when they are most of the heap.
     """
@@ -22,14 +23,19 @@ class Heap(Generic[T]):
     def __init__(self, live: Callable[[T], bool]) -> None:
         self._live = live
         self._entries: list[tuple[float, int, T]] = []
-        self._numbers = count()  # equal values leave in the order in which they came
+        self._numbers = count(1)  # equal values leave in the order in which they came
         self._limit = 64
 
     def push(self, thing: T) -> None:
-        """Enter a thing, or its new value."""
-        heappush(self._entries, (thing.value, next(self._numbers), thing))
+        """Enter a thing, or its new value: behind all of equal value."""
+        thing.entry = next(self._numbers)
+        self.put_back(thing)
+
+    def put_back(self, thing: T) -> None:
+        """Enter a thing that was popped where it was."""
+        heappush(self._entries, (thing.value, thing.entry, thing))
         if len(self._entries) > self._limit:
-            self._entries = list({id(entry[2]): entry for entry in self._entries if self._counts(entry)}.values())
+            self._entries = [entry for entry in self._entries if self._counts(entry)]
             heapify(self._entries)
             self._limit = 64 + 2 * len(self._entries)
 
@@ -42,8 +48,8 @@ class Heap(Generic[T]):
         return None
 
     def _counts(self, entry: tuple[float, int, T]) -> bool:
-        return entry[0] == entry[2].value and self._live(entry[2])
+        return entry[1] == entry[2].entry and self._live(entry[2])
 
     def things(self) -> list[T]:
-        """All that are live, each once."""
-        return list({id(entry[2]): entry[2] for entry in self._entries if self._counts(entry)}.values())
+        """All that are live."""
+        return [entry[2] for entry in self._entries if self._counts(entry)]

@@ -59,7 +59,7 @@ def trim(rows: Trimmed, *, most: int, spare: int) -> None:
         rows.evict(first_to_go(rows.candidates()).key)
 
 
-def value(clock: float, *, hits: int, saves: int, costs: int, priority: int = 0) -> float:
+def value(clock: float, *, hits: float, saves: int, costs: int, priority: int = 0) -> float:
     """What keeping a thing is worth, on the scale of `clock`, the value of the last one that went: the lowest goes
     next.
 

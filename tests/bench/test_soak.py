@@ -6,6 +6,7 @@ import pytest
 
 from kvcellar import Engine
 from kvcellar.bench.soak import MAX_GROWTH, Sample, fill, judged, resident, soak, table
+from tests.engine.mixes import assert_at_rest
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the resident set is read from Linux's /proc")
 
@@ -42,12 +43,11 @@ def test_samples_on_one_side_only_raise(warm: float) -> None:
 def test_a_soak_leaves_nothing_in_memory() -> None:
     with Engine(cache_bytes=32 << 20, context=128, threads=1) as engine:
         fill(engine, seed=1)
-        assert engine.stats().cells_used == 0
+        assert_at_rest(engine)
         seen = list(soak(engine, 1.0, seed=1, every=0.3))
         assert seen
         assert 0 < seen[-1].rss <= 2 * resident()
-        stats = engine.stats()
-        assert (stats.running, stats.waiting, stats.sequences, stats.cells_used) == (0, 0, 0, 0)
+        assert_at_rest(engine)
 
 
 def test_a_client_that_fails_ends_the_soak(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,6 +203,19 @@ def bytes_for(model: str | PreTrainedModel, tokens: int, **settings: Any) -> int
         return bisect_left(range(2**40), True, key=enough)
 
 
+def assert_at_rest(engine: Engine) -> None:
+    """No request is left: what is in memory is the prefix cache's, and everything is free once that is cleared."""
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.sequences, stats.cells_used, stats.rows_used) == (0, 0, 0, 0, 0)
+    engine.check()
+    engine.clear_cache()
+    engine.check()
+    stats, prefixes = engine.stats(), engine._loop.manager.prefixes
+    assert (stats.cells_cached, stats.rows_cached) == (0, 0)
+    assert not prefixes.tree._roots
+    assert not list(engine._built.memory.claims)
+
+
 @cache
 def judge(name: str) -> PreTrainedModel:
     return ARCHS[name].build()

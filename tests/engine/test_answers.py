@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.engine.mixes import Clock, assert_greedy, bytes_for, mix, small_engine
+from tests.engine.mixes import Clock, assert_at_rest, assert_greedy, bytes_for, mix, small_engine
 
 FLAT = ["llama", "gemma3", "gemma3n", "llama4", "gpt-oss", "deepseek-v3", "gpt2", "lfm3", "mamba2", "qwen3-next"]
 SOLO = ["bloom"]
@@ -45,8 +45,7 @@ def test_greedy_text_is_that_of_plain_forwards(name, way):
         assert engine.model.mode == ("solo" if name in SOLO else "flat")
         ears = Clock(engine, asks).run()
         stats = engine.stats()
-        engine.check()
-    assert stats.cells_used == 0
+        assert_at_rest(engine)
     assert stats.preemptions > 0 or "scarce" not in way
     for ask, ear in zip(asks, ears, strict=True):
         answers = ear.answers()

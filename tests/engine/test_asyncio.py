@@ -7,7 +7,7 @@ import pytest
 
 from kvcellar import BadRequest, EngineFailed
 from kvcellar.errors import WrongStage
-from tests.engine.mixes import small_engine
+from tests.engine.mixes import assert_at_rest, small_engine
 
 ASK = {"max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
 
@@ -23,8 +23,7 @@ def engine(shared):
     yield shared
     while (stats := shared.stats()).running or stats.waiting:  # a cancel is done between two steps
         pass
-    assert (stats.sequences, stats.cells_used) == (0, 0)
-    shared.check()
+    assert_at_rest(shared)
 
 
 async def ids(stream):
@@ -33,6 +32,7 @@ async def ids(stream):
 
 def test_tasks_side_by_side_hear_what_each_would_hear_alone(engine):
     alone = [engine.generate([3 + i, 6], **ASK) for i in range(12)]
+    engine.clear_cache()
 
     async def all_of_them():
         streams = [engine.stream([3 + i, 6], **ASK) for i in range(12)]

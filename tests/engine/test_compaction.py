@@ -13,7 +13,7 @@ from kvcellar.cache.storage import Fragments
 from kvcellar.engine.compaction import PASSES, SHORT, Compaction, worth_compacting
 from kvcellar.shapes import StoredAs
 from tests.cache.tagged import Tagged
-from tests.engine.mixes import small_engine
+from tests.engine.mixes import assert_at_rest, small_engine
 from tests.laws.dumb import causal, chunked, kept_as, member, shifting, sliding
 from tests.laws.player import Player
 from tests.laws.watch import Wishes, nothing_changes
@@ -156,14 +156,15 @@ def test_an_idle_engine_compacts_what_rests_and_answers_as_before(monkeypatch) -
             engine.check()
         assert engine.stats().compacted > 0
         for found in loop.call(engine._built.memory.storage.fragments).values():
-            assert found.runs <= found.tables + 1
+            assert found.runs < 2 * found.tables, "else there would be something to compact"
         for session in sessions:
             prompt = [*session.tokens, 7]
             answer = session.send([7], **greedy)
             assert answer.usage.cached_tokens == len(prompt) - 2, "all but what was drawn last and what is new"
-            assert answer.token_ids == engine.generate(prompt, **greedy).token_ids
+            with small_engine("gemma2", context=120) as cold:
+                assert answer.token_ids == cold.generate(prompt, **greedy).token_ids
             session.close()
-        assert engine.stats().cells_used == 0
+        assert_at_rest(engine)
 
 
 def test_a_call_that_comes_in_waits_for_one_piece_at_most() -> None:

@@ -15,7 +15,7 @@ from kvcellar.engine.request import Completion
 from kvcellar.errors import NoToken, WrongStage
 from kvcellar.events import Delta, Finished
 from kvcellar.sample.params import SamplingParams
-from tests.engine.mixes import Ear, small_engine
+from tests.engine.mixes import Ear, assert_at_rest, small_engine
 from tests.engine.test_limits import held
 from tests.zoo import ARCHS
 
@@ -33,8 +33,7 @@ def engine(request):
     with small_engine(request.param) as engine:
         yield engine
         if engine.healthy:
-            assert engine.stats().cells_used == 0
-            engine.check()
+            assert_at_rest(engine)
 
 
 def submitted(engine, *prompts, params=GREEDY):
@@ -124,7 +123,7 @@ def test_weights_that_are_not_numbers_end_in_an_error_not_in_garbage():
             with pytest.raises(NoToken):
                 engine.generate(prompt, max_tokens=4)
         assert engine.healthy
-        assert engine.stats().cells_used == 0
+        assert_at_rest(engine)
 
 
 def test_one_bad_choice_ends_all_choices_of_its_request_and_nobody_elses(engine, monkeypatch):
@@ -163,7 +162,7 @@ def test_after_closing_nothing_is_answered_and_closing_again_is_nothing(engine):
         engine.stats,
         engine.check,
         lambda: session.send([5]),
-        session.fork,
+        lambda: session.fork().send([5]),
     ):
         with pytest.raises(EngineClosed, match="open a new one"):
             ask()
@@ -334,7 +333,7 @@ def test_a_cancel_ends_a_request_at_any_moment(moment):
         if moment == "after the end":
             for _ in range(3):
                 ticket[0].cancel()
-        assert engine.stats().cells_used == 0
+        assert_at_rest(engine)
         assert ear.reasons == {0: "length" if moment == "after the end" else "cancelled"}
         expected = {"before admission": 0, "while reading": 0, "while writing": 3, "after the end": 10}
         assert len(ear.ids()) == expected[moment]
@@ -347,8 +346,7 @@ def test_leaving_a_stream_cancels_its_request():
         for piece in engine.stream([5], max_tokens=200, ignore_eos=True):
             assert isinstance(piece, Delta)
             break
-        stats = engine.stats()
-        assert (stats.running, stats.waiting, stats.cells_used) == (0, 0, 0)
+        assert_at_rest(engine)
 
 
 def test_whoever_is_interrupted_while_waiting_leaves_nothing_running(monkeypatch):
@@ -362,8 +360,7 @@ def test_whoever_is_interrupted_while_waiting_leaves_nothing_running(monkeypatch
         for prompt in ([5], [[5], [6]]):
             with pytest.raises(KeyboardInterrupt):
                 engine.generate(prompt, max_tokens=200, ignore_eos=True)
-            stats = engine.stats()
-            assert (stats.running, stats.waiting, stats.cells_used) == (0, 0, 0)
+            assert_at_rest(engine)
 
 
 def test_cancelling_one_of_many_changes_nothing_for_the_others():
@@ -420,7 +417,7 @@ def test_a_step_that_cannot_be_kept_is_given_up_and_the_engine_goes_on(name, mon
         def failing(*accepted):
             if faults:
                 raise faults.pop()
-            commit(*accepted)
+            return commit(*accepted)
 
         monkeypatch.setattr(memory, "commit", failing)
         with pytest.raises(EngineFailed, match="a layer has put nothing"):
@@ -428,7 +425,7 @@ def test_a_step_that_cannot_be_kept_is_given_up_and_the_engine_goes_on(name, mon
         engine.check()
         assert engine.healthy
         assert engine.generate([5, 6, 7], max_tokens=6, ignore_eos=True, temperature=0.0).token_ids == whole
-        assert engine.stats().cells_used == 0
+        assert_at_rest(engine)
 
 
 @pytest.mark.parametrize("name", ["llama", "lfm3"])
@@ -452,7 +449,7 @@ def test_what_was_drawn_in_a_step_that_cannot_be_kept_is_drawn_again(name, monke
             if len(accepted) > 1:
                 failed.append(accepted)
                 raise WrongStage("a layer has put nothing")
-            commit(accepted)
+            return commit(accepted)
 
         monkeypatch.setattr(memory, "commit", failing)
         assert play() == whole

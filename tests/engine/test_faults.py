@@ -11,7 +11,7 @@ import torch
 from kvcellar import BadRequest, Engine, EngineFailed
 from kvcellar.cache.pool import Pool
 from kvcellar.engine import runner
-from tests.engine.mixes import bytes_for
+from tests.engine.mixes import assert_at_rest, bytes_for
 from tests.zoo import ARCHS
 
 HOW = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
@@ -62,7 +62,7 @@ def test_a_draw_that_fails_ends_its_request_and_no_other(engine, monkeypatch) ->
     with pytest.raises(EngineFailed, match="the draw failed"):
         engine.generate([1, 2], seed=7, **HOW)
     assert engine.generate([3, 4], **HOW).token_ids == expected
-    assert engine.stats().cells_used == 0
+    assert_at_rest(engine)
 
 
 def test_a_shift_without_scratch_memory_reads_again_instead(monkeypatch) -> None:
@@ -71,8 +71,7 @@ def test_a_shift_without_scratch_memory_reads_again_instead(monkeypatch) -> None
         monkeypatch.setattr(Pool, "move", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("none left")))
         result = engine.generate([1, 2, 3, 4, 5, 6], **how)
         assert (len(result.token_ids), result.finish_reason) == (60, "length")
-        engine.check()
-        assert engine.stats().cells_used == 0
+        assert_at_rest(engine)
 
 
 def test_idle_sessions_are_evicted_for_a_shift() -> None:

@@ -1,4 +1,4 @@
-"""Conversations with recurrent models: a state can be gone back to at few places, and they are the right ones."""
+"""Conversations with recurrent models: a state can be resumed at few places, and they are the right ones."""
 
 import random
 from itertools import combinations
@@ -8,9 +8,11 @@ import pytest
 from kvcellar import Engine
 from kvcellar.bench.conversation import Script, Turn, ideal, play, reads
 from kvcellar.engine import capacity
-from kvcellar.engine.manager import NEAR, common_prefix
+from kvcellar.engine.prefixes import NEAR
 from kvcellar.engine.session import Session
-from tests.engine.mixes import small_engine, tokens
+from kvcellar.prefix.node import common_prefix
+from kvcellar.sample.params import SamplingParams
+from tests.engine.mixes import Ear, assert_at_rest, small_engine, tokens
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 NAMES = ["lfm2", "qwen3.5"]
@@ -19,7 +21,7 @@ PIECE = 32
 
 @pytest.fixture
 def scarce(monkeypatch):
-    """An engine with room for few checkpoints, whatever its bytes are. Half of it is also for sessions that rest."""
+    """An engine with rows for few checkpoints, whatever its bytes are."""
 
     def engine(name: str, checkpoints: int, step_tokens: int = PIECE):
         monkeypatch.setattr(capacity, "MOST_CHECKPOINTS", checkpoints // 2)
@@ -41,6 +43,7 @@ def test_a_conversation_is_read_about_as_little_as_who_knows_its_future_would(sc
         assert found.ours <= 1.02 * found.ideal, found
         assert found.ours <= of_tokens * found.by_token, found
         for turn in turns:
+            engine.clear_cache()
             cold = engine.generate(turn.prompt, max_tokens=len(turn.completion), **GREEDY)
             assert (cold.token_ids, cold.usage.cached_tokens) == (turn.completion, 0)
 
@@ -56,26 +59,28 @@ def test_an_answer_that_is_asked_for_again_reads_one_token(scarce, name):
             assert again.token_ids == first.token_ids
 
 
-def test_who_has_no_session_reads_in_as_few_steps_as_there_can_be(scarce):
-    """Nobody comes back to what it leaves, so its last token is read with the others."""
+@pytest.mark.parametrize("parts", [True, False])
+def test_checkpoints_inside_a_step_take_no_step_of_their_own_where_the_model_can_leave_them(scarce, parts):
     with scarce("lfm2", 8) as engine:
-        before = engine.stats().steps
+        if not parts:
+            whole_steps(engine)
         engine.generate(tokens(random.Random(3), PIECE), max_tokens=1, **GREEDY)
-        assert engine.stats().steps == before + 1
-        with engine.session(chat=False) as session:
-            session.send(tokens(random.Random(3), PIECE), max_tokens=1, **GREEDY)
-            assert engine.stats().steps == before + 3
-    with small_engine("llama", step_tokens=PIECE) as engine, engine.session(chat=False) as session:
-        session.send(tokens(random.Random(3), PIECE), max_tokens=1, **GREEDY)
-        assert engine.stats().steps == 1
+        assert engine.stats().steps == (1 if parts else 2), "its last token has a step of its own"
+        again = engine.generate(tokens(random.Random(3), PIECE), max_tokens=1, **GREEDY)
+        assert again.usage.cached_tokens == PIECE - 1
 
 
-# -- checkpoint_positions
-# ----------------------------------------------------------------------------------------------------------
+def whole_steps(engine: Engine) -> None:
+    """From now on the model cannot leave checkpoints inside a step."""
+    engine._built.guest.no_partial_commit = "a test"
+    engine._loop.manager._in_parts = False
+
+
+# -- positions of turns -----------------------------------------------------------------------------------------------
 
 
 def talked(session: Session, turns: int, *, user: int = 20, answer: int = 18) -> list[int]:
-    """So many turns; answers where the text of each began."""
+    """So many turns; returns where the text of each began."""
     began: list[int] = []
     for turn in range(turns):
         began.append(len(session.tokens))
@@ -83,66 +88,80 @@ def talked(session: Session, turns: int, *, user: int = 20, answer: int = 18) ->
     return began
 
 
-def lose(engine: Engine, session: Session) -> None:
-    """What others do to it that need its memory."""
-    engine._loop.call(lambda: engine._loop.manager.evict_session(session._number))
-
-
+@pytest.mark.parametrize("parts", [True, False])
 @pytest.mark.parametrize("back", [1, 3, 5])
 @pytest.mark.parametrize("again", [False, True])
-def test_a_session_that_lost_its_memory_can_be_rewound_as_before(scarce, back, again):
-    """Once read again, all of it is gone back to where the turn began, or where its answer did."""
+def test_a_session_whose_memory_was_evicted_can_be_rewound_as_before(scarce, back, again, parts):
+    """Once computed again, all of it can be resumed where a turn began, or where its answer did."""
     with scarce("lfm2", 64) as engine, engine.session(chat=False) as session:
+        if not parts:
+            whole_steps(engine)
         began = talked(session, 6)
-        lose(engine, session)
+        engine.clear_cache()
         assert session.send([5, 6, 7], max_tokens=1, **GREEDY).usage.cached_tokens == 0
         engine.check()
         session.rewind(1 + back)
         sent = tokens(random.Random(6 - back), 20) if again else [99] * 9
         warm = session.send(sent, max_tokens=4, **GREEDY)
         assert warm.usage.cached_tokens == began[6 - back] + (len(sent) - 1 if again else 0)
+        engine.clear_cache()
         cold = engine.generate([*session.tokens[: began[6 - back]], *sent], max_tokens=4, **GREEDY)
         assert (warm.token_ids, cold.usage.cached_tokens) == (cold.token_ids, 0)
 
 
-def test_a_chat_that_lost_its_memory_can_be_rewound_as_before():
-    """A short one: the model has a sliding window, too, and what has slid out of that is not gone back to."""
+def test_a_chat_whose_memory_was_evicted_can_be_rewound_as_before():
+    """It has a sliding window, too."""
     limits = {"dtype": "float32", "device": "cpu", "cache_bytes": 32_000_000, "threads": 1}
     with Engine(**limits) as engine, engine.session() as session:
         for text in ("import os", "def read(path):", "class A:"):
             session.send(text, max_tokens=14, **GREEDY)
-        lose(engine, session)
+        engine.clear_cache()
         session.send("import re", max_tokens=1, **GREEDY)
         session.rewind(2)
         asked = [engine.render([*session.messages, {"role": "user", "content": text}]) for text in ("class", "for")]
         warm = session.send("for", max_tokens=4, **GREEDY)
-        assert 0 < common_prefix(*asked) - warm.usage.cached_tokens < NEAR
+        assert 0 <= common_prefix(*asked) - warm.usage.cached_tokens < NEAR
+        engine.clear_cache()
         assert warm.token_ids == engine.chat(session.messages[:-1], max_tokens=4, **GREEDY).token_ids
 
 
-def test_as_many_borders_are_stopped_at_as_states_can_be_kept(scarce):
-    """The last ones; and each of them is a step, as are what follows them and the last token."""
+@pytest.mark.parametrize("parts", [True, False])
+def test_where_rows_are_too_few_for_all_checkpoints_the_last_ones_are_left(scarce, parts):
     with scarce("lfm2", 4, step_tokens=256) as engine, engine.session(chat=False) as session:
-        talked(session, 12, user=11, answer=8)
-        lose(engine, session)
-        before = engine.stats().steps
+        if not parts:
+            whole_steps(engine)
+        began = talked(session, 12, user=11, answer=8)
+        engine.clear_cache()
         session.send([5, 6, 7], max_tokens=1, **GREEDY)
-        assert 2 < engine.stats().steps - before <= 4 + 2
+        engine.check()
+        assert engine.stats().rows_cached == engine.stats().rows, "all that were free in the last step"
+        session.rewind(2)
+        assert session.send([8, 9], max_tokens=1, **GREEDY).usage.cached_tokens == began[11]
+        assert_at_rest(engine)
 
 
-def test_borders_that_lie_close_together_are_one(scarce):
-    with scarce("lfm2", 64, step_tokens=256) as engine, engine.session(chat=False) as session:
-        talked(session, 20, user=3, answer=2)
-        lose(engine, session)
-        before = engine.stats().steps
-        session.send([5, 6, 7], max_tokens=1, **GREEDY)
-        assert engine.stats().steps - before <= len(session.tokens) // 16 + 2
+@pytest.mark.parametrize("checkpoints", [2, 4])
+def test_prompts_with_checkpoints_compute_the_right_state_however_few_rows_there_are(scarce, checkpoints):
+    """Each would leave more checkpoints than there are rows."""
+    prompts = [tokens(random.Random(seed), 40) for seed in range(6)]
+    with scarce("qwen3.5", checkpoints, step_tokens=256) as engine:
+        for number in range(2):
+            for prompt in prompts:
+                asked = Ear()
+                positions = [5, 9, 16, 30][number:]
+                how = SamplingParams(max_tokens=2, **GREEDY)
+                engine.submit(prompt, how, deliver=asked, checkpoint_positions=positions)
+                warm = asked.wait().ids()
+                engine.check()
+                with small_engine("qwen3.5") as cold:
+                    assert warm == cold.generate(prompt, max_tokens=2, **GREEDY).token_ids
+        assert_at_rest(engine)
 
 
-def test_who_has_attention_only_does_not_stop_at_borders():
+def test_a_model_with_full_attention_only_has_no_step_for_a_position():
     with small_engine("llama", step_tokens=PIECE) as engine, engine.session(chat=False) as session:
         talked(session, 6)
-        lose(engine, session)
+        engine.clear_cache()
         before = engine.stats().steps
         session.send([5, 6, 7], max_tokens=1, **GREEDY)
         assert engine.stats().steps - before == -(-(len(session.tokens) - 1) // PIECE)

@@ -17,7 +17,7 @@ from kvcellar.engine.settings import Settings
 from kvcellar.errors import BadRequest, PromptTooLong, shown
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
-from tests.engine.mixes import Ear
+from tests.engine.mixes import Ear, assert_at_rest
 from tests.zoo import ARCHS
 
 HOW = {"max_tokens": 2, "temperature": 0.0, "ignore_eos": True}
@@ -191,8 +191,7 @@ def test_no_public_function_raises_what_is_not_ours(embedded, value, other) -> N
         ):  # fmt: skip
             tried(call)
     assert len(engine.generate("import", **HOW).token_ids) == 2
-    engine.check()
-    assert engine.stats().cells_used == 0
+    assert_at_rest(engine)
 
 
 @given(SOMETHING, SOMETHING)

@@ -19,7 +19,7 @@ from kvcellar.engine.request import Completion, Request
 from kvcellar.errors import BadRequest, NoToken
 from kvcellar.events import Delta, Event
 from kvcellar.sample.params import SamplingParams
-from tests.engine.mixes import Ear, bytes_for, small_engine, tokens
+from tests.engine.mixes import Ear, assert_at_rest, bytes_for, small_engine, tokens
 from tests.zoo import ARCHS, layers
 
 CELLS = 60
@@ -142,10 +142,8 @@ def test_after_requests_of_all_fates_all_cells_are_free(count):
         for ear in ears[:: max(1, count // 50)]:
             if ear.cancelled:
                 ear.cancel()
-        engine.check()
-        stats = engine.stats()
-        assert (stats.sequences, stats.cells_used) == (0, 0)
-        assert stats.preemptions > 0
+        assert engine.stats().preemptions > 0
+        assert_at_rest(engine)
         assert_bytes_are_those_held(engine)
         assert engine.healthy
 
@@ -240,7 +238,7 @@ def test_one_that_breaks_hears_nothing_more_and_takes_nobody_along():
         whole = [ears[1].wait().ids(), ears[3].wait().ids()]
         assert whole[0] == whole[1] == engine.generate([5, 6, 7], max_tokens=8, ignore_eos=True).token_ids
         assert [len(ears[0].events), len(ears[2].events)] == [1, 3]
-        assert engine.stats().cells_used == 0
+        assert_at_rest(engine)
 
 
 def test_a_broken_listener_gives_its_cells_back_at_once():
@@ -249,6 +247,5 @@ def test_a_broken_listener_gives_its_cells_back_at_once():
         submit(engine, (5, 6, 7), SamplingParams(max_tokens=40, n=2, ignore_eos=True, temperature=0.0), ear)
         seen = engine.generate([9, 8], max_tokens=6, ignore_eos=True)
         assert len(seen.token_ids) == 6
-        stats = engine.stats()
-        assert (stats.running, stats.cells_used) == (0, 0)
+        assert_at_rest(engine)
         assert len([event for event in ear.events if isinstance(event, Delta)]) == 2

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from kvcellar import BadRequest, CapacityTooSmall, Engine, Overloaded, PromptTooLong
 from kvcellar.sample.params import SamplingParams
-from tests.engine.mixes import Ear, bytes_for, small_engine
+from tests.engine.mixes import Ear, assert_at_rest, bytes_for, small_engine
 from tests.zoo import ARCHS
 from tests.zoo_test_support.tiny import tiny
 
@@ -23,8 +23,7 @@ CONTEXT = 32
 def engine():
     with small_engine("llama", context=CONTEXT, max_sequences=4) as engine:
         yield engine
-        assert engine.stats().cells_used == 0
-        engine.check()
+        assert_at_rest(engine)
 
 
 def prompt(length):
@@ -60,7 +59,7 @@ def test_a_prompt_beyond_memory_is_refused_and_one_that_just_fits_is_answered(na
         assert (len(result.token_ids), result.finish_reason) == (1, "length")
         result = engine.generate(prompt(fits - 3), ignore_eos=True, max_tokens=9)
         assert (len(result.token_ids), result.finish_reason) == (4, "length")
-        assert engine.stats().cells_used == 0
+        assert_at_rest(engine)
 
 
 def test_an_answer_that_memory_ends_is_the_beginning_of_the_whole_one():

@@ -128,7 +128,7 @@ class World:
 
     def end(self, one: Running, publish: bool) -> None:
         if publish:
-            self.prefixes.publish(one.seq, one.prefix, one.tokens, one.read, resumable=True)
+            self.prefixes.publish(one.seq, one.prefix, one.tokens, one.read, at=(one.read,))
         self.prefixes.release(one.prefix)
         if self.memory.has(one.seq):
             self.memory.drop(one.seq)
@@ -161,7 +161,7 @@ def test_what_the_tree_restores_is_what_would_have_been_computed(kind, actions) 
             case ("end", which, publish) if world.running:
                 world.end(world.running[which % len(world.running)], publish)
             case ("evict", group, n):
-                world.prefixes.evict(group, n)
+                world.prefixes.evict(group, n) if group is not None else world.prefixes.evict_row()
         world.check()
     for one in list(world.running):
         world.end(one, publish=True)

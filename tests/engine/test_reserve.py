@@ -206,6 +206,26 @@ def test_prompts_of_unequal_lengths_take_no_more_than_was_reserved(name: str) ->
         assert meter.bytes <= most, f"{rows - few} and {few} tokens"
 
 
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "mamba2", "zaya"])
+def test_checkpoints_inside_a_step_take_no_more_than_was_reserved(name: str) -> None:
+    """The commit computes the states at their positions, beside what the layers have held for that."""
+    guest, rows = build_guest(ARCHS[name].build(), named("sdpa")), 700
+    most = scratch(guest, context=rows, step_tokens=rows)(rows, 4000, 4)
+    memory = guest.memory({group.name: 2 * rows for group in guest.shape.groups}, rows=20)
+    for few in (1, 9, 60, 350):
+        feeds = tuple(
+            Feed(seq, Span(0, n), checkpoints=tuple(sorted({1, n // 3 or 1, (n + 1) // 2, n})))
+            for seq, n in enumerate((rows - few, few))
+        )
+        with uncollected(), peak(CPU) as meter:
+            plan = memory.begin(Batch(feeds))
+            logits = guest.forward(memory, plan, torch.zeros(rows, dtype=torch.long), torch.arange(2))
+            _draw(logits)
+            assert len(memory.commit()) == 2
+        assert meter.bytes <= most, f"{rows - few} and {few} tokens"
+        memory.clear()
+
+
 def metered(engine: Engine) -> list[int]:
     """From now on, the bytes that each turn takes at most beside what is there before it."""
     taken, turn = [], engine._loop._step

@@ -70,7 +70,11 @@ def test_everybody_is_served_in_their_turn_and_gets_what_they_would_get_alone(ma
                 assert ask.cancel is not None
                 assert heard.tokens(choice) <= ask.max_tokens
             else:
-                assert heard.tokens(choice) == least(world, ask), f"request {number}, choice {choice}"
+                told, alone = heard.tokens(choice), least(world, ask)
+                # One that is resumed holds just the window that its next token sees, which leaves a cell free.
+                more = any(layout.keep(CONTEXT) for layout in world.layouts.values())
+                most = min(ask.max_tokens, CONTEXT + 1 - ask.prompt)
+                assert told == alone or (more and alone < told <= most), f"request {number}, choice {choice}"
         if ask.cancel is None:
             assert set(heard.reasons) == set(range(ask.n))
     world.manager.clear_cache()

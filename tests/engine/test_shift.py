@@ -4,7 +4,7 @@ import pytest
 
 from kvcellar import BadRequest
 from kvcellar.sample.params import SamplingParams
-from tests.engine.mixes import Clock, Ear, bytes_for, mix, small_engine
+from tests.engine.mixes import Clock, Ear, assert_at_rest, bytes_for, mix, small_engine
 
 CONTEXT = 48
 LONG = {"max_tokens": 80, "ignore_eos": True, "temperature": 0.0, "shift": True, "num_keep": 2}
@@ -28,7 +28,7 @@ def test_the_text_is_the_same_whoever_is_there_and_however_scarce_memory_is(name
             results = engine.generate(prompts, n=2, **LONG)
             stats = engine.stats()
             assert stats.preemptions > 0
-            assert stats.cells_used == 0
+            assert_at_rest(engine)
             assert bool(stats.recomputes) == (name not in IN_PLACE)
         for result, ids in zip(results, alone, strict=True):
             assert [(c.token_ids, c.finish_reason) for c in result.choices] == [(ids, "length")] * 2
@@ -132,7 +132,8 @@ def test_what_stands_before_the_gap_is_not_read_again(name, kept):
         engine.check()
     tail = CONTEXT + 1 - 14  # half of what was behind the head is gone
     again = [span for span in spans[1:] if span[1] - span[0] > 1]
-    assert again == [(kept, tail), (kept, tail)]
+    assert again[0] == (kept, tail)
+    assert all(start >= kept and end == tail for start, end in again), "the second time, more may be known"
     assert len(result.token_ids) == 60
 
 
@@ -152,7 +153,7 @@ def test_a_session_goes_on_from_what_a_shift_left(name):
         again = session.send([5, 6, 8], max_tokens=3, temperature=0.0)
         assert again.token_ids == engine.generate([5, 6, 8], max_tokens=3, temperature=0.0).token_ids
         session.close()
-        assert engine.stats().cells_used == 0
+        assert_at_rest(engine)
 
 
 @pytest.mark.parametrize("moment", [46, 47, 60])
@@ -167,5 +168,4 @@ def test_a_cancel_beyond_the_context_gives_everything_back(moment):
 
         engine._loop.call(lambda: ticket.append(engine.submit([5, 6], SamplingParams(**LONG), deliver=listen)))
         assert ear.wait().reasons == {0: "cancelled"}
-        engine.check()
-        assert engine.stats().cells_used == 0
+        assert_at_rest(engine)

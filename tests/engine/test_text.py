@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvcellar.engine.stats import stats as stats_of
 from kvcellar.sample.params import SamplingParams
 from kvcellar.text.output import _Table
-from tests.engine.mixes import Ear, judge, small_engine
+from tests.engine.mixes import Ear, assert_at_rest, judge, small_engine
 from tests.engine.spoken import Spoken
 from tests.zoo import reference_logits
 
@@ -20,7 +20,7 @@ def spoken(tmp_path_factory):
     made = Spoken(tmp_path_factory.mktemp("model"))
     with made.engine:
         yield made
-        assert made.engine.stats().cells_used == 0
+        assert_at_rest(made.engine)
 
 
 @st.composite

@@ -8,7 +8,7 @@ import pytest
 
 from kvcellar.events import Delta, Done, Failed, Finished
 from kvcellar.sample.params import SamplingParams
-from tests.engine.mixes import bytes_for, small_engine
+from tests.engine.mixes import assert_at_rest, bytes_for, small_engine
 
 THREADS = 8
 
@@ -60,8 +60,7 @@ def test_threads_get_what_they_would_get_alone(wanted, memory):
         with ThreadPoolExecutor(THREADS) as pool:
             got = list(pool.map(work, range(THREADS)))
         assert got == wanted
-        stats = engine.stats()
-        assert (stats.running, stats.waiting, stats.sequences, stats.cells_used) == (0, 0, 0, 0)
+        assert_at_rest(engine)
 
 
 def test_an_event_loop_hears_its_requests_without_waiting_for_them():
@@ -86,7 +85,7 @@ def test_an_event_loop_hears_its_requests_without_waiting_for_them():
     with small_engine("llama") as engine:
         answers = asyncio.run(many(engine))
         alone = [engine.generate([3 + i, 6], max_tokens=30, ignore_eos=True).token_ids for i in range(20)]
-        assert engine.stats().cells_used == 0
+        assert_at_rest(engine)
     for i, (got, reason) in enumerate(answers):
         if (3 + i) % 2:
             assert got == alone[i][: len(got)]
@@ -110,8 +109,7 @@ def test_an_event_loop_that_has_gone_leaves_nothing_running():
     with small_engine("llama") as engine:
         asyncio.run(leave(engine))
         engine.generate([6], max_tokens=3)
-        stats = engine.stats()
-        assert (stats.running, stats.cells_used) == (0, 0)
+        assert_at_rest(engine)
 
 
 def test_two_engines_live_beside_each_other():

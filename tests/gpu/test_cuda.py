@@ -19,6 +19,7 @@ from kvcellar.engine import settings
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.shapes import StoredAs
+from tests.engine.mixes import assert_at_rest
 from tests.models.timeline import BOUND, read, relative, small_memory
 from tests.zoo import ARCHS
 
@@ -71,8 +72,7 @@ def test_an_engine_generates_what_transformers_does(name: str) -> None:
             for choice in result.choices:
                 assert len(choice.token_ids) == 20
                 assert_greedy(reference, prompt, choice.token_ids)
-        engine.check()
-        assert engine.stats().cells_used == 0
+        assert_at_rest(engine)
 
 
 @pytest.mark.parametrize("name", ["llama", "lfm2"])

@@ -34,7 +34,7 @@ RUN = st.builds(
 ACTION = st.one_of(
     RUN,
     st.tuples(st.just("leaf"), st.integers(1, 5)),
-    st.tuples(st.just("checkpoint"), st.just(0)),
+    st.tuples(st.just("checkpoint"), st.integers(0, 6)),
     st.tuples(st.just("release"), st.integers(0, 5)),
 )
 
@@ -122,9 +122,13 @@ class World:
             assert len(prefixes) - len(now) >= gone
             assert not self.anywhere or len(prefixes) - len(now) == gone
         else:
-            gone = self.tree.evict_checkpoint()
+            values = [kept.value for node in self.tree.nodes() for kept in node.checkpoints.values()]
+            worth = self.tree._kept_clock + most if most else float("inf")  # of a new checkpoint that saves `most`
+            gone = self.tree.evict_checkpoint(saves=most or None)
             _, now = self.held()
-            assert (gone is not None) == bool(points)
+            assert len(values) == len(points)
+            assert (gone is not None) == (bool(values) and min(values) <= worth)
+            assert gone is None or gone.value == min(values)
             assert now <= points
             assert len(points) - len(now) == (gone is not None)
 

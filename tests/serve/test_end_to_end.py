@@ -13,6 +13,7 @@ import pytest
 
 from kvcellar import Engine
 from kvcellar.serve import Server, ServeSettings
+from tests.engine.mixes import assert_at_rest
 from tests.serve.fake_engine import PATIENCE
 
 ASKED = [{"role": "user", "content": "Write a function that adds two numbers."}]
@@ -43,8 +44,7 @@ def at_rest(engine: Engine) -> Iterator[None]:
     until = time.monotonic() + PATIENCE
     while (stats := engine.stats()).running + stats.waiting + stats.cells_used and time.monotonic() < until:
         time.sleep(0.01)
-    assert (stats.running, stats.waiting, stats.sequences, stats.cells_used) == (0, 0, 0, 0)
-    engine.check()
+    assert_at_rest(engine)
 
 
 def test_the_model_is_listed(client, engine):
@@ -54,6 +54,7 @@ def test_the_model_is_listed(client, engine):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_completion_equals_the_engines(client, engine, stream):
     own = engine.generate("def main():", max_tokens=24, temperature=0.0)
+    engine.clear_cache()
     body = {"model": engine.model.name, "prompt": "def main():", "max_tokens": 24, "temperature": 0, "stream": stream}
     if stream:
         parts = list(client.completions.create(**body, stream_options={"include_usage": True}))

@@ -15,14 +15,13 @@ import torch
 
 from kvcellar.bench import hf_baseline
 from kvcellar.bench.network import hybrid
-from kvcellar.engine.build import build
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.session import Session
-from kvcellar.engine.settings import Settings
 from kvcellar.prefix.node import common_prefix
 
 CHECKPOINTS = (2, 4, 8, 32)
 STEP_TOKENS = 512
+CACHE_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +118,17 @@ def conversation(script: Script, *, small: bool) -> dict[int, Computed]:
     """By number of checkpoints. The network has gated delta rules and attention."""
     network = hf_baseline.network(hybrid("qwen3_5_text", hidden=256, layers=4, head=64), torch.bfloat16)
     found: dict[int, Computed] = {}
-    row = build(network, Settings(cache_bytes=1 << 28)).capacity.states.bytes_per_row
+    limits: dict[str, Any] = {"max_sequences": 1, "cache_bytes": CACHE_BYTES, "step_tokens": STEP_TOKENS}
     for checkpoints in CHECKPOINTS[-1:] if small else CHECKPOINTS:
-        # An engine has rows for checkpoints in a 32nd of its bytes, and as many for idle sessions. With one session,
-        # checkpoints can use both, except for the session's own row and the one that a step takes.
-        limits: dict[str, Any] = {
-            "max_sequences": 1,
-            "cache_bytes": 16 * (checkpoints + 2) * row - 1,
-            "step_tokens": STEP_TOKENS,
-        }
         with Engine(network, threads=1, **limits) as engine, engine.session(chat=False) as session:
-            assert engine.stats().rows == checkpoints + 2, "the division of bytes in an engine has changed"
+            _leave_free(engine, checkpoints + 2)  # the sequence has a row, and a step takes one
             found[checkpoints] = reads(play(session, script), checkpoints=checkpoints, step_tokens=STEP_TOKENS)
     return found
+
+
+def _leave_free(engine: Engine, count: int) -> None:
+    """Take rows of recurrent state until no more than `count` are free. An engine has far more for its bytes."""
+    rows = engine._built.memory.rows
+    while (rows.free or 0) > count:
+        rows.take()
+    assert rows.free == count, f"an engine with {CACHE_BYTES} bytes has too few rows"

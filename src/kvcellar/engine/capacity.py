@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvcellar.errors import CapacityTooSmall
 from kvcellar.layout import Layout
 
-MOST_CHECKPOINTS = 1024  # state rows kept as checkpoints, and windows
+MOST_CHECKPOINTS = 1024  # windows of checkpoints; of state rows, which are for checkpoints alone, twice as many
 WINDOW_SHARE = 16  # windows of checkpoints get one such part of the cache's bytes
 
 
@@ -47,8 +47,7 @@ class Demand:
 @dataclass(frozen=True, slots=True)
 class RowShare:
     """Rows of recurrent state. Each of `sequences` running at once has one and takes another in a step; `checkpoints`
-    are kept to resume from, and as many sessions may be idle, with a row each. Rows that all of these leave free,
-    except those of a step, hold more checkpoints."""
+    are for the prefix cache, which also has what the others leave free."""
 
     sequences: int
     checkpoints: int = 0
@@ -56,12 +55,7 @@ class RowShare:
 
     @property
     def rows(self) -> int:
-        return 2 * self.sequences + 2 * self.checkpoints if self.bytes_per_row else 0
-
-    @property
-    def most_checkpoints(self) -> int:
-        """Checkpoints that fit while as many sequences as possible run, and no session is idle."""
-        return self.rows - 2 * self.sequences
+        return 2 * self.sequences + self.checkpoints if self.bytes_per_row else 0
 
     @property
     def bytes(self) -> int:
@@ -79,7 +73,7 @@ def share_windows(demands: Sequence[Demand], *, budget: int, context: int) -> in
 
 def share_rows(bytes_per_row: int, *, budget: int, because: str, max_sequences: int) -> RowShare:
     """Rows for as many sequences as fit into half of `budget`, up to `max_sequences`; checkpoints take a sixteenth of
-    it, but at least one for each sequence and at most `MOST_CHECKPOINTS`.
+    it, but at least two for each sequence and at most twice `MOST_CHECKPOINTS`.
 
     Raises `CapacityTooSmall` if not even one sequence fits.
     """
@@ -91,7 +85,7 @@ def share_rows(bytes_per_row: int, *, budget: int, because: str, max_sequences: 
             f"{budget} bytes ({because}) are too few: a row of recurrent state has {bytes_per_row}, five are the least "
             f"that can work, and they may take half. Raise cache_bytes."
         )
-    checkpoints = max(sequences, min(MOST_CHECKPOINTS, budget // 32 // bytes_per_row))
+    checkpoints = 2 * max(sequences, min(MOST_CHECKPOINTS, budget // 32 // bytes_per_row))
     return RowShare(sequences, checkpoints, bytes_per_row)
 
 

@@ -10,8 +10,8 @@ Always true:
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import count
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count, pairwise
 from typing import TYPE_CHECKING
 
 from kvcellar.engine.prefixes import NEAR, Prefix, Prefixes
@@ -57,7 +57,8 @@ class SequenceManager:
     def evict(self, group: str | None, cells: int) -> bool:
         """Free some cells of a group that no sequence uses, about as many as given, or, without a group, a state row.
         False if there are none."""
-        return self.prefixes.evict(group, cells) or (self.store is not None and self.store.stop_reading())
+        found = self.prefixes.evict_row() if group is None else self.prefixes.evict(group, cells)
+        return found or (self.store is not None and self.store.stop_reading())
 
     # -- completions --------------------------------------------------------------------------------------------------
 
@@ -65,25 +66,30 @@ class SequenceManager:
         """Whether a running prompt is about to compute tokens that a waiting completion needs, too: then it waits for
         them. The running one leaves a checkpoint where they diverge. It also waits while its tokens are read back from
         the store."""
-        namespace, key = completion.request.namespace, key_of(completion.tokens)
-        if self.store is not None:
-            if completion not in self._fetches:
-                self._fetches[completion] = self.store.fetch(namespace, key)
-            if (fetch := self._fetches[completion]) is not None and not fetch.done:
-                return True
-        restorable = None
+        if self._read_back(completion):
+            return True
+        namespace, tokens, key = completion.request.namespace, completion.tokens, b""
         for other, prefix in self._running.values():
-            if other.status is not Status.PREFILL or prefix.root.namespace != namespace:
+            at = other.computed
+            if other.status is not Status.PREFILL or prefix.root.namespace != namespace or at >= len(tokens) - 1:
                 continue
-            alike = min(common(prefix.key, key), len(completion.tokens) - 1)
-            if alike <= other.computed:
+            if tokens[at] != other.tokens[at]:  # which is cheap to find out
                 continue
-            if restorable is None:
-                restorable = self.prefixes.restorable(namespace, key)
-            if alike >= restorable + NEAR:
+            key = key or key_of(tokens)
+            alike = min(common(prefix.key, key), len(tokens) - 1)
+            if alike > at and alike >= self.prefixes.restorable(namespace, key) + NEAR:
                 self.prefixes.want(prefix, alike)
                 return True
         return False
+
+    def _read_back(self, completion: Completion) -> bool:
+        """Whether tokens of a waiting completion are being read back; the first call begins that."""
+        if self.store is None:
+            return False
+        if completion not in self._fetches:
+            self._fetches[completion] = self.store.fetch(completion.request.namespace, key_of(completion.tokens))
+        fetch = self._fetches[completion]
+        return fetch is not None and not fetch.done
 
     def admit(self, completion: Completion) -> None:
         """Assign a sequence to `completion`, with the prefix of its tokens that is in memory. At least one token is
@@ -102,7 +108,7 @@ class SequenceManager:
             if prefix.root.namespace == namespace and at < other.computed and len(key) > at * TOKEN:
                 drawn = key_of(other.tokens[at : at + 1])
                 if key.startswith(drawn, at * TOKEN) and key.startswith(prefix.key[: at * TOKEN]):
-                    self._publish(other, prefix, resumable=True)
+                    self._publish(other, prefix, at=(other.computed,))
 
     def start(self, completion: Completion) -> None:
         """The completion, which was admitted, begins to run."""
@@ -124,17 +130,22 @@ class SequenceManager:
         return self.prefixes.next_wanted(found[1], completion.computed) or end
 
     def feeds(self, scheduled: Sequence[Scheduled]) -> tuple[Feed, ...]:
-        """The feeds of a step. Where too few state rows are free, and none can be, checkpoints are left out."""
+        """The feeds of a step. Where too few state rows are free, checkpoints inside feeds replace those of the tree
+        that are of less value, and are left out otherwise."""
         feeds = [self._feed(completion, tokens) for completion, tokens in scheduled]
-        rows = self.memory.rows
-        if rows.capacity is None:
+        if self.memory.rows.capacity is None:
             return tuple(feeds)
-        for at in reversed(range(len(feeds))):
-            need = sum(1 + len(feed.between) for feed in feeds)
-            if self._free_rows(need):
-                break
-            feeds[at] = feeds[at]._replace(checkpoints=())
-        return tuple(feeds)
+        self._free_rows(len(feeds))
+        need, left_out = len(feeds), set[tuple[int, int]]()
+        for saves, pos, seq in sorted((one for feed in feeds for one in _inside(feed)), reverse=True):
+            if self._free_rows(need + 1, saves):
+                need += 1
+            else:
+                left_out.add((seq, pos))
+        return tuple(
+            feed._replace(checkpoints=tuple(pos for pos in feed.checkpoints if (feed.seq, pos) not in left_out))
+            for feed in feeds
+        )
 
     def _feed(self, completion: Completion, tokens: int) -> Feed:
         assert completion.seq is not None, "a completion without a sequence was scheduled"
@@ -144,12 +155,13 @@ class SequenceManager:
             positions = tuple(pos for pos in positions if pos == new.end)
         return Feed(completion.seq, new, checkpoints=positions)
 
-    def _free_rows(self, need: int) -> bool:
-        """Evict checkpoints until so many state rows are free. False if there are too few."""
+    def _free_rows(self, need: int, saves: int | None = None) -> bool:
+        """Evict checkpoints until so many state rows are free; only such as are of less value than a new one that
+        `saves` so many tokens, if that is given. False if there are too few."""
         rows = self.memory.rows
         trim(rows, most=0, spare=need)
         while (rows.free or 0) < need:
-            if not self.prefixes.evict(None):
+            if not self.prefixes.evict_row(saves):
                 return False
         return True
 
@@ -162,11 +174,10 @@ class SequenceManager:
             self._publish(*found, claim)
 
     def _publish(
-        self, completion: Completion, prefix: Prefix, claim: int | None = None, *, resumable: bool = False
+        self, completion: Completion, prefix: Prefix, claim: int | None = None, *, at: Sequence[int] = ()
     ) -> None:
         assert completion.seq is not None
-        end = completion.computed
-        self.prefixes.publish(completion.seq, prefix, completion.tokens, end, claim, resumable=resumable)
+        self.prefixes.publish(completion.seq, prefix, completion.tokens, completion.computed, claim, at=at)
 
     def fork(self, completion: Completion, sibling: Completion) -> None:
         """Assign a sequence to `sibling` that shares all cells of `completion`."""
@@ -178,14 +189,16 @@ class SequenceManager:
         if (found := self._running.get(completion.seq)) is not None:
             self._running[seq] = sibling, self.prefixes.fork(found[1])
 
-    def release(self, completion: Completion) -> None:
-        """Free the completion's sequence; what it computed is published before."""
+    def release(self, completion: Completion, *, at: int | None = None) -> None:
+        """Free the completion's sequence; what it computed is published before, to be resumed at its end, and at the
+        last position up to `at` where that is possible."""
         seq, computed = completion.seq, completion.computed
         found = self._running.pop(seq, None) if seq is not None else None
         if found is not None:
             try:
-                if self._has(seq, computed) and computed > found[1].restored:
-                    self._publish(*found, resumable=True)
+                if seq is not None and self._has(seq, computed) and computed > found[1].restored:
+                    middle = self.memory.can_cut(seq, at) if at is not None else computed
+                    self._publish(*found, at=(middle, computed))
                     if self.store is not None:
                         self.store.keep(found[1].root.namespace, found[1].key[: found[1].published * TOKEN])
             finally:
@@ -198,7 +211,7 @@ class SequenceManager:
     def shift(self, completion: Completion, span: Span) -> str | None:
         """Context shift: remove `span` of the completion, and move the following tokens down. Returns None, or the
         reason why an exact shift is not possible. Raises `CacheFull` if copying shared keys needs more cells than are
-        free. If it returns a reason or raises, nothing has changed, but that what it computes is not shared any more.
+        free. If it returns a reason or raises, no memory has changed.
         """
         assert completion.seq is not None
         if span.end >= completion.computed:  # what stays encodes only tokens that stay
@@ -209,6 +222,7 @@ class SequenceManager:
         try:
             self.memory.remove(completion.seq, span)
         except NotSupported as refused:
+            self._running[completion.seq] = completion, self._place(completion)
             return refused.reason
         except (RuntimeError, MemoryError) as error:  # not enough scratch memory on the device
             log.warning("a shift of %s failed with %s: %s", span, type(error).__name__, error)
@@ -223,8 +237,12 @@ class SequenceManager:
         self._recompute(completion, span)
         self.recomputes[reason] += 1
 
+    def _place(self, completion: Completion) -> Prefix:
+        """A place in the tree for a completion that has lost its own."""
+        return self.prefixes.begin(completion.request.namespace, key_of(completion.tokens))
+
     def _recompute(self, completion: Completion, span: Span) -> None:
-        self.release(completion)
+        self.release(completion, at=span.start)
         completion.drop(span)
         self.admit(completion)
 
@@ -249,8 +267,7 @@ class SequenceManager:
                 continue
             owned.add(seq)
             if self.memory.derived(seq) is None:
-                key, namespace = key_of(completion.tokens), completion.request.namespace
-                self._running[seq] = completion, self.prefixes.begin(namespace, key)
+                self._running[seq] = completion, self._place(completion)
         for seq in self.memory.sequences:
             if seq not in owned:
                 self.memory.drop(seq)
@@ -294,3 +311,10 @@ class SequenceManager:
             found = self._running.get(completion.seq)
             assert (found is None) <= (self.memory.derived(completion.seq) is not None)
             assert found is None or (found[0] is completion and found[1].published <= completion.computed)
+
+
+def _inside(feed: Feed) -> Iterator[tuple[int, int, int]]:
+    """The checkpoints inside a feed: how many tokens each saves, counted from the one before; its position; and the
+    sequence."""
+    for before, pos in pairwise((feed.pos.start, *feed.between)):
+        yield pos - before, pos, feed.seq

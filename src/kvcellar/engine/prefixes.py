@@ -7,7 +7,7 @@ Always true:
 
 import time
 from bisect import bisect_right, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvcellar.cache.memory import Memory
@@ -133,18 +133,19 @@ class Prefixes:
         end: int,
         claim: int | None = None,
         *,
-        resumable: bool = False,
+        at: Sequence[int] = (),
     ) -> None:
         """Give the tree the first `end` tokens of a sequence, which are all that are in memory. `claim` is what a step
-        has left of the last of them. `resumable`: with a checkpoint at `end`."""
+        has left of the last of them. Without one, with checkpoints `at` these positions: `end`, and others at which the
+        sequence can resume, as far as they are behind what was published before."""
         if len(prefix.key) < end * TOKEN:
             prefix.key += key_of(tokens[len(prefix.key) // TOKEN : end])
         start = self._memory.claims.of(claim).span.start if claim is not None else end
         if prefix.published < start:
-            at_end = (end,) if claim is None and resumable and not self.anywhere else ()
-            rest = self._memory.claims.make(seq, Span(prefix.published, start), at_end)
+            places = () if claim is not None or self.anywhere else [pos for pos in at if pos > prefix.published]
+            rest = self._memory.claims.make(seq, Span(prefix.published, start), places)
             self._insert(seq, prefix, rest, start)
-        elif claim is None and resumable and not self.anywhere and end:
+        elif claim is None and end in at and not self.anywhere and end:
             self._add_checkpoint(seq, prefix, end)
         if claim is not None:
             self._insert(seq, prefix, claim, end)
@@ -179,20 +180,25 @@ class Prefixes:
 
     # -- memory -------------------------------------------------------------------------------------------------
 
-    def evict(self, group: str | None, tokens: int = 1) -> bool:
-        """Free cells of a group, or, without one, rows of state, of what no sequence uses; False if nothing is left
-        that could free any. More or fewer than `tokens` may become free."""
-        self._evictions.cause = f"cells of {group} layers" if group is not None else "rows of recurrent state"
-        if group is not None and group not in self._bounded:
+    def evict(self, group: str, tokens: int = 1) -> bool:
+        """Free cells of a group, of what no sequence uses; False if nothing is left that could free any. More or fewer
+        than `tokens` may become free."""
+        self._evictions.cause = f"cells of {group} layers"
+        if group not in self._bounded:
             return self.tree.evict_leaf(max(tokens, 1)) > 0
-        if self.tree.evict_checkpoint(lambda kept: self._frees(kept, group)) is not None:
+        if self.tree.evict_checkpoint(lambda kept: self._frees(kept)[0][group] > 0) is not None:
             return True
-        # Checkpoints may have the same window, and a row only one: the next one is free once all of them are gone.
-        return group is not None and self.tree.evict_checkpoint() is not None
+        # Checkpoints may have the same window, which is free once all of them are gone.
+        return self.tree.evict_checkpoint() is not None
 
-    def _frees(self, kept: Kept, group: str | None) -> bool:
-        cells, rows = self._memory.claims.exclusive(kept.node.claim, kept.pos)
-        return (rows if group is None else cells[group]) > 0
+    def evict_row(self, saves: int | None = None) -> bool:
+        """Free a row of state that no sequence uses, or, with `saves`, only one that is of less value than a new
+        checkpoint which saves so many tokens. False if there is none."""
+        return self.tree.evict_checkpoint(lambda kept: self._frees(kept)[1] > 0, saves) is not None
+
+    def _frees(self, kept: Kept) -> tuple[Mapping[str, int], int]:
+        """Cells by group, and rows, that are free without a checkpoint."""
+        return self._memory.claims.exclusive(kept.node.claim, kept.pos)
 
     def clear(self) -> bool:
         """Evict everything that no sequence uses. False if there was nothing."""

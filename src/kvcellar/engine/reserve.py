@@ -35,6 +35,7 @@ from kvcellar.sample.sampler import Sampler
 from kvcellar.spans import Span
 
 ROWS = (136, 160)  # of a prompt: both larger than the blocks of rows in which a backend computes scores
+SCANNED = (258, 514)  # the same with recurrent layers: one row of its own, the others one more than chunks of a scan
 WRITERS = (1, 3)
 REMEMBERED = (15, 48)  # tokens in memory; with the new row 16 keys, which need no padding, and 49, padded the most
 HUNGRY = SamplingParams(
@@ -49,36 +50,44 @@ def scratch(
     are the most tokens of one sequence (up to `context`), the tokens in memory at once, and the sequences in decode.
     A step whose size is in `measures` is not run.
 
-    The feeds of these steps are not revertible. A step of revertible feeds also holds, until it ends, the data for
-    restoring intermediate recurrent states. If it is reserved with such feeds, its peak includes this data, and a
-    partial `commit` takes no more.
+    Where a model can leave checkpoints of recurrent state inside a step, prompts are measured with revertible feeds:
+    these hold, until the step ends, what it takes to restore the state after any of their tokens, and no choice of
+    checkpoints takes more.
     """
     known = Measures(None, "") if measures is None else measures
+    points = ROWS if guest.shape.recurrent is None else SCANNED
 
     @cache
     def memory() -> Memory:  # allocated when the first step is run
-        made = guest.memory({group.name: ROWS[-1] + REMEMBERED[-1] for group in guest.shape.groups}, rows=1)
+        made = guest.memory({group.name: points[-1] + REMEMBERED[-1] for group in guest.shape.groups}, rows=1)
         _define(made)
         return made
 
-    def tried(feeds: Sequence[Feed]) -> int:
+    def tried(feeds: Sequence[Feed], *, draws: bool = True) -> int:
         report("measuring the largest steps")
-        return _tried(guest, memory(), feeds)
+        return _tried(guest, memory(), feeds, draws=draws)
 
     def read(rows: int, remembered: int) -> int:  # `remembered` does not include `rows`
         end = min(remembered + rows, context)
-        return known.of(f"{rows} rows to {end}", lambda: tried(_prompts(guest, rows, end)))
+        how = " in parts" if _in_parts(guest) else ""
+        return known.of(f"{rows} rows to {end}{how}", lambda: tried(_prompts(guest, rows, end)))
 
     def write(writers: int, remembered: int) -> int:
         end = min(remembered + 1, context)
         return known.of(f"{writers} writers at {end}", lambda: tried(_writers(writers, end)))
+
+    def split(sequences: int, _: int) -> int:
+        feeds = [Feed(seq, Span(0, 2), revertible=True) for seq in range(sequences)]
+        return known.of(f"{sequences} pairs in parts", lambda: tried(feeds, draws=False))
 
     def most(longest: int, tokens: int, sequences: int) -> int:
         rows = min(step_tokens, tokens if guest.mode == "flat" else longest)
         writers = min(sequences, step_tokens, tokens) if guest.mode == "flat" else 1
         if guest.device.type == "cpu":
             writers = with_padding(writers)  # the measured numbers are too small to be padded
-        prompts = continued(read, (rows, longest), (ROWS, REMEMBERED))
+        prompts = continued(read, (rows, longest), (points, REMEMBERED))
+        if _in_parts(guest):  # what layers hold grows with the prompts in a step, too
+            prompts += continued(split, (max(1, min(sequences, rows // 2)), 1), (WRITERS, REMEMBERED))
         tables = _row_tables(guest, max(rows, writers))
         before = max(1, longest - 1)
         if not _gathers(guest):
@@ -121,7 +130,13 @@ def _prompts(guest: Guest, rows: int, end: int) -> list[Feed]:
     apart = int(guest.mode == "flat" and bool(guest.shape.mixers) and rows > 1)
     starts = range(0, rows - apart, end)
     feeds = [Feed(seq, Span(end - min(end, rows - apart - start), end)) for seq, start in enumerate(starts)]
-    return feeds + [Feed(len(feeds), Span(end - 1, end))] * apart
+    feeds += [Feed(len(feeds), Span(end - 1, end))] * apart
+    return [feed._replace(revertible=_in_parts(guest)) for feed in feeds]
+
+
+def _in_parts(guest: Guest) -> bool:
+    """Whether steps can leave checkpoints of recurrent state inside the tokens of a sequence."""
+    return guest.shape.recurrent is not None and guest.no_partial_commit is None
 
 
 def _writers(writers: int, end: int) -> list[Feed]:
@@ -142,16 +157,18 @@ def _define(memory: Memory) -> None:
     memory.abandon()
 
 
-def _tried(guest: Guest, memory: Memory, feeds: Sequence[Feed]) -> int:
-    """The bytes that one reserved step takes, without the step tables that it adds: these grow by powers of two, so
-    they are not on a line through the measured steps (see `_row_tables`). The step is abandoned."""
+def _tried(guest: Guest, memory: Memory, feeds: Sequence[Feed], *, draws: bool = True) -> int:
+    """The bytes that one reserved step takes, with a draw for each feed or none, without the step tables that it adds:
+    these grow by powers of two, so they are not on a line through the measured steps (see `_row_tables`). The step is
+    abandoned."""
     batch, tables = Batch(tuple(feeds)), memory.storage.table_bytes
     with uncollected(), peak(guest.device) as meter:
         plan = memory.begin(batch, reserve=True)
         try:
             ids = torch.zeros(batch.tokens, dtype=torch.long, device=guest.device)
-            logits = guest.forward(memory, plan, ids, torch.arange(len(feeds), device=guest.device))
-            _draw(logits)
+            logits = guest.forward(memory, plan, ids, torch.arange(len(feeds) if draws else 0, device=guest.device))
+            if draws:
+                _draw(logits)
         finally:
             memory.abandon()
     return meter.bytes - (memory.storage.table_bytes - tables)

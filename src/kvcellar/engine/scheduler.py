@@ -39,7 +39,8 @@ class Manager(Protocol):
 
     def waits(self, completion: Completion) -> bool:
         """Whether a running prompt is about to compute tokens that a waiting completion needs, too, or whether these
-        are being read back."""
+        are being read back. To be called before the prompt goes on, so that it leaves a checkpoint where they diverge.
+        """
         ...
 
     def admit(self, completion: Completion) -> None:
@@ -149,12 +150,19 @@ class Scheduler:
             self.current = completion
             if step.left and not self._add(completion, step):
                 stuck.append(completion)
+        admits = True
         for completion in self.waiting[: self._max_sequences]:
-            if not step.left or not self._admit(completion, step):
-                break
+            self.current = completion
+            if not self._manager.waits(completion) and admits:
+                admits = step.left > 0 and self._admit(completion, step)
         if not (step.scheduled or stuck):  # what was just admitted alone may already fill memory
             stuck += self.running
-        return step.scheduled, stuck
+        return [self._shortened(*one) for one in step.scheduled], stuck
+
+    def _shortened(self, completion: Completion, tokens: int) -> Scheduled:
+        """Where a waiting completion diverges was not known when the prompt that it waits for was scheduled."""
+        self.current = completion
+        return Scheduled(completion, min(tokens, self._manager.next_end(completion) - completion.computed))
 
     def _add(self, completion: Completion, step: _Step) -> bool:
         """Schedule as many tokens of `completion` as fit, unless it is preempted. False if it runs alone and no cell is
@@ -191,13 +199,10 @@ class Scheduler:
         self.enqueue(completion)
 
     def _admit(self, completion: Completion, step: _Step) -> bool:
-        """Admit a waiting completion if what it will certainly need is free, or can be. One that waits for what a
-        running prompt is about to compute is passed over. False if none behind it may be admitted in this step."""
+        """Admit a waiting completion if what it will certainly need is free, or can be. False if not: then none behind
+        it may be admitted in this step."""
         if sum(map(_sequences, self.running)) + _sequences(completion) > self._max_sequences:
             return False
-        self.current = completion
-        if self._manager.waits(completion):
-            return True
         self._manager.admit(completion)
         if self.running and not self._fits(completion, step):
             self._manager.release(completion)

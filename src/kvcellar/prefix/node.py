@@ -54,6 +54,7 @@ class Kept:
     pos: int
     hits: int = 1
     value: float = 0.0
+    entry: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -69,6 +70,7 @@ class Node:
     users: int = 0
     branches: int = 0  # how many requests have gone on from it, or from below it, in another way than those before
     value: float = 0.0
+    entry: int = 0
     namespace: str = ""
     reused: bool = False  # whether a request has begun with its tokens
 

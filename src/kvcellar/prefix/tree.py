@@ -256,20 +256,26 @@ class Tree:
         self._evicted(leaf, cut)
         if cut > leaf.start:
             self._cut(leaf, cut)
-            self._leaves.push(leaf)
+            self._leaves.put_back(leaf)
             n = whole - cut
         else:
             self._remove(leaf)
         return n
 
-    def evict_checkpoint(self, frees: Callable[[Kept], bool] = lambda kept: True) -> Kept | None:
-        """Drop the checkpoint of the lowest value of those for which `frees` is true; returns it, None if there is
-        none."""
+    def evict_checkpoint(
+        self, frees: Callable[[Kept], bool] = lambda kept: True, saves: int | None = None
+    ) -> Kept | None:
+        """Drop the checkpoint of the lowest value of those for which `frees` is true; returns it. None if there is
+        none, or none of less value than a new one that `saves` so many tokens, if that is given."""
         passed: list[Kept] = []
         while (kept := self._kept.pop()) is not None and not frees(kept):
             passed.append(kept)
+        if kept is not None and saves is not None:
+            if kept.value > value(self._kept_clock, hits=1, saves=saves, costs=1):
+                passed.append(kept)
+                kept = None
         for one in passed:
-            self._kept.push(one)
+            self._kept.put_back(one)
         if kept is None:
             return None
         self._kept_clock = max(self._kept_clock, kept.value)

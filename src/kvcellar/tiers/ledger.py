@@ -29,6 +29,7 @@ class Kept:
     size: int
     hits: int = 1
     value: float = 0.0
+    entry: int = 0
     live: bool = True
 
     @property

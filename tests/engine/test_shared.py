@@ -3,13 +3,12 @@ are those of an engine that shares nothing."""
 
 import random
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
 
 from kvcellar import Engine
-from kvcellar.engine.request import Request
 from kvcellar.events import Delta, Event
 from kvcellar.prefix.node import common_prefix
 from kvcellar.sample.params import SamplingParams
@@ -325,14 +324,12 @@ def test_text_that_is_computed_again_in_place_of_a_shift_is_shared() -> None:
         assert_at_rest(engine)
 
 
-def test_a_request_of_another_namespace_shares_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_of_another_namespace_shares_nothing(name: str) -> None:
     with small_engine(name) as engine:
 
         def ask(namespace: str) -> Any:
-            with monkeypatch.context() as patch:
-                patch.setattr("kvcellar.engine.engine.Request", partial(Request, namespace=namespace))
-                ear = Ear()
-                engine.submit(TEXT, SamplingParams(max_tokens=3, **HOW), deliver=ear)
+            ear = Ear()
+            engine.submit(TEXT, SamplingParams(max_tokens=3, **HOW), deliver=ear, namespace=namespace)
             return ear.wait()
 
         found = [ask(namespace) for namespace in ("", "b", "b", "", "c")]
@@ -341,9 +338,7 @@ def test_a_request_of_another_namespace_shares_nothing(name: str, monkeypatch: p
         with held(engine):
             ears = []
             for namespace in ("d", "e", "d"):
-                with monkeypatch.context() as patch:
-                    patch.setattr("kvcellar.engine.engine.Request", partial(Request, namespace=namespace))
-                    ears.append(Ear())
-                    engine.submit(TEXT, SamplingParams(max_tokens=3, **HOW), deliver=ears[-1])
+                ears.append(Ear())
+                engine.submit(TEXT, SamplingParams(max_tokens=3, **HOW), deliver=ears[-1], namespace=namespace)
         assert [ear.wait().done.usage.cached_tokens for ear in ears] == [0, 0, 99]
         assert_at_rest(engine)

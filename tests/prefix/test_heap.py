@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kvcellar.prefix.heap import Heap
+
+from kvcellar.heap import Heap
 
 
 @dataclass(eq=False)

@@ -109,7 +109,7 @@ def stats(built: "Built") -> EngineStats:
     """To be called on the engine's thread, between two steps."""
     loop, memory, scheduler, guest = built.loop, built.memory, built.loop.scheduler, built.guest
     free, capacity, used = memory.free(), memory.storage.capacity(), memory.used()
-    rows_used = memory.used_rows()
+    rows_used = memory.rows.states
     groups = tuple(
         GroupStats(
             group.name,

@@ -102,10 +102,6 @@ class Memory:
         of all sequences."""
         return {store.group.name: self._sequences.cells(index) for index, store in enumerate(self._stores.all)}
 
-    def used_rows(self) -> int:
-        """How many rows are the present state of sequences; a shared one counts once."""
-        return len({record.states.row for record in self._sequences.records.values()} - {0})
-
     def held(self, seq: int) -> dict[str, Span]:
         """The positions that `seq` still holds in each group; of its input, in groups of that."""
         tables = zip(self._stores.all, self._sequences.known(seq), strict=True)

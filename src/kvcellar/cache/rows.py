@@ -68,6 +68,11 @@ class Rows:
     def free(self) -> int | None:
         return None if self.capacity is None else len(self._free)
 
+    @property
+    def used(self) -> int:
+        """How many rows are the present state of sequences. Costs the rows that are referenced."""
+        return sum(row.own > 0 for row in self._rows.values())
+
     # -- holds --------------------------------------------------------------------------------------------------
 
     def take(self) -> int:

@@ -94,7 +94,7 @@ def stats(built: "Built") -> EngineStats:
     """To be called on the engine's thread, between two steps."""
     loop, memory, scheduler, guest = built.loop, built.memory, built.loop.scheduler, built.guest
     free, capacity, used = memory.storage.free(), memory.storage.capacity(), memory.used()
-    rows_used = memory.used_rows()
+    rows_used = memory.rows.used
     groups = tuple(
         GroupStats(
             group.name,

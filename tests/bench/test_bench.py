@@ -105,7 +105,8 @@ def test_turns_are_counted_for_every_number_of_checkpoints(capsys: pytest.Captur
     assert last["results"] == {}
     assert list(last["turns"]) == ["32"]
     found = last["turns"]["32"]
-    assert found["by_token"] <= found["ideal"] <= found["ours"]
+    assert found["by_token"] <= found["ideal"]
+    assert found["by_token"] <= found["ours"] <= 1.02 * found["ideal"]
     assert [line.split()[:2] for line in table] == [["turns", str(found["ours"])]]
 
 

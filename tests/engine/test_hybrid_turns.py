@@ -126,7 +126,7 @@ def test_a_chat_whose_memory_was_evicted_can_be_rewound_as_before():
 
 
 @pytest.mark.parametrize("parts", [True, False])
-def test_where_rows_are_too_few_for_all_checkpoints_the_last_ones_are_left(scarce, parts):
+def test_where_rows_are_too_few_for_all_checkpoints_late_ones_are_left(scarce, parts):
     with scarce("lfm2", 4, step_tokens=256) as engine, engine.session(chat=False) as session:
         if not parts:
             whole_steps(engine)
@@ -136,7 +136,7 @@ def test_where_rows_are_too_few_for_all_checkpoints_the_last_ones_are_left(scarc
         engine.check()
         assert engine.stats().rows_cached == engine.stats().rows, "all that were free in the last step"
         session.rewind(2)
-        assert session.send([8, 9], max_tokens=1, **GREEDY).usage.cached_tokens == began[11]
+        assert began[10] < session.send([8, 9], max_tokens=1, **GREEDY).usage.cached_tokens <= began[11]
         assert_at_rest(engine)
 
 

@@ -132,8 +132,8 @@ def test_what_stands_before_the_gap_is_not_read_again(name, kept):
         engine.check()
     tail = CONTEXT + 1 - 14  # half of what was behind the head is gone
     again = [span for span in spans[1:] if span[1] - span[0] > 1]
-    assert again[0] == (kept, tail)
-    assert all(start >= kept and end == tail for start, end in again), "the second time, more may be known"
+    assert 1 <= len(again) <= 2
+    assert all(start >= kept and end == tail for start, end in again), "more may be known where the text repeats itself"
     assert len(result.token_ids) == 60
 
 

@@ -79,7 +79,7 @@ class Memory:
         self.states = States(recurrent, rows=rows, device=self.device)
         self._sequences = Sequences(self._stores.all, self.states, limits)
         self.rows = self.states.rows
-        self.storage = Storage(self._stores, self.states, max_bytes, self._idle)
+        self.storage = Storage(self._stores, self._sequences, self.states, max_bytes, self._idle)
         shape = shape_of(self.storage.groups, dtype, recurrent)
         self.claims = Claims(self._stores.all, self._sequences, self.states, shape, self._idle)
         self.inputs = Inputs(self._stores, self._sequences, self.claims, self._idle)
@@ -97,11 +97,6 @@ class Memory:
     def length(self, seq: int) -> int:
         """The position that the next token of `seq` will have; 0 for an unknown sequence."""
         return self._sequences.length(seq)
-
-    def used(self) -> dict[str, int]:
-        """How many cells of each group sequences hold; a shared one counts once. Claims may hold others. Costs the runs
-        of all sequences."""
-        return {store.group.name: self._sequences.cells(index) for index, store in enumerate(self._stores.all)}
 
     def held(self, seq: int) -> dict[str, Span]:
         """The positions that `seq` holds in each group; in input groups, those of its input."""

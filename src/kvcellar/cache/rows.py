@@ -57,13 +57,13 @@ class Rows:
         self._uses = 0
 
     @property
-    def states(self) -> int:
-        """How many rows are the state of sequences; one that sequences share counts once. Costs the rows in use."""
-        return sum(1 for row in self._rows.values() if row.own)
-
-    @property
     def free(self) -> int | None:
         return None if self.capacity is None else len(self._free)
+
+    @property
+    def used(self) -> int:
+        """How many rows are the present state of sequences. Costs the rows that are referenced."""
+        return sum(row.own > 0 for row in self._rows.values())
 
     # -- holds --------------------------------------------------------------------------------------------------
 

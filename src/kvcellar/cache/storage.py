@@ -17,6 +17,7 @@ from kvcellar.cache.compact import Compaction, relocate
 from kvcellar.cache.group import PIECE, Group
 from kvcellar.cache.history import GroupStep, LayerHistory, StepTables, indices
 from kvcellar.cache.pool import Pool
+from kvcellar.cache.sequences import Sequences
 from kvcellar.cache.states import States
 from kvcellar.cache.tables import Move, Table, Tables
 from kvcellar.contracts import Backend
@@ -213,12 +214,13 @@ class Storage:
     def __init__(
         self,
         stores: Stores,
+        sequences: Sequences,
         states: States,
         max_bytes: int | None,
         idle: Callable[[str], None],
     ) -> None:
         """`idle(operation)` raises `WrongStage` while a step is open."""
-        self._stores, self._states, self._idle = stores, states, idle
+        self._stores, self._sequences, self._states, self._idle = stores, sequences, states, idle
         self.max_bytes, self.scratch = max_bytes, 0
 
     @property
@@ -244,6 +246,11 @@ class Storage:
     def spare(self) -> int | None:
         """Bytes of the cap that are left beside planes and staging while no step is open; None without a cap."""
         return None if self.max_bytes is None else self.max_bytes - self.bytes - self.staging
+
+    def used(self) -> dict[str, int]:
+        """How many cells of each group sequences hold; a shared one counts once. Claims may hold others. Costs the runs
+        of all sequences."""
+        return {store.group.name: self._sequences.cells(index) for index, store in enumerate(self._stores.all)}
 
     def capacity(self) -> dict[str, int]:
         """Number of cells of each group."""

@@ -51,7 +51,7 @@ class SequenceManager:
 
     def available(self) -> Mapping[str, int]:
         """Cells of each group that are free, or could be: no sequence uses them. Costs the runs of all sequences."""
-        capacity, used = self.memory.storage.capacity(), self.memory.used()
+        capacity, used = self.memory.storage.capacity(), self.memory.storage.used()
         return {name: cells - used[name] for name, cells in capacity.items()}
 
     def evict(self, group: str | None, cells: int) -> bool:

@@ -108,8 +108,8 @@ def model_card(built: "Built") -> ModelCard:
 def stats(built: "Built") -> EngineStats:
     """To be called on the engine's thread, between two steps."""
     loop, memory, scheduler, guest = built.loop, built.memory, built.loop.scheduler, built.guest
-    free, capacity, used = memory.free(), memory.storage.capacity(), memory.used()
-    rows_used = memory.rows.states
+    free, capacity, used = memory.free(), memory.storage.capacity(), memory.storage.used()
+    rows_used = memory.rows.used
     groups = tuple(
         GroupStats(
             group.name,

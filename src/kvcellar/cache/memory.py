@@ -79,7 +79,7 @@ class Memory:
         self.states = States(recurrent, rows=rows, device=self.device)
         self._sequences = Sequences(self._stores.all, self.states, limits)
         self.rows = self.states.rows
-        self.storage = Storage(self._stores, self._sequences, self.states, max_bytes, self._idle)
+        self.storage = Storage(self._stores, self.states, max_bytes, self._idle, self._sequences.cells)
         shape = shape_of(self.storage.groups, dtype, recurrent)
         self.claims = Claims(self._stores.all, self._sequences, self.states, shape, self._idle)
         self.inputs = Inputs(self._stores, self._sequences, self.claims, self._idle)

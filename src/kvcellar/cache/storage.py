@@ -17,7 +17,6 @@ from kvcellar.cache.compact import Compaction, relocate
 from kvcellar.cache.group import PIECE, Group
 from kvcellar.cache.history import GroupStep, LayerHistory, StepTables, indices
 from kvcellar.cache.pool import Pool
-from kvcellar.cache.sequences import Sequences
 from kvcellar.cache.states import States
 from kvcellar.cache.tables import Move, Table, Tables
 from kvcellar.contracts import Backend
@@ -214,13 +213,14 @@ class Storage:
     def __init__(
         self,
         stores: Stores,
-        sequences: Sequences,
         states: States,
         max_bytes: int | None,
         idle: Callable[[str], None],
+        used: Callable[[int], int],
     ) -> None:
-        """`idle(operation)` raises `WrongStage` while a step is open."""
-        self._stores, self._sequences, self._states, self._idle = stores, sequences, states, idle
+        """`idle(operation)` raises `WrongStage` while a step is open. `used` returns how many cells of a group, by its
+        index, sequences hold."""
+        self._stores, self._states, self._idle, self._used = stores, states, idle, used
         self.max_bytes, self.scratch = max_bytes, 0
 
     @property
@@ -250,7 +250,7 @@ class Storage:
     def used(self) -> dict[str, int]:
         """How many cells of each group sequences hold; a shared one counts once. Claims may hold others. Costs the runs
         of all sequences."""
-        return {store.group.name: self._sequences.cells(index) for index, store in enumerate(self._stores.all)}
+        return {store.group.name: self._used(index) for index, store in enumerate(self._stores.all)}
 
     def capacity(self) -> dict[str, int]:
         """Number of cells of each group."""

@@ -291,5 +291,5 @@ def test_a_fault_is_described_in_one_line(folder: Callable[[str], str], monkeypa
     assert ran.code == 1
     (line,) = [line for line in ran.out.splitlines() if line.startswith("  rollback (")]
     assert line.startswith("  rollback (causal, conv) does not hold; logits differ by ")
-    assert "1e-04 counts, and " in line
+    assert "1e-04 is allowed, and " in line
     assert ran.out.splitlines()[-1] == "warm equals cold in 7 of 8 checks that apply"

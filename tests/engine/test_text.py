@@ -219,8 +219,6 @@ def test_usage_counts_and_times_are_in_order():
             assert 0 <= times.queued <= times.first_token
             assert times.decoding > 0
             assert times.tokens_per_second(5) == pytest.approx(4 / times.decoding)
-        first, second = (result.timings for result in results)
-        assert second.queued >= first.queued + first.decoding  # it waited for the other to end
         many = engine.generate([5], max_tokens=4, ignore_eos=True)
         assert many.usage.completion_tokens == 4
 

@@ -235,7 +235,7 @@ def test_row_indices_of_equal_feeds_are_computed_once_per_step() -> None:
     assert torch.equal(mixing.mix(mixer, (hidden,), {"scale": 3})[0], wanted)
     with Made() as made:
         assert torch.equal(mixing.mix(mixer, (hidden,), {"scale": 3})[0], wanted)
-    assert not made.told
+    assert not made.uploads
     assert shapes == [(2, 2, 2), (1, 1, 2)] * 2
 
 

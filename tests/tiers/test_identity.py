@@ -7,7 +7,10 @@ import pytest
 
 from kvcellar.tiers.identity import FileDigests, identity
 
-LATER = time.time() + 1000
+
+def later() -> float:
+    """A clock by which files of now were not changed in the last seconds."""
+    return time.time() + 1000
 
 
 def test_each_part_decides_and_their_order_does_not() -> None:
@@ -31,7 +34,7 @@ def test_content_decides_and_order_and_names_do_not_hide_it(tmp_path) -> None:
 def test_a_file_is_read_once_over_many_starts(tmp_path) -> None:
     (tmp_path / "w").write_bytes(b"weights")
     for start in range(3):
-        digests = FileDigests(tmp_path / "cache", clock=lambda: LATER)
+        digests = FileDigests(tmp_path / "cache", clock=later)
         digests.of([tmp_path / "w"])
         assert digests.computed == (start == 0)
 
@@ -40,7 +43,7 @@ def test_a_file_is_read_once_over_many_starts(tmp_path) -> None:
 def test_a_file_that_may_have_changed_is_read_again(tmp_path, change) -> None:
     path = tmp_path / "w"
     path.write_bytes(b"weights")
-    first = FileDigests(tmp_path / "cache", clock=lambda: LATER).of([path])
+    first = FileDigests(tmp_path / "cache", clock=later).of([path])
     about = path.stat()
     if change == "replaced":
         path.unlink()
@@ -49,7 +52,7 @@ def test_a_file_that_may_have_changed_is_read_again(tmp_path, change) -> None:
         os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))  # as a copy that keeps times does
     else:
         os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns + 1))
-    digests = FileDigests(tmp_path / "cache", clock=lambda: LATER)
+    digests = FileDigests(tmp_path / "cache", clock=later)
     assert (digests.of([path]) == first) == (change == "times")
     assert digests.computed == 1
 
@@ -67,7 +70,7 @@ def test_what_is_remembered_may_be_damaged(tmp_path, content) -> None:
     (tmp_path / "cache").mkdir(mode=0o700)
     (tmp_path / "cache" / "digests.json").write_bytes(content)
     (tmp_path / "w").write_bytes(b"weights")
-    digests = FileDigests(tmp_path / "cache", clock=lambda: LATER)
+    digests = FileDigests(tmp_path / "cache", clock=later)
     assert digests.of([tmp_path / "w"]) == FileDigests(None).of([tmp_path / "w"])
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kvcellar.cache.claim import Checkpoint, Claim, check_whole, undone, within
 from kvcellar.cache.group import PIECE, Group
-from kvcellar.cache.history import indices
+from kvcellar.cache.history import StoredPlane, indices
 from kvcellar.cache.layouts import Input
 from kvcellar.cache.rows import NAME
 from kvcellar.cache.states import States
@@ -102,13 +102,13 @@ class Part:
     def span(self) -> Span:
         return Span(self.table.first, self.table.end)
 
-    def pieces(self) -> Iterator[Span]:
+    def planes(self, device: torch.device) -> Iterator[tuple[StoredPlane, Tensor]]:
+        """By piece, layer and plane: the plane, and the current cells [n] of the piece."""
         for start in range(self.table.first, self.table.end, PIECE):
-            yield Span(start, min(start + PIECE, self.table.end))
-
-    def cells(self, span: Span, device: torch.device) -> Tensor:
-        """[n], the current cells of `span`."""
-        return indices(self.table.within(span), device)
+            piece = Span(start, min(start + PIECE, self.table.end))
+            for layer in self.store.group.layers:
+                for plane in self.store.group.planes:
+                    yield self.store.pool.planes(layer)[plane.name], indices(self.table.within(piece), device)
 
 
 def distinct(store: GroupStore, windows: Mapping[int, Table], parts: list[Part]) -> dict[int, list[tuple[int, Span]]]:
@@ -185,12 +185,8 @@ class Reading:
 
     def __iter__(self) -> Iterator[Tensor]:
         for part in self.parts:
-            for span in part.pieces():
-                for layer in part.store.group.layers:
-                    for plane in part.store.group.planes:
-                        stored = part.store.pool.planes(layer)[plane.name]
-                        for content in stored.content(part.cells(span, self._states.device)):
-                            yield as_bytes(content)
+            for plane, cells in part.planes(self._states.device):
+                yield from map(as_bytes, plane.content(cells))
         for row in self.rows:
             yield from map(as_bytes, self._states.content(row))
 
@@ -316,12 +312,8 @@ def _fill(reading: Reading, chunks: Iterator[Tensor], states: States) -> None:
         return chunk
 
     for part in reading.parts:
-        for span in part.pieces():
-            cells = part.cells(span, states.device)
-            for layer in part.store.group.layers:
-                for plane in part.store.group.planes:
-                    stored = part.store.pool.planes(layer)[plane.name]
-                    stored.restore(cells, [from_bytes(following(), like) for like in stored.empty(len(cells))])
+        for plane, cells in part.planes(states.device):
+            plane.restore(cells, [from_bytes(following(), like) for like in plane.empty(len(cells))])
     for row in reading.rows:
         states.restore(row, [from_bytes(following(), like) for like in states.content(row)])
     if next(chunks, None) is not None:

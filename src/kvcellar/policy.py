@@ -59,12 +59,13 @@ def trim(rows: Trimmed, *, most: int, spare: int) -> None:
         rows.evict(first_to_go(rows.candidates()).key)
 
 
-def value(clock: float, *, hits: int, saves: int, costs: int) -> float:
+def value(clock: float, *, hits: int, saves: int, costs: int, priority: int = 0) -> float:
     """What keeping a thing is worth, on the scale of `clock`, the value of the last one that went: the lowest goes
     next.
 
     `hits` is how often it was used, `saves` the tokens that would have to be computed again without it, `costs` what
-    it takes, in any unit. It is GreedyDual-Size-Frequency (Cherkasova, HP Labs 1998): a thing that is not used keeps
-    its value while the clock rises, and a thing that is used gets a new one, so that only what changes is ranked anew.
+    it takes, in any unit; each level of `priority` counts twice as much as the one below. It is
+    GreedyDual-Size-Frequency (Cherkasova, HP Labs 1998): a thing that is not used keeps its value while the clock
+    rises, and a thing that is used gets a new one, so that only what changes is ranked anew.
     """
-    return clock + hits * saves / costs
+    return clock + hits * saves * 2.0**priority / costs

@@ -7,14 +7,15 @@ from typing import Any
 from kvcellar.prefix.node import key_of
 from kvcellar.snapshot import Snapshot, key_after
 from kvcellar.spans import Span
-from kvcellar.tiers.disk import DiskStore
+from kvcellar.tiers.disk import DiskTier
+from kvcellar.tiers.tier import Tier
 
 IDENTITY = bytes(range(32))
 
 
-def store(directory: Path, **options: Any) -> DiskStore:
+def store(directory: Path, **options: Any) -> DiskTier:
     given = {"identity": IDENTITY, "max_bytes": 1 << 20, "share_of_free": 1.0}
-    return DiskStore(directory, **(given | options))
+    return DiskTier(directory, **(given | options))
 
 
 def made(seed: int, parent: Snapshot | None = None, *, tokens: int = 3, size: int = 40) -> tuple[Snapshot, list[bytes]]:
@@ -29,6 +30,6 @@ def made(seed: int, parent: Snapshot | None = None, *, tokens: int = 3, size: in
     return Snapshot(key, before, "n", Span(start, start + tokens), ids, rng.randbytes(9), sizes), chunks
 
 
-def content(store: DiskStore, key: bytes) -> tuple[Snapshot, list[bytes]] | None:
-    with store.read(key) as found:
-        return None if found is None else (found[0], list(found[1]))
+def content(tier: Tier, key: bytes) -> tuple[Snapshot, list[bytes]] | None:
+    found = tier.get(key)
+    return None if found is None else (found.snapshot, list(found.chunks))

@@ -20,7 +20,7 @@ Always true:
 from collections.abc import Iterator, Sequence
 
 from kvcellar.policy import value
-from kvcellar.prefix.heap import Heap
+from kvcellar.heap import Heap
 from kvcellar.prefix.node import TOKEN, ClaimStore, Kept, Match, Node, below, common
 
 

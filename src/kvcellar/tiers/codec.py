@@ -1,23 +1,26 @@
-"""codec: one snapshot as a file. Every byte that is read was verified; sizes are checked before anything is allocated.
+"""codec: one snapshot as a file or object. Every byte that is read was verified; sizes are checked before anything is
+allocated.
 
     0   magic, 8 bytes; version, size of the header, number of chunks, 4 bytes each; size of all chunks, 8 bytes; all
         little-endian
-    28  header: identity, key and parent (zeros for none), 32 bytes each, and the sealed description of the snapshot
+    28  header: identity, key and parent (zeros for none), 32 bytes each; the retention, as JSON with its length before
+        it; and the sealed description of the snapshot
         digest of all before it
         the chunks, sealed, one after the other
         digest of each sealed chunk
         digest of the header's digest and of these: the seal of the file
 
 A digest is BLAKE2b of 16 bytes. With a cipher, description and chunks are sealed by AES-256-GCM; the key and the number
-of the chunk are authenticated with them. Keys and sizes are not secret. Whether a file is whole is known without the
-cipher.
+of the chunk are authenticated with them. Keys, sizes and retention are not secret. Whether a file is whole is known
+without the cipher.
 """
 
 import json
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
@@ -25,15 +28,17 @@ from typing import Protocol
 from kvcellar.snapshot import KEY, Snapshot
 from kvcellar.spans import Span
 from kvcellar.tiers.files import Files
+from kvcellar.tiers.tier import Retention, checked
 
 MAGIC = b"kvcellar"
-VERSION = 1
+VERSION = 2
 DIGEST = 16
 HEADER_LIMIT = 64 << 20  # bytes: 8 for each token, and what the record says of them
 CHUNK_LIMIT = 1 << 30
 FILE_LIMIT = 1 << 40
 _START = struct.Struct("<8sIIIQ")
 _NONE = bytes(KEY)
+_RETENTION = {"saves": int | None, "priority": int, "pinned": bool, "expires": float | int | None, "owner": str}
 
 
 class Damaged(Exception):
@@ -112,119 +117,183 @@ def unsealed_meta(key: bytes, parent: bytes | None, content: bytes, cipher: Ciph
     return Snapshot(key, parent, namespace, span, tokens, record, sizes)
 
 
-def file_size(meta: bytes, sizes: Sequence[int], cipher: Cipher) -> int:
-    """Bytes of the file."""
-    return _size(len(meta), len(sizes), sum(sizes) + cipher.overhead * len(sizes))
+def file_size(head: bytes, snapshot: Snapshot, cipher: Cipher) -> int:
+    """Bytes of the file that begins with `head`."""
+    return len(head) + _payload(snapshot, cipher) + DIGEST * (len(snapshot.sizes) + 1)
 
 
-def _size(meta: int, chunks: int, payload: int) -> int:
-    return _START.size + 3 * KEY + meta + DIGEST + payload + DIGEST * (chunks + 1)
+def _payload(snapshot: Snapshot, cipher: Cipher) -> int:
+    return snapshot.size + cipher.overhead * len(snapshot.sizes)
 
 
-def write(
-    files: Files, path: Path, identity: bytes, snapshot: Snapshot, meta: bytes, chunks: Iterable[bytes], cipher: Cipher
-) -> bytes:
-    """Write a new file and make its content durable; returns its seal. `meta` is `sealed_meta` of the snapshot.
+def head_of(identity: bytes, snapshot: Snapshot, retention: Retention, meta: bytes, cipher: Cipher) -> bytes:
+    """All that comes before the chunks. `meta` is `sealed_meta` of the snapshot."""
+    words = json.dumps(asdict(retention), separators=(",", ":")).encode()
+    kept = struct.pack("<H", len(words)) + words
+    header = b"".join((identity, snapshot.key, snapshot.parent or _NONE, kept, meta))
+    start = _START.pack(MAGIC, VERSION, len(header), len(snapshot.sizes), _payload(snapshot, cipher)) + header
+    return start + digest(start)
 
-    Raises `OSError`, and `ValueError` for chunks of other sizes than the snapshot says.
-    """
-    header = identity + snapshot.key + (snapshot.parent or _NONE) + meta
-    payload = snapshot.size + cipher.overhead * len(snapshot.sizes)
-    start = _START.pack(MAGIC, VERSION, len(header), len(snapshot.sizes), payload) + header
-    file = files.create(path)
-    try:
-        digests = [digest(start)]
-        files.write(file, start + digests[0])
-        sizes = iter(snapshot.sizes)
-        for number, chunk in enumerate(chunks):
-            if len(chunk) != next(sizes, None):
-                raise ValueError(f"chunk {number} of a snapshot has {len(chunk)} bytes, not what its record says")
-            sealed = cipher.seal(chunk, _place(snapshot.key, number))
-            digests.append(digest(sealed))
-            files.write(file, sealed)
-        if next(sizes, None) is not None:
-            raise ValueError("a snapshot has fewer chunks than its record says")
-        seal = digest(*digests)
-        files.write(file, b"".join((*digests[1:], seal)))
-        files.sync(file)
-    finally:
-        files.close(file)
-    return seal
+
+def encoded(head: bytes, snapshot: Snapshot, chunks: Iterable[bytes], cipher: Cipher) -> Iterator[bytes]:
+    """The file in parts; the last one ends with the seal. Raises `ValueError` for chunks of other sizes than the
+    snapshot's."""
+    yield head
+    digests = [head[-DIGEST:]]
+    for number, chunk in enumerate(checked(snapshot, chunks)):
+        sealed = cipher.seal(chunk, _place(snapshot.key, number))
+        digests.append(digest(sealed))
+        yield sealed
+    yield b"".join((*digests[1:], digest(*digests)))
 
 
 def _place(key: bytes, number: int) -> bytes:
     return key + number.to_bytes(8, "little")
 
 
-class Reader:
-    """An open file, whose header and digests are verified. Close it, or use it in `with`."""
+def write(files: Files, path: Path, parts: Iterable[bytes]) -> bytes:
+    """Write a new file of `encoded` parts and make its content durable; returns its seal. Raises `OSError`."""
+    part = b""
+    file = files.create(path)
+    try:
+        for part in parts:
+            files.write(file, part)
+        files.sync(file)
+    finally:
+        files.close(file)
+    return part[-DIGEST:]
+
+
+class Source(Protocol):
+    """What a `Reader` reads. Both raise `OSError`."""
+
+    @property
+    def size(self) -> int: ...
+
+    def read(self, n: int, at: int) -> bytes:
+        """`n` bytes from `at` on, fewer at the end."""
+        ...
+
+
+class Content:
+    """Bytes in memory as a source."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content, self.size = content, len(content)
+
+    def read(self, n: int, at: int) -> bytes:
+        return self._content[at : at + n]
+
+
+class OpenFile:
+    """A file as a source. Close it, or use it in `with`."""
 
     def __init__(self, files: Files, path: Path) -> None:
-        """Raises `OSError`, `Damaged`, and `Foreign` for another version."""
-        self._files = files
-        self._file = files.open(path)
+        self._files, self._file = files, files.open(path)
         try:
-            self._verify()
+            self.size = files.size(self._file)
         except BaseException:
             self.close()
             raise
 
-    def _verify(self) -> None:
-        self.size = self._files.size(self._file)
-        start = self._read(_START.size, 0)
-        magic, version, length, chunks, payload = _START.unpack(start)
-        if magic != MAGIC:
-            raise Damaged("it does not begin like a snapshot")
-        if version != VERSION:
-            raise Foreign(f"it is of version {version}")
-        if not 3 * KEY < length <= HEADER_LIMIT or self.size != _size(length - 3 * KEY, chunks, payload):
-            raise Damaged(f"it has {self.size} bytes")
-        header = self._read(length, _START.size)
-        own = self._read(DIGEST, _START.size + length)
-        if own != digest(start, header):
-            raise Damaged("its header was changed")
-        tail = self._read(DIGEST * (chunks + 1), self.size - DIGEST * (chunks + 1))
-        self._digests = [tail[at : at + DIGEST] for at in range(0, len(tail), DIGEST)]
-        self.seal = self._digests.pop()
-        if self.seal != digest(own, *self._digests):
-            raise Damaged("its digests were changed")
-        self.identity, self.key, parent = (header[at : at + KEY] for at in (0, KEY, 2 * KEY))
-        self.parent = None if parent == _NONE else parent
-        self.meta = header[3 * KEY :]
-        self._at = _START.size + length + DIGEST
-
-    def _read(self, n: int, at: int) -> bytes:
-        found = self._files.read(self._file, n, at)
-        if len(found) != n:
-            raise Damaged("it was cut off")
-        return found
-
-    def snapshot(self, cipher: Cipher) -> Snapshot:
-        """Raises `Damaged`, and `Foreign` if it was sealed with another key."""
-        found = unsealed_meta(self.key, self.parent, self.meta, cipher)
-        if len(found.sizes) != len(self._digests) or self.size != file_size(self.meta, found.sizes, cipher):
-            raise Damaged("its header contradicts itself")
-        return found
-
-    def chunks(self, snapshot: Snapshot, cipher: Cipher) -> Iterator[bytes]:
-        """In order, each verified. Raises `OSError`, `Damaged` and `Foreign`."""
-        at = self._at
-        for number, (size, expected) in enumerate(zip(snapshot.sizes, self._digests, strict=True)):
-            sealed = self._read(size + cipher.overhead, at)
-            if digest(sealed) != expected:
-                raise Damaged(f"its chunk {number} was changed")
-            at += len(sealed)
-            yield cipher.unseal(sealed, _place(self.key, number))
+    def read(self, n: int, at: int) -> bytes:
+        return self._files.read(self._file, n, at)
 
     def close(self) -> None:
         with suppress(OSError):  # Linux closes the file even then, and nothing was written
             self._files.close(self._file)
 
-    def __enter__(self) -> "Reader":
+    def __enter__(self) -> "OpenFile":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What is known of a file without its chunks. `size` is that of the header and its digest, `end` of the file."""
+
+    identity: bytes
+    key: bytes
+    parent: bytes | None
+    retention: Retention
+    meta: bytes
+    chunks: int
+    digest: bytes
+    size: int
+    end: int
+
+    def snapshot(self, cipher: Cipher) -> Snapshot:
+        """Raises `Damaged`, and `Foreign` if it was sealed with another key."""
+        found = unsealed_meta(self.key, self.parent, self.meta, cipher)
+        whole = self.size + _payload(found, cipher) + DIGEST * (len(found.sizes) + 1)
+        if len(found.sizes) != self.chunks or self.end != whole:
+            raise Damaged("its header contradicts itself")
+        return found
+
+
+def read_header(source: Source) -> Header:
+    """The verified header of a file. Raises `OSError`, `Damaged`, and `Foreign` for another version."""
+    start = _read(source, _START.size, 0)
+    magic, version, length, chunks, payload = _START.unpack(start)
+    if magic != MAGIC:
+        raise Damaged("it does not begin like a snapshot")
+    if version != VERSION:
+        raise Foreign(f"it is of version {version}")
+    end = _START.size + length + DIGEST + payload + DIGEST * (chunks + 1)
+    if not 3 * KEY < length <= HEADER_LIMIT or source.size != end:
+        raise Damaged(f"it has {source.size} bytes")
+    header, own = _read(source, length, _START.size), _read(source, DIGEST, _START.size + length)
+    if own != digest(start, header):
+        raise Damaged("its header was changed")
+    identity, key, parent = (header[at : at + KEY] for at in (0, KEY, 2 * KEY))
+    retention, meta = _retention(header[3 * KEY :])
+    size = _START.size + length + DIGEST
+    return Header(identity, key, None if parent == _NONE else parent, retention, meta, chunks, own, size, end)
+
+
+def _retention(content: bytes) -> tuple[Retention, bytes]:
+    """The retention at the beginning, and what follows it."""
+    try:
+        (length,) = struct.unpack_from("<H", content)
+        found = json.loads(content[2 : 2 + length])
+        if not all(isinstance(found[name], kinds) for name, kinds in _RETENTION.items()):
+            raise ValueError("a field has another type")
+        return Retention(**found), content[2 + length :]
+    except (ValueError, KeyError, TypeError, struct.error) as error:
+        raise Damaged(f"its retention cannot be read: {error}") from error
+
+
+def _read(source: Source, n: int, at: int) -> bytes:
+    found = source.read(n, at)
+    if len(found) != n:
+        raise Damaged("it was cut off")
+    return found
+
+
+class Reader:
+    """Reads a file whose header and digests are verified."""
+
+    def __init__(self, source: Source) -> None:
+        """Raises `OSError`, `Damaged`, and `Foreign` for another version."""
+        self._source, self.header = source, read_header(source)
+        tail = DIGEST * (self.header.chunks + 1)
+        found = _read(source, tail, self.header.end - tail)
+        self._digests = [found[at : at + DIGEST] for at in range(0, tail, DIGEST)]
+        self.seal = self._digests.pop()
+        if self.seal != digest(self.header.digest, *self._digests):
+            raise Damaged("its digests were changed")
+
+    def chunks(self, snapshot: Snapshot, cipher: Cipher) -> Iterator[bytes]:
+        """In order, each verified; `snapshot` is that of the header. Raises `OSError`, `Damaged` and `Foreign`."""
+        at = self.header.size
+        for number, (size, expected) in enumerate(zip(snapshot.sizes, self._digests, strict=True)):
+            sealed = _read(self._source, size + cipher.overhead, at)
+            if digest(sealed) != expected:
+                raise Damaged(f"its chunk {number} was changed")
+            at += len(sealed)
+            yield cipher.unseal(sealed, _place(snapshot.key, number))
 
 
 class AesGcm:

@@ -3,59 +3,67 @@
     store/index.sqlite    which entries there are (see `index`)
     store/data/           a file for each entry (see `codec`)
     store/temporary/      files that are being written
-    store/owners/         a locked file for each process that uses the store
+    store/processes/      a locked file for each process that uses the store
     store/damaged/        the last files that were not what was written
 
 Always true:
+  * the bytes of all files of the store are at most `cap`: they are reserved before they are written, and given back
+    after the file was deleted;
   * an entry is in the index only after its file is complete and durable under its final name;
-  * a file that no entry names belongs to a process that is writing it, or is deleted when the store is next opened;
+  * a file of a process that has ended is deleted, unless it is an entry's, when the store is next opened; no file of a
+    process that has the store open ever is;
   * a chunk is handed out only after its digest was verified.
 """
 
-import fcntl
 import logging
-import os
 import secrets
 import sqlite3
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeVar
 
 from kvcellar.errors import KvcellarError
-from kvcellar.places import NoPlace, make_private
+from kvcellar.places import NoPlace
 from kvcellar.snapshot import Snapshot
-from kvcellar.tiers.codec import Cipher, Damaged, Foreign, Plain, Reader, file_size, sealed_meta, unsealed_meta, write
+from kvcellar.tiers.breaker import Breaker
+from kvcellar.tiers.codec import (
+    Cipher,
+    Damaged,
+    Foreign,
+    OpenFile,
+    Plain,
+    Reader,
+    encoded,
+    file_size,
+    head_of,
+    sealed_meta,
+    unsealed_meta,
+    write,
+)
 from kvcellar.tiers.files import Files
-from kvcellar.tiers.index import Index, IndexDamaged, Row
+from kvcellar.tiers.folder import DATA, QUARANTINE, TEMPORARY, Folder
+from kvcellar.tiers.index import DAMAGED, Index, IndexDamaged, Row, TooLittle, growth
+from kvcellar.tiers.tier import DEFAULT, Entry, Loaded, Retention
 
+T = TypeVar("T")
 log = logging.getLogger("kvcellar.tiers")
 
-KEPT_DAMAGED = 8  # files of which the last ones are kept to be looked at
-FOLDERS = ("data", "temporary", "owners", "damaged")
+KEPT_DAMAGED = 8  # damaged files that are kept to be looked at,
+DAMAGED_SHARE = 16  # of at most this part of the cap
 
 
 class StoreUnusable(KvcellarError):
-    """The directory cannot be a store. Says why."""
+    """The directory cannot be a store. The message has the reason."""
 
 
-class Stored(NamedTuple):
-    """An entry, as it is known without reading its file."""
+class DiskTier:
+    """A store of the snapshots of one identity, in a directory that may have those of others, too."""
 
-    snapshot: Snapshot
-    pinned: bool
-    expires: float | None
-
-
-class DiskStore:
-    """A store of the snapshots of one identity, in a directory that may have those of others, too.
-
-    All methods may be called from any thread. `put` and `read` never raise for what a disk does: they return False, or
-    nothing, and count why in `failures`.
-    """
+    name = "disk"
 
     def __init__(
         self,
@@ -64,264 +72,271 @@ class DiskStore:
         identity: bytes,
         max_bytes: int,
         share_of_free: float = 0.1,
+        quota: int | None = None,
         cipher: Cipher | None = None,
         files: Files | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """The store may have `max_bytes`, and no more than this share of what is free on the disk, its own files
-        included. Raises `StoreUnusable`."""
-        self._directory, self._identity = directory, identity
+        """The store may have `max_bytes`, and no more than this share of what is free on the disk and its own files;
+        `quota` is for the entries of one owner. Raises `StoreUnusable`."""
+        self._identity, self._max, self._share, self._quota = identity, max_bytes, share_of_free, quota
         self._cipher, self._files, self._clock = cipher or Plain(), files or Files(), clock
-        self._numbers, self._owner = count(), secrets.token_hex(8)
+        self._process, self._numbers = secrets.token_hex(8), count()
+        self._folder = Folder(self._files, directory, self._process)
+        self._breaker = Breaker(after=3)
         self.failures: Counter[str] = Counter()
         with ExitStack() as opened:
             try:
-                for folder in (directory, *(directory / name for name in FOLDERS)):
-                    make_private(folder)
-                self._own(opened)
-                self._index = self._opened_index()
-                opened.callback(self._index.close)
-                self._recover()
-                used = self._index.size()
-                self.cap = min(max_bytes, used + int(share_of_free * self._files.free(directory)))
-            except (OSError, sqlite3.Error, NoPlace, IndexDamaged) as error:
+                with self._folder.locked():
+                    opened.callback(self._folder.leave)
+                    self._folder.enter()
+                    self._index = self._opened_index()
+                    opened.callback(self._index.close)
+                    self._recover()
+            except (OSError, sqlite3.Error, NoPlace, IndexDamaged, TooLittle) as error:
                 raise StoreUnusable(f"{directory} cannot be a store: {error}") from error
             self._opened = opened.pop_all()
 
+    @property
+    def cap(self) -> int:
+        return self._index.cap
+
+    @property
+    def down(self) -> bool:
+        return self._breaker.down
+
+    def size(self) -> int:
+        """Of all files of all identities, those that are being written and the index, at most."""
+        return self._index.size()
+
     # -- entries ------------------------------------------------------------------------------------------------
 
-    def entries(self) -> list[Stored]:
-        """All that this identity and cipher can read, parents before the snapshots that continue them; entries that
-        continue nothing are left out."""
-        self._remove(self._index.expire(self._clock()))
-        found: dict[bytes, Stored] = {}
+    def entries(self) -> list[Entry]:
+        return self._try("listing entries", self._entries) or []
+
+    def _entries(self) -> list[Entry]:
+        self._expire()
+        found: list[Entry] = []
         for row in self._index.rows(self._identity):
             try:
-                snapshot = unsealed_meta(row.key, row.parent, row.meta, self._cipher)
+                found.append(Entry(unsealed_meta(row.key, row.parent, row.meta, self._cipher), row.retention))
             except (Damaged, Foreign) as error:
                 self._miss(row, error)
-            else:
-                found[row.key] = Stored(snapshot, row.pinned, row.expires)
-        return sorted(
-            (stored for stored in found.values() if _complete(stored.snapshot, found)),
-            key=lambda stored: stored.snapshot.span.start,
-        )
+        return found
 
-    def put(
-        self,
-        snapshot: Snapshot,
-        chunks: Iterable[bytes],
-        *,
-        saves: int | None = None,
-        expires: float | None = None,
-        pinned: bool = False,
-    ) -> bool:
-        """Keep a snapshot; False if that is not possible. `saves` are the tokens that need not be computed with it, in
-        place of its own."""
-        name = f"{self._owner}-{next(self._numbers)}"
+    def contains(self, key: bytes) -> bool:
+        return self._try("looking for a snapshot", lambda: self._found(key)) is not None
+
+    def put(self, snapshot: Snapshot, chunks: Iterable[bytes], retention: Retention = DEFAULT) -> bool:
+        return bool(self._try("storing a snapshot", lambda: self._put(snapshot, chunks, retention)))
+
+    def _put(self, snapshot: Snapshot, chunks: Iterable[bytes], retention: Retention) -> bool:
+        self._expire()
+        if self._index.renew(snapshot.key, retention):
+            return True
         meta = sealed_meta(snapshot, self._cipher)
-        size = file_size(meta, snapshot.sizes, self._cipher) + self._index.overhead(len(meta))
-        temporary, final = self._directory / "temporary" / name, self._directory / "data" / name
-        try:
-            evicted = self._index.reserve(self._owner, name, size, self.cap)
-            if evicted is None:
-                self.failures["too large"] += 1
-                return False
-            try:
-                self._remove(evicted)
-                seal = write(self._files, temporary, self._identity, snapshot, meta, chunks, self._cipher)
-                self._files.rename(temporary, final)
-                self._files.sync_directory(final.parent)
-                row = Row(
-                    snapshot.key, snapshot.parent, self._identity, name, seal, size, meta,
-                    saves=len(snapshot.span) if saves is None else saves, expires=expires, pinned=pinned,
-                )  # fmt: skip
-                if not self._index.enter(row):
-                    self._remove([name])
-            except BaseException:
-                with suppress(OSError):
-                    self._files.unlink(temporary)
-                with suppress(sqlite3.Error):
-                    self._index.release(name)
-                    if name not in self._index.names():
-                        self._remove([name])
-                raise
-        except (OSError, sqlite3.Error) as error:
-            self._failed("storing a snapshot", error)
+        head = head_of(self._identity, snapshot, retention, meta, self._cipher)
+        size, name = file_size(head, snapshot, self._cipher), f"{self._process}-{next(self._numbers)}"
+        if not self._reserve(name, size + growth(len(meta)), retention.owner):
+            self.failures["too large"] += 1
             return False
+        try:
+            seal = write(self._files, self._folder.path(TEMPORARY, name), encoded(head, snapshot, chunks, self._cipher))
+            self._folder.move(name, TEMPORARY, DATA)
+            self._folder.sync(DATA)
+            row = Row(
+                snapshot.key, snapshot.parent, self._identity, name, seal, size, meta,
+                retention.saved(snapshot), retention,
+            )  # fmt: skip
+            if not self._index.enter(row):
+                self._erase([name])
+        except BaseException:
+            with suppress(sqlite3.Error):  # a transaction that has failed may still be durable
+                if not self._index.has(name):
+                    self._erase([name])
+            raise
         return True
 
-    @contextmanager
-    def read(self, key: bytes) -> Iterator[tuple[Snapshot, Iterator[bytes]] | None]:
-        """The snapshot of a key, and its chunks as they are read; None on a miss. Where a chunk turns out to be
-        damaged, `Damaged` is raised there, and the entry is deleted."""
-        row, opened = None, ExitStack()
-        with opened:
-            try:
-                row = self._index.find(key)
-                found = None if row is None or row.identity != self._identity else self._read(row, opened)
-            except (OSError, sqlite3.Error, Damaged, Foreign) as error:
-                self._miss(row, error)
-                found = None
-            try:
-                yield found
-            except (OSError, Damaged, Foreign) as error:
-                self._miss(row, error)
-                raise Damaged(str(error)) from error
+    def get(self, key: bytes) -> Loaded | None:
+        row = None
+        try:
+            if (row := self._found(key)) is None:
+                return None
+            with OpenFile(self._files, self._folder.path(DATA, row.name)) as file:
+                reader = self._reader(file, row)
+                snapshot = reader.header.snapshot(self._cipher)
+                found = Loaded(snapshot, tuple(reader.chunks(snapshot, self._cipher)))
+        except (OSError, sqlite3.Error, Damaged, Foreign) as error:
+            self._miss(row, error)
+            return None
+        self._breaker.succeeded()
+        return found
 
-    def _read(self, row: Row, opened: ExitStack) -> tuple[Snapshot, Iterator[bytes]]:
-        reader = opened.enter_context(Reader(self._files, self._directory / "data" / row.name))
-        if (reader.seal, reader.key, reader.identity) != (row.seal, row.key, row.identity):
+    def _found(self, key: bytes) -> Row | None:
+        row = self._index.find(key)
+        if row is None or row.identity != self._identity:
+            return None
+        expires = row.retention.expires
+        return row if expires is None or expires > self._clock() else None
+
+    def _reader(self, file: OpenFile, row: Row) -> Reader:
+        reader = Reader(file)
+        header = reader.header
+        if (reader.seal, header.key, header.identity) != (row.seal, row.key, row.identity):
             raise Damaged("it is another file than the one that was stored")
-        snapshot = reader.snapshot(self._cipher)
-        return snapshot, reader.chunks(snapshot, self._cipher)
+        return reader
 
     def used(self, keys: Iterable[bytes]) -> None:
-        """These were restored: they are worth more."""
         self._try("counting uses", lambda: self._index.used(keys))
 
     def pin(self, keys: Iterable[bytes], pinned: bool = True) -> None:
         self._try("pinning", lambda: self._index.pin(keys, pinned))
 
-    def delete(self, keys: Iterable[bytes]) -> None:
-        self._try("deleting", lambda: self._remove(self._index.delete(keys)))
-
-    def size(self) -> int:
-        """Of all entries of all identities, the index and what is being written."""
-        return self._index.size()
+    def remove(self, keys: Iterable[bytes]) -> None:
+        self._try("removing", lambda: self._erase(self._index.remove(self._process, keys)))
 
     def verify(self) -> int:
-        """Read every entry of this identity; returns how many were damaged, and are deleted now."""
+        """Read every entry of this identity; returns how many were damaged, and are removed now."""
         before = self.failures["damaged"]
         for row in self._index.rows(self._identity):
-            with suppress(Damaged), self.read(row.key) as found:
-                for _ in found[1] if found else ():
-                    pass
+            try:
+                with OpenFile(self._files, self._folder.path(DATA, row.name)) as file:
+                    reader = self._reader(file, row)
+                    for _ in reader.chunks(reader.header.snapshot(self._cipher), self._cipher):
+                        pass
+            except (OSError, Damaged, Foreign) as error:
+                self._miss(row, error)
         return self.failures["damaged"] - before
 
     def close(self) -> None:
         """What is being read may be read to its end. May be called again."""
         self._opened.close()
 
-    # -- recovery -----------------------------------------------------------------------------------------------
-
-    def _own(self, opened: ExitStack) -> None:
-        """Make the file that this store has locked for as long as it is open."""
-        path = self._directory / "owners" / self._owner
-        file = self._files.create(path)
-        opened.callback(lambda: _unless_gone(lambda: self._files.unlink(path)))
-        opened.callback(os.close, file)
-        fcntl.flock(file, fcntl.LOCK_EX)
+    # -- opening ------------------------------------------------------------------------------------------------
 
     def _opened_index(self) -> Index:
-        path = self._directory / "index.sqlite"
+        path, alone = self._folder.index, self._folder.alive() == {self._process}
+        cap = min(self._max, self._folder.bytes() + int(self._share * self._folder.free()))
         try:
-            index = Index(path)
+            index = Index(path, cap, quota=self._quota)
         except IndexDamaged as error:
-            log.warning("the index of %s is damaged (%s); it is made again from the files", self._directory, error)
+            if not alone:
+                raise
+            log.warning("the index in %s is damaged (%s); it is made again from the files", path.parent, error)
             self.failures["index damaged"] += 1
-            for old in (path, path.with_name("index.sqlite-journal")):
-                with suppress(FileNotFoundError):
-                    self._files.rename(old, self._directory / "damaged" / f"{old.name}-{self._owner}")
-            index = Index(path)
-        if index.new:
-            self._rebuild(index)
+            self._folder.remove_index()
+            index = Index(path, cap, quota=self._quota)
+        try:
+            if not index.complete:
+                if not alone:  # what they are writing would not be in a new one
+                    raise IndexDamaged("its index was lost while other processes use it")
+                self._rebuild(index)
+        except BaseException:
+            index.close()
+            raise
         return index
 
     def _rebuild(self, index: Index) -> None:
-        """Make entries of all files that are whole. How often they were used is lost, and when they expire."""
-        for name in self._files.names(self._directory / "data"):
+        """Make entries of all files that are whole, parents first. How often they were used is lost."""
+        for folder in (TEMPORARY, QUARANTINE):
+            self._folder.clear(folder)
+        found: list[Row] = []
+        for name in self._folder.names(DATA):
             try:
-                with Reader(self._files, self._directory / "data" / name) as found:
-                    size = found.size + index.overhead(len(found.meta))
-                    index.enter(Row(found.key, found.parent, found.identity, name, found.seal, size, found.meta))
+                with OpenFile(self._files, self._folder.path(DATA, name)) as file:
+                    reader = Reader(file)
+                    found.append(_row_of(name, reader))
             except (OSError, Damaged, Foreign) as error:
                 self._failed(f"reading {name}", error)
+                self._folder.unlink(DATA, name)
+        index.adopt(_parents_first(found), lambda row: self._folder.unlink(DATA, row.name))
 
     def _recover(self) -> None:
         """Delete what processes that have ended left unfinished, and entries whose files are gone."""
-        dead = {name for name in self._files.names(self._directory / "owners") if self._is_dead(name)}
-        for owner in dead:
-            self._index.release_all(owner)
-        for name in list(self._files.names(self._directory / "temporary")):
-            if name.partition("-")[0] in dead or self._is_gone(name):
-                with suppress(OSError):
-                    self._files.unlink(self._directory / "temporary" / name)
-        there, known = set(self._files.names(self._directory / "data")), self._index.names()
-        for name in there - known:
-            if name.partition("-")[0] in dead or self._is_gone(name):
-                self._remove([name])
-        for owner in dead:
-            with suppress(OSError):
-                self._files.unlink(self._directory / "owners" / owner)
-
-    def _is_gone(self, name: str) -> bool:
-        """Whether the process that a file is named after has left nothing in `owners`, or never was."""
-        return not (self._directory / "owners" / name.partition("-")[0]).exists()
-
-    def _is_dead(self, owner: str) -> bool:
-        if owner == self._owner:
-            return False
-        try:
-            file = self._files.open(self._directory / "owners" / owner)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        else:
-            return True
-        finally:
-            self._files.close(file)
+        alive, kept = self._folder.alive(), self._index.names()
+        self._erase([name for name, process in self._index.reserved() if process not in alive and process != DAMAGED])
+        there = {folder: set(self._folder.names(folder)) for folder in (DATA, TEMPORARY, QUARANTINE)}
+        self._index.forget(kept - there[DATA])
+        reserved = dict(self._index.reserved())
+        known = self._index.names() | reserved.keys()
+        for folder, names in there.items():
+            for name in names - known:
+                if name.partition("-")[0] not in alive:
+                    self._folder.unlink(folder, name)
+        lost = {name for name, process in reserved.items() if process == DAMAGED} - there[QUARANTINE]
+        self._erase(lost)
+        self._folder.leave_dead(alive)
+        while names := self._index.reserve(self._process, "", 0, ""):
+            self._erase(names)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _remove(self, names: Iterable[str]) -> None:
-        for name in names:
-            with suppress(OSError):
-                self._files.unlink(self._directory / "data" / name)
+    def _reserve(self, name: str, n: int, owner: str) -> bool:
+        while names := self._index.reserve(self._process, name, n, owner):
+            if not self._erase(names):
+                return False
+        return names is not None
+
+    def _expire(self) -> None:
+        self._erase(self._index.expire(self._process, self._clock()))
+
+    def _erase(self, names: Iterable[str]) -> bool:
+        """Delete files wherever they are, and give back their bytes; False if one could not be deleted: its bytes stay
+        reserved until this process has ended."""
+        names = list(names)
+        gone = [name for name in names if self._folder.erase(name)]
+        if gone:
+            self._index.release(gone)
+        return len(gone) == len(names)
 
     def _miss(self, row: Row | None, error: Exception) -> None:
-        """Count why a snapshot could not be read. Damaged ones, and those whose files are gone, are deleted."""
+        """Count why a snapshot could not be read. Damaged ones, and those whose files are gone, are removed."""
         if isinstance(error, Foreign):
             self.failures["foreign"] += 1
             return
         self._failed("reading a snapshot", error)
         if row is None or not isinstance(error, Damaged | FileNotFoundError):
             return
-        with suppress(sqlite3.Error):
-            self._index.delete([row.key])
-        with suppress(OSError):
-            self._files.rename(self._directory / "data" / row.name, self._directory / "damaged" / row.name)
-            old = sorted(self._files.names(self._directory / "damaged"))[:-KEPT_DAMAGED]
-            for name in old:
-                self._files.unlink(self._directory / "damaged" / name)
+        with suppress(sqlite3.Error, OSError):
+            old = self._index.quarantine(self._process, row.key, KEPT_DAMAGED, DAMAGED_SHARE)
+            try:
+                self._folder.move(row.name, DATA, QUARANTINE)
+            except OSError:
+                old.append(row.name)
+            self._erase(old)
 
-    def _try(self, what: str, act: Callable[[], None]) -> None:
+    def _try(self, what: str, act: Callable[[], T]) -> T | None:
         try:
-            act()
+            found = act()
         except (OSError, sqlite3.Error) as error:
             self._failed(what, error)
+            return None
+        self._breaker.succeeded()
+        return found
 
     def _failed(self, what: str, error: Exception) -> None:
-        kind = "damaged" if isinstance(error, Damaged) else type(error).__name__
-        self.failures[kind] += 1
+        damaged = isinstance(error, Damaged)
+        self.failures["damaged" if damaged else type(error).__name__] += 1
+        if not damaged and not isinstance(error, FileNotFoundError):
+            self._breaker.failed()
         log.warning("%s failed: %s", what, error)
 
 
-def _unless_gone(act: Callable[[], None]) -> None:
-    with suppress(OSError):
-        act()
+def _row_of(name: str, reader: Reader) -> Row:
+    header = reader.header
+    worth = header.retention.saves or len(header.meta) // 8  # its tokens are part of its description, 8 bytes each
+    return Row(
+        header.key, header.parent, header.identity, name, reader.seal, header.end, header.meta, worth, header.retention
+    )
 
 
-def _complete(snapshot: Snapshot, found: dict[bytes, Stored]) -> bool:
-    """Whether all that comes before a snapshot is there, and fits it."""
-    while snapshot.parent is not None:
-        before = found.get(snapshot.parent)
-        if before is None or before.snapshot.span.end != snapshot.span.start:
-            return False
-        if before.snapshot.namespace != snapshot.namespace:
-            return False
-        snapshot = before.snapshot
-    return snapshot.span.start == 0
+def _parents_first(rows: Iterable[Row]) -> list[Row]:
+    """Each row after the one that it continues."""
+    found = list(rows)
+    keys, after = {row.key for row in found}, defaultdict[bytes, list[Row]](list)
+    order: list[Row] = []
+    for row in found:
+        (after[row.parent] if row.parent in keys else order).append(row)
+    for row in order:  # which grows while it is read
+        order += after.pop(row.key, [])
+    return order

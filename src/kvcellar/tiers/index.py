@@ -1,22 +1,27 @@
 """index: which snapshots a store has, in SQLite, shared by all processes that use the store.
 
 Always true, between transactions:
-  * the bytes of all entries, and those reserved for entries being written, are at most what the store may have;
+  * the bytes of all entries, those reserved, and those that the index itself may take are at most `cap`;
+  * each file of the store has a row: of an entry, or of what was reserved for it by a process, which is writing it, or
+    deleting it;
   * a row whose file is missing or damaged is only a miss: the file is what counts.
 
-A transaction is durable when it has returned (`synchronous=EXTRA`). One connection, used under one lock.
+The index takes its own pages, and once more as many in the rollback journal while it is changed: SQLite is not given
+more pages than the cap allows. A transaction is durable when it has returned (`synchronous=EXTRA`). One connection,
+used under one lock.
 """
 
 import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvcellar.policy import value
+from kvcellar.tiers.tier import Retention, stronger
 
 _BUSY = (
     sqlite3.SQLITE_BUSY,
@@ -26,33 +31,54 @@ _BUSY = (
     sqlite3.SQLITE_PERM,
     sqlite3.SQLITE_READONLY,
     sqlite3.SQLITE_IOERR,
-)  # not the index, but what it stands on
+)  # not the index, but its file system
 WAIT = 10.0  # seconds that a transaction waits for those of other processes
-VERSION = 1
+VERSION = 2
+PAGE = 1024
+JOURNAL = 8192  # bytes of the journal beside its pages, at most
+SPARE = 8  # pages that are left for changes that store nothing
+DAMAGED = "damaged"  # in place of a process: bytes of files that were found damaged
+_SETTINGS = (
+    f"page_size={PAGE}",
+    "auto_vacuum=INCREMENTAL",
+    "journal_mode=DELETE",
+    "synchronous=EXTRA",
+    "cell_size_check=ON",
+    "temp_store=MEMORY",
+    "cache_spill=OFF",  # else the journal is written in several parts, each with a header
+)
 _TABLES = """
 CREATE TABLE entries(
-  key BLOB PRIMARY KEY, parent BLOB, identity BLOB NOT NULL, name TEXT NOT NULL, seal BLOB NOT NULL,
-  size INTEGER NOT NULL, meta BLOB NOT NULL, value REAL NOT NULL, hits INTEGER NOT NULL, saves INTEGER NOT NULL,
-  expires REAL, pinned INTEGER NOT NULL
-) WITHOUT ROWID;
+  id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, parent BLOB, identity BLOB NOT NULL, name TEXT NOT NULL,
+  seal BLOB NOT NULL, size INTEGER NOT NULL, value REAL NOT NULL, hits INTEGER NOT NULL, worth INTEGER NOT NULL,
+  saves INTEGER, priority INTEGER NOT NULL, pinned INTEGER NOT NULL, expires REAL, owner TEXT NOT NULL,
+  meta BLOB NOT NULL
+);
 CREATE INDEX of_parent ON entries(parent);
 CREATE INDEX by_value ON entries(pinned, value);
-CREATE INDEX by_size ON entries(size);
-CREATE TABLE reserved(owner TEXT NOT NULL, name TEXT PRIMARY KEY, size INTEGER NOT NULL) WITHOUT ROWID;
+CREATE INDEX by_owner ON entries(owner, size);
+CREATE INDEX by_name ON entries(name);
+CREATE TABLE reserved(id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, process TEXT NOT NULL, owner TEXT NOT NULL,
+  size INTEGER NOT NULL);
 CREATE TABLE facts(name TEXT PRIMARY KEY, value REAL NOT NULL) WITHOUT ROWID;
 INSERT INTO facts VALUES ('clock', 0.0);
 """
-_COLUMNS = "key, parent, identity, name, seal, size, meta, value, hits, saves, expires, pinned"
+_COLUMNS = "key, parent, identity, name, seal, size, value, hits, worth, saves, priority, pinned, expires, owner, meta"
+Do = Callable[..., sqlite3.Cursor]
 
 
 class IndexDamaged(Exception):
     """The index cannot be read. The files have all that it had, but for how often they were used."""
 
 
+class TooLittle(Exception):
+    """The cap is too small."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
-    """An entry. `meta` is its sealed description (see `codec`), `name` that of its file, `expires` in seconds of the
-    clock or None, `saves` the tokens that need not be computed where it is found."""
+    """An entry. `meta` is its sealed description (see `codec`), `name` that of its file, `worth` the tokens that need
+    not be computed where it is found."""
 
     key: bytes
     parent: bytes | None
@@ -61,20 +87,33 @@ class Row:
     seal: bytes
     size: int
     meta: bytes
+    worth: int
+    retention: Retention
     value: float = 0.0
     hits: int = 1
-    saves: int = 1
-    expires: float | None = None
-    pinned: bool = False
+
+
+def growth(meta: int) -> int:
+    """Bytes that an entry with a description of so many adds to the index and its journal, at most."""
+    return _taken(meta // (PAGE - 16) + 8)
+
+
+def _taken(pages: int) -> int:
+    return 2 * pages * (PAGE + 8)
 
 
 class Index:
     """The index of one store, in the file `path`, which is created if it is not there."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises `IndexDamaged`, and `OSError` and `sqlite3.Error` where it can be neither read nor made."""
+    def __init__(self, path: Path, cap: int, *, quota: int | None = None) -> None:
+        """`quota`: bytes for the entries of one owner; None: as many as for all.
+
+        Raises `IndexDamaged`, `TooLittle`, and `OSError` and `sqlite3.Error` where it can be neither read nor made.
+        """
+        self.cap, self._quota = cap, cap if quota is None else quota
         self._lock = threading.Lock()
-        self.new = False  # it was made now, without entries
+        if cap < JOURNAL + _taken(14 + SPARE):
+            raise TooLittle(f"{cap} bytes are too few: the index alone takes {JOURNAL + _taken(14 + SPARE)}")
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
         self._connection = sqlite3.connect(path, timeout=WAIT, isolation_level=None, check_same_thread=False)
         try:
@@ -85,13 +124,11 @@ class Index:
 
     def _open(self) -> None:
         try:
-            self._connection.execute("PRAGMA journal_mode=DELETE")
-            self._connection.execute("PRAGMA synchronous=EXTRA")
-            self._connection.execute("PRAGMA cell_size_check=ON")
+            for setting in _SETTINGS:
+                self._connection.execute(f"PRAGMA {setting}")
             with self.transaction() as do:
                 (version,) = do("PRAGMA user_version").fetchone()
                 if version == 0 and not do("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                    self.new = True
                     for statement in _TABLES.split(";"):
                         do(statement)
                     do(f"PRAGMA user_version={VERSION}")
@@ -105,7 +142,7 @@ class Index:
             raise IndexDamaged(str(error)) from error
 
     @contextmanager
-    def transaction(self) -> Iterator[Callable[..., sqlite3.Cursor]]:
+    def transaction(self) -> Iterator[Do]:
         """All statements of the block together, or none of them if it raises."""
         with self._lock:
             do = self._connection.execute
@@ -118,135 +155,275 @@ class Index:
                     do("ROLLBACK")
                 raise
 
-    @staticmethod
-    def overhead(meta: int) -> int:
-        """Bytes that an entry with a description of so many takes in the index, at most: in the table, in both of its
-        indexes, and in the journal while it is made."""
-        return 4 * (meta + 512)
-
     # -- looking ------------------------------------------------------------------------------------------------
 
     def rows(self, identity: bytes) -> list[Row]:
         """All entries of one identity."""
-        with self.transaction() as do:
-            return [_row(found) for found in do(f"SELECT {_COLUMNS} FROM entries WHERE identity=?", (identity,))]
+        return [_row(found) for found in self._read(f"SELECT {_COLUMNS} FROM entries WHERE identity=?", identity)]
 
     def find(self, key: bytes) -> Row | None:
-        with self.transaction() as do:
-            found = do(f"SELECT {_COLUMNS} FROM entries WHERE key=?", (key,)).fetchone()
-        return None if found is None else _row(found)
+        found = self._read(f"SELECT {_COLUMNS} FROM entries WHERE key=?", key)
+        return _row(found[0]) if found else None
+
+    @property
+    def complete(self) -> bool:
+        """Whether all files have rows: False until `adopt` of a new index."""
+        return bool(self._read("SELECT 1 FROM facts WHERE name='complete'"))
+
+    def has(self, name: str) -> bool:
+        """Whether an entry has the file of this name."""
+        return bool(self._read("SELECT 1 FROM entries WHERE name=?", name))
 
     def names(self) -> set[str]:
         """The names of the files of all entries."""
-        with self.transaction() as do:
-            return {name for (name,) in do("SELECT name FROM entries")}
+        return {name for (name,) in self._read("SELECT name FROM entries")}
+
+    def reserved(self) -> list[tuple[str, str]]:
+        """The name and process of all that was reserved."""
+        return [(name, process) for name, process in self._read("SELECT name, process FROM reserved")]
 
     def size(self) -> int:
-        """Of all entries, and reserved."""
-        with self.transaction() as do:
-            return _bytes(do)
+        """Bytes of all entries, reserved, and those that the index takes at most."""
+        with self._lock:
+            return _bytes(self._connection.execute) + _of_index(self._connection.execute)
 
-    # -- changes ------------------------------------------------------------------------------------------------
+    def _read(self, statement: str, *values: Any) -> list[Any]:
+        with self._lock:
+            return self._connection.execute(statement, values).fetchall()
 
-    def reserve(self, owner: str, name: str, n: int, cap: int) -> list[str] | None:
-        """Set `n` bytes aside for a file that is going to be written, of the `cap` that there may be.
+    # -- bytes --------------------------------------------------------------------------------------------------
 
-        Evicts entries of the lowest values that no other one continues, and returns the names of their files, which the
-        caller deletes. None if there would be too little even so; nothing has changed then.
+    def reserve(self, process: str, name: str, n: int, owner: str) -> list[str] | None:
+        """Reserve `n` bytes for a file that is going to be written, and return an empty list.
+
+        Where too few are free, damaged files and entries of the lowest values that no other one continues are given up
+        instead: their bytes are reserved for `process`, and the names of their files are returned. The caller deletes
+        them, releases their names, and calls again. None if too few can be made free; nothing has changed then.
         """
-        evicted: list[str] = []
-        with suppress(_TooLarge), self.transaction() as do:
-            while (over := _bytes(do) + n - cap) > 0:
-                if not (some := _evict(do, over)):
-                    raise _TooLarge
-                evicted += some
-            do("INSERT INTO reserved VALUES (?,?,?)", (owner, name, n))
-            return evicted
-        return None
-
-    def release(self, name: str) -> None:
-        """Give back what was reserved for a file."""
         with self.transaction() as do:
-            do("DELETE FROM reserved WHERE name=?", (name,))
+            self._limit(do)
+            do("SAVEPOINT given_up")
+            given_up = self._make_room(do, process, n, owner)
+            if given_up is None:
+                do("ROLLBACK TO given_up")
+            elif not given_up and name:
+                self._limit(do, n)
+                do("INSERT INTO reserved(name, process, owner, size) VALUES (?,?,?,?)", (name, process, owner, n))
+            return given_up
 
-    def release_all(self, owner: str) -> None:
-        """Give back what an owner has reserved, which writes no more."""
+    def _make_room(self, do: Do, process: str, n: int, owner: str) -> list[str] | None:
+        given_up = self._damaged(do, process, n)
+        freed, freed_of_owner = sum(given_up.values()), 0
+        while True:
+            of_owner = _bytes_of(do, owner) - freed_of_owner + n - self._quota if n else 0
+            over = self._over(do, n - freed)
+            if over <= 0 and of_owner <= 0:
+                return list(given_up)
+            evicted = _evict(do, process, max(of_owner, 0) or over, owner if of_owner > 0 else None)
+            if not evicted and not _vacuum(do):
+                return None
+            for name, size, whose in evicted:
+                given_up[name] = size
+                freed += size
+                freed_of_owner += size if whose == owner else 0
+
+    def _over(self, do: Do, n: int) -> int:
+        """Bytes that there are too few if `n` more were reserved."""
+        return _bytes(do) + n + _of_index(do) + _taken(SPARE) - self.cap
+
+    def _damaged(self, do: Do, process: str, n: int) -> dict[str, int]:
+        """Give up damaged files, the oldest first, as many as need be; returns their sizes by name."""
+        given_up: dict[str, int] = {}
+        for name, size in do("SELECT name, size FROM reserved WHERE process=? ORDER BY id", (DAMAGED,)).fetchall():
+            if self._over(do, n - sum(given_up.values())) > 0:
+                do("UPDATE reserved SET process=? WHERE name=?", (process, name))
+                given_up[name] = size
+        return given_up
+
+    def release(self, names: Iterable[str]) -> None:
+        """Give back what was reserved for files that are not there any more."""
         with self.transaction() as do:
-            do("DELETE FROM reserved WHERE owner=?", (owner,))
+            for name in names:
+                do("DELETE FROM reserved WHERE name=?", (name,))
+
+    def _limit(self, do: Do, n: int = 0) -> None:
+        """Give SQLite no more pages than leave `n` bytes."""
+        left = self.cap - _bytes(do) - n - JOURNAL
+        do(f"PRAGMA max_page_count={max(left // _taken(1), _pages(do))}")
+
+    # -- entries ------------------------------------------------------------------------------------------------
 
     def enter(self, row: Row) -> bool:
-        """Make an entry of a file whose bytes were reserved; False, and nothing changes but that the bytes are given
-        back, if there is one of its key."""
+        """Make an entry of a file whose bytes were reserved. False if there is one of its key: nothing has changed but
+        its retention then."""
         with self.transaction() as do:
-            do("DELETE FROM reserved WHERE name=?", (row.name,))
-            if do("SELECT 1 FROM entries WHERE key=?", (row.key,)).fetchone():
+            if self._renew(do, row.key, row.retention):
                 return False
-            (clock,) = do("SELECT value FROM facts WHERE name='clock'").fetchone()
-            worth = value(clock, hits=row.hits, saves=row.saves, costs=row.size)
-            do(
-                f"INSERT INTO entries({_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?)",
-                (row.key, row.parent, row.identity, row.name, row.seal, row.size, row.meta, worth, row.hits, row.saves,
-                 row.expires, row.pinned),
-            )  # fmt: skip
+            do("DELETE FROM reserved WHERE name=?", (row.name,))
+            self._limit(do, row.size)
+            _insert(do, row)
             return True
+
+    def adopt(self, rows: Iterable[Row], drop: Callable[[Row], object]) -> None:
+        """Make entries of the files that there are, as long as they and the index are within the cap, and `drop` the
+        others. The index is written when all have been dropped."""
+        with self.transaction() as do:
+            used, keys = _bytes(do), set[bytes]()
+            for row in rows:
+                if (
+                    row.key in keys
+                    or used + row.size + _of_index(do) + _taken(SPARE) + growth(len(row.meta)) > self.cap
+                ):
+                    drop(row)
+                    continue
+                _insert(do, row)
+                used += row.size
+                keys.add(row.key)
+            do("INSERT OR REPLACE INTO facts VALUES ('complete', 1.0)")
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Remove entries whose files are gone."""
+        with self.transaction() as do:
+            for name in names:
+                do("DELETE FROM entries WHERE name=?", (name,))
+
+    def renew(self, key: bytes, retention: Retention) -> bool:
+        """Keep an entry at least as long as `retention` says; False if there is none."""
+        found = self.find(key)
+        if found is None or stronger(found.retention, retention) == found.retention:
+            return found is not None
+        with self.transaction() as do:
+            return self._renew(do, key, retention)
+
+    def _renew(self, do: Do, key: bytes, retention: Retention) -> bool:
+        found = do(f"SELECT {_COLUMNS} FROM entries WHERE key=?", (key,)).fetchone()
+        if found is not None:
+            kept = stronger(_row(found).retention, retention)
+            self._limit(do)
+            do("UPDATE entries SET saves=?, priority=?, pinned=?, expires=? WHERE key=?",
+               (kept.saves, kept.priority, kept.pinned, kept.expires, key))  # fmt: skip
+        return found is not None
 
     def used(self, keys: Iterable[bytes]) -> None:
         """These entries were read: their values rise."""
         with self.transaction() as do:
+            self._limit(do)
             (clock,) = do("SELECT value FROM facts WHERE name='clock'").fetchone()
             for key in keys:
-                found = do("SELECT hits, saves, size FROM entries WHERE key=?", (key,)).fetchone()
+                found = do("SELECT hits, worth, size, priority FROM entries WHERE key=?", (key,)).fetchone()
                 if found is not None:
-                    hits, saves, n = found
-                    worth = value(clock, hits=hits + 1, saves=saves, costs=n)
+                    hits, saves, n, priority = found
+                    worth = value(clock, hits=hits + 1, saves=saves, costs=n, priority=priority)
                     do("UPDATE entries SET hits=?, value=? WHERE key=?", (hits + 1, worth, key))
 
     def pin(self, keys: Iterable[bytes], pinned: bool) -> None:
         with self.transaction() as do:
+            self._limit(do)
             for key in keys:
                 do("UPDATE entries SET pinned=? WHERE key=?", (pinned, key))
 
-    def delete(self, keys: Iterable[bytes]) -> list[str]:
-        """Returns the names of their files, which the caller deletes."""
+    def remove(self, process: str, keys: Iterable[bytes]) -> list[str]:
+        """Remove entries. Their bytes stay reserved for `process`, which deletes the files of the names returned, and
+        releases them."""
         with self.transaction() as do:
-            return [name for key in keys for (name,) in do("DELETE FROM entries WHERE key=? RETURNING name", (key,))]
+            self._limit(do)
+            return [name for key in keys for name in _given_up(do, process, "key=?", key)]
 
-    def expire(self, now: float) -> list[str]:
-        """Delete what has expired; returns the names of their files."""
+    def expire(self, process: str, now: float) -> list[str]:
+        """Remove what has expired, as `remove` does."""
+        if not self._read("SELECT 1 FROM entries WHERE expires<=? LIMIT 1", now):
+            return []
         with self.transaction() as do:
-            return [name for (name,) in do("DELETE FROM entries WHERE expires<=? RETURNING name", (now,)).fetchall()]
+            self._limit(do)
+            return _given_up(do, process, "expires<=?", now)
+
+    def quarantine(self, process: str, key: bytes, most: int, share: int) -> list[str]:
+        """Remove an entry whose file is damaged, and count its bytes as those of a damaged file. Of these `most` are
+        kept, up to 1/`share` of the cap: older ones are given up, as `remove` does."""
+        with self.transaction() as do:
+            self._limit(do)
+            _given_up(do, DAMAGED, "key=?", key)
+            found = do("SELECT name, size FROM reserved WHERE process=? ORDER BY id DESC", (DAMAGED,)).fetchall()
+            sizes = [size for _, size in found]
+            old = [name for i, (name, _) in enumerate(found) if i >= most or sum(sizes[: i + 1]) > self.cap // share]
+            for name in old:
+                do("UPDATE reserved SET process=? WHERE name=?", (process, name))
+            return old
 
     def close(self) -> None:
         with self._lock:
             self._connection.close()
 
 
-class _TooLarge(Exception):
-    pass
+def _vacuum(do: Do) -> bool:
+    """Return unused pages to the file system; False if there are none."""
+    (unused,) = do("PRAGMA freelist_count").fetchone()
+    do("PRAGMA incremental_vacuum").fetchall()
+    return unused > 0
 
 
-def _bytes(do: Callable[..., sqlite3.Cursor]) -> int:
+def _pages(do: Do) -> int:
+    return do("PRAGMA page_count").fetchone()[0]
+
+
+def _of_index(do: Do) -> int:
+    """Bytes that the index and its journal take at most, while it has its present pages."""
+    return _taken(_pages(do)) + JOURNAL
+
+
+def _bytes(do: Do) -> int:
     (entries,) = do("SELECT ifnull(sum(size),0) FROM entries").fetchone()
     (reserved,) = do("SELECT ifnull(sum(size),0) FROM reserved").fetchone()
     return entries + reserved
 
 
-def _evict(do: Callable[..., sqlite3.Cursor], n: int) -> list[str]:
-    """Delete entries that nothing continues, the lowest values first, until `n` bytes are free or 64 are deleted."""
-    names: list[str] = []
+def _bytes_of(do: Do, owner: str) -> int:
+    (entries,) = do("SELECT ifnull(sum(size),0) FROM entries WHERE owner=?", (owner,)).fetchone()
+    (reserved,) = do(
+        "SELECT ifnull(sum(size),0) FROM reserved WHERE owner=? AND process<>?", (owner, DAMAGED)
+    ).fetchone()
+    return entries + reserved
+
+
+def _given_up(do: Do, process: str, which: str, value: Any) -> list[str]:
+    """Remove entries, and reserve their bytes for a process, which deletes the files of the names returned."""
+    gone = do(f"DELETE FROM entries WHERE {which} RETURNING name, owner, size", (value,)).fetchall()
+    for name, owner, size in gone:
+        do("INSERT INTO reserved(name, process, owner, size) VALUES (?,?,?,?)", (name, process, owner, size))
+    return [name for name, _, _ in gone]
+
+
+def _insert(do: Do, row: Row) -> None:
+    (clock,) = do("SELECT value FROM facts WHERE name='clock'").fetchone()
+    kept = row.retention
+    worth = value(clock, hits=row.hits, saves=row.worth, costs=row.size, priority=kept.priority)
+    do(
+        f"INSERT INTO entries({_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+        (row.key, row.parent, row.identity, row.name, row.seal, row.size, worth, row.hits, row.worth, kept.saves,
+         kept.priority, kept.pinned, kept.expires, kept.owner, row.meta),
+    )  # fmt: skip
+
+
+def _evict(do: Do, process: str, n: int, owner: str | None) -> list[tuple[str, int, str]]:
+    """Give up entries that nothing continues, of one owner or of all, the lowest values first, until `n` bytes are free
+    or 64 are given up; returns their names, sizes and owners."""
+    evicted: list[tuple[str, int, str]] = []
     leaves = do(
-        "SELECT key, name, size, value FROM entries AS e WHERE NOT pinned AND NOT EXISTS"
-        " (SELECT 1 FROM entries AS c WHERE c.parent=e.key) ORDER BY value LIMIT 64"
+        "SELECT key, name, size, owner, value FROM entries AS e WHERE NOT pinned AND (owner=? OR ? IS NULL) AND NOT"
+        " EXISTS (SELECT 1 FROM entries AS c WHERE c.parent=e.key) ORDER BY value LIMIT 64",
+        (owner, owner),
     )
-    for key, name, size, worth in leaves.fetchall():
+    for key, name, size, whose, worth in leaves.fetchall():
         if n <= 0:
             break
-        do("DELETE FROM entries WHERE key=?", (key,))
+        _given_up(do, process, "key=?", key)
         do("UPDATE facts SET value=max(value,?) WHERE name='clock'", (worth,))
-        names.append(name)
+        evicted.append((name, size, whose))
         n -= size
-    return names
+    return evicted
 
 
 def _row(found: Sequence[Any]) -> Row:
-    return Row(*found[:-1], pinned=bool(found[-1]))
+    key, parent, identity, name, seal, size, value, hits, worth, saves, priority, pinned, expires, owner, meta = found
+    retention = Retention(saves, priority, bool(pinned), expires, owner)
+    return Row(key, parent, identity, name, seal, size, meta, worth, retention, value, hits)

@@ -64,6 +64,7 @@ class DiskTier:
     """A store of the snapshots of one identity, in a directory that may have those of others, too."""
 
     name = "disk"
+    copies = 0
 
     def __init__(
         self,
@@ -165,7 +166,7 @@ class DiskTier:
             with OpenFile(self._files, self._folder.path(DATA, row.name)) as file:
                 reader = self._reader(file, row)
                 snapshot = reader.header.snapshot(self._cipher)
-                found = Loaded(snapshot, tuple(reader.chunks(snapshot, self._cipher)))
+                found = Loaded(snapshot, row.retention, tuple(reader.chunks(snapshot, self._cipher)))
         except (OSError, sqlite3.Error, Damaged, Foreign) as error:
             self._miss(row, error)
             return None

@@ -23,6 +23,7 @@ class HostTier:
     """
 
     name = "host"
+    copies = 0
     down = False
 
     def __init__(self, cap: int, *, quota: int | None = None, clock: Callable[[], float] = time.time) -> None:
@@ -61,7 +62,7 @@ class HostTier:
     def get(self, key: bytes) -> Loaded | None:
         with self._lock:
             kept = self._ledger.find(key)
-            return None if kept is None else Loaded(kept.snapshot, self._chunks[key])
+            return None if kept is None else Loaded(kept.snapshot, kept.retention, self._chunks[key])
 
     def contains(self, key: bytes) -> bool:
         with self._lock:

@@ -60,9 +60,10 @@ class Entry(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A snapshot and its chunks."""
+    """An entry with its chunks."""
 
     snapshot: Snapshot
+    retention: Retention
     chunks: tuple[bytes, ...]
 
 
@@ -77,6 +78,11 @@ class Tier(Protocol):
     @property
     def cap(self) -> int:
         """Bytes that the tier never exceeds."""
+        ...
+
+    @property
+    def copies(self) -> int:
+        """How often the bytes of an entry are in memory during `put` or `get`, beside its chunks."""
         ...
 
     @property

@@ -267,8 +267,8 @@ class DiskTier:
         lost = {name for name, process in reserved.items() if process == DAMAGED} - there[QUARANTINE]
         self._erase(lost)
         self._folder.leave_dead(alive)
-        while names := self._index.reserve(self._process, "", 0, ""):
-            self._erase(names)
+        if not self._reserve("", 0, ""):
+            raise TooLittle(f"{self.cap} bytes are too few for the entries that are pinned, and the index")
 
     # -- inside -------------------------------------------------------------------------------------------------
 

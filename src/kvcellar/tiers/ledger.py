@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
+from math import inf
 
 from kvcellar.heap import Heap
 from kvcellar.policy import value
@@ -39,7 +40,7 @@ class Kept:
 class Ledger:
     def __init__(self, cap: int, *, quota: int | None = None, clock: Callable[[], float] = time.time) -> None:
         """`quota`: bytes that the entries of one owner may have; None: as many as all."""
-        self.cap, self._quota, self._clock = cap, cap if quota is None else quota, clock
+        self.cap, self._quota, self._clock = cap, inf if quota is None else quota, clock
         self.bytes = 0  # of entries, and reserved
         self._of_owner: Counter[str] = Counter()  # the same, by owner
         self._kept: dict[bytes, Kept] = {}

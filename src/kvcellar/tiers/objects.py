@@ -70,7 +70,8 @@ class RedisObjects:
         with self._failing():
             if n is None:
                 return self._redis.get(self._prefix + name)
-            return self._redis.getrange(self._prefix + name, 0, n - 1) or None
+            found = self._redis.getrange(self._prefix + name, 0, n - 1)
+            return found if found or self._redis.exists(self._prefix + name) else None
 
     def write(self, name: str, content: bytes, seconds: float | None) -> None:
         milliseconds = None if seconds is None else max(1, int(1000 * seconds))

@@ -4,9 +4,9 @@
     transfer = transfers.fetch(snapshot)                     # from the first tier that has it
     transfers.cancel(transfer); transfers.release(transfer)
 
-A transfer ends once, with an outcome, and is then handed to `completed`, in the thread in which it ended. What is
-stored is written through to all tiers, so that evicting an entry from one costs no transfer; what is fetched from a
-lower tier is put into those above it.
+A transfer ends once, with an outcome, and is then handed to `completed`, one after another, in a thread of the
+transfers, which holds no lock. What is stored is written through to all tiers, so that evicting an entry from one costs
+no transfer; what is fetched from a lower tier is put into those above it.
 
 Always true:
   * the bytes of the chunks of all transfers are at most `staging`, and those of puts at most half of it: they are
@@ -60,7 +60,7 @@ class Transfer:
 
 
 class _Lane:
-    """The jobs of one tier, or those that read chunks, and the threads that do them."""
+    """The jobs of one tier, those that read chunks, or the events; and the threads that do them."""
 
     def __init__(self, threads: int, count: Callable[[list[bytes]], None]) -> None:
         self.threads, self.count = threads, count
@@ -102,11 +102,11 @@ class Transfers:
         self._staged = {False: 0, True: 0}  # bytes, by `stores`
         self._live: set[Transfer] = set()  # that have not ended, or are being promoted
         self._open, self._stopping = True, False
-        self._reading = _Lane(1, lambda keys: None)
+        self._reading, self._events = _Lane(1, lambda keys: None), _Lane(1, lambda keys: None)
         self._lanes = [_Lane(threads, tier.used) for tier in tiers]
         self._threads = [
             threading.Thread(target=self._work, args=(lane,), name="kvcellar-transfers", daemon=True)
-            for lane in (self._reading, *self._lanes)
+            for lane in (self._reading, self._events, *self._lanes)
             for _ in range(lane.threads)
         ]
         for thread in self._threads:
@@ -206,8 +206,8 @@ class Transfers:
             if transfer.holders and loaded is None:
                 self._drop(transfer)
             self._settle(transfer)
-        transfer.ended.set()
-        self._completed(transfer)
+            transfer.ended.set()
+            self._push(self._events, lambda: self._completed(transfer))
 
     def _settle(self, transfer: Transfer) -> None:
         if transfer.outcome is not None and not transfer.promotions:
@@ -221,7 +221,7 @@ class Transfers:
         return self._store_below(transfer, Loaded(transfer.snapshot, retention, content), 0)
 
     def _store_below(self, transfer: Transfer, loaded: Loaded, first: int) -> Step | None:
-        for number in self._usable(range(first, len(self._tiers))):
+        if (number := self._usable_from(first)) is not None:
             return self._lanes[number], lambda: self._store(transfer, loaded, number)
         self._end(transfer, Outcome.STORED if transfer.tiers else Outcome.REFUSED)
         return None
@@ -234,7 +234,7 @@ class Transfers:
         return self._store_below(transfer, loaded, number + 1)
 
     def _fetch_below(self, transfer: Transfer, first: int) -> Step | None:
-        for number in self._usable(range(first, len(self._tiers))):
+        if (number := self._usable_from(first)) is not None:
             return self._lanes[number], lambda: self._fetch(transfer, number)
         self._end(transfer, Outcome.MISSED)
         return None
@@ -265,6 +265,10 @@ class Transfers:
                 transfer.promotions -= 1
                 self._drop(transfer)
                 self._settle(transfer)
+
+    def _usable_from(self, first: int) -> int | None:
+        """The first usable tier from `first` on."""
+        return next(iter(self._usable(range(first, len(self._tiers)))), None)
 
     def _usable(self, numbers: Iterable[int]) -> list[int]:
         """Those of the tiers that are neither down nor hang."""

@@ -19,8 +19,8 @@ Always true:
 
 from collections.abc import Iterator, Sequence
 
-from kvcellar.policy import value
 from kvcellar.heap import Heap
+from kvcellar.policy import value
 from kvcellar.prefix.node import TOKEN, ClaimStore, Kept, Match, Node, below, common
 
 

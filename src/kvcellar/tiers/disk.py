@@ -46,7 +46,8 @@ from kvcellar.tiers.codec import (
 )
 from kvcellar.tiers.files import Files
 from kvcellar.tiers.folder import DATA, QUARANTINE, TEMPORARY, Folder
-from kvcellar.tiers.index import DAMAGED, Index, IndexDamaged, Row, TooLittle, growth
+from kvcellar.tiers.index import DAMAGED, Index, IndexDamaged, TooLittle, growth
+from kvcellar.tiers.rows import Row
 from kvcellar.tiers.tier import DEFAULT, Entry, Loaded, Retention
 
 T = TypeVar("T")

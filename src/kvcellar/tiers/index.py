@@ -14,13 +14,13 @@ used under one lock.
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvcellar.policy import value
+from kvcellar.tiers.rows import COLUMNS, PAGE, SETTINGS, TABLES, VERSION, Do, Row, insert, row_of
 from kvcellar.tiers.tier import Retention, stronger
 
 _BUSY = (
@@ -33,38 +33,9 @@ _BUSY = (
     sqlite3.SQLITE_IOERR,
 )  # not the index, but its file system
 WAIT = 10.0  # seconds that a transaction waits for those of other processes
-VERSION = 2
-PAGE = 1024
 JOURNAL = 8192  # bytes of the journal beside its pages, at most
 SPARE = 8  # pages that are left for changes that store nothing
 DAMAGED = "damaged"  # in place of a process: bytes of files that were found damaged
-_SETTINGS = (
-    f"page_size={PAGE}",
-    "auto_vacuum=INCREMENTAL",
-    "journal_mode=DELETE",
-    "synchronous=EXTRA",
-    "cell_size_check=ON",
-    "temp_store=MEMORY",
-    "cache_spill=OFF",  # else the journal is written in several parts, each with a header
-)
-_TABLES = """
-CREATE TABLE entries(
-  id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, parent BLOB, identity BLOB NOT NULL, name TEXT NOT NULL,
-  seal BLOB NOT NULL, size INTEGER NOT NULL, value REAL NOT NULL, hits INTEGER NOT NULL, worth INTEGER NOT NULL,
-  saves INTEGER, priority INTEGER NOT NULL, pinned INTEGER NOT NULL, expires REAL, owner TEXT NOT NULL,
-  meta BLOB NOT NULL
-);
-CREATE INDEX of_parent ON entries(parent);
-CREATE INDEX by_value ON entries(pinned, value);
-CREATE INDEX by_owner ON entries(owner, size);
-CREATE INDEX by_name ON entries(name);
-CREATE TABLE reserved(id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, process TEXT NOT NULL, owner TEXT NOT NULL,
-  size INTEGER NOT NULL);
-CREATE TABLE facts(name TEXT PRIMARY KEY, value REAL NOT NULL) WITHOUT ROWID;
-INSERT INTO facts VALUES ('clock', 0.0);
-"""
-_COLUMNS = "key, parent, identity, name, seal, size, value, hits, worth, saves, priority, pinned, expires, owner, meta"
-Do = Callable[..., sqlite3.Cursor]
 
 
 class IndexDamaged(Exception):
@@ -73,24 +44,6 @@ class IndexDamaged(Exception):
 
 class TooLittle(Exception):
     """The cap is too small."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """An entry. `meta` is its sealed description (see `codec`), `name` that of its file, `worth` the tokens that need
-    not be computed where it is found."""
-
-    key: bytes
-    parent: bytes | None
-    identity: bytes
-    name: str
-    seal: bytes
-    size: int
-    meta: bytes
-    worth: int
-    retention: Retention
-    value: float = 0.0
-    hits: int = 1
 
 
 def growth(meta: int) -> int:
@@ -124,12 +77,12 @@ class Index:
 
     def _open(self) -> None:
         try:
-            for setting in _SETTINGS:
+            for setting in SETTINGS:
                 self._connection.execute(f"PRAGMA {setting}")
             with self.transaction() as do:
                 (version,) = do("PRAGMA user_version").fetchone()
                 if version == 0 and not do("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                    for statement in _TABLES.split(";"):
+                    for statement in TABLES.split(";"):
                         do(statement)
                     do(f"PRAGMA user_version={VERSION}")
                 elif version != VERSION:
@@ -159,11 +112,11 @@ class Index:
 
     def rows(self, identity: bytes) -> list[Row]:
         """All entries of one identity."""
-        return [_row(found) for found in self._read(f"SELECT {_COLUMNS} FROM entries WHERE identity=?", identity)]
+        return [row_of(found) for found in self._read(f"SELECT {COLUMNS} FROM entries WHERE identity=?", identity)]
 
     def find(self, key: bytes) -> Row | None:
-        found = self._read(f"SELECT {_COLUMNS} FROM entries WHERE key=?", key)
-        return _row(found[0]) if found else None
+        found = self._read(f"SELECT {COLUMNS} FROM entries WHERE key=?", key)
+        return row_of(found[0]) if found else None
 
     @property
     def complete(self) -> bool:
@@ -261,7 +214,7 @@ class Index:
                 return False
             do("DELETE FROM reserved WHERE name=?", (row.name,))
             self._limit(do, row.size)
-            _insert(do, row)
+            insert(do, row)
             return True
 
     def adopt(self, rows: Iterable[Row], drop: Callable[[Row], object]) -> None:
@@ -276,7 +229,7 @@ class Index:
                 ):
                     drop(row)
                     continue
-                _insert(do, row)
+                insert(do, row)
                 used += row.size
                 keys.add(row.key)
             do("INSERT OR REPLACE INTO facts VALUES ('complete', 1.0)")
@@ -296,9 +249,9 @@ class Index:
             return self._renew(do, key, retention)
 
     def _renew(self, do: Do, key: bytes, retention: Retention) -> bool:
-        found = do(f"SELECT {_COLUMNS} FROM entries WHERE key=?", (key,)).fetchone()
+        found = do(f"SELECT {COLUMNS} FROM entries WHERE key=?", (key,)).fetchone()
         if found is not None:
-            kept = stronger(_row(found).retention, retention)
+            kept = stronger(row_of(found).retention, retention)
             self._limit(do)
             do("UPDATE entries SET saves=?, priority=?, pinned=?, expires=? WHERE key=?",
                (kept.saves, kept.priority, kept.pinned, kept.expires, key))  # fmt: skip
@@ -393,17 +346,6 @@ def _given_up(do: Do, process: str, which: str, value: Any) -> list[str]:
     return [name for name, _, _ in gone]
 
 
-def _insert(do: Do, row: Row) -> None:
-    (clock,) = do("SELECT value FROM facts WHERE name='clock'").fetchone()
-    kept = row.retention
-    worth = value(clock, hits=row.hits, saves=row.worth, costs=row.size, priority=kept.priority)
-    do(
-        f"INSERT INTO entries({_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
-        (row.key, row.parent, row.identity, row.name, row.seal, row.size, worth, row.hits, row.worth, kept.saves,
-         kept.priority, kept.pinned, kept.expires, kept.owner, row.meta),
-    )  # fmt: skip
-
-
 def _evict(do: Do, process: str, n: int, owner: str | None) -> list[tuple[str, int, str]]:
     """Give up entries that nothing continues, of one owner or of all, the lowest values first, until `n` bytes are free
     or 64 are given up; returns their names, sizes and owners."""
@@ -421,9 +363,3 @@ def _evict(do: Do, process: str, n: int, owner: str | None) -> list[tuple[str, i
         evicted.append((name, size, whose))
         n -= size
     return evicted
-
-
-def _row(found: Sequence[Any]) -> Row:
-    key, parent, identity, name, seal, size, value, hits, worth, saves, priority, pinned, expires, owner, meta = found
-    retention = Retention(saves, priority, bool(pinned), expires, owner)
-    return Row(key, parent, identity, name, seal, size, meta, worth, retention, value, hits)

@@ -134,8 +134,10 @@ class DiskTier:
 
     def _put(self, snapshot: Snapshot, chunks: Iterable[bytes], retention: Retention) -> bool:
         self._expire()
-        if self._index.renew(snapshot.key, retention):
-            return True
+        if (row := self._index.find(snapshot.key)) is not None:
+            if self._is_readable(row) and self._index.renew(snapshot.key, retention):
+                return True
+            self._erase(self._index.remove(self._process, [snapshot.key]))
         meta = sealed_meta(snapshot, self._cipher)
         head = head_of(self._identity, snapshot, retention, meta, self._cipher)
         size, name = file_size(head, snapshot, self._cipher), f"{self._process}-{next(self._numbers)}"
@@ -157,6 +159,14 @@ class DiskTier:
                 if not self._index.has(name):
                     self._erase([name])
             raise
+        return True
+
+    def _is_readable(self, row: Row) -> bool:
+        """Whether it is sealed with the key of this store's cipher."""
+        try:
+            unsealed_meta(row.key, row.parent, row.meta, self._cipher)
+        except (Damaged, Foreign):
+            return False
         return True
 
     def get(self, key: bytes) -> Loaded | None:
@@ -296,16 +306,21 @@ class DiskTier:
         if isinstance(error, Foreign):
             self.failures["foreign"] += 1
             return
+        with suppress(sqlite3.Error):
+            if row is not None and isinstance(error, FileNotFoundError) and not self._index.has(row.name):
+                return  # it was evicted since the index was read
         self._failed("reading a snapshot", error)
-        if row is None or not isinstance(error, Damaged | FileNotFoundError):
-            return
-        with suppress(sqlite3.Error, OSError):
-            old = self._index.quarantine(self._process, row.key, KEPT_DAMAGED, DAMAGED_SHARE)
-            try:
-                self._folder.move(row.name, DATA, QUARANTINE)
-            except OSError:
-                old.append(row.name)
-            self._erase(old)
+        if row is not None and isinstance(error, Damaged | FileNotFoundError):
+            with suppress(sqlite3.Error):
+                self._quarantine(row.name)
+
+    def _quarantine(self, name: str) -> None:
+        old = self._index.quarantine(self._process, name, KEPT_DAMAGED, DAMAGED_SHARE)
+        try:
+            self._folder.move(name, DATA, QUARANTINE)
+        except OSError:
+            old.append(name)
+        self._erase(old)
 
     def _try(self, what: str, act: Callable[[], T]) -> T | None:
         try:

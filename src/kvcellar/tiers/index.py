@@ -34,6 +34,10 @@ _BUSY = (
 )  # not the index, but its file system
 WAIT = 10.0  # seconds that a transaction waits for those of other processes
 JOURNAL = 8192  # bytes of the journal beside its pages, at most
+LEAVES = (
+    "SELECT key, name, size, owner, value FROM entries AS e WHERE pinned=0 {} AND NOT EXISTS"
+    " (SELECT 1 FROM entries AS c WHERE c.parent=e.key) ORDER BY value LIMIT 64"
+)
 SPARE = 8  # pages that are left for changes that store nothing
 DAMAGED = "damaged"  # in place of a process: bytes of files that were found damaged
 
@@ -290,12 +294,12 @@ class Index:
             self._limit(do)
             return _given_up(do, process, "expires<=?", now)
 
-    def quarantine(self, process: str, key: bytes, most: int, share: int) -> list[str]:
+    def quarantine(self, process: str, name: str, most: int, share: int) -> list[str]:
         """Remove an entry whose file is damaged, and count its bytes as those of a damaged file. Of these `most` are
         kept, up to 1/`share` of the cap: older ones are given up, as `remove` does."""
         with self.transaction() as do:
             self._limit(do)
-            _given_up(do, DAMAGED, "key=?", key)
+            _given_up(do, DAMAGED, "name=?", name)
             found = do("SELECT name, size FROM reserved WHERE process=? ORDER BY id DESC", (DAMAGED,)).fetchall()
             sizes = [size for _, size in found]
             old = [name for i, (name, _) in enumerate(found) if i >= most or sum(sizes[: i + 1]) > self.cap // share]
@@ -350,11 +354,7 @@ def _evict(do: Do, process: str, n: int, owner: str | None) -> list[tuple[str, i
     """Give up entries that nothing continues, of one owner or of all, the lowest values first, until `n` bytes are free
     or 64 are given up; returns their names, sizes and owners."""
     evicted: list[tuple[str, int, str]] = []
-    leaves = do(
-        "SELECT key, name, size, owner, value FROM entries AS e WHERE NOT pinned AND (owner=? OR ? IS NULL) AND NOT"
-        " EXISTS (SELECT 1 FROM entries AS c WHERE c.parent=e.key) ORDER BY value LIMIT 64",
-        (owner, owner),
-    )
+    leaves = do(LEAVES.format("" if owner is None else "AND owner=?"), () if owner is None else (owner,))
     for key, name, size, whose, worth in leaves.fetchall():
         if n <= 0:
             break

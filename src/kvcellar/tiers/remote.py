@@ -1,7 +1,7 @@
 """remote: snapshots in a store elsewhere, which other servers may share. Objects have the format of `codec`.
 
-The cap is kept by each process for all that it knows of: what it has stored, and what others had stored when
-`entries` was called last. A store that deletes objects by itself may do so: each is a miss.
+The cap is kept by each process for all that it knows of: what it has stored, and what others had stored with the same
+key when `entries` was called last. A store that deletes objects by itself may do so: each is a miss.
 """
 
 import logging

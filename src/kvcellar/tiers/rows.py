@@ -30,6 +30,7 @@ CREATE INDEX of_parent ON entries(parent);
 CREATE INDEX by_value ON entries(pinned, value);
 CREATE INDEX by_owner ON entries(owner, size);
 CREATE INDEX by_name ON entries(name);
+CREATE INDEX by_expiry ON entries(expires) WHERE expires IS NOT NULL;
 CREATE TABLE reserved(id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, process TEXT NOT NULL, owner TEXT NOT NULL,
   size INTEGER NOT NULL);
 CREATE TABLE facts(name TEXT PRIMARY KEY, value REAL NOT NULL) WITHOUT ROWID;

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from kvcellar.tiers.disk import DiskTier
-from kvcellar.tiers.tier import Retention
-from tests.tiers.faults import COUNTED
-from tests.tiers.made import IDENTITY, content, made
+from kvcellar.tiers.tier import Retention, chains
+from tests.tiers.faults import COUNTED, Counting
+from tests.tiers.made import IDENTITY, content, made, store
 from tests.tiers.test_disk import tmp_path  # noqa: F401  # pytest finds it by name
 
 PUTS = 60
@@ -101,3 +101,44 @@ def play(directory: Path, seed: int, cap: int) -> int:
 @pytest.mark.parametrize("seed", range(6))
 def test_the_cap_holds_at_a_tenth_of_what_is_put(tmp_path, seed) -> None:  # noqa: F811
     assert play(tmp_path, seed, cap=180_000) > 1000
+
+
+class Watched(Counting):
+    """Samples the bytes in a directory before each file operation."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self._directory, self.most = directory, 0
+
+    def at(self, number: int, name: str, arguments: tuple) -> None:
+        self.most = max(self.most, bytes_in(self._directory))
+
+
+def test_an_index_that_is_made_again_leaves_out_what_is_over_the_cap(tmp_path) -> None:  # noqa: F811
+    chain = [made(0, size=2000)]
+    for seed in range(1, 100):
+        chain.append(made(seed, chain[-1][0], size=2000))
+    opened = store(tmp_path)
+    for one in reversed(chain):
+        assert opened.put(*one)
+    opened.close()
+    (tmp_path / "index.sqlite").unlink()
+    cap = bytes_in(tmp_path) + 36_000  # at least as much as an index without entries and its journal
+    files = Watched(tmp_path)
+    opened = store(tmp_path, max_bytes=cap, files=files)
+    assert files.most <= cap
+    found = [entry.snapshot for entry in chains(opened.entries())]
+    assert 60 < len(found) < 100
+    assert found == [snapshot for snapshot, _ in chain[: len(found)]], "a parent was left out before its children"
+    assert bytes_in(tmp_path) <= opened.size() <= cap
+    opened.close()
+
+
+def test_sqlite_gets_no_pages_over_the_cap_even_where_too_few_were_reserved(tmp_path, monkeypatch) -> None:  # noqa: F811
+    monkeypatch.setattr("kvcellar.tiers.disk.growth", lambda meta: 0)
+    opened = store(tmp_path, max_bytes=150_000)
+    stored = [opened.put(*made(seed, tokens=3000, size=30)) for seed in range(8)]
+    assert True in stored
+    assert False in stored
+    assert bytes_in(tmp_path) <= opened.size() <= 150_000
+    assert {path.name for path in (tmp_path / "data").iterdir()} == opened._index.names()

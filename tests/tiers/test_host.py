@@ -1,4 +1,4 @@
-"""The host tier and its ledger: bytes within their cap, and who goes first."""
+"""The host tier and its ledger: bytes within their cap, and the order of eviction."""
 
 import random
 from collections.abc import Iterator

@@ -2,7 +2,7 @@
 
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from kvcellar.tiers.objects import Bounded, FsspecObjects, Objects, RedisObjects
 from kvcellar.tiers.remote import RemoteTier, prefix_of
 from kvcellar.tiers.tier import Entry, Retention, chains
 from kvcellar.tiers.transfers import Outcome, Transfers
+from tests.tiers.in_memory import InMemory
 from tests.tiers.made import IDENTITY, content, made
 from tests.tiers.redis_server import BINARY, RedisServer
 
@@ -47,44 +48,6 @@ def objects(request, tmp_path) -> Iterator[Callable[[], Objects]]:
 
 def tier(objects: Objects, **options) -> RemoteTier:
     return RemoteTier(objects, **({"identity": IDENTITY, "cap": 1 << 20} | options))
-
-
-class InMemory:
-    """A store that tests can make fail."""
-
-    def __init__(self) -> None:
-        self.content: dict[str, bytes] = {}
-        self.seconds: dict[str, float | None] = {}
-        self.fails = False
-        self.calls = 0
-        self.most = 0  # bytes that there ever were
-
-    def _call(self) -> None:
-        self.calls += 1
-        if self.fails:
-            raise RemoteFailed("it is gone")
-
-    def read(self, name: str, n: int | None = None) -> bytes | None:
-        self._call()
-        found = self.content.get(name)
-        return None if found is None else found[:n]
-
-    def write(self, name: str, content: bytes, seconds: float | None) -> None:
-        self._call()
-        self.content[name], self.seconds[name] = content, seconds
-        self.most = max(self.most, sum(map(len, self.content.values())))
-
-    def delete(self, names: Sequence[str]) -> None:
-        self._call()
-        for name in names:
-            self.content.pop(name, None)
-
-    def sizes(self) -> dict[str, int]:
-        self._call()
-        return {name: len(found) for name, found in self.content.items()}
-
-    def close(self) -> None:
-        pass
 
 
 def test_what_one_stores_another_lists_and_reads(objects) -> None:
@@ -194,7 +157,7 @@ def test_a_store_that_fails_is_left_alone_for_a_while_and_costs_misses_only(capl
     assert not opened.down
 
 
-def test_entries_expire_by_the_clock_and_the_store_is_told() -> None:
+def test_entries_expire_by_the_clock_and_in_the_store_by_itself() -> None:
     now, store = [100.0], InMemory()
     opened = tier(store, clock=lambda: now[0])
     assert opened.put(*made(1), Retention(expires=110.0))

@@ -1,4 +1,4 @@
-"""The store on disk over its life: who may delete what, how long entries stay, and how it is opened again."""
+"""The store on disk over its life: which process may delete what, how long entries stay, and how it is opened again."""
 
 import os
 import shutil
@@ -13,8 +13,11 @@ from kvcellar.tiers.codec import AesGcm
 from kvcellar.tiers.disk import DiskTier, StoreUnusable
 from kvcellar.tiers.files import Files
 from kvcellar.tiers.folder import DATA, PROCESSES, QUARANTINE, TEMPORARY, Folder
+from kvcellar.tiers.host import OVERHEAD, HostTier
+from kvcellar.tiers.remote import RemoteTier
 from kvcellar.tiers.tier import Entry, Retention
 from tests.tiers.faults import Killing
+from tests.tiers.in_memory import InMemory
 from tests.tiers.made import IDENTITY, content, made, store
 from tests.tiers.test_cap import bytes_in
 from tests.tiers.test_disk import EMPTY, LARGE, LARGER, only_file, tmp_path  # noqa: F401  # pytest finds it by name
@@ -259,3 +262,35 @@ def test_identities_share_the_cap_and_evict_each_other(tmp_path) -> None:  # noq
     assert not first.contains(one[0].key)
     assert IDENTITY != bytes(32)
     assert names(tmp_path, TEMPORARY) == set()
+
+
+def test_each_entry_that_is_removed_is_reported_with_the_reason(tmp_path) -> None:  # noqa: F811
+    now, seen = [0.0], list[tuple[bytes, str]]()
+    options = {"clock": lambda: now[0], "removed": lambda key, why: seen.append((key, why))}
+    each = made(0, size=LARGE)[0].size + 2 * OVERHEAD
+    for tier in (
+        store(tmp_path, max_bytes=EMPTY + 2 * LARGER, **options),
+        HostTier(2 * each, **options),
+        RemoteTier(InMemory(), identity=IDENTITY, cap=2 * each, **options),
+    ):
+        now[0] = 0.0
+        assert tier.put(*made(1, size=LARGE))
+        assert tier.put(*made(2, size=LARGE), Retention(expires=10.0, priority=1))
+        assert tier.put(*made(3, size=LARGE))
+        now[0] = 10.0
+        assert tier.put(*made(4, size=LARGE))
+        tier.remove([made(3)[0].key, made(5)[0].key])
+        tier.close()
+        keys = {made(seed)[0].key: seed for seed in (1, 2, 3, 4)}
+        assert [(keys[key], why) for key, why in seen[:3]] == [(1, "evicted"), (2, "expired"), (3, "removed")]
+        assert {why for _, why in seen[3:]} <= {"removed"}
+        seen.clear()
+
+
+def test_a_damaged_entry_is_reported(tmp_path) -> None:  # noqa: F811
+    seen: list[tuple[bytes, str]] = []
+    opened = store(tmp_path, removed=lambda key, why: seen.append((key, why)))
+    assert opened.put(*made(1))
+    only_file(tmp_path).write_bytes(b"")
+    assert content(opened, made(1)[0].key) is None
+    assert seen == [(made(1)[0].key, "damaged")]

@@ -33,7 +33,7 @@ from kvcellar.tiers.tier import Retention, checked
 MAGIC = b"kvcellar"
 VERSION = 2
 DIGEST = 16
-HEADER_LIMIT = 64 << 20  # bytes: 8 for each token, and what the record says of them
+HEADER_LIMIT = 64 << 20  # bytes: 8 for each token, and the record
 CHUNK_LIMIT = 1 << 30
 FILE_LIMIT = 1 << 40
 _START = struct.Struct("<8sIIIQ")

@@ -12,7 +12,7 @@ Always true:
   * an entry is in the index only after its file is complete and durable under its final name;
   * a file of a process that has ended is deleted, unless it is an entry's, when the store is next opened; no file of a
     process that has the store open ever is;
-  * a chunk is handed out only after its digest was verified.
+  * a chunk is returned only after its digest was verified.
 """
 
 import logging
@@ -47,8 +47,8 @@ from kvcellar.tiers.codec import (
 from kvcellar.tiers.files import Files
 from kvcellar.tiers.folder import DATA, QUARANTINE, TEMPORARY, Folder
 from kvcellar.tiers.index import DAMAGED, Index, IndexDamaged, TooLittle, growth
-from kvcellar.tiers.rows import Row
-from kvcellar.tiers.tier import DEFAULT, Entry, Loaded, Retention
+from kvcellar.tiers.rows import Dropped, Row
+from kvcellar.tiers.tier import DEFAULT, Entry, Loaded, Removed, Retention, Why, unnoticed
 
 T = TypeVar("T")
 log = logging.getLogger("kvcellar.tiers")
@@ -78,11 +78,13 @@ class DiskTier:
         cipher: Cipher | None = None,
         files: Files | None = None,
         clock: Callable[[], float] = time.time,
+        removed: Removed = unnoticed,
     ) -> None:
         """The store may have `max_bytes`, and no more than this share of what is free on the disk and its own files;
         `quota` is for the entries of one owner. Raises `StoreUnusable`."""
         self._identity, self._max, self._share, self._quota = identity, max_bytes, share_of_free, quota
         self._cipher, self._files, self._clock = cipher or Plain(), files or Files(), clock
+        self._removed = removed
         self._process, self._numbers = secrets.token_hex(8), count()
         self._folder = Folder(self._files, directory, self._process)
         self._breaker = Breaker(after=3)
@@ -137,7 +139,7 @@ class DiskTier:
         if (row := self._index.find(snapshot.key)) is not None:
             if self._is_readable(row) and self._index.renew(snapshot.key, retention):
                 return True
-            self._erase(self._index.remove(self._process, [snapshot.key]))
+            self._discard(self._index.remove(self._process, [snapshot.key]), "removed")
         meta = sealed_meta(snapshot, self._cipher)
         head = head_of(self._identity, snapshot, retention, meta, self._cipher)
         size, name = file_size(head, snapshot, self._cipher), f"{self._process}-{next(self._numbers)}"
@@ -205,7 +207,7 @@ class DiskTier:
         self._try("pinning", lambda: self._index.pin(keys, pinned))
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        self._try("removing", lambda: self._erase(self._index.remove(self._process, keys)))
+        self._try("removing", lambda: self._discard(self._index.remove(self._process, keys), "removed"))
 
     def verify(self) -> int:
         """Read every entry of this identity; returns how many were damaged, and are removed now."""
@@ -284,13 +286,20 @@ class DiskTier:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _reserve(self, name: str, n: int, owner: str) -> bool:
-        while names := self._index.reserve(self._process, name, n, owner):
-            if not self._erase(names):
+        while dropped := self._index.reserve(self._process, name, n, owner):
+            if not self._discard(dropped, "evicted"):
                 return False
-        return names is not None
+        return dropped is not None
 
     def _expire(self) -> None:
-        self._erase(self._index.expire(self._process, self._clock()))
+        self._discard(self._index.expire(self._process, self._clock()), "expired")
+
+    def _discard(self, dropped: list[Dropped], why: Why) -> bool:
+        """Delete the files of entries that were removed, and of others; see `_erase`."""
+        for one in dropped:
+            if one.key is not None:
+                self._removed(one.key, why)
+        return self._erase([one.name for one in dropped])
 
     def _erase(self, names: Iterable[str]) -> bool:
         """Delete files wherever they are, and give back their bytes; False if one could not be deleted: its bytes stay
@@ -311,6 +320,7 @@ class DiskTier:
                 return  # it was evicted since the index was read
         self._failed("reading a snapshot", error)
         if row is not None and isinstance(error, Damaged | FileNotFoundError):
+            self._removed(row.key, "damaged")
             with suppress(sqlite3.Error):
                 self._quarantine(row.name)
 

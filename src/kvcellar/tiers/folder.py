@@ -7,7 +7,7 @@ before it is locked.
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -31,7 +31,7 @@ class Folder:
     # -- processes ----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> Generator[None]:
         """Make the directories; one process at a time opens the store. Raises `OSError` and `NoPlace`."""
         for folder in (self._directory, *(self._directory / name for name in FOLDERS)):
             make_private(folder)

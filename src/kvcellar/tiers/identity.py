@@ -67,7 +67,8 @@ class FileDigests:
             return {}
         if not isinstance(found, dict):
             return {}
-        return {mark: digest for mark, digest in found.items() if isinstance(digest, str) and _is_digest(digest)}
+        pairs: dict[str, Any] = found
+        return {mark: digest for mark, digest in pairs.items() if isinstance(digest, str) and _is_digest(digest)}
 
     def _write(self) -> None:
         if self._path is None or not self.computed:

@@ -14,13 +14,13 @@ used under one lock.
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from kvcellar.policy import value
-from kvcellar.tiers.rows import COLUMNS, PAGE, SETTINGS, TABLES, VERSION, Do, Row, insert, row_of
+from kvcellar.tiers.rows import COLUMNS, PAGE, SETTINGS, TABLES, VERSION, Do, Dropped, Row, insert, row_of
 from kvcellar.tiers.tier import Retention, stronger
 
 _BUSY = (
@@ -34,8 +34,9 @@ _BUSY = (
 )  # not the index, but its file system
 WAIT = 10.0  # seconds that a transaction waits for those of other processes
 JOURNAL = 8192  # bytes of the journal beside its pages, at most
+_DROPPED = "name, size, owner, key"
 LEAVES = (
-    "SELECT key, name, size, owner, value FROM entries AS e WHERE pinned=0 {} AND NOT EXISTS"
+    "SELECT key, size, value FROM entries AS e WHERE pinned=0 {} AND NOT EXISTS"
     " (SELECT 1 FROM entries AS c WHERE c.parent=e.key) ORDER BY value LIMIT 64"
 )
 SPARE = 8  # pages that are left for changes that store nothing
@@ -67,7 +68,7 @@ class Index:
 
         Raises `IndexDamaged`, `TooLittle`, and `OSError` and `sqlite3.Error` where it can be neither read nor made.
         """
-        self.cap, self._quota = cap, cap if quota is None else quota
+        self.cap, self._quota = cap, quota
         self._lock = threading.Lock()
         if cap < JOURNAL + _taken(14 + SPARE):
             raise TooLittle(f"{cap} bytes are too few: the index alone takes {JOURNAL + _taken(14 + SPARE)}")
@@ -99,7 +100,7 @@ class Index:
             raise IndexDamaged(str(error)) from error
 
     @contextmanager
-    def transaction(self) -> Iterator[Do]:
+    def transaction(self) -> Generator[Do]:
         """All statements of the block together, or none of them if it raises."""
         with self._lock:
             do = self._connection.execute
@@ -150,52 +151,52 @@ class Index:
 
     # -- bytes --------------------------------------------------------------------------------------------------
 
-    def reserve(self, process: str, name: str, n: int, owner: str) -> list[str] | None:
+    def reserve(self, process: str, name: str, n: int, owner: str) -> list[Dropped] | None:
         """Reserve `n` bytes for a file that is going to be written, and return an empty list.
 
-        Where too few are free, damaged files and entries of the lowest values that no other one continues are given up
-        instead: their bytes are reserved for `process`, and the names of their files are returned. The caller deletes
-        them, releases their names, and calls again. None if too few can be made free; nothing has changed then.
+        Where too few are free, damaged files and entries of the lowest values that no other one continues are dropped
+        instead: their bytes are reserved for `process`, and they are returned. The caller deletes their files, releases
+        their names, and calls again. None if too few can be made free; nothing has changed then.
         """
         with self.transaction() as do:
             self._limit(do)
-            do("SAVEPOINT given_up")
-            given_up = self._make_room(do, process, n, owner)
-            if given_up is None:
-                do("ROLLBACK TO given_up")
-            elif not given_up and name:
+            do("SAVEPOINT dropped")
+            dropped = self._make_room(do, process, n, owner)
+            if dropped is None:
+                do("ROLLBACK TO dropped")
+            elif not dropped and name:
                 self._limit(do, n)
                 do("INSERT INTO reserved(name, process, owner, size) VALUES (?,?,?,?)", (name, process, owner, n))
-            return given_up
+            return dropped
 
-    def _make_room(self, do: Do, process: str, n: int, owner: str) -> list[str] | None:
-        given_up = self._damaged(do, process, n)
-        freed, freed_of_owner = sum(given_up.values()), 0
+    def _make_room(self, do: Do, process: str, n: int, owner: str) -> list[Dropped] | None:
+        dropped = self._damaged(do, process, n)
         while True:
-            of_owner = _bytes_of(do, owner) - freed_of_owner + n - self._quota if n else 0
-            over = self._over(do, n - freed)
+            over = self._over(do, n - sum(one.size for one in dropped))
+            of_owner = self._over_quota(do, n - sum(one.size for one in dropped if one.owner == owner), owner)
             if over <= 0 and of_owner <= 0:
-                return list(given_up)
+                return dropped
             evicted = _evict(do, process, max(of_owner, 0) or over, owner if of_owner > 0 else None)
             if not evicted and not _vacuum(do):
                 return None
-            for name, size, whose in evicted:
-                given_up[name] = size
-                freed += size
-                freed_of_owner += size if whose == owner else 0
+            dropped += evicted
+
+    def _over_quota(self, do: Do, n: int, owner: str) -> int:
+        """Bytes that an owner would have over its quota if `n` more were reserved."""
+        return 0 if self._quota is None or n <= 0 else _bytes_of(do, owner) + n - self._quota
 
     def _over(self, do: Do, n: int) -> int:
         """Bytes that there are too few if `n` more were reserved."""
         return _bytes(do) + n + _of_index(do) + _taken(SPARE) - self.cap
 
-    def _damaged(self, do: Do, process: str, n: int) -> dict[str, int]:
-        """Give up damaged files, the oldest first, as many as need be; returns their sizes by name."""
-        given_up: dict[str, int] = {}
-        for name, size in do("SELECT name, size FROM reserved WHERE process=? ORDER BY id", (DAMAGED,)).fetchall():
-            if self._over(do, n - sum(given_up.values())) > 0:
-                do("UPDATE reserved SET process=? WHERE name=?", (process, name))
-                given_up[name] = size
-        return given_up
+    def _damaged(self, do: Do, process: str, n: int) -> list[Dropped]:
+        """Drop damaged files, the oldest first, as many as need be."""
+        dropped: list[Dropped] = []
+        for found in do("SELECT name, size, owner FROM reserved WHERE process=? ORDER BY id", (DAMAGED,)).fetchall():
+            if self._over(do, n - sum(one.size for one in dropped)) > 0:
+                dropped.append(Dropped(*found))
+                do("UPDATE reserved SET process=? WHERE name=?", (process, dropped[-1].name))
+        return dropped
 
     def release(self, names: Iterable[str]) -> None:
         """Give back what was reserved for files that are not there any more."""
@@ -279,27 +280,26 @@ class Index:
             for key in keys:
                 do("UPDATE entries SET pinned=? WHERE key=?", (pinned, key))
 
-    def remove(self, process: str, keys: Iterable[bytes]) -> list[str]:
-        """Remove entries. Their bytes stay reserved for `process`, which deletes the files of the names returned, and
-        releases them."""
+    def remove(self, process: str, keys: Iterable[bytes]) -> list[Dropped]:
+        """Remove entries. Their bytes stay reserved for `process`, which deletes their files and releases them."""
         with self.transaction() as do:
             self._limit(do)
-            return [name for key in keys for name in _given_up(do, process, "key=?", key)]
+            return [dropped for key in keys for dropped in _drop(do, process, "key=?", key)]
 
-    def expire(self, process: str, now: float) -> list[str]:
+    def expire(self, process: str, now: float) -> list[Dropped]:
         """Remove what has expired, as `remove` does."""
         if not self._read("SELECT 1 FROM entries WHERE expires<=? LIMIT 1", now):
             return []
         with self.transaction() as do:
             self._limit(do)
-            return _given_up(do, process, "expires<=?", now)
+            return _drop(do, process, "expires<=?", now)
 
     def quarantine(self, process: str, name: str, most: int, share: int) -> list[str]:
         """Remove an entry whose file is damaged, and count its bytes as those of a damaged file. Of these `most` are
-        kept, up to 1/`share` of the cap: older ones are given up, as `remove` does."""
+        kept, up to 1/`share` of the cap: older ones are dropped, as `remove` does."""
         with self.transaction() as do:
             self._limit(do)
-            _given_up(do, DAMAGED, "name=?", name)
+            _drop(do, DAMAGED, "name=?", name)
             found = do("SELECT name, size FROM reserved WHERE process=? ORDER BY id DESC", (DAMAGED,)).fetchall()
             sizes = [size for _, size in found]
             old = [name for i, (name, _) in enumerate(found) if i >= most or sum(sizes[: i + 1]) > self.cap // share]
@@ -342,24 +342,23 @@ def _bytes_of(do: Do, owner: str) -> int:
     return entries + reserved
 
 
-def _given_up(do: Do, process: str, which: str, value: Any) -> list[str]:
-    """Remove entries, and reserve their bytes for a process, which deletes the files of the names returned."""
-    gone = do(f"DELETE FROM entries WHERE {which} RETURNING name, owner, size", (value,)).fetchall()
-    for name, owner, size in gone:
+def _drop(do: Do, process: str, which: str, value: Any) -> list[Dropped]:
+    """Remove entries, and reserve their bytes for a process, which deletes their files."""
+    gone = [Dropped(*found) for found in do(f"DELETE FROM entries WHERE {which} RETURNING {_DROPPED}", (value,))]
+    for name, size, owner, _ in gone:
         do("INSERT INTO reserved(name, process, owner, size) VALUES (?,?,?,?)", (name, process, owner, size))
-    return [name for name, _, _ in gone]
+    return gone
 
 
-def _evict(do: Do, process: str, n: int, owner: str | None) -> list[tuple[str, int, str]]:
-    """Give up entries that nothing continues, of one owner or of all, the lowest values first, until `n` bytes are free
-    or 64 are given up; returns their names, sizes and owners."""
-    evicted: list[tuple[str, int, str]] = []
+def _evict(do: Do, process: str, n: int, owner: str | None) -> list[Dropped]:
+    """Drop entries that nothing continues, of one owner or of all, the lowest values first, until `n` bytes are free
+    or 64 are dropped."""
+    evicted: list[Dropped] = []
     leaves = do(LEAVES.format("" if owner is None else "AND owner=?"), () if owner is None else (owner,))
-    for key, name, size, whose, worth in leaves.fetchall():
+    for key, size, worth in leaves.fetchall():
         if n <= 0:
             break
-        _given_up(do, process, "key=?", key)
+        evicted += _drop(do, process, "key=?", key)
         do("UPDATE facts SET value=max(value,?) WHERE name='clock'", (worth,))
-        evicted.append((name, size, whose))
         n -= size
     return evicted

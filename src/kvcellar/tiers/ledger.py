@@ -70,11 +70,9 @@ class Ledger:
     def reserve(self, size: int, owner: str) -> list[Kept] | None:
         """Reserve bytes for an entry that is going to be stored, and return an empty list.
 
-        Where too few are free, entries are evicted and returned instead, expired ones first: the caller deletes them,
-        frees their bytes, and calls again. None if too few can be made free; nothing is evicted then.
+        Where too few are free, entries are evicted and returned instead: the caller deletes them, frees their bytes,
+        and calls again. None if too few can be made free; nothing is evicted then.
         """
-        if gone := self.expire():
-            return gone
         evicted: list[Kept] = []
         if not self._evict(size, owner, evicted):
             for kept in reversed(evicted):

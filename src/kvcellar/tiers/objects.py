@@ -3,8 +3,11 @@
 Every call ends within a time, and raises `RemoteFailed` for whatever the store or its client does.
 """
 
+# pyright: standard
+# (fsspec has no types, and those of redis are partial)
+
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import islice
@@ -60,7 +63,7 @@ class RedisObjects:
         )
 
     @contextmanager
-    def _failing(self) -> Iterator[None]:
+    def _failing(self) -> Generator[None]:
         try:
             yield
         except self._errors as error:

@@ -1,7 +1,7 @@
 """remote: snapshots in a store elsewhere, which other servers may share. Objects have the format of `codec`.
 
-The cap is kept by each process for all that it knows of: what it has stored, and what others had stored with the same
-key when `entries` was called last. A store that deletes objects by itself may do so: each is a miss.
+Each process keeps the cap for what it has stored, and what others had stored with the same cipher when `entries` was
+called last. A store that deletes objects by itself may do so: each is a miss.
 """
 
 import logging
@@ -32,7 +32,7 @@ from kvcellar.tiers.codec import (
 )
 from kvcellar.tiers.ledger import Kept, Ledger
 from kvcellar.tiers.objects import Objects, RemoteFailed
-from kvcellar.tiers.tier import DEFAULT, Entry, Loaded, Retention
+from kvcellar.tiers.tier import DEFAULT, Entry, Loaded, Removed, Retention, Why, unnoticed
 
 T = TypeVar("T")
 log = logging.getLogger("kvcellar.tiers")
@@ -62,9 +62,10 @@ class RemoteTier:
         cipher: Cipher | None = None,
         clock: Callable[[], float] = time.time,
         breaker: Breaker | None = None,
+        removed: Removed = unnoticed,
     ) -> None:
         """`quota`: bytes for the entries of one owner; None: as many as for all. Calls nothing yet."""
-        self.cap = cap
+        self.cap, self._removed = cap, removed
         self.failures: Counter[str] = Counter()
         self._objects, self._identity, self._cipher, self._clock = objects, identity, cipher or Plain(), clock
         self._ledger = Ledger(cap, quota=quota, clock=clock)
@@ -135,7 +136,7 @@ class RemoteTier:
             self._unusable(key, error)
             return None
         if retention.expires is not None and retention.expires <= self._clock():
-            self._remove([key])
+            self._remove([key], "expired")
             return None
         with self._lock:
             self._ledger.admit(snapshot, retention, len(content))
@@ -185,7 +186,7 @@ class RemoteTier:
             self._ledger.pin(keys, pinned)
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        self._try("removing", lambda: self._remove(list(keys)))
+        self._try("removing", lambda: self._remove(list(keys), "removed"))
 
     def close(self) -> None:
         with suppress(RemoteFailed):
@@ -195,21 +196,28 @@ class RemoteTier:
 
     def _reserve(self, size: int, owner: str) -> bool:
         with self._lock:
-            gone, self._undeleted = self._undeleted, []
-        self._delete(gone)
+            again, self._undeleted = self._undeleted, []
+            expired = self._ledger.expire()
+        self._delete(again)
+        self._discard(expired, "expired")
         while True:
             with self._lock:
                 evicted = self._ledger.reserve(size, owner)
             if not evicted:
                 return evicted is not None
-            self._delete(evicted)
+            self._discard(evicted, "evicted")
 
-    def _remove(self, keys: list[bytes]) -> None:
+    def _remove(self, keys: list[bytes], why: Why) -> None:
         with self._lock:
             gone = self._ledger.remove(keys)
-        self._delete(gone)
+        self._discard(gone, why)
         known = {kept.snapshot.key for kept in gone}
         self._objects.delete([key.hex() for key in keys if key not in known])
+
+    def _discard(self, gone: list[Kept], why: Why) -> None:
+        for kept in gone:
+            self._removed(kept.snapshot.key, why)
+        self._delete(gone)
 
     def _delete(self, gone: list[Kept]) -> None:
         """Delete objects, and give back their bytes."""
@@ -235,6 +243,7 @@ class RemoteTier:
             gone = self._ledger.remove([key])
             for kept in gone:
                 self._ledger.free(kept.size, kept.owner)
+                self._removed(key, "gone")
         return bool(gone)
 
     def _unusable(self, key: bytes, error: Exception) -> None:
@@ -244,7 +253,7 @@ class RemoteTier:
             return
         self.failures["damaged"] += 1
         log.warning("reading the remote snapshot %s failed: %s", key.hex()[:16], error)
-        self._remove([key])
+        self._remove([key], "damaged")
 
     def _try(self, what: str, act: Callable[[], T]) -> T | None:
         if self.down:

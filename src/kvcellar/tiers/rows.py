@@ -3,7 +3,7 @@
 import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvcellar.policy import value
 from kvcellar.tiers.tier import Retention
@@ -56,6 +56,15 @@ class Row:
     retention: Retention
     value: float = 0.0
     hits: int = 1
+
+
+class Dropped(NamedTuple):
+    """A file that is going to be deleted: its bytes are reserved until then. `key`: that of its entry, if any."""
+
+    name: str
+    size: int
+    owner: str
+    key: bytes | None = None
 
 
 def insert(do: Do, row: Row) -> None:

@@ -4,7 +4,7 @@
     transfer = transfers.fetch(snapshot)                     # from the first tier that has it
     transfers.cancel(transfer); transfers.release(transfer)
 
-A transfer ends once, with an outcome, and is then handed to `completed`, one after another, in a thread of the
+A transfer ends once, with an outcome, and `completed` is then called with it, one after another, in a thread of the
 transfers, which holds no lock. What is stored is written through to all tiers, so that evicting an entry from one costs
 no transfer; what is fetched from a lower tier is put into those above it.
 

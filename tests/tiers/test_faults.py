@@ -173,6 +173,6 @@ def test_what_a_power_loss_may_leave_is_read_whole_or_not_at_all(tmp_path) -> No
                 (directory / ("data" if named else "temporary") / name).write_bytes(left)
                 if not indexed:
                     with closing(Index(directory / "index.sqlite", 1 << 20)) as index:
-                        index.release(index.remove("test", [made(1)[0].key]))
+                        index.forget([name])
                 check_all(directory, {1} if indexed else set())
     assert seen > 50

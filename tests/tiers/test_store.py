@@ -91,6 +91,13 @@ def test_one_process_at_a_time_opens_the_store(tmp_path) -> None:  # noqa: F811
     assert order == ["unlocked", "opened"]
 
 
+def test_a_process_that_hangs_while_it_opens_the_store_does_not_hang_others(tmp_path, monkeypatch) -> None:  # noqa: F811
+    monkeypatch.setattr("kvcellar.tiers.folder.WAIT", 0.02)
+    with Folder(Files(), tmp_path, "p").locked(), pytest.raises(StoreUnusable, match="has been opening it"):
+        store(tmp_path)
+    store(tmp_path).close()
+
+
 def test_retention_survives_a_restart_and_a_lost_index(tmp_path) -> None:  # noqa: F811
     now = [1000.0]
     kept = {

@@ -262,3 +262,47 @@ def test_closing_ends_at_its_deadline_and_cancels_the_rest() -> None:
         assert Outcome.CANCELLED in {put.outcome for put in puts}
         disk.go.set()
         assert {ended(put) for put in puts} <= {Outcome.CANCELLED, Outcome.STORED}
+
+
+def test_no_put_passes_a_fetch_that_waits_for_its_bytes() -> None:
+    disk, each = Slow(), made(0)[0].size
+    large = made(9, size=4 * 40)
+    disk.put(*large)
+    disk.go.clear()
+    with transfers(disk, staging=4 * each) as opened:
+        first = opened.put(*made(1))
+        fetched = opened.fetch(large[0])
+        later = opened.put(*made(2))
+        disk.go.set()
+        assert ended(first) is Outcome.STORED
+        assert ended(fetched) is Outcome.FETCHED
+        assert opened.staged() == 4 * each
+        assert later.outcome is None
+        opened.release(fetched)
+        assert ended(later) is Outcome.STORED
+
+
+def test_any_number_may_end_at_once() -> None:
+    disk, each = Slow(), made(0)[0].size
+    disk.put(*made(0))
+    with transfers(disk, staging=each, waiting=2000) as opened:
+        first = opened.fetch(made(0)[0])
+        assert ended(first) is Outcome.FETCHED
+        waiting = [opened.fetch(made(1)[0]) for _ in range(1500)]
+        disk.down = True
+        opened.release(first)
+        assert {ended(transfer) for transfer in waiting} == {Outcome.MISSED}
+
+
+def test_an_error_of_the_callback_stops_nothing(caplog) -> None:
+    done: list[Transfer] = []
+
+    def completed(transfer: Transfer) -> None:
+        done.append(transfer)
+        raise RuntimeError("of the callback")
+
+    with transfers(Slow(), completed=completed) as opened:
+        for seed in range(3):
+            assert ended(opened.put(*made(seed))) is Outcome.STORED
+    assert len(done) == 3
+    assert caplog.text.count("a job of the transfers has failed") == 3

@@ -101,7 +101,7 @@ class Transfers:
         self._waiting: dict[bool, deque[tuple[Transfer, Step | None]]] = {False: deque(), True: deque()}  # by `stores`
         self._staged = {False: 0, True: 0}  # bytes, by `stores`
         self._live: set[Transfer] = set()  # that have not ended, or are being promoted
-        self._open, self._stopping = True, False
+        self._open, self._stopping, self._admitting = True, False, False
         self._reading, self._events = _Lane(1, lambda keys: None), _Lane(1, lambda keys: None)
         self._lanes = [_Lane(threads, tier.used) for tier in tiers]
         self._threads = [
@@ -175,18 +175,24 @@ class Transfers:
         return transfer
 
     def _admit(self) -> None:
-        """Begin what waits, in order, as long as its bytes fit. Fetches go first, and puts leave them half."""
-        for stores, waiting in self._waiting.items():
-            while waiting:
-                transfer, first = waiting[0]
-                of_puts = self._staged[True] + transfer.need if stores else 0
-                if sum(self._staged.values()) + transfer.need > self.staging or of_puts > self.staging // 2:
-                    break
-                waiting.popleft()
-                if transfer.outcome is None:
-                    transfer.holders = 1
-                    self._staged[stores] += transfer.need
-                    self._begin(transfer, first if stores else self._fetch_below(transfer, 0))
+        """Begin what waits, in order, as long as its bytes fit: no put before a fetch, and puts leave fetches half."""
+        if self._admitting:  # a fetch has ended at once, where no tier is usable: the loop goes on
+            return
+        self._admitting = True
+        while waiting := self._waiting[False] or self._waiting[True]:
+            transfer, first = waiting[0]
+            of_puts = self._staged[True] + transfer.need if transfer.stores else 0
+            if transfer.outcome is None and (self._free() < transfer.need or of_puts > self.staging // 2):
+                break
+            waiting.popleft()
+            if transfer.outcome is None:
+                transfer.holders = 1
+                self._staged[transfer.stores] += transfer.need
+                self._begin(transfer, first if transfer.stores else self._fetch_below(transfer, 0))
+        self._admitting = False
+
+    def _free(self) -> int:
+        return self.staging - sum(self._staged.values())
 
     def _drop(self, transfer: Transfer) -> None:
         """One holder less of its bytes."""
@@ -311,9 +317,10 @@ class Transfers:
         while (job := self._job(lane, thread)) is not None:
             try:
                 job()
-            finally:
-                with self._changed:
-                    del lane.started[thread]
+            except Exception:
+                log.exception("a job of the transfers has failed")
+            with self._changed:
+                del lane.started[thread]
 
     def _job(self, lane: _Lane, thread: int) -> Job | None:
         """The next job of a lane, when there is one. None when the transfers are closed."""

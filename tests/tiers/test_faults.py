@@ -37,8 +37,16 @@ def check_all(directory: Path, acknowledged: set[int]) -> None:
         assert {path.name for path in (directory / "data").iterdir()} == opened._index.names()
         assert [path.name for path in (directory / "processes").iterdir()] == [opened._process]
         assert not opened._index.reserved(), "bytes stay reserved"
+        check_sum(opened)
     finally:
         opened.close()
+
+
+def check_sum(opened: DiskTier) -> None:
+    """The sum that the index keeps is that of its rows."""
+    with opened._index.transaction() as do:
+        total = sum(size for table in ("entries", "reserved") for (size,) in do(f"SELECT size FROM {table}"))
+        assert do("SELECT value FROM facts WHERE name='bytes'").fetchone() == (total,)
 
 
 def operations(directory: Path) -> int:
@@ -151,6 +159,7 @@ def test_a_process_that_is_killed_while_it_evicts_leaves_no_byte_over_the_cap(tm
                 for entry in opened.entries():
                     assert content(opened, entry.snapshot.key) == known[entry.snapshot.key]
                 assert bytes_in(tmp_path) <= opened.size() <= cap
+                check_sum(opened)
                 assert not opened.failures
 
 

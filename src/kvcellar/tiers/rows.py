@@ -19,23 +19,28 @@ SETTINGS = (
     "temp_store=MEMORY",
     "cache_spill=OFF",  # else the journal is written in several parts, each with a header
 )
-TABLES = """
-CREATE TABLE entries(
-  id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, parent BLOB, identity BLOB NOT NULL, name TEXT NOT NULL,
-  seal BLOB NOT NULL, size INTEGER NOT NULL, value REAL NOT NULL, hits INTEGER NOT NULL, worth INTEGER NOT NULL,
-  saves INTEGER, priority INTEGER NOT NULL, pinned INTEGER NOT NULL, expires REAL, owner TEXT NOT NULL,
-  meta BLOB NOT NULL
-);
-CREATE INDEX of_parent ON entries(parent);
-CREATE INDEX by_value ON entries(pinned, value);
-CREATE INDEX by_owner ON entries(owner, size);
-CREATE INDEX by_name ON entries(name);
-CREATE INDEX by_expiry ON entries(expires) WHERE expires IS NOT NULL;
-CREATE TABLE reserved(id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, process TEXT NOT NULL, owner TEXT NOT NULL,
-  size INTEGER NOT NULL);
-CREATE TABLE facts(name TEXT PRIMARY KEY, value REAL NOT NULL) WITHOUT ROWID;
-INSERT INTO facts VALUES ('clock', 0.0);
-"""
+_COUNTED = "UPDATE facts SET value=value{} WHERE name='bytes'"
+TABLES = (
+    "CREATE TABLE entries("
+    " id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, parent BLOB, identity BLOB NOT NULL, name TEXT NOT NULL,"
+    " seal BLOB NOT NULL, size INTEGER NOT NULL, value REAL NOT NULL, hits INTEGER NOT NULL, worth INTEGER NOT NULL,"
+    " saves INTEGER, priority INTEGER NOT NULL, pinned INTEGER NOT NULL, expires REAL, owner TEXT NOT NULL,"
+    " meta BLOB NOT NULL)",
+    "CREATE INDEX of_parent ON entries(parent)",
+    "CREATE INDEX by_value ON entries(pinned, value)",
+    "CREATE INDEX by_owner ON entries(owner, size)",
+    "CREATE INDEX by_name ON entries(name)",
+    "CREATE INDEX by_expiry ON entries(expires) WHERE expires IS NOT NULL",
+    "CREATE TABLE reserved(id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, process TEXT NOT NULL,"
+    " owner TEXT NOT NULL, size INTEGER NOT NULL)",
+    "CREATE TABLE facts(name TEXT PRIMARY KEY, value REAL NOT NULL) WITHOUT ROWID",
+    "INSERT INTO facts VALUES ('clock', 0.0), ('bytes', 0.0)",
+    *(
+        f"CREATE TRIGGER {table}_{event} AFTER {event} ON {table} BEGIN {_COUNTED.format(change)}; END"
+        for table in ("entries", "reserved")
+        for event, change in (("INSERT", "+NEW.size"), ("DELETE", "-OLD.size"))
+    ),
+)
 COLUMNS = "key, parent, identity, name, seal, size, value, hits, worth, saves, priority, pinned, expires, owner, meta"
 Do = Callable[..., sqlite3.Cursor]
 

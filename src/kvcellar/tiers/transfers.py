@@ -223,6 +223,9 @@ class Transfers:
     # -- steps: each is done in the lane of a tier, and returns the next ------------------------------------------
 
     def _read(self, transfer: Transfer, chunks: Iterable[bytes], retention: Retention) -> Step | None:
+        if self._usable_from(0) is None:  # the device is not read for nothing
+            self._end(transfer, Outcome.REFUSED)
+            return None
         content = tuple(bytes(chunk) for chunk in checked(transfer.snapshot, chunks))
         return self._store_below(transfer, Loaded(transfer.snapshot, retention, content), 0)
 

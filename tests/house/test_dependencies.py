@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 RUN = [Requirement(r) for r in PROJECT["dependencies"]]
-EXTRA = [Requirement(r) for r in PROJECT["optional-dependencies"]["encryption"]]
+EXTRA = [Requirement(r) for extra in ("encryption", "remote") for r in PROJECT["optional-dependencies"][extra]]
 DEV = [Requirement(r) for r in PROJECT["optional-dependencies"]["dev"] if not r.startswith("kvcellar")]
 PINS = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
 

@@ -9,6 +9,7 @@ import pytest
 
 from kvcellar.tiers.codec import AesGcm
 from kvcellar.tiers.disk import StoreUnusable
+from kvcellar.tiers.index import LEAVES
 from kvcellar.tiers.tier import Retention, chains
 from tests.tiers.made import content, made, store
 
@@ -252,11 +253,22 @@ def test_an_index_that_cannot_be_written_costs_the_entry_only(tmp_path, monkeypa
     assert only_file(tmp_path)
 
 
-def test_the_sum_of_sizes_is_read_from_an_index_and_not_from_the_entries(tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("query", "index"),
+    [
+        ("SELECT sum(size) FROM entries WHERE owner='a'", "USING COVERING INDEX by_owner"),
+        ("SELECT 1 FROM entries WHERE expires<=1.0 LIMIT 1", "USING COVERING INDEX by_expiry"),
+        ("SELECT 1 FROM entries WHERE name='a'", "USING COVERING INDEX by_name"),
+        (LEAVES.format(""), "USING INDEX by_value"),
+        (LEAVES.format("AND owner='a'"), "USING INDEX by_value"),
+    ],
+)
+def test_queries_read_an_index_in_its_order_and_not_all_entries(tmp_path, query, index) -> None:
     opened = store(tmp_path)
     with opened._index.transaction() as do:
-        plan = [row[3] for row in do("EXPLAIN QUERY PLAN SELECT sum(size) FROM entries")]
-    assert plan == ["SCAN entries USING COVERING INDEX by_owner"]
+        plan = [row[3] for row in do(f"EXPLAIN QUERY PLAN {query}")]
+    assert index in plan[0]
+    assert not any("TEMP B-TREE" in step for step in plan)
 
 
 def test_more_entries_go_than_are_looked_at_together(tmp_path) -> None:

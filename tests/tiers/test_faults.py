@@ -7,6 +7,7 @@ import shutil
 import signal
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from kvcellar.tiers.index import Index
 from kvcellar.tiers.tier import chains
 from tests.tiers.faults import Counting, Failing, Killing, Recording, Short, after_power_loss
 from tests.tiers.made import content, made, store
+from tests.tiers.test_cap import bytes_in
 from tests.tiers.test_disk import tmp_path  # noqa: F401  # pytest finds it by name
 
 SEEDS = range(4)
@@ -35,8 +37,16 @@ def check_all(directory: Path, acknowledged: set[int]) -> None:
         assert {path.name for path in (directory / "data").iterdir()} == opened._index.names()
         assert [path.name for path in (directory / "processes").iterdir()] == [opened._process]
         assert not opened._index.reserved(), "bytes stay reserved"
+        check_sum(opened)
     finally:
         opened.close()
+
+
+def check_sum(opened: DiskTier) -> None:
+    """The sum that the index keeps is that of its rows."""
+    with opened._index.transaction() as do:
+        total = sum(size for table in ("entries", "reserved") for (size,) in do(f"SELECT size FROM {table}"))
+        assert do("SELECT value FROM facts WHERE name='bytes'").fetchone() == (total,)
 
 
 def operations(directory: Path) -> int:
@@ -73,15 +83,16 @@ def test_short_writes_and_reads_change_nothing(tmp_path) -> None:  # noqa: F811
     check_all(tmp_path, {1, 2})
 
 
-def killed(directory: Path, number: int, steps: int | None) -> set[int]:
+def killed(directory: Path, number: int, steps: int | None, **options: Any) -> set[int]:
     """Fork a process that stores snapshots until it is killed before the file operation `number`, or after as many
     instructions of the index; returns what was acknowledged."""
+    size = options.pop("size", 40)
     read, write = os.pipe()
     child = os.fork()
     if not child:  # nothing of pytest may run here
         try:
             os.close(read)
-            opened = store(directory, files=Killing(number))
+            opened = store(directory, files=Killing(number), **options)
             if steps is not None:
                 left = [steps]
 
@@ -93,7 +104,7 @@ def killed(directory: Path, number: int, steps: int | None) -> set[int]:
 
                 opened._index._connection.set_progress_handler(tick, 1)
             for seed in SEEDS:
-                if opened.put(*made(seed)):
+                if opened.put(*made(seed, size=size)):
                     os.write(write, bytes([seed]))
             opened.remove([made(0)[0].key])
             os.write(write, b"\xff")
@@ -131,6 +142,27 @@ def test_a_process_that_is_killed_loses_nothing_that_was_acknowledged(tmp_path, 
             check_all(directory, acknowledged)
 
 
+@pytest.mark.parametrize("batch", range(8))
+def test_a_process_that_is_killed_while_it_evicts_leaves_no_byte_over_the_cap(tmp_path, batch) -> None:  # noqa: F811
+    """The cap is that of two entries of four."""
+    rng, cap = random.Random(batch), 130_000
+    known = {made(seed, size=20_000)[0].key: made(seed, size=20_000) for seed in SEEDS}
+    for kill in range(40):
+        in_index = rng.random() < 0.6
+        number = 1 << 30 if in_index else (kill * 8 + batch) % 90
+        killed(tmp_path, number, rng.randrange(1, 3000) if in_index else None, max_bytes=cap, size=20_000)
+        assert bytes_in(tmp_path) <= cap
+        if kill % 2:  # else the next process recovers
+            with closing(store(tmp_path, max_bytes=cap)) as opened:
+                assert not opened._index.reserved(), "bytes stay reserved"
+                assert {path.name for path in (tmp_path / "data").iterdir()} == opened._index.names()
+                for entry in opened.entries():
+                    assert content(opened, entry.snapshot.key) == known[entry.snapshot.key]
+                assert bytes_in(tmp_path) <= opened.size() <= cap
+                check_sum(opened)
+                assert not opened.failures
+
+
 def test_what_a_power_loss_may_leave_is_read_whole_or_not_at_all(tmp_path) -> None:  # noqa: F811
     files = Recording()
     opened = store(tmp_path / "store", files=files)
@@ -150,6 +182,6 @@ def test_what_a_power_loss_may_leave_is_read_whole_or_not_at_all(tmp_path) -> No
                 (directory / ("data" if named else "temporary") / name).write_bytes(left)
                 if not indexed:
                     with closing(Index(directory / "index.sqlite", 1 << 20)) as index:
-                        index.release(index.remove("test", [made(1)[0].key]))
+                        index.forget([name])
                 check_all(directory, {1} if indexed else set())
     assert seen > 50

@@ -33,7 +33,7 @@ from kvcellar.tiers.tier import Retention, checked
 MAGIC = b"kvcellar"
 VERSION = 2
 DIGEST = 16
-HEADER_LIMIT = 64 << 20  # bytes: 8 for each token, and what the record says of them
+HEADER_LIMIT = 64 << 20  # bytes: 8 for each token, and the record
 CHUNK_LIMIT = 1 << 30
 FILE_LIMIT = 1 << 40
 _START = struct.Struct("<8sIIIQ")
@@ -176,10 +176,10 @@ class Source(Protocol):
 
 
 class Content:
-    """Bytes in memory as a source."""
+    """Bytes in memory as a source: all, or the first ones of `size`."""
 
-    def __init__(self, content: bytes) -> None:
-        self._content, self.size = content, len(content)
+    def __init__(self, content: bytes, size: int | None = None) -> None:
+        self._content, self.size = content, len(content) if size is None else size
 
     def read(self, n: int, at: int) -> bytes:
         return self._content[at : at + n]
@@ -231,6 +231,14 @@ class Header:
         if len(found.sizes) != self.chunks or self.end != whole:
             raise Damaged("its header contradicts itself")
         return found
+
+
+def head_size(head: bytes) -> int:
+    """Bytes of all before the chunks, of a file that begins with `head`. Raises `Damaged`."""
+    if len(head) < _START.size:
+        raise Damaged("it was cut off")
+    _, _, length, _, _ = _START.unpack_from(head)
+    return _START.size + min(length, HEADER_LIMIT) + DIGEST
 
 
 def read_header(source: Source) -> Header:

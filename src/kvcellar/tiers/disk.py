@@ -12,7 +12,7 @@ Always true:
   * an entry is in the index only after its file is complete and durable under its final name;
   * a file of a process that has ended is deleted, unless it is an entry's, when the store is next opened; no file of a
     process that has the store open ever is;
-  * a chunk is handed out only after its digest was verified.
+  * a chunk is returned only after its digest was verified.
 """
 
 import logging
@@ -46,8 +46,9 @@ from kvcellar.tiers.codec import (
 )
 from kvcellar.tiers.files import Files
 from kvcellar.tiers.folder import DATA, QUARANTINE, TEMPORARY, Folder
-from kvcellar.tiers.index import DAMAGED, Index, IndexDamaged, Row, TooLittle, growth
-from kvcellar.tiers.tier import DEFAULT, Entry, Loaded, Retention
+from kvcellar.tiers.index import DAMAGED, Index, IndexDamaged, TooLittle, growth
+from kvcellar.tiers.rows import Dropped, Row
+from kvcellar.tiers.tier import DEFAULT, Entry, Loaded, Removed, Retention, Why, unnoticed
 
 T = TypeVar("T")
 log = logging.getLogger("kvcellar.tiers")
@@ -64,6 +65,7 @@ class DiskTier:
     """A store of the snapshots of one identity, in a directory that may have those of others, too."""
 
     name = "disk"
+    copies = 0
 
     def __init__(
         self,
@@ -76,11 +78,13 @@ class DiskTier:
         cipher: Cipher | None = None,
         files: Files | None = None,
         clock: Callable[[], float] = time.time,
+        removed: Removed = unnoticed,
     ) -> None:
         """The store may have `max_bytes`, and no more than this share of what is free on the disk and its own files;
         `quota` is for the entries of one owner. Raises `StoreUnusable`."""
         self._identity, self._max, self._share, self._quota = identity, max_bytes, share_of_free, quota
         self._cipher, self._files, self._clock = cipher or Plain(), files or Files(), clock
+        self._removed = removed
         self._process, self._numbers = secrets.token_hex(8), count()
         self._folder = Folder(self._files, directory, self._process)
         self._breaker = Breaker(after=3)
@@ -132,8 +136,10 @@ class DiskTier:
 
     def _put(self, snapshot: Snapshot, chunks: Iterable[bytes], retention: Retention) -> bool:
         self._expire()
-        if self._index.renew(snapshot.key, retention):
-            return True
+        if (row := self._index.find(snapshot.key)) is not None:
+            if self._is_readable(row) and self._index.renew(snapshot.key, retention):
+                return True
+            self._discard(self._index.remove(self._process, [snapshot.key]), "removed")
         meta = sealed_meta(snapshot, self._cipher)
         head = head_of(self._identity, snapshot, retention, meta, self._cipher)
         size, name = file_size(head, snapshot, self._cipher), f"{self._process}-{next(self._numbers)}"
@@ -157,6 +163,14 @@ class DiskTier:
             raise
         return True
 
+    def _is_readable(self, row: Row) -> bool:
+        """Whether it is sealed with the key of this store's cipher."""
+        try:
+            unsealed_meta(row.key, row.parent, row.meta, self._cipher)
+        except (Damaged, Foreign):
+            return False
+        return True
+
     def get(self, key: bytes) -> Loaded | None:
         row = None
         try:
@@ -165,7 +179,7 @@ class DiskTier:
             with OpenFile(self._files, self._folder.path(DATA, row.name)) as file:
                 reader = self._reader(file, row)
                 snapshot = reader.header.snapshot(self._cipher)
-                found = Loaded(snapshot, tuple(reader.chunks(snapshot, self._cipher)))
+                found = Loaded(snapshot, row.retention, tuple(reader.chunks(snapshot, self._cipher)))
         except (OSError, sqlite3.Error, Damaged, Foreign) as error:
             self._miss(row, error)
             return None
@@ -193,7 +207,7 @@ class DiskTier:
         self._try("pinning", lambda: self._index.pin(keys, pinned))
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        self._try("removing", lambda: self._erase(self._index.remove(self._process, keys)))
+        self._try("removing", lambda: self._discard(self._index.remove(self._process, keys), "removed"))
 
     def verify(self) -> int:
         """Read every entry of this identity; returns how many were damaged, and are removed now."""
@@ -266,19 +280,26 @@ class DiskTier:
         lost = {name for name, process in reserved.items() if process == DAMAGED} - there[QUARANTINE]
         self._erase(lost)
         self._folder.leave_dead(alive)
-        while names := self._index.reserve(self._process, "", 0, ""):
-            self._erase(names)
+        if not self._reserve("", 0, ""):
+            raise TooLittle(f"{self.cap} bytes are too few for the entries that are pinned, and the index")
 
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _reserve(self, name: str, n: int, owner: str) -> bool:
-        while names := self._index.reserve(self._process, name, n, owner):
-            if not self._erase(names):
+        while dropped := self._index.reserve(self._process, name, n, owner):
+            if not self._discard(dropped, "evicted"):
                 return False
-        return names is not None
+        return dropped is not None
 
     def _expire(self) -> None:
-        self._erase(self._index.expire(self._process, self._clock()))
+        self._discard(self._index.expire(self._process, self._clock()), "expired")
+
+    def _discard(self, dropped: list[Dropped], why: Why) -> bool:
+        """Delete the files of entries that were removed, and of others; see `_erase`."""
+        for one in dropped:
+            if one.key is not None:
+                self._removed(one.key, why)
+        return self._erase([one.name for one in dropped])
 
     def _erase(self, names: Iterable[str]) -> bool:
         """Delete files wherever they are, and give back their bytes; False if one could not be deleted: its bytes stay
@@ -294,16 +315,22 @@ class DiskTier:
         if isinstance(error, Foreign):
             self.failures["foreign"] += 1
             return
+        with suppress(sqlite3.Error):
+            if row is not None and isinstance(error, FileNotFoundError) and not self._index.has(row.name):
+                return  # it was evicted since the index was read
         self._failed("reading a snapshot", error)
-        if row is None or not isinstance(error, Damaged | FileNotFoundError):
-            return
-        with suppress(sqlite3.Error, OSError):
-            old = self._index.quarantine(self._process, row.key, KEPT_DAMAGED, DAMAGED_SHARE)
-            try:
-                self._folder.move(row.name, DATA, QUARANTINE)
-            except OSError:
-                old.append(row.name)
-            self._erase(old)
+        if row is not None and isinstance(error, Damaged | FileNotFoundError):
+            self._removed(row.key, "damaged")
+            with suppress(sqlite3.Error):
+                self._quarantine(row.name)
+
+    def _quarantine(self, name: str) -> None:
+        old = self._index.quarantine(self._process, name, KEPT_DAMAGED, DAMAGED_SHARE)
+        try:
+            self._folder.move(name, DATA, QUARANTINE)
+        except OSError:
+            old.append(name)
+        self._erase(old)
 
     def _try(self, what: str, act: Callable[[], T]) -> T | None:
         try:

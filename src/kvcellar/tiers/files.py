@@ -28,10 +28,10 @@ class Files:
 
     def read(self, file: int, n: int, at: int) -> bytes:
         """`n` bytes from `at` on, fewer at the end of the file."""
-        found = bytearray()
-        while len(found) < n and (more := os.pread(file, n - len(found), at + len(found))):
+        found = os.pread(file, n, at)
+        while len(found) < n and (more := os.pread(file, n - len(found), at + len(found))):  # 2 GiB in one call at most
             found += more
-        return bytes(found)
+        return found
 
     def size(self, file: int) -> int:
         return os.fstat(file).st_size

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from kvcellar.snapshot import Snapshot
 from kvcellar.tiers.ledger import Kept, Ledger
-from kvcellar.tiers.tier import DEFAULT, Entry, Loaded, Retention, checked
+from kvcellar.tiers.tier import DEFAULT, Entry, Loaded, Removed, Retention, Why, checked, unnoticed
 
 log = logging.getLogger("kvcellar.tiers")
 
@@ -23,11 +23,19 @@ class HostTier:
     """
 
     name = "host"
+    copies = 0
     down = False
 
-    def __init__(self, cap: int, *, quota: int | None = None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        cap: int,
+        *,
+        quota: int | None = None,
+        clock: Callable[[], float] = time.time,
+        removed: Removed = unnoticed,
+    ) -> None:
         """`quota`: bytes for the entries of one owner; None: as many as for all."""
-        self.cap = cap
+        self.cap, self._removed = cap, removed
         self.failures: Counter[str] = Counter()
         self._ledger = Ledger(cap, quota=quota, clock=clock)
         self._chunks: dict[bytes, tuple[bytes, ...]] = {}
@@ -40,7 +48,7 @@ class HostTier:
     def put(self, snapshot: Snapshot, chunks: Iterable[bytes], retention: Retention = DEFAULT) -> bool:
         size = snapshot.size + len(snapshot.tokens) + len(snapshot.record) + OVERHEAD
         with self._lock:
-            self._delete(self._ledger.expire())
+            self._delete(self._ledger.expire(), "expired")
             if (kept := self._ledger.find(snapshot.key)) is not None:
                 self._ledger.renew(kept, retention)
                 return True
@@ -61,7 +69,7 @@ class HostTier:
     def get(self, key: bytes) -> Loaded | None:
         with self._lock:
             kept = self._ledger.find(key)
-            return None if kept is None else Loaded(kept.snapshot, self._chunks[key])
+            return None if kept is None else Loaded(kept.snapshot, kept.retention, self._chunks[key])
 
     def contains(self, key: bytes) -> bool:
         with self._lock:
@@ -81,19 +89,20 @@ class HostTier:
 
     def remove(self, keys: Iterable[bytes]) -> None:
         with self._lock:
-            self._delete(self._ledger.remove(keys))
+            self._delete(self._ledger.remove(keys), "removed")
 
     def close(self) -> None:
         """Frees everything."""
         with self._lock:
-            self._delete(self._ledger.remove([kept.snapshot.key for kept in self._ledger.all()]))
+            self._delete(self._ledger.remove([kept.snapshot.key for kept in self._ledger.all()]), "removed")
 
     def _reserve(self, size: int, owner: str) -> bool:
         while gone := self._ledger.reserve(size, owner):
-            self._delete(gone)
+            self._delete(gone, "evicted")
         return gone is not None
 
-    def _delete(self, gone: Iterable[Kept]) -> None:
+    def _delete(self, gone: Iterable[Kept], why: Why) -> None:
         for kept in gone:
+            self._removed(kept.snapshot.key, why)
             del self._chunks[kept.snapshot.key]
             self._ledger.free(kept.size, kept.owner)

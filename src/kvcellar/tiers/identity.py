@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from hashlib import blake2b, file_digest
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from kvcellar.places import make_private
 
@@ -67,7 +67,8 @@ class FileDigests:
             return {}
         if not isinstance(found, dict):
             return {}
-        return {mark: digest for mark, digest in found.items() if isinstance(digest, str) and _is_digest(digest)}
+        pairs = cast(dict[str, Any], found).items()
+        return {mark: digest for mark, digest in pairs if isinstance(digest, str) and _is_digest(digest)}
 
     def _write(self) -> None:
         if self._path is None or not self.computed:

@@ -14,13 +14,13 @@ used under one lock.
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvcellar.policy import value
+from kvcellar.tiers.rows import COLUMNS, PAGE, SETTINGS, TABLES, VERSION, Do, Dropped, Row, insert, row_of
 from kvcellar.tiers.tier import Retention, stronger
 
 _BUSY = (
@@ -33,38 +33,14 @@ _BUSY = (
     sqlite3.SQLITE_IOERR,
 )  # not the index, but its file system
 WAIT = 10.0  # seconds that a transaction waits for those of other processes
-VERSION = 2
-PAGE = 1024
 JOURNAL = 8192  # bytes of the journal beside its pages, at most
+_DROPPED = "name, size, owner, key"
+LEAVES = (
+    "SELECT key, size, value FROM entries AS e WHERE pinned=0 {} AND NOT EXISTS"
+    " (SELECT 1 FROM entries AS c WHERE c.parent=e.key) ORDER BY value LIMIT 64"
+)
 SPARE = 8  # pages that are left for changes that store nothing
 DAMAGED = "damaged"  # in place of a process: bytes of files that were found damaged
-_SETTINGS = (
-    f"page_size={PAGE}",
-    "auto_vacuum=INCREMENTAL",
-    "journal_mode=DELETE",
-    "synchronous=EXTRA",
-    "cell_size_check=ON",
-    "temp_store=MEMORY",
-    "cache_spill=OFF",  # else the journal is written in several parts, each with a header
-)
-_TABLES = """
-CREATE TABLE entries(
-  id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, parent BLOB, identity BLOB NOT NULL, name TEXT NOT NULL,
-  seal BLOB NOT NULL, size INTEGER NOT NULL, value REAL NOT NULL, hits INTEGER NOT NULL, worth INTEGER NOT NULL,
-  saves INTEGER, priority INTEGER NOT NULL, pinned INTEGER NOT NULL, expires REAL, owner TEXT NOT NULL,
-  meta BLOB NOT NULL
-);
-CREATE INDEX of_parent ON entries(parent);
-CREATE INDEX by_value ON entries(pinned, value);
-CREATE INDEX by_owner ON entries(owner, size);
-CREATE INDEX by_name ON entries(name);
-CREATE TABLE reserved(id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, process TEXT NOT NULL, owner TEXT NOT NULL,
-  size INTEGER NOT NULL);
-CREATE TABLE facts(name TEXT PRIMARY KEY, value REAL NOT NULL) WITHOUT ROWID;
-INSERT INTO facts VALUES ('clock', 0.0);
-"""
-_COLUMNS = "key, parent, identity, name, seal, size, value, hits, worth, saves, priority, pinned, expires, owner, meta"
-Do = Callable[..., sqlite3.Cursor]
 
 
 class IndexDamaged(Exception):
@@ -73,24 +49,6 @@ class IndexDamaged(Exception):
 
 class TooLittle(Exception):
     """The cap is too small."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """An entry. `meta` is its sealed description (see `codec`), `name` that of its file, `worth` the tokens that need
-    not be computed where it is found."""
-
-    key: bytes
-    parent: bytes | None
-    identity: bytes
-    name: str
-    seal: bytes
-    size: int
-    meta: bytes
-    worth: int
-    retention: Retention
-    value: float = 0.0
-    hits: int = 1
 
 
 def growth(meta: int) -> int:
@@ -110,10 +68,10 @@ class Index:
 
         Raises `IndexDamaged`, `TooLittle`, and `OSError` and `sqlite3.Error` where it can be neither read nor made.
         """
-        self.cap, self._quota = cap, cap if quota is None else quota
+        self.cap, self._quota = cap, quota
         self._lock = threading.Lock()
-        if cap < JOURNAL + _taken(14 + SPARE):
-            raise TooLittle(f"{cap} bytes are too few: the index alone takes {JOURNAL + _taken(14 + SPARE)}")
+        if cap < JOURNAL + _taken(16 + SPARE):
+            raise TooLittle(f"{cap} bytes are too few: the index alone takes {JOURNAL + _taken(16 + SPARE)}")
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
         self._connection = sqlite3.connect(path, timeout=WAIT, isolation_level=None, check_same_thread=False)
         try:
@@ -124,12 +82,12 @@ class Index:
 
     def _open(self) -> None:
         try:
-            for setting in _SETTINGS:
+            for setting in SETTINGS:
                 self._connection.execute(f"PRAGMA {setting}")
             with self.transaction() as do:
                 (version,) = do("PRAGMA user_version").fetchone()
                 if version == 0 and not do("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                    for statement in _TABLES.split(";"):
+                    for statement in TABLES:
                         do(statement)
                     do(f"PRAGMA user_version={VERSION}")
                 elif version != VERSION:
@@ -142,7 +100,7 @@ class Index:
             raise IndexDamaged(str(error)) from error
 
     @contextmanager
-    def transaction(self) -> Iterator[Do]:
+    def transaction(self) -> Generator[Do]:
         """All statements of the block together, or none of them if it raises."""
         with self._lock:
             do = self._connection.execute
@@ -159,11 +117,11 @@ class Index:
 
     def rows(self, identity: bytes) -> list[Row]:
         """All entries of one identity."""
-        return [_row(found) for found in self._read(f"SELECT {_COLUMNS} FROM entries WHERE identity=?", identity)]
+        return [row_of(found) for found in self._read(f"SELECT {COLUMNS} FROM entries WHERE identity=?", identity)]
 
     def find(self, key: bytes) -> Row | None:
-        found = self._read(f"SELECT {_COLUMNS} FROM entries WHERE key=?", key)
-        return _row(found[0]) if found else None
+        found = self._read(f"SELECT {COLUMNS} FROM entries WHERE key=?", key)
+        return row_of(found[0]) if found else None
 
     @property
     def complete(self) -> bool:
@@ -193,52 +151,52 @@ class Index:
 
     # -- bytes --------------------------------------------------------------------------------------------------
 
-    def reserve(self, process: str, name: str, n: int, owner: str) -> list[str] | None:
+    def reserve(self, process: str, name: str, n: int, owner: str) -> list[Dropped] | None:
         """Reserve `n` bytes for a file that is going to be written, and return an empty list.
 
-        Where too few are free, damaged files and entries of the lowest values that no other one continues are given up
-        instead: their bytes are reserved for `process`, and the names of their files are returned. The caller deletes
-        them, releases their names, and calls again. None if too few can be made free; nothing has changed then.
+        Where too few are free, damaged files and entries of the lowest values that no other one continues are dropped
+        instead: their bytes are reserved for `process`, and they are returned. The caller deletes their files, releases
+        their names, and calls again. None if too few can be made free; nothing has changed then.
         """
         with self.transaction() as do:
             self._limit(do)
-            do("SAVEPOINT given_up")
-            given_up = self._make_room(do, process, n, owner)
-            if given_up is None:
-                do("ROLLBACK TO given_up")
-            elif not given_up and name:
+            do("SAVEPOINT dropped")
+            dropped = self._make_room(do, process, n, owner)
+            if dropped is None:
+                do("ROLLBACK TO dropped")
+            elif not dropped and name:
                 self._limit(do, n)
                 do("INSERT INTO reserved(name, process, owner, size) VALUES (?,?,?,?)", (name, process, owner, n))
-            return given_up
+            return dropped
 
-    def _make_room(self, do: Do, process: str, n: int, owner: str) -> list[str] | None:
-        given_up = self._damaged(do, process, n)
-        freed, freed_of_owner = sum(given_up.values()), 0
+    def _make_room(self, do: Do, process: str, n: int, owner: str) -> list[Dropped] | None:
+        dropped = self._damaged(do, process, n)
         while True:
-            of_owner = _bytes_of(do, owner) - freed_of_owner + n - self._quota if n else 0
-            over = self._over(do, n - freed)
+            over = self._over(do, n - sum(one.size for one in dropped))
+            of_owner = self._over_quota(do, n - sum(one.size for one in dropped if one.owner == owner), owner)
             if over <= 0 and of_owner <= 0:
-                return list(given_up)
+                return dropped
             evicted = _evict(do, process, max(of_owner, 0) or over, owner if of_owner > 0 else None)
             if not evicted and not _vacuum(do):
                 return None
-            for name, size, whose in evicted:
-                given_up[name] = size
-                freed += size
-                freed_of_owner += size if whose == owner else 0
+            dropped += evicted
+
+    def _over_quota(self, do: Do, n: int, owner: str) -> int:
+        """Bytes that an owner would have over its quota if `n` more were reserved."""
+        return 0 if self._quota is None or n <= 0 else _bytes_of(do, owner) + n - self._quota
 
     def _over(self, do: Do, n: int) -> int:
         """Bytes that there are too few if `n` more were reserved."""
         return _bytes(do) + n + _of_index(do) + _taken(SPARE) - self.cap
 
-    def _damaged(self, do: Do, process: str, n: int) -> dict[str, int]:
-        """Give up damaged files, the oldest first, as many as need be; returns their sizes by name."""
-        given_up: dict[str, int] = {}
-        for name, size in do("SELECT name, size FROM reserved WHERE process=? ORDER BY id", (DAMAGED,)).fetchall():
-            if self._over(do, n - sum(given_up.values())) > 0:
-                do("UPDATE reserved SET process=? WHERE name=?", (process, name))
-                given_up[name] = size
-        return given_up
+    def _damaged(self, do: Do, process: str, n: int) -> list[Dropped]:
+        """Drop damaged files, the oldest first, as many as need be."""
+        dropped: list[Dropped] = []
+        for found in do("SELECT name, size, owner FROM reserved WHERE process=? ORDER BY id", (DAMAGED,)).fetchall():
+            if self._over(do, n - sum(one.size for one in dropped)) > 0:
+                dropped.append(Dropped(*found))
+                do("UPDATE reserved SET process=? WHERE name=?", (process, dropped[-1].name))
+        return dropped
 
     def release(self, names: Iterable[str]) -> None:
         """Give back what was reserved for files that are not there any more."""
@@ -261,7 +219,7 @@ class Index:
                 return False
             do("DELETE FROM reserved WHERE name=?", (row.name,))
             self._limit(do, row.size)
-            _insert(do, row)
+            insert(do, row)
             return True
 
     def adopt(self, rows: Iterable[Row], drop: Callable[[Row], object]) -> None:
@@ -276,7 +234,7 @@ class Index:
                 ):
                     drop(row)
                     continue
-                _insert(do, row)
+                insert(do, row)
                 used += row.size
                 keys.add(row.key)
             do("INSERT OR REPLACE INTO facts VALUES ('complete', 1.0)")
@@ -296,9 +254,9 @@ class Index:
             return self._renew(do, key, retention)
 
     def _renew(self, do: Do, key: bytes, retention: Retention) -> bool:
-        found = do(f"SELECT {_COLUMNS} FROM entries WHERE key=?", (key,)).fetchone()
+        found = do(f"SELECT {COLUMNS} FROM entries WHERE key=?", (key,)).fetchone()
         if found is not None:
-            kept = stronger(_row(found).retention, retention)
+            kept = stronger(row_of(found).retention, retention)
             self._limit(do)
             do("UPDATE entries SET saves=?, priority=?, pinned=?, expires=? WHERE key=?",
                (kept.saves, kept.priority, kept.pinned, kept.expires, key))  # fmt: skip
@@ -322,27 +280,26 @@ class Index:
             for key in keys:
                 do("UPDATE entries SET pinned=? WHERE key=?", (pinned, key))
 
-    def remove(self, process: str, keys: Iterable[bytes]) -> list[str]:
-        """Remove entries. Their bytes stay reserved for `process`, which deletes the files of the names returned, and
-        releases them."""
+    def remove(self, process: str, keys: Iterable[bytes]) -> list[Dropped]:
+        """Remove entries. Their bytes stay reserved for `process`, which deletes their files and releases them."""
         with self.transaction() as do:
             self._limit(do)
-            return [name for key in keys for name in _given_up(do, process, "key=?", key)]
+            return [dropped for key in keys for dropped in _drop(do, process, "key=?", key)]
 
-    def expire(self, process: str, now: float) -> list[str]:
+    def expire(self, process: str, now: float) -> list[Dropped]:
         """Remove what has expired, as `remove` does."""
         if not self._read("SELECT 1 FROM entries WHERE expires<=? LIMIT 1", now):
             return []
         with self.transaction() as do:
             self._limit(do)
-            return _given_up(do, process, "expires<=?", now)
+            return _drop(do, process, "expires<=?", now)
 
-    def quarantine(self, process: str, key: bytes, most: int, share: int) -> list[str]:
+    def quarantine(self, process: str, name: str, most: int, share: int) -> list[str]:
         """Remove an entry whose file is damaged, and count its bytes as those of a damaged file. Of these `most` are
-        kept, up to 1/`share` of the cap: older ones are given up, as `remove` does."""
+        kept, up to 1/`share` of the cap: older ones are dropped, as `remove` does."""
         with self.transaction() as do:
             self._limit(do)
-            _given_up(do, DAMAGED, "key=?", key)
+            _drop(do, DAMAGED, "name=?", name)
             found = do("SELECT name, size FROM reserved WHERE process=? ORDER BY id DESC", (DAMAGED,)).fetchall()
             sizes = [size for _, size in found]
             old = [name for i, (name, _) in enumerate(found) if i >= most or sum(sizes[: i + 1]) > self.cap // share]
@@ -372,9 +329,8 @@ def _of_index(do: Do) -> int:
 
 
 def _bytes(do: Do) -> int:
-    (entries,) = do("SELECT ifnull(sum(size),0) FROM entries").fetchone()
-    (reserved,) = do("SELECT ifnull(sum(size),0) FROM reserved").fetchone()
-    return entries + reserved
+    """Of all entries, and reserved: triggers keep the sum."""
+    return int(do("SELECT value FROM facts WHERE name='bytes'").fetchone()[0])
 
 
 def _bytes_of(do: Do, owner: str) -> int:
@@ -385,45 +341,23 @@ def _bytes_of(do: Do, owner: str) -> int:
     return entries + reserved
 
 
-def _given_up(do: Do, process: str, which: str, value: Any) -> list[str]:
-    """Remove entries, and reserve their bytes for a process, which deletes the files of the names returned."""
-    gone = do(f"DELETE FROM entries WHERE {which} RETURNING name, owner, size", (value,)).fetchall()
-    for name, owner, size in gone:
+def _drop(do: Do, process: str, which: str, value: Any) -> list[Dropped]:
+    """Remove entries, and reserve their bytes for a process, which deletes their files."""
+    gone = [Dropped(*found) for found in do(f"DELETE FROM entries WHERE {which} RETURNING {_DROPPED}", (value,))]
+    for name, size, owner, _ in gone:
         do("INSERT INTO reserved(name, process, owner, size) VALUES (?,?,?,?)", (name, process, owner, size))
-    return [name for name, _, _ in gone]
+    return gone
 
 
-def _insert(do: Do, row: Row) -> None:
-    (clock,) = do("SELECT value FROM facts WHERE name='clock'").fetchone()
-    kept = row.retention
-    worth = value(clock, hits=row.hits, saves=row.worth, costs=row.size, priority=kept.priority)
-    do(
-        f"INSERT INTO entries({_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
-        (row.key, row.parent, row.identity, row.name, row.seal, row.size, worth, row.hits, row.worth, kept.saves,
-         kept.priority, kept.pinned, kept.expires, kept.owner, row.meta),
-    )  # fmt: skip
-
-
-def _evict(do: Do, process: str, n: int, owner: str | None) -> list[tuple[str, int, str]]:
-    """Give up entries that nothing continues, of one owner or of all, the lowest values first, until `n` bytes are free
-    or 64 are given up; returns their names, sizes and owners."""
-    evicted: list[tuple[str, int, str]] = []
-    leaves = do(
-        "SELECT key, name, size, owner, value FROM entries AS e WHERE NOT pinned AND (owner=? OR ? IS NULL) AND NOT"
-        " EXISTS (SELECT 1 FROM entries AS c WHERE c.parent=e.key) ORDER BY value LIMIT 64",
-        (owner, owner),
-    )
-    for key, name, size, whose, worth in leaves.fetchall():
+def _evict(do: Do, process: str, n: int, owner: str | None) -> list[Dropped]:
+    """Drop entries that nothing continues, of one owner or of all, the lowest values first, until `n` bytes are free
+    or 64 are dropped."""
+    evicted: list[Dropped] = []
+    leaves = do(LEAVES.format("" if owner is None else "AND owner=?"), () if owner is None else (owner,))
+    for key, size, worth in leaves.fetchall():
         if n <= 0:
             break
-        _given_up(do, process, "key=?", key)
+        evicted += _drop(do, process, "key=?", key)
         do("UPDATE facts SET value=max(value,?) WHERE name='clock'", (worth,))
-        evicted.append((name, size, whose))
         n -= size
     return evicted
-
-
-def _row(found: Sequence[Any]) -> Row:
-    key, parent, identity, name, seal, size, value, hits, worth, saves, priority, pinned, expires, owner, meta = found
-    retention = Retention(saves, priority, bool(pinned), expires, owner)
-    return Row(key, parent, identity, name, seal, size, meta, worth, retention, value, hits)

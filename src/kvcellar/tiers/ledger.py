@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
+from math import inf
 
 from kvcellar.heap import Heap
 from kvcellar.policy import value
@@ -29,7 +30,7 @@ class Kept:
     size: int
     hits: int = 1
     value: float = 0.0
-    entry: int = 0
+    entry: int = 0  # of the heap
     live: bool = True
 
     @property
@@ -40,7 +41,7 @@ class Kept:
 class Ledger:
     def __init__(self, cap: int, *, quota: int | None = None, clock: Callable[[], float] = time.time) -> None:
         """`quota`: bytes that the entries of one owner may have; None: as many as all."""
-        self.cap, self._quota, self._clock = cap, cap if quota is None else quota, clock
+        self.cap, self._quota, self._clock = cap, inf if quota is None else quota, clock
         self.bytes = 0  # of entries, and reserved
         self._of_owner: Counter[str] = Counter()  # the same, by owner
         self._kept: dict[bytes, Kept] = {}
@@ -70,11 +71,9 @@ class Ledger:
     def reserve(self, size: int, owner: str) -> list[Kept] | None:
         """Reserve bytes for an entry that is going to be stored, and return an empty list.
 
-        Where too few are free, entries are evicted and returned instead, expired ones first: the caller deletes them,
-        frees their bytes, and calls again. None if too few can be made free; nothing is evicted then.
+        Where too few are free, entries are evicted and returned instead: the caller deletes them, frees their bytes,
+        and calls again. None if too few can be made free; nothing is evicted then.
         """
-        if gone := self.expire():
-            return gone
         evicted: list[Kept] = []
         if not self._evict(size, owner, evicted):
             for kept in reversed(evicted):

@@ -5,9 +5,9 @@ in `failures`, and logs one line. What is returned was verified.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from kvcellar.snapshot import Snapshot
 
@@ -43,6 +43,12 @@ class Retention:
 
 
 DEFAULT = Retention()
+Why = Literal["evicted", "expired", "removed", "damaged", "gone"]
+Removed = Callable[[bytes, Why], None]  # is called with each key that a tier has no longer; it may hold a lock then
+
+
+def unnoticed(key: bytes, why: Why) -> None:
+    """Takes no note of an entry that was removed."""
 
 
 def stronger(one: Retention, other: Retention) -> Retention:
@@ -60,9 +66,10 @@ class Entry(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A snapshot and its chunks."""
+    """An entry with its chunks."""
 
     snapshot: Snapshot
+    retention: Retention
     chunks: tuple[bytes, ...]
 
 
@@ -77,6 +84,11 @@ class Tier(Protocol):
     @property
     def cap(self) -> int:
         """Bytes that the tier never exceeds."""
+        ...
+
+    @property
+    def copies(self) -> int:
+        """How often the bytes of an entry are in memory during `put` or `get`, beside its chunks."""
         ...
 
     @property

@@ -1,0 +1,270 @@
+"""remote: snapshots in a store elsewhere, which other servers may share. Objects have the format of `codec`.
+
+Each process keeps the cap for what it has stored, and what others had stored with the same cipher when `entries` was
+called last. A store that deletes objects by itself may do so: each is a miss.
+"""
+
+import logging
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import TypeVar
+
+from kvcellar.snapshot import Snapshot
+from kvcellar.tiers.breaker import Breaker
+from kvcellar.tiers.codec import (
+    Cipher,
+    Content,
+    Damaged,
+    Foreign,
+    Header,
+    Plain,
+    Reader,
+    encoded,
+    file_size,
+    head_of,
+    head_size,
+    read_header,
+    sealed_meta,
+)
+from kvcellar.tiers.ledger import Kept, Ledger
+from kvcellar.tiers.objects import Objects, RemoteFailed
+from kvcellar.tiers.tier import DEFAULT, Entry, Loaded, Removed, Retention, Why, unnoticed
+
+T = TypeVar("T")
+log = logging.getLogger("kvcellar.tiers")
+
+FIRST = 64 << 10  # bytes of an object in which its header is looked for
+_NAME = re.compile("[0-9a-f]{64}")
+
+
+def prefix_of(identity: bytes) -> str:
+    """Of the names of all objects of an identity."""
+    return f"kvcellar-{identity.hex()[:32]}-"
+
+
+class RemoteTier:
+    """The snapshots of one identity in a store elsewhere."""
+
+    name = "remote"
+    copies = 1
+
+    def __init__(
+        self,
+        objects: Objects,
+        *,
+        identity: bytes,
+        cap: int,
+        quota: int | None = None,
+        cipher: Cipher | None = None,
+        clock: Callable[[], float] = time.time,
+        breaker: Breaker | None = None,
+        removed: Removed = unnoticed,
+    ) -> None:
+        """`quota`: bytes for the entries of one owner; None: as many as for all. Calls nothing yet."""
+        self.cap, self._removed = cap, removed
+        self.failures: Counter[str] = Counter()
+        self._objects, self._identity, self._cipher, self._clock = objects, identity, cipher or Plain(), clock
+        self._ledger = Ledger(cap, quota=quota, clock=clock)
+        self._lock = threading.Lock()  # of the ledger; not held during calls
+        self._listed = False
+        self._undeleted: list[Kept] = []  # whose objects could not be deleted yet: their bytes are counted
+        self._breaker = breaker or Breaker(after=1)
+
+    @property
+    def down(self) -> bool:
+        return self._breaker.down
+
+    def size(self) -> int:
+        with self._lock:
+            return self._ledger.bytes
+
+    def contains(self, key: bytes) -> bool:
+        with self._lock:
+            return self._ledger.find(key) is not None
+
+    # -- entries ------------------------------------------------------------------------------------------------
+
+    def put(self, snapshot: Snapshot, chunks: Iterable[bytes], retention: Retention = DEFAULT) -> bool:
+        return bool(self._try("storing a snapshot", lambda: self._put(snapshot, chunks, retention)))
+
+    def _put(self, snapshot: Snapshot, chunks: Iterable[bytes], retention: Retention) -> bool:
+        if not self._listed:
+            self._list()
+        with self._lock:
+            if (kept := self._ledger.find(snapshot.key)) is not None:
+                self._ledger.renew(kept, retention)
+                return True
+        head = head_of(self._identity, snapshot, retention, sealed_meta(snapshot, self._cipher), self._cipher)
+        size = file_size(head, snapshot, self._cipher)
+        if not self._reserve(size, retention.owner):
+            self.failures["too large"] += 1
+            return False
+        lasts = None if retention.expires is None else retention.expires - self._clock()
+        try:
+            content = b"".join(encoded(head, snapshot, chunks, self._cipher))
+            self._objects.write(snapshot.key.hex(), content, lasts)
+        except RemoteFailed:
+            with self._lock:  # it may be there all the same
+                self._undeleted.append(Kept(snapshot, retention, size))
+            raise
+        except BaseException:
+            with self._lock:
+                self._ledger.free(size, retention.owner)
+            raise
+        with self._lock:
+            self._ledger.enter(snapshot, retention, size)
+        return True
+
+    def get(self, key: bytes) -> Loaded | None:
+        return self._try("reading a snapshot", lambda: self._get(key))
+
+    def _get(self, key: bytes) -> Loaded | None:
+        content = self._objects.read(key.hex())
+        if content is None:
+            self._gone(key)
+            return None
+        try:
+            reader = Reader(Content(content))
+            snapshot = self._snapshot(key, reader.header)
+            retention = reader.header.retention
+            found = Loaded(snapshot, retention, tuple(reader.chunks(snapshot, self._cipher)))
+        except (Damaged, Foreign) as error:
+            self._unusable(key, error)
+            return None
+        if retention.expires is not None and retention.expires <= self._clock():
+            self._remove([key], "expired")
+            return None
+        with self._lock:
+            self._ledger.admit(snapshot, retention, len(content))
+        return found
+
+    def _snapshot(self, key: bytes, header: Header) -> Snapshot:
+        if (header.identity, header.key) != (self._identity, key):
+            raise Damaged("it is another snapshot than the one that was stored")
+        return header.snapshot(self._cipher)
+
+    def entries(self) -> list[Entry]:
+        self._try("listing entries", self._list)
+        with self._lock:
+            return self._ledger.entries()
+
+    def _list(self) -> None:
+        """Bring the ledger up to date with the store: forget what is gone, and read the headers of what is new."""
+        with self._lock:
+            before = {kept.snapshot.key for kept in self._ledger.all()}
+        there = {bytes.fromhex(name): size for name, size in self._objects.sizes().items() if _NAME.fullmatch(name)}
+        for key in before - there.keys():
+            self._forget(key)
+        for key in there.keys() - before:
+            try:
+                self._admit(key, there[key])
+            except (Damaged, Foreign) as error:
+                self._unusable(key, error)
+        self._listed = True
+
+    def _admit(self, key: bytes, size: int) -> None:
+        head = self._objects.read(key.hex(), FIRST)
+        if head is not None and (needed := head_size(head)) > len(head):
+            head = self._objects.read(key.hex(), needed)
+        if head is not None:
+            header = read_header(Content(head, size))
+            snapshot = self._snapshot(key, header)
+            with self._lock:
+                self._ledger.admit(snapshot, header.retention, size)
+
+    def used(self, keys: Iterable[bytes]) -> None:
+        with self._lock:
+            self._ledger.used(keys)
+
+    def pin(self, keys: Iterable[bytes], pinned: bool = True) -> None:
+        """For this process: others, and this one after a restart, know how an entry was pinned when it was stored."""
+        with self._lock:
+            self._ledger.pin(keys, pinned)
+
+    def remove(self, keys: Iterable[bytes]) -> None:
+        self._try("removing", lambda: self._remove(list(keys), "removed"))
+
+    def close(self) -> None:
+        with suppress(RemoteFailed):
+            self._objects.close()
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _reserve(self, size: int, owner: str) -> bool:
+        with self._lock:
+            again, self._undeleted = self._undeleted, []
+            expired = self._ledger.expire()
+        self._delete(again)
+        self._discard(expired, "expired")
+        while True:
+            with self._lock:
+                evicted = self._ledger.reserve(size, owner)
+            if not evicted:
+                return evicted is not None
+            self._discard(evicted, "evicted")
+
+    def _remove(self, keys: list[bytes], why: Why) -> None:
+        with self._lock:
+            gone = self._ledger.remove(keys)
+        self._discard(gone, why)
+        known = {kept.snapshot.key for kept in gone}
+        self._objects.delete([key.hex() for key in keys if key not in known])
+
+    def _discard(self, gone: list[Kept], why: Why) -> None:
+        for kept in gone:
+            self._removed(kept.snapshot.key, why)
+        self._delete(gone)
+
+    def _delete(self, gone: list[Kept]) -> None:
+        """Delete objects, and give back their bytes."""
+        if not gone:
+            return
+        try:
+            self._objects.delete([kept.snapshot.key.hex() for kept in gone])
+        except RemoteFailed:
+            with self._lock:
+                self._undeleted += gone
+            raise
+        with self._lock:
+            for kept in gone:
+                self._ledger.free(kept.size, kept.owner)
+
+    def _gone(self, key: bytes) -> None:
+        """An object is not there. It counts as a failure if it was known: the store has lost or evicted it."""
+        if self._forget(key):
+            self.failures["gone"] += 1
+
+    def _forget(self, key: bytes) -> bool:
+        with self._lock:
+            gone = self._ledger.remove([key])
+            for kept in gone:
+                self._ledger.free(kept.size, kept.owner)
+                self._removed(key, "gone")
+        return bool(gone)
+
+    def _unusable(self, key: bytes, error: Exception) -> None:
+        """Count an object that could not be read. What is damaged is removed."""
+        if isinstance(error, Foreign):
+            self.failures["foreign"] += 1
+            return
+        self.failures["damaged"] += 1
+        log.warning("reading the remote snapshot %s failed: %s", key.hex()[:16], error)
+        self._remove([key], "damaged")
+
+    def _try(self, what: str, act: Callable[[], T]) -> T | None:
+        if self.down:
+            self.failures["down"] += 1
+            return None
+        try:
+            found = act()
+        except RemoteFailed as error:
+            self.failures["unreachable"] += 1
+            self._breaker.failed()
+            log.warning("%s failed: %s", what, error)
+            return None
+        self._breaker.succeeded()
+        return found

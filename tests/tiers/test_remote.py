@@ -1,0 +1,265 @@
+"""The remote tier on a real server, on fsspec's file systems, and on stores that fail: right bytes or a miss."""
+
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvcellar.tiers.breaker import Breaker
+from kvcellar.tiers.codec import AesGcm
+from kvcellar.tiers.objects import Bounded, FsspecObjects, Objects, RedisObjects, RemoteFailed
+from kvcellar.tiers.remote import RemoteTier, prefix_of
+from kvcellar.tiers.tier import Entry, Retention, chains
+from kvcellar.tiers.transfers import Outcome, Transfers
+from tests.tiers.in_memory import InMemory
+from tests.tiers.made import IDENTITY, content, made
+from tests.tiers.redis_server import BINARY, RedisServer
+
+PREFIX = prefix_of(IDENTITY)
+needs_server = pytest.mark.skipif(BINARY is None, reason="neither valkey-server nor redis-server is installed")
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[RedisServer]:
+    pytest.importorskip("redis", reason="the extra `remote` is not installed")
+    with tempfile.TemporaryDirectory() as directory:  # the path of a socket is short
+        server = RedisServer(Path(directory))
+        server.start()
+        yield server
+        server.kill()
+
+
+@pytest.fixture(params=["memory", "directory", pytest.param("redis", marks=needs_server)])
+def objects(request, tmp_path) -> Iterator[Callable[[], Objects]]:
+    """Opens the same store again and again, which is empty at first."""
+    if request.param == "redis":
+        url = request.getfixturevalue("running").url
+        yield lambda: RedisObjects(url, PREFIX)
+        RedisObjects(url, PREFIX).delete(list(RedisObjects(url, PREFIX).sizes()))
+    else:
+        pytest.importorskip("fsspec", reason="the extra `remote` is not installed")
+        url = f"file://{tmp_path}/store" if request.param == "directory" else f"memory://{tmp_path}"
+        yield lambda: FsspecObjects(url, PREFIX)
+        store = FsspecObjects(url, PREFIX)
+        store.delete(list(store.sizes()))
+
+
+def tier(objects: Objects, **options) -> RemoteTier:
+    return RemoteTier(objects, **({"identity": IDENTITY, "cap": 1 << 20} | options))
+
+
+def test_what_one_stores_another_lists_and_reads(objects) -> None:
+    first = made(1)
+    second, long = made(2, first[0]), made(3, tokens=20_000)  # its header is longer than what is read of it first
+    retention = Retention(saves=7, priority=1, pinned=True, owner="x")
+    writer = tier(objects())
+    for one in (second, first, long):
+        assert writer.put(*one, retention)
+    reader = tier(objects())
+    assert content(reader, first[0].key) == first  # without a listing
+    found = chains(reader.entries())
+    assert found[-1] == Entry(second[0], retention)
+    assert {entry.snapshot.key for entry in found} == {first[0].key, second[0].key, long[0].key}
+    assert reader.size() == writer.size() == sum(objects().sizes().values())
+    for one in (first, second, long):
+        assert reader.contains(one[0].key)
+        assert content(reader, one[0].key) == one
+    writer.remove([second[0].key])
+    assert content(reader, second[0].key) is None
+    assert not reader.contains(second[0].key)
+    assert reader.failures == {"gone": 1}
+    assert not writer.failures
+
+
+def test_damage_and_foreign_objects_are_misses(objects) -> None:
+    opened, one = tier(objects()), made(1)
+    name = one[0].key.hex()
+    assert opened.put(*one)
+    whole = objects().read(name)
+    assert whole is not None
+    for damaged in (whole[:-1], whole + b"x", b"", b"x", whole[:100] + bytes([whole[100] ^ 1]) + whole[101:]):
+        objects().write(name, damaged, None)
+        assert content(opened, one[0].key) is None
+        objects().write(name, damaged, None)
+        assert opened.entries() == []
+        assert objects().sizes() == {}, "what is damaged was kept"
+    objects().write(made(2)[0].key.hex(), whole, None)
+    assert content(opened, made(2)[0].key) is None
+    objects().write("notes", b"of another program", None)
+    objects().write(name, whole, None)
+    assert [entry.snapshot for entry in tier(objects()).entries()] == [one[0]]
+    assert objects().read("notes") == b"of another program"
+
+
+def test_another_cipher_or_identity_reads_nothing_and_deletes_nothing(objects) -> None:
+    pytest.importorskip("cryptography", reason="the extra `encryption` is not installed")
+    one = made(1, size=64)
+    opened = tier(objects(), cipher=AesGcm(bytes(32)))
+    assert opened.put(*one)
+    stored = objects().read(one[0].key.hex())
+    assert stored is not None
+    assert not any(secret in stored for secret in (one[0].tokens, *one[1]))
+    other = tier(objects(), cipher=AesGcm(bytes([1]) * 32))
+    assert content(other, one[0].key) is None
+    assert other.entries() == []
+    assert other.failures["foreign"] == 2
+    assert content(opened, one[0].key) == one
+
+
+def test_the_cap_holds_and_counts_what_others_have_stored() -> None:
+    store = InMemory()
+    for seed in range(4):
+        assert tier(store).put(*made(seed, size=1000))
+    before = sum(store.sizes().values())
+    opened = tier(store, cap=before + 100)
+    for seed in range(4, 40):
+        assert opened.put(*made(seed, size=1000))
+        assert sum(store.sizes().values()) == opened.size() <= opened.cap
+    assert store.most <= opened.cap
+    assert not opened.put(*made(50, size=before))
+    assert opened.failures["too large"] == 1
+
+
+def test_bytes_that_could_not_be_deleted_stay_counted() -> None:
+    store = InMemory()
+    opened = tier(store, breaker=Breaker(after=10**6))
+    assert opened.put(*made(1))
+    size = opened.size()
+    store.fails = True
+    opened.remove([made(1)[0].key])
+    assert opened.size() == size
+    assert not opened.contains(made(1)[0].key)
+    store.fails = False
+    assert opened.put(*made(2))
+    assert opened.size() == sum(store.sizes().values()) == size
+
+
+def test_a_store_that_fails_is_left_alone_for_a_while_and_costs_misses_only(caplog) -> None:
+    now = [0.0]
+    store = InMemory()
+    opened = tier(store, breaker=Breaker(after=1, wait=5.0, clock=lambda: now[0]))
+    assert opened.put(*made(1))
+    store.fails = True
+    assert content(opened, made(1)[0].key) is None
+    assert opened.down
+    assert opened.failures == {"unreachable": 1}
+    assert len(caplog.records) == 1
+    calls = store.calls
+    assert content(opened, made(1)[0].key) is None
+    assert not opened.put(*made(2))
+    opened.remove([made(3)[0].key])
+    assert [entry.snapshot for entry in opened.entries()] == [made(1)[0]]  # as it is known
+    assert (store.calls, opened.failures["down"]) == (calls, 4)
+    store.fails, now[0] = False, 5.0
+    assert content(opened, made(1)[0].key) == made(1)
+    assert not opened.down
+
+
+def test_entries_expire_by_the_clock_and_in_the_store_by_itself() -> None:
+    now, store = [100.0], InMemory()
+    opened = tier(store, clock=lambda: now[0])
+    assert opened.put(*made(1), Retention(expires=110.0))
+    assert store.seconds == {made(1)[0].key.hex(): 10.0}
+    now[0] = 110.0
+    assert opened.entries() == []
+    assert content(tier(store, clock=lambda: now[0]), made(1)[0].key) is None
+    assert not store.content
+
+
+def test_an_owner_over_its_quota_evicts_its_own_entries() -> None:
+    store = InMemory()
+    assert tier(store).put(*made(1), Retention(owner="a"))
+    each = sum(store.sizes().values())
+    opened = tier(store, quota=each)
+    assert opened.put(*made(2), Retention(owner="b"))
+    assert opened.put(*made(3), Retention(owner="a"))
+    assert {entry.snapshot for entry in opened.entries()} == {made(2)[0], made(3)[0]}
+
+
+def test_a_call_that_hangs_ends_in_time_and_many_are_not_tried() -> None:
+    bounded, go = Bounded(0.01, most=2), threading.Event()
+    for _ in range(2):
+        with pytest.raises(RemoteFailed, match="no result"):
+            bounded(lambda: go.wait(10))
+    with pytest.raises(RemoteFailed, match="too many"):
+        bounded(lambda: 1)
+    go.set()
+    for _ in range(1000):
+        try:
+            assert bounded(lambda: 1) == 1
+            break
+        except RemoteFailed:
+            pass
+    else:
+        raise AssertionError("calls that have ended still count as hanging")
+    with pytest.raises(RemoteFailed, match="ZeroDivisionError"):
+        bounded(lambda: 1 / 0)
+
+
+def test_a_directory_is_for_its_owner_alone(tmp_path) -> None:
+    pytest.importorskip("fsspec", reason="the extra `remote` is not installed")
+    FsspecObjects(f"file://{tmp_path}/store", PREFIX)
+    assert (tmp_path / "store" / PREFIX).stat().st_mode & 0o077 == 0
+
+
+@needs_server
+def test_a_server_that_is_killed_and_started_again_under_load_costs_misses_only() -> None:
+    pytest.importorskip("redis", reason="the extra `remote` is not installed")
+    with tempfile.TemporaryDirectory() as directory:
+        server = RedisServer(Path(directory))
+        server.start()
+        opened = tier(RedisObjects(server.url, PREFIX, timeout=1.0), breaker=Breaker(after=1, wait=0.01, longest=0.02))
+        found = 0
+        transfers = Transfers([opened], staging=1 << 20, waiting=1000)
+        for around in range(6):
+            moved = [transfers.put(*made(seed)) for seed in range(20)]
+            if around % 2 == 0:
+                assert all(transfer.ended.wait(20) for transfer in moved)
+            for seed in range(20):
+                fetched = transfers.fetch(made(seed)[0])
+                moved.append(fetched)
+                if seed == 10 and around % 2:
+                    server.kill()
+                if seed == 15 and around % 2:
+                    server.start()
+            for transfer in moved:
+                assert transfer.ended.wait(20)
+                if transfer.loaded is not None:
+                    found += 1
+                    expected = next(one for one in map(made, range(20)) if one[0] == transfer.snapshot)
+                    assert list(transfer.loaded.chunks) == expected[1]
+                transfers.release(transfer)
+        assert found
+        server.kill()
+        assert content(opened, made(1)[0].key) is None
+        assert opened.failures["unreachable"]
+        server.start()
+        while opened.down:
+            pass
+        last = transfers.put(*made(99))
+        assert last.ended.wait(20)
+        assert last.outcome is Outcome.STORED
+        assert content(opened, made(99)[0].key) == made(99)
+        assert transfers.close(20)
+        opened.close()
+        server.kill()
+
+
+@needs_server
+def test_a_full_server_and_one_that_evicts_by_itself_cost_misses_only() -> None:
+    pytest.importorskip("redis", reason="the extra `remote` is not installed")
+    for policy in ("noeviction", "allkeys-lru"):
+        with tempfile.TemporaryDirectory() as directory:
+            server = RedisServer(Path(directory))
+            server.start("--maxmemory", "3mb", "--maxmemory-policy", policy)
+            opened = tier(RedisObjects(server.url, PREFIX), cap=1 << 30, breaker=Breaker(after=10**6))
+            stored = [opened.put(*made(seed, size=100_000)) for seed in range(30)]
+            found = [content(opened, made(seed, size=100_000)[0].key) for seed in range(30)]
+            assert all(one in (None, made(seed, size=100_000)) for seed, one in enumerate(found))
+            assert None in found
+            assert any(found)
+            assert (False in stored) == (policy == "noeviction")
+            assert opened.failures["gone" if policy == "allkeys-lru" else "unreachable"]
+            server.kill()

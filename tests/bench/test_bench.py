@@ -11,7 +11,18 @@ from kvcellar.bench import hf_baseline
 from kvcellar.bench.network import RECURRENT, TINY, write
 from kvcellar.bench.profile import PARTS
 from kvcellar.bench.report import Findings, as_json, line
-from kvcellar.bench.run import BOOKKEEPING, FRAGMENTED, NAMES, RESTART, REVERTIBLE, START, TURNS, run, run_profile
+from kvcellar.bench.run import (
+    BOOKKEEPING,
+    FRAGMENTED,
+    NAMES,
+    REPLAY,
+    RESTART,
+    REVERTIBLE,
+    START,
+    TURNS,
+    run,
+    run_profile,
+)
 from kvcellar.bench.start import Start, lines
 from kvcellar.bench.workloads import Row
 from kvcellar.errors import BadRequest
@@ -42,7 +53,7 @@ def measured(capsys: pytest.CaptureFixture[str], **how: Any) -> tuple[list[str],
     return table, json.loads(last)
 
 
-ALONE = (BOOKKEEPING, TURNS, REVERTIBLE, START, FRAGMENTED)
+ALONE = (BOOKKEEPING, TURNS, REVERTIBLE, START, FRAGMENTED, RESTART, REPLAY)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ALONE])

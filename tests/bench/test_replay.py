@@ -7,7 +7,8 @@ import pytest
 
 from kvcellar.bench.replay import CHUNK, KINDS, TRACES, Turn, clairvoyant, ideal, replay
 
-MOST = {"full": 1.02, "sliding": 1.10, "chunked": 1.10, "hybrid": 1.15}
+# Prompts of a quarter of their length have checkpoints as far apart as others: so more is computed between them.
+MOST = {"full": 1.02, "sliding": 1.3, "chunked": 1.3, "hybrid": 1.3}
 
 
 @pytest.mark.parametrize(("trace", "kind"), list(product(TRACES, KINDS)))

@@ -148,7 +148,7 @@ def test_each_request_has_a_line(monkeypatch):
         log = kvcellar("serve", "--port", "0").err
     assert "secret" not in log
     refused, served = sorted((line for line in log.splitlines() if HEAD.match(line)), key=lambda line: "POST" in line)
-    expected = "mine-1: POST /v1/completions 200 ok prompt_tokens=16 cached_tokens=0 completion_tokens=4 ms="
+    expected = "mine-1: POST /v1/completions 200 ok prompt_tokens=16 cached_tokens=0 recall=- completion_tokens=4 ms="
     assert expected in served
     assert ": GET /nowhere%0A%1B%5B31m%20200%20ok 404 not_found prompt_tokens=- " in refused
 
@@ -172,6 +172,7 @@ def test_as_json_each_line_is_an_object(monkeypatch):
         "outcome": "ok",
         "prompt_tokens": 16,
         "cached_tokens": 0,
+        "recall": None,
         "completion_tokens": 4,
     }
     assert (healthy["route"], healthy["prompt_tokens"]) == ("/health", None)

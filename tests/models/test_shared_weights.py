@@ -29,7 +29,7 @@ from tests.models.timeline import BOUND
 from tests.zoo import ARCHS
 
 PACKS = torch.backends.mkldnn.is_available()
-SMALL: dict[str, Any] = {"cache_bytes": 4_000_000, "context": 64, "threads": 1}
+SMALL: dict[str, Any] = {"cache_bytes": 24_000_000, "context": 64, "threads": 1}
 TEXT = [5, 9, 14, 20, 11, 8, 30, 41]
 # flat; tied weights; windows; configs in configs, solo; convolutions; scans with attention; scans alone
 NAMES = ("llama", "gpt2", "gemma3", "bloom", "mpt", "lfm2", "qwen3-next", "mamba2")

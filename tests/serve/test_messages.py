@@ -440,6 +440,7 @@ ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
     "the stream was not read in time: {} events were waiting": "for a client that does not read: test_connection.py",
     "there is no sampling parameter {}; there are {}": "Python: over HTTP it is an unknown parameter",
     "text is a string, not {}": "Python",
+    "a namespace is a text of up to {} characters, not {}": "Python: over HTTP it is a digest",
     "params is SamplingParams(...), not {}": "Python",
     "deliver is called with every event, and {} cannot be": "Python",
     "a session is named by its number, not by {}": "Python",

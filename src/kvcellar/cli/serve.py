@@ -57,7 +57,10 @@ SERVER_OPTIONS = (
     "--log-format", type=click.Choice(get_args(Format)), default="text", show_default=True, help="Format of the log."
 )
 @click.option("--share-prefixes", is_flag=True, help="Requests of different API keys and users share memory.")
-@click.option("--store", help="Directory where a later server finds what this one has computed. Default: in the cache.")
+@click.option(
+    "--store",
+    help="Directory where a later server finds what this one has computed. Default: ~/.local/state/kvcellar/store.",
+)
 @click.option("--no-store", is_flag=True, help="Store nothing on disk.")
 @click.option("--store-bytes", type=Size(), default="10G", show_default=True, help="Most bytes of the store.")
 @engine_options

@@ -86,7 +86,7 @@ def scratch(
         if guest.device.type == "cpu":
             writers = with_padding(writers)  # the measured numbers are too small to be padded
         prompts = continued(read, (rows, longest), (points, REMEMBERED))
-        if _in_parts(guest):  # what layers hold grows with the prompts in a step, too
+        if _in_parts(guest) and guest.mode == "flat":  # what layers hold grows with the prompts in a step, too
             prompts += continued(split, (max(1, min(sequences, rows // 2)), 1), (WRITERS, REMEMBERED))
         tables = _row_tables(guest, max(rows, writers))
         before = max(1, longest - 1)

@@ -8,7 +8,7 @@ from typing import Literal, TypedDict
 
 from kvcellar.engine.machine import PER_CPU, most_threads
 from kvcellar.errors import BadRequest, shown
-from kvcellar.places import cache
+from kvcellar.places import state
 from kvcellar.shapes import StoredAs
 from kvcellar.text.tokens import SHORT, bytes_for
 
@@ -97,7 +97,7 @@ class EngineOptions(TypedDict, total=False):
 
 def store_directory(environment: Mapping[str, str]) -> Path:
     """Where a server stores snapshots, unless it is told another place. Raises `NoPlace`."""
-    return cache(environment) / "store"
+    return state(environment) / "store"
 
 
 def text_bytes_of(settings: Settings, context: int) -> int:

@@ -92,6 +92,8 @@ class Index:
                     do(f"PRAGMA user_version={VERSION}")
                 elif version != VERSION:
                     raise IndexDamaged(f"the index is of version {version}")
+                if do("SELECT value FROM facts WHERE name='bytes'").fetchone() is None:
+                    raise IndexDamaged("it does not say how many bytes there are")
                 if (found := do("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
                     raise IndexDamaged(str(found))
         except sqlite3.DatabaseError as error:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from kvcellar.policy import value
 from kvcellar.tiers.tier import Retention
 
-VERSION = 2
+VERSION = 3
 PAGE = 1024
 SETTINGS = (
     f"page_size={PAGE}",

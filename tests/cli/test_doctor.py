@@ -167,7 +167,7 @@ def test_context_shift_of_recurrent_models_recomputes(monkeypatch):
 
 
 def test_bytes_of_recurrent_state_are_per_sequence(folder):
-    small = ("--cache-bytes", "3M", "--context", "64", "--step-tokens", "32", "--max-sequences", "64")
+    small = ("--cache-bytes", "4M", "--context", "64", "--step-tokens", "32", "--max-sequences", "64")
     path = folder("mamba2")
     report = json.loads(kvcellar("doctor", path, "--json", *small).out)
     rows = report["recurrent"]

@@ -108,6 +108,14 @@ def test_what_memory_had_no_room_for_is_read_back(saved, tmp_path, name) -> None
         assert engine.stats().store.bytes <= cap
 
 
+def test_what_several_completions_share_is_written_once(saved, tmp_path) -> None:
+    prompt = next(conversation("shared"))
+    with opened(saved["llama"], tmp_path / "store") as engine:
+        engine.generate(prompt, n=4, max_tokens=70, temperature=1.0, seed=5, ignore_eos=True)
+        acknowledged(engine)
+        assert engine.stats().store.written <= len(prompt) + 4 * 70
+
+
 def test_another_namespace_finds_nothing_in_the_store(saved, tmp_path) -> None:
     prompt = next(conversation("space"))
 

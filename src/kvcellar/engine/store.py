@@ -62,6 +62,7 @@ class _Open:
 
     writing: _Writing
     span: Span
+    key: bytes
     reading: Reading
     chunks: Iterator[Tensor]
     done: list[bytes] = field(default_factory=list[bytes])
@@ -100,6 +101,7 @@ class Store:
         self._wanted: deque[_Writing] = deque()
         self._open: _Open | None = None
         self._staged = 0
+        self._on_way: set[bytes] = set()  # snapshots that the writing thread has
         self._fetches: set[Fetch] = set()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvcellar-write")
         self._reader = ThreadPoolExecutor(2, thread_name_prefix="kvcellar-read")
@@ -153,8 +155,12 @@ class Store:
                 self._wanted.popleft()
                 continue
             node, span = found
+            key = self._key(writing, span)
+            if key in self._on_way or key in self.catalogue:  # another completion had the same tokens
+                writing.at, writing.parent = span.end, key
+                continue
             reading = self._memory.claims.reading(node.claim, span)
-            self._open = _Open(writing, span, reading, iter(reading))
+            self._open = _Open(writing, span, key, reading, iter(reading))
             return True
         return False
 
@@ -172,17 +178,21 @@ class Store:
             return None
         return node, Span(writing.at, upto)
 
+    def _key(self, writing: _Writing, span: Span) -> bytes:
+        tokens = writing.key[span.start * TOKEN : span.end * TOKEN]
+        return key_after(writing.parent, identity=self._identity, namespace=writing.namespace, tokens=tokens)
+
     def _finish(self, opened: _Open) -> None:
         """All of the snapshot was read out: give it to the writing thread."""
         record = opened.reading.record
         self._stop_reading()
-        writing, span, chunks = opened.writing, opened.span, tuple(opened.done)
+        writing, span, key, chunks = opened.writing, opened.span, opened.key, tuple(opened.done)
         tokens = writing.key[span.start * TOKEN : span.end * TOKEN]
-        key = key_after(writing.parent, identity=self._identity, namespace=writing.namespace, tokens=tokens)
         snapshot = Snapshot(
             key, writing.parent, writing.namespace, span, tokens, to_bytes(record), tuple(map(len, chunks))
         )
         self._staged += snapshot.size
+        self._on_way.add(key)
         places = tuple(mark.pos for mark in record.checkpoints)
         writing.at, writing.parent = span.end, key
         self._writer.submit(self._write, snapshot, chunks, places)
@@ -193,6 +203,7 @@ class Store:
 
         def note() -> None:
             self._staged -= snapshot.size
+            self._on_way.discard(snapshot.key)
             if stored and self.catalogue.add(snapshot, places):
                 self.written += len(snapshot.span)
 

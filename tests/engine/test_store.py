@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvcellar import BadRequest, Engine
+from kvcellar.engine.store import MOST_WANTED
+from kvcellar.prefix.node import key_of
 from tests.engine.mixes import bytes_for, tokens
 from tests.zoo import ARCHS
 
@@ -162,6 +164,43 @@ def test_a_damaged_store_is_a_miss(saved, tmp_path, name) -> None:
         assert (found.token_ids, found.usage.cached_tokens) == (wanted, 0)
         assert engine.stats().store.failures["damaged"] >= 1
         engine.check()
+
+
+@pytest.mark.parametrize("method", ["get", "put"])
+def test_a_tier_that_raises_delays_no_request_and_no_later_write(saved, tmp_path, monkeypatch, method) -> None:
+    prompt, other = next(conversation("raises")), next(conversation("others"))
+    with opened(saved["llama"], tmp_path / "store") as engine:
+        engine.generate(prompt, **GREEDY)
+        acknowledged(engine)
+        engine.clear_cache()
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._loop.manager.store.tier, method, lambda *_: 1 // 0)
+            assert engine.generate(prompt, **GREEDY).usage.cached_tokens == (0 if method == "get" else len(prompt) - 1)
+            engine.generate(other, **GREEDY)
+            acknowledged(engine)
+        engine.check()
+        engine.generate([*other, *prompt], **GREEDY)
+        acknowledged(engine)
+
+
+def test_what_the_tier_evicts_is_forgotten(saved, tmp_path) -> None:
+    with opened(saved["llama"], tmp_path / "store", store_bytes=2**20) as engine:
+        store = engine._loop.manager.store
+        for number in range(24):
+            engine.generate(next(conversation(number)), **GREEDY)
+            acknowledged(engine)
+        engine._loop.call(store._forget_gone)
+        there = {entry.snapshot.key for entry in store.tier.entries()}
+        assert 0 < len(there) < 24
+        assert len(store.catalogue) <= len(there)
+
+
+def test_a_tier_that_is_down_costs_bounded_memory(saved, tmp_path, monkeypatch) -> None:
+    with opened(saved["llama"], tmp_path / "store") as engine:
+        store = engine._loop.manager.store
+        monkeypatch.setattr(type(store.tier), "down", True)
+        engine._loop.call(lambda: [store.keep("", key_of(range(at, at + 100))) for at in range(1000)])
+        assert len(store._wanted) == MOST_WANTED
 
 
 def test_a_directory_that_cannot_be_a_store_is_reported_and_the_engine_serves(saved, tmp_path, caplog) -> None:

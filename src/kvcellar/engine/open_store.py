@@ -5,6 +5,7 @@ A model that was given as an object has no files to be identified by, so it has 
 
 import logging
 import os
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import version
@@ -43,11 +44,17 @@ def open_store(
     report("opening the store")
     try:
         name = _identity(loaded.path, guest, manager.memory.claims.shape)
-        tier = DiskTier(Path(settings.store), identity=name, max_bytes=settings.store_bytes)
+        gone = deque[bytes]()
+        tier = DiskTier(
+            Path(settings.store),
+            identity=name,
+            max_bytes=settings.store_bytes,
+            removed=lambda key, why: gone.append(key),
+        )
     except (OSError, StoreUnusable) as error:
         log.warning("running without a store: %s", error)
         return None
-    store = Store(tier, manager.memory, manager.prefixes, identity=name, post=post, evict=manager.evict)
+    store = Store(tier, manager.memory, manager.prefixes, identity=name, post=post, evict=manager.evict, gone=gone)
     store.load()
     return store
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Semaphore
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -41,8 +42,10 @@ LEAST = 64  # tokens: fewer are computed again as fast as they are read
 SEGMENT = 512  # tokens of one snapshot, at most
 STAGED = 256 << 20
 BUSY = 4 << 20  # bytes that are read out of memory between two steps of running requests
+MOST_WANTED = 256  # sequences that wait to be written: a tier that is slow or down costs no more memory
 WAIT = 2.0  # seconds for unwritten snapshots at the end
 
+T = TypeVar("T")
 Evict = Callable[[str | None, int], bool]  # cells of a group, or a state row
 
 
@@ -94,10 +97,13 @@ class Store:
         identity: bytes,
         post: Callable[[Callable[[], None]], None],
         evict: Evict,
+        gone: deque[bytes],
     ) -> None:
+        """`gone` are keys that the tier has removed, appended on any thread and taken out here."""
         self.tier, self._memory, self._prefixes = tier, memory, prefixes
         self._identity, self._post, self._evict = identity, post, evict
         self.catalogue = Catalogue(anywhere=prefixes.anywhere)
+        self._gone = gone
         self._wanted: deque[_Writing] = deque()
         self._open: _Open | None = None
         self._staged = 0
@@ -124,7 +130,10 @@ class Store:
     # -- writing ------------------------------------------------------------------------------------------------
 
     def keep(self, namespace: str, key: bytes) -> None:
-        """Write the snapshots of these tokens, as far as the tree has them when their turn comes."""
+        """Write the snapshots of these tokens, as far as the tree has them when their turn comes. Not if many wait."""
+        self._forget_gone()
+        if len(self._wanted) >= MOST_WANTED:
+            return
         chain = self.catalogue.whole(namespace, key)
         at = chain[-1].span.end if chain else 0
         if len(key) // TOKEN - at >= LEAST and not self._closed:
@@ -199,7 +208,7 @@ class Store:
 
     def _write(self, snapshot: Snapshot, chunks: tuple[bytes, ...], places: tuple[int, ...]) -> None:
         """On the writing thread."""
-        stored = self.tier.put(snapshot, chunks)
+        stored = self._tried(lambda: self.tier.put(snapshot, chunks))
 
         def note() -> None:
             self._staged -= snapshot.size
@@ -208,6 +217,15 @@ class Store:
                 self.written += len(snapshot.span)
 
         self._posted(note)
+
+    @staticmethod
+    def _tried(act: Callable[[], T]) -> T | None:
+        """On a thread of the store: a tier should not raise, and an error here would leave a request waiting."""
+        try:
+            return act()
+        except Exception:
+            log.exception("a tier failed where it should not; this is a miss")
+            return None
 
     def stop_reading(self) -> bool:
         """Give up the snapshot that is being read out: its cells are needed. False if there is none."""
@@ -222,6 +240,11 @@ class Store:
             self._open.reading.close()
             self._open = None
 
+    def _forget_gone(self) -> None:
+        """Forget what the tier has evicted since the last call."""
+        while self._gone:
+            self.catalogue.remove(self._gone.popleft())
+
     # -- reading ------------------------------------------------------------------------------------------------
 
     def fetch(self, namespace: str, key: bytes) -> Fetch | None:
@@ -229,6 +252,7 @@ class Store:
         limit = len(key) // TOKEN - 1
         if self._closed or self.tier.down or not len(self.catalogue):
             return None
+        self._forget_gone()
         found = self.catalogue.match(namespace, key, limit)
         have = self._prefixes.restorable(namespace, key)
         if found.resume < have + LEAST:
@@ -252,7 +276,7 @@ class Store:
             if fetch.done or self._closed:
                 self._room.release()
                 break
-            loaded = self.tier.get(snapshot.key)
+            loaded = self._tried(lambda snapshot=snapshot: self.tier.get(snapshot.key))
             self._posted(lambda snapshot=snapshot, loaded=loaded: self._arrived(fetch, snapshot, loaded))
             if loaded is None:
                 return
@@ -282,9 +306,7 @@ class Store:
         self._make_free(record)
         chunks = (torch.frombuffer(bytearray(chunk), dtype=torch.uint8) for chunk in loaded.chunks)
         claim = self._memory.claims.write_back(record, chunks)
-        key = (
-            fetch.key[: span.start * TOKEN] + loaded.snapshot.tokens
-        )  # which may go on in another way than the request
+        key = fetch.key[: span.start * TOKEN] + loaded.snapshot.tokens  # may end in other tokens than the request's
         fetch.node, _ = self._prefixes.tree.insert(fetch.root, key, claim, span.start, fetch.node)
         fetch.tokens += len(span)
 

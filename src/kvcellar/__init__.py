@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kvcellar.engine.settings import EngineOptions, Settings
     from kvcellar.plan import Batch, Feed, Plan
     from kvcellar.progress import Progress
+    from kvcellar.retention import RetentionOptions
     from kvcellar.sample.params import SamplingOptions, SamplingParams
     from kvcellar.shapes import Plane, Scoring, Storage
     from kvcellar.spans import Span
@@ -66,6 +67,7 @@ __all__ = [
     "PromptTooLong",
     "Reference",
     "Result",
+    "RetentionOptions",
     "SamplingOptions",
     "SamplingParams",
     "Scoring",
@@ -91,6 +93,7 @@ _NAMES = {  # the names that are not errors, by the module that defines them
     "kvcellar.engine.settings": ("EngineOptions", "Settings"),
     "kvcellar.plan": ("Batch", "Feed", "Plan"),
     "kvcellar.progress": ("Progress",),
+    "kvcellar.retention": ("RetentionOptions",),
     "kvcellar.sample.params": ("SamplingOptions", "SamplingParams"),
     "kvcellar.shapes": ("Plane", "Scoring", "Storage"),
     "kvcellar.spans": ("Span",),

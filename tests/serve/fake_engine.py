@@ -15,6 +15,7 @@ from typing import Any
 
 from kvcellar.errors import BadRequest, EngineClosed, PromptTooLong, TemplateFailed
 from kvcellar.events import Delta, Done, Event, Failed, Finished, Timings, TokenLogprob, Usage
+from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingParams
 from kvcellar.text.conversation import checked
 from kvcellar.text.meter import Caps
@@ -95,6 +96,7 @@ class FakeEngine:
         self.script = Script()
         self.seen: list[tuple[tuple[int, ...], SamplingParams]] = []
         self.namespaces: list[str] = []  # of each request in `seen`
+        self.retentions: list[RetentionOptions | None] = []
         self.cancels = 0  # requests cancelled before their end
         self.rejected = 0
         self.rendered: list[dict[str, Any]] = []  # options of each call
@@ -138,6 +140,7 @@ class FakeEngine:
         *,
         deliver: Callable[[Event], None],
         namespace: str = "",
+        retention: RetentionOptions | None = None,
     ) -> FakeTicket:
         script = self.script
         if script.reject is not None and self.rejected != script.rejections:
@@ -150,6 +153,7 @@ class FakeEngine:
         with self._turn:
             self.seen.append((run.prompt, params))
             self.namespaces.append(namespace)
+            self.retentions.append(retention)
             self._running.append(run)
             self._turn.notify_all()
         return FakeTicket(self, run)

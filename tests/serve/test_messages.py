@@ -442,6 +442,7 @@ ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
     "text is a string, not {}": "Python",
     "a namespace is a text of up to {} characters, not {}": "Python: over HTTP it is a digest",
     "params is SamplingParams(...), not {}": "Python",
+    "retention is RetentionOptions(...), not {}": "Python",
     "deliver is called with every event, and {} cannot be": "Python",
     "a session is named by its number, not by {}": "Python",
     "the prompt has a length of {}, and {} tokens": "Python",

@@ -12,7 +12,7 @@ from kvcellar import BadRequest, Engine
 from kvcellar.prefix.node import common_prefix
 from kvcellar.serve import Server, ServeSettings, key_digest
 from tests.engine.mixes import small_engine, tokens
-from tests.serve.fake_engine import PATIENCE
+from tests.serve.fake_engine import PATIENCE, FakeEngine
 
 KEYS = ("one-key-of-the-server", "another-key-of-the-server")
 KINDS = ["llama", "gemma3", "llama4", "lfm2"]  # full, sliding, chunked, hybrid
@@ -111,6 +111,24 @@ def test_prefixes_are_shared_by_all_where_that_is_switched_on_but_for_salts() ->
     with small_engine("llama") as engine, client_of(engine, share_prefixes=True) as client:
         assert (read_of(client), read_of(client, KEYS[1]), read_of(client, user="a")) == (40, 1, 1)
         assert (read_of(client, cache_salt="a"), read_of(client, KEYS[1], cache_salt="a")) == (40, 1)
+
+
+def test_the_owner_of_a_request_is_its_api_key() -> None:
+    """Not its user, which a client may choose; and also where all keys share."""
+    fake = FakeEngine()
+    for settings in ({}, {"share_prefixes": True}):
+        fake.retentions.clear()
+        with client_of(fake, **settings) as client:
+            for key, fields in ((KEYS[0], {}), (KEYS[0], {"user": "a", "cache_salt": "b"}), (KEYS[1], {})):
+                name = client.models.list().data[0].id
+                client.with_options(api_key=key).completions.create(model=name, prompt="a", extra_body=fields)
+        owners = [retention.owner for retention in fake.retentions]
+        assert owners[0] == owners[1] != owners[2]
+        assert all(owners)
+    fake.retentions.clear()
+    with Server(fake, ServeSettings(port=0)) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="x") as none:
+        none.completions.create(model=fake.model.name, prompt="a")
+    assert [retention.owner for retention in fake.retentions] == [""]
 
 
 @pytest.mark.parametrize("namespace", [5, None, "n" * 257])

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from kvcellar.retention import Retention
 from kvcellar.tiers.disk import DiskTier
-from kvcellar.tiers.tier import Retention, chains
+from kvcellar.tiers.tier import chains
 from tests.tiers.faults import COUNTED, Counting
 from tests.tiers.made import IDENTITY, content, made, store
 from tests.tiers.test_disk import tmp_path  # noqa: F401  # pytest finds it by name

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from kvcellar.retention import Retention
 from kvcellar.tiers.codec import AesGcm
 from kvcellar.tiers.disk import StoreUnusable
 from kvcellar.tiers.index import LEAVES
-from kvcellar.tiers.tier import Retention, chains
+from kvcellar.tiers.tier import chains
 from tests.tiers.made import content, made, store
 
 EMPTY = 100_000  # bytes that are enough for an index of few entries, and its journal

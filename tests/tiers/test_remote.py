@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from kvcellar.retention import Retention
 from kvcellar.tiers.breaker import Breaker
 from kvcellar.tiers.codec import AesGcm
 from kvcellar.tiers.objects import Bounded, FsspecObjects, Objects, RedisObjects, RemoteFailed
 from kvcellar.tiers.remote import RemoteTier, prefix_of
-from kvcellar.tiers.tier import Entry, Retention, chains
+from kvcellar.tiers.tier import Entry, chains
 from kvcellar.tiers.transfers import Outcome, Transfers
 from tests.tiers.in_memory import InMemory
 from tests.tiers.made import IDENTITY, content, made

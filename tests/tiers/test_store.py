@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from kvcellar.retention import Retention
 from kvcellar.tiers.codec import AesGcm
 from kvcellar.tiers.disk import DiskTier, StoreUnusable
 from kvcellar.tiers.files import Files
 from kvcellar.tiers.folder import DATA, PROCESSES, QUARANTINE, TEMPORARY, Folder
 from kvcellar.tiers.host import OVERHEAD, HostTier
 from kvcellar.tiers.remote import RemoteTier
-from kvcellar.tiers.tier import Entry, Retention
+from kvcellar.tiers.tier import Entry
 from tests.tiers.faults import Killing
 from tests.tiers.in_memory import InMemory
 from tests.tiers.made import IDENTITY, content, made, store

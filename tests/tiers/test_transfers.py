@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from kvcellar.retention import DEFAULT, Retention
 from kvcellar.snapshot import Snapshot
 from kvcellar.tiers.host import HostTier
-from kvcellar.tiers.tier import DEFAULT, Loaded, Retention
+from kvcellar.tiers.tier import Loaded
 from kvcellar.tiers.transfers import Outcome, Transfer, Transfers
 from tests.tiers.made import made
 

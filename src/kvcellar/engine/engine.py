@@ -24,6 +24,7 @@ from kvcellar.engine.stats import EngineStats, model_card, stats
 from kvcellar.errors import BadRequest, Overloaded, shown
 from kvcellar.events import Event
 from kvcellar.progress import Progress, listening, report
+from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingOptions, SamplingParams, merged
 
 if TYPE_CHECKING:
@@ -143,6 +144,7 @@ class Engine:
         session: int | None = None,
         checkpoint_positions: Sequence[int] | None = None,
         namespace: str = "",
+        retention: RetentionOptions | None = None,
     ) -> Ticket:
         """Submit a request, and return at once. `deliver` is called with every event, on the engine's thread; it must
         not block.
@@ -150,7 +152,7 @@ class Engine:
         The request begins with what others of its `namespace` have computed of the same tokens, and leaves what it
         computes for them. `checkpoint_positions` are positions of the prompt, ascending, from which later requests may
         resume; None: where messages begin. A model with windows or recurrent layers keeps checkpoints there when the
-        prompt is prefilled; others can resume anywhere.
+        prompt is prefilled; others can resume anywhere. `retention` is how what the request uses and computes is kept.
 
         Raises `BadRequest`, `PromptTooLong`, `Overloaded` or `EngineClosed`; then no event is delivered.
         """
@@ -160,11 +162,11 @@ class Engine:
         positions = self._built.intake.borders(prompt)
         if checkpoint_positions is not None:
             positions = intake.positions(checkpoint_positions, len(prompt))
-        namespace = intake.namespace_name(namespace)
+        namespace, kept = intake.namespace_name(namespace), intake.retention_options(retention)
         if self._loop.backlog >= self._built.settings.max_waiting:
             raise Overloaded(f"{self._loop.backlog} requests are waiting already; try again later")
         seed = params.seed if params.seed is not None else fresh_seed()
-        request = Request(prompt, params, deliver, session, positions, namespace)
+        request = Request(prompt, params, deliver, session, positions, namespace, kept)
         prompts = self._built.intake.prompts
         size = prompts.take(len(prompt), params.n)
         try:

@@ -15,6 +15,7 @@ from kvcellar.engine.request import Completion, Request
 from kvcellar.errors import BadRequest, Overloaded, PromptTooLong, shown
 from kvcellar.events import Event
 from kvcellar.layout import Layout
+from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.sample.params import SamplingParams, check_ids
 from kvcellar.sample.sampler import Sampler
 from kvcellar.spans import whole
@@ -254,6 +255,15 @@ def namespace_name(namespace: Any) -> str:
     if not isinstance(namespace, str) or len(namespace) > MOST_NAMESPACE:
         raise BadRequest(f"a namespace is a text of up to {MOST_NAMESPACE} characters, not {shown(namespace)}")
     return str.__str__(namespace)
+
+
+def retention_options(retention: Any) -> RetentionOptions:
+    """A copy, checked again: a frozen record can be changed (`object.__setattr__`)."""
+    if retention is None:
+        return NO_OPTIONS
+    if not isinstance(retention, RetentionOptions):
+        raise BadRequest(f"retention is RetentionOptions(...), not {shown(retention)}", "retention")
+    return replace(retention)
 
 
 def token(value: Any, vocab_size: int, param: str) -> int:

@@ -18,6 +18,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from kvcellar.events import Delta, Done, Event, Failed, Finished, FinishReason, Recall, Timings, TokenLogprob, Usage
+from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.sample.params import SamplingParams
 from kvcellar.sample.sampler import Sampler
 from kvcellar.spans import Span
@@ -45,7 +46,8 @@ NEXT = {
 class Request:
     """One submission. `number` is its place in the order of arrival, set on the engine's thread. `session` is the
     number of its session. `checkpoint_positions` are positions of the prompt, ascending, from which later requests may
-    resume. It shares memory with the requests of its `namespace` only."""
+    resume. It shares memory with the requests of its `namespace` only; `retention` is how what it uses and computes is
+    kept."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -53,6 +55,7 @@ class Request:
     session: int | None = None
     checkpoint_positions: tuple[int, ...] = ()
     namespace: str = ""
+    retention: RetentionOptions = NO_OPTIONS
     stops: Stops = field(init=False)  # shared by its completions
     number: int = -1
     completions: list["Completion"] = field(default_factory=list["Completion"])

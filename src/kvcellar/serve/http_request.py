@@ -17,6 +17,7 @@ from types import TracebackType
 
 from kvcellar.errors import EngineClosed
 from kvcellar.events import Done, Event, Failed, Finished
+from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.sample.params import SamplingParams
 from kvcellar.serve.api_errors import ApiError, shutting_down
 from kvcellar.serve.protocols import ServedEngine, Ticket
@@ -43,7 +44,13 @@ class HttpRequest:
         self._cancelled = False  # nothing is submitted any more
         self._ended = False
 
-    def submit(self, prompts: Sequence[Sequence[int]], params: SamplingParams, namespace: str = "") -> None:
+    def submit(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        namespace: str = "",
+        retention: RetentionOptions = NO_OPTIONS,
+    ) -> None:
         """Submit all prompts, which share memory with others of `namespace` only. Raises what the engine's `submit`
         raises, which ends the request.
 
@@ -56,7 +63,8 @@ class HttpRequest:
         for number, prompt in enumerate(prompts):
             if self._cancelled:
                 return
-            ticket = self._engine.submit(prompt, params, deliver=partial(self._deliver, number), namespace=namespace)
+            deliver = partial(self._deliver, number)
+            ticket = self._engine.submit(prompt, params, deliver=deliver, namespace=namespace, retention=retention)
             with self._lock:
                 self._tickets[number] = ticket
                 if not self._cancelled:

@@ -1,4 +1,4 @@
-"""namespaces: which requests may share memory.
+"""namespaces: which requests may share memory, and which tenant a request is of.
 
 What a request has computed is found by others of its namespace only. Otherwise the time to the first token, and
 `cached_tokens`, would tell one client what another one has sent. A namespace is a digest of the API key, of
@@ -30,3 +30,10 @@ def namespace(scope: Scope, *, share: bool, salt: str | None, users: Sequence[st
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.hexdigest()
+
+
+def owner(scope: Scope) -> str:
+    """The tenant that quotas count a request for: a digest of its API key; "" without one. Names of users do not count:
+    a client may choose them, and would have a quota for each."""
+    key: bytes = scope.get(_API_KEY, b"")
+    return blake2b(key, digest_size=16, person=b"kvcellar-owner").hexdigest() if key else ""

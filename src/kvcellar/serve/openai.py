@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from starlette.requests import Request
@@ -23,7 +23,7 @@ from kvcellar.serve.body import BodyBudget, RequestBody, receive_json
 from kvcellar.serve.drain import Drain
 from kvcellar.serve.http_request import Batch, HttpRequest
 from kvcellar.serve.json_text import CHUNK_ITEMS, json_chunks, to_json
-from kvcellar.serve.namespaces import namespace
+from kvcellar.serve.namespaces import namespace, owner
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.request_log import RequestLog
@@ -111,7 +111,7 @@ class CompletionHandler:
                 log.set_prompts(prompts)
                 share = server.settings.share_prefixes
                 name = namespace(scope, share=share, salt=parsed.salt, users=parsed.users)
-                request.submit(prompts, parsed.params, name)
+                request.submit(prompts, parsed.params, name, replace(parsed.retention, owner=owner(scope)))
                 return parsed
 
             parsed = await server.drain.run_before(server.threads.run(body, parse_and_submit))

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from kvcellar.events import Event
+from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingParams
 
 
@@ -65,6 +66,7 @@ class ServedEngine(Protocol):
         *,
         deliver: Callable[[Event], None],
         namespace: str = "",
+        retention: RetentionOptions | None = None,
     ) -> Ticket:
         """`deliver` is called on the engine's thread. Raises `BadRequest`, `Overloaded` or `EngineClosed`."""
         ...

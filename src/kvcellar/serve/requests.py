@@ -20,6 +20,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BeforeValidator, FailFast, Field
 
 from kvcellar.errors import BadRequest
+from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.sample.params import MAX_BIASES, MAX_LOGPROBS, SamplingParams, merged
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.ignored_fields import NEUTRAL, NO_EFFECT
@@ -142,6 +143,7 @@ class ParsedRequest:
     continuous_usage: bool  # and in every other chunk the usage of its choice so far
     salt: str | None  # of the namespace of its memory
     users: tuple[str | None, ...]
+    retention: RetentionOptions  # without the owner
     recall: bool  # say in `usage` what came from memory
     token_ids: bool  # return the ids beside the text
     tokens_as_ids: bool  # in logprobs, write a token as "token_id:N"
@@ -271,6 +273,7 @@ def _parsed(
         continuous_usage=continuous,
         salt=body.cache_salt,
         users=(body.user, body.safety_identifier),
+        retention=NO_OPTIONS,
         recall=bool(body.return_recall),
         token_ids=bool(body.return_token_ids) or not engine.model.has_text,
         tokens_as_ids=bool(body.return_tokens_as_token_ids) or not engine.model.has_text,

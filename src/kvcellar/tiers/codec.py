@@ -25,10 +25,11 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
 
+from kvcellar.retention import Retention
 from kvcellar.snapshot import KEY, Snapshot
 from kvcellar.spans import Span
 from kvcellar.tiers.files import Files
-from kvcellar.tiers.tier import Retention, checked
+from kvcellar.tiers.tier import checked
 
 MAGIC = b"kvcellar"
 VERSION = 2

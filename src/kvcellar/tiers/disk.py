@@ -28,6 +28,7 @@ from typing import TypeVar
 
 from kvcellar.errors import KvcellarError
 from kvcellar.places import NoPlace
+from kvcellar.retention import DEFAULT, Retention
 from kvcellar.snapshot import Snapshot
 from kvcellar.tiers.breaker import Breaker
 from kvcellar.tiers.codec import (
@@ -48,7 +49,7 @@ from kvcellar.tiers.files import Files
 from kvcellar.tiers.folder import DATA, QUARANTINE, TEMPORARY, Folder
 from kvcellar.tiers.index import DAMAGED, Index, IndexDamaged, TooLittle, growth
 from kvcellar.tiers.rows import Dropped, Row
-from kvcellar.tiers.tier import DEFAULT, Entry, Loaded, Removed, Retention, Why, unnoticed
+from kvcellar.tiers.tier import Entry, Loaded, Removed, Why, unnoticed
 
 T = TypeVar("T")
 log = logging.getLogger("kvcellar.tiers")
@@ -152,7 +153,7 @@ class DiskTier:
             self._folder.sync(DATA)
             row = Row(
                 snapshot.key, snapshot.parent, self._identity, name, seal, size, meta,
-                retention.saved(snapshot), retention,
+                retention.saved(snapshot.span), retention,
             )  # fmt: skip
             if not self._index.enter(row):
                 self._erase([name])

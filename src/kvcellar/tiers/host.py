@@ -6,9 +6,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from kvcellar.retention import DEFAULT, Retention
 from kvcellar.snapshot import Snapshot
 from kvcellar.tiers.ledger import Kept, Ledger
-from kvcellar.tiers.tier import DEFAULT, Entry, Loaded, Removed, Retention, Why, checked, unnoticed
+from kvcellar.tiers.tier import Entry, Loaded, Removed, Why, checked, unnoticed
 
 log = logging.getLogger("kvcellar.tiers")
 

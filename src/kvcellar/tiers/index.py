@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from kvcellar.policy import value
+from kvcellar.retention import Retention, stronger
 from kvcellar.tiers.rows import COLUMNS, PAGE, SETTINGS, TABLES, VERSION, Do, Dropped, Row, insert, row_of
-from kvcellar.tiers.tier import Retention, stronger
 
 _BUSY = (
     sqlite3.SQLITE_BUSY,

@@ -17,8 +17,9 @@ from math import inf
 
 from kvcellar.heap import Heap
 from kvcellar.policy import value
+from kvcellar.retention import Retention, stronger
 from kvcellar.snapshot import Snapshot
-from kvcellar.tiers.tier import Entry, Retention, stronger
+from kvcellar.tiers.tier import Entry
 
 
 @dataclass(slots=True, eq=False)
@@ -167,7 +168,7 @@ class Ledger:
 
     def _rated(self, kept: Kept) -> Kept:
         """With its present value."""
-        saves, priority = kept.retention.saved(kept.snapshot), kept.retention.priority
+        saves, priority = kept.retention.saved(kept.snapshot.span), kept.retention.priority
         kept.value = value(self._worth, hits=kept.hits, saves=saves, costs=kept.size, priority=priority)
         return kept
 

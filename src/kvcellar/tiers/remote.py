@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TypeVar
 
+from kvcellar.retention import DEFAULT, Retention
 from kvcellar.snapshot import Snapshot
 from kvcellar.tiers.breaker import Breaker
 from kvcellar.tiers.codec import (
@@ -32,7 +33,7 @@ from kvcellar.tiers.codec import (
 )
 from kvcellar.tiers.ledger import Kept, Ledger
 from kvcellar.tiers.objects import Objects, RemoteFailed
-from kvcellar.tiers.tier import DEFAULT, Entry, Loaded, Removed, Retention, Why, unnoticed
+from kvcellar.tiers.tier import Entry, Loaded, Removed, Why, unnoticed
 
 T = TypeVar("T")
 log = logging.getLogger("kvcellar.tiers")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvcellar.policy import value
-from kvcellar.tiers.tier import Retention
+from kvcellar.retention import Retention
 
 VERSION = 3
 PAGE = 1024

@@ -1,4 +1,4 @@
-"""tier: the interface of every place that stores snapshots outside of the device, and how an entry is kept there.
+"""tier: the interface of every place that stores snapshots outside of the device.
 
 A tier never raises for what its medium does. An operation that fails returns False or None, counts the kind of failure
 in `failures`, and logs one line. What is returned was verified.
@@ -6,56 +6,17 @@ in `failures`, and logs one line. What is returned was verified.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
+from kvcellar.retention import DEFAULT, Retention
 from kvcellar.snapshot import Snapshot
 
-PRIORITIES = range(-8, 9)
-
-
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """How an entry is kept. All of it survives a restart.
-
-    saves      tokens that need not be computed where the entry is found; None: those of its span
-    priority   of `PRIORITIES`: each level doubles the entry's worth
-    pinned     not evicted; it still expires
-    expires    when it is deleted, in seconds of the tier's clock; None: never
-    owner      what its bytes are counted for, where a tier has a quota for each owner: an opaque name, stored as it is
-    """
-
-    saves: int | None = None
-    priority: int = 0
-    pinned: bool = False
-    expires: float | None = None
-    owner: str = ""
-
-    def __post_init__(self) -> None:
-        if self.priority not in PRIORITIES:
-            raise ValueError(f"priority must be from {PRIORITIES[0]} to {PRIORITIES[-1]}, not {self.priority}")
-        if len(self.owner.encode()) > 255:
-            raise ValueError("an owner has more than 255 bytes")
-
-    def saved(self, snapshot: Snapshot) -> int:
-        """Tokens that need not be computed where `snapshot` is found."""
-        return len(snapshot.span) if self.saves is None else self.saves
-
-
-DEFAULT = Retention()
 Why = Literal["evicted", "expired", "removed", "damaged", "gone"]
 Removed = Callable[[bytes, Why], None]  # is called with each key that a tier has no longer; it may hold a lock then
 
 
 def unnoticed(key: bytes, why: Why) -> None:
     """Takes no note of an entry that was removed."""
-
-
-def stronger(one: Retention, other: Retention) -> Retention:
-    """What keeps an entry at least as long as both; the owner is that of `one`."""
-    lasting = None if one.expires is None or other.expires is None else max(one.expires, other.expires)
-    saves = None if one.saves is None or other.saves is None else max(one.saves, other.saves)
-    return Retention(saves, max(one.priority, other.priority), one.pinned or other.pinned, lasting, one.owner)
 
 
 class Entry(NamedTuple):

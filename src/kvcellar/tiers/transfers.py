@@ -23,9 +23,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 
+from kvcellar.retention import DEFAULT, Retention
 from kvcellar.snapshot import Snapshot
 from kvcellar.tiers.admission import Rate
-from kvcellar.tiers.tier import DEFAULT, Loaded, Retention, Tier, checked
+from kvcellar.tiers.tier import Loaded, Tier, checked
 
 log = logging.getLogger("kvcellar.tiers")
 

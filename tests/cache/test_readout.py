@@ -99,6 +99,15 @@ def test_another_memory_of_the_shape_takes_a_claim_over_bit_for_bit(storage, arr
         assert torch.equal(values, made.states.read(2, wanted.states)[name])
 
 
+@pytest.mark.parametrize("offset", range(1, 9))
+def test_chunks_at_any_address_are_imported_bit_for_bit(offset) -> None:
+    made, claim = filled()
+    record, chunks = read_out(made, claim)
+    moved = [torch.cat([torch.zeros(offset, dtype=torch.uint8), chunk])[offset:] for chunk in chunks]
+    other = memory()
+    assert as_numbers(read_out(other, other.claims.write_back(record, moved))[1]) == as_numbers(chunks)
+
+
 def test_windows_that_overlap_are_read_out_once_and_share_their_cells_again() -> None:
     made, claim = filled()
     record, chunks = read_out(made, claim)

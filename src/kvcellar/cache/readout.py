@@ -208,7 +208,9 @@ def from_bytes(chunk: Tensor, like: Tensor) -> Tensor:
     """A chunk as a tensor with the shape, type and device of `like`. Raises `BadRequest` if its size differs."""
     if chunk.dtype is not torch.uint8 or chunk.numel() != like.nbytes:
         raise BadRequest(f"the next chunk has {like.nbytes} bytes, not {chunk.numel()} elements of {chunk.dtype}")
-    return chunk.clone().view(-1).view(like.dtype).view(like.shape).to(like.device)  # a copy is aligned
+    if chunk.data_ptr() % like.itemsize or chunk.storage_offset() % like.itemsize:
+        chunk = chunk.clone()  # which is aligned
+    return chunk.view(-1).view(like.dtype).view(like.shape).to(like.device)
 
 
 def check_record(record: Record, shape: str, stores: Sequence[GroupStore]) -> None:

@@ -304,8 +304,7 @@ class Store:
         """Let the tree have what was read."""
         record, span = from_bytes(loaded.snapshot.record), loaded.snapshot.span
         self._make_free(record)
-        chunks = (torch.frombuffer(bytearray(chunk), dtype=torch.uint8) for chunk in loaded.chunks)
-        claim = self._memory.claims.write_back(record, chunks)
+        claim = self._memory.claims.write_back(record, map(_as_tensor, loaded.chunks))
         key = fetch.key[: span.start * TOKEN] + loaded.snapshot.tokens  # may end in other tokens than the request's
         fetch.node, _ = self._prefixes.tree.insert(fetch.root, key, claim, span.start, fetch.node)
         fetch.tokens += len(span)
@@ -327,8 +326,9 @@ class Store:
         fetch.done = True
         self._fetches.discard(fetch)
         self.restored += fetch.tokens
-        self.tier.used([snapshot.key for snapshot in fetch.chain])
         self._prefixes.tree.unlock(fetch.node)
+        keys = [snapshot.key for snapshot in fetch.chain]
+        self._reader.submit(self._tried, lambda: self.tier.used(keys))  # which may write to a disk
 
     # -- the whole ----------------------------------------------------------------------------------------------
 
@@ -379,3 +379,10 @@ class Store:
         self.catalogue.check()
         assert self._staged >= 0
         assert not any(fetch.done for fetch in self._fetches)
+
+
+def _as_tensor(chunk: bytes) -> Tensor:
+    """A copy: torch warns of tensors that share memory which must not be written."""
+    made = torch.empty(len(chunk), dtype=torch.uint8)
+    memoryview(made.numpy())[:] = chunk
+    return made

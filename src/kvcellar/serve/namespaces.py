@@ -18,7 +18,7 @@ def set_api_key(scope: Scope, digest: bytes) -> None:
     scope[_API_KEY] = digest
 
 
-def namespace(scope: Scope, *, share: bool, salt: str | None, users: Sequence[str | None]) -> str:
+def namespace(scope: Scope, share: bool, salt: str | None, users: Sequence[str | None]) -> str:
     """The namespace of a request. `share`: the API key and `users` do not matter. Requests that have none of all this
     are in the empty one."""
     key: bytes = b"" if share else scope.get(_API_KEY, b"")

@@ -11,6 +11,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 
 from starlette.requests import Request
@@ -107,11 +108,10 @@ class CompletionHandler:
             stack.enter_context(server.drain.on_start(request.refuse_if_queued))
 
             def parse_and_submit() -> ParsedRequest:
-                parsed, prompts = self._parse(server.engine, body.data)
+                naming = partial(namespace, scope, server.settings.share_prefixes)
+                parsed, prompts = self._parse(server.engine, body.data, naming)
                 log.set_prompts(prompts)
-                share = server.settings.share_prefixes
-                name = namespace(scope, share=share, salt=parsed.salt, users=parsed.users)
-                request.submit(prompts, parsed.params, name, replace(parsed.retention, owner=owner(scope)))
+                request.submit(prompts, parsed.params, parsed.namespace, replace(parsed.retention, owner=owner(scope)))
                 return parsed
 
             parsed = await server.drain.run_before(server.threads.run(body, parse_and_submit))

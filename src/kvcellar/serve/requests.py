@@ -13,7 +13,7 @@ Defaults come from the model's generation config. `model` may be left out; other
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Literal, TypeVar
 
@@ -141,8 +141,7 @@ class ParsedRequest:
     stream: bool
     include_usage: bool  # a last chunk with the usage of the request
     continuous_usage: bool  # and in every other chunk the usage of its choice so far
-    salt: str | None  # of the namespace of its memory
-    users: tuple[str | None, ...]
+    namespace: str  # of its memory
     retention: RetentionOptions  # without the owner
     recall: bool  # say in `usage` what came from memory
     token_ids: bool  # return the ids beside the text
@@ -150,10 +149,11 @@ class ParsedRequest:
 
 
 Prompts = list[list[int]]
-Parser = Callable[[ServedEngine, bytes | bytearray], tuple[ParsedRequest, Prompts]]
+Naming = Callable[[str | None, Sequence[str | None]], str]  # the namespace of a salt and of names of users
+Parser = Callable[[ServedEngine, bytes | bytearray, Naming], tuple[ParsedRequest, Prompts]]
 
 
-def parse_completion(engine: ServedEngine, raw: bytes | bytearray) -> tuple[ParsedRequest, Prompts]:
+def parse_completion(engine: ServedEngine, raw: bytes | bytearray, naming: Naming) -> tuple[ParsedRequest, Prompts]:
     """A body of `/v1/completions`. Raises `ApiError` and `BadRequest`. Slow: call it in a thread."""
     body = _checked(CompletionBody, engine, raw)
     params = _params(body, engine, {"logprobs": body.logprobs, "max_tokens": body.max_tokens})
@@ -162,16 +162,18 @@ def parse_completion(engine: ServedEngine, raw: bytes | bytearray) -> tuple[Pars
         raise _unsupported("best_of", message)
     if params.max_tokens is None:
         params = replace(params, max_tokens=COMPLETION_TOKENS)
-    return _parsed(engine, body, params, _prompts(engine, body.prompt, body.add_special_tokens))
+    prompts = _prompts(engine, body.prompt, body.add_special_tokens)
+    return _parsed(engine, body, params, prompts, _namespace(body, naming))
 
 
-def parse_chat(engine: ServedEngine, raw: bytes | bytearray) -> tuple[ParsedRequest, Prompts]:
+def parse_chat(engine: ServedEngine, raw: bytes | bytearray, naming: Naming) -> tuple[ParsedRequest, Prompts]:
     """A body of `/v1/chat/completions`. Raises `ApiError` and `BadRequest`. Slow: call it in a thread."""
     body = _checked(ChatBody, engine, raw)
     if body.top_logprobs is not None and not body.logprobs:
         raise _invalid("top_logprobs", "top_logprobs needs logprobs to be true")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = _params(body, engine, {"logprobs": logprobs, "max_tokens": _max_tokens(body)})
+    namespace = _namespace(body, naming)
     prompt = engine.render(
         template_messages(body.messages),
         variables=body.chat_template_kwargs,
@@ -179,7 +181,11 @@ def parse_chat(engine: ServedEngine, raw: bytes | bytearray) -> tuple[ParsedRequ
         add_generation_prompt=body.add_generation_prompt is not False,
         limit=engine.model.context,
     )
-    return _parsed(engine, body, params, [prompt])
+    return _parsed(engine, body, params, [prompt], namespace)
+
+
+def _namespace(body: CommonBody, naming: Naming) -> str:
+    return naming(body.cache_salt, (body.user, body.safety_identifier))
 
 
 def _max_tokens(body: ChatBody) -> int | None:
@@ -258,7 +264,7 @@ def _are_ids(items: list[object]) -> bool:
 
 
 def _parsed(
-    engine: ServedEngine, body: CommonBody, params: SamplingParams, prompts: Prompts
+    engine: ServedEngine, body: CommonBody, params: SamplingParams, prompts: Prompts, namespace: str
 ) -> tuple[ParsedRequest, Prompts]:
     if len(prompts) * params.n > MAX_COMPLETIONS:
         count = f"{len(prompts)} prompts with n {params.n}"
@@ -271,8 +277,7 @@ def _parsed(
         stream=bool(body.stream),
         include_usage=include,
         continuous_usage=continuous,
-        salt=body.cache_salt,
-        users=(body.user, body.safety_identifier),
+        namespace=namespace,
         retention=NO_OPTIONS,
         recall=bool(body.return_recall),
         token_ids=bool(body.return_token_ids) or not engine.model.has_text,

@@ -130,17 +130,22 @@ class StoredPlane:
             rows = self._rows(tensor)
             rows.index_copy_(0, target, rows.index_select(0, source))
 
-    def content(self, cells: Tensor) -> list[Tensor]:
+    def content(self, cells: Tensor | slice) -> list[Tensor]:
         """A copy of what is stored in `cells`, bit for bit, for `restore`."""
+        if isinstance(cells, slice):
+            return [self._rows(tensor)[cells].clone(memory_format=torch.contiguous_format) for tensor in self._tensors]
         return [self._rows(tensor).index_select(0, cells) for tensor in self._tensors]
 
     def empty(self, n: int) -> list[Tensor]:
         """Tensors like those of `content` for n cells, uninitialised."""
         return [tensor.new_empty(n, *self._rows(tensor).shape[1:]) for tensor in self._tensors]
 
-    def restore(self, cells: Tensor, content: Sequence[Tensor]) -> None:
+    def restore(self, cells: Tensor | slice, content: Sequence[Tensor]) -> None:
         for tensor, rows in zip(self._tensors, content, strict=True):
-            self._rows(tensor).index_copy_(0, cells, rows)
+            if isinstance(cells, slice):
+                self._rows(tensor)[cells].copy_(rows)
+            else:
+                self._rows(tensor).index_copy_(0, cells, rows)
 
     def _rows(self, tensor: Tensor) -> Tensor:
         """[C,heads,width], a view."""

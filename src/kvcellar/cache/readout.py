@@ -102,13 +102,15 @@ class Part:
     def span(self) -> Span:
         return Span(self.table.first, self.table.end)
 
-    def planes(self, device: torch.device) -> Iterator[tuple[StoredPlane, Tensor]]:
-        """By piece, layer and plane: the plane, and the current cells [n] of the piece."""
+    def planes(self, device: torch.device) -> Iterator[tuple[StoredPlane, Tensor | slice, int]]:
+        """By piece, layer and plane: the plane, the current cells of the piece, and how many they are."""
         for start in range(self.table.first, self.table.end, PIECE):
             piece = Span(start, min(start + PIECE, self.table.end))
             for layer in self.store.group.layers:
                 for plane in self.store.group.planes:
-                    yield self.store.pool.planes(layer)[plane.name], indices(self.table.within(piece), device)
+                    runs = self.table.within(piece)
+                    cells = slice(runs[0].cell, runs[0].end) if len(runs) == 1 else indices(runs, device)
+                    yield self.store.pool.planes(layer)[plane.name], cells, len(piece)
 
 
 def distinct(store: GroupStore, windows: Mapping[int, Table], parts: list[Part]) -> dict[int, list[tuple[int, Span]]]:
@@ -185,7 +187,7 @@ class Reading:
 
     def __iter__(self) -> Iterator[Tensor]:
         for part in self.parts:
-            for plane, cells in part.planes(self._states.device):
+            for plane, cells, _ in part.planes(self._states.device):
                 yield from map(as_bytes, plane.content(cells))
         for row in self.rows:
             yield from map(as_bytes, self._states.content(row))
@@ -314,8 +316,8 @@ def _fill(reading: Reading, chunks: Iterator[Tensor], states: States) -> None:
         return chunk
 
     for part in reading.parts:
-        for plane, cells in part.planes(states.device):
-            plane.restore(cells, [from_bytes(following(), like) for like in plane.empty(len(cells))])
+        for plane, cells, n in part.planes(states.device):
+            plane.restore(cells, [from_bytes(following(), like) for like in plane.empty(n)])
     for row in reading.rows:
         states.restore(row, [from_bytes(following(), like) for like in states.content(row)])
     if next(chunks, None) is not None:

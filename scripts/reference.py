@@ -18,12 +18,13 @@ from pydantic import BaseModel
 from kvcellar.cli.main import COMMANDS, ENVIRONMENT, cli
 from kvcellar.engine.settings import Settings
 from kvcellar.engine.stats import EngineStats, GroupStats
-from kvcellar.events import Timings, Usage
+from kvcellar.events import Recall, Timings, Usage
 from kvcellar.kernels.compiled import COMPILERS
 from kvcellar.sample.params import SamplingParams
 from kvcellar.serve.ignored_fields import NEUTRAL, NO_EFFECT
 from kvcellar.serve.keys import VARIABLE
 from kvcellar.serve.messages import MESSAGE_NO_EFFECT, Message
+from kvcellar.serve.recalls import RECALL
 from kvcellar.serve.request_log import LOG_FIELDS
 from kvcellar.serve.requests import ChatBody, CommonBody, CompletionBody, StreamOptions
 from kvcellar.serve.responses import TIMINGS
@@ -53,6 +54,7 @@ RECORDS = {
     GroupStats: "`groups` of `engine.stats()`",
     Usage: "`usage` of a result",
     Timings: "`timings` of a result",
+    Recall: "`recall` of a result",
 }
 COMMAND_LINE = """\
 In a checkout the command is `.venv/bin/kvcellar`. Exit codes: 0 success; 1 refused or failed, with the reason in one
@@ -152,7 +154,11 @@ def _record(cls: Any) -> str:
 
 
 def _http_statistics() -> Iterator[str]:
-    for title, table in (("`timings` of an HTTP response", TIMINGS), ("Log line of an HTTP request", LOG_FIELDS)):
+    for title, table in (
+        ("`timings` of an HTTP response", TIMINGS),
+        ("`recall` in the usage of an HTTP response", RECALL),
+        ("Log line of an HTTP request", LOG_FIELDS),
+    ):
         yield f"## {title}\n"
         yield _table(("name", "meaning"), [(f"`{name}`", meaning) for name, meaning in table.items()])
 

@@ -62,17 +62,20 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """What of a prompt came from memory when its request began to run, and why it was not more. `detail` says in words
-    what `reason` means here."""
+    """What of a prompt came from memory when its request began to run, and why it was not more."""
 
     asked: int  # tokens of the prompt that can come from memory: all but the last
     matched: int  # of these, tokens that were found
     restored: int  # of these, tokens that were used
-    stored: int  # of these, tokens that were read back from the store for this request
-    reason: str  # complete, no checkpoint, evicted, diverged, or new
-    detail: str
-    ours: tuple[int, ...] = ()  # where it diverged: the next tokens of the prompt,
-    theirs: tuple[int, ...] = ()  # and those of what was computed before
+    sources: tuple[tuple[str, int], ...]  # restored tokens by the tier that had them when the request arrived
+    seconds: float  # seconds that the request waited for tokens to be read back
+    # complete, no checkpoint, diverged, new, evicted, damaged, other weights or cheaper to recompute
+    reason: str
+    detail: str  # what the reason means here, in words
+    entry: str = ""  # where it diverged: the name of the entry of the tree that goes on in another way
+    ours: tuple[int, ...] = ()  # where it diverged: the next tokens of the prompt
+    theirs: tuple[int, ...] = ()  # where it diverged: the next tokens of the entry
+    salted: int = 0  # at least so many of its first tokens are there for the same API key with another salt or user
 
 
 @dataclass(frozen=True, slots=True)

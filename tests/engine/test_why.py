@@ -1,13 +1,18 @@
 """A request's record says what came from memory, and why it was not more."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
-from kvcellar import Engine
+from kvcellar import Engine, RetentionOptions
+from kvcellar.engine.result import Collector
 from kvcellar.events import Recall
 from kvcellar.prefix.why import SHOWN
 from tests.engine.mixes import bytes_for, small_engine, tokens
+from tests.zoo import ARCHS
 
 GREEDY = {"max_tokens": 2, "temperature": 0.0, "ignore_eos": True}
 PROMPT = list(tokens(random.Random(1), 60))
@@ -18,7 +23,18 @@ def asked(engine: Engine, prompt: list[int]) -> Recall:
     recall = result.recall
     assert recall is not None
     assert result.usage.cached_tokens == recall.restored <= recall.matched <= recall.asked == len(prompt) - 1
+    assert sum(tokens for _, tokens in recall.sources) == recall.restored
     return recall
+
+
+@contextmanager
+def stored_engine(directory: Path) -> Iterator[Engine]:
+    """An engine whose store is in `directory`, as is its model, which is made at the first call."""
+    model = directory / "model"
+    if not model.exists():
+        ARCHS["llama"].build().save_pretrained(model)
+    with Engine(model, dtype="float32", cache_bytes=8_000_000, threads=1, store=str(directory / "store")) as engine:
+        yield engine
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
@@ -39,6 +55,8 @@ def test_a_prompt_that_diverges_shows_the_tokens_on_both_sides() -> None:
         assert (found.reason, found.matched, found.restored) == ("diverged", 20, 20)
         assert found.ours == tuple(other[20 : 20 + SHOWN])
         assert found.theirs == tuple(PROMPT[20 : 20 + SHOWN])
+        again = asked(engine, [*PROMPT[:30], 5 if PROMPT[30] != 5 else 6])
+        assert again.entry != found.entry, "the entry was split where the other prompt diverged"
 
 
 @pytest.mark.parametrize(("name", "kind"), [("gemma3", "sliding"), ("lfm2", "recurrent")])
@@ -63,3 +81,47 @@ def test_what_was_evicted_is_said_with_its_cause() -> None:
         assert "cells of" in found.detail
         engine.clear_cache()
         assert "an order to clear the cache" in asked(engine, PROMPT).detail
+
+
+def test_what_was_read_back_has_its_tier_and_the_time_that_it_took(tmp_path) -> None:
+    prompt = list(tokens(random.Random(3), 150))
+    for expected in ((), (("disk", 149),)):
+        with stored_engine(tmp_path) as engine:
+            found = asked(engine, prompt)
+            assert found.sources == expected
+            assert (found.seconds > 0) == bool(expected)
+
+
+def test_a_damaged_snapshot_is_the_reason_for_what_is_computed_again(tmp_path) -> None:
+    prompt = list(tokens(random.Random(3), 150))
+    with stored_engine(tmp_path) as engine:
+        asked(engine, prompt)
+    for file in (tmp_path / "store" / "data").iterdir():
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    with stored_engine(tmp_path) as engine:
+        found = asked(engine, prompt)
+        assert (found.reason, found.restored) == ("damaged", 0)
+        assert "the disk tier" in found.detail
+
+
+def test_tokens_with_another_salt_of_the_same_owner_are_counted_but_not_used() -> None:
+    prompt = list(tokens(random.Random(4), 150))
+
+    def submitted(engine: Engine, namespace: str, owner: str) -> Recall:
+        collector = Collector(1)
+        retention = RetentionOptions(owner=owner)
+        engine.submit(
+            prompt, engine.params(**GREEDY), deliver=collector.deliver, namespace=namespace, retention=retention
+        )
+        recall = collector.result().recall
+        assert recall is not None
+        return recall
+
+    with small_engine("llama") as engine:
+        assert submitted(engine, "a", "one").salted == 0
+        assert submitted(engine, "a", "one").salted == 0, "what it can use itself is not counted"
+        other = submitted(engine, "b", "one")
+        assert (other.reason, other.restored, other.salted) == ("new", 0, 128)
+        assert submitted(engine, "c", "two").salted == 0, "another owner"

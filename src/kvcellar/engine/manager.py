@@ -22,6 +22,7 @@ from kvcellar.errors import NotSupported
 from kvcellar.plan import Feed
 from kvcellar.policy import trim
 from kvcellar.prefix.node import TOKEN, common, key_of
+from kvcellar.prefix.why import ReadBack
 from kvcellar.spans import Span
 
 if TYPE_CHECKING:
@@ -119,7 +120,8 @@ class SequenceManager:
         if request.admitted is None:  # not counted again after a preemption
             request.admitted = time.perf_counter()
             request.cached = prefix.restored
-            request.recall = self.prefixes.explain(prefix, stored=fetch.tokens if fetch is not None else 0)
+            read = fetch.read_back if fetch is not None else ReadBack()
+            request.recall = self.prefixes.explain(prefix, read=read, owner=request.retention.owner)
 
     def next_end(self, completion: Completion) -> int:
         """The most tokens of a running completion that may be in memory after the next step: it ends at a checkpoint

@@ -21,6 +21,7 @@ from kvcellar.places import NoPlace, cache
 from kvcellar.progress import report
 from kvcellar.tiers.disk import DiskTier, StoreUnusable
 from kvcellar.tiers.identity import FileDigests, identity
+from kvcellar.tiers.tier import Why
 
 log = logging.getLogger("kvcellar.engine")
 
@@ -44,12 +45,12 @@ def open_store(
     report("opening the store")
     try:
         name = _identity(loaded.path, guest, manager.memory.claims.shape)
-        gone = deque[bytes]()
+        gone = deque[tuple[bytes, Why]]()
         tier = DiskTier(
             Path(settings.store),
             identity=name,
             max_bytes=settings.store_bytes,
-            removed=lambda key, why: gone.append(key),
+            removed=lambda key, why: gone.append((key, why)),
         )
     except (OSError, StoreUnusable) as error:
         log.warning("running without a store: %s", error)

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from kvcellar.cache.memory import Memory
 from kvcellar.events import Recall
 from kvcellar.prefix.node import TOKEN, Kept, Node, key_of
+from kvcellar.prefix.sightings import Sightings
 from kvcellar.prefix.tree import Tree
-from kvcellar.prefix.why import Evictions, explained
+from kvcellar.prefix.why import Elsewhere, Losses, ReadBack, explained
 from kvcellar.spans import Span
 
 EVERY = 256  # tokens between checkpoints, where resuming needs one
@@ -44,8 +45,9 @@ class Prefixes:
         groups = memory.storage.groups
         self._bounded = {group.name for group in groups if group.bounded}
         self.anywhere = not self._bounded and memory.rows.capacity is None
-        self._evictions = Evictions(time.monotonic)
-        self.tree = Tree(memory.claims, anywhere=self.anywhere, evicted=self._evictions.note)
+        self.losses = Losses(time.monotonic)
+        self._elsewhere = Elsewhere(Sightings(), Sightings())
+        self.tree = Tree(memory.claims, anywhere=self.anywhere, evicted=self.losses.evicted)
         recurrent = ("recurrent",) if memory.rows.capacity is not None else ()
         self._kinds = " and ".join([*sorted(self._bounded), *recurrent])
 
@@ -80,18 +82,26 @@ class Prefixes:
         """The sequence begins to run: what was restored is of the value that it has now."""
         self.tree.touch(prefix.node)
 
-    def explain(self, prefix: Prefix, *, stored: int) -> Recall:
-        """Why no more of the prompt of a sequence was restored. `stored` tokens were read back for it."""
-        return explained(
+    def explain(self, prefix: Prefix, *, read: ReadBack, owner: str) -> Recall:
+        """Why no more of the prompt of a sequence was restored. `read` is what was read back for it."""
+        namespace = prefix.root.namespace
+        recall = explained(
             self.tree,
-            self._evictions,
-            prefix.root.namespace,
+            self.losses,
+            namespace,
             prefix.key,
             matched=prefix.matched,
             restored=prefix.restored,
-            stored=stored,
+            read=read,
             kinds=self._kinds,
+            elsewhere=self._elsewhere._replace(owner=owner),
         )
+        self._elsewhere.owners.note(owner, namespace, prefix.key)
+        return recall
+
+    def know_others(self, others: Sightings, identity: str) -> None:
+        """What a store has of other weights, by namespace; `identity` is that of this memory."""
+        self._elsewhere = self._elsewhere._replace(namespaces=others, identity=identity)
 
     def fork(self, prefix: Prefix) -> Prefix:
         """The place of a fork of the sequence, whose tokens are all published."""
@@ -183,7 +193,7 @@ class Prefixes:
     def evict(self, group: str, tokens: int = 1) -> bool:
         """Free cells of a group, of what no sequence uses; False if nothing is left that could free any. More or fewer
         than `tokens` may become free."""
-        self._evictions.cause = f"cells of {group} layers"
+        self.losses.cause = f"cells of {group} layers"
         if group not in self._bounded:
             return self.tree.evict_leaf(max(tokens, 1)) > 0
         if self.tree.evict_checkpoint(lambda kept: self._frees(kept)[0][group] > 0) is not None:
@@ -202,7 +212,7 @@ class Prefixes:
 
     def clear(self) -> bool:
         """Evict everything that no sequence uses. False if there was nothing."""
-        found, self._evictions.cause = False, "an order to clear the cache"
+        found, self.losses.cause = False, "an order to clear the cache"
         while self.tree.evict_checkpoint() is not None or self.tree.evict_leaf(1 << 40):
             found = True
         return found

@@ -15,7 +15,7 @@ Always true:
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -32,9 +32,10 @@ from kvcellar.engine.prefixes import Prefixes
 from kvcellar.errors import CacheFull, EngineClosed, KvcellarError
 from kvcellar.prefix.node import TOKEN, Node
 from kvcellar.prefix.stored import Catalogue
+from kvcellar.prefix.why import ReadBack
 from kvcellar.snapshot import Snapshot, key_after
 from kvcellar.spans import Span
-from kvcellar.tiers.tier import Loaded, Tier, chains
+from kvcellar.tiers.tier import Loaded, Tier, Why, chains
 
 log = logging.getLogger("kvcellar.engine")
 
@@ -81,8 +82,13 @@ class Fetch:
     root: Node
     node: Node
     done: bool = False
-    tokens: int = 0  # that were brought back
+    tokens: Counter[str] = field(default_factory=Counter[str])  # that were brought back, by tier
     began: float = field(default_factory=time.perf_counter)
+    seconds: float = 0.0  # that it took, once it is done
+
+    @property
+    def read_back(self) -> ReadBack:
+        return ReadBack(tuple(self.tokens.items()), self.seconds)
 
 
 class Store:
@@ -97,9 +103,9 @@ class Store:
         identity: bytes,
         post: Callable[[Callable[[], None]], None],
         evict: Evict,
-        gone: deque[bytes],
+        gone: deque[tuple[bytes, Why]],
     ) -> None:
-        """`gone` are keys that the tier has removed, appended on any thread and taken out here."""
+        """`gone` are keys that the tier has removed, with the reasons, appended on any thread and taken out here."""
         self.tier, self._memory, self._prefixes = tier, memory, prefixes
         self._identity, self._post, self._evict = identity, post, evict
         self.catalogue = Catalogue(anywhere=prefixes.anywhere)
@@ -243,7 +249,10 @@ class Store:
     def _forget_gone(self) -> None:
         """Forget what the tier has evicted since the last call."""
         while self._gone:
-            self.catalogue.remove(self._gone.popleft())
+            key, why = self._gone.popleft()
+            if why == "damaged" and (lost := self.catalogue.path(key)) is not None:
+                self._prefixes.losses.damaged(*lost, f"the {self.tier.name} tier had other bytes than were written")
+            self.catalogue.remove(key)
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -286,6 +295,7 @@ class Store:
         self._room.release()
         if fetch.done:
             return
+        self._forget_gone()
         if loaded is None or (loaded.snapshot.tokens, loaded.snapshot.span) != (snapshot.tokens, snapshot.span):
             self.catalogue.remove(snapshot.key)
             self._end(fetch)
@@ -307,7 +317,7 @@ class Store:
         claim = self._memory.claims.write_back(record, map(_as_tensor, loaded.chunks))
         key = fetch.key[: span.start * TOKEN] + loaded.snapshot.tokens  # may end in other tokens than the request's
         fetch.node, _ = self._prefixes.tree.insert(fetch.root, key, claim, span.start, fetch.node)
-        fetch.tokens += len(span)
+        fetch.tokens[self.tier.name] += len(span)
 
     def _make_free(self, record: Record) -> None:
         need: dict[str, int] = {}
@@ -323,9 +333,9 @@ class Store:
     def _end(self, fetch: Fetch) -> None:
         if fetch.done:
             return
-        fetch.done = True
+        fetch.done, fetch.seconds = True, time.perf_counter() - fetch.began
         self._fetches.discard(fetch)
-        self.restored += fetch.tokens
+        self.restored += fetch.tokens.total()
         self._prefixes.tree.unlock(fetch.node)
         keys = [snapshot.key for snapshot in fetch.chain]
         self._reader.submit(self._tried, lambda: self.tier.used(keys))  # which may write to a disk

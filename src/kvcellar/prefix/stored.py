@@ -56,6 +56,17 @@ class Catalogue:
             below = self._after.get((snapshot.namespace, snapshot.key), {})
             rest += [one.key for some in below.values() for one in some]
 
+    def path(self, key: bytes) -> tuple[str, bytes, int] | None:
+        """The namespace of a snapshot, the tokens up to its end, and where it starts; None if it is not known."""
+        found = self._known.get(key)
+        if found is None:
+            return None
+        last, parts = found[0], [found[0].tokens]
+        while (parent := last.parent) is not None:
+            last = self._known[parent][0]
+            parts.append(last.tokens)
+        return last.namespace, b"".join(reversed(parts)), found[0].span.start
+
     def clear(self) -> None:
         self._known.clear()
         self._after.clear()

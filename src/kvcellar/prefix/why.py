@@ -1,93 +1,181 @@
 """why: the reason why a prompt found no more than it did in the prefix tree.
 
 Always true:
-  * `Evictions` has the last `KEPT` evictions, by what was evicted.
+  * `Losses` has the last `KEPT` losses, by what was lost.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Literal, NamedTuple
 
 from kvcellar.events import Recall
 from kvcellar.prefix.node import TOKEN, Node
+from kvcellar.prefix.sightings import Sightings
 from kvcellar.prefix.tree import Tree
 
 KEPT = 4096
-SHOWN = 8  # tokens on both sides of a divergence
+SHOWN = 16  # tokens on both sides of a divergence
+NAME = 6  # bytes of an entry's name
 
 
 @dataclass(frozen=True, slots=True)
-class Eviction:
-    at: float  # seconds of the clock
+class Loss:
+    """What was lost, and when: in seconds of the clock."""
+
+    at: float
+    kind: Literal["evicted", "damaged"]
     cause: str
 
 
-class Evictions:
-    """Remembers what was evicted by a digest of its tokens up to the first one that went, and that one."""
+class Losses:
+    """Remembers what was lost by a digest of its tokens up to the first one that went, and that one."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._known: OrderedDict[bytes, Eviction] = OrderedDict()
+        self._known: OrderedDict[bytes, Loss] = OrderedDict()
         self.cause = ""  # of evictions from now on
 
-    def note(self, node: Node, pos: int) -> None:
+    def evicted(self, node: Node, pos: int) -> None:
         """The tokens of a node from `pos` on are about to be evicted."""
-        edges: list[bytes] = [node.edge[: (pos + 1 - node.start) * TOKEN]]
-        above = node
-        while above.parent is not None and (above := above.parent).parent is not None:
-            edges.append(above.edge)
-        self._known[_digest(above.namespace, b"".join(reversed(edges)))] = Eviction(self._clock(), self.cause)
+        self._note(root_of(node).namespace, path_key(node, pos + 1), "evicted", self.cause)
+
+    def damaged(self, namespace: str, key: bytes, pos: int, cause: str) -> None:
+        """The tokens of a key from `pos` on could not be read back."""
+        self._note(namespace, key[: (pos + 1) * TOKEN], "damaged", cause)
+
+    def _note(self, namespace: str, key: bytes, kind: Literal["evicted", "damaged"], cause: str) -> None:
+        digest = _digest(namespace, key)
+        self._known.pop(digest, None)
+        self._known[digest] = Loss(self._clock(), kind, cause)
         if len(self._known) > KEPT:
             self._known.popitem(last=False)
 
-    def of(self, namespace: str, key: bytes, pos: int) -> Eviction | None:
-        """When the token of a key at `pos` was evicted, which follows those that are there."""
+    def of(self, namespace: str, key: bytes, pos: int) -> Loss | None:
+        """When the token of a key at `pos` was lost, which follows those that are there."""
         return self._known.get(_digest(namespace, key[: (pos + 1) * TOKEN]))
 
-    def ago(self, eviction: Eviction) -> float:
-        return self._clock() - eviction.at
+    def ago(self, loss: Loss) -> float:
+        return self._clock() - loss.at
+
+
+class ReadBack(NamedTuple):
+    """What was read back for a prompt: tokens by tier, and the seconds that it took. `skipped`: why tokens that a tier
+    has were not read back; "" if there are none."""
+
+    tokens: tuple[tuple[str, int], ...] = ()
+    seconds: float = 0.0
+    skipped: str = ""
+
+
+class Elsewhere(NamedTuple):
+    """Where else the beginnings of texts were seen: `owners` of namespaces in this memory, `namespaces` of stored
+    memory of other weights. `owner` is that of the prompt, `identity` that of this memory."""
+
+    owners: Sightings
+    namespaces: Sightings
+    owner: str = ""
+    identity: str = ""
+
+
+def explained(
+    tree: Tree,
+    losses: Losses,
+    namespace: str,
+    key: bytes,
+    *,
+    matched: int,
+    restored: int,
+    read: ReadBack,
+    kinds: str,
+    elsewhere: Elsewhere,
+) -> Recall:
+    """The record of a prompt whose first `matched` tokens were there, and of which `restored` are used. `kinds` names
+    the layers that can be resumed only at checkpoints."""
+    most = len(key) // TOKEN - 1
+    found = min(matched, most)
+    salted = elsewhere.owners.elsewhere(elsewhere.owner, namespace, key)
+    salted = salted if salted > found else 0
+
+    def record(
+        reason: str, detail: str, entry: str = "", ours: tuple[int, ...] = (), theirs: tuple[int, ...] = ()
+    ) -> Recall:
+        sources = _sources(restored, read)
+        return Recall(most, found, restored, sources, read.seconds, reason, detail, entry, ours, theirs, salted)
+
+    if restored == most:
+        return record("complete", "all tokens but the last")
+    if read.skipped:
+        return record("cheaper to recompute", read.skipped)
+    if restored < found:
+        return record("no checkpoint", f"{kinds} layers can resume at {restored}, not at {found}")
+    if (loss := losses.of(namespace, key, matched)) is not None:
+        return record(
+            loss.kind, f"{losses.ago(loss):.0f} s ago{', for ' if loss.kind == 'evicted' else ': '}{loss.cause}"
+        )
+    if (tokens := elsewhere.namespaces.elsewhere(namespace, elsewhere.identity, key)) > found:
+        detail = f"at least {tokens} tokens are stored by other weights, settings or versions, which cannot be used"
+        return record("other weights", detail)
+    if (other := _diverging(tree, namespace, key)) is not None:
+        entry, theirs = other
+        ours = _tokens(key[matched * TOKEN : (matched + SHOWN) * TOKEN])
+        return record("diverged", f"at token {matched} from what was computed before", entry, ours, theirs)
+    return record("new", "nothing that was computed before goes on from here")
+
+
+def _sources(restored: int, read: ReadBack) -> tuple[tuple[str, int], ...]:
+    """Restored tokens by tier: what was read back lies behind what the device had."""
+    found: list[tuple[str, int]] = []
+    left = restored
+    for tier, tokens in reversed(read.tokens):
+        if (n := min(tokens, left)) > 0:
+            found.append((tier, n))
+            left -= n
+    return (*((("device", left),) if left else ()), *reversed(found))
+
+
+def _diverging(tree: Tree, namespace: str, key: bytes) -> tuple[str, tuple[int, ...]] | None:
+    """The name of the entry that goes on in another way than a key where the tree ends for it, and its next tokens."""
+    node, offset = tree.reached(namespace, key)
+    if offset * TOKEN < len(node.edge):
+        return name_of(node), _tokens(node.edge[offset * TOKEN : (offset + SHOWN) * TOKEN])
+    if not node.children:
+        return None
+    child = max(node.children.values(), key=lambda child: child.value)
+    return name_of(child), _tokens(child.edge[: SHOWN * TOKEN])
+
+
+def name_of(node: Node) -> str:
+    """The name of a node: it stays the same while the node grows, is cut and is split (the upper part keeps it)."""
+    return named(root_of(node).namespace, path_key(node, node.start + 1))
+
+
+def named(namespace: str, key: bytes) -> str:
+    """The name of the node whose first token is the last one of a key."""
+    return _digest(namespace, key)[:NAME].hex()
+
+
+def root_of(node: Node) -> Node:
+    while node.parent is not None:
+        node = node.parent
+    return node
+
+
+def path_key(node: Node, end: int) -> bytes:
+    """The key of the first `end` tokens of a node's path, which end in the node."""
+    edges: list[bytes] = [node.edge[: (end - node.start) * TOKEN]]
+    above = node
+    while (parent := above.parent) is not None:
+        edges.append(parent.edge)
+        above = parent
+    return b"".join(reversed(edges))
 
 
 def _digest(namespace: str, key: bytes) -> bytes:
     digest = blake2b(key, digest_size=16)
     digest.update(namespace.encode())
     return digest.digest()
-
-
-def explained(
-    tree: Tree,
-    evictions: Evictions,
-    namespace: str,
-    key: bytes,
-    *,
-    matched: int,
-    restored: int,
-    stored: int,
-    kinds: str,
-) -> Recall:
-    """The record of a prompt whose first `matched` tokens were there, and of which `restored` are used. `kinds` names
-    the layers that can be resumed only at checkpoints."""
-    most = len(key) // TOKEN - 1
-    found = min(matched, most)
-
-    def record(reason: str, detail: str, ours: tuple[int, ...] = (), theirs: tuple[int, ...] = ()) -> Recall:
-        return Recall(most, found, restored, stored, reason, detail, ours, theirs)
-
-    if restored == most:
-        return record("complete", "all tokens but the last")
-    if restored < found:
-        return record("no checkpoint", f"{kinds} layers can resume at {restored}, not at {found}")
-    if (eviction := evictions.of(namespace, key, matched)) is not None:
-        return record("evicted", f"{evictions.ago(eviction):.0f} s ago, for {eviction.cause}")
-    node, offset = tree.reached(namespace, key)
-    theirs = _tokens(node.edge[offset * TOKEN : (offset + SHOWN) * TOKEN])
-    if not theirs and node.children:
-        theirs = _tokens(max(node.children.values(), key=lambda child: child.value).edge[: SHOWN * TOKEN])
-    if theirs:
-        ours = _tokens(key[matched * TOKEN : (matched + SHOWN) * TOKEN])
-        return record("diverged", f"at token {matched} from what was computed before", ours, theirs)
-    return record("new", "nothing that was computed before goes on from here")
 
 
 def _tokens(edge: bytes) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ class Ticket(Protocol):
 
 
 class ServedEngine(Protocol):
-    """`model`, `healthy` and `decode` of one or two tokens are used on the event loop and must return quickly. All
+    """`model`, `healthy` and `decode` of a few tokens are used on the event loop and must return quickly. All
     other methods are called from several threads at once; they may take long, but must not hold the interpreter lock
     for long."""
 

@@ -9,13 +9,14 @@ Beyond OpenAI's fields, a choice has `stop_reason` (the stop string that ended i
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol
 from uuid import uuid4
 
 from kvcellar.events import Delta, Done, Event, Finished, TokenLogprob
 from kvcellar.serve.protocols import ServedEngine
+from kvcellar.serve.recalls import recall_fields
 from kvcellar.serve.requests import ParsedRequest
 
 Json = dict[str, object]
@@ -167,7 +168,7 @@ class ResponseBuilder:
     """The response to one request: `chunks` for every batch of a stream; or `add` for every batch, then `response`."""
 
     def __init__(self, engine: ServedEngine, request: ParsedRequest, form: ResponseFormat) -> None:
-        self._request = request
+        self._engine, self._request = engine, request
         self._format = form
         self._tokens = TokenText(engine, request.tokens_as_ids)
         self._choices = [Choice(index) for index in range(len(request.prompt_tokens) * request.params.n)]
@@ -268,7 +269,9 @@ class ResponseBuilder:
             "prompt_tokens_details": {"cached_tokens": sum(done.usage.cached_tokens for done in self._done)},
         }
         if self._request.recall:
-            usage["recall"] = [asdict(done.recall) for done in self._done if done.recall is not None]
+            usage["recall"] = [
+                recall_fields(done.recall, self._engine) for done in self._done if done.recall is not None
+            ]
         return usage
 
     def _timings(self) -> Json:

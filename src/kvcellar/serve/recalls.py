@@ -1,0 +1,41 @@
+"""recalls: what came from memory, and why it was not more, as JSON: in responses, and in the records of requests."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from kvcellar.events import Recall
+from kvcellar.serve.protocols import ServedEngine
+
+Json = dict[str, object]
+
+RECALL: Mapping[str, str] = MappingProxyType(  # meaning of the fields of `recall`
+    {
+        "asked": "tokens of the prompt that can come from memory: all but the last",
+        "matched": "of these, tokens that were found",
+        "restored": "of these, tokens that were used",
+        "sources": "restored tokens by the tier that had them when the request arrived: device, host, disk, remote",
+        "seconds": "seconds that the request waited for tokens to be read back",
+        "reason": "why it was not more: `complete`, `no checkpoint`, `diverged`, `new`, `evicted`, `damaged`, "
+        "`other weights` or `cheaper to recompute`",
+        "detail": "what the reason means here, in words",
+        "entry": "where it diverged: the name of the entry of the tree that goes on in another way; else empty",
+        "ours": "where it diverged: the next tokens of the prompt, as `tokens` and `text`; else `null`",
+        "theirs": "where it diverged: the next tokens of the entry, likewise",
+    }
+)
+
+
+def recall_fields(recall: Recall, engine: ServedEngine) -> Json:
+    """What a client gets: all but what other salts and users of its key have."""
+    values = (
+        *(recall.asked, recall.matched, recall.restored, dict(recall.sources), recall.seconds),
+        *(recall.reason, recall.detail, recall.entry),
+        *(_side(tokens, engine) for tokens in (recall.ours, recall.theirs)),
+    )
+    return dict(zip(RECALL, values, strict=True))
+
+
+def _side(tokens: Sequence[int], engine: ServedEngine) -> Json | None:
+    if not tokens:
+        return None
+    return {"tokens": list(tokens), "text": engine.decode(tokens) if engine.model.has_text else None}

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.prefix.node import common_prefix, key_of
-from kvcellar.prefix.sightings import KEPT, LEAST, Sightings
+from kvcellar.prefix.why import LEAST, SEEN, Sightings
 
 TEXT = st.tuples(st.integers(0, 1), st.integers(0, 3 * LEAST), st.integers(1, 3 * LEAST)).map(
     lambda drawn: [drawn[0]] * drawn[1] + [7] * drawn[2]
@@ -27,7 +27,7 @@ def test_it_finds_the_longest_power_of_two_that_another_namespace_of_the_owner_h
 
 def test_it_is_bounded_and_forgets_the_oldest() -> None:
     sightings = Sightings()
-    for number in range(KEPT + 1):
+    for number in range(SEEN + 1):
         sightings.note("", "a", key_of([number] * LEAST))
     assert sightings.elsewhere("", "b", key_of([0] * LEAST)) == 0
     assert sightings.elsewhere("", "b", key_of([1] * LEAST)) == LEAST

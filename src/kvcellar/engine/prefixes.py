@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from kvcellar.cache.memory import Memory
 from kvcellar.events import Recall
 from kvcellar.prefix.node import TOKEN, Kept, Node, key_of
-from kvcellar.prefix.sightings import Sightings
 from kvcellar.prefix.tree import Tree
-from kvcellar.prefix.why import Elsewhere, Losses, ReadBack, explained
+from kvcellar.prefix.why import Elsewhere, Losses, ReadBack, Sightings, explained
 from kvcellar.spans import Span
 
 EVERY = 256  # tokens between checkpoints, where resuming needs one

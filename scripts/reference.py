@@ -22,7 +22,7 @@ from kvcellar.events import Recall, Timings, Usage
 from kvcellar.kernels.compiled import COMPILERS
 from kvcellar.sample.params import SamplingParams
 from kvcellar.serve.ignored_fields import NEUTRAL, NO_EFFECT
-from kvcellar.serve.keys import VARIABLE
+from kvcellar.serve.keys import ADMIN_VARIABLE, VARIABLE
 from kvcellar.serve.messages import MESSAGE_NO_EFFECT, Message
 from kvcellar.serve.recalls import RECALL
 from kvcellar.serve.request_log import LOG_FIELDS
@@ -211,6 +211,7 @@ def _option(option: click.Option) -> tuple[str, str, str]:
 def _environment() -> str:
     rows = [
         (f"`{VARIABLE}`", "one more API key of `kvcellar serve`"),
+        (f"`{ADMIN_VARIABLE}`", "one more admin key of `kvcellar serve`; the admin key of `why` and `cache`"),
         (
             "`XDG_CACHE_HOME`",
             "directory of compiled kernels and measured steps, in its folder `kvcellar`; default: `~/.cache`",

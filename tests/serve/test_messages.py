@@ -386,13 +386,16 @@ def test_failures(http: httpx.Client, engine: FakeEngine, error: Exception, mess
 
 STOPPED = "the engine has stopped; the server must be started again"
 KEY = "a valid API key is needed: Authorization: Bearer KEY"
+ADMIN_KEY = "a valid admin key is needed: Authorization: Bearer KEY"
 
 
 def test_health_and_keys(http: httpx.Client, shared_engine: FakeEngine, engine: FakeEngine) -> None:
     engine.healthy = False
     assert message_of(http.get("/health")) == STOPPED
-    with Server(shared_engine, ServeSettings(port=0, key_digests=(key_digest("good"),))) as server:
+    keys = {"key_digests": (key_digest("good"),), "admin_digests": (key_digest("better"),)}
+    with Server(shared_engine, ServeSettings(port=0, **keys)) as server:
         assert message_of(httpx.get(f"{server.url}/health")) == KEY
+        assert message_of(httpx.get(f"{server.url}/admin/requests")) == ADMIN_KEY
 
 
 def test_bodies_over_the_budget() -> None:
@@ -486,12 +489,12 @@ HERE = {
     *(f"the body must be a JSON object: {message}" for _, message in BODIES),
     *(message for cases in (ROUTES, TEMPLATES, SENT) for message in cases.values()),
     *MANY,
-    *(CROWDED, BUSY, LARGE_PROMPT, PROMPTS_FULL, PADDING, LONG_TEXT, NO_TEXT, NO_STOP, STOPPED, KEY, FULL),
+    *(CROWDED, BUSY, LARGE_PROMPT, PROMPTS_FULL, PADDING, LONG_TEXT, NO_TEXT, NO_STOP, STOPPED, KEY, ADMIN_KEY, FULL),
 }
 
 
 @pytest.mark.parametrize(
-    "message", [CROWDED, BUSY, PADDING, LONG_TEXT, NO_TEXT, NO_STOP, STOPPED, KEY, FULL, *SENT.values()]
+    "message", [CROWDED, BUSY, PADDING, LONG_TEXT, NO_TEXT, NO_STOP, STOPPED, KEY, ADMIN_KEY, FULL, *SENT.values()]
 )
 def test_other_messages_follow_the_style(message: str) -> None:
     """The style of all others is checked in `message_of`."""

@@ -16,7 +16,7 @@ from kvcellar.cli.shutdown import ShutdownTimer
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.settings import store_directory
 from kvcellar.places import NoPlace
-from kvcellar.serve.keys import key_digests, permission_warning
+from kvcellar.serve.keys import admin_digests, key_digests, permission_warning
 from kvcellar.serve.server import SHUTDOWN_SECONDS, bind, run
 from kvcellar.serve.settings import ServeSettings
 
@@ -36,6 +36,11 @@ SERVER_OPTIONS = (
     "--api-key-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="UTF-8 text with one key per line; # begins a comment line. $KVCELLAR_API_KEY is one more key.",
+)
+@click.option(
+    "--admin-key-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="The same for keys of the routes below /admin/, which exist only with such a key. $KVCELLAR_ADMIN_KEY, too.",
 )
 @click.option("--allowed-host", "allowed_hosts", multiple=True, help="Accept this Host header. May be repeated.")
 @click.option("--allow-open", is_flag=True, help="Without keys, serve every client that can reach HOST.")
@@ -68,6 +73,7 @@ SERVER_OPTIONS = (
 def command(
     model: str | None,
     api_key_file: Path | None,
+    admin_key_file: Path | None,
     log_level: str,
     log_format: Format,
     quiet: bool,
@@ -82,12 +88,15 @@ def command(
     """
     options["store"] = None if no_store else options["store"] or _store_directory()
     server_options = {name: options.pop(name) for name in SERVER_OPTIONS}
-    settings = ServeSettings(**server_options, key_digests=key_digests(api_key_file, os.environ))
+    keys = {"key_digests": key_digests(api_key_file, os.environ)}
+    keys["admin_digests"] = admin_digests(admin_key_file, os.environ)
+    settings = ServeSettings(**server_options, **keys)
     announce = partial(log.info, "%s") if log_format == "json" else partial(click.echo, err=True)
     # The port is bound before the model is loaded, so that a port in use is an error at once.
     with log_to_stderr(log_level, log_format) as flush, bind(settings) as listener:
-        if api_key_file is not None and (warning := permission_warning(api_key_file)) is not None:
-            log.warning("%s", warning)
+        for file in (api_key_file, admin_key_file):
+            if file is not None and (warning := permission_warning(file)) is not None:
+                log.warning("%s", warning)
         timer = ShutdownTimer(settings.drain_seconds + SHUTDOWN_SECONDS + LAST_STEP, flush=flush)
         with timer, _loaded(model, quiet=quiet or log_format == "json", **options) as engine:
             name = engine.model.name

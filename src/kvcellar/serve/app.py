@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from kvcellar.serve.admin import admin_routes
 from kvcellar.serve.api_errors import ApiError, api_error
 from kvcellar.serve.drain import Drain
 from kvcellar.serve.json_text import to_json
@@ -14,6 +15,7 @@ from kvcellar.serve.middleware import RequestMiddleware
 from kvcellar.serve.openai import openai_routes
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.reader_threads import ReaderThreads
+from kvcellar.serve.records import Records
 from kvcellar.serve.settings import ServeSettings
 
 
@@ -23,6 +25,7 @@ def build_app(
     """The application for `engine`. Bodies are parsed on `threads`; `drain` ends requests at shutdown. The caller owns
     all three and closes them."""
     drain = drain or Drain()
+    records = Records() if settings.admin_digests else None
 
     async def health(request: Request) -> Response:
         if not engine.healthy:
@@ -30,8 +33,12 @@ def build_app(
         return Response(to_json({"status": "ok", "model": engine.model.name}), media_type="application/json")
 
     app = Starlette(
-        routes=[Route("/health", health, methods=["GET"]), *openai_routes(engine, settings, threads, drain)],
-        middleware=[Middleware(RequestMiddleware, settings=settings, drain=drain)],
+        routes=[
+            Route("/health", health, methods=["GET"]),
+            *openai_routes(engine, settings, threads, drain),
+            *(admin_routes(engine, records, threads) if records is not None else ()),
+        ],
+        middleware=[Middleware(RequestMiddleware, settings=settings, drain=drain, records=records)],
         exception_handlers={HTTPException: _no_such_route},
     )
     app.router.redirect_slashes = False  # a redirect would be a response without the API's error format

@@ -13,17 +13,33 @@ from pathlib import Path
 from kvcellar.errors import BadRequest
 from kvcellar.serve.settings import key_digest
 
-VARIABLE = "KVCELLAR_API_KEY"
+VARIABLE, ADMIN_VARIABLE = "KVCELLAR_API_KEY", "KVCELLAR_ADMIN_KEY"
 MAX_BYTES = 2**20  # largest key file
 SHORTEST, LONGEST = 8, 1024  # characters; shorter keys can be guessed, longer ones exceed limits of proxies
 
 
-def key_digests(file: Path | None, environment: Mapping[str, str]) -> tuple[bytes, ...]:
+def key_digests(file: Path | None, environment: Mapping[str, str], variable: str = VARIABLE) -> tuple[bytes, ...]:
     """Digests of the keys in `file` and in the environment, without duplicates. Raises `BadRequest` with the place."""
-    digests = list(_digests_in(file)) if file is not None else []
-    if (variable := environment.get(VARIABLE)) is not None:
-        digests.append(_digest(variable.strip(), f"${VARIABLE}"))
+    digests = list(_keys_in(file)) if file is not None else []
+    if (key := environment.get(variable)) is not None:
+        digests.append(_digest(key.strip(), f"${variable}"))
     return tuple(dict.fromkeys(digests))
+
+
+def admin_digests(file: Path | None, environment: Mapping[str, str]) -> tuple[bytes, ...]:
+    """The same of admin keys."""
+    try:
+        return key_digests(file, environment, ADMIN_VARIABLE)
+    except BadRequest as error:
+        raise BadRequest(error.message, "admin_key_file") from error
+
+
+def admin_key(file: Path | None, environment: Mapping[str, str]) -> str | None:
+    """The first key of a file, or the one in the environment, to be sent to a server. Raises `BadRequest`."""
+    try:
+        return next(iter(_keys_in(file).values()))[1] if file is not None else environment.get(ADMIN_VARIABLE)
+    except BadRequest as error:
+        raise BadRequest(error.message, "admin_key_file") from error
 
 
 def permission_warning(file: Path) -> str | None:
@@ -35,17 +51,19 @@ def permission_warning(file: Path) -> str | None:
     return f"{file}: other users of this machine can {does} these keys; make it private with chmod 600"
 
 
-def _digests_in(file: Path) -> dict[bytes, int]:
-    """Maps the digest of each key to its line number."""
-    found: dict[bytes, int] = {}
+def _keys_in(file: Path) -> dict[bytes, tuple[int, str]]:
+    """By the digest of each key: its line number, and the key."""
+    found: dict[bytes, tuple[int, str]] = {}
     for number, line in enumerate(_text(file).split("\n"), 1):
         key = line.strip(" \t\r")
         if not key or key.startswith("#"):
             continue
         digest = _digest(key, f"{file}, line {number}")
         if digest in found:
-            raise _wrong(f"{file}, line {number}: this key is on line {found[digest]} already; remove one of the two")
-        found[digest] = number
+            raise _wrong(
+                f"{file}, line {number}: this key is on line {found[digest][0]} already; remove one of the two"
+            )
+        found[digest] = number, key
     if not found:
         raise _wrong(f"{file} has no key: write one per line, or leave the option out to serve without keys")
     return found

@@ -1,9 +1,10 @@
 """middleware: checks every request before it is routed, and turns every exception into a response.
 
 Checks, in this order: too many or too long headers (431), a Host header that does not name this server (403), no valid
-API key (401), shutdown (503). Unknown routes are checked too, so a client without a key cannot find out which routes
-exist. No CORS headers are sent, so a web page of another origin cannot read a response; and as bodies need the content
-type JSON, it cannot send a request that has an effect.
+API key (401), shutdown (503). Routes below `/admin/` need an admin key instead, if the server has any. Unknown routes
+are checked too, so a client without a key cannot find out which routes exist. No CORS headers are sent, so a web page
+of another origin cannot read a response; and as bodies need the content type JSON, it cannot send a request that has an
+effect.
 
 Every response has the API's format and an `x-request-id`, and every request has one line in the log (`request_log`).
 """
@@ -14,6 +15,8 @@ import hmac
 import logging
 import re
 import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -22,28 +25,28 @@ from kvcellar.errors import KvcellarError
 from kvcellar.serve.api_errors import ApiError, ClientDisconnected, api_error, shutting_down
 from kvcellar.serve.drain import Drain
 from kvcellar.serve.namespaces import set_api_key
+from kvcellar.serve.records import Records
 from kvcellar.serve.request_log import RequestLog
 from kvcellar.serve.settings import ServeSettings
 
 log = logging.getLogger("kvcellar.serve")
 
+ADMIN = "/admin/"
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:@/\\\s]+)(:[0-9]{1,5})?")
 
 
 class RequestMiddleware:
     """ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, settings: ServeSettings, drain: Drain) -> None:
-        self._app = app
-        self._settings = settings
-        self._drain = drain
+    def __init__(self, app: ASGIApp, settings: ServeSettings, drain: Drain, records: Records | None) -> None:
+        self._app, self._settings, self._drain, self._records = app, settings, drain, records
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         request = RequestLog.of(scope)
-        response = ResponseSend(send, request)
+        response = ResponseSend(send, request, partial(self._record, request))
         try:
             self._check(scope)
             await self._app(scope, receive, response)
@@ -60,6 +63,11 @@ class RequestMiddleware:
             await self._send_error(api_error(error), scope, receive, response)
         finally:
             request.write()
+            self._record(request)
+
+    def _record(self, request: RequestLog) -> None:
+        if self._records is not None:
+            self._records.add(request)
 
     def _check(self, scope: Scope) -> None:
         raw = scope["headers"]
@@ -70,24 +78,19 @@ class RequestMiddleware:
         names = self._settings.hosts  # HTTP/1.0 allows a request without Host; browsers always send it
         if names is not None and not all(_name_of(host) in names for host in headers.getlist("host")):
             raise ApiError(403, "the header Host does not name this server", code="host_not_allowed")
-        if self._settings.key_digests:
-            key = self._valid_key(headers.getlist("authorization"))
+        authorizations = headers.getlist("authorization")
+        if self._settings.admin_digests and scope["path"].startswith(ADMIN):
+            if _valid_key(authorizations, self._settings.admin_digests) is None:
+                message = "a valid admin key is needed: Authorization: Bearer KEY"
+                raise ApiError(401, message, code="invalid_admin_key", headers={"www-authenticate": "Bearer"})
+        elif self._settings.key_digests:
+            key = _valid_key(authorizations, self._settings.key_digests)
             if key is None:
                 message = "a valid API key is needed: Authorization: Bearer KEY"
                 raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
             set_api_key(scope, key)
         if self._drain.started:
             raise shutting_down()
-
-    def _valid_key(self, authorizations: list[str]) -> bytes | None:
-        """The digest of the key, if it is one of this server's. Compares in constant time: the same time for every key,
-        however many of its characters are correct."""
-        if len(authorizations) != 1:
-            return None
-        scheme, _, key = authorizations[0].partition(" ")
-        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._settings.key_digests]
-        return digest if any(matches) and scheme.lower() == "bearer" else None
 
     async def _send_error(self, error: ApiError, scope: Scope, receive: Receive, response: "ResponseSend") -> None:
         """Sends nothing if a response has begun: a stream reports its own error, other responses are cut off."""
@@ -97,10 +100,11 @@ class RequestMiddleware:
 
 
 class ResponseSend:
-    """An ASGI `send` that adds `x-request-id` to the headers and records the status."""
+    """An ASGI `send` that adds `x-request-id` to the headers and records the status. `ends` is called before the last
+    part of the response is sent."""
 
-    def __init__(self, send: Send, request: RequestLog) -> None:
-        self._send = send
+    def __init__(self, send: Send, request: RequestLog, ends: Callable[[], None]) -> None:
+        self._send, self._ends = send, ends
         self.request = request
         self.started = False
 
@@ -108,6 +112,8 @@ class ResponseSend:
         if message["type"] == "http.response.start":
             self.started, self.request.status = True, message["status"]
             message["headers"] = [*message["headers"], (b"x-request-id", self.request.request_id.encode())]
+        elif not message.get("more_body", False):
+            self._ends()
         await self._send(message)
 
 
@@ -115,6 +121,17 @@ def headers_too_large(settings: ServeSettings) -> ApiError:
     most = f"{settings.max_headers} headers of {settings.max_header_bytes} bytes together"
     message = f"the headers are too many or too long; at most {most} are allowed"
     return ApiError(431, message, code="headers_too_large", headers={"connection": "close"})
+
+
+def _valid_key(authorizations: list[str], digests: Sequence[bytes]) -> bytes | None:
+    """The digest of the key, if it is one of `digests`. Compares in constant time: the same time for every key, however
+    many of its characters are correct."""
+    if len(authorizations) != 1:
+        return None
+    scheme, _, key = authorizations[0].partition(" ")
+    digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
+    matches = [hmac.compare_digest(digest, known) for known in digests]
+    return digest if any(matches) and scheme.lower() == "bearer" else None
 
 
 def _name_of(host: str) -> str | None:

@@ -116,6 +116,7 @@ class CompletionHandler:
 
             parsed = await server.drain.run_before(server.threads.run(body, parse_and_submit))
             builder = ResponseBuilder(server.engine, parsed, self._format)
+            log.response_id, log.namespace = builder.id, parsed.namespace
             if parsed.stream:
                 await self._stream(request, builder, log, send)
                 return

@@ -53,8 +53,14 @@ class RequestLog:
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     recall: str | None = None
+    response_id: str | None = None  # in the body of the response
+    namespace: str = ""
+    prompts: int = 0
+    recorded: bool = False  # see `records`
+    done: dict[int, Done] = field(default_factory=dict[int, Done])  # by number of the prompt
     _completion_tokens: dict[int, int] = field(default_factory=dict[int, int])  # by number of the prompt
     _began: float = field(default_factory=time.monotonic)
+    _ended: float | None = None
 
     @classmethod
     def of(cls, scope: Scope) -> "RequestLog":
@@ -69,7 +75,7 @@ class RequestLog:
         return request
 
     def set_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
-        self.prompt_tokens = sum(map(len, prompts))
+        self.prompts, self.prompt_tokens = len(prompts), sum(map(len, prompts))
 
     def count(self, batch: Sequence[tuple[int, Event]]) -> None:
         """Count tokens as they arrive, so that the number is right for a response that is cut off too."""
@@ -78,6 +84,7 @@ class RequestLog:
                 case Delta():
                     self._completion_tokens[number] = self._completion_tokens.get(number, 0) + len(event.token_ids)
                 case Done():
+                    self.done[number] = event
                     self._completion_tokens[number] = event.usage.completion_tokens
                     self.cached_tokens = (self.cached_tokens or 0) + event.usage.cached_tokens
                     if event.recall is not None:
@@ -92,21 +99,23 @@ class RequestLog:
             self.status = self.status or status
 
     def write(self) -> None:
-        """Write the line. The attribute `request` of the log record has its fields by name."""
+        """The response has ended: write the line. The attribute `request` of the log record has its fields by name."""
+        self._ended = time.monotonic()
         if not log.isEnabledFor(logging.INFO):
             return
-        fields = self._fields()
+        fields = self.fields()
         numbers = " ".join(f"{name}={'-' if value is None else value}" for name, value in list(fields.items())[5:])
         line = (self.request_id, self.method, self.route, self.status, fields["outcome"], numbers)
         log.info("%s: %s %s %d %s %s", *line, extra={"request": fields})
 
-    def _fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
+        """Of the log line, by name."""
         values = (
             *(self.request_id, self.method, self.route, self.status),
             self.outcome or ("ok" if 200 <= self.status < 400 else _code_of(self.status)),
             *(self.prompt_tokens, self.cached_tokens, self.recall),
             sum(self._completion_tokens.values()) if self.prompt_tokens is not None else None,
-            round(1e3 * (time.monotonic() - self._began), 1),
+            round(1e3 * ((self._ended or time.monotonic()) - self._began), 1),
         )
         return dict(zip(LOG_FIELDS, values, strict=True))
 

@@ -173,8 +173,9 @@ class ResponseBuilder:
         self._tokens = TokenText(engine, request.tokens_as_ids)
         self._choices = [Choice(index) for index in range(len(request.prompt_tokens) * request.params.n)]
         self._done: list[Done] = []
+        self.id = form.id_prefix + uuid4().hex
         self._head: Json = {
-            "id": form.id_prefix + uuid4().hex,
+            "id": self.id,
             "created": int(time.time()),
             "model": engine.model.name,
             "system_fingerprint": None,

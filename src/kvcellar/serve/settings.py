@@ -30,6 +30,8 @@ class ServeSettings:
     port: int = 8080  # 0: any free port
     # `key_digest(key)` of each API key; empty: no key is required
     key_digests: tuple[bytes, ...] = field(default=(), repr=False)
+    # `key_digest(key)` of each admin key, which the routes below `/admin/` need; empty: there are no such routes
+    admin_digests: tuple[bytes, ...] = field(default=(), repr=False)
     allow_open: bool = False  # without keys, listen on an address that other machines can reach
     allowed_hosts: tuple[str, ...] = ()  # names accepted in the Host header besides those of the loopback interface
     max_body_bytes: int = 8 * 2**20  # largest body of one request
@@ -48,8 +50,11 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         self._check_numbers()
-        if any(len(digest) != hashlib.sha256().digest_size for digest in self.key_digests):
-            raise BadRequest("key_digests are what key_digest() returns, not the keys themselves", "key_digests")
+        for name in ("key_digests", "admin_digests"):
+            if any(len(digest) != hashlib.sha256().digest_size for digest in getattr(self, name)):
+                raise BadRequest(f"{name} are what key_digest() returns, not the keys themselves", name)
+        if set(self.key_digests) & set(self.admin_digests):
+            raise BadRequest("an admin key is an API key, too; clients would be admins", "admin_digests")
         if not self.loopback and not self.key_digests and not self.allow_open:
             raise BadRequest(
                 f"{self.host!r} can be reached from other machines and no API key is set. Set one, listen on "

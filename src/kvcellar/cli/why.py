@@ -1,0 +1,75 @@
+"""why: the subcommand that prints what a request read from memory, and why it was not more."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import click
+
+from kvcellar.cli.client import AdminClient, server_options
+from kvcellar.cli.options import Command
+
+
+@click.command("why", cls=Command, epilog="Example: kvcellar why chatcmpl-5f0c2b --admin-key-file admin.txt")
+@click.argument("request", required=False)
+@click.option("--limit", default=20, show_default=True, help="Without REQUEST: how many of the last requests to list.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@server_options
+def command(request: str | None, limit: int, as_json: bool, url: str, admin_key_file: Path | None) -> None:
+    """Print what the prompt of REQUEST read from memory, and why it was not more.
+
+    REQUEST is the id of a response, or its header x-request-id; the server has the last 1000. Without REQUEST, list the
+    last ones.
+    """
+    client = AdminClient(url, admin_key_file)
+    if request is None:
+        found = client.get(f"/admin/requests?limit={limit}")
+        lines = map(_listed, found["requests"])
+    else:
+        found = client.get(f"/admin/requests/{quote(request, safe='')}")
+        lines = _lines(found)
+    click.echo(json.dumps(found) if as_json else "\n".join(lines))
+
+
+def _listed(one: dict[str, Any]) -> str:
+    tokens = f"{one['cached_tokens'] or 0} of {one['prompt_tokens']} prompt tokens from memory"
+    return f"{_time(one)} {one['id'] or one['request_id']}: {tokens}; {one['recall'] or one['outcome']}"
+
+
+def _time(one: dict[str, Any]) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one["created"]))
+
+
+def _lines(found: dict[str, Any]) -> Iterator[str]:
+    name = found["id"] or found["request_id"]
+    yield f"{name}: {found['route']}, {found['outcome']}, {_time(found)}, {found['ms']} ms"
+    yield f"  x-request-id {found['request_id']}, namespace {found['namespace'] or '(none)'}"
+    if not found["prompts"]:
+        yield f"  no prompt was computed to its end: {found['outcome']}"
+    for one in found["prompts"]:
+        name = f"prompt {one['prompt']}: " if len(found["prompts"]) > 1 else ""
+        if one["recall"] is None:
+            yield f"  {name}{one['prompt_tokens']} tokens; it ended before it began to run"
+        else:
+            yield from _recall(name, one, one["recall"])
+
+
+def _recall(name: str, one: dict[str, Any], recall: dict[str, Any]) -> Iterator[str]:
+    restored, computed = recall["restored"], one["prompt_tokens"] - recall["restored"]
+    sources = ", ".join(f"{tokens} from {tier}" for tier, tokens in recall["sources"].items())
+    memory = f"{restored} from memory" + (f" ({sources})" if sources else "")
+    yield f"  {name}{one['prompt_tokens']} tokens: {memory}, {computed} computed"
+    if recall["matched"] != restored:
+        yield f"  {recall['matched']} tokens were found"
+    if recall["seconds"]:
+        yield f"  it waited {1e3 * recall['seconds']:.1f} ms for tokens to be read back"
+    yield f"  {recall['reason']}: {recall['detail']}"
+    for title, side in (("the prompt", recall["ours"]), (f"entry {recall['entry']}", recall["theirs"])):
+        if side is not None:
+            shown = side["tokens"] if side["text"] is None else json.dumps(side["text"], ensure_ascii=False)
+            yield f"    {title} goes on with {shown}"
+    if recall["salted"]:
+        yield f"  at least {recall['salted']} of its tokens are there for the same API key with another salt or user"

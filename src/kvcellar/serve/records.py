@@ -1,0 +1,84 @@
+"""records: what the last requests read from memory, and why it was not more, by the ids of the requests.
+
+A request is recorded before the last part of its response is sent, so that a client that has read it finds the record.
+Only a server with an admin key has them. They contain up to 16 tokens on both sides of a divergence, and no other text.
+
+Always true:
+  * at most `MOST` requests are recorded, of `MOST_PROMPTS` prompts together;
+  * a record is found by both ids of its request, unless a later request has the same id.
+"""
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import islice
+
+from kvcellar.serve.protocols import ServedEngine
+from kvcellar.serve.recalls import Json, recall_fields
+from kvcellar.serve.request_log import RequestLog
+
+MOST = 1000
+MOST_PROMPTS = 8192  # each takes about a kilobyte
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """One request, with what its log line says now."""
+
+    log: RequestLog
+    created: float = field(default_factory=time.time)
+
+    @property
+    def ids(self) -> set[str | None]:
+        return {self.log.request_id, self.log.response_id} - {None}
+
+    def summary(self) -> Json:
+        return {"id": self.log.response_id, "created": self.created} | self.log.fields()
+
+    def whole(self, engine: ServedEngine) -> Json:
+        """With what an operator may know: `salted` is told to no client."""
+        prompts: list[Json] = []
+        for number, done in sorted(self.log.done.items()):
+            times = {"queued_ms": 1e3 * done.timings.queued, "first_token_ms": 1e3 * done.timings.first_token}
+            found: Json = {"prompt": number, "prompt_tokens": done.usage.prompt_tokens, **times, "recall": None}
+            if done.recall is not None:
+                found["recall"] = recall_fields(done.recall, engine) | {"salted": done.recall.salted}
+            prompts.append(found)
+        return self.summary() | {"namespace": self.log.namespace, "prompts": prompts}
+
+
+class Records:
+    """Used on the event loop only."""
+
+    def __init__(self) -> None:
+        self._records: deque[Record] = deque()
+        self._by_id: dict[str | None, Record] = {}
+        self._prompts = 0
+
+    def add(self, log: RequestLog) -> None:
+        """Record a request that has prompts, once."""
+        if log.recorded or not log.prompts:
+            return
+        log.recorded, record = True, Record(log)
+        self._records.append(record)
+        self._prompts += log.prompts
+        self._by_id.update(dict.fromkeys(record.ids, record))
+        while len(self._records) > MOST or (self._prompts > MOST_PROMPTS and len(self._records) > 1):
+            gone = self._records.popleft()
+            self._prompts -= gone.log.prompts
+            for name in gone.ids:
+                if self._by_id.get(name) is gone:
+                    del self._by_id[name]
+
+    def find(self, request_id: str) -> Record | None:
+        return self._by_id.get(request_id)
+
+    def last(self, most: int) -> list[Record]:
+        """The last ones first."""
+        return list(islice(reversed(self._records), most))
+
+    def check(self) -> None:
+        """Assert what is always true."""
+        assert len(self._records) <= MOST
+        assert self._prompts == sum(record.log.prompts for record in self._records)
+        assert set(map(id, self._by_id.values())) <= set(map(id, self._records))

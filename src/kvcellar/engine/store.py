@@ -1,53 +1,47 @@
-"""store: writes what the prefix tree has to a tier, and brings it back for the requests that need it.
+"""store: what a memory has in the tiers below it: host memory, a disk, a store elsewhere.
 
     store.keep(namespace, key)          # a completion has ended: write what of it is not stored yet
-    store.pump(budget)                  # between steps: read some bytes out of memory for a writing thread
-    store.fetches(namespace, key, ...)  # a request waits: let a reading thread read what it needs
+    store.pump(budget)                  # between steps: read some bytes out of memory for the writing threads
+    store.restores                      # a request waits: see `restores`
 
-Everything but `put` and `get` of the tier runs on the engine's thread. A snapshot is of one node of the tree, or a part
-of it, and continues the snapshot of the tokens before it.
+Everything but what the tiers do runs on the engine's thread. A snapshot is of one node of the tree, or a part of it,
+and continues the snapshot of the tokens before it. It is written to all tiers, so that what memory evicts is still
+there.
 
 Always true:
   * a snapshot is written after the one that it continues;
-  * at most `STAGED` bytes, and one snapshot more, are on their way to the tier, and as many on their way back;
-  * what was read back is checked against the record and the tokens of its key before any of it is used.
+  * memory for what is written is reserved before it is read out (see `transfers`).
 """
 
 import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from threading import Semaphore
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
 
 from kvcellar.cache.memory import Memory
-from kvcellar.cache.readout import Reading, Record
-from kvcellar.cache.record import from_bytes, positions, to_bytes
+from kvcellar.cache.readout import Reading
+from kvcellar.cache.record import positions, to_bytes
 from kvcellar.engine.prefixes import Prefixes
-from kvcellar.errors import CacheFull, EngineClosed, KvcellarError
+from kvcellar.engine.restores import LEAST, Evict, Restores
+from kvcellar.errors import EngineClosed, KvcellarError
 from kvcellar.prefix.node import TOKEN, Node
 from kvcellar.prefix.stored import Catalogue
-from kvcellar.prefix.why import ReadBack
+from kvcellar.retention import DEFAULT, Retention
 from kvcellar.snapshot import Snapshot, key_after
 from kvcellar.spans import Span
-from kvcellar.tiers.tier import Loaded, Tier, Why, chains
+from kvcellar.tiers.locations import Locations
+from kvcellar.tiers.tier import Entry, Tier, chains
+from kvcellar.tiers.transfers import Outcome, Transfer, Transfers
 
 log = logging.getLogger("kvcellar.engine")
 
-LEAST = 64  # tokens: fewer are computed again as fast as they are read
 SEGMENT = 512  # tokens of one snapshot, at most
-STAGED = 256 << 20
 BUSY = 4 << 20  # bytes that are read out of memory between two steps of running requests
 MOST_WANTED = 256  # sequences that wait to be written: a tier that is slow or down costs no more memory
 WAIT = 2.0  # seconds for unwritten snapshots at the end
-
-T = TypeVar("T")
-Evict = Callable[[str | None, int], bool]  # cells of a group, or a state row
 
 
 @dataclass(eq=False, slots=True)
@@ -56,6 +50,7 @@ class _Writing:
 
     namespace: str
     key: bytes
+    retention: Retention
     at: int
     parent: bytes | None
 
@@ -65,65 +60,54 @@ class _Open:
     """The snapshot that is being read out of memory."""
 
     writing: _Writing
-    span: Span
-    key: bytes
+    transfer: Transfer
     reading: Reading
     chunks: Iterator[Tensor]
     done: list[bytes] = field(default_factory=list[bytes])
 
 
-@dataclass(eq=False, slots=True)
-class Fetch:
-    """What is being read back for a request. `node` is where the tree has got to; it is locked until the end."""
-
-    namespace: str
-    key: bytes
-    chain: tuple[Snapshot, ...]
-    root: Node
-    node: Node
-    done: bool = False
-    tokens: Counter[str] = field(default_factory=Counter[str])  # that were brought back, by tier
-    began: float = field(default_factory=time.perf_counter)
-    seconds: float = 0.0  # that it took, once it is done
-
-    @property
-    def read_back(self) -> ReadBack:
-        return ReadBack(tuple(self.tokens.items()), self.seconds)
-
-
 class Store:
-    """The snapshots of one memory in one tier. `post` runs a call on the engine's thread, between two steps."""
+    """The snapshots of one memory in its tiers, the fastest first. `post` runs a call on the engine's thread, between
+    two steps."""
 
     def __init__(
         self,
-        tier: Tier,
+        tiers: list[Tier],
         memory: Memory,
         prefixes: Prefixes,
         *,
         identity: bytes,
+        secret: bytes,
+        staging: int,
+        locations: Locations,
         post: Callable[[Callable[[], None]], None],
         evict: Evict,
-        gone: deque[tuple[bytes, Why]],
     ) -> None:
-        """`gone` are keys that the tier has removed, with the reasons, appended on any thread and taken out here."""
-        self.tier, self._memory, self._prefixes = tier, memory, prefixes
-        self._identity, self._post, self._evict = identity, post, evict
+        """`secret`: keys cannot be computed from tokens without it; `locations`: the tiers report there what they
+        remove."""
+        self._memory, self._prefixes, self._locations = memory, prefixes, locations
+        self._identity, self._secret, self._post = identity, secret, post
         self.catalogue = Catalogue(anywhere=prefixes.anywhere)
-        self._gone = gone
+        self.transfers = Transfers(tiers, staging=staging, locations=locations, completed=self._completed)
+        self.restores = Restores(
+            self.transfers, self.catalogue, memory, prefixes, evict=evict, wake=lambda: self._posted(_nothing)
+        )
         self._wanted: deque[_Writing] = deque()
         self._open: _Open | None = None
-        self._staged = 0
-        self._on_way: set[bytes] = set()  # snapshots that the writing thread has
-        self._fetches: set[Fetch] = set()
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvcellar-write")
-        self._reader = ThreadPoolExecutor(2, thread_name_prefix="kvcellar-read")
-        self._room = Semaphore(2)  # snapshots that were read and are not in memory yet
+        self._segment = SEGMENT
+        self._on_way: set[bytes] = set()  # snapshots that are being written
         self._closed = False
-        self.written = self.restored = 0  # tokens
+        self.written = 0  # tokens
+        self.failures: Counter[str] = Counter()  # snapshots that were not written, by kind
 
     def load(self) -> None:
         """Learn which snapshots there are."""
-        for entry in chains(self.tier.entries()):
+        found: list[Entry] = []
+        for tier in self.transfers.tiers:
+            entries = tier.entries()
+            self._locations.stored(tier.name, (entry.snapshot.key for entry in entries))
+            found += entries
+        for entry in chains(found):
             self._learn(entry.snapshot)
 
     def _learn(self, snapshot: Snapshot) -> None:
@@ -131,24 +115,28 @@ class Store:
             self.catalogue.add(snapshot, positions(snapshot.record))
         except KvcellarError as error:
             log.warning("a stored snapshot is not used: %s", error)
-            self.tier.remove([snapshot.key])
+            self.transfers.remove([snapshot.key])
+
+    def _forget_gone(self) -> None:
+        """Forget what the tiers have evicted since the last call."""
+        for gone in self._locations.gone():
+            self.catalogue.remove(gone.key)
 
     # -- writing ------------------------------------------------------------------------------------------------
 
-    def keep(self, namespace: str, key: bytes) -> None:
-        """Write the snapshots of these tokens, as far as the tree has them when their turn comes. Not if many wait."""
+    def keep(self, namespace: str, key: bytes, retention: Retention = DEFAULT) -> None:
+        """Write the snapshots of these tokens, as far as the tree has them when their turn comes. Not if many wait.
+        What is stored of them already is kept at least as long as `retention` says."""
         self._forget_gone()
-        if len(self._wanted) >= MOST_WANTED:
-            return
         chain = self.catalogue.whole(namespace, key)
+        if chain and replace(retention, owner="") != DEFAULT:
+            self.transfers.renew([snapshot.key for snapshot in chain], retention)
         at = chain[-1].span.end if chain else 0
-        if len(key) // TOKEN - at >= LEAST and not self._closed:
-            self._wanted.append(_Writing(namespace, key, at, chain[-1].key if chain else None))
+        if len(self._wanted) < MOST_WANTED and len(key) // TOKEN - at >= LEAST and not self._closed:
+            self._wanted.append(_Writing(namespace, key, retention, at, chain[-1].key if chain else None))
 
     def pump(self, budget: int = BUSY) -> bool:
         """Read up to about `budget` bytes out of memory. False if there is nothing to read, or nowhere to put it."""
-        if self._staged >= STAGED or self.tier.down:
-            return False
         while budget > 0:
             if self._open is None and not self._begin_next():
                 return False
@@ -175,9 +163,36 @@ class Store:
                 writing.at, writing.parent = span.end, key
                 continue
             reading = self._memory.claims.reading(node.claim, span)
-            self._open = _Open(writing, span, key, reading, iter(reading))
-            return True
+            snapshot = self._snapshot(writing, span, key, reading)
+            transfer = self.transfers.reserve(snapshot) if snapshot.size <= self.transfers.largest else None
+            if transfer is not None:
+                self._open = _Open(writing, transfer, reading, iter(reading))
+                return True
+            reading.close()
+            if snapshot.size <= self.transfers.largest:
+                return False
+            self._too_large(snapshot)
         return False
+
+    def _snapshot(self, writing: _Writing, span: Span, key: bytes, reading: Reading) -> Snapshot:
+        tokens = writing.key[span.start * TOKEN : span.end * TOKEN]
+        return Snapshot(
+            key, writing.parent, writing.namespace, span, tokens, to_bytes(reading.record), tuple(reading.sizes())
+        )
+
+    def _too_large(self, snapshot: Snapshot) -> None:
+        """Make shorter ones, or none of this sequence."""
+        if len(snapshot.span) >= 2 * LEAST:
+            self._segment = min(self._segment, len(snapshot.span)) // 2
+            return
+        self._wanted.popleft()
+        if not self.failures["too large for staging"]:
+            log.warning(
+                "a snapshot of %d bytes is not stored: staging_bytes is %d, and it needs four times its own",
+                snapshot.size,
+                self.transfers.staging,
+            )
+        self.failures["too large for staging"] += 1
 
     def _next_of(self, writing: _Writing) -> tuple[Node, Span] | None:
         """The node and the span of the next snapshot; None if nothing is left, or was evicted meanwhile."""
@@ -188,50 +203,36 @@ class Store:
         if node is None:
             return None
         claim = self._memory.claims.of(node.claim)
-        upto = min(node.end, end, writing.at + SEGMENT)
+        upto = min(node.end, end, writing.at + self._segment)
         if claim.whole(writing.at) != writing.at or (upto := claim.whole(upto)) <= writing.at:
             return None
         return node, Span(writing.at, upto)
 
     def _key(self, writing: _Writing, span: Span) -> bytes:
         tokens = writing.key[span.start * TOKEN : span.end * TOKEN]
-        return key_after(writing.parent, identity=self._identity, namespace=writing.namespace, tokens=tokens)
+        return key_after(
+            writing.parent, identity=self._identity, namespace=writing.namespace, tokens=tokens, secret=self._secret
+        )
 
     def _finish(self, opened: _Open) -> None:
-        """All of the snapshot was read out: give it to the writing thread."""
-        record = opened.reading.record
-        self._stop_reading()
-        writing, span, key, chunks = opened.writing, opened.span, opened.key, tuple(opened.done)
-        tokens = writing.key[span.start * TOKEN : span.end * TOKEN]
-        snapshot = Snapshot(
-            key, writing.parent, writing.namespace, span, tokens, to_bytes(record), tuple(map(len, chunks))
-        )
-        self._staged += snapshot.size
-        self._on_way.add(key)
-        places = tuple(mark.pos for mark in record.checkpoints)
-        writing.at, writing.parent = span.end, key
-        self._writer.submit(self._write, snapshot, chunks, places)
+        """All of the snapshot was read out: let it be written."""
+        snapshot, writing = opened.transfer.snapshot, opened.writing
+        opened.reading.close()
+        self._open = None
+        self._on_way.add(snapshot.key)
+        writing.at, writing.parent = snapshot.span.end, snapshot.key
+        self.transfers.put(opened.transfer, opened.done, writing.retention)
 
-    def _write(self, snapshot: Snapshot, chunks: tuple[bytes, ...], places: tuple[int, ...]) -> None:
-        """On the writing thread."""
-        stored = self._tried(lambda: self.tier.put(snapshot, chunks))
+    def _completed(self, transfer: Transfer) -> None:
+        """On a thread of the transfers."""
+        self._posted((lambda: self._written(transfer)) if transfer.stores else _nothing)
 
-        def note() -> None:
-            self._staged -= snapshot.size
-            self._on_way.discard(snapshot.key)
-            if stored and self.catalogue.add(snapshot, places):
+    def _written(self, transfer: Transfer) -> None:
+        snapshot = transfer.snapshot
+        self._on_way.discard(snapshot.key)
+        if transfer.outcome is Outcome.STORED:
+            if self.catalogue.add(snapshot, positions(snapshot.record)):
                 self.written += len(snapshot.span)
-
-        self._posted(note)
-
-    @staticmethod
-    def _tried(act: Callable[[], T]) -> T | None:
-        """On a thread of the store: a tier should not raise, and an error here would leave a request waiting."""
-        try:
-            return act()
-        except Exception:
-            log.exception("a tier failed where it should not; this is a miss")
-            return None
 
     def stop_reading(self) -> bool:
         """Give up the snapshot that is being read out: its cells are needed. False if there is none."""
@@ -244,109 +245,18 @@ class Store:
     def _stop_reading(self) -> None:
         if self._open is not None:
             self._open.reading.close()
+            self.transfers.cancel(self._open.transfer)
             self._open = None
-
-    def _forget_gone(self) -> None:
-        """Forget what the tier has evicted since the last call."""
-        while self._gone:
-            key, why = self._gone.popleft()
-            if why == "damaged" and (lost := self.catalogue.path(key)) is not None:
-                self._prefixes.losses.damaged(*lost, f"the {self.tier.name} tier had other bytes than were written")
-            self.catalogue.remove(key)
-
-    # -- reading ------------------------------------------------------------------------------------------------
-
-    def fetch(self, namespace: str, key: bytes) -> Fetch | None:
-        """Begin to read back what a request needs; None if the tier has not much more than memory."""
-        limit = len(key) // TOKEN - 1
-        if self._closed or self.tier.down or not len(self.catalogue):
-            return None
-        self._forget_gone()
-        found = self.catalogue.match(namespace, key, limit)
-        have = self._prefixes.restorable(namespace, key)
-        if found.resume < have + LEAST:
-            return None
-        chain = tuple(snapshot for snapshot in found.chain if snapshot.span.end > have)
-        root = self._prefixes.tree.root(namespace)
-        self._prefixes.tree.share(root)
-        fetch = Fetch(namespace, key, chain, root, root)
-        self._fetches.add(fetch)
-        self._reader.submit(self._read, fetch)
-        return fetch
-
-    @property
-    def fetching(self) -> bool:
-        return bool(self._fetches)
-
-    def _read(self, fetch: Fetch) -> None:
-        """On a reading thread: the snapshots in order, as many as there is room for at once."""
-        for snapshot in fetch.chain:
-            self._room.acquire()
-            if fetch.done or self._closed:
-                self._room.release()
-                break
-            loaded = self._tried(lambda snapshot=snapshot: self.tier.get(snapshot.key))
-            self._posted(lambda snapshot=snapshot, loaded=loaded: self._arrived(fetch, snapshot, loaded))
-            if loaded is None:
-                return
-        self._posted(lambda: self._end(fetch))
-
-    def _arrived(self, fetch: Fetch, snapshot: Snapshot, loaded: Loaded | None) -> None:
-        self._room.release()
-        if fetch.done:
-            return
-        self._forget_gone()
-        if loaded is None or (loaded.snapshot.tokens, loaded.snapshot.span) != (snapshot.tokens, snapshot.span):
-            self.catalogue.remove(snapshot.key)
-            self._end(fetch)
-            return
-        try:
-            self._enter(fetch, loaded)
-        except CacheFull:
-            self._end(fetch)
-        except KvcellarError as error:
-            log.warning("a stored snapshot is not used: %s", error)
-            self.catalogue.remove(snapshot.key)
-            self.tier.remove([snapshot.key])
-            self._end(fetch)
-
-    def _enter(self, fetch: Fetch, loaded: Loaded) -> None:
-        """Let the tree have what was read."""
-        record, span = from_bytes(loaded.snapshot.record), loaded.snapshot.span
-        self._make_free(record)
-        claim = self._memory.claims.write_back(record, map(_as_tensor, loaded.chunks))
-        key = fetch.key[: span.start * TOKEN] + loaded.snapshot.tokens  # may end in other tokens than the request's
-        fetch.node, _ = self._prefixes.tree.insert(fetch.root, key, claim, span.start, fetch.node)
-        fetch.tokens[self.tier.name] += len(span)
-
-    def _make_free(self, record: Record) -> None:
-        need: dict[str, int] = {}
-        for stretch in record.stretches:
-            need[stretch.group] = need.get(stretch.group, 0) + len(stretch.span)
-        for group, cells in need.items():
-            while (short := cells - self._memory.free().get(group, cells)) > 0 and self._evict(group, short):
-                pass
-        rows = self._memory.rows
-        while rows.capacity is not None and (rows.free or 0) < len(record.checkpoints) and self._evict(None, 1):
-            pass
-
-    def _end(self, fetch: Fetch) -> None:
-        if fetch.done:
-            return
-        fetch.done, fetch.seconds = True, time.perf_counter() - fetch.began
-        self._fetches.discard(fetch)
-        self.restored += fetch.tokens.total()
-        self._prefixes.tree.unlock(fetch.node)
-        keys = [snapshot.key for snapshot in fetch.chain]
-        self._reader.submit(self._tried, lambda: self.tier.used(keys))  # which may write to a disk
 
     # -- the whole ----------------------------------------------------------------------------------------------
 
+    def begin_step(self) -> None:
+        self._forget_gone()
+        self.restores.begin_step()
+
     def reset(self, prefixes: Prefixes) -> None:
         """The tree was made anew after an error: give up what was under way."""
-        for fetch in self._fetches:
-            fetch.done = True
-        self._fetches.clear()
+        self.restores.reset(prefixes)
         self._wanted.clear()
         self._stop_reading()
         self._prefixes = prefixes
@@ -354,20 +264,17 @@ class Store:
     def close(self) -> None:
         """Write what is left, for `WAIT` seconds at most."""
         until = time.monotonic() + WAIT
-        while time.monotonic() < until and self.pump(1 << 30):
-            pass
+        while time.monotonic() < until and (self._wanted or self._open):
+            if not self.pump(1 << 30):
+                if not self._wanted:
+                    break
+                time.sleep(0.005)  # for staging memory
         self._closed = True
         self.reset(self._prefixes)
-        self._room.release(1 << 16)  # what no longer arrives
-        self._reader.shutdown(wait=False, cancel_futures=True)
-        done = self._writer.submit(lambda: None)
-        try:
-            done.result(max(0.0, until - time.monotonic()))
-        except TimeoutError:
+        if not self.transfers.close(max(0.0, until - time.monotonic())):
             log.warning("some snapshots could not be written in %g seconds", WAIT)
-        self._writer.shutdown(wait=True, cancel_futures=True)
-        self._reader.shutdown(wait=True)
-        self.tier.close()
+        for tier in self.transfers.tiers:
+            tier.close()
 
     def _posted(self, call: Callable[[], None]) -> None:
         try:
@@ -375,24 +282,19 @@ class Store:
         except EngineClosed:
             return
 
-    def locks(self) -> list[Node]:
-        """Nodes that are locked while something is read back, each as often as it is."""
-        return [fetch.node for fetch in self._fetches]
-
     @property
     def unwritten(self) -> bool:
         """Whether something is left to be written."""
-        return bool(self._wanted or self._staged)
+        return bool(self._wanted or self._on_way)
 
     def check(self) -> None:
         """Assert what is always true."""
         self.catalogue.check()
-        assert self._staged >= 0
-        assert not any(fetch.done for fetch in self._fetches)
+        self.restores.check()
+        self._locations.check()
+        assert self.transfers.staged() <= self.transfers.staging
+        assert self._open is None or self._open.writing is self._wanted[0]
 
 
-def _as_tensor(chunk: bytes) -> Tensor:
-    """A copy: torch warns of tensors that share memory which must not be written."""
-    made = torch.empty(len(chunk), dtype=torch.uint8)
-    memoryview(made.numpy())[:] = chunk
-    return made
+def _nothing() -> None:
+    """A call that lets the engine go on."""

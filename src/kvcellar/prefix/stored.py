@@ -83,12 +83,16 @@ class Catalogue:
         """Where a sequence of these tokens can be resumed, at position `limit` at the latest."""
         best = Found((), 0)
         for chain, snapshot, n in self._alike(namespace, key):
-            end = min(snapshot.span.start + n, limit)
-            places = (end,) if self._anywhere else self._known[snapshot.key][1]
-            resume = max((pos for pos in places if pos <= end), default=0)
+            resume = self.resume(snapshot, min(snapshot.span.start + n, limit))
             if snapshot.span.start < resume and resume > best.resume:
                 best = Found((*chain, snapshot), resume)
         return best
+
+    def resume(self, snapshot: Snapshot, limit: int) -> int:
+        """The last position in a snapshot up to `limit` where a sequence can be resumed; 0 if there is none."""
+        end = min(snapshot.span.end, limit)
+        places = (end,) if self._anywhere else self._known[snapshot.key][1]
+        return max((pos for pos in places if pos <= end), default=0)
 
     def _alike(self, namespace: str, key: bytes):
         """Each snapshot whose first `n` tokens, at least one, continue what the chain before it has of the key."""

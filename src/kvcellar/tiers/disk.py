@@ -138,7 +138,7 @@ class DiskTier:
     def _put(self, snapshot: Snapshot, chunks: Iterable[bytes], retention: Retention) -> bool:
         self._expire()
         if (row := self._index.find(snapshot.key)) is not None:
-            if self._is_readable(row) and self._index.renew(snapshot.key, retention):
+            if self._is_readable(row) and self._index.renew([snapshot.key], retention):
                 return True
             self._discard(self._index.remove(self._process, [snapshot.key]), "removed")
         meta = sealed_meta(snapshot, self._cipher)
@@ -203,6 +203,9 @@ class DiskTier:
 
     def used(self, keys: Iterable[bytes]) -> None:
         self._try("counting uses", lambda: self._index.used(keys))
+
+    def renew(self, keys: Iterable[bytes], retention: Retention) -> None:
+        self._try("renewing", lambda: self._index.renew(keys, retention))
 
     def pin(self, keys: Iterable[bytes], pinned: bool = True) -> None:
         self._try("pinning", lambda: self._index.pin(keys, pinned))

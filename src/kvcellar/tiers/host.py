@@ -84,6 +84,10 @@ class HostTier:
         with self._lock:
             self._ledger.used(keys)
 
+    def renew(self, keys: Iterable[bytes], retention: Retention) -> None:
+        with self._lock:
+            self._ledger.renew_all(keys, retention)
+
     def pin(self, keys: Iterable[bytes], pinned: bool = True) -> None:
         with self._lock:
             self._ledger.pin(keys, pinned)

@@ -247,13 +247,14 @@ class Index:
             for name in names:
                 do("DELETE FROM entries WHERE name=?", (name,))
 
-    def renew(self, key: bytes, retention: Retention) -> bool:
-        """Keep an entry at least as long as `retention` says; False if there is none."""
-        found = self.find(key)
-        if found is None or stronger(found.retention, retention) == found.retention:
-            return found is not None
+    def renew(self, keys: Iterable[bytes], retention: Retention) -> int:
+        """Keep entries at least as long as `retention` says; returns how many there are."""
+        found = [row for row in map(self.find, keys) if row is not None]
+        weaker = [row.key for row in found if stronger(row.retention, retention) != row.retention]
+        if not weaker:
+            return len(found)
         with self.transaction() as do:
-            return self._renew(do, key, retention)
+            return len(found) - [self._renew(do, key, retention) for key in weaker].count(False)
 
     def _renew(self, do: Do, key: bytes, retention: Retention) -> bool:
         found = do(f"SELECT {COLUMNS} FROM entries WHERE key=?", (key,)).fetchone()

@@ -131,6 +131,10 @@ class Ledger:
         """Keep an entry at least as long as `retention` says."""
         self._change(kept, stronger(kept.retention, retention))
 
+    def renew_all(self, keys: Iterable[bytes], retention: Retention) -> None:
+        for kept in self._found(keys):
+            self.renew(kept, retention)
+
     def used(self, keys: Iterable[bytes]) -> None:
         for kept in self._found(keys):
             kept.hits += 1

@@ -181,6 +181,11 @@ class RemoteTier:
         with self._lock:
             self._ledger.used(keys)
 
+    def renew(self, keys: Iterable[bytes], retention: Retention) -> None:
+        """For this process, as `pin`."""
+        with self._lock:
+            self._ledger.renew_all(keys, retention)
+
     def pin(self, keys: Iterable[bytes], pinned: bool = True) -> None:
         """For this process: others, and this one after a restart, know how an entry was pinned when it was stored."""
         with self._lock:

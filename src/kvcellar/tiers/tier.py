@@ -91,6 +91,10 @@ class Tier(Protocol):
         """These entries were restored: their values rise."""
         ...
 
+    def renew(self, keys: Iterable[bytes], retention: Retention) -> None:
+        """Keep these entries at least as long as `retention` says."""
+        ...
+
     def pin(self, keys: Iterable[bytes], pinned: bool = True) -> None: ...
 
     def remove(self, keys: Iterable[bytes]) -> None:

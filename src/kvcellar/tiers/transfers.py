@@ -1,17 +1,18 @@
 """transfers: snapshots on their way to and from the tiers, off the engine's thread.
 
-    transfer = transfers.put(snapshot, chunks, retention)    # chunks are read in another thread
-    transfer = transfers.fetch(snapshot)                     # from the first tier that has it
-    transfers.cancel(transfer); transfers.release(transfer)
+    if (transfer := transfers.reserve(snapshot)) is not None:       # bytes of memory for its chunks
+        transfers.put(transfer, chunks, retention)                  # into all tiers
+    if (transfer := transfers.fetch(snapshot)) is not None:         # from the first tier that has it
+        ...; transfers.release(transfer)
+    transfers.cancel(transfer)
 
-A transfer ends once, with an outcome, and `completed` is then called with it, one after another, in a thread of the
-transfers, which holds no lock. What is stored is written through to all tiers, so that evicting an entry from one costs
-no transfer; what is fetched from a lower tier is put into those above it.
+No call waits. A transfer ends once, with an outcome, and `completed` is then called with it, one after another, in a
+thread of the transfers, which holds no lock. What is stored is written through to all tiers, so that evicting an entry
+from one costs no transfer; what is fetched from a lower tier is put into those above it.
 
 Always true:
   * the bytes of the chunks of all transfers are at most `staging`, and those of puts at most half of it: they are
     reserved before any is read, and freed when the transfer has ended and, of a fetch, its chunks were released;
-  * at most `waiting` transfers wait for that; more are refused;
   * a tier that is slow or hangs delays no transfer that does not need it: each has threads of its own, and is skipped
     while it is down or all its threads have hung for `patience` seconds.
 """
@@ -26,7 +27,8 @@ from enum import Enum
 from kvcellar.retention import DEFAULT, Retention
 from kvcellar.snapshot import Snapshot
 from kvcellar.tiers.admission import Rate
-from kvcellar.tiers.tier import Loaded, Tier, checked
+from kvcellar.tiers.locations import Locations
+from kvcellar.tiers.tier import Loaded, Tier
 
 log = logging.getLogger("kvcellar.tiers")
 
@@ -37,9 +39,9 @@ class Outcome(Enum):
     STORED = "in at least one tier"
     FETCHED = "its chunks are in memory until they are released"
     MISSED = "not in any tier that can be read now"
-    REFUSED = "too large, too many are waiting, closed, or no tier has stored it"
+    REFUSED = "no tier has stored it"
     CANCELLED = "by the caller, or when the time for closing was over"
-    FAILED = "its chunks could not be read"
+    FAILED = "an error that no tier should raise"
 
 
 class Transfer:
@@ -57,11 +59,11 @@ class Transfer:
         self.ended = threading.Event()
         self.cancelled = self.running = False
         self.promotions = 0  # into the tiers above the one that it came from
-        self.holders = 0  # of its bytes: the transfer, then the owner of what was fetched; and each promotion
+        self.holders = 1  # of its bytes: the transfer, then the owner of what was fetched; and each promotion
 
 
 class _Lane:
-    """The jobs of one tier, those that read chunks, or the events; and the threads that do them."""
+    """The jobs of one tier, or the events; and the threads that do them."""
 
     def __init__(self, threads: int, count: Callable[[list[bytes]], None]) -> None:
         self.threads, self.count = threads, count
@@ -86,28 +88,28 @@ class Transfers:
         tiers: Sequence[Tier],
         *,
         staging: int,
-        waiting: int = 256,
         threads: int = 2,
         patience: float = 5.0,
+        locations: Locations | None = None,
         completed: Callable[[Transfer], None] = lambda transfer: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`tiers`: the fastest first; `staging` in bytes; `threads` for each tier."""
-        self.staging = staging
+        """`tiers`: the fastest first; `staging` in bytes; `threads` for each tier; `locations` is kept up to date."""
+        self.tiers, self.staging = tuple(tiers), staging
         self.reads = {tier.name: Rate() for tier in tiers}  # of what was fetched
         self.counts: Counter[Outcome] = Counter()
-        self._tiers, self._copies = tiers, 1 + max((tier.copies for tier in tiers), default=0)
-        self._most, self._patience, self._completed, self._clock = waiting, patience, completed, clock
+        self._locations = locations if locations is not None else Locations()
+        self._copies = 1 + max((tier.copies for tier in tiers), default=0)
+        self._patience, self._completed, self._clock = patience, completed, clock
         self._changed = threading.Condition(threading.RLock())  # held for all that follows
-        self._waiting: dict[bool, deque[tuple[Transfer, Step | None]]] = {False: deque(), True: deque()}  # by `stores`
         self._staged = {False: 0, True: 0}  # bytes, by `stores`
         self._live: set[Transfer] = set()  # that have not ended, or are being promoted
-        self._open, self._stopping, self._admitting = True, False, False
-        self._reading, self._events = _Lane(1, lambda keys: None), _Lane(1, lambda keys: None)
+        self._open, self._stopping = True, False
+        self._events = _Lane(1, lambda keys: None)
         self._lanes = [_Lane(threads, tier.used) for tier in tiers]
         self._threads = [
             threading.Thread(target=self._work, args=(lane,), name="kvcellar-transfers", daemon=True)
-            for lane in (self._reading, self._events, *self._lanes)
+            for lane in (self._events, *self._lanes)
             for _ in range(lane.threads)
         ]
         for thread in self._threads:
@@ -115,23 +117,54 @@ class Transfers:
 
     # -- for the engine -----------------------------------------------------------------------------------------
 
-    def put(self, snapshot: Snapshot, chunks: Iterable[bytes], retention: Retention = DEFAULT) -> Transfer:
-        """Store a snapshot in all tiers. `chunks` are read once, in a thread of the transfers."""
-        transfer = Transfer(snapshot, snapshot.size * self._copies, stores=True)
-        return self._submit(transfer, (self._reading, lambda: self._read(transfer, chunks, retention)))
+    def need(self, snapshot: Snapshot) -> int:
+        """Bytes of memory that a snapshot takes on its way."""
+        return snapshot.size * self._copies
 
-    def fetch(self, snapshot: Snapshot) -> Transfer:
-        """Read a snapshot from the first tier that has it. Release what was fetched."""
-        transfer = Transfer(snapshot, snapshot.size * self._copies, stores=False)
-        return self._submit(transfer, None)
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest snapshot that can be moved."""
+        return self.staging // 4 // self._copies
+
+    def source(self, key: bytes) -> str | None:
+        """The name of the first usable tier that has an entry, as far as is known."""
+        have = self._locations.of(key)
+        names = (self.tiers[number].name for number in self._usable(range(len(self.tiers))))
+        return next((name for name in names if name in have), None)
+
+    @property
+    def usable(self) -> bool:
+        """Whether any tier can be used now."""
+        return bool(self._usable(range(len(self.tiers))))
+
+    def reserve(self, snapshot: Snapshot) -> Transfer | None:
+        """Reserve memory for the chunks of a snapshot that is going to be stored. None if too little is free, or no
+        tier can be used."""
+        return self._reserved(Transfer(snapshot, self.need(snapshot), stores=True)) if self.usable else None
+
+    def put(self, transfer: Transfer, chunks: Sequence[bytes], retention: Retention = DEFAULT) -> None:
+        """Store the snapshot of a transfer that was reserved in all tiers."""
+        loaded = Loaded(transfer.snapshot, retention, tuple(chunks))
+        with self._changed:
+            self._live.add(transfer)
+            self._begin(transfer, self._store_below(transfer, loaded, 0))
+
+    def fetch(self, snapshot: Snapshot) -> Transfer | None:
+        """Read a snapshot from the first tier that has it; release what was fetched. None if too little memory is free
+        for it now."""
+        with self._changed:
+            transfer = self._reserved(Transfer(snapshot, self.need(snapshot), stores=False))
+            if transfer is not None:
+                self._live.add(transfer)
+                self._begin(transfer, self._fetch_below(transfer, 0))
+        return transfer
 
     def cancel(self, transfer: Transfer) -> None:
         """End it: at once where it waits, else when its present job is done. Chunks that were fetched are released."""
         with self._changed:
             transfer.cancelled = True
-            waits = transfer.outcome is None and not transfer.running
-        if waits:
-            self._end(transfer, Outcome.CANCELLED)
+            if transfer.outcome is None and not transfer.running:
+                self._end(transfer, Outcome.CANCELLED)
         self.release(transfer)
 
     def release(self, transfer: Transfer) -> None:
@@ -140,6 +173,16 @@ class Transfers:
             if transfer.outcome is Outcome.FETCHED and transfer.loaded is not None:
                 transfer.loaded = None
                 self._drop(transfer)
+
+    def renew(self, keys: Iterable[bytes], retention: Retention) -> None:
+        """Keep entries at least as long as `retention` says."""
+        keys = list(keys)
+        self._everywhere(lambda tier: tier.renew(keys, retention))
+
+    def remove(self, keys: Iterable[bytes]) -> None:
+        """Delete entries from all tiers."""
+        keys = list(keys)
+        self._everywhere(lambda tier: tier.remove(keys))
 
     def staged(self) -> int:
         """Bytes of all transfers now."""
@@ -157,50 +200,27 @@ class Transfers:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
+        until = time.monotonic() + (0.0 if left else seconds)
         for thread in self._threads:
-            thread.join(0.0 if left else seconds)  # those that hang end with the process
+            thread.join(max(0.0, until - time.monotonic()))  # those that hang end with the process
         return done
 
-    # -- admission ----------------------------------------------------------------------------------------------
+    # -- memory -------------------------------------------------------------------------------------------------
 
-    def _submit(self, transfer: Transfer, first: Step | None) -> Transfer:
+    def _reserved(self, transfer: Transfer) -> Transfer | None:
         with self._changed:
-            most = self.staging // 2 if transfer.stores else self.staging
-            accepted = self._open and transfer.need <= most and sum(map(len, self._waiting.values())) < self._most
-            if accepted:
-                self._live.add(transfer)
-                self._waiting[transfer.stores].append((transfer, first))
-                self._admit()
-        if not accepted:
-            self._end(transfer, Outcome.REFUSED)
-        return transfer
-
-    def _admit(self) -> None:
-        """Begin what waits, in order, as long as its bytes fit: no put before a fetch, and puts leave fetches half."""
-        if self._admitting:  # a fetch has ended at once, where no tier is usable: the loop goes on
-            return
-        self._admitting = True
-        while waiting := self._waiting[False] or self._waiting[True]:
-            transfer, first = waiting[0]
             of_puts = self._staged[True] + transfer.need if transfer.stores else 0
-            if transfer.outcome is None and (self._free() < transfer.need or of_puts > self.staging // 2):
-                break
-            waiting.popleft()
-            if transfer.outcome is None:
-                transfer.holders = 1
-                self._staged[transfer.stores] += transfer.need
-                self._begin(transfer, first if transfer.stores else self._fetch_below(transfer, 0))
-        self._admitting = False
-
-    def _free(self) -> int:
-        return self.staging - sum(self._staged.values())
+            fits = sum(self._staged.values()) + transfer.need <= self.staging and of_puts <= self.staging // 2
+            if not (self._open and fits):
+                return None
+            self._staged[transfer.stores] += transfer.need
+            return transfer
 
     def _drop(self, transfer: Transfer) -> None:
         """One holder less of its bytes."""
         transfer.holders -= 1
         if not transfer.holders:
             self._staged[transfer.stores] -= transfer.need
-            self._admit()
 
     def _end(self, transfer: Transfer, outcome: Outcome, loaded: Loaded | None = None) -> None:
         with self._changed:
@@ -210,7 +230,7 @@ class Transfers:
                 outcome, loaded = Outcome.CANCELLED, None
             transfer.outcome, transfer.loaded = outcome, loaded
             self.counts[outcome] += 1
-            if transfer.holders and loaded is None:
+            if loaded is None:
                 self._drop(transfer)
             self._settle(transfer)
             transfer.ended.set()
@@ -223,13 +243,6 @@ class Transfers:
 
     # -- steps: each is done in the lane of a tier, and returns the next ------------------------------------------
 
-    def _read(self, transfer: Transfer, chunks: Iterable[bytes], retention: Retention) -> Step | None:
-        if self._usable_from(0) is None:  # the device is not read for nothing
-            self._end(transfer, Outcome.REFUSED)
-            return None
-        content = tuple(bytes(chunk) for chunk in checked(transfer.snapshot, chunks))
-        return self._store_below(transfer, Loaded(transfer.snapshot, retention, content), 0)
-
     def _store_below(self, transfer: Transfer, loaded: Loaded, first: int) -> Step | None:
         if (number := self._usable_from(first)) is not None:
             return self._lanes[number], lambda: self._store(transfer, loaded, number)
@@ -237,11 +250,18 @@ class Transfers:
         return None
 
     def _store(self, transfer: Transfer, loaded: Loaded, number: int) -> Step | None:
-        tier, began = self._tiers[number], self._clock()
-        if tier.put(loaded.snapshot, loaded.chunks, loaded.retention):
-            transfer.tiers += (tier.name,)
+        began = self._clock()
+        if self._put(number, loaded):
+            transfer.tiers += (self.tiers[number].name,)
         transfer.seconds += self._clock() - began
         return self._store_below(transfer, loaded, number + 1)
+
+    def _put(self, number: int, loaded: Loaded) -> bool:
+        tier = self.tiers[number]
+        stored = tier.put(loaded.snapshot, loaded.chunks, loaded.retention)
+        if stored:
+            self._locations.stored(tier.name, [loaded.snapshot.key])
+        return stored
 
     def _fetch_below(self, transfer: Transfer, first: int) -> Step | None:
         if (number := self._usable_from(first)) is not None:
@@ -250,11 +270,13 @@ class Transfers:
         return None
 
     def _fetch(self, transfer: Transfer, number: int) -> Step | None:
-        tier, began = self._tiers[number], self._clock()
+        tier, began = self.tiers[number], self._clock()
         loaded = tier.get(transfer.snapshot.key)
         seconds = self._clock() - began
         transfer.seconds += seconds
         if loaded is None:
+            if not tier.contains(transfer.snapshot.key):
+                self._locations.removed(tier.name, transfer.snapshot.key, "gone")
             return self._fetch_below(transfer, number + 1)
         transfer.tiers = (tier.name,)
         with self._changed:
@@ -269,22 +291,28 @@ class Transfers:
 
     def _promote(self, transfer: Transfer, loaded: Loaded, number: int) -> None:
         try:
-            self._tiers[number].put(loaded.snapshot, loaded.chunks, loaded.retention)
+            self._put(number, loaded)
         finally:
             with self._changed:
                 transfer.promotions -= 1
                 self._drop(transfer)
                 self._settle(transfer)
 
+    def _everywhere(self, act: Callable[[Tier], object]) -> None:
+        """Do something in the lanes of all tiers that can be used."""
+        with self._changed:
+            for number in self._usable(range(len(self.tiers))) if self._open else ():
+                self._push(self._lanes[number], lambda number=number: act(self.tiers[number]) and None)
+
     def _usable_from(self, first: int) -> int | None:
         """The first usable tier from `first` on."""
-        return next(iter(self._usable(range(first, len(self._tiers)))), None)
+        return next(iter(self._usable(range(first, len(self.tiers)))), None)
 
     def _usable(self, numbers: Iterable[int]) -> list[int]:
         """Those of the tiers that are neither down nor hang."""
         with self._changed:
             before = self._clock() - self._patience
-            return [n for n in numbers if not self._tiers[n].down and not self._lanes[n].hangs(before)]
+            return [n for n in numbers if not self.tiers[n].down and not self._lanes[n].hangs(before)]
 
     # -- threads ------------------------------------------------------------------------------------------------
 

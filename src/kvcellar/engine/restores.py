@@ -1,0 +1,366 @@
+"""restores: brings back what tiers have of the requests that wait, while they wait.
+
+    fetch = restores.prefetch(namespace, key)             # a request has arrived: its snapshots are read into staging
+    restores.advance(fetch, key, enters=True)             # it is its turn: they enter memory. True while more are to come
+    restores.cancel(fetch)
+
+All of it runs on the engine's thread; tiers are read by the threads of the transfers.
+
+Always true:
+  * a snapshot that several requests need is read once at the same time;
+  * those of requests whose turn has not come take at most a quarter of the staging memory, so that one whose turn it is
+    goes on;
+  * what was read is checked against the record and the tokens of its key before any of it is used;
+  * a fetch whose turn has come has locked what it needs of the tree until it is done.
+"""
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvcellar.cache.memory import Memory
+from kvcellar.cache.readout import Record
+from kvcellar.cache.record import from_bytes
+from kvcellar.engine.prefixes import Prefixes
+from kvcellar.errors import CacheFull, KvcellarError
+from kvcellar.prefix.node import TOKEN, Node
+from kvcellar.prefix.stored import Catalogue
+from kvcellar.snapshot import Snapshot
+from kvcellar.tiers.admission import Piece, Rate, restored
+from kvcellar.tiers.tier import Loaded
+from kvcellar.tiers.transfers import Transfer, Transfers
+
+log = logging.getLogger("kvcellar.engine")
+
+LEAST = 64  # tokens: fewer are computed again as fast as they are read
+AHEAD = 4  # the part of the staging memory for requests whose turn has not come
+STEP = 32 << 20  # bytes that enter memory between two steps, and one snapshot more
+MEASURED = 32  # new tokens of a step, at least, from which on it measures how fast prompts are computed
+AGAIN = 16  # of so many restores that seem too slow, one is made: else what was measured once would be for ever
+
+Evict = Callable[[str | None, int], bool]  # cells of a group, or a state row
+
+
+@dataclass(eq=False, slots=True)
+class _Staged:
+    """A snapshot that is read, or was. `ahead`: for requests whose turn has not come."""
+
+    transfer: Transfer
+    users: set["Fetch"]
+    ahead: bool
+
+
+@dataclass(eq=False, slots=True)
+class Fetch:
+    """What is being read back for a request. Its turn has come when `node` is set: where the tree has got to, locked
+    until the end. `declined` tokens are in a tier, and cheaper to recompute."""
+
+    namespace: str
+    chain: deque[Snapshot]  # to be read yet
+    reads: deque[Snapshot] = field(default_factory=deque[Snapshot])  # being read, and those that were, in order
+    key: bytes = b""
+    root: Node | None = None
+    node: Node | None = None
+    done: bool = False
+    tokens: Counter[str] = field(default_factory=Counter[str])  # that were brought back, by tier
+    declined: int = 0
+    began: float = field(default_factory=time.perf_counter)
+    seconds: float = 0.0  # from its turn until it was done
+
+
+class Restores:
+    """The restores of one memory. `wake` lets the engine go on with waiting requests soon."""
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        catalogue: Catalogue,
+        memory: Memory,
+        prefixes: Prefixes,
+        *,
+        evict: Evict,
+        wake: Callable[[], None],
+    ) -> None:
+        self._transfers, self._catalogue, self._memory, self._prefixes = transfers, catalogue, memory, prefixes
+        self._evict, self._wake = evict, wake
+        self._fetches: set[Fetch] = set()
+        self._staged: dict[bytes, _Staged] = {}
+        self._ahead = 0  # bytes staged for requests whose turn has not come
+        self._left = STEP  # bytes that may still enter memory before the next step
+        self._declined = 0
+        self.entering, self.prefill = Rate(), Rate()  # of bytes into memory; of tokens through the model
+        self.restored = self.recomputed = 0  # tokens brought back; and those that were cheaper to recompute
+
+    @property
+    def active(self) -> bool:
+        """Whether any restore is not done."""
+        return bool(self._fetches)
+
+    def begin_step(self) -> None:
+        self._left = STEP
+
+    def stepped(self, tokens: int, seconds: float) -> None:
+        """A step has computed so many tokens in so many seconds."""
+        if tokens >= MEASURED:
+            self.prefill.record(tokens, seconds)
+
+    # -- for a request ------------------------------------------------------------------------------------------
+
+    def prefetch(self, namespace: str, key: Callable[[], bytes]) -> Fetch:
+        """A request waits: begin to read what it needs, as far as there is staging memory."""
+        fetch = Fetch(namespace, deque())
+        self._fetches.add(fetch)
+        if len(self._catalogue):
+            self._plan(fetch, key())
+        self._read(fetch)
+        return fetch
+
+    def advance(self, fetch: Fetch, key: Callable[[], bytes], *, enters: bool) -> bool:
+        """Go on with a restore; False when it is done. Its turn comes with the first call with `enters`."""
+        if not fetch.done and fetch.node is None and enters:
+            self._begin(fetch, key)
+        if not fetch.done:
+            self._read(fetch)
+        if fetch.node is not None:
+            while not fetch.done and self._enter_next(fetch):
+                self._read(fetch)
+            if not (fetch.done or fetch.reads or fetch.chain):
+                self._end(fetch)
+        return not fetch.done
+
+    def cancel(self, fetch: Fetch) -> None:
+        """What has not entered memory yet is dropped."""
+        self._end(fetch)
+
+    # -- what to restore ----------------------------------------------------------------------------------------
+
+    def _plan(self, fetch: Fetch, key: bytes) -> None:
+        """Decide which snapshots a request needs: those that memory does not have, if restoring takes less time than
+        computing their tokens again."""
+        fetch.chain.clear()
+        fetch.declined = 0
+        found = self._catalogue.match(fetch.namespace, key, len(key) // TOKEN - 1)
+        if found.resume < LEAST:
+            return
+        have = self._prefixes.restorable(fetch.namespace, key)
+        chain: list[Snapshot] = []
+        pieces: list[Piece] = []
+        at = have
+        for snapshot in found.chain:
+            if snapshot.span.end <= have:
+                continue
+            source = self._transfers.source(snapshot.key)
+            if source is None or snapshot.size > self._transfers.largest:
+                break
+            end = max(at, self._catalogue.resume(snapshot, found.resume))
+            seconds = self._transfers.reads[source].seconds(snapshot.size) + self.entering.seconds(snapshot.size)
+            pieces.append(Piece(end - at, seconds))
+            chain.append(snapshot)
+            at = end
+        if at < have + LEAST:
+            return
+        fetch.chain.extend(chain[: self._admitted(fetch, pieces)])
+
+    def _admitted(self, fetch: Fetch, pieces: list[Piece]) -> int:
+        """How many of the pieces to restore."""
+        speed = self._speed()
+        count = restored(pieces, speed) if speed is not None else len(pieces)
+        if count < len(pieces):
+            self._declined += 1
+            if self._declined % AGAIN == 0:
+                return len(pieces)
+            fetch.declined = sum(piece.tokens for piece in pieces[count:])
+        return count
+
+    def _speed(self) -> float | None:
+        """Tokens per second of prompts; None before the first one."""
+        seconds = self.prefill.seconds(512)
+        return 512 / seconds if seconds else None
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def _read(self, fetch: Fetch) -> None:
+        """Read what comes next of a chain, as far as there is memory for it."""
+        while fetch.chain:
+            snapshot = fetch.chain[0]
+            ahead = fetch.node is None
+            staged = self._staged.get(snapshot.key)
+            if staged is None:
+                if ahead and self._ahead + self._transfers.need(snapshot) > self._transfers.staging // AHEAD:
+                    return
+                transfer = self._transfers.fetch(snapshot)
+                if transfer is None:
+                    return
+                staged = self._staged[snapshot.key] = _Staged(transfer, set(), ahead)
+                self._ahead += transfer.need if ahead else 0
+            self._use(fetch, staged)
+            fetch.reads.append(fetch.chain.popleft())
+
+    def _use(self, fetch: Fetch, staged: _Staged) -> None:
+        staged.users.add(fetch)
+        if staged.ahead and fetch.node is not None:
+            staged.ahead = False
+            self._ahead -= staged.transfer.need
+
+    def _drop(self, key: bytes) -> None:
+        """Free what is staged of a snapshot. Requests that need it too find it in memory, or read it again."""
+        staged = self._staged.pop(key, None)
+        if staged is not None:
+            self._ahead -= staged.transfer.need if staged.ahead else 0
+            self._transfers.cancel(staged.transfer)
+
+    def _leave(self, fetch: Fetch, keep: Iterable[bytes] = ()) -> None:
+        """The fetch needs nothing of what is staged any more, but for some."""
+        for key, staged in list(self._staged.items()):
+            if fetch in staged.users and key not in keep:
+                staged.users.discard(fetch)
+                if not staged.users:
+                    self._drop(key)
+
+    # -- entering memory ----------------------------------------------------------------------------------------
+
+    def _begin(self, fetch: Fetch, key: Callable[[], bytes]) -> None:
+        """The turn of a request has come: lock what memory has, and decide again, since both may have changed."""
+        fetch.began = time.perf_counter()
+        fetch.reads.clear()
+        if len(self._catalogue):
+            fetch.key = key()
+            self._plan(fetch, fetch.key)
+        self.recomputed += fetch.declined
+        self._leave(fetch, keep={snapshot.key for snapshot in fetch.chain})
+        if not fetch.chain:
+            self._end(fetch)
+            return
+        tree = self._prefixes.tree
+        fetch.root = tree.root(fetch.namespace)
+        fetch.node = tree.lock(fetch.root, tree.match(fetch.root, fetch.key, len(fetch.key) // TOKEN - 1))
+        for staged in self._staged.values():
+            if fetch in staged.users:
+                self._use(fetch, staged)
+
+    def _enter_next(self, fetch: Fetch) -> bool:
+        """Let the tree have the next snapshot; False if it is not there yet, or none may enter before the next step."""
+        if not fetch.reads:
+            return False
+        snapshot = fetch.reads[0]
+        staged = self._staged.get(snapshot.key)
+        if self._has(fetch, snapshot):
+            self._lock_again(fetch)
+        elif staged is None:  # another request has had it, and it was evicted
+            fetch.chain.extendleft(reversed(fetch.reads))
+            fetch.reads.clear()
+            return True
+        elif staged.transfer.outcome is None:
+            return False
+        elif self._left <= 0:
+            self._wake()
+            return False
+        elif staged.transfer.loaded is None or not self._enter(fetch, snapshot, staged.transfer):
+            self._drop(snapshot.key)
+            self._end(fetch)
+            return False
+        fetch.reads.popleft()
+        self._drop(snapshot.key)
+        return True
+
+    def _has(self, fetch: Fetch, snapshot: Snapshot) -> bool:
+        """Whether the tree has all that a request needs of a snapshot."""
+        limit = len(fetch.key) // TOKEN - 1
+        last = min(snapshot.span.end, limit) - 1
+        if self._prefixes.tree.node_at(fetch.namespace, fetch.key, last) is None:
+            return False
+        return self._prefixes.restorable(fetch.namespace, fetch.key) >= self._catalogue.resume(snapshot, limit)
+
+    def _lock_again(self, fetch: Fetch) -> None:
+        """Another request has brought back more of the same tokens."""
+        assert fetch.root is not None
+        assert fetch.node is not None
+        tree = self._prefixes.tree
+        node = tree.lock(fetch.root, tree.match(fetch.root, fetch.key, len(fetch.key) // TOKEN - 1))
+        tree.unlock(fetch.node)
+        fetch.node = node
+
+    def _enter(self, fetch: Fetch, snapshot: Snapshot, transfer: Transfer) -> bool:
+        assert transfer.loaded is not None
+        loaded, began = transfer.loaded, time.perf_counter()
+        try:
+            if (loaded.snapshot.tokens, loaded.snapshot.span) != (snapshot.tokens, snapshot.span):
+                raise KvcellarError("it is of other tokens")
+            self._insert(fetch, loaded)
+        except CacheFull:
+            return False
+        except KvcellarError as error:
+            log.warning("a stored snapshot is not used: %s", error)
+            self._catalogue.remove(snapshot.key)
+            self._transfers.remove([snapshot.key])
+            return False
+        self.entering.record(snapshot.size, time.perf_counter() - began)
+        self._left -= snapshot.size
+        fetch.tokens[transfer.tiers[0]] += len(snapshot.span)
+        return True
+
+    def _insert(self, fetch: Fetch, loaded: Loaded) -> None:
+        """Let the tree have what was read."""
+        assert fetch.root is not None
+        assert fetch.node is not None
+        record, span = from_bytes(loaded.snapshot.record), loaded.snapshot.span
+        self._make_free(record)
+        claim = self._memory.claims.write_back(record, map(_as_tensor, loaded.chunks))
+        key = fetch.key[: span.start * TOKEN] + loaded.snapshot.tokens  # may end in other tokens than the request's
+        fetch.node, _ = self._prefixes.tree.insert(fetch.root, key, claim, span.start, fetch.node)
+
+    def _make_free(self, record: Record) -> None:
+        need: Counter[str] = Counter()
+        for stretch in record.stretches:
+            need[stretch.group] += len(stretch.span)
+        for group, cells in need.items():
+            while (short := cells - self._memory.free().get(group, cells)) > 0 and self._evict(group, short):
+                pass
+        rows = self._memory.rows
+        while rows.capacity is not None and (rows.free or 0) < len(record.checkpoints) and self._evict(None, 1):
+            pass
+
+    def _end(self, fetch: Fetch) -> None:
+        if fetch.done:
+            return
+        fetch.done, fetch.key, fetch.seconds = True, b"", time.perf_counter() - fetch.began
+        fetch.chain.clear()
+        fetch.reads.clear()
+        self._leave(fetch)
+        self._fetches.discard(fetch)
+        self.restored += fetch.tokens.total()
+        if fetch.node is not None:
+            self._prefixes.tree.unlock(fetch.node)
+            fetch.node = None
+
+    # -- the whole ----------------------------------------------------------------------------------------------
+
+    def reset(self, prefixes: Prefixes) -> None:
+        """The tree was made anew after an error, or memory is closed: give up what was under way."""
+        for fetch in list(self._fetches):
+            fetch.node = None
+            self._end(fetch)
+        self._prefixes = prefixes
+
+    def locks(self) -> Iterable[Node]:
+        """Nodes that are locked, each as often as it is."""
+        return [fetch.node for fetch in self._fetches if fetch.node is not None]
+
+    def check(self) -> None:
+        """Assert what is always true."""
+        assert self._ahead == sum(one.transfer.need for one in self._staged.values() if one.ahead)
+        assert self._ahead <= self._transfers.staging // AHEAD
+        assert all(one.users and not any(fetch.done for fetch in one.users) for one in self._staged.values())
+        assert all(one.ahead == all(fetch.node is None for fetch in one.users) for one in self._staged.values())
+
+
+def _as_tensor(chunk: bytes) -> Tensor:
+    """A copy: torch warns of tensors that share memory which must not be written."""
+    made = torch.empty(len(chunk), dtype=torch.uint8)
+    memoryview(made.numpy())[:] = chunk
+    return made

@@ -16,8 +16,9 @@ import click
 from pydantic import BaseModel
 
 from kvcellar.cli.main import COMMANDS, ENVIRONMENT, cli
+from kvcellar.cli.store_options import KEY, REMOTE
 from kvcellar.engine.settings import Settings
-from kvcellar.engine.stats import EngineStats, GroupStats
+from kvcellar.engine.stats import EngineStats, GroupStats, StoreStats, TierStats
 from kvcellar.events import Recall, Timings, Usage
 from kvcellar.kernels.compiled import COMPILERS
 from kvcellar.sample.params import SamplingParams
@@ -52,6 +53,8 @@ there is no metrics endpoint yet.
 RECORDS = {
     EngineStats: "`engine.stats()`",
     GroupStats: "`groups` of `engine.stats()`",
+    StoreStats: "`store` of `engine.stats()`",
+    TierStats: "`tiers` of `engine.stats().store`",
     Usage: "`usage` of a result",
     Timings: "`timings` of a result",
     Recall: "`recall` of a result",
@@ -212,6 +215,8 @@ def _environment() -> str:
     rows = [
         (f"`{VARIABLE}`", "one more API key of `kvcellar serve`"),
         (f"`{ADMIN_VARIABLE}`", "one more admin key of `kvcellar serve`; the admin key of `why` and `cache`"),
+        (f"`{KEY}`", "key of what is stored, as in the file of `--store-key-file`"),
+        (f"`{REMOTE}`", "as `--store-remote`, for URLs with a password"),
         (
             "`XDG_CACHE_HOME`",
             "directory of compiled kernels and measured steps, in its folder `kvcellar`; default: `~/.cache`",

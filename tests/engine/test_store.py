@@ -81,7 +81,9 @@ def test_a_restarted_engine_goes_on_where_the_last_one_was(saved, tmp_path, name
         stats = engine.stats().store
         assert stats.restored > 0
         assert not stats.failures
-        assert 0 < stats.bytes <= stats.limit_bytes
+        (disk,) = stats.tiers
+        assert not disk.failures
+        assert 0 < disk.bytes <= disk.limit_bytes
         engine.check()
         engine.clear_cache()
         stats = engine.stats()
@@ -106,8 +108,8 @@ def test_what_memory_had_no_room_for_is_read_back(saved, tmp_path, name) -> None
                 acknowledged(engine)
                 engine.check()
         assert engine.stats().store.restored > 0
-        cap = engine.stats().store.limit_bytes
-        assert engine.stats().store.bytes <= cap
+        (disk,) = engine.stats().store.tiers
+        assert disk.bytes <= disk.limit_bytes
 
 
 def test_what_several_completions_share_is_written_once(saved, tmp_path) -> None:
@@ -162,7 +164,7 @@ def test_a_damaged_store_is_a_miss(saved, tmp_path, name) -> None:
     with opened(saved[name], tmp_path / "store") as engine:
         found = engine.generate(prompt, **GREEDY)
         assert (found.token_ids, found.usage.cached_tokens) == (wanted, 0)
-        assert engine.stats().store.failures["damaged"] >= 1
+        assert engine.stats().store.tier("disk").failures["damaged"] >= 1
         engine.check()
 
 
@@ -174,7 +176,7 @@ def test_a_tier_that_raises_delays_no_request_and_no_later_write(saved, tmp_path
         acknowledged(engine)
         engine.clear_cache()
         with monkeypatch.context() as patch:
-            patch.setattr(engine._loop.manager.store.tier, method, lambda *_: 1 // 0)
+            patch.setattr(engine._loop.manager.store.transfers.tiers[0], method, lambda *_: 1 // 0)
             assert engine.generate(prompt, **GREEDY).usage.cached_tokens == (0 if method == "get" else len(prompt) - 1)
             engine.generate(other, **GREEDY)
             acknowledged(engine)
@@ -190,7 +192,7 @@ def test_what_the_tier_evicts_is_forgotten(saved, tmp_path) -> None:
             engine.generate(next(conversation(number)), **GREEDY)
             acknowledged(engine)
         engine._loop.call(store._forget_gone)
-        there = {entry.snapshot.key for entry in store.tier.entries()}
+        there = {entry.snapshot.key for entry in store.transfers.tiers[0].entries()}
         assert 0 < len(there) < 24
         assert len(store.catalogue) <= len(there)
 
@@ -198,7 +200,7 @@ def test_what_the_tier_evicts_is_forgotten(saved, tmp_path) -> None:
 def test_a_tier_that_is_down_costs_bounded_memory(saved, tmp_path, monkeypatch) -> None:
     with opened(saved["llama"], tmp_path / "store") as engine:
         store = engine._loop.manager.store
-        monkeypatch.setattr(type(store.tier), "down", True)
+        monkeypatch.setattr(type(store.transfers.tiers[0]), "down", True)
         engine._loop.call(lambda: [store.keep("", key_of(range(at, at + 100))) for at in range(1000)])
         assert len(store._wanted) == MOST_WANTED
 

@@ -458,6 +458,7 @@ ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
     "the prompt is empty; at least one token is needed": "Python: likewise",
     "{} are positions 0 to {}, in order, not {}": "Python",
     "this model has no attention layers, so there are no keys and values to store": "start",
+    "host_bytes is {} of the {} bytes of {}": "start",
     "dtype is {}, but the network that was given is in {}": "start",
     "device is {}, but the network that was given is on {}": "start",
     "context is {}; this model is {}": "start",

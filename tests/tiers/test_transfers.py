@@ -2,16 +2,15 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from kvcellar.retention import DEFAULT, Retention
 from kvcellar.snapshot import Snapshot
 from kvcellar.tiers.host import HostTier
+from kvcellar.tiers.locations import Locations
 from kvcellar.tiers.tier import Loaded
 from kvcellar.tiers.transfers import Outcome, Transfer, Transfers
 from tests.tiers.made import made
@@ -64,18 +63,30 @@ def transfers(*tiers: Any, **options: Any) -> Iterator[Transfers]:
         assert not opened.staged(), "bytes stay reserved"
 
 
-def ended(transfer: Transfer) -> Outcome | None:
+def ended(transfer: Transfer | None) -> Outcome | None:
+    assert transfer is not None, "no memory was free for it"
     assert transfer.ended.wait(SOON), "it did not end"
     return transfer.outcome
+
+
+def put(
+    opened: Transfers, snapshot: Snapshot, chunks: Sequence[bytes], retention: Retention = DEFAULT
+) -> Transfer | None:
+    if (transfer := opened.reserve(snapshot)) is not None:
+        opened.put(transfer, chunks, retention)
+    return transfer
 
 
 def test_what_is_put_is_in_all_tiers_and_fetched_from_the_first() -> None:
     host, disk = Slow("host"), Slow("disk")
     snapshot, chunks = made(1)
-    with transfers(host, disk) as opened:
-        put = opened.put(snapshot, chunks, Retention(priority=2))
-        assert ended(put) is Outcome.STORED
-        assert put.tiers == ("host", "disk")
+    locations = Locations()
+    with transfers(host, disk, locations=locations) as opened:
+        stored = put(opened, snapshot, chunks, Retention(priority=2))
+        assert ended(stored) is Outcome.STORED
+        assert stored.tiers == ("host", "disk")
+        assert locations.of(snapshot.key) == {"host", "disk"}
+        assert opened.source(snapshot.key) == "host"
         fetched = opened.fetch(snapshot)
         assert ended(fetched) is Outcome.FETCHED
         assert fetched.tiers == ("host",)
@@ -100,38 +111,30 @@ def test_what_is_fetched_from_below_is_promoted_and_counted_as_used() -> None:
 
 
 def test_what_is_nowhere_is_missed_and_nothing_is_held() -> None:
-    with transfers(Slow(), Slow()) as opened:
+    locations = Locations()
+    locations.stored("disk", [made(1)[0].key])
+    with transfers(Slow(), Slow(), locations=locations) as opened:
         assert ended(opened.fetch(made(1)[0])) is Outcome.MISSED
         assert opened.staged() == 0
+    assert [gone.key for gone in locations.gone()] == [made(1)[0].key]
 
 
-def test_bytes_on_the_way_stay_below_their_cap_and_more_wait() -> None:
+def test_bytes_on_the_way_stay_below_their_cap() -> None:
     disk = Slow()
     each = made(0)[0].size
     stored = [made(seed) for seed in range(6)]
     for one in stored:
         disk.put(*one)
-    with transfers(disk, staging=2 * each + each // 2) as opened:
-        waiting = [opened.fetch(snapshot) for snapshot, _ in stored]
-        for transfer in waiting:
+    with transfers(disk, staging=4 * each + each // 2) as opened:
+        fetched = [opened.fetch(snapshot) for snapshot, _ in stored]
+        assert [one is None for one in fetched] == [False] * 4 + [True] * 2
+        assert opened.reserve(made(9)[0]) is None
+        for transfer in fetched[:4]:
             assert ended(transfer) is Outcome.FETCHED
-            assert 0 < opened.staged() <= 2 * each
+            assert transfer is not None
             opened.release(transfer)
             opened.release(transfer)  # again, which changes nothing
-
-
-def test_a_snapshot_that_never_fits_and_too_many_that_wait_are_refused() -> None:
-    disk, each = Slow(), made(0)[0].size
-    disk.go.clear()
-    with transfers(disk, staging=2 * each, waiting=2) as opened:
-        assert ended(opened.put(*made(1, size=400))) is Outcome.REFUSED
-        first = opened.put(*made(2))
-        assert disk.inside.acquire(timeout=SOON)
-        more = [opened.put(*made(seed)) for seed in (3, 4)]
-        assert ended(opened.put(*made(5))) is Outcome.REFUSED
-        assert first.outcome is more[0].outcome is None
-        disk.go.set()
-        assert [ended(transfer) for transfer in (first, *more)] == [Outcome.STORED] * 3
+        assert opened.staged() == 0
 
 
 def test_puts_leave_half_of_the_bytes_to_fetches() -> None:
@@ -139,13 +142,23 @@ def test_puts_leave_half_of_the_bytes_to_fetches() -> None:
     disk.put(*made(9))
     disk.go.clear()
     with transfers(disk, staging=4 * each) as opened:
-        puts = [opened.put(*made(seed)) for seed in range(4)]
-        assert disk.inside.acquire(timeout=SOON)
-        assert opened.staged() <= 2 * each
-        opened.fetch(made(9)[0])
+        puts = [put(opened, *made(seed)) for seed in range(3)]
+        assert puts[2] is None
+        assert opened.room() == 0
+        assert opened.staged() == 2 * each
+        assert opened.fetch(made(9)[0]) is not None
         assert opened.staged() == 3 * each
         disk.go.set()
-        assert {ended(put) for put in puts} == {Outcome.STORED}
+        assert {ended(one) for one in puts[:2]} == {Outcome.STORED}
+
+
+def test_what_was_reserved_and_is_not_stored_is_given_back() -> None:
+    with transfers(Slow()) as opened:
+        transfer = opened.reserve(made(1)[0])
+        assert transfer is not None
+        assert opened.staged() == transfer.need
+        opened.cancel(transfer)
+        assert opened.staged() == 0
 
 
 def test_a_tier_that_hangs_delays_only_what_needs_it() -> None:
@@ -157,6 +170,7 @@ def test_a_tier_that_hangs_delays_only_what_needs_it() -> None:
     with transfers(host, disk, remote, threads=1, patience=5.0, clock=lambda: now[0]) as opened:
         disk.go.clear()
         stuck = opened.fetch(other[0])
+        assert stuck is not None
         while disk.calls["get"] == 0:
             assert disk.inside.acquire(timeout=SOON)
         assert ended(opened.fetch(one[0])) is Outcome.FETCHED
@@ -173,25 +187,27 @@ def test_a_tier_that_is_down_is_skipped_and_used_again_later() -> None:
     host, disk = Slow("host"), Slow("disk")
     with transfers(host, disk) as opened:
         disk.down = True
-        put = opened.put(*made(1))
-        assert ended(put) is Outcome.STORED
-        assert put.tiers == ("host",)
+        stored = put(opened, *made(1))
+        assert ended(stored) is Outcome.STORED
+        assert stored.tiers == ("host",)
         host.down = True
-        assert ended(opened.put(made(2)[0], raises())) is Outcome.REFUSED  # without a look at its chunks
+        assert put(opened, *made(2)) is None
         assert ended(opened.fetch(made(1)[0])) is Outcome.MISSED
+        assert opened.source(made(1)[0].key) is None
         host.down = disk.down = False
-        put = opened.put(*made(3))
-        assert ended(put) is Outcome.STORED
-        assert put.tiers == ("host", "disk")
+        assert opened.source(made(1)[0].key) == "host", "it was forgotten because a tier was down"
+        stored = put(opened, *made(3))
+        assert ended(stored) is Outcome.STORED
+        assert stored.tiers == ("host", "disk")
 
 
 def test_cancelling_ends_what_waits_at_once_and_what_runs_after_its_job() -> None:
     disk, each = Slow(), made(0)[0].size
     disk.go.clear()
-    with transfers(disk, staging=2 * each) as opened:
-        runs = opened.put(*made(1))
+    with transfers(disk, staging=4 * each, threads=1) as opened:
+        runs = put(opened, *made(1))
         assert disk.inside.acquire(timeout=SOON)
-        waits = opened.put(*made(2))
+        waits = put(opened, *made(2))
         opened.cancel(waits)
         assert waits.outcome is Outcome.CANCELLED
         opened.cancel(runs)
@@ -212,20 +228,13 @@ def test_cancelling_what_was_fetched_releases_it() -> None:
         assert opened.staged() == 0
 
 
-def raises() -> Iterator[bytes]:
-    yield b""
-    raise RuntimeError("the device is gone")
-
-
-@pytest.mark.parametrize("chunks", [raises, lambda: [b"one chunk of another size"]])
-def test_chunks_that_cannot_be_read_fail_their_transfer_only(chunks: Callable[[], Iterable[bytes]], caplog) -> None:
+def test_an_error_of_a_tier_fails_its_transfer_only(caplog) -> None:
     disk = Slow()
     with transfers(disk) as opened:
         snapshot = replace(made(1)[0], sizes=(0, 10))
-        assert ended(opened.put(snapshot, chunks())) is Outcome.FAILED
+        assert ended(put(opened, snapshot, [b"one chunk of another size"])) is Outcome.FAILED
         assert opened.staged() == 0
-        assert ended(opened.put(*made(2))) is Outcome.STORED
-    assert disk.calls["put"] == 1
+        assert ended(put(opened, *made(2))) is Outcome.STORED
     assert "a transfer has failed" in caplog.text
 
 
@@ -233,7 +242,7 @@ def test_each_transfer_is_handed_over_once_when_it_has_ended() -> None:
     done: list[Transfer] = []
     disk = Slow()
     with transfers(disk, completed=done.append, staging=10**6) as opened:
-        all_of_them = [opened.put(*made(seed)) for seed in range(20)]
+        all_of_them = [put(opened, *made(seed)) for seed in range(20)]
         all_of_them += [opened.fetch(made(seed)[0]) for seed in range(40)]
         for transfer in all_of_them[::3]:
             opened.cancel(transfer)
@@ -244,55 +253,42 @@ def test_each_transfer_is_handed_over_once_when_it_has_ended() -> None:
     assert sum(opened.counts.values()) == 60
 
 
+def test_entries_are_renewed_and_removed_in_all_tiers() -> None:
+    host, disk = Slow("host"), Slow("disk")
+    snapshot = made(1)[0]
+    locations = Locations()
+    with transfers(host, disk, locations=locations) as opened:
+        assert ended(put(opened, *made(1))) is Outcome.STORED
+        opened.renew([snapshot.key], Retention(priority=3, pinned=True))
+        opened.close(SOON)
+    for tier in (host, disk):
+        assert [entry.retention for entry in tier.entries()] == [Retention(priority=3, pinned=True)]
+    with transfers(host, disk) as opened:
+        opened.remove([snapshot.key])
+        opened.close(SOON)
+    assert not host.entries() + disk.entries()
+
+
 def test_closing_stores_what_was_accepted() -> None:
     disk = Slow()
     with transfers(disk, staging=10**6) as opened:
-        puts = [opened.put(*made(seed)) for seed in range(20)]
+        puts = [put(opened, *made(seed)) for seed in range(20)]
         assert opened.close(SOON)
-        assert {put.outcome for put in puts} == {Outcome.STORED}
-        assert ended(opened.put(*made(30))) is Outcome.REFUSED
+        assert {ended(one) for one in puts} == {Outcome.STORED}
+        assert put(opened, *made(30)) is None
+        assert opened.fetch(made(1)[0]) is None
 
 
 def test_closing_ends_at_its_deadline_and_cancels_the_rest() -> None:
     disk = Slow()
     disk.go.clear()
     with transfers(disk, staging=10**6) as opened:
-        puts = [opened.put(*made(seed)) for seed in range(5)]
+        puts = [put(opened, *made(seed)) for seed in range(5)]
         assert disk.inside.acquire(timeout=SOON)
         assert not opened.close(0.01)
-        assert Outcome.CANCELLED in {put.outcome for put in puts}
+        assert Outcome.CANCELLED in {one.outcome for one in puts if one is not None}
         disk.go.set()
-        assert {ended(put) for put in puts} <= {Outcome.CANCELLED, Outcome.STORED}
-
-
-def test_no_put_passes_a_fetch_that_waits_for_its_bytes() -> None:
-    disk, each = Slow(), made(0)[0].size
-    large = made(9, size=4 * 40)
-    disk.put(*large)
-    disk.go.clear()
-    with transfers(disk, staging=4 * each) as opened:
-        first = opened.put(*made(1))
-        fetched = opened.fetch(large[0])
-        later = opened.put(*made(2))
-        disk.go.set()
-        assert ended(first) is Outcome.STORED
-        assert ended(fetched) is Outcome.FETCHED
-        assert opened.staged() == 4 * each
-        assert later.outcome is None
-        opened.release(fetched)
-        assert ended(later) is Outcome.STORED
-
-
-def test_any_number_may_end_at_once() -> None:
-    disk, each = Slow(), made(0)[0].size
-    disk.put(*made(0))
-    with transfers(disk, staging=each, waiting=2000) as opened:
-        first = opened.fetch(made(0)[0])
-        assert ended(first) is Outcome.FETCHED
-        waiting = [opened.fetch(made(1)[0]) for _ in range(1500)]
-        disk.down = True
-        opened.release(first)
-        assert {ended(transfer) for transfer in waiting} == {Outcome.MISSED}
+        assert {ended(one) for one in puts} <= {Outcome.CANCELLED, Outcome.STORED}
 
 
 def test_an_error_of_the_callback_stops_nothing(caplog) -> None:
@@ -304,6 +300,6 @@ def test_an_error_of_the_callback_stops_nothing(caplog) -> None:
 
     with transfers(Slow(), completed=completed) as opened:
         for seed in range(3):
-            assert ended(opened.put(*made(seed))) is Outcome.STORED
+            assert ended(put(opened, *made(seed))) is Outcome.STORED
     assert len(done) == 3
     assert caplog.text.count("a job of the transfers has failed") == 3

@@ -90,10 +90,11 @@ def _read_all(engine: Engine) -> float:
     """Read and verify every snapshot; returns the seconds."""
     store = engine._loop.manager.store  # pyright: ignore[reportPrivateUsage]
     assert store is not None
-    keys = [entry.snapshot.key for entry in store.tier.entries()]
+    (disk,) = store.transfers.tiers
+    keys = [entry.snapshot.key for entry in disk.entries()]
     began = time.perf_counter()
     for key in keys:
-        store.tier.get(key)
+        disk.get(key)
     return time.perf_counter() - began
 
 

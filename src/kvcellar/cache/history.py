@@ -136,6 +136,10 @@ class StoredPlane:
             return [self._rows(tensor)[cells].clone(memory_format=torch.contiguous_format) for tensor in self._tensors]
         return [self._rows(tensor).index_select(0, cells) for tensor in self._tensors]
 
+    def sizes(self, n: int) -> list[int]:
+        """Bytes of the tensors of `content` for n cells."""
+        return [n * self._rows(tensor)[0].nbytes for tensor in self._tensors]
+
     def empty(self, n: int) -> list[Tensor]:
         """Tensors like those of `content` for n cells, uninitialised."""
         return [tensor.new_empty(n, *self._rows(tensor).shape[1:]) for tensor in self._tensors]

@@ -192,6 +192,11 @@ class Reading:
         for row in self.rows:
             yield from map(as_bytes, self._states.content(row))
 
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of the chunks, in order."""
+        planes = ((plane, n) for part in self.parts for plane, _, n in part.planes(self._states.device))
+        return (*(size for plane, n in planes for size in plane.sizes(n)), *(self._states.sizes() * len(self.rows)))
+
     def close(self) -> None:
         """May be called again."""
         for part in self.parts:

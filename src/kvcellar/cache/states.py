@@ -106,6 +106,10 @@ class States:
         """A bitwise copy of a row for `restore`, ordered by layer, plane."""
         return [plane[row].clone() for planes in self._planes.values() for plane in planes.values()]
 
+    def sizes(self) -> list[int]:
+        """Bytes of the tensors of `content`."""
+        return [plane[0].nbytes for planes in self._planes.values() for plane in planes.values()]
+
     def restore(self, row: int, content: Iterable[Tensor]) -> None:
         """Write `content` to a row that no step and no sequence reads yet."""
         stored = (plane for planes in self._planes.values() for plane in planes.values())

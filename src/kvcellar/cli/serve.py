@@ -13,9 +13,8 @@ from kvcellar.cli.logs import LEVELS, Format, log_to_stderr
 from kvcellar.cli.options import Command, Size, engine_options, given, quiet_option
 from kvcellar.cli.progress_line import show_progress
 from kvcellar.cli.shutdown import ShutdownTimer
+from kvcellar.cli.store_options import store_options, stored
 from kvcellar.engine.engine import Engine
-from kvcellar.engine.settings import store_directory
-from kvcellar.places import NoPlace
 from kvcellar.serve.keys import admin_digests, key_digests, permission_warning
 from kvcellar.serve.server import SHUTDOWN_SECONDS, bind, run
 from kvcellar.serve.settings import ServeSettings
@@ -62,12 +61,7 @@ SERVER_OPTIONS = (
     "--log-format", type=click.Choice(get_args(Format)), default="text", show_default=True, help="Format of the log."
 )
 @click.option("--share-prefixes", is_flag=True, help="Requests of different API keys and users share memory.")
-@click.option(
-    "--store",
-    help="Directory where a later server finds what this one has computed. Default: ~/.local/state/kvcellar/store.",
-)
-@click.option("--no-store", is_flag=True, help="Store nothing on disk.")
-@click.option("--store-bytes", type=Size(), default="10G", show_default=True, help="Most bytes of the store.")
+@store_options
 @engine_options
 @quiet_option
 def command(
@@ -77,7 +71,6 @@ def command(
     log_level: str,
     log_format: Format,
     quiet: bool,
-    no_store: bool,
     **options: Any,
 ) -> None:
     """Serve MODEL (a directory, a name in the local Hugging Face cache, or the embedded model) with the OpenAI API.
@@ -86,7 +79,7 @@ def command(
     the engine at most 3 seconds later. Exit code 0; or 1 if the engine's current step takes longer than that. A second
     signal ends the process at once, with exit code 128 plus the number of the signal.
     """
-    options["store"] = None if no_store else options["store"] or _store_directory()
+    stored(options)
     server_options = {name: options.pop(name) for name in SERVER_OPTIONS}
     keys = {"key_digests": key_digests(api_key_file, os.environ)}
     keys["admin_digests"] = admin_digests(admin_key_file, os.environ)
@@ -108,15 +101,6 @@ def command(
                 announce(f"Serving {name} at {url}/v1")
 
             run(engine, settings, listener=listener, ready=ready, signalled=timer.signalled)
-
-
-def _store_directory() -> str | None:
-    """None, with a warning, if there is no place for it."""
-    try:
-        return str(store_directory(os.environ))
-    except NoPlace as error:
-        log.warning("running without a store: %s", error)
-        return None
 
 
 def _loaded(model: str | None, *, quiet: bool, **options: Any) -> Engine:

@@ -227,6 +227,10 @@ def _capacity(guest: Guest, settings: Settings, context: int, measures: Measures
         budget, because = settings.cache_bytes, "cache_bytes"
     else:
         budget, because = int(free * SHARE_OF_FREE[kind]), f"{SHARE_OF_FREE[kind]:.0%} of the memory that is free"
+    if kind == "cpu" and settings.host_bytes:
+        if settings.host_bytes >= budget:
+            raise BadRequest(f"host_bytes is {settings.host_bytes} of the {budget} bytes of {because}", "host_bytes")
+        budget, because = budget - settings.host_bytes, f"{because} without host_bytes"
     capacity = resolve_capacity(
         [_demand(guest, group) for group in guest.shape.groups],
         budget=budget,

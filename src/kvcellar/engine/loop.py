@@ -19,6 +19,7 @@ with the loop's own before it acquires a lock or waits: it raises in a fork, whe
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -32,7 +33,7 @@ from kvcellar.engine.compaction import Compaction
 from kvcellar.engine.manager import SequenceManager
 from kvcellar.engine.request import Completion, Request, Status
 from kvcellar.engine.runner import Runner
-from kvcellar.engine.scheduler import Scheduler
+from kvcellar.engine.scheduler import Scheduled, Scheduler
 from kvcellar.errors import CacheFull, EngineClosed, EngineFailed, KvcellarError, WrongStage, forked_from
 from kvcellar.events import FinishReason
 
@@ -54,6 +55,7 @@ class Loop:
         ] = []  # requests that errors have ended since the last `_recover`
         self._failed_at = -1  # number of steps at the last error that belongs to no request
         self._arrivals = count()
+        self._stalled = False  # all waiting completions wait for what is read back
         self._open = True
         self._process = os.getpid()
         self._gate = threading.Lock()  # held while adding to the inbox, so that nothing is added after `_shut_down`
@@ -123,6 +125,7 @@ class Loop:
             request.completions.append(completion)
             self._requests[request.number] = request
             self.scheduler.enqueue(completion)
+            self.manager.arrived(completion)
 
         self.post(lambda: self._guard("taking in the request", request, take_in))
 
@@ -160,8 +163,7 @@ class Loop:
     def _receive(self) -> None:
         """Run the calls in the inbox. Without requests that can go on, write to the store and compact memory until
         one arrives, or wait for one."""
-        store = self.manager.store
-        idle = not self.scheduler.running and (not self.scheduler.waiting or (store is not None and store.fetching))
+        idle = not self.scheduler.running and (not self.scheduler.waiting or self._stalled)
         while idle and self._inbox.empty() and (self._pump() or self._compact()):
             pass
         try:
@@ -217,7 +219,7 @@ class Loop:
                     return
 
     def _step(self) -> None:
-        self.scheduler.current = None
+        self.scheduler.current, self._stalled = None, False
         try:
             for completion in list(self.scheduler.running):
                 if completion.full(self._context):
@@ -227,10 +229,9 @@ class Loop:
             self.scheduler.current = None
             for completion in stuck:
                 self.end(completion, "length")
+            self._stalled = not (scheduled or stuck or self._failures)
             if scheduled and not self._failures:
-                self._runner.step(scheduled)
-                self.steps += 1
-                self._pump()
+                self._forward(scheduled)
         except Exception as error:
             at = self.scheduler.current
             if at is None and self._failed_at == self.steps:
@@ -241,6 +242,14 @@ class Loop:
         for request in [completion.request for completion in self.scheduler.running if completion.request.unreachable]:
             self._cancel(request)
         self._recover()
+
+    def _forward(self, scheduled: Sequence[Scheduled]) -> None:
+        began = time.perf_counter()
+        self._runner.step(scheduled)
+        self.steps += 1
+        if self.manager.store is not None:
+            self.manager.store.stepped(sum(one.tokens for one in scheduled), time.perf_counter() - began)
+        self._pump()
 
     def end(self, completion: Completion, reason: FinishReason | Exception) -> None:
         """End a completion: with a reason, or with an error, which ends its whole request. Raises nothing."""
@@ -314,6 +323,7 @@ class Loop:
     def _free(self, completion: Completion) -> None:
         self.scheduler.remove(completion)
         self.manager.release(completion)
+        self.manager.forget(completion)
 
     def fork(self, completion: Completion, siblings: Sequence[Completion]) -> None:
         """At the end of prefill: start decode of `completion`, and of its `siblings`, which share its cells. An error

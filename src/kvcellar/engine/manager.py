@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 from kvcellar.engine.prefixes import NEAR, Prefix, Prefixes
 from kvcellar.engine.request import Completion, Status
+from kvcellar.engine.restores import Fetch
 from kvcellar.engine.scheduler import Scheduled
-from kvcellar.engine.store import Fetch, Store
+from kvcellar.engine.store import Store
 from kvcellar.errors import NotSupported
 from kvcellar.plan import Feed
 from kvcellar.policy import trim
@@ -40,7 +41,7 @@ class SequenceManager:
         self.prefixes = Prefixes(memory)
         self._numbers = count(1)
         self.store: Store | None = None
-        self._fetches: dict[Completion, Fetch | None] = {}  # of waiting completions whose tokens were looked for
+        self._fetches: dict[Completion, Fetch] = {}  # of waiting completions
         self._running: dict[int, tuple[Completion, Prefix]] = {}  # those that have a prefix, by sequence
         self.shifts = 0  # context shifts that rotated keys
         self.recomputes: Counter[str] = Counter()  # context shifts that recompute text instead, by reason
@@ -63,11 +64,24 @@ class SequenceManager:
 
     # -- completions --------------------------------------------------------------------------------------------------
 
-    def waits(self, completion: Completion) -> bool:
+    def arrived(self, completion: Completion) -> None:
+        """A completion waits from now on: what tiers have of its tokens is read meanwhile."""
+        if self.store is not None:
+            self._fetches[completion] = self.store.restores.prefetch(
+                completion.request.namespace, lambda: key_of(completion.tokens)
+            )
+
+    def forget(self, completion: Completion) -> None:
+        """A completion is over, whether it has run or not."""
+        fetch = self._fetches.pop(completion, None)
+        if fetch is not None and self.store is not None:
+            self.store.restores.cancel(fetch)
+
+    def waits(self, completion: Completion, *, next_in: bool) -> bool:
         """Whether a running prompt is about to compute tokens that a waiting completion needs, too: then it waits for
         them. The running one leaves a checkpoint where they diverge. It also waits while its tokens are read back from
         the store."""
-        if self._read_back(completion):
+        if self._read_back(completion, next_in=next_in):
             return True
         namespace, tokens, key = completion.request.namespace, completion.tokens, b""
         for other, prefix in self._running.values():
@@ -83,14 +97,14 @@ class SequenceManager:
                 return True
         return False
 
-    def _read_back(self, completion: Completion) -> bool:
-        """Whether tokens of a waiting completion are being read back; the first call begins that."""
+    def _read_back(self, completion: Completion, *, next_in: bool) -> bool:
+        """Whether tokens of a waiting completion are being read back."""
         if self.store is None:
             return False
-        if completion not in self._fetches:
-            self._fetches[completion] = self.store.fetch(completion.request.namespace, key_of(completion.tokens))
+        if completion not in self._fetches:  # it was preempted
+            self.arrived(completion)
         fetch = self._fetches[completion]
-        return fetch is not None and not fetch.done
+        return self.store.restores.advance(fetch, lambda: key_of(completion.tokens), enters=next_in)
 
     def admit(self, completion: Completion) -> None:
         """Assign a sequence to `completion`, with the prefix of its tokens that is in memory. At least one token is
@@ -201,14 +215,19 @@ class SequenceManager:
                 if seq is not None and self._has(seq, computed) and computed > found[1].restored:
                     middle = self.memory.can_cut(seq, at) if at is not None else computed
                     self._publish(*found, at=(middle, computed))
-                    if self.store is not None:
-                        self.store.keep(found[1].root.namespace, found[1].key[: found[1].published * TOKEN])
+                    self._keep(completion, found[1])
             finally:
                 self.prefixes.release(found[1])
         if seq is not None and self.memory.has(seq):
             self.memory.drop(seq)
-        self._fetches.pop(completion, None)
         completion.seq, completion.computed = None, 0
+
+    def _keep(self, completion: Completion, prefix: Prefix) -> None:
+        """Let tiers have what the tree has of a completion."""
+        retention = completion.request.retention
+        if self.store is not None and retention.stored:
+            key = prefix.key[: prefix.published * TOKEN]
+            self.store.keep(prefix.root.namespace, key, retention.at(time.time()))
 
     def shift(self, completion: Completion, span: Span) -> str | None:
         """Context shift: remove `span` of the completion, and move the following tokens down. Returns None, or the
@@ -285,6 +304,7 @@ class SequenceManager:
     def _reset_cache(self) -> None:
         """The same in whatever state an error has left the tree: running completions have no place in it any more."""
         self._running.clear()
+        self._fetches.clear()
         self.memory.claims.clear()
         self.prefixes = Prefixes(self.memory)
         if self.store is not None:
@@ -300,7 +320,7 @@ class SequenceManager:
         self.memory.check()
         locked = [prefix.node for _, prefix in self._running.values()]
         if self.store is not None:
-            locked += self.store.locks()
+            locked += self.store.restores.locks()
             self.store.check()
         self.prefixes.check(locked)
         owned = [completion.seq for completion in running]

@@ -1,15 +1,15 @@
 """restores: brings back what tiers have of the requests that wait, while they wait.
 
-    fetch = restores.prefetch(namespace, key)             # a request has arrived: its snapshots are read into staging
-    restores.advance(fetch, key, enters=True)             # it is its turn: they enter memory. True while more are to come
+    fetch = restores.prefetch(namespace, key)   # a request has arrived: its snapshots are read into staging memory
+    restores.advance(fetch, key, enters=True)   # it is its turn: they enter memory. True while more are to come
     restores.cancel(fetch)
 
 All of it runs on the engine's thread; tiers are read by the threads of the transfers.
 
 Always true:
   * a snapshot that several requests need is read once at the same time;
-  * those of requests whose turn has not come take at most a quarter of the staging memory, so that one whose turn it is
-    goes on;
+  * those of requests whose turn has not come take at most a quarter of the staging memory, so that one whose turn it
+    is goes on;
   * what was read is checked against the record and the tokens of its key before any of it is used;
   * a fetch whose turn has come has locked what it needs of the tree until it is done.
 """
@@ -30,6 +30,7 @@ from kvcellar.engine.prefixes import Prefixes
 from kvcellar.errors import CacheFull, KvcellarError
 from kvcellar.prefix.node import TOKEN, Node
 from kvcellar.prefix.stored import Catalogue
+from kvcellar.prefix.why import ReadBack
 from kvcellar.snapshot import Snapshot
 from kvcellar.tiers.admission import Piece, Rate, restored
 from kvcellar.tiers.tier import Loaded
@@ -58,7 +59,7 @@ class _Staged:
 @dataclass(eq=False, slots=True)
 class Fetch:
     """What is being read back for a request. Its turn has come when `node` is set: where the tree has got to, locked
-    until the end. `declined` tokens are in a tier, and cheaper to recompute."""
+    until the end. `skipped` says why tokens that a tier has are not read back."""
 
     namespace: str
     chain: deque[Snapshot]  # to be read yet
@@ -68,13 +69,17 @@ class Fetch:
     node: Node | None = None
     done: bool = False
     tokens: Counter[str] = field(default_factory=Counter[str])  # that were brought back, by tier
-    declined: int = 0
+    skipped: str = ""
     began: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0  # from its turn until it was done
 
+    @property
+    def read_back(self) -> ReadBack:
+        return ReadBack(tuple(self.tokens.items()), self.seconds, self.skipped)
+
 
 class Restores:
-    """The restores of one memory. `wake` lets the engine go on with waiting requests soon."""
+    """The restores of one memory. `wake` calls `go_on` on the engine's thread, before it looks at waiting requests."""
 
     def __init__(
         self,
@@ -92,20 +97,18 @@ class Restores:
         self._staged: dict[bytes, _Staged] = {}
         self._ahead = 0  # bytes staged for requests whose turn has not come
         self._left = STEP  # bytes that may still enter memory before the next step
-        self._declined = 0
+        self._slow = 0  # how often restoring seemed to take longer
         self.entering, self.prefill = Rate(), Rate()  # of bytes into memory; of tokens through the model
-        self.restored = self.recomputed = 0  # tokens brought back; and those that were cheaper to recompute
+        self.restored = 0  # tokens
+        self.declined = 0  # requests of which tokens were cheaper to recompute
 
-    @property
-    def active(self) -> bool:
-        """Whether any restore is not done."""
-        return bool(self._fetches)
-
-    def begin_step(self) -> None:
+    def go_on(self) -> None:
+        """More may enter memory."""
         self._left = STEP
 
     def stepped(self, tokens: int, seconds: float) -> None:
         """A step has computed so many tokens in so many seconds."""
+        self.go_on()
         if tokens >= MEASURED:
             self.prefill.record(tokens, seconds)
 
@@ -143,7 +146,7 @@ class Restores:
         """Decide which snapshots a request needs: those that memory does not have, if restoring takes less time than
         computing their tokens again."""
         fetch.chain.clear()
-        fetch.declined = 0
+        fetch.skipped = ""
         found = self._catalogue.match(fetch.namespace, key, len(key) // TOKEN - 1)
         if found.resume < LEAST:
             return
@@ -169,12 +172,17 @@ class Restores:
     def _admitted(self, fetch: Fetch, pieces: list[Piece]) -> int:
         """How many of the pieces to restore."""
         speed = self._speed()
-        count = restored(pieces, speed) if speed is not None else len(pieces)
-        if count < len(pieces):
-            self._declined += 1
-            if self._declined % AGAIN == 0:
+        if speed is None:
+            return len(pieces)
+        if (count := restored(pieces, speed)) < len(pieces):
+            self._slow += 1
+            if self._slow % AGAIN == 0:
                 return len(pieces)
-            fetch.declined = sum(piece.tokens for piece in pieces[count:])
+            left = Piece(*map(sum, zip(*pieces[count:], strict=True)))
+            fetch.skipped = (
+                f"{left.tokens} tokens are stored: reading them takes about {1000 * left.seconds:.0f} ms, "
+                f"computing them {1000 * left.tokens / speed:.0f} ms"
+            )
         return count
 
     def _speed(self) -> float | None:
@@ -231,7 +239,7 @@ class Restores:
         if len(self._catalogue):
             fetch.key = key()
             self._plan(fetch, fetch.key)
-        self.recomputed += fetch.declined
+        self.declined += bool(fetch.skipped)
         self._leave(fetch, keep={snapshot.key for snapshot in fetch.chain})
         if not fetch.chain:
             self._end(fetch)
@@ -328,13 +336,14 @@ class Restores:
     def _end(self, fetch: Fetch) -> None:
         if fetch.done:
             return
-        fetch.done, fetch.key, fetch.seconds = True, b"", time.perf_counter() - fetch.began
+        fetch.done, fetch.key = True, b""
         fetch.chain.clear()
         fetch.reads.clear()
         self._leave(fetch)
         self._fetches.discard(fetch)
         self.restored += fetch.tokens.total()
         if fetch.node is not None:
+            fetch.seconds = time.perf_counter() - fetch.began
             self._prefixes.tree.unlock(fetch.node)
             fetch.node = None
 
@@ -362,5 +371,5 @@ class Restores:
 def _as_tensor(chunk: bytes) -> Tensor:
     """A copy: torch warns of tensors that share memory which must not be written."""
     made = torch.empty(len(chunk), dtype=torch.uint8)
-    memoryview(made.numpy())[:] = chunk
+    made.numpy().data[:] = chunk
     return made

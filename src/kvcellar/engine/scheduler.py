@@ -37,9 +37,10 @@ class Manager(Protocol):
         """Free some cells of a group that no sequence uses, about as many as given. False if there are none."""
         ...
 
-    def waits(self, completion: Completion) -> bool:
+    def waits(self, completion: Completion, *, next_in: bool) -> bool:
         """Whether a running prompt is about to compute tokens that a waiting completion needs, too, or whether these
         are being read back. To be called before the prompt goes on, so that it leaves a checkpoint where they diverge.
+        What is read back enters memory when the completion is `next_in`: when all before it were admitted, or wait.
         """
         ...
 
@@ -153,7 +154,7 @@ class Scheduler:
         admits = True
         for completion in self.waiting[: self._max_sequences]:
             self.current = completion
-            if not self._manager.waits(completion) and admits:
+            if not self._manager.waits(completion, next_in=admits) and admits:
                 admits = step.left > 0 and self._admit(completion, step)
         if not (step.scheduled or stuck):  # what was just admitted alone may already fill memory
             stuck += self.running

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypedDict
 
@@ -17,6 +17,9 @@ BYTES_PER_TOKEN = 8  # of text; twice as many as texts commonly have
 USUAL_TEXT = 256 * 2**10  # bytes of a text that every engine can tokenize by default
 LEAST_TEXT_BYTES = 2 * bytes_for(SHORT)
 MOST_TEXT_BYTES = 4 * 2**30  # unless more is set
+KEY_BYTES = 32
+TIERS = (("store_bytes", 2**20), ("store_remote_bytes", 2**20), ("staging_bytes", 2**16))  # with the least values
+HOST_SHARE = 10  # the part of free CPU memory that what leaves a GPU may have
 SHARE_OF_FREE = {"cpu": 0.3, "cuda": 0.85}  # less of a CPU's memory, which other programs use too
 
 
@@ -42,6 +45,16 @@ class Settings:
     # directory of a store, in which a later engine finds what this one has computed; None: no store
     store: str | None = None
     store_bytes: int = 10 * 10**9  # most bytes of the store, and no more than a tenth of what is free on its disk
+    # 32 bytes: what is stored on disk and elsewhere is encrypted with AES-256-GCM; None: it is not
+    store_key: bytes | None = field(default=None, repr=False)
+    # URL of a store elsewhere: redis://, rediss://, unix:// or one of fsspec; None: none
+    store_remote: str | None = field(default=None, repr=False)
+    store_remote_bytes: int = 10 * 10**9  # most bytes that this engine keeps there
+    # CPU memory for what leaves the device, on CPUs a part of `cache_bytes`; None: 0 on CPUs, else a tenth of what is
+    # free
+    host_bytes: int | None = None
+    staging_bytes: int = 256 * 2**20  # CPU memory for what is being stored and read back
+    tenant_share: float = 1.0  # most of the bytes of host memory, disk and elsewhere that one tenant may have
     pack: bool = True  # on CPUs, reorder the weights of linear layers for oneDNN at load; a given network's are copied
 
     def __post_init__(self) -> None:
@@ -49,19 +62,31 @@ class Settings:
             raise BadRequest(f"dtype must be auto, float32, bfloat16 or float16, not {shown(self.dtype)}", "dtype")
         if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
             raise BadRequest(f"device must be auto, cpu, cuda or cuda:N, not {shown(self.device)}", "device")
-        for name in ("attention", "kv_dtype", "store"):
+        for name in ("attention", "kv_dtype", "store", "store_remote"):
             if not isinstance(value := getattr(self, name), str | None):
                 raise BadRequest(f"{name} must be text, not {shown(value)}", name)
+        self._tiers()
         if not isinstance(self.pack, bool):
             raise BadRequest(f"pack must be True or False, not {shown(self.pack)}", "pack")
         if self.kv_dtype is not None:
             StoredAs.parse(self.kv_dtype)
-        for name, least in (("max_sequences", 1), ("step_tokens", 1), ("max_waiting", 1), ("store_bytes", 2**20)):
+        for name, least in (("max_sequences", 1), ("step_tokens", 1), ("max_waiting", 1), *TIERS):
             self._whole(name, getattr(self, name), least)
-        for name, least in (("cache_bytes", 1), ("context", 1), ("threads", 1), ("text_bytes", LEAST_TEXT_BYTES)):
+        optional = (("cache_bytes", 1), ("context", 1), ("threads", 1), ("text_bytes", LEAST_TEXT_BYTES))
+        for name, least in (*optional, ("host_bytes", 0)):
             if getattr(self, name) is not None:
                 self._whole(name, getattr(self, name), least)
         self._threads()
+
+    def _tiers(self) -> None:
+        """No message has a key or a URL, which may have a password."""
+        if self.store_remote is not None and "://" not in self.store_remote:
+            raise BadRequest("store_remote must be a URL like redis://host:6379/0 or s3://bucket/path", "store_remote")
+        if self.store_key is not None and (not isinstance(self.store_key, bytes) or len(self.store_key) != KEY_BYTES):
+            raise BadRequest(f"store_key must be {KEY_BYTES} bytes", "store_key")
+        share = self.tenant_share
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise BadRequest(f"tenant_share must be a number above 0 and up to 1, not {shown(share)}", "tenant_share")
 
     def _threads(self) -> None:
         if self.threads is not None and self.threads > (most := most_threads()):
@@ -92,12 +117,25 @@ class EngineOptions(TypedDict, total=False):
     kv_dtype: str | None
     store: str | None
     store_bytes: int
+    store_key: bytes | None
+    store_remote: str | None
+    store_remote_bytes: int
+    host_bytes: int | None
+    staging_bytes: int
+    tenant_share: float
     pack: bool
 
 
 def store_directory(environment: Mapping[str, str]) -> Path:
     """Where a server stores snapshots, unless it is told another place. Raises `NoPlace`."""
     return state(environment) / "store"
+
+
+def host_bytes_of(settings: Settings, kind: str, free: int) -> int:
+    """Bytes of host memory for what leaves a device of a kind, of `free` ones."""
+    if settings.host_bytes is not None:
+        return settings.host_bytes
+    return 0 if kind == "cpu" else free // HOST_SHARE
 
 
 def text_bytes_of(settings: Settings, context: int) -> int:

@@ -43,16 +43,33 @@ class GroupStats:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreStats:
-    """The store on disk. docs/reference/statistics.md is generated from the comments."""
+class TierStats:
+    """One place for what leaves the device. docs/reference/statistics.md is generated from the comments."""
 
-    snapshots: int  # that this engine can read
-    bytes: int  # of all files of the store
+    name: str  # host, disk or remote
+    bytes: int  # of all that is there
     limit_bytes: int  # cap on these
+    down: bool  # whether it is not used now, because it has failed
+    failures: Mapping[str, int]  # operations that failed, by kind: each is a miss, or not stored
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """What has left the device. docs/reference/statistics.md is generated from the comments."""
+
+    tiers: tuple[TierStats, ...]  # described below, the fastest first
+    snapshots: int  # that this engine can read
+    staged_bytes: int  # of what is being written and read
+    staging_bytes: int  # cap on these
     unwritten: bool  # whether something is left to be written
     written: int  # tokens written since the start
     restored: int  # tokens read back since the start
-    failures: Mapping[str, int]  # operations that failed, by kind: each is a miss, or not stored
+    declined: int  # requests since the start of which tokens were cheaper to compute than to read back
+    failures: Mapping[str, int]  # snapshots that were not written, by kind
+
+    def tier(self, name: str) -> TierStats:
+        """Raises `KeyError`."""
+        return {tier.name: tier for tier in self.tiers}[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +164,17 @@ def stats(built: "Built") -> EngineStats:
 def _store_stats(store: "Store | None") -> StoreStats | None:
     if store is None:
         return None
-    tier = store.tier
+    transfers, restores = store.transfers, store.restores
     return StoreStats(
+        tiers=tuple(
+            TierStats(tier.name, tier.size(), tier.cap, tier.down, dict(tier.failures)) for tier in transfers.tiers
+        ),
         snapshots=len(store.catalogue),
-        bytes=tier.size(),
-        limit_bytes=tier.cap,
+        staged_bytes=transfers.staged(),
+        staging_bytes=transfers.staging,
         unwritten=store.unwritten,
         written=store.written,
-        restored=store.restored,
-        failures=dict(tier.failures),
+        restored=restores.restored,
+        declined=restores.declined,
+        failures=dict(store.failures),
     )

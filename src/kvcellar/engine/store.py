@@ -90,11 +90,17 @@ class Store:
         self.catalogue = Catalogue(anywhere=prefixes.anywhere)
         self.transfers = Transfers(tiers, staging=staging, locations=locations, completed=self._completed)
         self.restores = Restores(
-            self.transfers, self.catalogue, memory, prefixes, evict=evict, wake=lambda: self._posted(_nothing)
+            self.transfers,
+            self.catalogue,
+            memory,
+            prefixes,
+            evict=evict,
+            wake=lambda: self._posted(self.restores.go_on),
         )
         self._wanted: deque[_Writing] = deque()
         self._open: _Open | None = None
         self._segment = SEGMENT
+        self._least = 1  # bytes of staging memory without which the next snapshot is not begun
         self._on_way: set[bytes] = set()  # snapshots that are being written
         self._closed = False
         self.written = 0  # tokens
@@ -120,6 +126,8 @@ class Store:
     def _forget_gone(self) -> None:
         """Forget what the tiers have evicted since the last call."""
         for gone in self._locations.gone():
+            if gone.why == "damaged" and (lost := self.catalogue.path(gone.key)) is not None:
+                self._prefixes.losses.damaged(*lost, f"the {gone.tier} tier had other bytes than were written")
             self.catalogue.remove(gone.key)
 
     # -- writing ------------------------------------------------------------------------------------------------
@@ -137,6 +145,8 @@ class Store:
 
     def pump(self, budget: int = BUSY) -> bool:
         """Read up to about `budget` bytes out of memory. False if there is nothing to read, or nowhere to put it."""
+        if self._open is None and self.transfers.room() < self._least:
+            return False
         while budget > 0:
             if self._open is None and not self._begin_next():
                 return False
@@ -166,19 +176,18 @@ class Store:
             snapshot = self._snapshot(writing, span, key, reading)
             transfer = self.transfers.reserve(snapshot) if snapshot.size <= self.transfers.largest else None
             if transfer is not None:
-                self._open = _Open(writing, transfer, reading, iter(reading))
+                self._open, self._least = _Open(writing, transfer, reading, iter(reading)), 1
                 return True
             reading.close()
             if snapshot.size <= self.transfers.largest:
+                self._least = self.transfers.need(snapshot)
                 return False
             self._too_large(snapshot)
         return False
 
     def _snapshot(self, writing: _Writing, span: Span, key: bytes, reading: Reading) -> Snapshot:
         tokens = writing.key[span.start * TOKEN : span.end * TOKEN]
-        return Snapshot(
-            key, writing.parent, writing.namespace, span, tokens, to_bytes(reading.record), tuple(reading.sizes())
-        )
+        return Snapshot(key, writing.parent, writing.namespace, span, tokens, to_bytes(reading.record), reading.sizes())
 
     def _too_large(self, snapshot: Snapshot) -> None:
         """Make shorter ones, or none of this sequence."""
@@ -250,9 +259,10 @@ class Store:
 
     # -- the whole ----------------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
+    def stepped(self, tokens: int, seconds: float) -> None:
+        """A step has computed so many tokens in so many seconds."""
         self._forget_gone()
-        self.restores.begin_step()
+        self.restores.stepped(tokens, seconds)
 
     def reset(self, prefixes: Prefixes) -> None:
         """The tree was made anew after an error: give up what was under way."""

@@ -46,6 +46,15 @@ class Objects(Protocol):
     def close(self) -> None: ...
 
 
+def open_objects(url: str, prefix: str) -> Objects:
+    """The store at a URL: a Valkey or Redis server, or what fsspec finds there. Raises what the classes below raise."""
+    scheme, _, rest = url.partition("://")
+    scheme = {"valkey": "redis", "valkeys": "rediss"}.get(scheme, scheme)
+    if scheme in ("redis", "rediss", "unix"):
+        return RedisObjects(f"{scheme}://{rest}", prefix)
+    return FsspecObjects(url, prefix)
+
+
 class RedisObjects:
     """Strings of a Valkey or Redis server, which may evict them by itself."""
 

@@ -76,7 +76,7 @@ class _Lane:
         return len(self.started) == self.threads and max(self.started.values()) < before
 
 
-Job = Callable[[], None]
+Job = Callable[[], object]
 Step = tuple[_Lane, Callable[[], "Step | None"]]  # what to do next, and where
 
 
@@ -137,10 +137,17 @@ class Transfers:
         """Whether any tier can be used now."""
         return bool(self._usable(range(len(self.tiers))))
 
+    def room(self) -> int:
+        """Bytes of memory that are free now for what is going to be stored; 0 if no tier can be used."""
+        if not self.usable:
+            return 0
+        with self._changed:
+            staged = sum(self._staged.values())
+            return min(self.staging - staged, self.staging // 2 - self._staged[True])
+
     def reserve(self, snapshot: Snapshot) -> Transfer | None:
-        """Reserve memory for the chunks of a snapshot that is going to be stored. None if too little is free, or no
-        tier can be used."""
-        return self._reserved(Transfer(snapshot, self.need(snapshot), stores=True)) if self.usable else None
+        """Reserve memory for the chunks of a snapshot that is going to be stored. None if too little is free."""
+        return self._reserved(Transfer(snapshot, self.need(snapshot), stores=True))
 
     def put(self, transfer: Transfer, chunks: Sequence[bytes], retention: Retention = DEFAULT) -> None:
         """Store the snapshot of a transfer that was reserved in all tiers."""
@@ -209,9 +216,8 @@ class Transfers:
 
     def _reserved(self, transfer: Transfer) -> Transfer | None:
         with self._changed:
-            of_puts = self._staged[True] + transfer.need if transfer.stores else 0
-            fits = sum(self._staged.values()) + transfer.need <= self.staging and of_puts <= self.staging // 2
-            if not (self._open and fits):
+            room = self.room() if transfer.stores else self.staging - sum(self._staged.values())
+            if not self._open or transfer.need > room:
                 return None
             self._staged[transfer.stores] += transfer.need
             return transfer
@@ -302,7 +308,7 @@ class Transfers:
         """Do something in the lanes of all tiers that can be used."""
         with self._changed:
             for number in self._usable(range(len(self.tiers))) if self._open else ():
-                self._push(self._lanes[number], lambda number=number: act(self.tiers[number]) and None)
+                self._push(self._lanes[number], lambda number=number: act(self.tiers[number]))
 
     def _usable_from(self, first: int) -> int | None:
         """The first usable tier from `first` on."""

@@ -1,0 +1,112 @@
+"""store_options: where a server keeps what has left the device, as options of subcommands."""
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from kvcellar.cli.options import Size
+from kvcellar.engine.settings import KEY_BYTES, store_directory
+from kvcellar.errors import BadRequest
+from kvcellar.places import NoPlace
+from kvcellar.serve.keys import permission_warning
+
+F = TypeVar("F", bound=Callable[..., Any])
+log = logging.getLogger("kvcellar.serve")
+
+KEY, REMOTE = "KVCELLAR_STORE_KEY", "KVCELLAR_STORE_REMOTE"  # environment variables
+_OPTIONS = (
+    click.option(
+        "--store",
+        help="Directory where a later server finds what this one has computed. Default: ~/.local/state/kvcellar/store.",
+    ),
+    click.option("--no-store", is_flag=True, help="Store nothing on disk."),
+    click.option("--store-bytes", type=Size(), default="10G", show_default=True, help="Most bytes of the store."),
+    click.option(
+        "--store-key-file",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help=f"Encrypt what is stored with the key in this file, {2 * KEY_BYTES} hexadecimal digits. Or set ${KEY}.",
+    ),
+    click.option(
+        "--store-remote",
+        envvar=REMOTE,
+        help=f"Store elsewhere, too: redis://HOST:PORT, or a URL of fsspec like s3://BUCKET/PATH. Or set ${REMOTE}.",
+    ),
+    click.option(
+        "--store-remote-bytes", type=Size(), default="10G", show_default=True, help="Most bytes that are kept there."
+    ),
+    click.option(
+        "--host-bytes",
+        type=Size(),
+        help="Bytes of CPU memory for what leaves the device. Default: none on CPUs, else a tenth of what is free.",
+    ),
+    click.option(
+        "--staging-bytes",
+        type=Size(),
+        default="256MiB",
+        show_default=True,
+        help="Bytes of CPU memory for what is being stored and read back.",
+    ),
+    click.option(
+        "--tenant-share",
+        type=float,
+        default=1.0,
+        show_default=True,
+        help="Most of the bytes below the device that one API key may have, from 0 to 1.",
+    ),
+)
+
+
+def store_options(function: F) -> F:
+    """Adds the options of the tiers; `stored` makes settings of an engine of them."""
+    for option in reversed(_OPTIONS):
+        function = option(function)
+    return function
+
+
+def stored(options: dict[str, Any]) -> None:
+    """Put settings of an engine in the place of options. Raises `BadRequest`."""
+    no_store, key_file = options.pop("no_store"), options.pop("store_key_file")
+    options["store"] = None if no_store else options["store"] or _directory()
+    options["store_key"] = store_key(key_file, os.environ)
+
+
+def store_key(file: Path | None, environment: Mapping[str, str]) -> bytes | None:
+    """The key in a file, or in the environment, or None. Raises `BadRequest`, without any of the key."""
+    if file is None:
+        return _parsed(environment[KEY], f"${KEY}") if KEY in environment else None
+    try:
+        with file.open(encoding="ascii") as opened:
+            text = opened.read(4 * KEY_BYTES)
+    except UnicodeDecodeError:
+        text = ""
+    except OSError as error:
+        raise BadRequest(f"{file} cannot be read: {error.strerror}", "store_key_file") from error
+    if (warning := permission_warning(file)) is not None:
+        log.warning("%s", warning)
+    return _parsed(text, str(file))
+
+
+def _parsed(text: str, where: str) -> bytes:
+    try:
+        key = bytes.fromhex(text.strip())
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        digits = 2 * KEY_BYTES
+        raise BadRequest(
+            f"{where} must have {digits} hexadecimal digits; openssl rand -hex {KEY_BYTES} makes some", "store_key_file"
+        )
+    return key
+
+
+def _directory() -> str | None:
+    """None, with a warning, if there is no place for it."""
+    try:
+        return str(store_directory(os.environ))
+    except NoPlace as error:
+        log.warning("running without a store: %s", error)
+        return None

@@ -90,9 +90,11 @@ class Restores:
         *,
         evict: Evict,
         wake: Callable[[], None],
+        missed: Callable[[], None],
     ) -> None:
+        """`missed` is called when a snapshot could not be read."""
         self._transfers, self._catalogue, self._memory, self._prefixes = transfers, catalogue, memory, prefixes
-        self._evict, self._wake = evict, wake
+        self._evict, self._wake, self._missed = evict, wake, missed
         self._fetches: set[Fetch] = set()
         self._staged: dict[bytes, _Staged] = {}
         self._ahead = 0  # bytes staged for requests whose turn has not come
@@ -268,7 +270,7 @@ class Restores:
         elif self._left <= 0:
             self._wake()
             return False
-        elif staged.transfer.loaded is None or not self._enter(fetch, snapshot, staged.transfer):
+        elif not self._enter(fetch, snapshot, staged.transfer):
             self._drop(snapshot.key)
             self._end(fetch)
             return False
@@ -294,8 +296,11 @@ class Restores:
         fetch.node = node
 
     def _enter(self, fetch: Fetch, snapshot: Snapshot, transfer: Transfer) -> bool:
-        assert transfer.loaded is not None
+        """False if it is missing, is not what was stored, or does not fit."""
         loaded, began = transfer.loaded, time.perf_counter()
+        if loaded is None:
+            self._missed()
+            return False
         try:
             if (loaded.snapshot.tokens, loaded.snapshot.span) != (snapshot.tokens, snapshot.span):
                 raise KvcellarError("it is of other tokens")

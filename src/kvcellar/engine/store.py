@@ -96,6 +96,7 @@ class Store:
             prefixes,
             evict=evict,
             wake=lambda: self._posted(self.restores.go_on),
+            missed=self._forget_gone,
         )
         self._wanted: deque[_Writing] = deque()
         self._open: _Open | None = None

@@ -61,6 +61,16 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
+class Rewrite:
+    """A message of a chat whose text in the prompt is not what it was in the conversation so far."""
+
+    message: int | None  # its index; None: which one it is cannot be found out
+    role: str
+    by: Literal["template", "client"]  # the chat template renders it in another way; or the client sent another text
+    tokens: int  # of the conversation so far that cannot be used because of that
+
+
+@dataclass(frozen=True, slots=True)
 class Recall:
     """What of a prompt came from memory when its request began to run, and why it was not more."""
 

@@ -69,6 +69,11 @@ class Rewrite:
     by: Literal["template", "client"]  # the chat template renders it in another way; or the client sent another text
     tokens: int  # of the conversation so far that cannot be used because of that
 
+    def __str__(self) -> str:
+        which = f"messages[{self.message}] ({self.role})" if self.message is not None else "a message"
+        by = "the chat template renders" if self.by == "template" else "the client sent"
+        return f"{by} {which} in another form than before, so {self.tokens} tokens of the conversation cannot be used"
+
 
 @dataclass(frozen=True, slots=True)
 class Recall:
@@ -85,6 +90,7 @@ class Recall:
     entry: str = ""  # where it diverged: the name of the entry of the tree that goes on in another way
     ours: tuple[int, ...] = ()  # where it diverged: the next tokens of the prompt
     theirs: tuple[int, ...] = ()  # where it diverged: the next tokens of the entry
+    rewrite: Rewrite | None = None  # of a chat: the message in which the prompt is not what the conversation was
     salted: int = 0  # at least so many of its first tokens are there for the same API key with another salt or user
 
 

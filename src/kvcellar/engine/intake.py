@@ -20,7 +20,7 @@ from kvcellar.sample.params import SamplingParams, check_ids
 from kvcellar.sample.sampler import Sampler
 from kvcellar.spans import whole
 from kvcellar.text.meter import Caps
-from kvcellar.text.output import Output, Stops, open_stream
+from kvcellar.text.output import LONG_RUN, Output, Stops, open_stream
 from kvcellar.text.replay import Replays
 from kvcellar.text.template import ChatTemplate
 from kvcellar.text.tokens import TextTokenizer, longest_text
@@ -209,7 +209,7 @@ class TextCodec:
         """The text of one completion, which continues that of the prompt."""
         if self._tokenizer is None:
             return Output(None, stops)
-        after = prompt[-1:] if prompt[-1] not in self._tokenizer.special_ids else ()
+        after = prompt[-LONG_RUN:] if prompt[-1] not in self._tokenizer.special_ids else ()
         return Output(open_stream(self._tokenizer, after=after), stops)
 
     def token_bytes(self, token: int) -> bytes:

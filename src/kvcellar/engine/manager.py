@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import count, pairwise
 from typing import TYPE_CHECKING
 
@@ -135,7 +136,10 @@ class SequenceManager:
             request.admitted = time.perf_counter()
             request.cached = prefix.restored
             read = fetch.read_back if fetch is not None else ReadBack()
-            request.recall = self.prefixes.explain(prefix, read=read, owner=request.retention.owner)
+            recall = self.prefixes.explain(prefix, read=read, owner=request.retention.owner)
+            if (rewrite := request.rewrite) is not None:
+                recall = replace(recall, detail=f"{recall.detail}; {rewrite}", rewrite=rewrite)
+            request.recall = recall
 
     def next_end(self, completion: Completion) -> int:
         """The most tokens of a running completion that may be in memory after the next step: it ends at a checkpoint

@@ -8,7 +8,7 @@ the template, even if the template changed the text around them.
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from kvcellar.errors import BadRequest
 from kvcellar.pace import Pace
@@ -17,7 +17,6 @@ from kvcellar.text.tokens import check_unicode
 
 PIECE = 32 * 2**10  # characters that are searched at once
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
-T = TypeVar("T", str, bytes)
 REASONING = ("reasoning_content", "thinking", "reasoning")  # synonyms; templates read the first two
 
 
@@ -324,8 +323,8 @@ def strings(value: Any) -> Iterator[str]:
         yield from chain.from_iterable(map(strings, chain.from_iterable(cast("dict[str, Any]", value).items())))
 
 
-def common(one: T, other: T, at: int = 0) -> int:
-    """How many characters, or bytes, of `one` the other has at `at`."""
+def common(one: str, other: str, at: int = 0) -> int:
+    """How many characters of `one` the other has at `at`."""
     low, high = 0, min(len(one), len(other) - at)
     while low < high:
         middle = (low + high + 1) // 2

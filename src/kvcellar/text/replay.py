@@ -27,11 +27,10 @@ from kvcellar.text.history import History, as_generated, changed, history
 from kvcellar.text.output import DecoderKind, decoder_kind
 from kvcellar.text.template import Rendered
 from kvcellar.text.tokens import TextTokenizer
-from kvcellar.text.turns import Turn, Turns, Walk, packed
+from kvcellar.text.turns import Turn, Turns, Walk
 
 KNOWN_BYTES = 2**14  # tokens whose bytes are kept
 PAUSE = 256  # tokens
-BYTES = 4  # of a token that is packed
 TRIED = 4  # of the turns that a text begins with, how many are tried
 
 
@@ -163,7 +162,7 @@ class Replays:
             head.append(token)
             size += len(self._bytes_of(token))
         places, other = self._ends(head, pace)
-        alike = common(text, other, 0)
+        alike = _alike(text, other)
         after = {end: count for count, end in enumerate(places, start=1) if end <= alike}
         for kept, end in reversed([*enumerate(ends, start=1)]):
             if end in after and self._controls(reply[:kept]) == self._controls(head[: after[end]]):
@@ -207,13 +206,13 @@ class Replays:
         with self._lock:
             earlier = self._earlier(now, self._turns.walk(namespace, rendered.text))
         found = self._rewrite(rendered, now, ids, earlier, fit)
-        parent = fit.turn if fit is not None else None
         with self._lock:
+            parent = fit.turn if fit is not None and fit.turn in self._turns else None
             turn = self._turns.add(
                 namespace,
                 rendered.text,
                 ids,
-                parent=parent if parent in self._turns else None,
+                parent=parent,
                 marks=rendered.marks,
                 said=now.said,
                 history=now.key,
@@ -246,8 +245,7 @@ class Replays:
     def _other_reply(self, rendered: Rendered, turn: Turn, ids: Sequence[int], fit: Fit | None) -> Rewrite | None:
         """Whether the prompt has a reply to `turn`, with whose text it begins, in another form."""
         index = len(turn.said)
-        message = rendered.messages[index] if index < len(rendered.messages) else {}
-        if message.get("role") != "assistant":
+        if index >= len(rendered.messages) or (message := rendered.messages[index])["role"] != "assistant":
             return None
         reply, kept = (fit.reply, fit.kept) if fit is not None and fit.turn is turn else (turn.replies[-1], 0)
         content = "".join(texts(message)).strip()
@@ -276,8 +274,16 @@ def _lost(
     ids: Sequence[int],
 ) -> Rewrite | None:
     """The record of a message that keeps a prompt from beginning with all of `turn` and its reply; None if it does."""
-    before = packed([*turn.all_ids(), *reply]).tobytes()
-    same = common(before, packed(ids).tobytes()) // BYTES
+    same = _alike([*turn.all_ids(), *reply], ids)
     role = rendered.messages[index]["role"] if index is not None else ""
     lost = turn.count + len(reply) - same
     return Rewrite(index, role, by, lost) if lost else None
+
+
+def _alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many elements two sequences, or bytes, begin with together."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low

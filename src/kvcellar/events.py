@@ -90,8 +90,8 @@ class Recall:
     entry: str = ""  # where it diverged: the name of the entry of the tree that goes on in another way
     ours: tuple[int, ...] = ()  # where it diverged: the next tokens of the prompt
     theirs: tuple[int, ...] = ()  # where it diverged: the next tokens of the entry
-    rewrite: Rewrite | None = None  # of a chat: the message in which the prompt is not what the conversation was
     salted: int = 0  # at least so many of its first tokens are there for the same API key with another salt or user
+    rewrite: Rewrite | None = None  # of a chat: the message in which the prompt is not what the conversation was
 
 
 @dataclass(frozen=True, slots=True)

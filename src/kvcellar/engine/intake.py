@@ -94,17 +94,18 @@ class Intake:
 
     def rewrite(self, namespace: str, prompt: Sequence[int]) -> Rewrite | None:
         """What the prompt of a chat has in another form than an earlier one."""
-        return self.codec.replays.rewritten(namespace, prompt) if self.codec.replays is not None else None
+        replays = self.codec.replays
+        return replays.rewritten(namespace, prompt) if replays is not None and replays.used else None
 
     def ended(self, request: Request, size: int) -> None:
         """A request is over, whose prompt took `size` bytes: its replies are known from now on."""
         self.prompts.give(size)
-        if self.codec.replays is None:
+        replays = self.codec.replays
+        if replays is None or not replays.used:
             return
         for completion in request.completions:
             if not completion.dropped:
-                reply = completion.tokens[len(request.prompt) :]
-                self.codec.replays.replied(request.namespace, request.prompt, reply)
+                replays.replied(request.namespace, request.prompt, completion.tokens[len(request.prompt) :])
 
     def _check_padding(self, prompt: Sequence[int]) -> None:
         """Raise `BadRequest` for a prompt that contains the padding token.

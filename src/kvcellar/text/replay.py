@@ -61,6 +61,7 @@ class Replays:
         self._tokenizer = tokenizer
         self._possible = most_bytes > 0 and decoder_kind(tokenizer.decoder_steps) is not DecoderKind.WHOLE
         self._turns = Turns(most_bytes)
+        self.used = False  # whether a chat was rendered
         self._lock = threading.Lock()
         self._bytes_of = lru_cache(KNOWN_BYTES)(partial(_bytes_of, tokenizer))
         self._leads = [(lead, tokenizer.encode_marked(lead, ())) for lead in self._ordered_leads()]
@@ -202,7 +203,7 @@ class Replays:
     # -- what is not as it was --------------------------------------------------------------------------------------
 
     def _remember(self, rendered: Rendered, namespace: str, ids: list[int], fit: Fit | None) -> None:
-        now = history(rendered, namespace)
+        now, self.used = history(rendered, namespace), True
         with self._lock:
             earlier = self._earlier(now, self._turns.walk(namespace, rendered.text))
         found = self._rewrite(rendered, now, ids, earlier, fit)

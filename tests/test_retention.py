@@ -16,7 +16,7 @@ from tests.engine.mixes import small_engine
     [
         *(("priority", value) for value in (9, -9, True, 1.0, "1", None)),
         *(("ttl", value) for value in (0, -1, math.nan, math.inf, MOST_TTL + 1, True, "5")),
-        *((name, value) for name in ("pinned", "stored") for value in (1, None, "yes")),
+        *((name, value) for name in ("pinned", "stored", "recurring") for value in (1, None, "yes")),
         *(("owner", value) for value in (None, 5, "x" * 256, "\ud800", "a\nb")),
     ],
 )

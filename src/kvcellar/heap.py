@@ -47,6 +47,12 @@ class Heap(Generic[T]):
                 return entry[2]
         return None
 
+    def first(self) -> T | None:
+        """The live thing of the lowest value, which stays where it is; None if there is none."""
+        while self._entries and not self._counts(self._entries[0]):
+            heappop(self._entries)
+        return self._entries[0][2] if self._entries else None
+
     def _counts(self, entry: tuple[float, int, T]) -> bool:
         return entry[1] == entry[2].entry and self._live(entry[2])
 

@@ -63,6 +63,8 @@ class RetentionOptions:
     ttl        seconds after the last use until they are deleted; None: no limit
     pinned     they are not evicted until they expire, as far as the engine has space for pinned entries
     stored     they may be written to the store, if there is one
+    recurring  more requests with the same beginning will follow: what the request computes is worth as much to eviction
+               as what was used again
     owner      the tenant that quotas count them for; "": none
     """
 
@@ -70,6 +72,7 @@ class RetentionOptions:
     ttl: float | None = None
     pinned: bool = False
     stored: bool = True
+    recurring: bool = False
     owner: str = ""
 
     def __post_init__(self) -> None:
@@ -78,7 +81,7 @@ class RetentionOptions:
             raise BadRequest(f"priority must be a whole number {allowed}, not {shown(self.priority)}", "priority")
         if self.ttl is not None and not (type(self.ttl) in (int, float) and 0 < self.ttl <= MOST_TTL):
             raise BadRequest(f"ttl must be seconds, above 0 and up to {MOST_TTL:.0f}, not {shown(self.ttl)}", "ttl")
-        for name in ("pinned", "stored"):
+        for name in ("pinned", "stored", "recurring"):
             if not isinstance(value := getattr(self, name), bool):
                 raise BadRequest(f"{name} must be True or False, not {shown(value)}", name)
         owner = self.owner

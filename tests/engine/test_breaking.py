@@ -146,6 +146,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, mix: Mix, part: str, name: str, faul
         "manager": loop.manager, "scheduler": loop.scheduler, "memory": built.memory, "storage": built.memory.storage,
         "guest": built.guest, "runner": built.runner, "loop": loop, "completion": Completion,
         "compaction": loop.compaction, "prefixes": loop.manager.prefixes, "tree": loop.manager.prefixes.tree,
+        "order": loop.manager.prefixes.tree._order,
         "claims": built.memory.claims,
     }  # fmt: skip
     with monkeypatch.context() as patch:
@@ -167,9 +168,10 @@ OF_MANY = {  # of a step, or of what a completion's operation needs: one request
     ],
     "tree": [
         "root", "peek", "match", "touch", "share", "lock", "unlock", "insert", "evict_leaf", "evict_checkpoint",
-        "_lock", "_inserted", "_append", "_take_checkpoints", "_split", "_merge", "_cut", "_remove", "_settle",
-        "_enter_leaf", "_enter_checkpoint",
+        "_lock", "_inserted", "_append", "_take_checkpoints", "_split", "_merge", "_cut", "_removed", "_settle",
+        "_add_checkpoint", "_useful", "strengthen", "expire",
     ],
+    "order": ["enter_leaf", "enter_lease"],
     "claims": [
         "of", "exclusive", "make", "assemble", "split", "join", "drop", "drop_checkpoint", "move_checkpoint",
         "share_with",

@@ -123,7 +123,9 @@ class World:
             assert not self.anywhere or len(prefixes) - len(now) == gone
         else:
             values = [kept.value for node in self.tree.nodes() for kept in node.checkpoints.values()]
-            worth = self.tree._kept_clock + most if most else float("inf")  # of a new checkpoint that saves `most`
+            worth = (
+                self.tree._order.checkpoints.clock + most if most else float("inf")
+            )  # of a new checkpoint that saves `most`
             gone = self.tree.evict_checkpoint(saves=most or None)
             _, now = self.held()
             assert len(values) == len(points)

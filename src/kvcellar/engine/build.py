@@ -23,6 +23,7 @@ from kvcellar.engine.reserve import check_room, prove, scratch
 from kvcellar.engine.runner import Runner
 from kvcellar.engine.scheduler import Scheduler
 from kvcellar.engine.settings import SHARE_OF_FREE, Settings, text_bytes_of
+from kvcellar.engine.shares import Shares
 from kvcellar.errors import BadRequest, CapacityTooSmall, ModelRefused, forked_from
 from kvcellar.kernels.packed import Packing, pack
 from kvcellar.models.build_guest import build_guest
@@ -133,14 +134,7 @@ def _storing(guest: Guest, settings: Settings) -> Guest:
 
 def _intake(loaded: Loaded, memory: Memory, capacity: Capacity, settings: Settings, context: int) -> Intake:
     text_bytes = text_bytes_of(settings, context)
-    codec = TextCodec(
-        loaded.text,
-        loaded.without_text,
-        loaded.end_ids,
-        context=context,
-        text_bytes=text_bytes // 2,
-        replay_bytes=settings.replay_bytes,
-    )
+    codec = TextCodec(loaded.text, loaded.without_text, loaded.end_ids, context=context, text_bytes=text_bytes // 2)
     return Intake(
         codec=codec,
         prompts=PromptMemory(text_bytes - text_bytes // 2),
@@ -159,7 +153,8 @@ def _running(
 ) -> tuple[Loop, Runner]:
     """The parts that run on the engine's thread."""
     states, context = capacity.states, intake.context
-    manager = SequenceManager(memory, in_parts=guest.no_partial_commit is None)
+    shares = Shares(settings.pin_share, settings.tenant_share)
+    manager = SequenceManager(memory, in_parts=guest.no_partial_commit is None, shares=shares)
     layouts = {name: layout for name, (layout, _) in intake.groups.items()}
     scheduler = Scheduler(
         manager, layouts, context=context, max_sequences=states.sequences, step_tokens=settings.step_tokens

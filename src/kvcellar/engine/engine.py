@@ -14,15 +14,17 @@ from importlib import import_module
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Self, Unpack, cast, overload
 
 from kvcellar.engine import intake
+from kvcellar.engine.pinning import chat_prefix, check_pinned, is_chat
 from kvcellar.engine.request import Request, fresh_seed
 from kvcellar.engine.result import Collector, Result, Stream, Ticket
 from kvcellar.engine.settings import EngineOptions, Settings
 from kvcellar.engine.stats import EngineStats, model_card, stats
 from kvcellar.errors import BadRequest, Overloaded, shown
-from kvcellar.events import Event
+from kvcellar.events import Event, Usage
+from kvcellar.prefix.node import EVERYONE
 from kvcellar.progress import Progress, listening, report
 from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingOptions, SamplingParams, merged
@@ -119,25 +121,19 @@ class Engine:
         effort: str | None = None,
         add_generation_prompt: bool = True,
         limit: int | None = None,
-        namespace: str = "",
-        replay: bool = True,
     ) -> list[int]:
         """Token ids of a conversation, ready for the model's answer. Raises `BadRequest`, `TemplateFailed`, and
         `PromptTooLong` for more than `limit`.
 
         `variables` are read by the chat template (`enable_thinking`, for one), `effort` is how much the model should
         reason, in OpenAI's words ("none" to "xhigh"). Either has no effect where the template does not read it.
-
-        With `replay`, replies to earlier requests of the `namespace` have the tokens that they were generated with;
-        otherwise they have those that the tokenizer gives their text.
         """
         if variables is not None and not isinstance(variables, Mapping):
             raise BadRequest(f"variables of a template are given by name, not as {shown(variables)}", "variables")
         if effort is not None and not isinstance(effort, str):
             raise BadRequest(f"effort is a word, not {shown(effort)}", "effort")
         options = {"variables": variables, "effort": effort, "add_generation_prompt": add_generation_prompt}
-        name = intake.namespace_name(namespace)
-        return self._built.intake.codec.render(messages, namespace=name, replay=replay, limit=limit, **options)
+        return self._built.intake.codec.render(messages, limit=limit, **options)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -172,13 +168,12 @@ class Engine:
         if self._loop.backlog >= self._built.settings.max_waiting:
             raise Overloaded(f"{self._loop.backlog} requests are waiting already; try again later")
         seed = params.seed if params.seed is not None else fresh_seed()
-        rewrite = self._built.intake.rewrite(namespace, prompt)
-        request = Request(prompt, params, deliver, session, positions, namespace, kept, rewrite)
+        request = Request(prompt, params, deliver, session, positions, namespace, kept)
         prompts = self._built.intake.prompts
         size = prompts.take(len(prompt), params.n)
         try:
             completion = self._built.intake.completion(request, seed)
-            request.on_done = partial(self._built.intake.ended, request, size)
+            request.on_done = partial(prompts.give, size)
             self._loop.submit(request, completion)
         except BaseException:
             prompts.give(size)
@@ -223,6 +218,30 @@ class Engine:
         """
         return self._wait(self.render(messages, limit=self.model.context), self.params(**sampling))
 
+    def pin(
+        self, prompt: Prompt | Sequence[Mapping[str, Any]], *, namespace: str | None = None, ttl: float | None = None
+    ) -> Usage:
+        """Compute a prompt, or read it back from the store, and let it not be evicted: later requests that begin with
+        it need not compute it. Blocks until it is in memory; returns how many tokens came from memory or the store.
+
+        Of messages, what is pinned is what all chats that begin with them have in common. Requests of all namespaces
+        find it, or only those of `namespace`; for `ttl` seconds after the last use, or without a limit. `clear_cache`
+        evicts what is pinned, too, and the oldest pin is released where a request that runs alone needs its memory.
+        Raises `BadRequest` if more than `pin_share` of the cache would be pinned.
+        """
+        ids = chat_prefix(self, prompt) if is_chat(prompt) else self._ids(cast(Prompt, prompt))
+        space, retention = EVERYONE if namespace is None else namespace, RetentionOptions(pinned=True, ttl=ttl)
+        collector = Collector(1)
+        self._loop.check_caller()
+        params = self.params(max_tokens=1, temperature=0.0)
+        ticket = self.submit(ids, params, deliver=collector.deliver, namespace=space, retention=retention)
+        try:
+            usage = collector.result().usage
+        finally:
+            ticket.cancel()
+        self._loop.call(partial(check_pinned, self._loop.manager.prefixes.tree, space, ids))
+        return usage
+
     def session(self, *, chat: bool = True) -> "Session":
         """A conversation whose K/V stay in memory: each `send` prefills only what is new.
 
@@ -251,8 +270,8 @@ class Engine:
         return self._loop.call(partial(stats, self._built))
 
     def clear_cache(self) -> None:
-        """Evict all that no running completion uses from the prefix cache."""
-        self._loop.call(self._loop.manager.clear_cache, changes="clearing the cache")
+        """Evict all that no running completion uses from the prefix cache, pinned prompts, too."""
+        self._loop.call(partial(self._loop.manager.clear_cache, pinned=True), changes="clearing the cache")
 
     def check(self) -> None:
         """Assert every invariant of the scheduler and of memory, between two steps."""

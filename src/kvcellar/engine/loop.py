@@ -213,7 +213,7 @@ class Loop:
                 short = full.need - full.free
                 if self.manager.evict(full.group, short) or self.manager.clear_cache():
                     continue
-                if not self.scheduler.preempt_youngest(completion):
+                if not (self.scheduler.preempt_youngest(completion) or self.manager.unpin()):
                     self.scheduler.current = completion
                     self.manager.drop(completion, span, f"too few free cells in group {full.group}")
                     return

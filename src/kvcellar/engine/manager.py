@@ -19,6 +19,7 @@ from kvcellar.engine.prefixes import NEAR, Prefix, Prefixes
 from kvcellar.engine.request import Completion, Status
 from kvcellar.engine.restores import Fetch
 from kvcellar.engine.scheduler import Scheduled
+from kvcellar.engine.shares import USUAL, Shares
 from kvcellar.engine.store import Store
 from kvcellar.errors import NotSupported
 from kvcellar.plan import Feed
@@ -36,14 +37,15 @@ log = logging.getLogger("kvcellar.engine")
 class SequenceManager:
     """Allocates sequence numbers."""
 
-    def __init__(self, memory: "Memory", *, in_parts: bool = True) -> None:
+    def __init__(self, memory: "Memory", *, in_parts: bool = True, shares: Shares = USUAL) -> None:
         """`in_parts`: a step can leave checkpoints inside the tokens of a sequence."""
-        self.memory, self._in_parts = memory, in_parts
-        self.prefixes = Prefixes(memory)
+        self.memory, self._in_parts, self._shares = memory, in_parts, shares
+        self.prefixes = Prefixes(memory, shares=shares)
         self._numbers = count(1)
         self.store: Store | None = None
         self._fetches: dict[Completion, Fetch] = {}  # of waiting completions
         self._running: dict[int, tuple[Completion, Prefix]] = {}  # those that have a prefix, by sequence
+        self.pins_refused = self.pins_released = 0
         self.shifts = 0  # context shifts that rotated keys
         self.recomputes: Counter[str] = Counter()  # context shifts that recompute text instead, by reason
 
@@ -53,15 +55,33 @@ class SequenceManager:
         return self.memory.free()
 
     def available(self) -> Mapping[str, int]:
-        """Cells of each group that are free, or could be: no sequence uses them. Costs the runs of all sequences."""
-        capacity, used = self.memory.storage.capacity(), self.memory.storage.used()
-        return {name: cells - used[name] for name, cells in capacity.items()}
+        """Cells of each group that are free, or could be: no sequence uses them, and they are not pinned. Costs the
+        runs of all sequences."""
+        storage, pinned = self.memory.storage, self.prefixes.pinned_cells()
+        used = storage.used()
+        return {name: cells - used[name] - pinned.get(name, 0) for name, cells in storage.capacity().items()}
 
     def evict(self, group: str | None, cells: int) -> bool:
         """Free some cells of a group that no sequence uses, about as many as given, or, without a group, a state row.
         False if there are none."""
         found = self.prefixes.evict_row() if group is None else self.prefixes.evict(group, cells)
         return found or (self.store is not None and self.store.stop_reading())
+
+    def unpin(self) -> bool:
+        """Unpin what was pinned first: a request that runs alone needs its memory. False if nothing is pinned."""
+        if not self.prefixes.tree.pins.release_oldest():
+            return False
+        self.pins_released += 1
+        log.warning("a pin was released: a request that runs alone needs its memory")
+        return True
+
+    def _pin(self, completion: Completion) -> None:
+        """Pin the prompt of a completion, as far as it is in memory."""
+        request = completion.request
+        namespace, key, tree = request.namespace, key_of(request.prompt), self.prefixes.tree
+        if not tree.pin(tree.peek(namespace), key) and self.prefixes.restorable(namespace, key):
+            self.pins_refused += 1
+            log.warning("a prompt of %d tokens was not pinned: too much is pinned already", len(request.prompt))
 
     # -- completions --------------------------------------------------------------------------------------------------
 
@@ -113,7 +133,7 @@ class SequenceManager:
         request, key = completion.request, key_of(completion.tokens)
         self._publish_needed(request.namespace, key)
         seq = next(self._numbers)
-        prefix = self.prefixes.restore(seq, request.namespace, key, request.checkpoint_positions)
+        prefix = self.prefixes.restore(seq, request.namespace, key, request.checkpoint_positions, request.retention)
         self._running[seq] = completion, prefix
         completion.seq, completion.computed = seq, prefix.restored
 
@@ -136,10 +156,7 @@ class SequenceManager:
             request.admitted = time.perf_counter()
             request.cached = prefix.restored
             read = fetch.read_back if fetch is not None else ReadBack()
-            recall = self.prefixes.explain(prefix, read=read, owner=request.retention.owner)
-            if (rewrite := request.rewrite) is not None:
-                recall = replace(recall, detail=f"{recall.detail}; {rewrite}", rewrite=rewrite)
-            request.recall = recall
+            request.recall = self.prefixes.explain(prefix, read=read, owner=request.retention.owner)
 
     def next_end(self, completion: Completion) -> int:
         """The most tokens of a running completion that may be in memory after the next step: it ends at a checkpoint
@@ -220,6 +237,8 @@ class SequenceManager:
                     middle = self.memory.can_cut(seq, at) if at is not None else computed
                     self._publish(*found, at=(middle, computed))
                     self._keep(completion, found[1])
+                if completion.request.retention.pinned:
+                    self._pin(completion)
             finally:
                 self.prefixes.release(found[1])
         if seq is not None and self.memory.has(seq):
@@ -231,7 +250,8 @@ class SequenceManager:
         retention = completion.request.retention
         if self.store is not None and retention.stored:
             key = prefix.key[: prefix.published * TOKEN]
-            self.store.keep(prefix.root.namespace, key, retention.at(time.time()))
+            kept = replace(retention.at(time.time()), pinned=False)  # pins hold memory of the device only
+            self.store.keep(prefix.root.namespace, key, kept)
 
     def shift(self, completion: Completion, span: Span) -> str | None:
         """Context shift: remove `span` of the completion, and move the following tokens down. Returns None, or the
@@ -264,7 +284,8 @@ class SequenceManager:
 
     def _place(self, completion: Completion) -> Prefix:
         """A place in the tree for a completion that has lost its own."""
-        return self.prefixes.begin(completion.request.namespace, key_of(completion.tokens))
+        request = completion.request
+        return self.prefixes.begin(request.namespace, key_of(completion.tokens), request.retention)
 
     def _recompute(self, completion: Completion, span: Span) -> None:
         self.release(completion, at=span.start)
@@ -300,9 +321,11 @@ class SequenceManager:
     def _has(self, seq: int | None, tokens: int) -> bool:
         return seq is not None and self.memory.has(seq) and self.memory.length(seq) == tokens
 
-    def clear_cache(self) -> bool:
-        """Evict all that no completion has a place in. False if there was nothing. Cells that completions share with
-        it are not free then, but are theirs alone."""
+    def clear_cache(self, *, pinned: bool = False) -> bool:
+        """Evict all that no completion has a place in, with `pinned` what is pinned, too. False if there was nothing.
+        Cells that completions share with it are not free then, but are theirs alone."""
+        while pinned and self.prefixes.tree.pins.release_oldest():
+            pass
         return self.prefixes.clear()
 
     def _reset_cache(self) -> None:
@@ -310,7 +333,7 @@ class SequenceManager:
         self._running.clear()
         self._fetches.clear()
         self.memory.claims.clear()
-        self.prefixes = Prefixes(self.memory)
+        self.prefixes = Prefixes(self.memory, shares=self._shares)
         if self.store is not None:
             self.store.reset(self.prefixes)
 

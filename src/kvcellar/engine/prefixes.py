@@ -7,25 +7,28 @@ Always true:
 
 import time
 from bisect import bisect_right, insort
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from kvcellar.cache.memory import Memory
+from kvcellar.engine.shares import USUAL, Shares, part, windows
 from kvcellar.events import Recall
-from kvcellar.prefix.node import TOKEN, Kept, Node, key_of
+from kvcellar.prefix.node import EVERYONE, TOKEN, Kept, Match, Node, key_of
 from kvcellar.prefix.tree import Tree
 from kvcellar.prefix.why import Elsewhere, Losses, ReadBack, Sightings, explained
+from kvcellar.retention import DEFAULT, NO_OPTIONS, Retention, RetentionOptions
 from kvcellar.spans import Span
 
 EVERY = 256  # tokens between checkpoints, where resuming needs one
 NEAR = 16  # tokens whose prefill takes about as long as the overhead of one more step
+AT_ONCE = 64  # leaves that have expired which are removed at once
 
 
 @dataclass(eq=False, slots=True)
 class Prefix:
     """The place of one running sequence in the tree. `matched` tokens of its prompt were there, `restored` are in
     memory because of that; the tree has the first `published` of its tokens. `wanted` are positions where it will leave
-    checkpoints, in order."""
+    checkpoints, in order. `options` state how its tokens are kept."""
 
     root: Node
     key: bytes
@@ -34,19 +37,36 @@ class Prefix:
     restored: int
     published: int
     wanted: list[int]
+    options: RetentionOptions = NO_OPTIONS
 
 
 class Prefixes:
     """The prefix tree of one memory."""
 
-    def __init__(self, memory: Memory, *, every: int = EVERY) -> None:
-        self._memory, self._every = memory, every
+    def __init__(
+        self,
+        memory: Memory,
+        *,
+        every: int = EVERY,
+        shares: Shares = USUAL,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`clock` is that of retention: seconds of the wall clock."""
+        self._memory, self._every, self._clock = memory, every, clock
         groups = memory.storage.groups
         self._bounded = {group.name for group in groups if group.bounded}
         self.anywhere = not self._bounded and memory.rows.capacity is None
         self.losses = Losses(time.monotonic)
         self._elsewhere = Elsewhere(Sightings(), Sightings())
-        self.tree = Tree(memory.claims, anywhere=self.anywhere, evicted=self.losses.evicted)
+        self.tree = Tree(
+            memory.claims,
+            anywhere=self.anywhere,
+            evicted=self.losses.evicted,
+            pins=part(memory, shares.pins),
+            quota=part(memory, shares.tenant),
+            clock=clock,
+        )
+        self._windows = windows(memory)
         recurrent = ("recurrent",) if memory.rows.capacity is not None else ()
         self._kinds = " and ".join([*sorted(self._bounded), *recurrent])
 
@@ -54,32 +74,63 @@ class Prefixes:
 
     def restorable(self, namespace: str, key: bytes) -> int:
         """How many tokens of a key `restore` would find in memory now. Changes nothing."""
-        return self.tree.match(self.tree.peek(namespace), key, len(key) // TOKEN - 1).resume
+        most = len(key) // TOKEN - 1
+        own = self.tree.match(self.tree.peek(namespace), key, most)
+        return max(own.resume, self._for_everyone(key, most).resume)
 
-    def restore(self, seq: int, namespace: str, key: bytes, marks: Iterable[int] = ()) -> Prefix:
+    def _for_everyone(self, key: bytes, most: int) -> Match:
+        return self.tree.match(self.tree.peek(EVERYONE), key, most)
+
+    def restore(
+        self,
+        seq: int,
+        namespace: str,
+        key: bytes,
+        marks: Iterable[int] = (),
+        options: RetentionOptions = NO_OPTIONS,
+    ) -> Prefix:
         """Begin the new sequence `seq` with what the tree has of a key; at least one token is left to compute.
 
         `marks` are positions that later requests may resume at, such as the borders of messages. What was restored
         counts as used once `use` is called.
         """
+        self._expire()
         length, root = len(key) // TOKEN, self.tree.root(namespace)
-        match = self.tree.match(root, key, length - 1)
+        match, pinned = self.tree.match(root, key, length - 1), self._for_everyone(key, length - 1)
+        if pinned.resume > match.resume:
+            self._adopt(seq, root, key, pinned)
+            match = self.tree.match(root, key, length - 1)._replace(matched=max(match.matched, pinned.matched))
         if match.resume:
             self._memory.claims.assemble(seq, [node.claim for node in match.path], match.resume)
         node = self.tree.lock(root, match)
         wanted = [] if self.anywhere else self._wanted(length, match.matched, marks)
         del wanted[: bisect_right(wanted, match.resume)]
-        return Prefix(root, key, node, match.matched, match.resume, match.resume, wanted)
+        return Prefix(root, key, node, match.matched, match.resume, match.resume, wanted, options)
 
-    def begin(self, namespace: str, key: bytes) -> Prefix:
+    def _adopt(self, seq: int, root: Node, key: bytes, found: Match) -> None:
+        """Let a namespace have what all of them find: the same cells, which count for no owner. `seq` is free."""
+        self._memory.claims.assemble(seq, [node.claim for node in found.path], found.resume)
+        claim = self._memory.claims.make(seq, Span(0, found.resume), () if self.anywhere else (found.resume,))
+        self._memory.drop(seq)
+        self.tree.share(root)
+        node, _ = self.tree.insert(root, key[: found.resume * TOKEN], claim, 0, root)
+        self.tree.unlock(node)
+
+    def begin(self, namespace: str, key: bytes, options: RetentionOptions = NO_OPTIONS) -> Prefix:
         """The place of a sequence of which the tree has nothing yet."""
         root = self.tree.root(namespace)
         self.tree.share(root)
-        return Prefix(root, key, root, 0, 0, 0, [])
+        return Prefix(root, key, root, 0, 0, 0, [], options)
 
     def use(self, prefix: Prefix) -> None:
-        """The sequence begins to run: what was restored is of the value that it has now."""
+        """The sequence begins to run: what was restored is of the value that it has now, and is kept as it states."""
         self.tree.touch(prefix.node)
+        self.tree.strengthen(prefix.node, self._retention(prefix))
+
+    def _retention(self, prefix: Prefix) -> Retention:
+        if (options := prefix.options) is NO_OPTIONS:
+            return DEFAULT
+        return replace(options.at(self._clock()), pinned=False)
 
     def explain(self, prefix: Prefix, *, read: ReadBack, owner: str) -> Recall:
         """Why no more of the prompt of a sequence was restored. `read` is what was read back for it."""
@@ -105,7 +156,7 @@ class Prefixes:
     def fork(self, prefix: Prefix) -> Prefix:
         """The place of a fork of the sequence, whose tokens are all published."""
         self.tree.share(prefix.node)
-        return Prefix(prefix.root, prefix.key, prefix.node, prefix.matched, prefix.restored, prefix.published, [])
+        return replace(prefix, wanted=[])
 
     def _wanted(self, length: int, matched: int, marks: Iterable[int]) -> list[int]:
         """Where a prompt leaves checkpoints: where it diverges from what is known, at its marks, before its last token,
@@ -170,7 +221,10 @@ class Prefixes:
 
     def _insert(self, seq: int, prefix: Prefix, claim: int, end: int) -> None:
         start = self._memory.claims.of(claim).span.start
-        prefix.node, known = self.tree.insert(prefix.root, prefix.key[: end * TOKEN], claim, start, prefix.node)
+        key, retention, recurring = prefix.key[: end * TOKEN], self._retention(prefix), prefix.options.recurring
+        prefix.node, known = self.tree.insert(
+            prefix.root, key, claim, start, prefix.node, retention, recurring=recurring
+        )
         prefix.published = end
         if known > start:
             self._share(seq, prefix.node, Span(start, known))
@@ -184,14 +238,33 @@ class Prefixes:
             above = above.parent
 
     def release(self, prefix: Prefix) -> None:
-        """The sequence is over."""
+        """The sequence is over. Its tokens expire some time after their last use, which is now."""
+        self.tree.strengthen(prefix.node, self._retention(prefix))
         self.tree.unlock(prefix.node)
+
+    # -- retention ----------------------------------------------------------------------------------------------
+
+    def pinned_cells(self) -> Mapping[str, int]:
+        """The most cells of each group that are pinned and that no sequence uses."""
+        pins = self.tree.pins
+        return {
+            group.name: pins.idle_checkpoints * self._windows[group.name] if group.bounded else pins.idle_tokens
+            for group in self._memory.storage.groups
+            if not group.of_input
+        }
+
+    def _expire(self) -> bool:
+        """Remove some of what has expired. False if there is nothing."""
+        self.losses.cause = "the end of its TTL"
+        return self.tree.expire(AT_ONCE)
 
     # -- memory -------------------------------------------------------------------------------------------------
 
     def evict(self, group: str, tokens: int = 1) -> bool:
         """Free cells of a group, of what no sequence uses; False if nothing is left that could free any. More or fewer
         than `tokens` may become free."""
+        if self._expire():
+            return True
         self.losses.cause = f"cells of {group} layers"
         if group not in self._bounded:
             return self.tree.evict_leaf(max(tokens, 1)) > 0
@@ -203,14 +276,14 @@ class Prefixes:
     def evict_row(self, saves: int | None = None) -> bool:
         """Free a row of state that no sequence uses, or, with `saves`, only one that is of less value than a new
         checkpoint which saves so many tokens. False if there is none."""
-        return self.tree.evict_checkpoint(lambda kept: self._frees(kept)[1] > 0, saves) is not None
+        return self._expire() or self.tree.evict_checkpoint(lambda kept: self._frees(kept)[1] > 0, saves) is not None
 
     def _frees(self, kept: Kept) -> tuple[Mapping[str, int], int]:
         """Cells by group, and rows, that are free without a checkpoint."""
         return self._memory.claims.exclusive(kept.node.claim, kept.pos)
 
     def clear(self) -> bool:
-        """Evict everything that no sequence uses. False if there was nothing."""
+        """Evict everything that no sequence uses and that is not pinned. False if there was nothing."""
         found, self.losses.cause = False, "an order to clear the cache"
         while self.tree.evict_checkpoint() is not None or self.tree.evict_leaf(1 << 40):
             found = True

@@ -18,7 +18,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -325,7 +325,8 @@ class Restores:
         self._make_free(record)
         claim = self._memory.claims.write_back(record, map(_as_tensor, loaded.chunks))
         key = fetch.key[: span.start * TOKEN] + loaded.snapshot.tokens  # may end in other tokens than the request's
-        fetch.node, _ = self._prefixes.tree.insert(fetch.root, key, claim, span.start, fetch.node)
+        retention = replace(loaded.retention, saves=None, pinned=False)
+        fetch.node, _ = self._prefixes.tree.insert(fetch.root, key, claim, span.start, fetch.node, retention)
 
     def _make_free(self, record: Record) -> None:
         need: Counter[str] = Counter()

@@ -37,6 +37,10 @@ class Manager(Protocol):
         """Free some cells of a group that no sequence uses, about as many as given. False if there are none."""
         ...
 
+    def unpin(self) -> bool:
+        """Let something that is pinned be evicted. False if nothing is pinned."""
+        ...
+
     def waits(self, completion: Completion, *, next_in: bool) -> bool:
         """Whether a running prompt is about to compute tokens that a waiting completion needs, too, or whether these
         are being read back. To be called before the prompt goes on, so that it leaves a checkpoint where they diverge.
@@ -178,9 +182,10 @@ class Scheduler:
                 step.add(completion, min(room, wanted))
                 return True
             youngest = self.running[-1]
-            if not self.preempt_youngest(completion):
+            if self.preempt_youngest(completion):
+                step.remove(youngest)
+            elif not self._manager.unpin():
                 return False
-            step.remove(youngest)
         return True
 
     def preempt_youngest(self, completion: Completion) -> bool:

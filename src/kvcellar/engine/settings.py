@@ -20,6 +20,8 @@ MOST_TEXT_BYTES = 4 * 2**30  # unless more is set
 KEY_BYTES = 32
 TIERS = (("store_bytes", 2**20), ("store_remote_bytes", 2**20), ("staging_bytes", 2**16))  # with the least values
 HOST_SHARE = 10  # the part of free CPU memory that what leaves a GPU may have
+MOST_PINNED = 0.9
+LEAST_QUOTA = 0.001  # so that few tenants at once are above it
 SHARE_OF_FREE = {"cpu": 0.3, "cuda": 0.85}  # less of a CPU's memory, which other programs use too
 
 
@@ -39,8 +41,6 @@ class Settings:
     step_tokens: int = 512  # most new tokens in one step
     max_waiting: int = 512  # most requests waiting for admission; more raise `Overloaded`
     text_bytes: int | None = None  # CPU memory for texts, half for tokenizing, half for prompts; None: by context
-    # CPU memory for the texts and tokens of chats, whose replies keep their tokens in later turns; 0: they do not
-    replay_bytes: int = 32 * 2**20
     attention: str | None = None  # name of an attention backend; None: the first that supports the model
     threads: int | None = None  # CPU threads of torch; None: its default, within the CPU quota
     kv_dtype: str | None = None  # storage of K/V: int8, or k=int8+hadamard,v=int4; None: as `dtype`
@@ -56,7 +56,10 @@ class Settings:
     # free
     host_bytes: int | None = None
     staging_bytes: int = 256 * 2**20  # CPU memory for what is being stored and read back
-    tenant_share: float = 1.0  # most of the bytes of host memory, disk and elsewhere that one tenant may have
+    pin_share: float = 0.5  # part of the cache that pinned prompts may hold; 0: nothing is pinned
+    # most of the bytes of host memory, disk and elsewhere that one tenant may have; what it has beyond such a part of
+    # the cache is evicted first; 1: no quota
+    tenant_share: float = 1.0
     pack: bool = True  # on CPUs, reorder the weights of linear layers for oneDNN at load; a given network's are copied
 
     def __post_init__(self) -> None:
@@ -74,11 +77,11 @@ class Settings:
             StoredAs.parse(self.kv_dtype)
         for name, least in (("max_sequences", 1), ("step_tokens", 1), ("max_waiting", 1), *TIERS):
             self._whole(name, getattr(self, name), least)
-        self._whole("replay_bytes", self.replay_bytes, 0)
         optional = (("cache_bytes", 1), ("context", 1), ("threads", 1), ("text_bytes", LEAST_TEXT_BYTES))
         for name, least in (*optional, ("host_bytes", 0)):
             if getattr(self, name) is not None:
                 self._whole(name, getattr(self, name), least)
+        self._shares()
         self._threads()
 
     def _tiers(self) -> None:
@@ -87,9 +90,12 @@ class Settings:
             raise BadRequest("store_remote must be a URL like redis://host:6379/0 or s3://bucket/path", "store_remote")
         if self.store_key is not None and (not isinstance(self.store_key, bytes) or len(self.store_key) != KEY_BYTES):
             raise BadRequest(f"store_key must be {KEY_BYTES} bytes", "store_key")
-        share = self.tenant_share
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-            raise BadRequest(f"tenant_share must be a number above 0 and up to 1, not {shown(share)}", "tenant_share")
+
+    def _shares(self) -> None:
+        for name, least, most in (("pin_share", 0.0, MOST_PINNED), ("tenant_share", LEAST_QUOTA, 1.0)):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not least <= value <= most:
+                raise BadRequest(f"{name} must be a number from {least:g} to {most:g}, not {shown(value)}", name)
 
     def _threads(self) -> None:
         if self.threads is not None and self.threads > (most := most_threads()):
@@ -115,7 +121,6 @@ class EngineOptions(TypedDict, total=False):
     step_tokens: int
     max_waiting: int
     text_bytes: int | None
-    replay_bytes: int
     attention: str | None
     threads: int | None
     kv_dtype: str | None
@@ -126,6 +131,7 @@ class EngineOptions(TypedDict, total=False):
     store_remote_bytes: int
     host_bytes: int | None
     staging_bytes: int
+    pin_share: float
     tenant_share: float
     pack: bool
 

@@ -92,6 +92,9 @@ class EngineStats:
     rows_used: int  # rows of running sequences
     rows_cached: int  # rows in use that belong to no running sequence
     state_bytes: int  # bytes of all rows
+    pinned: int  # tokens that are pinned
+    pins_refused: int  # prompts that were not pinned because too much was pinned already
+    pins_released: int  # pins that were released because a request that ran alone needed their memory
     shifts: int  # context shifts that rotated keys
     recomputes: Mapping[str, int]  # context shifts that recomputed text instead, by reason
     compacted: int  # cells moved by compaction
@@ -155,6 +158,9 @@ def stats(built: "Built") -> EngineStats:
         rows_used=rows_used,
         rows_cached=rows - (memory.rows.free or 0) - rows_used,
         state_bytes=built.capacity.states.bytes,
+        pinned=loop.manager.prefixes.tree.pins.tokens,
+        pins_refused=loop.manager.pins_refused,
+        pins_released=loop.manager.pins_released,
         shifts=loop.manager.shifts,
         recomputes=dict(loop.manager.recomputes),
         compacted=loop.compaction.moved,

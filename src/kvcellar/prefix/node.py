@@ -1,11 +1,15 @@
-"""node: what the prefix tree is made of: nodes, checkpoints, keys, and what it needs of a memory's claims."""
+"""node: what the prefix tree is made of: nodes, checkpoints, keys, and what it needs of a memory's claims; and what it
+has of a key."""
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from kvcellar.retention import DEFAULT, Retention
+
 TOKEN = 8  # bytes of a token in a key
+EVERYONE = "\0"  # the namespace of what requests of all namespaces find
 
 
 def key_of(tokens: Iterable[int]) -> bytes:
@@ -55,6 +59,16 @@ class Kept:
     hits: int = 1
     value: float = 0.0
     entry: int = 0
+    pinned: bool = False  # a pin ends here: it is not evicted
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """When a node expires, as an entry of a heap."""
+
+    node: "Node"
+    value: float  # seconds of the wall clock
+    entry: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -73,6 +87,8 @@ class Node:
     entry: int = 0
     namespace: str = ""
     reused: bool = False  # whether a request has begun with its tokens
+    retention: Retention = DEFAULT
+    lease: Lease | None = None
 
     @property
     def end(self) -> int:
@@ -80,7 +96,16 @@ class Node:
 
     @property
     def evictable(self) -> bool:
-        return not self.children and not self.users and self.parent is not None
+        return self.idle and not self.retention.pinned and self.parent is not None
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is a leaf that no sequence uses."""
+        return not self.children and not self.users
+
+    @property
+    def tokens(self) -> int:
+        return len(self.edge) // TOKEN
 
 
 class Match(NamedTuple):
@@ -90,6 +115,69 @@ class Match(NamedTuple):
     path: tuple[Node, ...]
     matched: int
     resume: int
+
+
+class Lookup:
+    """What a tree has of a key; changes nothing. Nothing that has expired is matched. `anywhere`: a sequence can be
+    resumed at any position, without a checkpoint."""
+
+    def __init__(self, claims: ClaimStore, *, anywhere: bool, clock: Callable[[], float]) -> None:
+        self._claims, self._anywhere, self._now = claims, anywhere, clock
+        self._roots: dict[str, Node] = {}
+
+    def root(self, namespace: str) -> Node:
+        """The root of the sequences of a namespace. A match never leaves it."""
+        return self._roots.setdefault(namespace, Node(None, 0, b"", namespace=namespace))
+
+    def peek(self, namespace: str) -> Node:
+        """The same for looking only: a namespace without tokens does not become known."""
+        return self._roots.get(namespace) or Node(None, 0, b"", namespace=namespace)
+
+    def match(self, root: Node, key: bytes, most: int) -> Match:
+        """What is in memory of `key`, to be resumed at position `most` at the latest. Changes nothing."""
+        path, matched = self._walk(root, key)
+        limit = min(matched, most)
+        while path and path[-1].start >= limit:
+            path.pop()
+        if self._anywhere:
+            resume = self._claims.of(path[-1].claim).whole(limit) if path else 0
+        else:
+            resume = 0
+            while path and not (resume := max((pos for pos in path[-1].checkpoints if pos <= limit), default=0)):
+                path.pop()
+        while path and path[-1].start >= resume:  # a span that looked ahead begins with the node
+            path.pop()
+        return Match(tuple(path), matched, resume)
+
+    def reached(self, namespace: str, key: bytes) -> tuple[Node, int]:
+        """The last node that has tokens of a key, and how many of its own; the root, and 0, if there is none."""
+        path, matched = self._walk(self.peek(namespace), key)
+        return (path[-1], matched - path[-1].start) if path else (self.peek(namespace), 0)
+
+    def node_at(self, namespace: str, key: bytes, pos: int) -> Node | None:
+        """The node that has the token of a key at `pos`, and those before it; None if there is none."""
+        path, matched = self._walk(self.peek(namespace), key)
+        return next((node for node in path if node.start <= pos < min(node.end, matched)), None)
+
+    def _walk(self, root: Node, key: bytes, *, expired: bool = False) -> tuple[list[Node], int]:
+        """The nodes below `root` that hold a prefix of `key`, the last one perhaps only with a part of its edge, and
+        how many tokens of the key they hold together. Nodes that have expired only if `expired` is true."""
+        path: list[Node] = []
+        node, at, now = root, 0, -1.0 if expired else self._now()
+        while (child := node.children.get(key[at : at + TOKEN])) is not None and (
+            (expires := child.retention.expires) is None or expires > now
+        ):
+            path.append(child)
+            if not key.startswith(child.edge, at):
+                return path, child.start + common(child.edge, key[at : at + len(child.edge)])
+            at += len(child.edge)
+            node = child
+        return path, at // TOKEN
+
+    def nodes(self) -> Iterator[Node]:
+        """All but the roots, parents before children."""
+        for root in self._roots.values():
+            yield from below(root)
 
 
 def below(root: Node) -> Iterator[Node]:

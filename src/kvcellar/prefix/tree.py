@@ -13,81 +13,41 @@ Always true:
   * a child begins where its parent ends; no edge is empty, and siblings differ in their first token;
   * every node but a root has a claim on exactly its span, whose checkpoints are those of the node;
   * `users` of a node counts the locks on it and on all nodes below it; a node with users is not evicted;
-  * every node without children and users, and every checkpoint, is in its heap with its present value; other entries
-    of the heaps are stale and skipped.
+  * every node without children and users that is not pinned, and every checkpoint, is in its heap with its present
+    value; other entries of the heaps are stale and skipped;
+  * a node is kept at least as long as all below it: its priority is as high, it expires no earlier, and it is pinned if
+    one of them is. Nothing that has expired is matched.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 
-from kvcellar.heap import Heap
 from kvcellar.policy import value
-from kvcellar.prefix.node import TOKEN, ClaimStore, Kept, Match, Node, below, common
+from kvcellar.prefix.node import TOKEN, ClaimStore, Kept, Lookup, Match, Node
+from kvcellar.prefix.order import UNLIMITED, Next, Order, Part
+from kvcellar.prefix.pins import Pins
+from kvcellar.retention import DEFAULT, Retention, stronger
 
-ONCE = 1 / 8  # the worth of tokens that only one request has had, beside those that were used again
 
-
-class Tree:
-    """The prefix tree of one memory. `anywhere`: a sequence can be resumed at any position, without a checkpoint."""
+class Tree(Lookup):
+    """The prefix tree of one memory."""
 
     def __init__(
-        self, claims: ClaimStore, *, anywhere: bool, evicted: Callable[[Node, int], None] = lambda node, pos: None
+        self,
+        claims: ClaimStore,
+        *,
+        anywhere: bool,
+        evicted: Callable[[Node, int], None] = lambda node, pos: None,
+        pins: Part = UNLIMITED,
+        quota: Part = UNLIMITED,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        """`evicted` is called before the tokens of a node behind a position are evicted."""
-        self._claims, self._anywhere, self._evicted = claims, anywhere, evicted
-        self._roots: dict[str, Node] = {}
-        self._leaves = Heap[Node](lambda node: node.evictable)
-        self._kept = Heap[Kept](lambda kept: kept.node.checkpoints.get(kept.pos) is kept)
-        self._clock = 0.0  # value of the last leaf evicted, and of the last checkpoint: what is not used falls behind
-        self._kept_clock = 0.0
-
-    # -- looking ------------------------------------------------------------------------------------------------
-
-    def root(self, namespace: str) -> Node:
-        """The root of the sequences of a namespace. A match never leaves it."""
-        return self._roots.setdefault(namespace, Node(None, 0, b"", namespace=namespace))
-
-    def peek(self, namespace: str) -> Node:
-        """The same for looking only: a namespace without tokens does not become known."""
-        return self._roots.get(namespace) or Node(None, 0, b"", namespace=namespace)
-
-    def match(self, root: Node, key: bytes, most: int) -> Match:
-        """What is in memory of `key`, to be resumed at position `most` at the latest. Changes nothing."""
-        path, matched = self._walk(root, key)
-        limit = min(matched, most)
-        while path and path[-1].start >= limit:
-            path.pop()
-        if self._anywhere:
-            resume = self._claims.of(path[-1].claim).whole(limit) if path else 0
-        else:
-            resume = 0
-            while path and not (resume := max((pos for pos in path[-1].checkpoints if pos <= limit), default=0)):
-                path.pop()
-        while path and path[-1].start >= resume:  # a span that looked ahead begins with the node
-            path.pop()
-        return Match(tuple(path), matched, resume)
-
-    def reached(self, namespace: str, key: bytes) -> tuple[Node, int]:
-        """The last node that has tokens of a key, and how many of its own; the root, and 0, if there is none."""
-        path, matched = self._walk(self.peek(namespace), key)
-        return (path[-1], matched - path[-1].start) if path else (self.peek(namespace), 0)
-
-    def node_at(self, namespace: str, key: bytes, pos: int) -> Node | None:
-        """The node that has the token of a key at `pos`, and those before it; None if there is none."""
-        path, matched = self._walk(self.peek(namespace), key)
-        return next((node for node in path if node.start <= pos < min(node.end, matched)), None)
-
-    def _walk(self, root: Node, key: bytes) -> tuple[list[Node], int]:
-        """The nodes below `root` that hold a prefix of `key`, the last one perhaps only with a part of its edge, and
-        how many tokens of the key they hold together."""
-        path: list[Node] = []
-        node, at = root, 0
-        while (child := node.children.get(key[at : at + TOKEN])) is not None:
-            path.append(child)
-            if not key.startswith(child.edge, at):
-                return path, child.start + common(child.edge, key[at : at + len(child.edge)])
-            at += len(child.edge)
-            node = child
-        return path, at // TOKEN
+        """`evicted` is called before the tokens of a node behind a position are evicted. `pins` is the most that may be
+        pinned, `quota` what one owner may have before its entries are evicted first."""
+        super().__init__(claims, anywhere=anywhere, clock=clock)
+        self._evicted = evicted
+        self._order = Order(quota)
+        self.pins = Pins(pins, self._order)
 
     # -- use ----------------------------------------------------------------------------------------------------
 
@@ -96,10 +56,36 @@ class Tree:
         if node.parent is None:
             return
         node.reused = True
-        self._enter_leaf(node)
+        self._order.enter_leaf(node)
         if (kept := node.checkpoints.get(node.end)) is not None:
             kept.hits += 1
-            self._enter_checkpoint(kept)
+            self._order.enter_checkpoint(kept)
+
+    def strengthen(self, node: Node, retention: Retention) -> None:
+        """What a request has used up to the end of a node is kept at least as long as `retention` says, which pins
+        nothing."""
+        while node.parent is not None and node.retention is not retention:
+            before = node.retention
+            if (kept := stronger(before, retention)) == before:
+                return  # so are all above it
+            node.retention = kept
+            if kept.expires != before.expires:
+                self._order.enter_lease(node)
+            if kept.priority != before.priority:
+                self._order.enter_leaf(node)
+                for one in node.checkpoints.values():
+                    self._order.enter_checkpoint(one)
+            node = node.parent
+
+    def pin(self, root: Node, key: bytes) -> int:
+        """Let what is in memory of a key, as far as it can be resumed, not be evicted; returns how many tokens that
+        are, 0 if they are more than may be pinned."""
+        match = self.match(root, key, len(key) // TOKEN)
+        if not match.path or not self.pins.fits(match):
+            return 0
+        node = match.path[-1]
+        self.pins.add(self._split(node, match.resume) if match.resume < node.end else node)
+        return match.resume
 
     def share(self, node: Node) -> None:
         """One more sequence uses a node that is locked, until `unlock`."""
@@ -118,34 +104,60 @@ class Tree:
         above: Node | None = node
         while above is not None:
             above.users += 1
+            if above.users == 1 and above.retention.pinned:
+                self.pins.use(above, idle=False)
             above = above.parent
 
     def unlock(self, node: Node) -> None:
         above: Node | None = node
         while above is not None:
             above.users -= 1
+            if not above.users and above.retention.pinned:
+                self.pins.use(above, idle=True)
             above = above.parent
         self._settle(node)
 
     # -- changes ------------------------------------------------------------------------------------------------
 
-    def insert(self, root: Node, key: bytes, claim: int, start: int, own: Node) -> tuple[Node, int]:
+    def insert(
+        self,
+        root: Node,
+        key: bytes,
+        claim: int,
+        start: int,
+        own: Node,
+        retention: Retention = DEFAULT,
+        *,
+        recurring: bool = False,
+    ) -> tuple[Node, int]:
         """Give the tree a claim on the tokens [start, end of the key) of a sequence that has locked the node `own`;
         returns the last node whose tokens are all of the key, which is locked now instead, and how many tokens of the
         key the tree had before.
 
         What the tree has of these tokens already stays as it is, and takes the checkpoints that it does not have. Where
         it has less than the first `start` tokens (they were evicted), or parts from the claim inside a span that looked
-        ahead, the claim is dropped.
+        ahead, the claim is dropped. All of it is kept as `retention` says, and, if it is `recurring`, of the value of
+        what was used again.
         """
-        path, matched = self._walk(root, key)
-        node = self._inserted(root, key, claim, start, own, path, matched)
+        self.strengthen(own, retention)
+        path, matched = self._walk(root, key, expired=True)
+        node = self._inserted(root, key, claim, start, own, path, matched, retention)
+        if recurring and not node.reused:
+            self.touch(node)
         self._lock(node)
         self.unlock(own)
         return node, matched
 
     def _inserted(
-        self, root: Node, key: bytes, claim: int, start: int, own: Node, path: Sequence[Node], matched: int
+        self,
+        root: Node,
+        key: bytes,
+        claim: int,
+        start: int,
+        own: Node,
+        path: Sequence[Node],
+        matched: int,
+        retention: Retention,
     ) -> Node:
         end = len(key) // TOKEN
         parent = path[-1] if path else root
@@ -166,26 +178,35 @@ class Tree:
             self._claims.drop(claim)
         if matched < parent.end:
             parent = self._split(parent, matched)
+        self.strengthen(parent, retention)
         if rest is None:
             return parent
-        return self._append(parent, key[matched * TOKEN :], rest, own)
+        return self._append(parent, key[matched * TOKEN :], rest, own, retention)
 
-    def _append(self, parent: Node, edge: bytes, claim: int, own: Node) -> Node:
-        """The node becomes longer, or gets a child: a root, one with children, and one that others have locked."""
-        if parent.parent is None or parent.children or parent.users > (parent is own):
-            node = Node(parent, parent.end, edge, claim)
+    def _append(self, parent: Node, edge: bytes, claim: int, own: Node, retention: Retention) -> Node:
+        """The node becomes longer, or gets a child: a root, one with children, one that others have locked, and one
+        that is kept in another way."""
+        positions = self._claims.of(claim).positions
+        apart = parent.users > (parent is own) or parent.retention != retention
+        if parent.parent is None or parent.children or apart:
+            node = Node(parent, parent.end, edge, claim, retention=retention)
             parent.children[edge[:TOKEN]] = node
             self._count_branch(parent)
-            positions = self._claims.of(claim).positions
+            self._order.enter_lease(node)
         else:
-            node, positions = parent, self._claims.of(claim).positions
+            node = parent
             self._claims.join(node.claim, claim)
             node.edge += edge
+        self._order.leaves.count(retention.owner, len(edge) // TOKEN)
         for pos in positions:
-            kept = node.checkpoints[pos] = Kept(node, pos)
-            self._enter_checkpoint(kept)
-        self._enter_leaf(node)
+            self._add_checkpoint(node, pos)
+        self._order.enter_leaf(node)
         return node
+
+    def _add_checkpoint(self, node: Node, pos: int) -> None:
+        kept = node.checkpoints[pos] = Kept(node, pos)
+        self._order.checkpoints.count(node.retention.owner, 1)
+        self._order.enter_checkpoint(kept)
 
     @staticmethod
     def _count_branch(node: Node) -> None:
@@ -205,8 +226,7 @@ class Tree:
             node = path[at]
             if pos not in node.checkpoints:
                 self._claims.move_checkpoint(claim, pos, node.claim)
-                kept = node.checkpoints[pos] = Kept(node, pos)
-                self._enter_checkpoint(kept)
+                self._add_checkpoint(node, pos)
 
     def _split(self, node: Node, pos: int) -> Node:
         """Part a node at `pos`; returns the new node above it. The node itself keeps its end, children and locks."""
@@ -214,8 +234,9 @@ class Tree:
         parent = node.parent
         assert parent is not None, "a root has no tokens to be split"
         rest = self._claims.split(node.claim, pos)
-        above = Node(parent, node.start, node.edge[:at], node.claim, users=node.users)
+        above = Node(parent, node.start, node.edge[:at], node.claim, users=node.users, retention=node.retention)
         above.branches, above.reused = node.branches, node.reused
+        self._order.enter_lease(above)
         parent.children[node.edge[:TOKEN]] = above
         node.parent, node.start, node.edge, node.claim = above, pos, node.edge[at:], rest
         above.children[node.edge[:TOKEN]] = node
@@ -225,11 +246,12 @@ class Tree:
         return above
 
     def _merge(self, node: Node) -> None:
-        """Let the only child of a node have the node's tokens, if no sequence has locked the node itself."""
-        if node.parent is None or len(node.children) != 1:
+        """Let the only child of a node have the node's tokens, if no sequence has locked the node itself, and both are
+        kept in the same way."""
+        if node.parent is None or len(node.children) != 1 or node in self.pins:
             return
         (child,) = node.children.values()
-        if child.users != node.users:
+        if child.users != node.users or child.retention != node.retention:
             return
         self._claims.join(node.claim, child.claim)
         for kept in node.checkpoints.values():
@@ -243,21 +265,21 @@ class Tree:
     # -- eviction -----------------------------------------------------------------------------------------------
 
     def evict_leaf(self, most: int) -> int:
-        """Drop the last tokens, `most` at most, of the leaf of the lowest value that no sequence uses; returns how
+        """Drop the last tokens, `most` at most, of the leaf that no sequence uses which is evicted next; returns how
         many, 0 if there is none."""
-        leaf = self._leaves.pop()
-        if leaf is None:
+        leaves = self._order.leaves
+        if (found := leaves.pop()) is None:
             return 0
-        self._clock = max(self._clock, leaf.value)
-        n, whole = leaf.end - leaf.start, leaf.end
+        leaf, heap, _ = found
+        leaves.clock = max(leaves.clock, leaf.value)
         cut = self._claims.of(leaf.claim).whole(max(leaf.start, leaf.end - most))
         if not self._anywhere:  # what lies behind the last checkpoint serves no request
             cut = max((pos for pos in leaf.checkpoints if pos <= cut), default=leaf.start)
+        n = leaf.end - cut
         self._evicted(leaf, cut)
         if cut > leaf.start:
             self._cut(leaf, cut)
-            self._leaves.put_back(leaf)
-            n = whole - cut
+            heap.put_back(leaf)
         else:
             self._remove(leaf)
         return n
@@ -265,98 +287,105 @@ class Tree:
     def evict_checkpoint(
         self, frees: Callable[[Kept], bool] = lambda kept: True, saves: int | None = None
     ) -> Kept | None:
-        """Drop the checkpoint of the lowest value of those for which `frees` is true; returns it. None if there is
-        none, or none of less value than a new one that `saves` so many tokens, if that is given."""
-        passed: list[Kept] = []
-        while (kept := self._kept.pop()) is not None and not frees(kept):
-            passed.append(kept)
-        if kept is not None and saves is not None:
-            if kept.value > value(self._kept_clock, hits=1, saves=saves, costs=1):
-                passed.append(kept)
-                kept = None
+        """Drop the checkpoint that is evicted next of those for which `frees` is true; returns it. None if there is
+        none, or, with `saves`, none that is of less value than a new one which saves so many tokens, or of an owner
+        above its quota."""
+        ranking = self._order.checkpoints
+        worth = float("inf") if saves is None else value(ranking.clock, hits=1, saves=saves, costs=1)
+        passed: list[Next[Kept]] = []
+        while (found := ranking.pop()) is not None and not frees(found.thing):
+            passed.append(found)
+        if found is not None and not found.over and found.thing.value > worth:
+            passed.append(found)
+            found = None
         for one in passed:
-            self._kept.put_back(one)
-        if kept is None:
+            one.heap.put_back(one.thing)
+        if found is None:
             return None
-        self._kept_clock = max(self._kept_clock, kept.value)
-        node = kept.node
-        self._claims.drop_checkpoint(node.claim, kept.pos)
-        del node.checkpoints[kept.pos]
-        self._settle(node)
+        kept = found.thing
+        ranking.clock = max(ranking.clock, kept.value)
+        self._claims.drop_checkpoint(kept.node.claim, kept.pos)
+        self._forget_checkpoint(kept)
+        self._settle(kept.node)
         return kept
 
-    def clear(self) -> None:
-        """Drop every claim. No lock may be held."""
-        for root in list(self._roots.values()):
-            for node in list(below(root)):
-                self._claims.drop(node.claim)
-                node.parent = None
-        self._roots.clear()
+    def expire(self, most: int) -> bool:
+        """Remove what has expired and no sequence uses, at up to `most` leaves. False if there is nothing."""
+        now, found = self._now(), False
+        for _ in range(most):
+            if (node := self._order.next_expired(now)) is None:
+                break
+            found = True
+            if node.idle:  # others when the last below them has gone, or their last user
+                self._evicted(node, node.start)
+                self._remove(node)
+        return found
+
+    def _forget_checkpoint(self, kept: Kept) -> None:
+        del kept.node.checkpoints[kept.pos]
+        self._order.checkpoints.count(kept.node.retention.owner, -1)
 
     def _cut(self, leaf: Node, pos: int) -> None:
         """Drop the tokens of a leaf behind `pos`."""
         self._claims.drop(self._claims.split(leaf.claim, pos))
+        self._order.leaves.count(leaf.retention.owner, pos - leaf.end)
         leaf.edge = leaf.edge[: (pos - leaf.start) * TOKEN]
-        for at in [at for at in leaf.checkpoints if at > pos]:
-            del leaf.checkpoints[at]
+        for kept in [kept for at, kept in leaf.checkpoints.items() if at > pos]:
+            self._forget_checkpoint(kept)
 
     def _remove(self, leaf: Node) -> None:
+        """A leaf that no sequence uses goes, and then what is left of no use above it."""
+        self._settle(self._removed(leaf))
+
+    def _removed(self, leaf: Node) -> Node:
+        """Remove a leaf; returns the node above it."""
         parent = leaf.parent
-        assert parent is not None
-        assert leaf.evictable, "a node that is used, or has children, was to be removed"
+        assert parent is not None and leaf.idle, "a node that is used, or has children, was to be removed"
+        if leaf in self.pins:
+            self.pins.release(leaf)
+        self._order.leaves.count(leaf.retention.owner, -leaf.tokens)
         self._claims.drop(leaf.claim)
-        leaf.checkpoints.clear()
+        for kept in list(leaf.checkpoints.values()):
+            self._forget_checkpoint(kept)
         del parent.children[leaf.edge[:TOKEN]]
         leaf.parent = None
-        self._settle(parent)
+        return parent
 
     def _settle(self, node: Node) -> None:
         """After a node has lost a user, a child or a checkpoint: what can no longer serve any request goes, and nodes
         that need no longer be apart become one."""
-        parent = node.parent
-        if parent is None:
+        while node.parent is not None and node.idle and self._useful(node) <= node.start:
+            node = self._removed(node)
+        if (parent := node.parent) is None:
             if not (node.children or node.users):
                 del self._roots[node.namespace]
-            return
-        if not node.evictable:
+        elif not node.idle:
             self._merge(node)
-        elif self._anywhere or (last := max(node.checkpoints, default=0)) == node.end:
-            self._enter_leaf(node)
-        elif last:
-            self._cut(node, last)
-            self._enter_leaf(node)
         else:
-            self._remove(node)
-            return
-        self._merge(parent)
+            if (last := self._useful(node)) < node.end:
+                self._cut(node, last)
+            self._order.enter_leaf(node)
+            self._order.enter_lease(node)
+            self._merge(parent)
 
-    def _enter_leaf(self, node: Node) -> None:
-        node.value = value(self._clock, hits=(1 if node.reused else ONCE) + node.branches, saves=1, costs=1)
-        if node.evictable:
-            self._leaves.push(node)
-
-    def _enter_checkpoint(self, kept: Kept) -> None:
-        before = max((pos for pos in kept.node.checkpoints if pos < kept.pos), default=kept.node.start)
-        kept.value = value(self._kept_clock, hits=kept.hits, saves=kept.pos - before, costs=1)
-        self._kept.push(kept)
+    def _useful(self, leaf: Node) -> int:
+        """The last position at which a leaf can be resumed; 0: it has none."""
+        return leaf.end if self._anywhere or leaf.retention.pinned else max(leaf.checkpoints, default=0)
 
     # -- checks -------------------------------------------------------------------------------------------------
 
-    def nodes(self) -> Iterator[Node]:
-        """All but the roots, parents before children."""
-        for root in self._roots.values():
-            yield from below(root)
-
     def check(self) -> None:
         """Assert what is always true."""
-        leaves, kept = set(map(id, self._leaves.things())), set(map(id, self._kept.things()))
-        for node in self.nodes():
+        nodes = list(self.nodes())
+        self._order.check(nodes)
+        self.pins.check(nodes)
+        for node in nodes:
             assert node.parent is not None
             assert node.edge and len(node.edge) % TOKEN == 0
             assert node.start == node.parent.end and node.parent.children[node.edge[:TOKEN]] is node
             assert sorted(node.checkpoints) == list(self._claims.of(node.claim).positions)
             assert all(node.start < pos <= node.end for pos in node.checkpoints)
             assert node.users >= sum(child.users for child in node.children.values())
-            assert node.evictable == (id(node) in leaves), f"a leaf of {node.start} to {node.end} is not in its heap"
-            for one in node.checkpoints.values():
-                assert one.node is node and id(one) in kept
+            assert all(one.node is node for one in node.checkpoints.values())
+            above = node.parent.retention if node.parent.parent is not None else None
+            assert above is None or stronger(above, node.retention) == above, "a node outlasts the one above it"

@@ -61,6 +61,21 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
+class Rewrite:
+    """A message of a chat whose text in the prompt is not what it was in the conversation so far."""
+
+    message: int | None  # its index; None: which one it is cannot be found out
+    role: str
+    by: Literal["template", "client"]  # the chat template renders it in another way; or the client sent another text
+    tokens: int  # of the conversation so far that cannot be used because of that
+
+    def __str__(self) -> str:
+        which = f"messages[{self.message}] ({self.role})" if self.message is not None else "a message"
+        by = "the chat template renders" if self.by == "template" else "the client sent"
+        return f"{by} {which} in another form than before, so {self.tokens} tokens of the conversation cannot be used"
+
+
+@dataclass(frozen=True, slots=True)
 class Recall:
     """What of a prompt came from memory when its request began to run, and why it was not more."""
 
@@ -76,6 +91,7 @@ class Recall:
     ours: tuple[int, ...] = ()  # where it diverged: the next tokens of the prompt
     theirs: tuple[int, ...] = ()  # where it diverged: the next tokens of the entry
     salted: int = 0  # at least so many of its first tokens are there for the same API key with another salt or user
+    rewrite: Rewrite | None = None  # of a chat: the message in which the prompt is not what the conversation was
 
 
 @dataclass(frozen=True, slots=True)

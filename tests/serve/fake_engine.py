@@ -125,6 +125,8 @@ class FakeEngine:
         effort: str | None = None,
         add_generation_prompt: bool = True,
         limit: int | None = None,
+        namespace: str = "",
+        replay: bool = True,
     ) -> list[int]:
         if not self.model.has_chat:
             raise BadRequest("this model has no chat template", "messages")

@@ -336,7 +336,9 @@ NO_STOP = "stop strings need a tokenizer, and this model has none; use stop_toke
 
 
 def test_models_without_text(client: httpx.Client, real: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    mute = TextCodec(None, "the file /a/secret/place is not there", frozenset(), context=256, text_bytes=2**20)
+    mute = TextCodec(
+        None, "the file /a/secret/place is not there", frozenset(), context=256, text_bytes=2**20, replay_bytes=0
+    )
     intake = dataclasses.replace(real._built.intake, codec=mute)
     monkeypatch.setattr(real, "_built", dataclasses.replace(real._built, intake=intake))
     monkeypatch.setattr(real, "model", dataclasses.replace(real.model, has_text=False))

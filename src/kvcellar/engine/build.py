@@ -134,7 +134,14 @@ def _storing(guest: Guest, settings: Settings) -> Guest:
 
 def _intake(loaded: Loaded, memory: Memory, capacity: Capacity, settings: Settings, context: int) -> Intake:
     text_bytes = text_bytes_of(settings, context)
-    codec = TextCodec(loaded.text, loaded.without_text, loaded.end_ids, context=context, text_bytes=text_bytes // 2)
+    codec = TextCodec(
+        loaded.text,
+        loaded.without_text,
+        loaded.end_ids,
+        context=context,
+        text_bytes=text_bytes // 2,
+        replay_bytes=settings.replay_bytes,
+    )
     return Intake(
         codec=codec,
         prompts=PromptMemory(text_bytes - text_bytes // 2),

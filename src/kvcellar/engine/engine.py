@@ -121,19 +121,25 @@ class Engine:
         effort: str | None = None,
         add_generation_prompt: bool = True,
         limit: int | None = None,
+        namespace: str = "",
+        replay: bool = True,
     ) -> list[int]:
         """Token ids of a conversation, ready for the model's answer. Raises `BadRequest`, `TemplateFailed`, and
         `PromptTooLong` for more than `limit`.
 
         `variables` are read by the chat template (`enable_thinking`, for one), `effort` is how much the model should
         reason, in OpenAI's words ("none" to "xhigh"). Either has no effect where the template does not read it.
+
+        With `replay`, replies to earlier requests of the `namespace` have the tokens that they were generated with;
+        otherwise they have those that the tokenizer gives their text.
         """
         if variables is not None and not isinstance(variables, Mapping):
             raise BadRequest(f"variables of a template are given by name, not as {shown(variables)}", "variables")
         if effort is not None and not isinstance(effort, str):
             raise BadRequest(f"effort is a word, not {shown(effort)}", "effort")
         options = {"variables": variables, "effort": effort, "add_generation_prompt": add_generation_prompt}
-        return self._built.intake.codec.render(messages, limit=limit, **options)
+        name = intake.namespace_name(namespace)
+        return self._built.intake.codec.render(messages, namespace=name, replay=replay, limit=limit, **options)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -168,12 +174,13 @@ class Engine:
         if self._loop.backlog >= self._built.settings.max_waiting:
             raise Overloaded(f"{self._loop.backlog} requests are waiting already; try again later")
         seed = params.seed if params.seed is not None else fresh_seed()
-        request = Request(prompt, params, deliver, session, positions, namespace, kept)
+        rewrite = self._built.intake.rewrite(namespace, prompt)
+        request = Request(prompt, params, deliver, session, positions, namespace, kept, rewrite)
         prompts = self._built.intake.prompts
         size = prompts.take(len(prompt), params.n)
         try:
             completion = self._built.intake.completion(request, seed)
-            request.on_done = partial(prompts.give, size)
+            request.on_done = partial(self._built.intake.ended, request, size)
             self._loop.submit(request, completion)
         except BaseException:
             prompts.give(size)

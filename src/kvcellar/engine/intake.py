@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from kvcellar.engine.request import Completion, Request
 from kvcellar.errors import BadRequest, Overloaded, PromptTooLong, shown
-from kvcellar.events import Event
+from kvcellar.events import Event, Rewrite
 from kvcellar.layout import Layout
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.sample.params import SamplingParams, check_ids
 from kvcellar.sample.sampler import Sampler
 from kvcellar.spans import whole
 from kvcellar.text.meter import Caps
-from kvcellar.text.output import Output, Stops, open_stream
+from kvcellar.text.output import LONG_RUN, Output, Stops, open_stream
+from kvcellar.text.replay import Replays
 from kvcellar.text.template import ChatTemplate
 from kvcellar.text.tokens import TextTokenizer, longest_text
 
@@ -91,6 +92,21 @@ class Intake:
     def _completion(self, request: Request, sampler: Sampler, tokens: Sequence[int]) -> Completion:
         return Completion(request, sampler, self.codec.output(request.stops, request.prompt), list(tokens))
 
+    def rewrite(self, namespace: str, prompt: Sequence[int]) -> Rewrite | None:
+        """What the prompt of a chat has in another form than an earlier one."""
+        replays = self.codec.replays
+        return replays.rewritten(namespace, prompt) if replays is not None and replays.used else None
+
+    def ended(self, request: Request, size: int) -> None:
+        """A request is over, whose prompt took `size` bytes: its replies are known from now on."""
+        self.prompts.give(size)
+        replays = self.codec.replays
+        if replays is None or not replays.used:
+            return
+        for completion in request.completions:
+            if not completion.dropped:
+                replays.replied(request.namespace, request.prompt, completion.tokens[len(request.prompt) :])
+
     def _check_padding(self, prompt: Sequence[int]) -> None:
         """Raise `BadRequest` for a prompt that contains the padding token.
 
@@ -129,11 +145,20 @@ class TextCodec:
     """
 
     def __init__(
-        self, assets: "TextAssets | None", why_not: str, end_ids: frozenset[int], *, context: int, text_bytes: int
+        self,
+        assets: "TextAssets | None",
+        why_not: str,
+        end_ids: frozenset[int],
+        *,
+        context: int,
+        text_bytes: int,
+        replay_bytes: int,
     ) -> None:
-        """`why_not` is the reason where `assets` is None. `text_bytes` of memory are for tokenizing."""
+        """`why_not` is the reason where `assets` is None. `text_bytes` of memory are for tokenizing, `replay_bytes` for
+        the tokens of chats."""
         self._tokenizer: TextTokenizer | None = None
         self._template: ChatTemplate | None = None
+        self.replays: Replays | None = None  # where there is a chat template
         self._why_not = why_not
         if assets is not None:
             most = longest_text(text_bytes)
@@ -142,6 +167,7 @@ class TextCodec:
             )
             if assets.chat_template is not None:
                 self._template = ChatTemplate(assets.chat_template, self._tokenizer, _caps(self._tokenizer, context))
+                self.replays = Replays(self._tokenizer, replay_bytes)
 
     @property
     def has_text(self) -> bool:
@@ -162,18 +188,29 @@ class TextCodec:
     def decode(self, ids: Sequence[int]) -> str:
         return self._checked().decode(ids)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, limit: int | None = None, **options: Any) -> list[int]:
-        """`options` are those of `ChatTemplate.render`."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        namespace: str,
+        replay: bool,
+        limit: int | None = None,
+        **options: Any,
+    ) -> list[int]:
+        """`options` are those of `ChatTemplate.render`. With `replay`, replies have the tokens that they had."""
         tokenizer = self._checked()
-        if self._template is None:
+        if self._template is None or self.replays is None:
             raise BadRequest("this model has no chat template; send a prompt instead of messages", "messages")
-        return self._template.render(messages, **options).encode(tokenizer, limit=limit)
+        rendered = self._template.render(messages, **options)
+        if replay:
+            return self.replays.encode(rendered, namespace, limit=limit)
+        return rendered.encode(tokenizer, limit=limit)
 
     def output(self, stops: Stops, prompt: Sequence[int]) -> Output:
         """The text of one completion, which continues that of the prompt."""
         if self._tokenizer is None:
             return Output(None, stops)
-        after = prompt[-1:] if prompt[-1] not in self._tokenizer.special_ids else ()
+        after = prompt[-LONG_RUN:] if prompt[-1] not in self._tokenizer.special_ids else ()
         return Output(open_stream(self._tokenizer, after=after), stops)
 
     def token_bytes(self, token: int) -> bytes:

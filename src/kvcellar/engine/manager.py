@@ -156,7 +156,10 @@ class SequenceManager:
             request.admitted = time.perf_counter()
             request.cached = prefix.restored
             read = fetch.read_back if fetch is not None else ReadBack()
-            request.recall = self.prefixes.explain(prefix, read=read, owner=request.retention.owner)
+            recall = self.prefixes.explain(prefix, read=read, owner=request.retention.owner)
+            if (rewrite := request.rewrite) is not None:
+                recall = replace(recall, detail=f"{recall.detail}; {rewrite}", rewrite=rewrite)
+            request.recall = recall
 
     def next_end(self, completion: Completion) -> int:
         """The most tokens of a running completion that may be in memory after the next step: it ends at a checkpoint

@@ -17,7 +17,19 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from kvcellar.events import Delta, Done, Event, Failed, Finished, FinishReason, Recall, Timings, TokenLogprob, Usage
+from kvcellar.events import (
+    Delta,
+    Done,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Recall,
+    Rewrite,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.sample.params import SamplingParams
 from kvcellar.sample.sampler import Sampler
@@ -56,6 +68,7 @@ class Request:
     checkpoint_positions: tuple[int, ...] = ()
     namespace: str = ""
     retention: RetentionOptions = NO_OPTIONS
+    rewrite: Rewrite | None = None  # what the prompt has in another form than an earlier one of the same chat
     stops: Stops = field(init=False)  # shared by its completions
     number: int = -1
     completions: list["Completion"] = field(default_factory=list["Completion"])

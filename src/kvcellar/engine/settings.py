@@ -41,6 +41,8 @@ class Settings:
     step_tokens: int = 512  # most new tokens in one step
     max_waiting: int = 512  # most requests waiting for admission; more raise `Overloaded`
     text_bytes: int | None = None  # CPU memory for texts, half for tokenizing, half for prompts; None: by context
+    # CPU memory for the texts and tokens of chats, whose replies keep their tokens in later turns; 0: they do not
+    replay_bytes: int = 32 * 2**20
     attention: str | None = None  # name of an attention backend; None: the first that supports the model
     threads: int | None = None  # CPU threads of torch; None: its default, within the CPU quota
     kv_dtype: str | None = None  # storage of K/V: int8, or k=int8+hadamard,v=int4; None: as `dtype`
@@ -77,6 +79,7 @@ class Settings:
             StoredAs.parse(self.kv_dtype)
         for name, least in (("max_sequences", 1), ("step_tokens", 1), ("max_waiting", 1), *TIERS):
             self._whole(name, getattr(self, name), least)
+        self._whole("replay_bytes", self.replay_bytes, 0)
         optional = (("cache_bytes", 1), ("context", 1), ("threads", 1), ("text_bytes", LEAST_TEXT_BYTES))
         for name, least in (*optional, ("host_bytes", 0)):
             if getattr(self, name) is not None:
@@ -121,6 +124,7 @@ class EngineOptions(TypedDict, total=False):
     step_tokens: int
     max_waiting: int
     text_bytes: int | None
+    replay_bytes: int
     attention: str | None
     threads: int | None
     kv_dtype: str | None

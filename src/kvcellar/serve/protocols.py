@@ -55,6 +55,8 @@ class ServedEngine(Protocol):
         effort: str | None = None,
         add_generation_prompt: bool = True,
         limit: int | None = None,
+        namespace: str = "",
+        replay: bool = True,
     ) -> list[int]:
         """Raises `PromptTooLong` for more than `limit` tokens."""
         ...

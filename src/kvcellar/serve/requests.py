@@ -127,6 +127,8 @@ class ChatBody(CommonBody):
     # vLLM: variables of the chat template; those that it does not use have no effect
     chat_template_kwargs: dict[str, object] | None = None
     add_generation_prompt: bool | None = None  # vLLM: `false`: render without the start of the assistant's turn
+    # kvcellar: `false`: earlier replies are tokenized again, instead of having the tokens that they were generated with
+    replay_tokens: bool | None = None
 
 
 AnyBody = TypeVar("AnyBody", bound=CommonBody)
@@ -180,6 +182,8 @@ def parse_chat(engine: ServedEngine, raw: bytes | bytearray, naming: Naming) -> 
         effort=_effort(body),
         add_generation_prompt=body.add_generation_prompt is not False,
         limit=engine.model.context,
+        namespace=namespace,
+        replay=body.replay_tokens is not False,
     )
     return _parsed(engine, body, params, [prompt], namespace)
 

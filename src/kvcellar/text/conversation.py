@@ -128,6 +128,14 @@ def joined(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": "\n".join(part["text"] for part in cast("list[dict[str, str]]", content))}
 
 
+def texts(message: Mapping[str, Any]) -> list[str]:
+    """The texts of the message's content."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return [content]
+    return [part["text"] for part in cast("list[dict[str, str]]", content or [])]
+
+
 def parted(message: dict[str, Any]) -> dict[str, Any]:
     """The message with its text as a list of one part."""
     content = message.get("content")
@@ -268,14 +276,19 @@ def unmarked(text: str, mark: str) -> tuple[str, tuple[int, ...]]:
 
 def unused(texts: Iterable[str]) -> str:
     """A private-use character that occurs in none of the texts. Raises `BadRequest` if there is none."""
+    if not (free := all_unused(texts)):
+        raise _wrong("messages has every character of a plane for private use; leave one of them out")
+    return min(free)
+
+
+def all_unused(texts: Iterable[str]) -> set[str]:
+    """All private-use characters that occur in none of the texts."""
     pace, free = Pace(), set(map(chr, range(0xF0000, 0xFFFFE)))
     for text in texts:
         for start in range(0, 0 if text.isascii() else len(text), PIECE):
             pace.pause()
             free.difference_update(text[start : start + PIECE])
-    if not free:
-        raise _wrong("messages has every character of a plane for private use; leave one of them out")
-    return min(free)
+    return free
 
 
 # Strings in messages and tool definitions that templates look up or compare with, and that must not be changed.
@@ -308,6 +321,18 @@ def strings(value: Any) -> Iterator[str]:
         yield from chain.from_iterable(map(strings, cast("list[Any]", value)))
     elif isinstance(value, dict):
         yield from chain.from_iterable(map(strings, chain.from_iterable(cast("dict[str, Any]", value).items())))
+
+
+def common(one: str, other: str, at: int = 0) -> int:
+    """How many characters of `one` the other has at `at`."""
+    low, high = 0, min(len(one), len(other) - at)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if other.startswith(one[:middle], at):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _wrong(message: str, param: str = "messages") -> BadRequest:

@@ -13,16 +13,29 @@ pieces, which is not detected. Templates do this only with the reasoning of assi
 assistant messages controls their text anyway.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, cast
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from kvcellar.errors import BadRequest, ModelRefused, TemplateFailed
 from kvcellar.text.calls import CallForm, probe
-from kvcellar.text.conversation import Copier, Marker, checked, joined, parted, strings, unmarked, unused
+from kvcellar.text.conversation import (
+    Copier,
+    Marker,
+    all_unused,
+    checked,
+    common,
+    joined,
+    parted,
+    strings,
+    texts,
+    unmarked,
+    unused,
+)
 from kvcellar.text.meter import Caps, OverCaps
 from kvcellar.text.sandbox import CappedEnvironment, Refused
 from kvcellar.text.tokens import TextTokenizer
@@ -49,10 +62,14 @@ _FAULTS = (
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A conversation as one text; `marks` are positions where the text was written by a client, not by the template."""
+    """A conversation as one text; `marks` are positions where the text was written by a client, not by the template.
+    It was made of `messages` with `settings`. `ends` finds where messages end in the text (see `message_ends`)."""
 
     text: str
     marks: tuple[int, ...] = ()
+    messages: Sequence[Mapping[str, Any]] = field(default=(), compare=False, repr=False)
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False, repr=False)
+    ends: Callable[[], Sequence[tuple[int, int]]] = field(default=tuple, compare=False, repr=False)
 
     def encode(self, tokenizer: TextTokenizer, *, limit: int | None = None) -> list[int]:
         """The token ids of `text`, where control tokens with a mark inside are encoded as ordinary text.
@@ -99,18 +116,25 @@ class ChatTemplate:
         Raises `BadRequest` for invalid messages, and its subclass `TemplateFailed` if the template rejects the
         messages, fails on them, or exceeds its caps.
         """
-        given = {
+        conversation = checked(messages, self._caps)
+        settings = {
             **self._settings(variables or {}, effort),
-            "messages": self._conversation(messages),
             "tools": Copier(self._caps, "tools").copy(tools, "tools"),
             "documents": Copier(self._caps, "documents").copy(documents, "documents"),
+            "add_generation_prompt": add_generation_prompt,
         }
-        mark = unused((self._source, *strings(given)))
-        own = {**self._tokenizer.special_tokens, "add_generation_prompt": add_generation_prompt}
-        return Rendered(*unmarked(self._run({**own, **self._marker.marked(given, mark)}, mark), mark))
+        write = partial(self._written, settings=settings)
+        rendered = write(conversation)
+        return replace(rendered, ends=partial(message_ends, conversation, rendered.text, write))
 
-    def _conversation(self, messages: object) -> list[dict[str, Any]]:
-        conversation = checked(messages, self._caps)
+    def _written(self, conversation: Sequence[dict[str, Any]], settings: Mapping[str, Any]) -> Rendered:
+        given = {**settings, "messages": self._fitted(conversation)}
+        mark = unused((self._source, *strings(given)))
+        variables = {**self._tokenizer.special_tokens, **self._marker.marked(given, mark)}
+        return Rendered(*unmarked(self._run(variables, mark), mark), conversation, settings)
+
+    def _fitted(self, conversation: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages in the form that the template reads."""
         if any(message["role"] == "tool" or "tool_calls" in message for message in conversation):
             conversation = self._calls.fit(conversation, Copier(self._caps, "messages").copy)
         return [self._fitting(message) for message in conversation]
@@ -166,6 +190,48 @@ class ChatTemplate:
             return self._run({**own, "messages": messages}, "")
         except TemplateFailed:
             return ""
+
+
+def message_ends(
+    messages: Sequence[dict[str, Any]], text: str, write: Callable[[Sequence[dict[str, Any]]], Rendered]
+) -> list[tuple[int, int]]:
+    """Where messages end in the text that `write` makes of them, ascending, each with its index; none if that cannot be
+    found out. Renders them again, with a character in the middle of each that occurs nowhere else."""
+    free = sorted(all_unused((text, *strings(list(messages)))))
+    if len(free) < len(messages):
+        return []
+    signs = dict(zip(free, range(len(messages)), strict=False))
+    signed = [_signed(message, sign) for message, sign in zip(messages, free, strict=False)]
+    try:
+        written = write(signed).text
+    except BadRequest:
+        return []
+    ends, found, before = list[tuple[int, int]](), re.compile(f"[{''.join(signs)}]"), 0
+    for before, sign in enumerate(found.finditer(written)):
+        index, at = signs[sign[0]], sign.start() - before
+        rest = "".join(texts(signed[index])).partition(sign[0])[2]
+        ends.append((at + common(rest, text, at), index))
+    return sorted(ends) if found.sub("", written) == text else []
+
+
+def _signed(message: dict[str, Any], sign: str) -> dict[str, Any]:
+    """The message with `sign` in the middle of its text."""
+    whole = "".join(texts(message)).strip()
+    content = message.get("content")
+    if not whole:
+        return message
+    if isinstance(content, str):
+        return {**message, "content": _with_sign(content, sign)}
+    parts = cast("list[dict[str, str]]", content)
+    longest = max(range(len(parts)), key=lambda n: len(parts[n]["text"].strip()))
+    signed = {**parts[longest], "text": _with_sign(parts[longest]["text"], sign)}
+    return {**message, "content": [*parts[:longest], signed, *parts[longest + 1 :]]}
+
+
+def _with_sign(text: str, sign: str) -> str:
+    start = len(text) - len(text.lstrip())
+    middle = start + (len(text.strip()) + 1) // 2
+    return text[:middle] + sign + text[middle:]
 
 
 def _failed(error: Exception, mark: str) -> TemplateFailed:

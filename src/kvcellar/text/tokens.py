@@ -96,6 +96,12 @@ class TextTokenizer:
         with self._encoding(text, "messages", limit, special=False, offsets=bool(marks)) as encoding:
             return self._with_plain(text, marks, encoding) if marks else encoding.ids
 
+    def check_length(self, text: str, limit: int | None) -> None:
+        """Raise `PromptTooLong` if the length of a text implies that it has more than `limit` tokens."""
+        least = self.bound.least_tokens(len(text))
+        if limit is not None and least > limit:
+            raise PromptTooLong(least, limit, "the model's context", at_least=True)
+
     def _with_plain(self, text: str, marks: Sequence[int], encoding: Encoding) -> list[int]:
         """Its ids, with the control tokens that contain a mark as plain text."""
         read, ids, copied = encoding.ids, list[int](), 0
@@ -121,9 +127,7 @@ class TextTokenizer:
 
         The interpreter is released only for batches, so a long text is encoded as one.
         """
-        least = self.bound.least_tokens(len(text))
-        if limit is not None and least > limit:
-            raise PromptTooLong(least, limit, "the model's context", at_least=True)
+        self.check_length(text, limit)
         size = check_unicode(text, param)
         with self.limit.taken(size, param):
             if size <= RELEASE_ABOVE:

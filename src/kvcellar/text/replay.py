@@ -1,0 +1,290 @@
+"""replay: the tokens of a chat's prompt, in which replies have the tokens that they were generated with.
+
+A client sends the text of a reply, not its tokens, and a tokenizer may give that text other tokens than the model drew:
+what is in memory of the reply could not be used. So prompts and replies are kept (`turns`). A prompt whose text begins
+with that of an earlier one begins with its tokens; the tokens of the reply follow, as far as the text does, then those
+that the tokenizer gives the rest.
+
+The text that the model reads is that of the template in any case:
+  * the tokens of a reply are used only where their text is in the prompt, byte for byte;
+  * after a part of a reply, other tokens follow only where the tokenizer's tokens begin at the same byte;
+  * a control token of a reply is used only where the template has written it: what a client writes is text.
+
+Safe to use from several threads. `Replays` is for tokenizers whose decoder changes no earlier text (`DecoderKind`);
+with others, every prompt has the tokens that the tokenizer gives it.
+"""
+
+import threading
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import Literal, NamedTuple
+
+from kvcellar.events import Rewrite
+from kvcellar.pace import Pace
+from kvcellar.text.conversation import common, texts
+from kvcellar.text.history import History, as_generated, changed, history
+from kvcellar.text.output import DecoderKind, decoder_kind
+from kvcellar.text.template import Rendered
+from kvcellar.text.tokens import TextTokenizer
+from kvcellar.text.turns import Turn, Turns, Walk
+
+KNOWN_BYTES = 2**14  # tokens whose bytes are kept
+PAUSE = 256  # tokens
+TRIED = 4  # of the turns that a text begins with, how many are tried
+
+
+class Fit(NamedTuple):
+    """How a prompt goes on after that of a turn: with `ids`, which begin with the first `kept` tokens of a reply, whose
+    text has `covers` bytes."""
+
+    turn: Turn
+    reply: Sequence[int]
+    kept: int
+    covers: int
+    ids: list[int]
+
+
+class Earlier(NamedTuple):
+    """The last prompt of the same conversation, if one is known, with its text if the new prompt does not begin with
+    that; and one that has the longest common text with the new prompt."""
+
+    turn: Turn | None
+    text: str | None
+    near: Turn | None
+
+
+class Replays:
+    """What is known of the chats of one model: at most `most_bytes` of text and tokens, as `turns` counts them."""
+
+    def __init__(self, tokenizer: TextTokenizer, most_bytes: int) -> None:
+        self._tokenizer = tokenizer
+        self._possible = most_bytes > 0 and decoder_kind(tokenizer.decoder_steps) is not DecoderKind.WHOLE
+        self._turns = Turns(most_bytes)
+        self.used = False  # whether a chat was rendered
+        self._lock = threading.Lock()
+        self._bytes_of = lru_cache(KNOWN_BYTES)(partial(_bytes_of, tokenizer))
+        self._leads = [(lead, tokenizer.encode_marked(lead, ())) for lead in self._ordered_leads()]
+
+    def _ordered_leads(self) -> Sequence[str]:
+        """Texts before a text that is tokenized as the rest of another one. Some tokenizers put a space in front of a
+        text: for these, something has to be in front."""
+        leads = ("\n", ".", "")
+        alone = b"".join(map(self._tokenizer.token_bytes, self._tokenizer.encode_marked("a", ())))
+        return ("", *leads[:2]) if alone == b"a" else leads
+
+    def encode(self, rendered: Rendered, namespace: str, *, limit: int | None = None) -> list[int]:
+        """The tokens of a prompt. Raises what `Rendered.encode` raises."""
+        if not self._possible:
+            return rendered.encode(self._tokenizer, limit=limit)
+        self._tokenizer.check_length(rendered.text, limit)
+        with self._lock:
+            walk = self._turns.walk(namespace, rendered.text)
+        known = [turn for turn in walk.turns if rendered.marks[: bisect_right(rendered.marks, turn.end)] == turn.marks]
+        if known and known[-1].end == len(rendered.text):
+            ids, fit = known[-1].all_ids(), None
+        elif (fit := self._fitting(known, rendered)) is not None:
+            ids = fit.turn.all_ids() + fit.ids
+        else:
+            ids = rendered.encode(self._tokenizer, limit=limit)
+        if limit is not None and len(ids) > limit:  # the tokenizer may need fewer
+            return rendered.encode(self._tokenizer, limit=limit)
+        self._remember(rendered, namespace, ids, fit)
+        return ids
+
+    def replied(self, namespace: str, prompt: Sequence[int], reply: Sequence[int]) -> None:
+        """Know a reply to a prompt; nothing happens if the prompt was not that of a chat. Costs O(tokens)."""
+        with self._lock:
+            turn = self._turns.of_prompt(namespace, prompt)
+            if turn is not None:
+                self._turns.reply(turn, reply)
+
+    def rewritten(self, namespace: str, prompt: Sequence[int]) -> Rewrite | None:
+        """What of the conversation so far a prompt has in another form than an earlier one."""
+        with self._lock:
+            turn = self._turns.of_prompt(namespace, prompt)
+            return turn.rewrite if turn is not None else None
+
+    def clear(self) -> None:
+        with self._lock:
+            self._turns.clear()
+
+    def check(self) -> None:
+        """Assert what is always true."""
+        with self._lock:
+            self._turns.check()
+
+    # -- a prompt that continues another one ------------------------------------------------------------------------
+
+    def _fitting(self, known: Sequence[Turn], rendered: Rendered) -> Fit | None:
+        """The fit of the longest prompt that has a reply with which the text goes on."""
+        answered = [turn for turn in reversed(known) if turn.replies][:TRIED]
+        return next((fit for turn in answered if (fit := self._fit(turn, rendered)) is not None), None)
+
+    def _fit(self, turn: Turn, rendered: Rendered) -> Fit | None:
+        text, marks = _from(rendered.text, rendered.marks, turn.end)
+        rest = self._rest(text, marks)
+        if rest is None:
+            return None
+        fits = (self._fit_of(turn, reply, text, marks, rest) for reply in reversed(turn.replies))
+        return max((fit for fit in fits if fit.kept), key=lambda fit: fit.covers, default=None)
+
+    def _fit_of(self, turn: Turn, reply: Sequence[int], text: str, marks: tuple[int, ...], rest: Sequence[int]) -> Fit:
+        kept, used, covers = self._cut(reply, rest)
+        if kept < len(reply) and (found := self._after(reply, text, marks, rest)) is not None:
+            covers, after = found
+            return Fit(turn, reply, len(reply), covers, [*reply, *after])
+        return Fit(turn, reply, kept, covers, [*reply[:kept], *rest[used:]])
+
+    def _rest(self, text: str, marks: tuple[int, ...]) -> list[int] | None:
+        """The tokens of a text that continues another one. None if every way of tokenizing it adds a space to it."""
+        begins = text[:PAUSE].encode()
+        for lead, before in self._leads:
+            ids = self._tokenizer.encode_marked(lead + text, [len(lead) + mark for mark in marks])
+            rest = ids[len(before) :]
+            if ids[: len(before)] == before and self._begins(rest, begins):
+                return rest
+        return None
+
+    def _begins(self, ids: Sequence[int], text: bytes) -> bool:
+        return not ids or ids[0] in self._tokenizer.control or text.startswith(self._bytes_of(ids[0]))
+
+    def _cut(self, reply: Sequence[int], rest: Sequence[int]) -> tuple[int, int, int]:
+        """After how many tokens of a reply, and how many of `rest`, the tokens of `rest` can follow those of the reply:
+        where both have the same text so far, and the bytes of that text. As many as possible."""
+        pace = Pace()
+        ends, text = self._ends(reply, pace)
+        most = len(text)
+        head: list[int] = []
+        size = 0
+        for token in rest:
+            if size >= most:
+                break
+            head.append(token)
+            size += len(self._bytes_of(token))
+        places, other = self._ends(head, pace)
+        alike = _alike(text, other)
+        after = {end: count for count, end in enumerate(places, start=1) if end <= alike}
+        for kept, end in reversed([*enumerate(ends, start=1)]):
+            if end in after and self._controls(reply[:kept]) == self._controls(head[: after[end]]):
+                return kept, after[end], end
+        return 0, 0, 0
+
+    def _ends(self, ids: Sequence[int], pace: Pace) -> tuple[list[int], bytes]:
+        """Where each token ends in the bytes of all of them, and these."""
+        ends, parts, size = list[int](), list[bytes](), 0
+        for number, token in enumerate(ids):
+            if number % PAUSE == 0:
+                pace.pause()
+            parts.append(self._bytes_of(token))
+            size += len(parts[-1])
+            ends.append(size)
+        return ends, b"".join(parts)
+
+    def _after(
+        self, reply: Sequence[int], text: str, marks: tuple[int, ...], rest: Sequence[int]
+    ) -> tuple[int, list[int]] | None:
+        """The bytes of a whole reply, and the tokens of what follows it, where the tokenizer has a token across its
+        end; `rest` are those that it gives to `text`. None if the text does not begin with the reply, or its control
+        tokens would be others."""
+        spoken = self._ends(reply, Pace())[1]
+        try:
+            said = spoken.decode()
+        except UnicodeDecodeError:
+            return None
+        if not text.startswith(said):
+            return None
+        after = self._rest(*_from(text, marks, len(said)))
+        return (len(spoken), after) if after is not None and self._controls(after) == self._controls(rest) else None
+
+    def _controls(self, ids: Sequence[int]) -> list[int]:
+        return [token for token in ids if token in self._tokenizer.control]
+
+    # -- what is not as it was --------------------------------------------------------------------------------------
+
+    def _remember(self, rendered: Rendered, namespace: str, ids: list[int], fit: Fit | None) -> None:
+        now, self.used = history(rendered, namespace), True
+        with self._lock:
+            earlier = self._earlier(now, self._turns.walk(namespace, rendered.text))
+        found = self._rewrite(rendered, now, ids, earlier, fit)
+        with self._lock:
+            parent = fit.turn if fit is not None and fit.turn in self._turns else None
+            turn = self._turns.add(
+                namespace,
+                rendered.text,
+                ids,
+                parent=parent,
+                marks=rendered.marks,
+                said=now.said,
+                history=now.key,
+            )
+            turn.rewrite = found
+
+    def _earlier(self, now: History, walk: Walk) -> Earlier:
+        known = (self._turns.of_history(key) for key in reversed(now.keys[1:]))
+        turn = next((turn for turn in known if turn is not None), None)
+        text = turn.node.text() if turn is not None and turn not in walk.turns else None
+        return Earlier(turn, text, self._turns.below(walk.node))
+
+    def _rewrite(
+        self, rendered: Rendered, now: History, ids: Sequence[int], earlier: Earlier, fit: Fit | None
+    ) -> Rewrite | None:
+        """What of the conversation so far is in another form in this prompt."""
+        turn, near = earlier.turn, earlier.near
+        if turn is not None and earlier.text is not None:
+            start = common(earlier.text, rendered.text)
+            ends = rendered.ends()
+            index = next((index for end, index in ends if end > start), None)
+            reply = turn.replies[-1] if turn.replies else ()
+            return _lost(rendered, index, "template", turn, reply, ids)
+        if turn is not None and turn.replies and (found := self._other_reply(rendered, turn, ids, fit)) is not None:
+            return found
+        if near is not None and (index := changed(now.said, near.said)) is not None:
+            return _lost(rendered, index, "client", near, (), ids)
+        return None
+
+    def _other_reply(self, rendered: Rendered, turn: Turn, ids: Sequence[int], fit: Fit | None) -> Rewrite | None:
+        """Whether the prompt has a reply to `turn`, with whose text it begins, in another form."""
+        index = len(turn.said)
+        if index >= len(rendered.messages) or (message := rendered.messages[index])["role"] != "assistant":
+            return None
+        reply, kept = (fit.reply, fit.kept) if fit is not None and fit.turn is turn else (turn.replies[-1], 0)
+        content = "".join(texts(message)).strip()
+        if kept == len(reply) or (content and content in self._tokenizer.decode(reply[:kept])):
+            return None  # what follows was never in the message, such as a stop string
+        by = "template" if as_generated(message, self._tokenizer.decode(reply)) else "client"
+        return _lost(rendered, index, by, turn, reply, ids)
+
+
+def _bytes_of(tokenizer: TextTokenizer, token: int) -> bytes:
+    """The bytes of a token in a text; of a control token, bytes that no text has."""
+    return b"\xff" + token.to_bytes(4, "little") if token in tokenizer.control else tokenizer.token_bytes(token)
+
+
+def _from(text: str, marks: Sequence[int], start: int) -> tuple[str, tuple[int, ...]]:
+    """The text from `start` on, with its marks."""
+    return text[start:], tuple(mark - start for mark in marks[bisect_right(marks, start) :])
+
+
+def _lost(
+    rendered: Rendered,
+    index: int | None,
+    by: Literal["template", "client"],
+    turn: Turn,
+    reply: Sequence[int],
+    ids: Sequence[int],
+) -> Rewrite | None:
+    """The record of a message that keeps a prompt from beginning with all of `turn` and its reply; None if it does."""
+    same = _alike([*turn.all_ids(), *reply], ids)
+    role = rendered.messages[index]["role"] if index is not None else ""
+    lost = turn.count + len(reply) - same
+    return Rewrite(index, role, by, lost) if lost else None
+
+
+def _alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many elements two sequences, or bytes, begin with together."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low

@@ -15,6 +15,7 @@ from kvcellar.bench.run import (
     BOOKKEEPING,
     FRAGMENTED,
     NAMES,
+    PREFIX,
     REPLAY,
     RESTART,
     REVERTIBLE,
@@ -42,6 +43,7 @@ ABOUT = {
     "turns",
     "revertible",
     "forks",
+    "prefix",
 }
 pytestmark = pytest.mark.filterwarnings("default")  # transformers issues warnings
 
@@ -53,7 +55,7 @@ def measured(capsys: pytest.CaptureFixture[str], **how: Any) -> tuple[list[str],
     return table, json.loads(last)
 
 
-ALONE = (BOOKKEEPING, TURNS, REVERTIBLE, START, FRAGMENTED, RESTART, REPLAY)
+ALONE = (BOOKKEEPING, TURNS, REVERTIBLE, START, FRAGMENTED, RESTART, REPLAY, PREFIX)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ALONE])
@@ -111,6 +113,16 @@ def test_a_conversation_is_found_after_its_process_was_killed(capsys: pytest.Cap
     assert min(found["cold"], found["warm"], found["restarted"], found["reading"]) > 0
 
 
+def test_the_costs_of_the_prefix_tree_are_measured(capsys: pytest.CaptureFixture[str]):
+    table, last = measured(capsys, only=PREFIX)
+    found = last["prefix"]
+    assert [line.split()[0] for line in table] == ["lookup", "eviction", "cached", "tree"]
+    assert (last["results"], found["tokens"], list(found["eviction"])) == ({}, 5000, ["100", "1000"])
+    assert 0 < found["lookup_p50"] <= found["lookup_p99"]
+    assert 0 < found["tree"] < found["step"]
+    assert math.isclose(found["cached_ratio"], found["cached"] / found["forward"])
+
+
 def test_turns_are_counted_for_every_number_of_checkpoints(capsys: pytest.CaptureFixture[str]):
     table, last = measured(capsys, only=TURNS)
     assert last["results"] == {}
@@ -160,7 +172,7 @@ def test_profile_reports_every_part_of_a_step(capsys: pytest.CaptureFixture[str]
     run_profile("ragged-8", quick=True)
     *table, last = capsys.readouterr().out.splitlines()
     found = json.loads(last)
-    assert set(found) == (ABOUT - {"results", "bookkeeping", "turns", "revertible", "forks"}) | {
+    assert set(found) == (ABOUT - {"results", "bookkeeping", "turns", "revertible", "forks", "prefix"}) | {
         "profile",
         "attention",
         "ms",

@@ -1,15 +1,8 @@
 """What bookkeeping costs, counted in lines of Python that run in it: runs and sequences, never cells or positions."""
 
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
-from typing import Any
-
 import pytest
 import torch
 
-import kvcellar
 from kvcellar.attention.reference import Reference
 from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.group import Group
@@ -18,30 +11,9 @@ from kvcellar.cache.memory import Memory
 from kvcellar.plan import Batch, Feed, Plan
 from kvcellar.shapes import Plane
 from kvcellar.spans import Span
+from tests.counted import lines
 
-OURS = str(Path(kvcellar.__file__).parent)
 PLANES = (Plane("k", 1, 8), Plane("v", 1, 8))
-
-
-def lines(act: Callable[[], object]) -> int:
-    """How many lines of ours ran, each turn of a loop counted."""
-    count = 0
-
-    def line(frame: FrameType, event: str, arg: object) -> Any:
-        nonlocal count
-        count += event == "line"
-        return line
-
-    def enter(frame: FrameType, event: str, arg: object) -> Any:
-        return line if frame.f_code.co_filename.startswith(OURS) else None
-
-    before = sys.gettrace()
-    sys.settrace(enter)
-    try:
-        act()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 def memory_of(cells: int) -> Memory:

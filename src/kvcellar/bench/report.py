@@ -12,6 +12,7 @@ import torch
 
 from kvcellar import __version__
 from kvcellar.bench.conversation import Computed
+from kvcellar.bench.prefix import Found as PrefixCosts
 from kvcellar.bench.revertible import NEW, Cost, Forked
 from kvcellar.bench.workloads import Row
 
@@ -31,6 +32,7 @@ class Findings:
     reads: Mapping[int, Computed] = field(default_factory=dict)  # by checkpoints
     costs: Mapping[str, Mapping[int, Cost]] = field(default_factory=dict)  # by kind of network and sequences
     forks: Mapping[str, Forked] = field(default_factory=dict)  # by kind of network
+    prefix: PrefixCosts | None = None
 
 
 def line(row: Row) -> str:
@@ -94,6 +96,7 @@ def as_json(found: Findings, about: Mapping[str, Any]) -> str:
             for kind, by_width in found.costs.items()
         },
         "forks": {kind: fork._asdict() for kind, fork in found.forks.items()},
+        "prefix": {} if found.prefix is None else found.prefix.as_json(),
     }
     return json.dumps({**about, **sections})
 

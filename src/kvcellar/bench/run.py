@@ -17,6 +17,8 @@ from kvcellar.bench.counts import lines as count_lines
 from kvcellar.bench.fragmented import fragmented
 from kvcellar.bench.fragmented import lines as fragmented_lines
 from kvcellar.bench.network import SMALL, TINY, Size, write
+from kvcellar.bench.prefix import SMALLEST, Extent, prefix
+from kvcellar.bench.prefix import lines as prefix_lines
 from kvcellar.bench.profile import profile
 from kvcellar.bench.replay import lines as replay_lines
 from kvcellar.bench.replay import replayed
@@ -31,8 +33,8 @@ from kvcellar.models.load import load
 CACHE_BYTES = 1 << 30
 BOOKKEEPING = "bookkeeping"
 TURNS, REVERTIBLE, START, FRAGMENTED = "turns", "revertible", "start", "fragmented"
-RESTART, REPLAY = "restart", "replay"
-NAMES = (*WORKLOADS, BOOKKEEPING, TURNS, REVERTIBLE, START, FRAGMENTED, RESTART, REPLAY)
+RESTART, REPLAY, PREFIX = "restart", "replay", "prefix"
+NAMES = (*WORKLOADS, BOOKKEEPING, TURNS, REVERTIBLE, PREFIX, START, FRAGMENTED, RESTART, REPLAY)
 
 
 def run(*, quick: bool = False, only: str | None = None, threads: int = 1) -> None:
@@ -60,7 +62,7 @@ def _run_compared(quick: bool, only: str | None, threads: int) -> None:
     size, scale = _extent(quick)
     found = report.Findings()
     parameters = 0
-    if only not in (BOOKKEEPING, TURNS, REVERTIBLE):
+    if only not in (BOOKKEEPING, TURNS, REVERTIBLE, PREFIX):
         parameters = _run_workloads(found.rows, size, scale, only, threads)
     if only in (None, BOOKKEEPING):
         found.step_ms = bookkeeping(size, [10**n for n in ((3, 4) if quick else (3, 4, 5, 6))])
@@ -71,6 +73,11 @@ def _run_compared(quick: bool, only: str | None, threads: int) -> None:
     if only in (None, REVERTIBLE):
         found.costs, found.forks = revertible(small=quick), forked(small=quick)
         _print([*report.revertible_lines(found.costs), *report.forked_lines(found.forks)])
+    if only in (None, PREFIX):
+        extent = SMALLEST if quick else Extent(SMALL)
+        with tempfile.TemporaryDirectory() as directory:
+            found.prefix = prefix(extent, Path(directory))
+        _print(prefix_lines(found.prefix, extent))
     print(report.as_json(found, report.about(parameters=parameters, threads=threads, quick=quick)), flush=True)
 
 

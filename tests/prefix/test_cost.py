@@ -1,0 +1,99 @@
+"""What the prefix tree costs, counted in lines of Python that run in it: the path of a prompt, never the whole tree."""
+
+import random
+
+import pytest
+
+from kvcellar.bench.prefix import NODE, bushy, grown
+from kvcellar.bench.replay import Replay, Turn, _completion
+from kvcellar.engine.request import Completion, Status
+from kvcellar.prefix.node import key_of
+from kvcellar.prefix.tree import Tree
+from tests.counted import lines
+
+
+def some(seed: int, tokens: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(3, 50_000) for _ in range(tokens)]
+
+
+def lookup(tree: Tree, text: list[int]) -> int:
+    return lines(lambda: tree.match(tree.root(""), key_of(text), len(text) - 1))
+
+
+def test_a_lookup_costs_the_nodes_of_its_path_in_a_tree_of_any_size() -> None:
+    assert lookup(bushy(100), some(9, 64)) == lookup(bushy(5000), some(9, 64))
+    tree, texts = grown(40_000)
+    for text in texts[::10]:
+        path = len(tree.match(tree.root(""), key_of(text), len(text) - 1).path)
+        assert lookup(tree, text) <= 40 + 12 * path
+
+
+def test_a_lookup_costs_the_logarithm_of_the_tokens_of_an_edge() -> None:
+    costs: list[int] = []
+    for tokens in (1000, 16_000):
+        tree, (text,) = grown_by_one(tokens)
+        costs.append(lookup(tree, [*text[: tokens // 2], 1, 2, 3]))
+    assert costs[1] <= costs[0] + 4 * 6, "four more halvings"
+
+
+def grown_by_one(tokens: int) -> tuple[Tree, list[list[int]]]:
+    """A tree with one node of at least so many tokens."""
+    replay = Replay("full", cells=2 * tokens, rows=0)
+    replay.serve(Turn(text := some(1, tokens), [1]))
+    return replay.manager.prefixes.tree, [text]
+
+
+def test_an_eviction_costs_the_same_in_a_tree_of_any_size() -> None:
+    costs: list[int] = []
+    for nodes in (100, 1000, 10_000):
+        tree = bushy(nodes)
+        costs.append(max(lines(lambda tree=tree: tree.evict_leaf(NODE)) for _ in range(40)))
+    assert max(costs) == min(costs) < 200
+
+
+@pytest.mark.parametrize(("kind", "group"), [("sliding", "window"), ("chunked", "chunk"), ("hybrid", None)])
+def test_an_eviction_of_a_checkpoint_costs_the_same_beside_any_number(kind: str, group: str | None) -> None:
+    costs: list[list[int]] = []
+    for texts in (4, 40):
+        replay = Replay(kind, cells=100_000, rows=1000)
+        for seed in range(texts):
+            replay.serve(Turn(some(seed, 520), [1]))
+        costs.append([lines(lambda r=replay: r.manager.evict(group, 1)) for _ in range(8)])
+    assert max(costs[1]) <= max(costs[0]) < 1500
+
+
+def test_a_cached_prompt_costs_the_same_for_any_number_of_cached_tokens() -> None:
+    costs: list[int] = []
+    for tokens in (256, 4096):
+        replay = Replay("full", cells=3 * tokens + 1000, rows=0)
+        shared = some(0, tokens)
+        replay.serve(Turn(shared, [1]))
+        before = replay.computed
+        costs.append(lines(lambda r=replay, s=shared: r.serve(Turn([*s, *some(1, 32)], [1])), below="/prefix"))
+        assert replay.computed - before == 32
+    assert costs[1] <= costs[0] + 6 * 24, "some halvings more"
+    assert costs[0] < 600
+
+
+def begun(replay: Replay, prompt: list[int]) -> Completion:
+    completion = _completion(prompt)
+    replay.manager.admit(completion)
+    replay.manager.start(completion)
+    completion.become(Status.PREFILL)
+    replay._step(completion, len(prompt))
+    completion.become(Status.DECODE)
+    return completion
+
+
+def test_a_decoding_step_does_not_enter_the_tree() -> None:
+    replay = Replay("full", cells=10_000, rows=0)
+    running = [begun(replay, some(seed, 40)) for seed in range(32)]
+
+    def step() -> None:
+        for completion in running:
+            completion.tokens.append(7)
+            replay._step(completion, 1)
+
+    assert lines(step, below="/prefix") == 0
+    assert 0 < lines(step, below="/engine/prefixes") <= 32 * 8, "some lines for each sequence"

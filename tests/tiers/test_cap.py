@@ -11,6 +11,7 @@ import pytest
 from kvcellar.retention import Retention
 from kvcellar.tiers.disk import DiskTier
 from kvcellar.tiers.tier import chains
+from kvcellar.tiers.upkeep import verified
 from tests.tiers.faults import COUNTED, Counting
 from tests.tiers.made import IDENTITY, content, made, store
 from tests.tiers.test_disk import tmp_path  # noqa: F401  # pytest finds it by name
@@ -83,7 +84,7 @@ def play(directory: Path, seed: int, cap: int) -> int:
                 for path in sorted((directory / "data").iterdir())[:1]:
                     whole = path.read_bytes()
                     path.write_bytes(whole[:-20] + bytes([whole[-20] ^ 1]) + whole[-19:])
-                tier.verify()
+                verified(tier)
             case 3 if step % 3 == 0:
                 tier.close()
                 if rng.random() < 0.5:

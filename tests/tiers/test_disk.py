@@ -12,6 +12,7 @@ from kvcellar.tiers.codec import AesGcm
 from kvcellar.tiers.disk import StoreUnusable
 from kvcellar.tiers.index import LEAVES
 from kvcellar.tiers.tier import chains
+from kvcellar.tiers.upkeep import verified
 from tests.tiers.made import content, made, store
 
 EMPTY = 100_000  # bytes that are enough for an index of few entries, and its journal
@@ -235,7 +236,7 @@ def test_verify_finds_what_is_damaged_and_leaves_the_rest(tmp_path) -> None:
     opened.put(*made(2))
     whole = path.read_bytes()
     path.write_bytes(whole[:-60] + bytes([whole[-60] ^ 1]) + whole[-59:])
-    assert opened.verify() == 1
+    assert verified(opened).damaged == 1
     assert [one.snapshot for one in opened.entries()] == [made(2)[0]]
 
 

@@ -17,6 +17,7 @@ from kvcellar.tiers.folder import DATA, PROCESSES, QUARANTINE, TEMPORARY, Folder
 from kvcellar.tiers.host import OVERHEAD, HostTier
 from kvcellar.tiers.remote import RemoteTier
 from kvcellar.tiers.tier import Entry
+from kvcellar.tiers.upkeep import verified
 from tests.tiers.faults import Killing
 from tests.tiers.in_memory import InMemory
 from tests.tiers.made import IDENTITY, content, made, store
@@ -223,7 +224,7 @@ def test_another_key_gives_misses_and_room_and_no_errors(tmp_path) -> None:  # n
         assert not opened.down
         assert opened.put(*made(1))  # in place of what it cannot read
         assert content(opened, made(1)[0].key) == made(1)
-        assert opened.verify() == 0
+        assert verified(opened).damaged == 0
 
 
 def test_a_directory_that_is_removed_costs_misses_only(tmp_path, caplog) -> None:  # noqa: F811

@@ -174,6 +174,9 @@ class Lookup:
             node = child
         return path, at // TOKEN
 
+    def roots(self) -> list[Node]:
+        return list(self._roots.values())
+
     def nodes(self) -> Iterator[Node]:
         """All but the roots, parents before children."""
         for root in self._roots.values():

@@ -4,8 +4,7 @@
     match = tree.match(root, key, most)      # what is in memory of a prompt, and where it can be resumed
     tree.lock(match.node)                    # while a sequence uses it
     node = tree.insert(root, key, claim)     # what a step or an answer has left in memory
-    tree.unlock(node)
-    tree.evict_leaf(); tree.evict_checkpoint()
+    tree.unlock(node); tree.evict_leaf(); tree.evict_checkpoint()
 
 A key is the token ids of a sequence as 8 bytes each (`key_of`), so that edges are compared by the C library.
 
@@ -21,9 +20,10 @@ Always true:
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain, islice
 
 from kvcellar.policy import value
-from kvcellar.prefix.node import TOKEN, ClaimStore, Kept, Lookup, Match, Node
+from kvcellar.prefix.node import TOKEN, ClaimStore, Kept, Lookup, Match, Node, below
 from kvcellar.prefix.order import UNLIMITED, Next, Order, Part
 from kvcellar.prefix.pins import Pins
 from kvcellar.retention import DEFAULT, Retention, stronger
@@ -324,6 +324,15 @@ class Tree(Lookup):
     def _forget_checkpoint(self, kept: Kept) -> None:
         del kept.node.checkpoints[kept.pos]
         self._order.checkpoints.count(kept.node.retention.owner, -1)
+
+    def discard(self, node: Node, most: int) -> int:
+        """Drop up to `most` leaves at and below a node that no sequence uses, pinned ones too; returns their tokens."""
+        tokens = 0
+        for leaf in islice((one for one in chain((node,), below(node)) if one.idle and one.parent is not None), most):
+            tokens += leaf.tokens
+            self._evicted(leaf, leaf.start)
+            self._remove(leaf)
+        return tokens
 
     def _cut(self, leaf: Node, pos: int) -> None:
         """Drop the tokens of a leaf behind `pos`."""

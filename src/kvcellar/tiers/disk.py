@@ -33,11 +33,13 @@ from kvcellar.snapshot import Snapshot
 from kvcellar.tiers.breaker import Breaker
 from kvcellar.tiers.codec import (
     Cipher,
+    Content,
     Damaged,
     Foreign,
     OpenFile,
     Plain,
     Reader,
+    Source,
     encoded,
     file_size,
     head_of,
@@ -166,11 +168,7 @@ class DiskTier:
 
     def _is_readable(self, row: Row) -> bool:
         """Whether it is sealed with the key of this store's cipher."""
-        try:
-            unsealed_meta(row.key, row.parent, row.meta, self._cipher)
-        except (Damaged, Foreign):
-            return False
-        return True
+        return self.described(row) is not None
 
     def get(self, key: bytes) -> Loaded | None:
         row = None
@@ -194,7 +192,7 @@ class DiskTier:
         expires = row.retention.expires
         return row if expires is None or expires > self._clock() else None
 
-    def _reader(self, file: OpenFile, row: Row) -> Reader:
+    def _reader(self, file: Source, row: Row) -> Reader:
         reader = Reader(file)
         header = reader.header
         if (reader.seal, header.key, header.identity) != (row.seal, row.key, row.identity):
@@ -213,18 +211,34 @@ class DiskTier:
     def remove(self, keys: Iterable[bytes]) -> None:
         self._try("removing", lambda: self._discard(self._index.remove(self._process, keys), "removed"))
 
-    def verify(self) -> int:
-        """Read every entry of this identity; returns how many were damaged, and are removed now."""
-        before = self.failures["damaged"]
-        for row in self._index.rows(self._identity):
-            try:
-                with OpenFile(self._files, self._folder.path(DATA, row.name)) as file:
-                    reader = self._reader(file, row)
-                    for _ in reader.chunks(reader.header.snapshot(self._cipher), self._cipher):
-                        pass
-            except (OSError, Damaged, Foreign) as error:
-                self._miss(row, error)
-        return self.failures["damaged"] - before
+    def rows(self) -> list[Row]:
+        """All entries, of every identity, without those that have expired."""
+        self._try("expiring entries", self._expire)
+        return self._try("listing entries", lambda: self._index.rows(None)) or []
+
+    def described(self, row: Row) -> Snapshot | None:
+        """What is known of an entry without reading its file; None if it was sealed with another key."""
+        try:
+            return unsealed_meta(row.key, row.parent, row.meta, self._cipher)
+        except (Damaged, Foreign):
+            return None
+
+    def content(self, row: Row) -> bytes | None:
+        """The whole file of an entry, of any identity, verified; None on a miss. What is damaged is removed; what was
+        sealed with another key is not."""
+        if not self._is_readable(row):
+            self.failures["foreign"] += 1
+            return None
+        try:
+            with OpenFile(self._files, self._folder.path(DATA, row.name)) as file:
+                content = file.read(file.size, 0)
+                reader = self._reader(Content(content), row)
+                for _ in reader.chunks(reader.header.snapshot(self._cipher), self._cipher):
+                    pass
+        except (OSError, Damaged, Foreign) as error:
+            self._miss(row, error)
+            return None
+        return content
 
     def close(self) -> None:
         """What is being read may be read to its end. May be called again."""

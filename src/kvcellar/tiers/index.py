@@ -117,9 +117,10 @@ class Index:
 
     # -- looking ------------------------------------------------------------------------------------------------
 
-    def rows(self, identity: bytes) -> list[Row]:
-        """All entries of one identity."""
-        return [row_of(found) for found in self._read(f"SELECT {COLUMNS} FROM entries WHERE identity=?", identity)]
+    def rows(self, identity: bytes | None) -> list[Row]:
+        """All entries of one identity, or of all."""
+        which = ("", ()) if identity is None else (" WHERE identity=?", (identity,))
+        return [row_of(found) for found in self._read(f"SELECT {COLUMNS} FROM entries{which[0]}", *which[1])]
 
     def find(self, key: bytes) -> Row | None:
         found = self._read(f"SELECT {COLUMNS} FROM entries WHERE key=?", key)

@@ -1,0 +1,96 @@
+"""listing: the entries of a prefix tree, in slices, so that a long list does not delay requests.
+
+    walk = Walk(tree)
+    while some := walk.next(512): ...      # each call between two steps
+
+Every entry is listed as it is when its turn comes. What is split, joined or removed between two slices is listed once
+at most.
+"""
+
+from collections.abc import Iterator
+from hashlib import blake2b
+from typing import NamedTuple
+
+from kvcellar.prefix.node import TOKEN, Node
+from kvcellar.prefix.tree import Tree
+from kvcellar.prefix.why import NAME
+
+SHOWN = 16  # tokens of an entry
+
+
+class Listed(NamedTuple):
+    """The tokens [start,end) of all sequences below an entry. `name` is as in `why.name_of`; `parent` is "" at the
+    beginning of a text. `tokens` are the first `SHOWN` ones."""
+
+    namespace: str
+    name: str
+    parent: str
+    start: int
+    end: int
+    tokens: tuple[int, ...]
+    checkpoints: tuple[int, ...]
+    users: int  # running sequences
+    branches: int
+    value: float
+    leaf: bool
+
+
+class _Place(NamedTuple):
+    """A node that is to be listed from a position on; `before` has digested all tokens before that."""
+
+    namespace: str
+    parent: str
+    node: Node
+    start: int
+    before: "blake2b"
+
+
+class Walk:
+    def __init__(self, tree: Tree, namespace: str | None = None) -> None:
+        """Of one namespace, or of all."""
+        self._rest: list[_Place] = []
+        for root in tree.roots():
+            if namespace is None or root.namespace == namespace:
+                self._enter(root.namespace, "", root, blake2b(digest_size=16))
+
+    def _enter(self, namespace: str, name: str, node: Node, before: "blake2b") -> None:
+        self._rest += (_Place(namespace, name, child, node.end, before) for child in node.children.values())
+
+    def next(self, most: int) -> list[tuple[Listed, Node]]:
+        """Up to `most` entries; none at the end."""
+        found: list[tuple[Listed, Node]] = []
+        while self._rest and len(found) < most:
+            place = self._rest.pop()
+            edge = b"".join(_edges(place.node, place.start))
+            if edge:
+                found.append((self._listed(place, edge), place.node))
+        return found
+
+    def _listed(self, place: _Place, edge: bytes) -> Listed:
+        node = place.node
+        naming = place.before.copy()
+        naming.update(edge[:TOKEN])
+        naming.update(place.namespace.encode())
+        name = naming.digest()[:NAME].hex()
+        if node.children:
+            whole = place.before.copy()
+            whole.update(edge)
+            self._enter(place.namespace, name, node, whole)
+        tokens = tuple(memoryview(edge[: SHOWN * TOKEN]).cast("q"))
+        places = tuple(sorted(node.checkpoints))
+        return Listed(
+            *(place.namespace, name, place.parent, place.start, node.end, tokens, places),
+            *(node.users, node.branches, node.value, not node.children),
+        )
+
+
+def _edges(node: Node, start: int) -> Iterator[bytes]:
+    """The tokens of a node's path from `start` on; nothing if the node is not in the tree any more."""
+    parts: list[bytes] = []
+    at = node
+    while at.start > start and at.parent is not None:
+        parts.append(at.edge)
+        at = at.parent
+    if at.parent is not None and at.end > start:
+        yield at.edge[(start - at.start) * TOKEN :]
+        yield from reversed(parts)

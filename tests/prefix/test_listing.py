@@ -1,0 +1,68 @@
+"""A listing has every token of the tree once, with the names that records of requests use, also in slices."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcellar.prefix.listing import Walk
+from kvcellar.prefix.node import key_of
+from kvcellar.prefix.tree import Tree
+from kvcellar.prefix.why import name_of, named
+from tests.prefix.claims import TokenClaims
+
+TEXTS = st.lists(
+    st.tuples(st.sampled_from("ab"), st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=12)), max_size=12
+)
+
+
+def filled(texts: list[tuple[str, list[int]]]) -> Tree:
+    claims = TokenClaims()
+    tree = Tree(claims, anywhere=True)
+    for namespace, text in texts:
+        root = tree.root(namespace)
+        tree.share(root)
+        tree.unlock(tree.insert(root, key_of(text), claims.make(text, 0, set()), 0, root)[0])
+    return tree
+
+
+@given(TEXTS, st.integers(1, 5))
+def test_every_prefix_is_in_one_entry_whatever_the_slices(texts, most) -> None:
+    tree = filled(texts)
+    walk = Walk(tree)
+    listed = [pair for some in iter(lambda: walk.next(most), []) for pair in some]
+    paths: dict[tuple[str, str], tuple[int, ...]] = {("a", ""): (), ("b", ""): ()}
+    seen: list[tuple[str, tuple[int, ...]]] = []
+    for entry, node in listed:
+        before = paths[entry.namespace, entry.parent]
+        assert len(before) == entry.start
+        path = before + entry.tokens
+        assert entry.name == name_of(node) == named(entry.namespace, key_of(path[: entry.start + 1]))
+        paths[entry.namespace, entry.name] = path
+        seen += [(entry.namespace, path[:n]) for n in range(entry.start + 1, entry.end + 1)]
+        assert entry.leaf == (not node.children)
+    expected = {(where, tuple(text[:n])) for where, text in texts for n in range(1, len(text) + 1)}
+    assert len(seen) == len(set(seen))
+    assert set(seen) == expected
+
+
+@given(TEXTS, TEXTS, st.integers(0, 6))
+def test_a_tree_that_changes_meanwhile_is_listed_without_repetition(texts, more, before) -> None:
+    tree = filled(texts)
+    walk = Walk(tree)
+    listed = walk.next(before) if before else []
+    while tree.evict_leaf(2) and len(listed) < before:
+        pass
+    tree.check()
+    listed += [pair for some in iter(lambda: walk.next(2), []) for pair in some]
+    tokens = [(entry.namespace, entry.name) for entry, _ in listed]
+    assert len(tokens) == len(set(tokens))
+
+
+@given(TEXTS, st.integers(1, 4))
+def test_discarding_a_subtree_leaves_the_others(texts, most) -> None:
+    tree = filled([*texts, ("a", [9, 9, 9]), ("a", [9, 9, 8])])
+    node = next(node for node in tree.nodes() if node.edge[:8] == key_of([9]) and node.start == 0)
+    before = {(e.namespace, e.name) for e, _ in Walk(tree).next(1000) if e.tokens[0] != 9 and e.start == 0}
+    while tree.discard(node, most):
+        tree.check()
+    after = {(e.namespace, e.name) for e, _ in Walk(tree).next(1000) if e.start == 0}
+    assert after == before

@@ -1,0 +1,183 @@
+"""What an operator does with a store: entries are listed, verified, removed, and moved by archives."""
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcellar.errors import BadRequest, KvcellarError
+from kvcellar.snapshot import Snapshot
+from kvcellar.tiers.codec import AesGcm
+from kvcellar.tiers.disk import DiskTier
+from kvcellar.tiers.tier import Tier
+from kvcellar.tiers.upkeep import (
+    beginning,
+    collected,
+    continuing,
+    entries,
+    exported,
+    imported,
+    opened,
+    paths,
+    verified,
+)
+from tests.tiers.made import IDENTITY, content, made, store
+
+OTHER = bytes(reversed(IDENTITY))
+
+
+def three(disk: DiskTier) -> list[tuple[Snapshot, list[bytes]]]:
+    """A chain of two, and one that stands alone."""
+    first = made(1)
+    found = [first, made(2, first[0]), made(3)]
+    for one in found:
+        assert disk.put(*one)
+    return found
+
+
+def archive(disk: DiskTier) -> bytes:
+    return b"".join(exported(disk))
+
+
+def only(disk: Tier):
+    return lambda identity: disk if identity == IDENTITY else None
+
+
+def test_entries_of_all_identities_are_listed_parents_first_with_their_texts(tmp_path) -> None:
+    disk = store(tmp_path)
+    first, second, third = (snapshot for snapshot, _ in three(disk))
+    store(tmp_path, identity=OTHER).put(*made(4))
+    listed = entries(opened(tmp_path))
+    keys = [one.row.key for one in listed]
+    assert sorted(keys) == sorted([first.key, second.key, third.key, made(4)[0].key])
+    assert keys.index(first.key) < keys.index(second.key)
+    assert {one.row.identity for one in listed} == {IDENTITY, OTHER}
+    assert paths(listed)[second.key] == first.tokens + second.tokens
+    assert set(beginning(disk, first.tokens)) == {first.key, second.key}
+    assert beginning(disk, first.tokens + second.tokens[:8]) == [second.key]
+    assert beginning(disk, first.tokens, "another namespace") == []
+    assert set(continuing(disk, [first.key])) == {first.key, second.key}
+
+
+def test_what_another_key_has_sealed_is_listed_without_its_text(tmp_path) -> None:
+    disk = store(tmp_path, cipher=AesGcm(bytes(32)))
+    three(disk)
+    listed = entries(opened(tmp_path))
+    assert [one.snapshot for one in listed] == [None] * 3
+    assert paths(listed) == {}
+    assert verified(opened(tmp_path)).unreadable == 3
+    assert verified(opened(tmp_path, AesGcm(bytes(32)))).read == 3
+
+
+def test_a_directory_that_is_no_store_is_left_as_it_is(tmp_path) -> None:
+    with pytest.raises(BadRequest, match="is no store"):
+        opened(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_verifying_removes_what_is_damaged_and_collecting_what_continued_it(tmp_path) -> None:
+    disk = store(tmp_path)
+    first, second, third = (snapshot for snapshot, _ in three(disk))
+    row = next(row for row in disk.rows() if row.key == first.key)
+    file = tmp_path / "data" / row.name
+    file.write_bytes(file.read_bytes()[:-1] + b"\0")
+    found = verified(disk)
+    assert (found.read, found.damaged, found.unreadable) == (2, 1, 0)
+    assert collected(disk) == 1
+    assert [row.key for row in disk.rows()] == [third.key]
+    assert collected(disk) == 0
+    assert not disk.contains(second.key)
+
+
+@given(st.booleans())
+def test_an_archive_brings_back_what_it_was_made_of(sealed) -> None:
+    import tempfile
+
+    cipher = AesGcm(bytes(32)) if sealed else None
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
+        disk, other = store(Path(one), cipher=cipher), store(Path(two))
+        whole = three(disk)
+        found = imported(io.BytesIO(archive(disk)), only(other), cipher)
+        assert (found.stored, found.refused) == (3, {})
+        assert [content(other, snapshot.key) for snapshot, _ in whole] == whole
+        assert imported(io.BytesIO(archive(disk)), only(other), cipher).stored == 3, "again"
+
+
+def test_entries_of_another_identity_are_refused_with_the_reason(tmp_path) -> None:
+    disk = store(tmp_path / "one", identity=OTHER)
+    assert disk.put(*made(1))
+    other = store(tmp_path / "two")
+    found = imported(io.BytesIO(archive(disk)), only(other))
+    assert found.stored == 0
+    assert "other weights" in next(iter(found.refused))
+    assert other.rows() == []
+
+
+def test_an_entry_whose_parent_is_missing_is_refused(tmp_path) -> None:
+    disk, other = store(tmp_path / "one"), store(tmp_path / "two")
+    first, _, third = (snapshot for snapshot, _ in three(disk))
+    disk.remove([first.key])
+    found = imported(io.BytesIO(archive(disk)), only(other))
+    assert (found.stored, found.refused) == (1, {"it continues an entry that is not there": 1})
+    assert [row.key for row in other.rows()] == [third.key]
+
+
+def test_no_changed_byte_of_an_archive_is_stored(tmp_path) -> None:
+    disk = store(tmp_path / "one")
+    assert disk.put(*made(1))
+    whole = archive(disk)
+    start = whole.index(b"kvcellar", tarfile.BLOCKSIZE + 1)  # of the entry
+    size = len(disk.content(disk.rows()[0]) or b"")
+    for at in range(start, start + size, 7):
+        other = store(tmp_path / "two")
+        changed = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
+        found = imported(io.BytesIO(changed), only(other))
+        assert (found.stored, found.refused.total(), other.rows()) == (0, 1, []), at
+        other.close()
+
+
+def tar(*members: tuple[str, bytes], kind: bytes = tarfile.REGTYPE) -> bytes:
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as writing:
+        for name, data in members:
+            head = tarfile.TarInfo(name)
+            head.size, head.type = len(data), kind
+            writing.addfile(head, io.BytesIO(data))
+    return made.getvalue()
+
+
+MANIFEST = ("kvcellar.json", json.dumps({"format": 1}).encode())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"not a tar file" * 100,
+        tar(("other.json", b"{}")),
+        tar(("kvcellar.json", b"{")),
+        tar(("kvcellar.json", b"[]")),
+        tar(("kvcellar.json", b'{"format": 2}')),
+        tar(("kvcellar.json", b" " * 5000)),
+        tar(MANIFEST, kind=tarfile.SYMTYPE),
+    ],
+)
+def test_what_is_no_archive_is_refused(tmp_path, data) -> None:
+    disk = store(tmp_path)
+    with pytest.raises(KvcellarError, match="archive"):
+        imported(io.BytesIO(data), only(disk))
+    assert disk.rows() == []
+
+
+@pytest.mark.parametrize("cut", [1600, 2300, 2800])
+def test_an_archive_that_is_cut_off_keeps_what_came_before(tmp_path, cut) -> None:
+    disk, other = store(tmp_path / "one"), store(tmp_path / "two")
+    three(disk)
+    with pytest.raises(KvcellarError, match="archive"):
+        imported(io.BytesIO(archive(disk)[:-cut]), only(other))
+    assert 1 <= len(other.rows()) <= 3
+    assert verified(other).damaged == 0

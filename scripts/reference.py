@@ -177,8 +177,12 @@ def _default(field: Any) -> str:
     return repr(dict(value)) if isinstance(value, Mapping) else repr(value)
 
 
-def _command(name: str) -> str:
-    command = cli.get_command(click.Context(cli), name)
+def _command(name: str, command: click.Command | None = None) -> str:
+    """The section of a command; of one of a group, if that is given."""
+    if command is None:
+        command = cli.get_command(click.Context(cli), name)
+    else:
+        name = f"{name} {command.name}"
     assert command is not None
     arguments = [p for p in command.params if isinstance(p, click.Argument)]
     words = " ".join(f"[{p.name.upper()}]" for p in arguments if p.name)
@@ -187,6 +191,9 @@ def _command(name: str) -> str:
         textwrap.fill(" ".join(part.split()), 118) for part in inspect.cleandoc(command.help or "").split("\n\n")
     )
     usage = f"```text\nkvcellar {name} [OPTIONS] {words}".rstrip() + "\n```\n"
+    if isinstance(command, click.Group):
+        verbs = [_command(name, one) for one in command.commands.values()]
+        return "\n".join([f"## kvcellar {name}\n", f"{about}\n", *(text.replace("## ", "### ", 1) for text in verbs)])
     return "\n".join([f"## kvcellar {name}\n", usage, f"{about}\n", _table(("option", "default", "meaning"), rows)])
 
 

@@ -15,14 +15,13 @@ from kvcellar.tiers.codec import AesGcm
 from kvcellar.tiers.disk import DiskTier
 from kvcellar.tiers.tier import Tier
 from kvcellar.tiers.upkeep import (
-    beginning,
     collected,
-    continuing,
     entries,
     exported,
     imported,
     opened,
     paths,
+    selected,
     verified,
 )
 from tests.tiers.made import IDENTITY, content, made, store
@@ -57,10 +56,21 @@ def test_entries_of_all_identities_are_listed_parents_first_with_their_texts(tmp
     assert keys.index(first.key) < keys.index(second.key)
     assert {one.row.identity for one in listed} == {IDENTITY, OTHER}
     assert paths(listed)[second.key] == first.tokens + second.tokens
-    assert set(beginning(disk, first.tokens)) == {first.key, second.key}
-    assert beginning(disk, first.tokens + second.tokens[:8]) == [second.key]
-    assert beginning(disk, first.tokens, "another namespace") == []
-    assert set(continuing(disk, [first.key])) == {first.key, second.key}
+
+
+def test_entries_are_selected_by_namespace_by_key_and_by_the_beginning_of_their_text(tmp_path) -> None:
+    disk = store(tmp_path)
+    first, second, third = (snapshot for snapshot, _ in three(disk))
+
+    def keys(namespace: str | None = None, entry: str | None = None, prefix: bytes = b"") -> set[bytes]:
+        return set(selected(entries(disk), namespace=namespace, entry=entry, prefix=prefix))
+
+    assert keys() == keys("n") == {first.key, second.key, third.key}
+    assert keys("another") == keys(entry="") == keys(entry="zz") == keys(prefix=bytes(8) * 99) == set()
+    assert keys(entry=first.key.hex()) == {first.key, second.key}, "what continues it, too"
+    assert keys(entry=second.key.hex()[:12]) == {second.key}
+    assert keys(prefix=first.tokens[:8]) >= {first.key, second.key}
+    assert keys(prefix=first.tokens + second.tokens[:8]) == {second.key}
 
 
 def test_what_another_key_has_sealed_is_listed_without_its_text(tmp_path) -> None:
@@ -136,7 +146,7 @@ def test_no_changed_byte_of_an_archive_is_stored(tmp_path) -> None:
         other = store(tmp_path / "two")
         changed = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
         found = imported(io.BytesIO(changed), only(other))
-        assert (found.stored, found.refused.total(), other.rows()) == (0, 1, []), at
+        assert (found.stored, sum(found.refused.values()), other.rows()) == (0, 1, []), at
         other.close()
 
 

@@ -24,6 +24,7 @@ COMMANDS = {
     "run": "Chat with a model at the terminal, or complete one prompt.",
     "serve": "Serve a model over HTTP, with the OpenAI API.",
     "why": "Print why a request did not read more from memory.",
+    "cache": "List, remove, verify, export and import what is cached.",
     "doctor": "Test a model and print how it would be served, and why.",
     "verify": "Check on this machine that using the cache does not change a model's logits.",
     "bench": "Measure kvcellar and transformers in one run.",

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvcellar.engine.build import Built
+    from kvcellar.engine.contents import Contents
     from kvcellar.engine.session import Session
 
 Prompt = str | Sequence[int]
@@ -279,6 +280,13 @@ class Engine:
     def clear_cache(self) -> None:
         """Evict all that no running completion uses from the prefix cache, pinned prompts, too."""
         self._loop.call(partial(self._loop.manager.clear_cache, pinned=True), changes="clearing the cache")
+
+    @property
+    def cache(self) -> "Contents":
+        """What the prefix cache and the store have, to be listed, removed, exported and imported."""
+        from kvcellar.engine.contents import Contents
+
+        return Contents(self._built)
 
     def check(self) -> None:
         """Assert every invariant of the scheduler and of memory, between two steps."""

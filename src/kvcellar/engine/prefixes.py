@@ -289,6 +289,11 @@ class Prefixes:
             found = True
         return found
 
+    def discard(self, node: Node, most: int) -> int:
+        """Remove up to `most` leaves at and below a node that no sequence uses; returns their tokens, 0 at the end."""
+        self.losses.cause = "an order to remove it"
+        return self.tree.discard(node, most)
+
     def check(self, locked: Iterable[Node]) -> None:
         """Assert what is always true, where `locked` are the nodes that sequences and others have locked, each as often
         as it is."""

@@ -16,7 +16,7 @@ Always true:
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -32,6 +32,7 @@ from kvcellar.prefix.stored import Catalogue
 from kvcellar.retention import DEFAULT, Retention
 from kvcellar.snapshot import Snapshot, key_after
 from kvcellar.spans import Span
+from kvcellar.tiers.disk import DiskTier
 from kvcellar.tiers.locations import Locations
 from kvcellar.tiers.tier import Entry, Tier, chains
 from kvcellar.tiers.transfers import Outcome, Transfer, Transfers
@@ -292,6 +293,37 @@ class Store:
             self._post(call)
         except EngineClosed:
             return
+
+    # -- for an operator ----------------------------------------------------------------------------------------
+
+    @property
+    def identity(self) -> bytes:
+        """Of the snapshots that this memory can read."""
+        return self._identity
+
+    @property
+    def disk(self) -> DiskTier | None:
+        return next((tier for tier in self.transfers.tiers if isinstance(tier, DiskTier)), None)
+
+    def learn(self, tier: str, entries: Iterable[Entry]) -> None:
+        """A tier has these entries, of which others may have been stored by other engines."""
+        found = chains(entries)
+        self._locations.stored(tier, (entry.snapshot.key for entry in found))
+        for entry in found:
+            self._learn(entry.snapshot)
+
+    def remove_all(self, keys: Iterable[bytes] | None = None) -> int:
+        """Remove these snapshots, or all, from all tiers; returns how many. May be called from any thread."""
+        gone: set[bytes] = set()
+        for tier in self.transfers.tiers:
+            there = [entry.snapshot.key for entry in tier.entries()] if keys is None else list(keys)
+            tier.remove(there)
+            gone.update(there)
+        return len(gone)
+
+    def forget_gone(self) -> None:
+        """Forget what the tiers have removed."""
+        self._forget_gone()
 
     @property
     def unwritten(self) -> bool:

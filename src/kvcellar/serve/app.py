@@ -36,7 +36,7 @@ def build_app(
         routes=[
             Route("/health", health, methods=["GET"]),
             *openai_routes(engine, settings, threads, drain),
-            *(admin_routes(engine, records, threads) if records is not None else ()),
+            *(admin_routes(engine, records, settings, threads) if records is not None else ()),
         ],
         middleware=[Middleware(RequestMiddleware, settings=settings, drain=drain, records=records)],
         exception_handlers={HTTPException: _no_such_route},

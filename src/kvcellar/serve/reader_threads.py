@@ -1,4 +1,5 @@
-"""reader_threads: thread pools in which request bodies are parsed and tokenized, so that the event loop is not blocked.
+"""reader_threads: thread pools in which request bodies are parsed and tokenized, and the work of operators is done, so
+that the event loop is not blocked.
 
 Always true:
   * short bodies do not wait for long ones: each kind has its own pool;
@@ -23,6 +24,7 @@ class ReaderThreads:
     def __init__(self) -> None:
         self._short = ThreadPoolExecutor(SHORT, "kvcellar-read")
         self._long = ThreadPoolExecutor(LONG, "kvcellar-read-long")
+        self._admin = ThreadPoolExecutor(1, "kvcellar-admin")
 
     async def run(self, body: RequestBody, work: Callable[[], T]) -> T:
         """The result of `work`, which reads `body`. The body is freed when `work` ends, even if the request was
@@ -33,6 +35,10 @@ class ReaderThreads:
         future.add_done_callback(lambda _: body.free())
         return await asyncio.wrap_future(future)
 
+    async def for_admin(self, work: Callable[[], T]) -> T:
+        """The result of `work`, which may take long; one after another."""
+        return await asyncio.wrap_future(self._admin.submit(work))
+
     def close(self) -> None:
-        for pool in (self._short, self._long):
+        for pool in (self._short, self._long, self._admin):
             pool.shutdown(wait=False, cancel_futures=True)

@@ -86,7 +86,7 @@ class DiskTier:
         """The store may have `max_bytes`, and no more than this share of what is free on the disk and its own files;
         `quota` is for the entries of one owner. Raises `StoreUnusable`."""
         self._identity, self._max, self._share, self._quota = identity, max_bytes, share_of_free, quota
-        self._cipher, self._files, self._clock = cipher or Plain(), files or Files(), clock
+        self.directory, self.cipher, self._files, self._clock = directory, cipher or Plain(), files or Files(), clock
         self._removed = removed
         self._process, self._numbers = secrets.token_hex(8), count()
         self._folder = Folder(self._files, directory, self._process)
@@ -126,7 +126,7 @@ class DiskTier:
         found: list[Entry] = []
         for row in self._index.rows(self._identity):
             try:
-                found.append(Entry(unsealed_meta(row.key, row.parent, row.meta, self._cipher), row.retention))
+                found.append(Entry(unsealed_meta(row.key, row.parent, row.meta, self.cipher), row.retention))
             except (Damaged, Foreign) as error:
                 self._miss(row, error)
         return found
@@ -143,14 +143,14 @@ class DiskTier:
             if self._is_readable(row) and self._index.renew([snapshot.key], retention):
                 return True
             self._discard(self._index.remove(self._process, [snapshot.key]), "removed")
-        meta = sealed_meta(snapshot, self._cipher)
-        head = head_of(self._identity, snapshot, retention, meta, self._cipher)
-        size, name = file_size(head, snapshot, self._cipher), f"{self._process}-{next(self._numbers)}"
+        meta = sealed_meta(snapshot, self.cipher)
+        head = head_of(self._identity, snapshot, retention, meta, self.cipher)
+        size, name = file_size(head, snapshot, self.cipher), f"{self._process}-{next(self._numbers)}"
         if not self._reserve(name, size + growth(len(meta)), retention.owner):
             self.failures["too large"] += 1
             return False
         try:
-            seal = write(self._files, self._folder.path(TEMPORARY, name), encoded(head, snapshot, chunks, self._cipher))
+            seal = write(self._files, self._folder.path(TEMPORARY, name), encoded(head, snapshot, chunks, self.cipher))
             self._folder.move(name, TEMPORARY, DATA)
             self._folder.sync(DATA)
             row = Row(
@@ -177,8 +177,8 @@ class DiskTier:
                 return None
             with OpenFile(self._files, self._folder.path(DATA, row.name)) as file:
                 reader = self._reader(file, row)
-                snapshot = reader.header.snapshot(self._cipher)
-                found = Loaded(snapshot, row.retention, tuple(reader.chunks(snapshot, self._cipher)))
+                snapshot = reader.header.snapshot(self.cipher)
+                found = Loaded(snapshot, row.retention, tuple(reader.chunks(snapshot, self.cipher)))
         except (OSError, sqlite3.Error, Damaged, Foreign) as error:
             self._miss(row, error)
             return None
@@ -219,7 +219,7 @@ class DiskTier:
     def described(self, row: Row) -> Snapshot | None:
         """What is known of an entry without reading its file; None if it was sealed with another key."""
         try:
-            return unsealed_meta(row.key, row.parent, row.meta, self._cipher)
+            return unsealed_meta(row.key, row.parent, row.meta, self.cipher)
         except (Damaged, Foreign):
             return None
 
@@ -233,7 +233,7 @@ class DiskTier:
             with OpenFile(self._files, self._folder.path(DATA, row.name)) as file:
                 content = file.read(file.size, 0)
                 reader = self._reader(Content(content), row)
-                for _ in reader.chunks(reader.header.snapshot(self._cipher), self._cipher):
+                for _ in reader.chunks(reader.header.snapshot(self.cipher), self.cipher):
                     pass
         except (OSError, Damaged, Foreign) as error:
             self._miss(row, error)

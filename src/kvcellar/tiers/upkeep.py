@@ -14,7 +14,7 @@ import io
 import json
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -30,6 +30,7 @@ FORMAT = 1
 MANIFEST, MANIFEST_LIMIT, END = "kvcellar.json", 4096, "end"
 NO_IDENTITY = bytes(32)
 UNLIMITED = 1 << 60  # bytes: looking at a store evicts nothing
+NAME = 16  # hexadecimal digits of a key or an identity that are shown
 
 
 def opened(directory: Path, cipher: Cipher | None = None, *, identity: bytes = NO_IDENTITY) -> DiskTier:
@@ -69,26 +70,28 @@ def paths(stored: Iterable[Stored]) -> dict[bytes, bytes]:
     return found
 
 
-def beginning(disk: DiskTier, key: bytes, namespace: str | None = None) -> list[bytes]:
-    """The keys of the entries whose text begins with the tokens of `key`, of one namespace or of all."""
-    stored = entries(disk)
-    found, known = paths(stored), {one.row.key: one.snapshot for one in stored}
+def selected(stored: Sequence[Stored], *, namespace: str | None, entry: str | None, prefix: bytes) -> list[bytes]:
+    """The keys of those of one namespace, or of all, whose text begins with the tokens of `prefix`. `entry`: the first
+    hexadecimal digits of a key; only of that one and all that continue it."""
+    if entry is not None:
+        first = {one.row.key for one in stored if entry and one.row.key.hex().startswith(entry)}
+        stored = [one for one in stored if one.row.key in _continuing(stored, first)]
+    texts = paths(stored) if prefix else {}
     return [
-        name
-        for name, path in found.items()
-        if path.startswith(key)
-        and (snapshot := known[name]) is not None
-        and (namespace is None or snapshot.namespace == namespace)
+        one.row.key
+        for one in stored
+        if (namespace is None or (one.snapshot is not None and one.snapshot.namespace == namespace))
+        and (not prefix or texts.get(one.row.key, b"").startswith(prefix))
     ]
 
 
-def continuing(disk: DiskTier, keys: Iterable[bytes]) -> list[bytes]:
-    """These entries and all that continue them."""
+def _continuing(stored: Iterable[Stored], keys: Iterable[bytes]) -> set[bytes]:
+    """These and all that continue them. `stored`: parents first."""
     found = set(keys)
-    for one in entries(disk):  # parents first
+    for one in stored:
         if one.row.parent in found:
             found.add(one.row.key)
-    return list(found)
+    return found
 
 
 @dataclass(slots=True)
@@ -115,9 +118,10 @@ def verified(disk: DiskTier) -> Verified:
 def collected(disk: DiskTier) -> int:
     """Remove what continues an entry that is not there, and so is of no use; returns how many. Opening the store has
     deleted what processes left unfinished, and listing it what has expired."""
-    there = {row.key for row in disk.rows()}
-    lost = [row.key for row in disk.rows() if row.parent is not None and row.parent not in there]
-    gone = continuing(disk, lost)
+    stored = entries(disk)
+    there = {one.row.key for one in stored}
+    lost = [one.row.key for one in stored if one.row.parent is not None and one.row.parent not in there]
+    gone = _continuing(stored, lost)
     disk.remove(gone)
     return len(gone)
 
@@ -150,7 +154,10 @@ class Readable(Protocol):
 @dataclass(slots=True)
 class Imported:
     stored: int = 0  # entries
-    refused: Counter[str] = field(default_factory=Counter[str])  # entries that were not stored, by reason
+    refused: dict[str, int] = field(default_factory=dict[str, int])  # entries that were not stored, by reason
+
+    def refuse(self, reason: str) -> None:
+        self.refused[reason] = self.refused.get(reason, 0) + 1
 
 
 def imported(source: Readable, tier: Callable[[bytes], Tier | None], cipher: Cipher | None = None) -> Imported:
@@ -194,17 +201,17 @@ def _import(content: bytes, tier: Callable[[bytes], Tier | None], cipher: Cipher
         snapshot = reader.header.snapshot(cipher)
         chunks = list(reader.chunks(snapshot, cipher))
     except (Damaged, Foreign) as error:
-        found.refused[str(error)] += 1
+        found.refuse(str(error))
         return
     target = tier(reader.header.identity)
     if target is None:
-        found.refused["it was computed by other weights, settings or versions than this server's"] += 1
+        found.refuse("it was computed by other weights, settings or versions than this server's")
     elif snapshot.parent is not None and not target.contains(snapshot.parent):
-        found.refused["it continues an entry that is not there"] += 1
+        found.refuse("it continues an entry that is not there")
     elif target.put(snapshot, chunks, reader.header.retention):
         found.stored += 1
     else:
-        found.refused["the store had no place for it"] += 1
+        found.refuse("the store had no place for it")
 
 
 class _Stream(io.RawIOBase):
@@ -216,3 +223,45 @@ class _Stream(io.RawIOBase):
 
     def read(self, size: int = -1, /) -> bytes:
         return self._source.read(size)
+
+
+# -- as JSON ------------------------------------------------------------------------------------------------------
+
+SHOWN = 16  # tokens of an entry
+
+
+def fields(one: Stored) -> dict[str, object]:
+    """An entry as JSON. Of what was sealed with another key, neither namespace, span nor tokens are known."""
+    row, snapshot = one.row, one.snapshot
+    kept = row.retention
+    known: dict[str, object] = {"namespace": None, "start": None, "end": None, "tokens": None}
+    if snapshot is not None:
+        tokens = list(memoryview(snapshot.tokens[: SHOWN * 8]).cast("q"))
+        known = {"namespace": snapshot.namespace, "start": snapshot.span.start, "end": snapshot.span.end}
+        known["tokens"] = tokens
+    return {
+        "tier": "disk",
+        "name": row.key.hex()[:NAME],
+        "parent": row.parent.hex()[:NAME] if row.parent is not None else "",
+        "identity": row.identity.hex()[:NAME],
+        "bytes": row.size,
+        "uses": row.hits,
+        "value": row.value,
+        "pinned": kept.pinned,
+        "expires": kept.expires,
+        **known,
+    }
+
+
+def totals(stored: Iterable[Stored]) -> list[dict[str, object]]:
+    """Entries, tokens and bytes of each identity and namespace, the largest first."""
+    found: dict[tuple[bytes, str | None], Counter[str]] = {}
+    for one in stored:
+        namespace = one.snapshot.namespace if one.snapshot is not None else None
+        into = found.setdefault((one.row.identity, namespace), Counter())
+        into.update(entries=1, tokens=len(one.snapshot.span) if one.snapshot is not None else 0, bytes=one.row.size)
+    ordered = sorted(found.items(), key=lambda item: -item[1]["bytes"])
+    return [
+        {"identity": identity.hex()[:NAME], "namespace": namespace, **counts}
+        for (identity, namespace), counts in ordered
+    ]

@@ -1,0 +1,307 @@
+"""cache: the subcommands for the operator of a cache: of a running server, or of a store on disk without one."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from heapq import nlargest
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import click
+
+from kvcellar.cli.client import PART, AdminClient, server_options
+from kvcellar.cli.options import Command
+from kvcellar.errors import BadRequest
+from kvcellar.tiers import upkeep
+from kvcellar.tiers.disk import DiskTier
+from kvcellar.tiers.upkeep import opened
+
+F = TypeVar("F", bound=Callable[..., Any])
+TIERS = ("device", "disk")
+Json = dict[str, Any]
+
+
+@click.group("cache")
+def command() -> None:
+    """List, remove, verify, export and import what is cached: by a running server (its address is --url; it needs an
+    admin key), or in the store of a directory (--store), which servers may use meanwhile.
+    """
+
+
+class Target:
+    """A running server, or a store."""
+
+    def __init__(self, store: Path | None, url: str, admin_key_file: Path | None) -> None:
+        self.store = store
+        self.client = AdminClient(url, admin_key_file) if store is None else None
+
+    def ask(self, method: str, path: str, of_store: Callable[[DiskTier], Any], **fields: Any) -> Any:
+        """What the server answers, or `of_store` returns."""
+        if self.client is not None:
+            return self.client.get(path) if method == "GET" else self.client.post(path, fields)
+        assert self.store is not None
+        disk = opened(self.store)
+        try:
+            return of_store(disk)
+        finally:
+            disk.close()
+
+
+def target_options(function: F) -> F:
+    store = click.option(
+        "--store",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        help="Directory of a store, in place of a server.",
+    )
+    as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+    return store(server_options(as_json(function)))
+
+
+def _verb(name: str) -> Callable[[F], click.Command]:
+    def made(function: F) -> click.Command:
+        return command.command(name, cls=Command)(target_options(function))
+
+    return made
+
+
+def _print(found: Json, as_json: bool, lines: Iterator[str]) -> None:
+    click.echo(json.dumps(found) if as_json else "\n".join(lines))
+
+
+# -- listing ------------------------------------------------------------------------------------------------------
+
+
+@_verb("ls")
+def ls(as_json: bool, **target: Any) -> None:
+    """List the namespaces, with their entries, tokens and bytes."""
+
+    def of_store(disk: DiskTier) -> Json:
+        about = {"directory": str(disk.directory), "bytes": disk.size(), "limit_bytes": None}
+        return {"device": None, "store": about | {"namespaces": upkeep.totals(upkeep.entries(disk))}}
+
+    found = Target(**target).ask("GET", "/admin/cache", of_store)
+    _print(found, as_json, _totals(found))
+
+
+def _totals(found: Json) -> Iterator[str]:
+    if (device := found["device"]) is not None:
+        yield f"in memory: {len(device['namespaces'])} namespaces"
+        for one in device["namespaces"]:
+            counts = f"{one['entries']} entries, {one['tokens']} tokens, {one['checkpoints']} checkpoints"
+            yield f"  {_namespace(one)}: {counts}, {_size(one['bytes'])}; {one['in_use']} tokens in use"
+    if (store := found["store"]) is not None:
+        limit = "" if store["limit_bytes"] is None else f" of {_size(store['limit_bytes'])}"
+        yield f"in the store {store['directory']}: {_size(store['bytes'])}{limit}"
+        for one in store["namespaces"]:
+            counts = f"{one['entries']} entries, {one['tokens']} tokens, {_size(one['bytes'])}"
+            yield f"  {_namespace(one)} of model {one['identity']}: {counts}"
+
+
+def _namespace(one: Json) -> str:
+    return "(sealed with another key)" if one["namespace"] is None else one["namespace"] or "(no namespace)"
+
+
+def _size(n: int) -> str:
+    value, unit = float(n), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.3g} {unit}"
+
+
+def list_options(function: F) -> F:
+    tier = click.option("--tier", type=click.Choice(TIERS), help="Default: device; disk with --store.")
+    return tier(click.option("--limit", default=200, show_default=True, help="Most entries.")(function))
+
+
+@_verb("tree")
+@list_options
+@click.option("--namespace", help="Only this one.")
+def tree(tier: str | None, limit: int, namespace: str | None, as_json: bool, **target: Any) -> None:
+    """List the entries as a tree: their tokens, uses and checkpoints, and how their texts begin."""
+
+    def of_store(disk: DiskTier) -> Json:
+        found = [one for one in map(upkeep.fields, upkeep.entries(disk)) if namespace in (None, one["namespace"])]
+        return {"entries": found[:limit], "more": len(found) > limit}
+
+    only = "" if namespace is None else f"&namespace={namespace}"
+    path = f"/admin/cache/tree?tier={tier or TIERS[0]}&limit={limit}{only}"
+    found = Target(**target).ask("GET", path, of_store)
+    _print(found, as_json, _tree(found))
+
+
+def _tree(found: Json) -> Iterator[str]:
+    after: dict[tuple[str, str], list[Json]] = {}
+    names = {(one["namespace"], one["name"]) for one in found["entries"]}
+    for one in found["entries"]:
+        parent = one["parent"] if (one["namespace"], one["parent"]) in names else ""
+        after.setdefault((one["namespace"], parent), []).append(one)
+    for namespace in dict.fromkeys(one["namespace"] for one in found["entries"]):
+        yield _namespace({"namespace": namespace})
+        rest = [(1, one) for one in reversed(after.get((namespace, ""), []))]
+        while rest:
+            depth, one = rest.pop()
+            yield "  " * min(depth, 20) + _entry(one)
+            rest += ((depth + 1, child) for child in reversed(after.get((namespace, one["name"]), [])))
+    if found["more"]:
+        yield "there are more entries: see --limit"
+
+
+def _entry(one: Json) -> str:
+    span = "" if one["start"] is None else f" {one['end'] - one['start']} tokens [{one['start']},{one['end']})"
+    shown = one.get("text")
+    text = json.dumps(shown, ensure_ascii=False) if shown is not None else one["tokens"] or ""
+    if one["tier"] == "device":
+        about = f"{one['users']} users, {one['branches']} branches, {len(one['checkpoints'])} checkpoints"
+    else:
+        about = f"{one['uses']} uses, {_size(one['bytes'])}" + (", pinned" if one["pinned"] else "")
+    return f"{one['name']}{span}, {about}: {text}"
+
+
+@_verb("hot")
+@list_options
+def hot(tier: str | None, limit: int, as_json: bool, **target: Any) -> None:
+    """List the entries that are kept longest, the most valuable first."""
+
+    def of_store(disk: DiskTier) -> Json:
+        stored = map(upkeep.fields, upkeep.entries(disk))
+        return {"entries": nlargest(limit, stored, key=lambda one: float(str(one["value"])))}
+
+    found = Target(**target).ask("GET", f"/admin/cache/hot?tier={tier or TIERS[0]}&limit={limit}", of_store)
+    _print(found, as_json, (f"{_namespace(one)}: {_entry(one)}" for one in found["entries"]))
+
+
+# -- removal ------------------------------------------------------------------------------------------------------
+
+
+@_verb("rm")
+@click.argument("entry", required=False)
+@click.option("--namespace", help="Only in this one; without ENTRY and --prefix, all that it has.")
+@click.option("--prefix", help="What begins with this text (with a server).")
+@click.option("--prefix-ids", help="What begins with these token ids: 12,7,5.")
+def rm(
+    entry: str | None, namespace: str | None, prefix: str | None, prefix_ids: str | None, as_json: bool, **target: Any
+) -> None:
+    """Remove ENTRY, as `tree` names it, and all that continue it; or what begins with a prefix; or a namespace. What
+    running requests use stays.
+    """
+    if entry is namespace is prefix is prefix_ids is None:
+        raise BadRequest("name what to remove: an entry, a namespace or a prefix", "namespace")
+    ids = _ids(prefix_ids) if prefix_ids is not None else None
+
+    def of_store(disk: DiskTier) -> Json:
+        from kvcellar.prefix.node import key_of
+
+        if prefix is not None:
+            raise BadRequest("a store has no tokenizer; use --prefix-ids, or a server", "prefix")
+        stored = upkeep.entries(disk)
+        keys = upkeep.selected(stored, namespace=namespace, entry=entry, prefix=key_of(ids or ()))
+        disk.remove(keys)
+        return {"tokens": 0, "stored": len(keys)}
+
+    fields = {"namespace": namespace, "entry": entry, "prefix": prefix if prefix is not None else ids}
+    found = Target(**target).ask("POST", "/admin/cache/remove", of_store, **fields)
+    _print(found, as_json, _removed(found))
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(one) for one in text.split(",")]
+    except ValueError:
+        raise BadRequest(f"{text!r} is not token ids like 12,7,5", "prefix_ids") from None
+
+
+def _removed(found: Json) -> Iterator[str]:
+    yield f"removed {found['tokens']} tokens from memory and {found['stored']} entries from the store"
+
+
+@_verb("clear")
+def clear(as_json: bool, **target: Any) -> None:
+    """Remove everything that no running request uses, from memory and from the store."""
+
+    def of_store(disk: DiskTier) -> Json:
+        keys = [row.key for row in disk.rows()]
+        disk.remove(keys)
+        return {"tokens": 0, "stored": len(keys)}
+
+    found = Target(**target).ask("POST", "/admin/cache/clear", of_store)
+    _print(found, as_json, _removed(found))
+
+
+# -- the store ----------------------------------------------------------------------------------------------------
+
+
+@_verb("gc")
+def gc(as_json: bool, **target: Any) -> None:
+    """Remove entries of the store that have expired or continue one that is not there, and what processes left."""
+    path = "/admin/cache/collect"
+    found = Target(**target).ask("POST", path, lambda disk: {"removed": upkeep.collected(disk)})
+    _print(found, as_json, iter([f"removed {found['removed']} entries that were of no use"]))
+
+
+@_verb("verify")
+def verify(as_json: bool, **target: Any) -> None:
+    """Read every entry of the store. What is damaged is removed. Exit code 1 if anything was."""
+    found = Target(**target).ask("POST", "/admin/cache/verify", lambda disk: asdict(upkeep.verified(disk)))
+    lines = [f"{found['read']} entries of {_size(found['bytes'])} are as they were written"]
+    if found["damaged"]:
+        lines.append(f"{found['damaged']} were damaged, and are removed")
+    if found["unreadable"]:
+        lines.append(f"{found['unreadable']} could not be read, or are sealed with another key")
+    _print(found, as_json, iter(lines))
+    if found["damaged"]:
+        sys.exit(1)
+
+
+@_verb("export")
+@click.argument("file", type=click.File("wb", lazy=False))
+def export(file: BinaryIO, as_json: bool, **target: Any) -> None:
+    """Write the entries of the store to FILE, a tar archive; -: to stdout. It has the tokens of prompts."""
+    chosen = Target(**target)
+
+    def write(parts: Iterator[bytes]) -> Json:
+        return {"bytes": sum(file.write(part) for part in parts)}
+
+    if chosen.client is not None:
+        found = write(chosen.client.download("/admin/cache/export"))
+    else:
+        found = chosen.ask("POST", "", lambda disk: write(upkeep.exported(disk)))
+    if file is not sys.stdout.buffer:
+        _print(found, as_json, iter([f"wrote {_size(found['bytes'])} to {file.name}"]))
+
+
+@_verb("import")
+@click.argument("file", type=click.File("rb"))
+def import_from(file: BinaryIO, as_json: bool, **target: Any) -> None:
+    """Store the entries of an archive that `export` has made. A server refuses those of other models; nothing in FILE
+    is trusted. Exit code 1 if entries were refused.
+    """
+    chosen = Target(**target)
+    if chosen.client is not None:
+        found = chosen.client.upload("/admin/cache/import", iter(lambda: file.read(PART), b""))
+    else:
+        found = asdict(_imported(chosen.store, file))
+    lines = [f"stored {found['stored']} entries"]
+    lines += [f"refused {count}: {reason}" for reason, count in found["refused"].items()]
+    _print(found, as_json, iter(lines))
+    if found["refused"]:
+        sys.exit(1)
+
+
+def _imported(store: Path | None, file: BinaryIO) -> upkeep.Imported:
+    """A store takes entries of all models."""
+    assert store is not None
+    disks: dict[bytes, DiskTier] = {}
+
+    def of(identity: bytes) -> DiskTier:
+        if identity not in disks:
+            disks[identity] = opened(store, identity=identity)
+        return disks[identity]
+
+    try:
+        return upkeep.imported(file, of)
+    finally:
+        for disk in disks.values():
+            disk.close()

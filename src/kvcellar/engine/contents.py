@@ -1,0 +1,190 @@
+"""contents: what the prefix cache of an engine and its store on disk have: listed, removed, exported and imported.
+
+All methods may be called from any thread but the engine's, and may take long. What they do with the tree is done in
+slices between steps, so that no request waits for more than one slice; the store is read and written on the caller's
+thread.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import nlargest
+from typing import TYPE_CHECKING, Any
+
+from kvcellar.engine.stats import stats
+from kvcellar.engine.store import Store
+from kvcellar.errors import BadRequest
+from kvcellar.prefix.listing import Listed, Walk
+from kvcellar.prefix.node import TOKEN, Node, key_of
+from kvcellar.tiers import upkeep
+from kvcellar.tiers.disk import DiskTier
+from kvcellar.tiers.upkeep import Imported, Readable, Verified
+
+if TYPE_CHECKING:
+    from kvcellar.engine.build import Built
+
+SLICE = 256  # entries
+
+
+@dataclass(slots=True)
+class NamespaceContents:
+    """What one namespace has in memory. `bytes` are those of its cells in groups without a window, and of its state
+    rows: windows of checkpoints share cells."""
+
+    namespace: str
+    entries: int = 0
+    tokens: int = 0
+    checkpoints: int = 0
+    bytes: int = 0
+    in_use: int = 0  # tokens that running requests use
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    tokens: int  # in memory, as far as no running request uses them
+    stored: int  # entries of the store
+
+
+class Contents:
+    """Of one engine."""
+
+    def __init__(self, built: "Built") -> None:
+        self._built, self._loop = built, built.loop
+
+    # -- in memory ----------------------------------------------------------------------------------------------
+
+    def listed(self, tier: str, namespace: str | None = None) -> Iterator[dict[str, Any]]:
+        """The entries of a tier, "device" or "disk", as JSON, each after the one that it continues."""
+        if tier == "device":
+            yield from (_fields(listed) for listed, _ in self._walked(namespace))
+        else:
+            for one in upkeep.entries(self._needed()):
+                if namespace is None or (one.snapshot is not None and one.snapshot.namespace == namespace):
+                    yield upkeep.fields(one)
+
+    def hot(self, tier: str, most: int) -> list[dict[str, Any]]:
+        """The entries of a tier that are kept longest, the most valuable first."""
+        return nlargest(most, self.listed(tier), key=lambda one: one["value"])
+
+    def _walked(self, namespace: str | None) -> Iterator[tuple[Listed, Node]]:
+        walk = self._loop.call(lambda: Walk(self._loop.manager.prefixes.tree, namespace))
+        while some := self._loop.call(lambda: walk.next(SLICE)):
+            yield from some
+
+    def namespaces(self) -> list[NamespaceContents]:
+        """The largest first."""
+        now = self._loop.call(lambda: stats(self._built))
+        bounded = {group.name for group in self._built.memory.storage.groups if group.bounded}
+        a_token = sum(group.bytes / (group.cells or 1) for group in now.groups if group.name not in bounded)
+        a_row = now.state_bytes / (now.rows or 1)
+        found: dict[str, NamespaceContents] = {}
+        for one, _ in self._walked(None):
+            into = found.setdefault(one.namespace, NamespaceContents(one.namespace))
+            tokens, checkpoints = one.end - one.start, len(one.checkpoints)
+            into.entries += 1
+            into.tokens += tokens
+            into.checkpoints += checkpoints
+            into.bytes += int(tokens * a_token + checkpoints * a_row)
+            into.in_use += tokens if one.users else 0
+        return sorted(found.values(), key=lambda one: -one.tokens)
+
+    # -- the store ----------------------------------------------------------------------------------------------
+
+    @property
+    def _store(self) -> Store:
+        """Raises `BadRequest` without a store."""
+        if (store := self._loop.manager.store) is None:
+            raise BadRequest("this engine has no store", "store")
+        return store
+
+    @property
+    def disk(self) -> DiskTier | None:
+        """The store on disk; None without one."""
+        return self._store.disk if self._loop.manager.store is not None else None
+
+    def stored_totals(self) -> list[dict[str, object]]:
+        """Entries, tokens and bytes of the store by identity and namespace."""
+        return upkeep.totals(upkeep.entries(self._needed()))
+
+    def verify(self) -> Verified:
+        """Read all entries of the store; what is damaged is removed."""
+        return upkeep.verified(self._needed())
+
+    def collect(self) -> int:
+        """Remove entries of the store that are of no use, and files that processes have left there; returns how many
+        entries."""
+        disk = self._needed()
+        upkeep.opened(disk.directory, disk.cipher).close()
+        return upkeep.collected(disk)
+
+    def export(self) -> Iterator[bytes]:
+        """An archive of the entries that this engine can read, in parts."""
+        return upkeep.exported(self._needed(), self._store.identity)
+
+    def import_from(self, source: Readable) -> Imported:
+        """Store the entries of an archive; this engine uses them from now on."""
+        disk, store = self._needed(), self._store
+        own = store.identity
+        found = upkeep.imported(source, lambda identity: disk if identity == own else None, disk.cipher)
+        learned = disk.entries()
+        self._loop.call(lambda: store.learn(disk.name, learned), changes="learning what was imported")
+        return found
+
+    def _needed(self) -> DiskTier:
+        if (disk := self.disk) is None:
+            raise BadRequest("this engine has no store on disk", "store")
+        return disk
+
+    # -- removal ------------------------------------------------------------------------------------------------
+
+    def remove(
+        self, *, namespace: str | None = None, entry: str | None = None, prefix: Sequence[int] | None = None
+    ) -> Removed:
+        """Remove from memory and from the store: what a namespace has; the entry of this name, with all that continue
+        it; what begins with these tokens. Raises `BadRequest` if nothing is named."""
+        if namespace is entry is prefix is None:
+            raise BadRequest("name what to remove: a namespace, an entry or a prefix", "namespace")
+        removed, key = 0, key_of(prefix or ())
+        if (disk := self.disk) is not None:
+            stored = upkeep.entries(disk)
+            removed = self._drop(upkeep.selected(stored, namespace=namespace, entry=entry, prefix=key))
+        nodes = self._selected(namespace, entry, key)
+        return Removed(sum(map(self._discard, nodes)), removed)
+
+    def clear(self) -> Removed:
+        """Remove all that no running request uses, from memory and from the store."""
+        removed = 0
+        if self._loop.manager.store is not None:
+            removed = self._drop(None)
+        roots = self._loop.call(lambda: self._loop.manager.prefixes.tree.roots())
+        return Removed(sum(self._discard(root) for root in roots), removed)
+
+    def _drop(self, keys: list[bytes] | None) -> int:
+        """Remove these entries of all tiers, or all that this engine can read; returns how many."""
+        store = self._store
+        removed = store.remove_all(keys)
+        self._loop.call(store.forget_gone, changes="forgetting what was removed")
+        return removed
+
+    def _selected(self, namespace: str | None, entry: str | None, key: bytes) -> list[Node]:
+        if entry is not None:
+            return [node for listed, node in self._walked(namespace) if listed.name == entry]
+
+        def find() -> list[Node]:
+            tree = self._loop.manager.prefixes.tree
+            roots = [root for root in tree.roots() if namespace in (None, root.namespace)]
+            reached = [tree.reached(root.namespace, key) for root in roots]
+            return [node for node, offset in reached if node.start + offset == len(key) // TOKEN]
+
+        return self._loop.call(find)
+
+    def _discard(self, node: Node) -> int:
+        """Remove a node and all below it that no sequence uses; returns how many tokens they had."""
+
+        def some() -> int:
+            return self._loop.manager.prefixes.discard(node, SLICE)
+
+        return sum(iter(lambda: self._loop.call(some, changes="removing entries"), 0))
+
+
+def _fields(one: Listed) -> dict[str, Any]:
+    return {"tier": "device"} | one._asdict()

@@ -1,0 +1,228 @@
+"""admin_cache: routes that list, remove, verify, export and import what the prefix cache and the store have.
+
+The work runs on one thread of its own, one request at a time; an archive is sent and received while it is made and
+read.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from threading import Condition
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from kvcellar.errors import KvcellarError
+from kvcellar.serve.api_errors import ApiError, ClientDisconnected
+from kvcellar.serve.body import BodyBudget, RequestBody, receive_json
+from kvcellar.serve.json_reader import Limits
+from kvcellar.serve.json_text import printable, to_json
+from kvcellar.serve.messages import StrictModel
+from kvcellar.serve.parsing import parse_object, validated
+from kvcellar.serve.protocols import ServedEngine
+from kvcellar.serve.reader_threads import ReaderThreads
+from kvcellar.serve.settings import ServeSettings
+
+LISTED, MOST_LISTED = 200, 100_000  # entries, unless `limit` is sent; and at most
+BUFFERED = 4 * 2**20  # bytes of an archive that were received and not read yet
+ARCHIVE = "application/x-tar"
+TIERS = ("device", "disk")
+
+
+class RemoveBody(StrictModel):
+    namespace: str | None = None
+    entry: str | None = None
+    prefix: str | list[int] | None = None  # a text, or token ids
+
+
+def cache_routes(engine: ServedEngine, settings: ServeSettings, threads: ReaderThreads) -> list[Route]:
+    handler = CacheHandler(engine, settings, threads)
+    return [
+        Route("/admin/cache", handler.totals, methods=["GET"]),
+        Route("/admin/cache/tree", handler.tree, methods=["GET"]),
+        Route("/admin/cache/hot", handler.hot, methods=["GET"]),
+        Route("/admin/cache/remove", handler.remove, methods=["POST"]),
+        Route("/admin/cache/clear", handler.clear, methods=["POST"]),
+        Route("/admin/cache/collect", handler.collect, methods=["POST"]),
+        Route("/admin/cache/verify", handler.verify, methods=["POST"]),
+        Route("/admin/cache/export", handler.export, methods=["POST"]),
+        Route("/admin/cache/import", handler.import_from, methods=["POST"]),
+    ]
+
+
+class CacheHandler:
+    def __init__(self, engine: ServedEngine, settings: ServeSettings, threads: ReaderThreads) -> None:
+        self._engine, self._settings, self._threads = engine, settings, threads
+        self._bodies = BodyBudget(settings.bodies_bytes)
+
+    async def totals(self, request: Request) -> Response:
+        return await self._answer(self._totals)
+
+    def _totals(self) -> object:
+        cache = self._engine.cache
+        device = {"namespaces": [asdict(one) for one in cache.namespaces()]}
+        if (disk := cache.disk) is None:
+            return {"device": device, "store": None}
+        about = {"directory": str(disk.directory), "bytes": disk.size(), "limit_bytes": disk.cap}
+        return {"device": device, "store": about | {"namespaces": cache.stored_totals()}}
+
+    async def tree(self, request: Request) -> Response:
+        most, namespace = whole(request, "limit", LISTED, MOST_LISTED), request.query_params.get("namespace")
+        name = tier(request)
+        return await self._answer(lambda: self._listed(self._engine.cache.listed(name, namespace), most))
+
+    async def hot(self, request: Request) -> Response:
+        most, name = whole(request, "limit", LISTED, MOST_LISTED), tier(request)
+        return await self._answer(lambda: self._listed(iter(self._engine.cache.hot(name, most)), most))
+
+    def _listed(self, entries: Iterator[dict[str, Any]], most: int) -> object:
+        """With the texts of the entries; `more` if there are more than `most`."""
+        found: list[dict[str, Any]] = []
+        for one in entries:
+            if len(found) == most:
+                return {"entries": found, "more": True}
+            tokens = one["tokens"]
+            has_text = tokens is not None and self._engine.model.has_text
+            found.append(one | {"text": self._engine.decode(tokens) if has_text else None})
+        return {"entries": found, "more": False}
+
+    async def remove(self, request: Request) -> Response:
+        body = validated(RemoveBody, await self._body(request))
+
+        def remove() -> object:
+            prefix = body.prefix
+            ids = self._engine.encode(prefix) if isinstance(prefix, str) else prefix
+            return asdict(self._engine.cache.remove(namespace=body.namespace, entry=body.entry, prefix=ids))
+
+        return await self._answer(remove)
+
+    async def clear(self, request: Request) -> Response:
+        await self._body(request)
+        return await self._answer(lambda: asdict(self._engine.cache.clear()))
+
+    async def collect(self, request: Request) -> Response:
+        await self._body(request)
+        return await self._answer(lambda: {"removed": self._engine.cache.collect()})
+
+    async def verify(self, request: Request) -> Response:
+        await self._body(request)
+        return await self._answer(lambda: asdict(self._engine.cache.verify()))
+
+    async def export(self, request: Request) -> Response:
+        await self._body(request)
+        parts = await self._threads.for_admin(self._engine.cache.export)
+
+        async def content() -> AsyncIterator[bytes]:
+            while part := await self._threads.for_admin(partial(next, parts, b"")):
+                yield part
+
+        return StreamingResponse(content(), media_type=ARCHIVE)
+
+    async def import_from(self, request: Request) -> Response:
+        if request.headers.get("content-type") != ARCHIVE:
+            raise ApiError(415, f"the body must be an archive; send it with Content-Type: {ARCHIVE}")
+        arriving = Arriving(asyncio.get_running_loop())
+        reading = asyncio.ensure_future(self._answer(lambda: asdict(self._engine.cache.import_from(arriving))))
+        reading.add_done_callback(lambda _: arriving.close())  # what still arrives is discarded
+        try:
+            async for part in request.stream():
+                await arriving.add(part)
+            arriving.end()
+            return await reading
+        except ClientDisconnect:
+            raise ClientDisconnected from None
+        finally:
+            arriving.close()
+
+    async def _body(self, request: Request) -> dict[str, object]:
+        """The body, which must be JSON: a web page of another origin cannot send that."""
+        body = RequestBody(self._bodies)
+        try:
+            await receive_json(request.scope, request.receive, self._settings, body)
+            return parse_object(body.data, Limits(self._engine.model.context))
+        finally:
+            body.request_ended()
+
+    async def _answer(self, work: Callable[[], object]) -> Response:
+        try:
+            found = await self._threads.for_admin(work)
+        except KvcellarError as error:
+            raise ApiError(400, printable(str(error), 2000), code="not_possible") from error
+        return Response(to_json(found), media_type="application/json")
+
+
+def tier(request: Request) -> str:
+    name = request.query_params.get("tier", TIERS[0])
+    if name not in TIERS:
+        raise ApiError(400, f"tier must be {' or '.join(TIERS)}", "tier")
+    return name
+
+
+def whole(request: Request, name: str, default: int, most: int) -> int:
+    """A parameter of the query: a number from 1 to `most`. Raises `ApiError` 400."""
+    text = request.query_params.get(name, str(default))
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= most):
+        raise ApiError(400, f"{name} must be a whole number from 1 to {most}", name)
+    return int(text)
+
+
+class Arriving:
+    """A body as a file: parts are added on the event loop, and read on another thread.
+
+    Always true:
+      * at most `BUFFERED` bytes and one part more are in memory.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop, self._changed = loop, Condition()
+        self._parts: deque[bytes] = deque()
+        self._size, self._ended, self._closed = 0, False, False
+        self._free = asyncio.Event()
+
+    async def add(self, part: bytes) -> None:
+        """Waits while too much has not been read."""
+        with self._changed:
+            if self._closed:
+                return
+            self._parts.append(part)
+            self._size += len(part)
+            full = self._size > BUFFERED
+            if full:
+                self._free.clear()
+            self._changed.notify_all()
+        if full:
+            await self._free.wait()
+
+    def end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """On the event loop: reading ends here, and what is added is discarded."""
+        with self._changed:
+            self._closed = True
+            self._parts.clear()
+            self._changed.notify_all()
+        self._free.set()
+
+    def read(self, n: int, /) -> bytes:
+        with self._changed:
+            self._changed.wait_for(lambda: self._size >= n or self._ended or self._closed)
+            found = bytearray()
+            while self._parts and len(found) < n:
+                part = self._parts.popleft()
+                take = part[: n - len(found)]
+                found += take
+                if len(take) < len(part):
+                    self._parts.appendleft(part[len(take) :])
+            self._size -= len(found)
+            if self._size <= BUFFERED:
+                with suppress(RuntimeError):  # the loop has been closed
+                    self._loop.call_soon_threadsafe(self._free.set)
+        return bytes(found)

@@ -1,6 +1,7 @@
 """The routes below /admin/cache list, remove, verify, export and import what a server has, while it serves."""
 
 import random
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,7 +49,7 @@ def prompt(seed: int, n: int = 100) -> list[int]:
 
 def written(engine: Engine) -> None:
     while engine.stats().store.unwritten:
-        pass
+        time.sleep(0.005)
 
 
 def done(response: httpx.Response) -> Any:
@@ -145,6 +146,7 @@ def test_damaged_entries_are_found_and_collected(models, tmp_path) -> None:
     with stored_engine(models["llama"], tmp_path) as engine, served(engine) as http:
         text = prompt(1)
         text = [*text, *engine.generate(text, **GREEDY).token_ids, *prompt(2)]
+        written(engine)
         engine.generate(text, **GREEDY)
         written(engine)
         assert post(http, "verify")["damaged"] == 0

@@ -442,6 +442,8 @@ RAISED = {"BadRequest": 0, "TemplateFailed": 0, "Overloaded": 0, "ApiError": 1} 
 HANDED_ON = {"message", "why"}  # parameter names for messages that a function forwards
 
 ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
+    "tier must be {}": "for an operator: test_admin_cache.py",
+    "the body must be an archive; send it with Content-Type: {}": "likewise",
     "the stream was not read in time: {} events were waiting": "for a client that does not read: test_connection.py",
     "there is no sampling parameter {}; there are {}": "Python: over HTTP it is an unknown parameter",
     "text is a string, not {}": "Python",

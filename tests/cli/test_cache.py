@@ -1,0 +1,133 @@
+"""`kvcellar cache` does the same with a running server and with the directory of a store."""
+
+import json
+import random
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvcellar import Engine
+from kvcellar.serve import Server, ServeSettings, key_digest
+from tests.cli.command import COMMAND, Ran, environment, kvcellar
+from tests.engine.mixes import tokens
+from tests.zoo import ARCHS
+
+ADMIN = "an-admin-key-of-the-server"
+PROMPT = list(tokens(random.Random(1), 100))
+GREEDY = {"max_tokens": 2, "temperature": 0.0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    ARCHS["llama"].build(max_position_embeddings=2048).save_pretrained(directory)
+    return directory
+
+
+def engine_on(model: Path, store: Path) -> Engine:
+    return Engine(model, dtype="float32", cache_bytes=8_000_000, threads=1, store=str(store))
+
+
+def fill(engine: Engine) -> None:
+    engine.generate(PROMPT, **GREEDY)
+    while engine.stats().store.unwritten:
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def store(model, tmp_path) -> Path:
+    """A directory with one entry of 101 tokens; no engine uses it."""
+    with engine_on(model, tmp_path / "store") as engine:
+        fill(engine)
+    return tmp_path / "store"
+
+
+def run(*words: object, code: int = 0) -> Ran:
+    ran = kvcellar("cache", *map(str, words))
+    assert ran.code == code, ran.err
+    assert "Traceback" not in ran.err
+    return ran
+
+
+def test_a_store_is_listed_verified_and_cleared_without_a_server(store) -> None:
+    at = ("--store", store)
+    assert re.search(r"\(no namespace\) of model \w{16}: 1 entries, 101 tokens", run("ls", *at).out)
+    assert f"101 tokens [0,101), 1 uses, 105 kB: {PROMPT[:16]}" in run("tree", *at).out
+    assert json.loads(run("hot", *at, "--json").out)["entries"][0]["tokens"] == PROMPT[:16]
+    assert "1 entries of 105 kB are as they were written" in run("verify", *at).out
+    assert "removed 0 entries" in run("gc", *at).out
+    assert "removed 0 tokens from memory and 0 entries" in run("rm", *at, "--prefix-ids", "9,9").out
+    assert "and 1 entries" in run("rm", *at, "--prefix-ids", ",".join(map(str, PROMPT[:9]))).out
+    assert json.loads(run("ls", *at, "--json").out)["store"]["namespaces"] == []
+    assert json.loads(run("clear", *at, "--json").out) == {"tokens": 0, "stored": 0}
+
+
+def test_an_archive_moves_a_store(store, model, tmp_path) -> None:
+    archive = tmp_path / "store.tar"
+    assert "wrote" in run("export", archive, "--store", store).out
+    run("clear", "--store", store)
+    assert "stored 1 entries" in run("import", archive, "--store", store).out
+    with engine_on(model, store) as engine:
+        assert engine.generate(PROMPT, **GREEDY).usage.cached_tokens == 99
+    archive.write_bytes(archive.read_bytes().replace(b"kvcellar\x02", b"kvcellar\x09"))
+    assert "refused 1: it is of version 9" in run("import", archive, "--store", store, code=1).out
+
+
+def test_damage_is_reported_by_the_exit_code(store) -> None:
+    (file,) = (store / "data").iterdir()
+    file.write_bytes(file.read_bytes()[:-1])
+    assert "1 were damaged, and are removed" in run("verify", "--store", store, code=1).out
+    assert "0 entries" in run("verify", "--store", store).out
+
+
+def test_a_running_server_is_asked_with_its_admin_key(model, tmp_path) -> None:
+    key = tmp_path / "admin.txt"
+    key.write_text(ADMIN)
+    settings = ServeSettings(port=0, admin_digests=(key_digest(ADMIN),))
+    with engine_on(model, tmp_path / "store") as engine, Server(engine, settings) as server:
+        at = ("--url", server.url, "--admin-key-file", key)
+        fill(engine)
+        listed = run("ls", *at).out
+        assert "(no namespace): 1 entries, 101 tokens, 0 checkpoints" in listed
+        assert f"in the store {tmp_path / 'store'}: " in listed
+        entry = json.loads(run("tree", *at, "--json").out)["entries"][0]
+        assert f"  {entry['name']} 101 tokens [0,101), 0 users" in run("tree", *at).out
+        assert entry["name"] in run("hot", *at, "--limit", 1).out
+        assert "101 tokens [0,101), 1 uses" in run("tree", *at, "--tier", "disk").out
+        archive = tmp_path / "server.tar"
+        run("export", archive, *at)
+        assert "as they were written" in run("verify", *at).out
+        assert "removed 0 entries" in run("gc", *at).out
+        assert "removed 101 tokens from memory and 0 entries" in run("rm", entry["name"], *at).out
+        assert "removed 0 tokens from memory and 1 entries" in run("clear", *at).out
+        assert "stored 1 entries" in run("import", archive, *at).out
+        assert engine.generate(PROMPT, **GREEDY).usage.cached_tokens == 99
+        assert "Name a file with it" in run("ls", "--url", server.url, code=1).err
+
+
+def test_wrong_use_is_refused_with_what_to_do(store, tmp_path) -> None:
+    assert "name what to remove" in run("rm", "--store", store, code=2).err
+    assert "is not token ids like 12,7,5" in run("rm", "--store", store, "--prefix-ids", "a", code=2).err
+    assert "a store has no tokenizer" in run("rm", "--store", store, "--prefix", "a", code=2).err
+    assert "is no store" in run("ls", "--store", tmp_path, code=2).err
+    (tmp_path / "x.tar").write_text("no archive")
+    assert "is not an archive" in run("import", tmp_path / "x.tar", "--store", store, code=1).err
+
+
+def test_a_store_is_read_without_torch(store, tmp_path) -> None:
+    """The command starts as fast as Python does: neither torch nor the server is imported."""
+    code = (
+        "import sys; sys.argv = ['kvcellar', 'cache', 'ls', '--store', sys.argv[1]]\n"
+        "from kvcellar.cli.main import main\n"
+        "try:\n    main()\nfinally:\n"
+        "    print(sorted(set(sys.modules) & {'torch', 'transformers', 'starlette', 'uvicorn', 'pydantic'}))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, str(store)], env=environment(tmp_path), capture_output=True, text=True, check=True
+    )
+    assert COMMAND[0] == sys.executable
+    assert ran.stdout.rstrip().endswith("[]"), ran.stdout

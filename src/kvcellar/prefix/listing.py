@@ -33,6 +33,9 @@ class Listed(NamedTuple):
     branches: int
     value: float
     leaf: bool
+    pinned: bool
+    expires: float | None  # seconds of the wall clock
+    owner: str
 
 
 class _Place(NamedTuple):
@@ -81,6 +84,7 @@ class Walk:
         return Listed(
             *(place.namespace, name, place.parent, place.start, node.end, tokens, places),
             *(node.users, node.branches, node.value, not node.children),
+            *(node.retention.pinned, node.retention.expires, node.retention.owner),
         )
 
 

@@ -19,6 +19,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,14 +57,22 @@ class _Staged:
     ahead: bool
 
 
+class _Part(NamedTuple):
+    """What a request needs of a snapshot: its tokens up to `end`, to be resumed at `resume`."""
+
+    snapshot: Snapshot
+    end: int
+    resume: int
+
+
 @dataclass(eq=False, slots=True)
 class Fetch:
     """What is being read back for a request. Its turn has come when `node` is set: where the tree has got to, locked
     until the end. `skipped` says why tokens that a tier has are not read back."""
 
     namespace: str
-    chain: deque[Snapshot]  # to be read yet
-    reads: deque[Snapshot] = field(default_factory=deque[Snapshot])  # being read, and those that were, in order
+    chain: deque[_Part]  # to be read yet
+    reads: deque[_Part] = field(default_factory=deque[_Part])  # being read, and those that were, in order
     key: bytes = b""
     root: Node | None = None
     node: Node | None = None
@@ -153,7 +162,7 @@ class Restores:
         if found.resume < LEAST:
             return
         have = self._prefixes.restorable(fetch.namespace, key)
-        chain: list[Snapshot] = []
+        chain: list[_Part] = []
         pieces: list[Piece] = []
         at = have
         for snapshot in found.chain:
@@ -165,7 +174,7 @@ class Restores:
             end = max(at, self._catalogue.resume(snapshot, found.resume))
             seconds = self._transfers.reads[source].seconds(snapshot.size) + self.entering.seconds(snapshot.size)
             pieces.append(Piece(end - at, seconds))
-            chain.append(snapshot)
+            chain.append(_Part(snapshot, min(snapshot.span.end, found.resume), end))
             at = end
         if at < have + LEAST:
             return
@@ -197,7 +206,7 @@ class Restores:
     def _read(self, fetch: Fetch) -> None:
         """Read what comes next of a chain, as far as there is memory for it."""
         while fetch.chain:
-            snapshot = fetch.chain[0]
+            snapshot = fetch.chain[0].snapshot
             ahead = fetch.node is None
             staged = self._staged.get(snapshot.key)
             if staged is None:
@@ -242,7 +251,7 @@ class Restores:
             fetch.key = key()
             self._plan(fetch, fetch.key)
         self.declined += bool(fetch.skipped)
-        self._leave(fetch, keep={snapshot.key for snapshot in fetch.chain})
+        self._leave(fetch, keep={part.snapshot.key for part in fetch.chain})
         if not fetch.chain:
             self._end(fetch)
             return
@@ -257,9 +266,9 @@ class Restores:
         """Let the tree have the next snapshot; False if it is not there yet, or none may enter before the next step."""
         if not fetch.reads:
             return False
-        snapshot = fetch.reads[0]
+        snapshot = fetch.reads[0].snapshot
         staged = self._staged.get(snapshot.key)
-        if self._has(fetch, snapshot):
+        if self._has(fetch, fetch.reads[0]):
             self._lock_again(fetch)
         elif staged is None:  # another request has had it, and it was evicted
             fetch.chain.extendleft(reversed(fetch.reads))
@@ -278,13 +287,11 @@ class Restores:
         self._drop(snapshot.key)
         return True
 
-    def _has(self, fetch: Fetch, snapshot: Snapshot) -> bool:
+    def _has(self, fetch: Fetch, part: _Part) -> bool:
         """Whether the tree has all that a request needs of a snapshot."""
-        limit = len(fetch.key) // TOKEN - 1
-        last = min(snapshot.span.end, limit) - 1
-        if self._prefixes.tree.node_at(fetch.namespace, fetch.key, last) is None:
+        if self._prefixes.tree.node_at(fetch.namespace, fetch.key, part.end - 1) is None:
             return False
-        return self._prefixes.restorable(fetch.namespace, fetch.key) >= self._catalogue.resume(snapshot, limit)
+        return self._prefixes.restorable(fetch.namespace, fetch.key) >= part.resume
 
     def _lock_again(self, fetch: Fetch) -> None:
         """Another request has brought back more of the same tokens."""

@@ -4,7 +4,7 @@ allocated.
     0   magic, 8 bytes; version, size of the header, number of chunks, 4 bytes each; size of all chunks, 8 bytes; all
         little-endian
     28  header: identity, key and parent (zeros for none), 32 bytes each; the retention, as JSON with its length before
-        it; and the sealed description of the snapshot
+        it; a byte for the cipher; and the sealed description of the snapshot
         digest of all before it
         the chunks, sealed, one after the other
         digest of each sealed chunk
@@ -32,7 +32,7 @@ from kvcellar.tiers.files import Files
 from kvcellar.tiers.tier import checked
 
 MAGIC = b"kvcellar"
-VERSION = 2
+VERSION = 3
 DIGEST = 16
 HEADER_LIMIT = 64 << 20  # bytes: 8 for each token, and the record
 CHUNK_LIMIT = 1 << 30
@@ -54,6 +54,7 @@ class Cipher(Protocol):
     """What seals content. `Plain` does not."""
 
     overhead: int  # bytes by which sealed content is longer
+    mark: bytes  # one byte before a sealed description: what another kind of cipher has sealed is known
 
     def seal(self, content: bytes, place: bytes) -> bytes: ...
 
@@ -66,6 +67,7 @@ class Plain:
     """No cipher."""
 
     overhead = 0
+    mark = b"p"
 
     def seal(self, content: bytes, place: bytes) -> bytes:
         return content
@@ -92,12 +94,14 @@ def sealed_meta(snapshot: Snapshot, cipher: Cipher) -> bytes:
     }
     words = json.dumps(described, separators=(",", ":")).encode()
     content = struct.pack("<I", len(words)) + words + snapshot.tokens + snapshot.record
-    return cipher.seal(content, snapshot.key)
+    return cipher.mark + cipher.seal(content, snapshot.key)
 
 
 def unsealed_meta(key: bytes, parent: bytes | None, content: bytes, cipher: Cipher) -> Snapshot:
     """Raises `Damaged` for content that no snapshot has, `Foreign` for what was sealed with another key."""
-    content = cipher.unseal(content, key)
+    if content[:1] != cipher.mark:
+        raise Foreign("it was sealed with another cipher, or with none")
+    content = cipher.unseal(content[1:], key)
     try:
         (length,) = struct.unpack_from("<I", content)
         found = json.loads(content[4 : 4 + length])
@@ -312,6 +316,7 @@ class AesGcm:
     """
 
     overhead = 12 + 16
+    mark = b"g"
 
     def __init__(self, secret: bytes) -> None:
         """`secret` has 32 bytes. Raises `ImportError` where `cryptography` is not installed."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvcellar import BadRequest, Engine
+from kvcellar.engine.restores import Restores
 from kvcellar.engine.store import MOST_WANTED
 from kvcellar.prefix.node import key_of
 from tests.engine.mixes import bytes_for, tokens
@@ -39,6 +40,12 @@ def cache(tmp_path_factory) -> Path:
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch, cache) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch) -> None:
+    """What is stored is restored, however fast this machine computes it again."""
+    monkeypatch.setattr(Restores, "_speed", lambda self: None)
 
 
 def opened(path: Path, store: Path | None, **settings) -> Engine:

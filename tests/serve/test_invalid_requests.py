@@ -253,7 +253,6 @@ UNSUPPORTED = [
     (CHAT, "chat_template", "{% for i in range(10**9) %}x{% endfor %}"),
     (COMPLETIONS, "chat_template_kwargs", {"chat_template": "x"}),
     (CHAT, "service_tier", "priority"),
-    (CHAT, "prompt_cache_retention", "24h"),
     (COMPLETIONS, "suffix", "x"),
     (COMPLETIONS, "echo", True),
     (COMPLETIONS, "best_of", 2),

@@ -68,6 +68,12 @@ FIELDS: list[tuple[dict[str, object], str]] = [
     ({"stop_token_ids": [99999]}, "stop_token_ids names token 99999; this model's tokens are 0 to 2047"),
     ({"logit_bias": {"1": 101}}, "logit_bias must be a finite number from -100 to 100, not 101.0"),
     ({"max_tokens": 0}, "max_tokens must be a whole number from 1 to 2147483647, not 0"),
+    (
+        {"prompt_cache_retention": "24h", "cache_ttl": 60},
+        "cache_ttl and prompt_cache_retention differ; send one of them",
+    ),
+    ({"cache_pin": True}, "this server does not allow cache_pin; leave it out"),
+    ({"cache_priority": 1}, "this server does not allow a cache_priority above 0; leave it out"),
     ({"top_p": 0}, "top_p must be a finite number above 0 to 1, not 0.0"),
     ({"n": 3, "best_of": 4}, "best_of is 4, which is not supported; leave it out, or send n, which is 3"),
     ({"n": 100}, "n is 100; at most 4 answers to one request are generated at once"),

@@ -11,6 +11,7 @@ import click
 
 from kvcellar.cli.logs import LEVELS, Format, log_to_stderr
 from kvcellar.cli.options import Command, Size, engine_options, given, quiet_option
+from kvcellar.cli.pinned import pin_all, read_pinned
 from kvcellar.cli.progress_line import show_progress
 from kvcellar.cli.shutdown import ShutdownTimer
 from kvcellar.cli.store_options import store_options, stored
@@ -23,7 +24,8 @@ log = logging.getLogger("kvcellar.serve")
 
 LAST_STEP = 1.5  # seconds for the engine's current step when the server has stopped
 SERVER_OPTIONS = (
-    *("host", "port", "allow_open", "allowed_hosts", "max_body_bytes", "drain_seconds", "share_prefixes"),
+    *("host", "port", "allow_open", "allowed_hosts", "max_body_bytes", "drain_seconds"),
+    *("share_prefixes", "client_pins"),
 )
 
 
@@ -60,7 +62,15 @@ SERVER_OPTIONS = (
 @click.option(
     "--log-format", type=click.Choice(get_args(Format)), default="text", show_default=True, help="Format of the log."
 )
+@click.option("--client-pins", is_flag=True, help="Requests may set cache_pin, and cache_priority above 0.")
 @click.option("--share-prefixes", is_flag=True, help="Requests of different API keys and users share memory.")
+@click.option(
+    "--pin",
+    "pin_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help='Prompts to compute before serving and not to evict: a JSON object with "prompt" or "messages" per line.',
+)
+@click.option("--pin-share", type=float, help="Part of the cache that pinned prompts may hold. Default: 0.5.")
 @store_options
 @engine_options
 @quiet_option
@@ -68,6 +78,7 @@ def command(
     model: str | None,
     api_key_file: Path | None,
     admin_key_file: Path | None,
+    pin_file: Path | None,
     log_level: str,
     log_format: Format,
     quiet: bool,
@@ -85,6 +96,7 @@ def command(
     keys["admin_digests"] = admin_digests(admin_key_file, os.environ)
     settings = ServeSettings(**server_options, **keys)
     announce = partial(log.info, "%s") if log_format == "json" else partial(click.echo, err=True)
+    pinned = read_pinned(pin_file) if pin_file is not None else []
     # The port is bound before the model is loaded, so that a port in use is an error at once.
     with log_to_stderr(log_level, log_format) as flush, bind(settings) as listener:
         for file in (api_key_file, admin_key_file):
@@ -94,6 +106,8 @@ def command(
         with timer, _loaded(model, quiet=quiet or log_format == "json", **options) as engine:
             name = engine.model.name
             announce(f"{name}: {engine.capacity()}")
+            if pinned:
+                announce(pin_all(engine, pinned))
             gc.collect()
             gc.freeze()  # excludes all objects of torch and transformers from the collections during requests
 

@@ -55,7 +55,8 @@ _OPTIONS = (
         type=float,
         default=1.0,
         show_default=True,
-        help="Most of the bytes below the device that one API key may have, from 0 to 1.",
+        help="Part of host memory and stores that one API key may have; what it has beyond such a part of the cache is "
+        "evicted first.",
     ),
 )
 

@@ -13,7 +13,6 @@ NO_EFFECT: Mapping[str, str] = MappingProxyType(  # accepted with any value, and
         "length_penalty": "used only by beam search, which is refused",
         "metadata": "describes the caller",
         "parallel_tool_calls": "tool calls are not generated",
-        "prompt_cache_key": "a hint for the prefix cache; the text does not depend on it",
         "request_id": "the caller's name for the request; the server's id is in the header x-request-id",
         "spaces_between_special_tokens": "special tokens are never part of the text",
     }
@@ -29,8 +28,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(  # accepted only w
         "modalities": (None, ["text"]),
         "moderation": (None,),
         "prediction": (None,),
-        "prompt_cache_options": (None,),
-        "prompt_cache_retention": (None, "in_memory"),
+        "prompt_cache_options": (None, {"mode": "implicit"}, {"ttl": "30m"}, {"mode": "implicit", "ttl": "30m"}),
         "reasoning_effort": (None, "none"),
         "response_format": (None, {"type": "text"}),
         "service_tier": (None, "auto", "default"),

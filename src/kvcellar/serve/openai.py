@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
@@ -24,12 +24,13 @@ from kvcellar.serve.body import BodyBudget, RequestBody, receive_json
 from kvcellar.serve.drain import Drain
 from kvcellar.serve.http_request import Batch, HttpRequest
 from kvcellar.serve.json_text import CHUNK_ITEMS, json_chunks, to_json
-from kvcellar.serve.namespaces import namespace, owner
+from kvcellar.serve.namespaces import namespace
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.request_log import RequestLog
 from kvcellar.serve.requests import ParsedRequest, Parser, model_not_found, parse_chat, parse_completion
 from kvcellar.serve.responses import ChatFormat, CompletionFormat, Json, ResponseBuilder, ResponseFormat
+from kvcellar.serve.retained import allowed
 from kvcellar.serve.settings import ServeSettings
 
 STREAM_HEADERS = [
@@ -111,7 +112,8 @@ class CompletionHandler:
                 naming = partial(namespace, scope, server.settings.share_prefixes)
                 parsed, prompts = self._parse(server.engine, body.data, naming)
                 log.set_prompts(prompts)
-                request.submit(prompts, parsed.params, parsed.namespace, replace(parsed.retention, owner=owner(scope)))
+                retention = allowed(parsed.retention, scope, server.settings)
+                request.submit(prompts, parsed.params, parsed.namespace, retention)
                 return parsed
 
             parsed = await server.drain.run_before(server.threads.run(body, parse_and_submit))

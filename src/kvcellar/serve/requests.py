@@ -20,7 +20,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BeforeValidator, FailFast, Field
 
 from kvcellar.errors import BadRequest
-from kvcellar.retention import NO_OPTIONS, RetentionOptions
+from kvcellar.retention import MOST_TTL, PRIORITIES, RetentionOptions
 from kvcellar.sample.params import MAX_BIASES, MAX_LOGPROBS, SamplingParams, merged
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.ignored_fields import NEUTRAL, NO_EFFECT
@@ -29,6 +29,7 @@ from kvcellar.serve.json_text import printable
 from kvcellar.serve.messages import Message, StrictModel, template_messages
 from kvcellar.serve.parsing import parse_object, unknown_parameter, validated
 from kvcellar.serve.protocols import ServedEngine
+from kvcellar.serve.retained import options
 
 MAX_PROMPTS = 256
 MAX_COMPLETIONS = 4096  # prompts times n
@@ -81,6 +82,16 @@ class CommonBody(StrictModel):
     cache_salt: str | None = None  # vLLM: the request shares memory only with those of the same salt
     user: str | None = None  # OpenAI: the request shares memory only with those of the same user
     safety_identifier: str | None = None  # OpenAI: new name of `user`
+    # OpenAI: announces more requests with the same beginning: what this one computes is worth as much to eviction as
+    # what was used again; it separates no memory
+    prompt_cache_key: str | None = None
+    # OpenAI: `in_memory`: what the request computes is never written to the store; `24h`: as `cache_ttl` of 24 hours
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+    # kvcellar: seconds after the last use until what the request uses and computes is deleted; default: no limit
+    cache_ttl: float | None = Field(default=None, gt=0, le=MOST_TTL)
+    # kvcellar: -8 to 8: each level doubles what it is worth to eviction; above 0 only if the server allows it
+    cache_priority: int | None = Field(default=None, ge=PRIORITIES[0], le=PRIORITIES[-1])
+    cache_pin: bool | None = None  # kvcellar: the prompt is not evicted; only if the server allows it
     n: int | None = None  # OpenAI: number of completions of each prompt; they share its K/V
     stop: Annotated[list[str] | None, FailFast(), BeforeValidator(_as_list)] = None  # OpenAI: a string, or up to 64
     stop_token_ids: Annotated[list[int] | None, FailFast()] = None  # vLLM: the completion ends at any of these tokens
@@ -282,7 +293,13 @@ def _parsed(
         include_usage=include,
         continuous_usage=continuous,
         namespace=namespace,
-        retention=NO_OPTIONS,
+        retention=options(
+            key=body.prompt_cache_key,
+            retention=body.prompt_cache_retention,
+            ttl=body.cache_ttl,
+            priority=body.cache_priority,
+            pin=body.cache_pin,
+        ),
         recall=bool(body.return_recall),
         token_ids=bool(body.return_token_ids) or not engine.model.has_text,
         tokens_as_ids=bool(body.return_tokens_as_token_ids) or not engine.model.has_text,

@@ -1,4 +1,4 @@
-"""hf_baseline: `generate` and `generate_batch` of transformers, the baselines of the bench."""
+"""hf_baseline: `generate`, `generate_batch` and `DynamicCache` of transformers, the baselines of the bench."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionLayer
 
 PAGE = 256  # tokens per page in continuous batching
 STEP_TOKENS = 512  # most tokens of one of its steps
@@ -84,3 +85,50 @@ def generate_batch(model: PreTrainedModel, prompts: Sequence[Sequence[int]], new
     if not seconds:
         raise RuntimeError("no step gave a token to every sequence")
     return seconds
+
+
+class KeptCaches:
+    """A `DynamicCache` for each conversation, as clients of transformers keep them: cropped to the tokens that the next
+    prompt begins with. Where `crop` refuses that, the conversation begins anew."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """`config` gives the kinds of layers; the K/V have one head of size one, without a network."""
+        self._config = AutoConfig.for_model(**config)
+        self._kept: dict[int, tuple[DynamicCache, list[int]]] = {}
+
+    def serve(self, conversation: int, prompt: Sequence[int], answer: Sequence[int], common: int) -> int:
+        """Compute what the cache does not have of a prompt, and its answer but for the last token; returns how many
+        tokens of the prompt that were. `common` tokens of the prompt are those that the conversation has."""
+        cache, tokens = self._kept.get(conversation, (None, []))
+        if cache is None or not _cropped(cache, len(tokens) - common):
+            cache, common = DynamicCache(config=self._config), 0
+        text = [*prompt, *answer[:-1]]
+        for new in (len(prompt) - common, len(text) - len(prompt)):
+            if new:
+                _compute(cache, new)
+        assert cache.get_seq_length() in (len(text), 0), "0: the first layer is recurrent"
+        self._kept[conversation] = cache, text
+        return len(prompt) - common
+
+    def tokens(self, conversation: int) -> list[int]:
+        """What the cache of a conversation has."""
+        return self._kept[conversation][1] if conversation in self._kept else []
+
+
+def _cropped(cache: DynamicCache, tokens: int) -> bool:
+    """Remove the last tokens. False where a layer refuses: the cache is then of no use."""
+    if tokens:
+        try:
+            cache.crop(-tokens)
+        except RuntimeError:  # a window that has moved on, or a recurrent state
+            return False
+    return True
+
+
+def _compute(cache: DynamicCache, new: int) -> None:
+    for index, kind in enumerate(cache.layers):
+        if isinstance(kind, LinearAttentionLayer):
+            cache.update_conv_state(torch.zeros(1, 1, max(4, new)), index)
+            cache.update_recurrent_state(torch.zeros(1, 1, 1, 1), index)
+        else:
+            cache.update(torch.zeros(1, 1, new, 1), torch.zeros(1, 1, new, 1), index)

@@ -44,6 +44,7 @@ KINDS: dict[str, tuple[dict[str, Layout], bool]] = {
 class Turn(NamedTuple):
     prompt: list[int]
     answer: list[int]
+    conversation: int = 0  # which one it belongs to, as a client knows it
 
 
 class Counts(NamedTuple):
@@ -74,19 +75,20 @@ class Writer:
 
 def agent(writer: Writer) -> Iterator[Turn]:
     """A tool-using agent with a growing context, and sub-agents that branch and return."""
-    draw, system = writer.draw, writer.some(2000)
-    for _ in range(4):
+    draw, system, branches = writer.draw, writer.some(2000), 0
+    for task in range(4):
         context = [*system, *writer.some(200)]
         for _ in range(20):
             answer = writer.some(30, 150)
-            yield Turn(list(context), answer)
+            yield Turn(list(context), answer, task)
             context += [*answer, *writer.some(100, 600)]
             if draw.random() < 0.25:
                 branch = context[: draw.randrange(len(system), len(context))] if draw.random() < 0.5 else list(context)
                 branch += writer.some(150)
+                branches += 1
                 for _ in range(draw.randrange(2, 5)):
                     answer = writer.some(30, 150)
-                    yield Turn(list(branch), answer)
+                    yield Turn(list(branch), answer, -branches)
                     branch += [*answer, *writer.some(100, 500)]
                 context += writer.some(200)
 
@@ -97,7 +99,7 @@ def users(writer: Writer) -> Iterator[Turn]:
     for _ in range(200):
         user = writer.draw.randrange(40)
         past = before.get(user, []) if writer.draw.random() < 0.6 else []
-        turn = Turn([*system, *past, *writer.some(20, 200)], writer.some(20, 200))
+        turn = Turn([*system, *past, *writer.some(20, 200)], writer.some(20, 200), user)
         yield turn
         before[user] = [*turn.prompt[len(system) :], *turn.answer]
 
@@ -115,10 +117,10 @@ def chats(writer: Writer) -> Iterator[Turn]:
     """Eight chats in turn."""
     texts = [writer.some(300) for _ in range(8)]
     for _ in range(16):
-        for text in texts:
+        for chat, text in enumerate(texts):
             text += writer.some(30, 200)
             answer = writer.some(50, 200)
-            yield Turn(list(text), answer)
+            yield Turn(list(text), answer, chat)
             text += answer
 
 

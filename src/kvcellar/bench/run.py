@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from kvcellar.bench import report, start
+from kvcellar.bench import against, report, start
 from kvcellar.bench.bookkeeping import bookkeeping
 from kvcellar.bench.conversation import QUICK, Script, conversation
 from kvcellar.bench.counts import all_counts
@@ -37,14 +37,19 @@ RESTART, REPLAY, PREFIX = "restart", "replay", "prefix"
 NAMES = (*WORKLOADS, BOOKKEEPING, TURNS, REVERTIBLE, PREFIX, START, FRAGMENTED, RESTART, REPLAY)
 
 
-def run(*, quick: bool = False, only: str | None = None, threads: int = 1) -> None:
+def run(*, quick: bool = False, only: str | None = None, threads: int = 1, beside: str | None = None) -> None:
     """Print a line for each workload when it has been measured, and one line of JSON at the end.
 
     `quick` uses tiny sizes, to test the bench: its numbers mean nothing. `only` is one of `NAMES`. `start`,
-    `restart`, `replay` and `fragmented` are measured only if named, because they take longer or run processes.
+    `restart`, `replay` and `fragmented` are measured only if named, because they take longer or run processes. `beside`
+    is another system whose cache is counted on the traces of `replay`.
     """
     if only not in (None, *NAMES):
         raise BadRequest(f"there is no workload {only!r}; there are {', '.join(NAMES)}", "only")
+    if beside is not None and (only != REPLAY or beside not in against.SYSTEMS):
+        raise BadRequest(
+            f"only {REPLAY} is counted against {', '.join(against.SYSTEMS)}; not {only} against {beside}", "against"
+        )
     if only == START:
         run_starts(quick=quick)
     elif only == FRAGMENTED:
@@ -52,7 +57,7 @@ def run(*, quick: bool = False, only: str | None = None, threads: int = 1) -> No
     elif only == RESTART:
         run_restart(quick=quick)
     elif only == REPLAY:
-        run_replay(quick=quick)
+        run_replay(quick=quick, beside=beside)
     else:
         torch.set_num_threads(threads)
         _run_compared(quick, only, threads)
@@ -123,12 +128,17 @@ def run_restart(*, quick: bool = False) -> None:
     print(json.dumps({**about, "restart": found._asdict()}), flush=True)
 
 
-def run_replay(*, quick: bool = False) -> None:
+def run_replay(*, quick: bool = False, beside: str | None = None) -> None:
     """Print how many prompt tokens of each trace are computed, and the same as one line of JSON."""
-    found = replayed(scale=0.05 if quick else 1.0)
+    scale = 0.05 if quick else 1.0
+    found = replayed(scale=scale)
     _print(replay_lines(found))
     counts = {f"{trace} {kind}": [one._asdict() for one in both] for (trace, kind), both in found.items()}
-    print(json.dumps({"quick": quick, "replay": counts}), flush=True)
+    theirs = against.counted(scale=scale) if beside is not None else {}
+    if theirs:
+        _print(against.lines(found, theirs))
+    others = {f"{trace} {kind}": computed for (trace, kind), computed in theirs.items()}
+    print(json.dumps({"quick": quick, "replay": counts, **({beside: others} if beside else {})}), flush=True)
 
 
 def run_profile(name: str, *, quick: bool = False, threads: int = 1) -> None:

@@ -8,9 +8,10 @@ from kvcellar.cli.options import Command
 @click.command("bench", cls=Command, epilog="Example: kvcellar bench --only ragged-8")
 @click.option("--quick", is_flag=True, help="Run everything with tiny sizes, to test the bench. Numbers mean nothing.")
 @click.option("--only", help="Run one workload, by the name in its row.")
+@click.option("--against", help="With --only replay: count the same for another cache, too: transformers.")
 @click.option("--profile", help="Run one decoding workload and print where the time of a step goes.")
 @click.option("--threads", type=int, default=1, show_default=True, help="CPU threads of both engines.")
-def command(quick: bool, only: str | None, profile: str | None, threads: int) -> None:
+def command(quick: bool, only: str | None, against: str | None, profile: str | None, threads: int) -> None:
     """Measure kvcellar and transformers on the same weights, interleaved, in one run. Prints a table and one line of
     JSON."""
     from kvcellar.bench.run import run, run_profile
@@ -18,4 +19,4 @@ def command(quick: bool, only: str | None, profile: str | None, threads: int) ->
     if profile is not None:
         run_profile(profile, quick=quick, threads=threads)
     else:
-        run(quick=quick, only=only, threads=threads)
+        run(quick=quick, only=only, threads=threads, beside=against)

@@ -1,6 +1,7 @@
 """recalls: what came from memory, and why it was not more, as JSON: in responses, and in the records of requests."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from types import MappingProxyType
 
 from kvcellar.events import Recall
@@ -21,6 +22,9 @@ RECALL: Mapping[str, str] = MappingProxyType(  # meaning of the fields of `recal
         "entry": "where it diverged: the name of the entry of the tree that goes on in another way; else empty",
         "ours": "where it diverged: the next tokens of the prompt, as `tokens` and `text`; else `null`",
         "theirs": "where it diverged: the next tokens of the entry, likewise",
+        "rewrite": "of a chat, the message in which the prompt is not what the conversation was so far: `message` (its "
+        "index), `role`, `by` (`template`: rendered in another form, or `client`: sent in another form), and `tokens`, "
+        "those of the conversation that cannot be used because of that; else `null`",
     }
 )
 
@@ -31,6 +35,7 @@ def recall_fields(recall: Recall, engine: ServedEngine) -> Json:
         *(recall.asked, recall.matched, recall.restored, dict(recall.sources), recall.seconds),
         *(recall.reason, recall.detail, recall.entry),
         *(_side(tokens, engine) for tokens in (recall.ours, recall.theirs)),
+        asdict(recall.rewrite) if recall.rewrite is not None else None,
     )
     return dict(zip(RECALL, values, strict=True))
 

@@ -7,7 +7,7 @@ the template, even if the template changed the text around them.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from typing import Any, cast
 
 from kvcellar.errors import BadRequest
@@ -276,19 +276,19 @@ def unmarked(text: str, mark: str) -> tuple[str, tuple[int, ...]]:
 
 def unused(texts: Iterable[str]) -> str:
     """A private-use character that occurs in none of the texts. Raises `BadRequest` if there is none."""
-    if not (free := all_unused(texts)):
+    if not (free := some_unused(texts, 1)):
         raise _wrong("messages has every character of a plane for private use; leave one of them out")
-    return min(free)
+    return free[0]
 
 
-def all_unused(texts: Iterable[str]) -> set[str]:
-    """All private-use characters that occur in none of the texts."""
-    pace, free = Pace(), set(map(chr, range(0xF0000, 0xFFFFE)))
+def some_unused(texts: Iterable[str], count: int) -> list[str]:
+    """The first `count` private-use characters that occur in none of the texts, or fewer if there are not so many."""
+    pace, used = Pace(), set[str]()
     for text in texts:
         for start in range(0, 0 if text.isascii() else len(text), PIECE):
             pace.pause()
-            free.difference_update(text[start : start + PIECE])
-    return free
+            used.update(text[start : start + PIECE])
+    return list(islice((char for char in map(chr, range(0xF0000, 0xFFFFE)) if char not in used), count))
 
 
 # Strings in messages and tool definitions that templates look up or compare with, and that must not be changed.

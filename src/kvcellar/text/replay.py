@@ -233,8 +233,9 @@ class Replays:
         turn, near = earlier.turn, earlier.near
         if turn is not None and earlier.text is not None:
             start = common(earlier.text, rendered.text)
-            ends = rendered.ends()
-            index = next((index for end, index in ends if end > start), None)
+            index = next((index for end, index in rendered.ends() if end > start), None)
+            if index is not None and index >= len(turn.said):
+                return None  # only the beginning of the reply that was asked for is not there
             reply = turn.replies[-1] if turn.replies else ()
             return _lost(rendered, index, "template", turn, reply, ids)
         if turn is not None and turn.replies and (found := self._other_reply(rendered, turn, ids, fit)) is not None:

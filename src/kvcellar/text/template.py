@@ -26,11 +26,11 @@ from kvcellar.text.calls import CallForm, probe
 from kvcellar.text.conversation import (
     Copier,
     Marker,
-    all_unused,
     checked,
     common,
     joined,
     parted,
+    some_unused,
     strings,
     texts,
     unmarked,
@@ -197,7 +197,7 @@ def message_ends(
 ) -> list[tuple[int, int]]:
     """Where messages end in the text that `write` makes of them, ascending, each with its index; none if that cannot be
     found out. Renders them again, with a character in the middle of each that occurs nowhere else."""
-    free = sorted(all_unused((text, *strings(list(messages)))))
+    free = some_unused((text, *strings(list(messages))), len(messages))
     if len(free) < len(messages):
         return []
     signs = dict(zip(free, range(len(messages)), strict=False))
@@ -206,26 +206,37 @@ def message_ends(
         written = write(signed).text
     except BadRequest:
         return []
-    ends, found, before = list[tuple[int, int]](), re.compile(f"[{''.join(signs)}]"), 0
-    for before, sign in enumerate(found.finditer(written)):
+    found = list(re.finditer(f"[{''.join(signs)}]", written))
+    if written.translate(dict.fromkeys(map(ord, signs))) != text:
+        return []
+    ends, start = list[tuple[int, int]](), len(text)
+    for before, sign in reversed([*enumerate(found)]):
         index, at = signs[sign[0]], sign.start() - before
-        rest = "".join(texts(signed[index])).partition(sign[0])[2]
-        ends.append((at + common(rest, text, at), index))
-    return sorted(ends) if found.sub("", written) == text else []
+        head, _, rest = "".join(texts(signed[index])).partition(sign[0])
+        # calls are rendered after the text: up to where the next message begins
+        end = start if messages[index].get("tool_calls") else at + common(rest, text, at)
+        ends.append((end, index))
+        start = at - len(head.lstrip())
+    return sorted(ends)
 
 
 def _signed(message: dict[str, Any], sign: str) -> dict[str, Any]:
-    """The message with `sign` in the middle of its text."""
-    whole = "".join(texts(message)).strip()
-    content = message.get("content")
-    if not whole:
-        return message
-    if isinstance(content, str):
+    """The message with `sign` in the middle of its text, or, if it has none, of the name of a call."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    if isinstance(content, str) and content.strip():
         return {**message, "content": _with_sign(content, sign)}
-    parts = cast("list[dict[str, str]]", content)
-    longest = max(range(len(parts)), key=lambda n: len(parts[n]["text"].strip()))
-    signed = {**parts[longest], "text": _with_sign(parts[longest]["text"], sign)}
-    return {**message, "content": [*parts[:longest], signed, *parts[longest + 1 :]]}
+    if isinstance(content, list) and (parts := cast("list[dict[str, str]]", content)):
+        longest = max(range(len(parts)), key=lambda n: len(parts[n]["text"].strip()))
+        signed = {**parts[longest], "text": _with_sign(parts[longest]["text"], sign)}
+        return {**message, "content": [*parts[:longest], signed, *parts[longest + 1 :]]}
+    if calls:
+        call = calls[0].get("function", calls[0])
+        named = {**call, "name": _with_sign(call["name"], sign)}
+        return {
+            **message,
+            "tool_calls": [named if call is calls[0] else {**calls[0], "function": named}, *calls[1:]],
+        }
+    return message
 
 
 def _with_sign(text: str, sign: str) -> str:

@@ -117,8 +117,8 @@ class Turns:
         return Walk(turns, node)
 
     def below(self, node: Node) -> Turn | None:
-        """A turn whose text begins with that of `node`."""
-        while node.turn is None and node.children:
+        """A turn whose text begins with that of `node`, and that no longer text begins with."""
+        while node.children:
             node = next(reversed(node.children.values()))
         return node.turn
 

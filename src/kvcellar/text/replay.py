@@ -59,8 +59,8 @@ class Replays:
 
     def __init__(self, tokenizer: TextTokenizer, most_bytes: int) -> None:
         self._tokenizer = tokenizer
-        self._possible = most_bytes > 0 and decoder_kind(tokenizer.decoder_steps) is not DecoderKind.WHOLE
-        self._turns = Turns(most_bytes)
+        self._most = 0 if decoder_kind(tokenizer.decoder_steps) is DecoderKind.WHOLE else most_bytes
+        self._turns = Turns(self._most)
         self.used = False  # whether a chat was rendered
         self._lock = threading.Lock()
         self._bytes_of = lru_cache(KNOWN_BYTES)(partial(_bytes_of, tokenizer))
@@ -75,7 +75,7 @@ class Replays:
 
     def encode(self, rendered: Rendered, namespace: str, *, limit: int | None = None) -> list[int]:
         """The tokens of a prompt. Raises what `Rendered.encode` raises."""
-        if not self._possible:
+        if 4 * len(rendered.text) > self._most:  # also where no replies are kept
             return rendered.encode(self._tokenizer, limit=limit)
         self._tokenizer.check_length(rendered.text, limit)
         with self._lock:

@@ -7,7 +7,9 @@ import pytest
 from kvcellar.bench.against import in_transformers
 from kvcellar.bench.replay import KINDS, TRACES, WINDOW, Turn, Writer, ideal
 from kvcellar.bench.run import REPLAY, run
+from kvcellar.bench.served import Served, computed
 from kvcellar.errors import BadRequest
+from kvcellar.prefix.node import common_prefix
 
 
 def growing(conversation: int, seed: int, turns: int = 4) -> list[Turn]:
@@ -73,3 +75,21 @@ def test_the_bench_prints_both_counts(capsys: pytest.CaptureFixture[str], monkey
 def test_what_cannot_be_counted_is_refused(only: str | None, beside: str) -> None:
     with pytest.raises(BadRequest, match="only replay is counted against transformers"):
         run(quick=True, only=only, beside=beside)
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_a_trace_goes_on_from_what_a_server_drew(name: str) -> None:
+    known, prompts = list[list[int]](), list[list[int]]()
+    drawn = iter(range(10**6, 10**7))
+
+    def serve(prompt: list[int], new: int) -> Served:
+        longest = max((common_prefix(text, prompt) for text in known), default=0)
+        answer = [next(drawn) for _ in range(new)]
+        known.append([*prompt, *answer[:-1]])
+        prompts.append(list(prompt))
+        return Served(answer, min(longest, len(prompt) - 1))
+
+    found = computed(name, serve, scale=0.05)
+    assert 0 < found.computed == found.ideal < found.tokens
+    goes_on = any(token >= 10**6 for prompt in prompts for token in prompt)
+    assert goes_on == (name != "edits"), "edits does not go on from answers"

@@ -60,6 +60,22 @@ class TemplateFailed(BadRequest):
     """The chat template rejected these messages, or exceeded its limits on time and size."""
 
 
+class UnknownConversation(BadRequest):
+    """There is no conversation of that name."""
+
+
+class ConversationConflict(BadRequest):
+    """As conversations are now, this cannot be done: the message has the reason. Nothing has changed."""
+
+
+class ConversationUnreadable(KvcellarError):
+    """A named conversation is damaged, or of a later version. Others are not affected."""
+
+
+class ConversationNotSaved(KvcellarError):
+    """The medium has failed. The conversation is as it was before."""
+
+
 class ModelNotFound(KvcellarError):
     """No such directory, and no such name in the local Hugging Face cache."""
 

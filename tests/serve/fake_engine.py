@@ -13,12 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvcellar.engine.conversations import Conversations, TokenSource
 from kvcellar.errors import BadRequest, EngineClosed, PromptTooLong, TemplateFailed
 from kvcellar.events import Delta, Done, Event, Failed, Finished, Timings, TokenLogprob, Usage
 from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingParams
 from kvcellar.text.conversation import checked
 from kvcellar.text.meter import Caps
+from kvcellar.tiers.archive import MemoryArchive
 
 VOCABULARY = 256
 CONTEXT = 20_000
@@ -93,6 +95,7 @@ class FakeEngine:
     def __init__(self, model: FakeModel | None = None) -> None:
         self.model = model or FakeModel()
         self.healthy = True
+        self.conversations = Conversations(MemoryArchive(), TokenSource(self.model.name, "bytes", VOCABULARY))
         self.script = Script()
         self.seen: list[tuple[tuple[int, ...], SamplingParams]] = []
         self.namespaces: list[str] = []  # of each request in `seen`

@@ -22,7 +22,14 @@ import pytest
 from kvcellar import Engine
 from kvcellar.engine.intake import PromptMemory, TextCodec
 from kvcellar.engine.settings import Settings
-from kvcellar.errors import CacheFull, EngineClosed, EngineFailed, NotSupported
+from kvcellar.errors import (
+    CacheFull,
+    ConversationNotSaved,
+    ConversationUnreadable,
+    EngineClosed,
+    EngineFailed,
+    NotSupported,
+)
 from kvcellar.serve import Server, ServeSettings, key_digest
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.body import BodyBudget
@@ -303,6 +310,75 @@ def test_routes(client: httpx.Client, path: str, message: str) -> None:
     assert message_of(client.get(path)) == message
 
 
+CONVERSATIONS = "/kvcellar/conversations"
+TURN = {"model": "embedded", "max_tokens": 1, "conversation": "chat"}
+NAMED: list[tuple[str, str, dict[str, Any], str]] = [
+    (
+        "POST",
+        CONVERSATIONS,
+        {"name": "a/b"},
+        "a conversation must have a name of 1 to 128 letters, digits, dots, hyphens and underscores that begins with a "
+        "letter or digit, not 'a/b'",
+    ),
+    ("POST", CONVERSATIONS, {"name": "chat"}, "there is a conversation chat already; nothing was saved"),
+    (
+        "POST",
+        CONVERSATIONS,
+        {"name": "b", "messages": [], "prompt": "x"},
+        "prompt cannot be sent with messages; send one of them",
+    ),
+    (
+        "POST",
+        CONVERSATIONS,
+        {"name": "b", "prompt": ["x"]},
+        "prompt of a conversation must be one string or one list of token ids",
+    ),
+    ("POST", CONVERSATIONS, {"name": "b", "prompt": [10**6]}, "the model has no token 1000000 of prompt"),
+    ("POST", CONVERSATIONS, {}, "name is required"),
+    (
+        "GET",
+        f"{CONVERSATIONS}/nothing",
+        {},
+        "there is no conversation nothing; save one under that name first",
+    ),
+    ("POST", f"{CONVERSATIONS}/chat/fork", {}, "to is required"),
+    ("POST", f"{CONVERSATIONS}/chat/rewind", {"turns": 3}, "3 turns cannot be discarded; there are 0"),
+    (
+        "POST",
+        CHAT,
+        chat() | TURN | {"n": 2},
+        "n is 2; a turn of a conversation has one completion. Fork the conversation",
+    ),
+    (
+        "POST",
+        CHAT,
+        chat() | TURN | {"conversation": "text"},
+        "the conversation text is a text; continue it with /v1/completions",
+    ),
+    (
+        "POST",
+        COMPLETIONS,
+        completion() | TURN,
+        "the conversation chat is a chat; continue it with /v1/chat/completions",
+    ),
+    (
+        "POST",
+        CHAT,
+        chat() | TURN | {"add_generation_prompt": False},
+        "add_generation_prompt must not be false with conversation",
+    ),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body", "message"), NAMED, ids=count())
+def test_conversations(client: httpx.Client, method: str, path: str, body: dict[str, Any], message: str) -> None:
+    for name, given in (("chat", {}), ("text", {"prompt": [5]})):
+        client.post(CONVERSATIONS, json={"name": name, **given})
+    response = client.request(method, path, json=body)
+    assert message_of(response) == message
+    assert 400 <= response.status_code < 500
+
+
 BUSY = "1000000 requests are waiting already; try again later"
 LARGE_PROMPT = "a prompt of 200 tokens with n 1 takes SIZE bytes; 1000 are for prompts. Shorten the prompt, or lower n"
 PROMPTS_FULL = "other prompts take 1000 of 1000 bytes for prompts; try again later"
@@ -383,6 +459,14 @@ FAILURES = [
     (EngineClosed("closed"), "the server is shutting down; try again later"),
     (EngineFailed("a secret"), "the server met an unexpected error; its log has the details"),
     (NotSupported("this cannot be done"), "this cannot be done"),
+    (
+        ConversationUnreadable("the conversation a cannot be read: its head was changed"),
+        "the conversation a cannot be read: its head was changed; delete it, or try again",
+    ),
+    (
+        ConversationNotSaved("the conversation a cannot be saved: Input/output error"),
+        "the conversation a cannot be saved: Input/output error; try again later",
+    ),
 ]
 
 
@@ -496,7 +580,7 @@ ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
 
 
 HERE = {
-    *(message for cases in (CASES, BODIES, HEADERS, FAILURES) for *_, message in cases),
+    *(message for cases in (CASES, BODIES, HEADERS, FAILURES, NAMED) for *_, message in cases),
     *(f"the body must be a JSON object: {message}" for _, message in BODIES),
     *(message for cases in (ROUTES, TEMPLATES, SENT) for message in cases.values()),
     *MANY,

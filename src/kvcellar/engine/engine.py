@@ -17,9 +17,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast, overload
 
 from kvcellar.engine import intake
+from kvcellar.engine.conversations import Conversations
+from kvcellar.engine.dialogue import Dialogue
+from kvcellar.engine.open_conversations import open_conversations
 from kvcellar.engine.pinning import chat_prefix, check_pinned, is_chat
 from kvcellar.engine.request import Request, fresh_seed
 from kvcellar.engine.result import Collector, Result, Stream, Ticket
+from kvcellar.engine.session import Session
 from kvcellar.engine.settings import EngineOptions, Settings
 from kvcellar.engine.stats import EngineStats, model_card, stats
 from kvcellar.errors import BadRequest, Overloaded, shown
@@ -34,7 +38,6 @@ if TYPE_CHECKING:
 
     from kvcellar.engine.build import Built
     from kvcellar.engine.contents import Contents
-    from kvcellar.engine.session import Session
 
 Prompt = str | Sequence[int]
 Prompts = Sequence[str] | Sequence[Sequence[int]]
@@ -71,6 +74,8 @@ class Engine:
         self._loop = self._built.loop
         self._sessions = count(1)
         self.model = model_card(self._built)
+        # what sessions were saved as, by name; it outlives the engine where that has a store
+        self.conversations: Conversations = open_conversations(self._built.settings, self.model)
         self._loop.start(self._built.runner)
         # A thread inside torch must not outlive the interpreter, so an engine that is not closed is closed at its end.
         self._closing = weakref.finalize(self, self._loop.close)
@@ -250,14 +255,17 @@ class Engine:
         self._loop.call(partial(check_pinned, self._loop.manager.prefixes.tree, space, ids))
         return usage
 
-    def session(self, *, chat: bool = True) -> "Session":
+    def session(self, *, chat: bool = True) -> Session:
         """A conversation whose K/V stay in memory: each `send` prefills only what is new.
 
         With `chat`, and a chat template, what is sent are the user's messages; otherwise it is text to continue.
         """
-        from kvcellar.engine.session import Session
+        return Session(self, self._loop, self._sessions, Dialogue(chat=chat and self.model.has_chat))
 
-        return Session(self, self._loop, self._sessions, chat=chat and self.model.has_chat)
+    def load(self, name: str) -> Session:
+        """A session that continues a conversation which one was saved as (`Session.save`). What it adds is kept under
+        the name when it is saved again. Raises what `Conversations.read` raises."""
+        return Session(self, self._loop, self._sessions, self.conversations.read(name)[1])
 
     def params(self, **sampling: Unpack[SamplingOptions]) -> SamplingParams:
         """The model's default sampling parameters with these fields replaced. Raises `BadRequest`.

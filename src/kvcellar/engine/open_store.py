@@ -9,21 +9,21 @@ import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
 
 from kvcellar.engine.machine import free_cpu_bytes
 from kvcellar.engine.manager import SequenceManager
-from kvcellar.engine.settings import Settings, host_bytes_of
+from kvcellar.engine.settings import Settings, conversation_bytes, host_bytes_of
 from kvcellar.engine.store import Store
+from kvcellar.engine.store_key import cipher_of, secret_of
 from kvcellar.errors import BadRequest
 from kvcellar.models.guest import Guest
 from kvcellar.models.load import Loaded
 from kvcellar.places import NoPlace, cache
 from kvcellar.progress import report
 from kvcellar.snapshot import KEY
-from kvcellar.tiers.codec import AesGcm, Cipher, Plain
+from kvcellar.tiers.codec import Cipher
 from kvcellar.tiers.disk import DiskTier, StoreUnusable
 from kvcellar.tiers.host import HostTier
 from kvcellar.tiers.identity import FileDigests, identity
@@ -47,7 +47,7 @@ def open_store(
 ) -> Store | None:
     """The tiers, with what is in them; None without any. A directory or server that cannot be used is reported, and the
     engine runs without: it can be lost at any later time, too. Raises `BadRequest` for settings that cannot be met."""
-    cipher = _cipher(settings)
+    cipher = cipher_of(settings)
     host = host_bytes_of(settings, guest.device.type, free_cpu_bytes())
     outside = settings.store is not None or settings.store_remote is not None
     if not (host or outside):
@@ -73,7 +73,7 @@ def open_store(
         manager.memory,
         manager.prefixes,
         identity=name,
-        secret=_secret(settings),
+        secret=secret_of(settings),
         staging=settings.staging_bytes,
         locations=locations,
         post=post,
@@ -92,7 +92,7 @@ def _outside(settings: Settings, name: bytes, cipher: Cipher, locations: Locatio
             disk = DiskTier(
                 Path(settings.store),
                 identity=name,
-                max_bytes=settings.store_bytes,
+                max_bytes=settings.store_bytes - conversation_bytes(settings),
                 quota=int(share * settings.store_bytes),
                 cipher=cipher,
                 removed=partial(locations.removed, DiskTier.name),
@@ -117,22 +117,6 @@ def _outside(settings: Settings, name: bytes, cipher: Cipher, locations: Locatio
                 RemoteTier(objects, identity=name, cap=cap, quota=int(share * cap), cipher=cipher, removed=removed)
             )
     return found
-
-
-def _cipher(settings: Settings) -> Cipher:
-    if settings.store_key is None:
-        return Plain()
-    try:
-        return AesGcm(settings.store_key)
-    except ImportError as error:
-        raise BadRequest(
-            "store_key needs the package cryptography: install kvcellar[encryption]", "store_key"
-        ) from error
-
-
-def _secret(settings: Settings) -> bytes:
-    """What keys of snapshots depend on, so that with a key their names tell nothing about tokens."""
-    return b"" if settings.store_key is None else blake2b(settings.store_key, person=b"kvcellar-names").digest()
 
 
 def _identity(path: Path, guest: Guest, shape: str) -> bytes:

@@ -22,6 +22,7 @@ TIERS = (("store_bytes", 2**18), ("store_remote_bytes", 2**18), ("staging_bytes"
 HOST_SHARE = 10  # the part of free CPU memory that what leaves a GPU may have
 MOST_PINNED = 0.9
 LEAST_QUOTA = 0.001  # so that few tenants at once are above it
+CONVERSATION_SHARE = 64  # this part of the bytes of a store is for named conversations
 SHARE_OF_FREE = {"cpu": 0.3, "cuda": 0.85}  # less of a CPU's memory, which other programs use too
 
 
@@ -143,6 +144,11 @@ class EngineOptions(TypedDict, total=False):
 def store_directory(environment: Mapping[str, str]) -> Path:
     """Where a server stores snapshots, unless it is told another place. Raises `NoPlace`."""
     return state(environment) / "store"
+
+
+def conversation_bytes(settings: Settings) -> int:
+    """What of `store_bytes` is for named conversations."""
+    return settings.store_bytes // CONVERSATION_SHARE
 
 
 def host_bytes_of(settings: Settings, kind: str, free: int) -> int:

@@ -13,7 +13,18 @@ from http import HTTPStatus
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from kvcellar.errors import BadRequest, CacheFull, EngineClosed, NotSupported, Overloaded, PromptTooLong
+from kvcellar.errors import (
+    BadRequest,
+    CacheFull,
+    ConversationConflict,
+    ConversationNotSaved,
+    ConversationUnreadable,
+    EngineClosed,
+    NotSupported,
+    Overloaded,
+    PromptTooLong,
+    UnknownConversation,
+)
 from kvcellar.serve.json_text import printable, to_json
 
 RETRY_SECONDS = "1"
@@ -49,6 +60,8 @@ def api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
+        case UnknownConversation() | ConversationConflict() | ConversationUnreadable() | ConversationNotSaved():
+            return _conversation_error(error)
         case HTTPException():
             return _http_error(error)
         case BadRequest():
@@ -64,6 +77,20 @@ def api_error(error: Exception) -> ApiError:
             return shutting_down()
         case _:
             return ApiError(500, "the server met an unexpected error; its log has the details", code="internal_error")
+
+
+def _conversation_error(
+    error: UnknownConversation | ConversationConflict | ConversationUnreadable | ConversationNotSaved,
+) -> ApiError:
+    match error:
+        case UnknownConversation():
+            return ApiError(404, error.message, error.param, "conversation_not_found")
+        case ConversationConflict():
+            return ApiError(409, error.message, error.param, "conversation_conflict")
+        case ConversationUnreadable():
+            return ApiError(409, f"{error}; delete it, or try again", "conversation", "conversation_unreadable")
+        case ConversationNotSaved():
+            return ApiError(503, f"{error}; try again later", "conversation", "conversation_not_saved")
 
 
 def _http_error(error: HTTPException) -> ApiError:

@@ -9,10 +9,12 @@ from starlette.routing import Route
 
 from kvcellar.serve.admin import admin_routes
 from kvcellar.serve.api_errors import ApiError, api_error
+from kvcellar.serve.body import BodyBudget
+from kvcellar.serve.conversations import conversation_routes
 from kvcellar.serve.drain import Drain
 from kvcellar.serve.json_text import to_json
 from kvcellar.serve.middleware import RequestMiddleware
-from kvcellar.serve.openai import openai_routes
+from kvcellar.serve.openai import Shared, openai_routes
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.records import Records
@@ -26,6 +28,7 @@ def build_app(
     all three and closes them."""
     drain = drain or Drain()
     records = Records() if settings.admin_digests else None
+    shared = Shared(engine, settings, threads, BodyBudget(settings.bodies_bytes), drain)
 
     async def health(request: Request) -> Response:
         if not engine.healthy:
@@ -35,7 +38,8 @@ def build_app(
     app = Starlette(
         routes=[
             Route("/health", health, methods=["GET"]),
-            *openai_routes(engine, settings, threads, drain),
+            *openai_routes(shared),
+            *conversation_routes(shared),
             *(admin_routes(engine, records, settings, threads) if records is not None else ()),
         ],
         middleware=[Middleware(RequestMiddleware, settings=settings, drain=drain, records=records)],

@@ -21,10 +21,11 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvcellar.serve.api_errors import ClientDisconnected, api_error, shutting_down
 from kvcellar.serve.body import BodyBudget, RequestBody, receive_json
+from kvcellar.serve.conversation_turn import ConversationTurn
 from kvcellar.serve.drain import Drain
 from kvcellar.serve.http_request import Batch, HttpRequest
 from kvcellar.serve.json_text import CHUNK_ITEMS, json_chunks, to_json
-from kvcellar.serve.namespaces import namespace
+from kvcellar.serve.namespaces import namespace, owner
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.request_log import RequestLog
@@ -43,9 +44,8 @@ DONE = b"data: [DONE]\n\n"
 SEND_BYTES = 2**18  # of a response that are sent at once
 
 
-def openai_routes(engine: ServedEngine, settings: ServeSettings, threads: ReaderThreads, drain: Drain) -> list[Route]:
-    models = ModelsHandler(engine)
-    server = Shared(engine, settings, threads, BodyBudget(settings.bodies_bytes), drain)
+def openai_routes(server: "Shared") -> list[Route]:
+    models = ModelsHandler(server.engine)
     return [
         Route("/v1/models", models.list, methods=["GET"]),
         Route("/v1/models/{name:path}", models.get, methods=["GET"]),
@@ -86,6 +86,20 @@ class Shared:
     drain: Drain
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the events of a request are made into."""
+
+    builder: ResponseBuilder
+    turn: ConversationTurn
+    log: RequestLog
+
+    def note(self, batch: Batch) -> None:
+        """Count and collect the events. The builder gets them beside this, because it returns chunks of a stream."""
+        self.log.count(batch)
+        self.turn.add(batch)
+
+
 class CompletionHandler:
     """Handles requests for chat or text completions. An ASGI application."""
 
@@ -107,28 +121,35 @@ class CompletionHandler:
         with ExitStack() as stack:
             request = stack.enter_context(HttpRequest(server.engine, server.settings.max_backlog_events))
             stack.enter_context(server.drain.on_start(request.refuse_if_queued))
+            turn = stack.enter_context(ConversationTurn(server.engine, owner(scope)))
 
             def parse_and_submit() -> ParsedRequest:
                 naming = partial(namespace, scope, server.settings.share_prefixes)
-                parsed, prompts = self._parse(server.engine, body.data, naming)
+                parsed, prompts = self._parse(server.engine, body.data, naming, turn)
                 log.set_prompts(prompts)
                 retention = allowed(parsed.retention, scope, server.settings)
                 request.submit(prompts, parsed.params, parsed.namespace, retention)
                 return parsed
 
             parsed = await server.drain.run_before(server.threads.run(body, parse_and_submit))
-            builder = ResponseBuilder(server.engine, parsed, self._format)
-            log.response_id, log.namespace = builder.id, parsed.namespace
+            answer = Answer(ResponseBuilder(server.engine, parsed, self._format), turn, log)
+            log.response_id, log.namespace = answer.builder.id, parsed.namespace
             if parsed.stream:
-                await self._stream(request, builder, log, send)
+                await self._stream(request, answer, send)
                 return
             while not request.finished:
                 batch = await request.next_batch()
-                log.count(batch)
-                builder.add(batch)
-        await _send_json(send, builder.response())
+                answer.note(batch)
+                answer.builder.add(batch)
+            await self._save(turn)
+        await _send_json(send, answer.builder.response())
 
-    async def _stream(self, request: HttpRequest, builder: ResponseBuilder, log: RequestLog, send: Send) -> None:
+    async def _save(self, turn: ConversationTurn) -> None:
+        """Add the turn to the conversation that the request continues, if there is one."""
+        if turn.begun:
+            await self._server.threads.run(RequestBody(self._server.bodies), turn.save)
+
+    async def _stream(self, request: HttpRequest, answer: Answer, send: Send) -> None:
         """The status is sent with the first event, or after `ping_seconds` without one."""
 
         async def send_to_client(message: Message) -> None:
@@ -138,7 +159,8 @@ class CompletionHandler:
         batch = await request.next_batch(self._server.settings.ping_seconds)
         await send_to_client({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         try:
-            await self._send_events(request, builder, log, send_to_client, batch)
+            await self._send_events(request, answer, send_to_client, batch)
+            await self._save(answer.turn)
         except Exception as error:
             await _end_stream(send_to_client, _data([api_error(error).body()]))
             raise
@@ -147,15 +169,13 @@ class CompletionHandler:
             raise
         await _end_stream(send_to_client, DONE)
 
-    async def _send_events(
-        self, request: HttpRequest, builder: ResponseBuilder, log: RequestLog, send: Send, batch: Batch
-    ) -> None:
-        first = builder.first_chunks()
+    async def _send_events(self, request: HttpRequest, answer: Answer, send: Send, batch: Batch) -> None:
+        first = answer.builder.first_chunks()
         while chunks := list(islice(first, CHUNK_ITEMS)):
             await _send(send, _data(chunks))
         while True:
-            log.count(batch)
-            chunks = builder.chunks(batch)
+            answer.note(batch)
+            chunks = answer.builder.chunks(batch)
             if data := _data(chunks) if batch else PING:
                 await _send(send, data)
             if request.finished:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from kvcellar.engine.conversations import Conversations
 from kvcellar.events import Event
 from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingParams
@@ -16,6 +17,8 @@ class ServedModel(Protocol):
     def name(self) -> str: ...
     @property
     def context(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
     @property
     def has_text(self) -> bool: ...
     @property
@@ -72,6 +75,8 @@ class ServedEngine(Protocol):
     def healthy(self) -> bool: ...
     @property
     def cache(self) -> ServedCache: ...
+    @property
+    def conversations(self) -> Conversations: ...
 
     def encode(self, text: str, *, special: bool | None = None, limit: int | None = None) -> list[int]:
         """Raises `PromptTooLong`, before tokenizing, for a text that cannot fit in `limit` tokens."""

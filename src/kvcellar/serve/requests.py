@@ -15,6 +15,7 @@ Defaults come from the model's generation config. `model` may be left out; other
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import BeforeValidator, FailFast, Field
@@ -23,6 +24,7 @@ from kvcellar.errors import BadRequest
 from kvcellar.retention import MOST_TTL, PRIORITIES, RetentionOptions
 from kvcellar.sample.params import MAX_BIASES, MAX_LOGPROBS, SamplingParams, merged
 from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.conversation_turn import ConversationTurn
 from kvcellar.serve.ignored_fields import NEUTRAL, NO_EFFECT
 from kvcellar.serve.json_reader import Limits
 from kvcellar.serve.json_text import printable
@@ -79,6 +81,8 @@ class CommonBody(StrictModel):
     # OpenAI: from token id to bias, -100 to 100
     logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_not_many)] = None
     seed: int | None = None  # OpenAI: makes sampling reproducible
+    # kvcellar: name of a [conversation](../howto/conversations.md) that the request continues, and its completion too
+    conversation: str | None = None
     cache_salt: str | None = None  # vLLM: the request shares memory only with those of the same salt
     user: str | None = None  # OpenAI: the request shares memory only with those of the same user
     safety_identifier: str | None = None  # OpenAI: new name of `user`
@@ -163,11 +167,13 @@ class ParsedRequest:
 
 Prompts = list[list[int]]
 Naming = Callable[[str | None, Sequence[str | None]], str]  # the namespace of a salt and of names of users
-Parser = Callable[[ServedEngine, bytes | bytearray, Naming], tuple[ParsedRequest, Prompts]]
+Parsed = tuple[ParsedRequest, Prompts]
+Parser = Callable[[ServedEngine, bytes | bytearray, Naming, ConversationTurn], Parsed]
 
 
-def parse_completion(engine: ServedEngine, raw: bytes | bytearray, naming: Naming) -> tuple[ParsedRequest, Prompts]:
-    """A body of `/v1/completions`. Raises `ApiError` and `BadRequest`. Slow: call it in a thread."""
+def parse_completion(engine: ServedEngine, raw: bytes | bytearray, naming: Naming, turn: ConversationTurn) -> Parsed:
+    """A body of `/v1/completions`; begins `turn` if it continues a conversation. Raises `ApiError` and `BadRequest`.
+    Slow: call it in a thread."""
     body = _checked(CompletionBody, engine, raw)
     params = _params(body, engine, {"logprobs": body.logprobs, "max_tokens": body.max_tokens})
     if body.best_of not in (None, params.n):
@@ -175,28 +181,36 @@ def parse_completion(engine: ServedEngine, raw: bytes | bytearray, naming: Namin
         raise _unsupported("best_of", message)
     if params.max_tokens is None:
         params = replace(params, max_tokens=COMPLETION_TOKENS)
-    prompts = _prompts(engine, body.prompt, body.add_special_tokens)
-    return _parsed(engine, body, params, prompts, _namespace(body, naming))
+    namespace = _namespace(body, naming)
+    if body.conversation is not None:
+        prompt = turn.begin_text(body.conversation, one_prompt(body.prompt), params)
+        return _parsed(engine, body, prompt.params, [prompt.ids], namespace)
+    return _parsed(engine, body, params, _prompts(engine, body.prompt, body.add_special_tokens), namespace)
 
 
-def parse_chat(engine: ServedEngine, raw: bytes | bytearray, naming: Naming) -> tuple[ParsedRequest, Prompts]:
-    """A body of `/v1/chat/completions`. Raises `ApiError` and `BadRequest`. Slow: call it in a thread."""
+def parse_chat(engine: ServedEngine, raw: bytes | bytearray, naming: Naming, turn: ConversationTurn) -> Parsed:
+    """A body of `/v1/chat/completions`; begins `turn` if it continues a conversation. Raises `ApiError` and
+    `BadRequest`. Slow: call it in a thread."""
     body = _checked(ChatBody, engine, raw)
     if body.top_logprobs is not None and not body.logprobs:
         raise _invalid("top_logprobs", "top_logprobs needs logprobs to be true")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = _params(body, engine, {"logprobs": logprobs, "max_tokens": _max_tokens(body)})
-    namespace = _namespace(body, naming)
-    prompt = engine.render(
-        template_messages(body.messages),
+    namespace, messages = _namespace(body, naming), template_messages(body.messages)
+    render = partial(
+        engine.render,
         variables=body.chat_template_kwargs,
         effort=_effort(body),
         add_generation_prompt=body.add_generation_prompt is not False,
-        limit=engine.model.context,
         namespace=namespace,
         replay=body.replay_tokens is not False,
     )
-    return _parsed(engine, body, params, [prompt], namespace)
+    if body.conversation is None:
+        return _parsed(engine, body, params, [render(messages, limit=engine.model.context)], namespace)
+    if body.add_generation_prompt is False:
+        raise _invalid("add_generation_prompt", "add_generation_prompt must not be false with conversation")
+    prompt = turn.begin_chat(body.conversation, messages, params, render)
+    return _parsed(engine, body, prompt.params, [prompt.ids], namespace)
 
 
 def _namespace(body: CommonBody, naming: Naming) -> str:
@@ -274,13 +288,18 @@ def _prompts(engine: ServedEngine, prompt: object, special: bool | None) -> Prom
     raise _invalid("prompt", f"prompt must be {forms}; none of them empty")
 
 
+def one_prompt(prompt: object) -> str | list[int]:
+    """The text that begins or continues a conversation; empty: what the model wrote last is continued."""
+    if isinstance(prompt, str) or (isinstance(prompt, list) and all(type(item) is int for item in prompt)):
+        return prompt
+    raise _invalid("prompt", "prompt of a conversation must be one string or one list of token ids")
+
+
 def _are_ids(items: list[object]) -> bool:
     return set(map(type, items)) == {int}
 
 
-def _parsed(
-    engine: ServedEngine, body: CommonBody, params: SamplingParams, prompts: Prompts, namespace: str
-) -> tuple[ParsedRequest, Prompts]:
+def _parsed(engine: ServedEngine, body: CommonBody, params: SamplingParams, prompts: Prompts, namespace: str) -> Parsed:
     if len(prompts) * params.n > MAX_COMPLETIONS:
         count = f"{len(prompts)} prompts with n {params.n}"
         message = f"{count} are too many; at most {MAX_COMPLETIONS} completions of one request are allowed"

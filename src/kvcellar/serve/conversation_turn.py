@@ -1,0 +1,119 @@
+"""conversation_turn: the turn that a request adds to a named conversation.
+
+Always true:
+  * from `begin_chat` or `begin_text` until the request has ended, the conversation is held, unless they raise;
+  * the turn is added by `save` alone, so a request that fails, or whose client leaves before its end, changes nothing.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any
+
+from kvcellar.engine.conversations import Held
+from kvcellar.engine.dialogue import Prompt, Render
+from kvcellar.errors import EngineClosed
+from kvcellar.events import Delta, Event, Finished
+from kvcellar.sample.params import SamplingParams
+from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.protocols import ServedEngine
+
+
+class ConversationTurn:
+    """A context manager on the event loop, which leaves the conversation as it is without `save`. `begin_chat`,
+    `begin_text` and `save` are called in a thread; the request may end meanwhile, and then they release the
+    conversation."""
+
+    def __init__(self, engine: ServedEngine, owner: str) -> None:
+        self._engine, self._owner = engine, owner
+        self._held: Held | None = None
+        self._prompt: Prompt | None = None
+        self._text: list[str] = []
+        self._tokens: list[int] = []
+        self._stopped = False  # by a stop string, which is not in the text, but in the tokens
+        self._stack = ExitStack()
+        self._lock = threading.Lock()  # orders the end of the request and the thread
+        self._working = self._ended = False
+
+    @property
+    def begun(self) -> bool:
+        return self._prompt is not None
+
+    def begin_chat(
+        self, name: str, messages: Sequence[dict[str, Any]], params: SamplingParams, render: Render
+    ) -> Prompt:
+        """The prompt that continues a chat with more messages. Raises what `Conversations.hold` and `render` raise."""
+        with self._work():
+            dialogue = self._hold(name, params, chat=True).dialogue
+            self._prompt = dialogue.chatted(messages, params, self._engine.model.context, render)
+            return self._prompt
+
+    def begin_text(self, name: str, text: str | list[int], params: SamplingParams) -> Prompt:
+        """The prompt that continues a text. Raises what `Conversations.hold` and `Engine.encode` raise."""
+        with self._work():
+            dialogue, context = self._hold(name, params, chat=False).dialogue, self._engine.model.context
+            if isinstance(text, str):
+                special = False if dialogue.tokens else None  # begin-of-text only at the beginning
+                text = self._engine.encode(text, special=special, limit=context)
+            self._prompt = dialogue.continued(text, params, context)
+            return self._prompt
+
+    def _hold(self, name: str, params: SamplingParams, *, chat: bool) -> Held:
+        if params.n != 1:
+            raise _invalid("n", f"n is {params.n}; a turn of a conversation has one completion. Fork the conversation")
+        self._held = held = self._stack.enter_context(self._engine.conversations.hold(name, owner=self._owner))
+        if held.dialogue.chat != chat:
+            what, route = ("text", "/v1/completions") if chat else ("chat", "/v1/chat/completions")
+            raise _invalid("conversation", f"the conversation {name} is a {what}; continue it with {route}")
+        return held
+
+    def add(self, batch: Sequence[tuple[int, Event]]) -> None:
+        """Collect the completion as it arrives."""
+        for _, event in batch:
+            match event:
+                case Delta():
+                    self._text.append(event.text)
+                    self._tokens += event.token_ids
+                case Finished():
+                    self._stopped = event.stop_string is not None
+                case _:
+                    pass
+
+    def save(self) -> None:
+        """Add the turn, whose completion is whole, to the conversation. Raises what `Held.save` raises."""
+        with self._work():
+            assert self._held is not None and self._prompt is not None, "no turn was begun"
+            text, tokens = "".join(self._text), self._tokens
+            if self._stopped:
+                tokens = self._engine.encode(text, special=False) if text else []
+            self._held.dialogue.conclude(self._prompt, tokens, text)
+            self._held.save()
+
+    @contextmanager
+    def _work(self) -> Iterator[None]:
+        """Around what a thread does. Raises `EngineClosed` if the request has ended."""
+        with self._lock:
+            if self._ended:
+                raise EngineClosed("the request has ended")
+            self._working = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._working = False
+                if self._ended:
+                    self._stack.close()
+
+    def __enter__(self) -> "ConversationTurn":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        with self._lock:
+            self._ended = True
+            if not self._working:
+                self._stack.close()
+
+
+def _invalid(param: str, message: str) -> ApiError:
+    return ApiError(400, message, param, "invalid_value")

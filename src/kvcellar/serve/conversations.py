@@ -1,0 +1,157 @@
+"""conversations: the routes of named conversations, which requests continue with the field `conversation`.
+
+A conversation belongs to the API key that it was created with; for other keys it does not exist.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated
+
+from pydantic import FailFast, Field
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvcellar.engine.conversations import ConversationInfo
+from kvcellar.engine.dialogue import Dialogue
+from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.body import RequestBody, receive_json
+from kvcellar.serve.json_reader import Limits
+from kvcellar.serve.json_text import to_json
+from kvcellar.serve.messages import Message, StrictModel, template_messages
+from kvcellar.serve.namespaces import owner
+from kvcellar.serve.openai import Shared
+from kvcellar.serve.parsing import parse_object, validated
+from kvcellar.serve.requests import MAX_MESSAGES, one_prompt
+from kvcellar.serve.responses import Json
+from kvcellar.text.conversation import checked
+from kvcellar.text.meter import Caps
+
+PATH = "/kvcellar/conversations"
+NAMED = f"{PATH}/{{name}}"
+Work = Callable[[str, bytearray], Json]  # of the owner and the body
+
+
+class CreateBody(StrictModel):
+    name: str  # 1 to 128 letters, digits, dots, hyphens and underscores; the first one is a letter or digit
+    # messages that a chat begins with, as in `/v1/chat/completions`
+    messages: Annotated[list[Message] | None, FailFast()] = Field(default=None, max_length=MAX_MESSAGES)
+    prompt: object = None  # for a conversation without messages: the text or token ids it begins with
+
+
+class ForkBody(StrictModel):
+    to: str  # the name of the second conversation
+
+
+class RewindBody(StrictModel):
+    turns: int = 1  # to discard
+
+
+def conversation_routes(server: Shared) -> list[Route]:
+    handler = ConversationsHandler(server)
+    return [
+        Route(PATH, handler.index, methods=["GET"]),
+        Route(PATH, handler.create, methods=["POST"]),
+        Route(NAMED, handler.get, methods=["GET"]),
+        Route(NAMED, handler.delete, methods=["DELETE"]),
+        Route(f"{NAMED}/fork", handler.fork, methods=["POST"]),
+        Route(f"{NAMED}/rewind", handler.rewind, methods=["POST"]),
+    ]
+
+
+class ConversationsHandler:
+    """All of a request but receiving its body is done on the server's threads."""
+
+    def __init__(self, server: Shared) -> None:
+        self._server, self._engine = server, server.engine
+
+    async def index(self, request: Request) -> Response:
+        def work(owner: str, body: bytearray) -> Json:
+            found = self._engine.conversations.list(owner=owner)
+            return {"object": "list", "data": list(map(described, found))}
+
+        return await self._run(request, work)
+
+    async def create(self, request: Request) -> Response:
+        return await self._run(request, self._create, status=201)
+
+    async def get(self, request: Request) -> Response:
+        return await self._run(request, partial(self._get, request.path_params["name"]))
+
+    async def delete(self, request: Request) -> Response:
+        name = request.path_params["name"]
+
+        def work(owner: str, body: bytearray) -> Json:
+            self._engine.conversations.delete(name, owner=owner)
+            return {"object": "conversation.deleted", "name": name, "deleted": True}
+
+        return await self._run(request, work)
+
+    async def fork(self, request: Request) -> Response:
+        def work(owner: str, raw: bytearray) -> Json:
+            body = validated(ForkBody, self._fields(raw))
+            return described(self._engine.conversations.fork(request.path_params["name"], body.to, owner=owner))
+
+        return await self._run(request, work, status=201)
+
+    async def rewind(self, request: Request) -> Response:
+        def work(owner: str, raw: bytearray) -> Json:
+            body = validated(RewindBody, self._fields(raw))
+            return described(self._engine.conversations.rewind(request.path_params["name"], body.turns, owner=owner))
+
+        return await self._run(request, work)
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    async def _run(self, request: Request, work: Work, *, status: int = 200) -> Response:
+        server, body = self._server, RequestBody(self._server.bodies)
+        try:
+            if request.method == "POST":
+                await server.drain.run_before(receive_json(request.scope, request.receive, server.settings, body))
+            found = await server.threads.run(body, partial(work, owner(request.scope), body.data))
+        finally:
+            body.request_ended()
+        return Response(to_json(found), status, media_type="application/json")
+
+    def _fields(self, raw: bytearray) -> dict[str, object]:
+        return parse_object(raw, Limits(context=self._engine.model.context))
+
+    def _create(self, owner: str, raw: bytearray) -> Json:
+        body = validated(CreateBody, self._fields(raw))
+        if body.prompt is not None and body.messages is not None:
+            raise ApiError(400, "prompt cannot be sent with messages; send one of them", "prompt", "invalid_value")
+        dialogue = Dialogue(chat=body.prompt is None)
+        if body.messages:
+            dialogue.messages = checked(template_messages(body.messages), Caps())
+        if body.prompt is not None:
+            dialogue.tokens = self._tokens(one_prompt(body.prompt))
+        return described(self._engine.conversations.create(body.name, dialogue, owner=owner))
+
+    def _tokens(self, prompt: str | list[int]) -> list[int]:
+        model = self._engine.model
+        if isinstance(prompt, str):
+            return self._engine.encode(prompt, limit=model.context)
+        for token in prompt:
+            if not 0 <= token < model.vocab_size:
+                raise ApiError(400, f"the model has no token {token} of prompt", "prompt", "invalid_value")
+        return prompt
+
+    def _get(self, name: str, owner: str, body: bytearray) -> Json:
+        info, dialogue = self._engine.conversations.read(name, owner=owner)
+        content = {"messages": dialogue.messages} if dialogue.chat else {"token_ids": dialogue.tokens}
+        return described(info) | content
+
+
+def described(info: ConversationInfo) -> Json:
+    """Without the text."""
+    return {
+        "object": "conversation",
+        "name": info.name,
+        "kind": "chat" if info.chat else "text",
+        "model": info.model,
+        "created_at": int(info.created),
+        "changed_at": int(info.changed),
+        "turns": info.turns,
+        "messages_count": info.messages,
+        "tokens_count": info.tokens,
+    }

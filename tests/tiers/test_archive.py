@@ -1,0 +1,255 @@
+"""Documents by owner and name: replaced as a whole or not at all, verified when they are read, within their caps."""
+
+import errno
+import os
+import stat
+import struct
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvcellar.places import NoPlace
+from kvcellar.tiers import archive as module
+from kvcellar.tiers.archive import PART, Archive, Changed, DiskArchive, Document, Full, MemoryArchive, file_of
+from kvcellar.tiers.codec import AesGcm, Damaged, Foreign
+from kvcellar.tiers.files import Files
+
+CAP = 4096
+
+
+@pytest.fixture(params=["memory", "disk"])
+def archive(request: pytest.FixtureRequest, tmp_path: Path) -> Archive:
+    return MemoryArchive(CAP, 0.5) if request.param == "memory" else DiskArchive(tmp_path / "documents", CAP, share=0.5)
+
+
+def seals(archive: Archive, *names: str, owner: str = "a") -> list[bytes]:
+    return [archive.put(owner, name, b"head", name.encode()) for name in names]
+
+
+def test_what_was_put_is_returned_until_it_is_deleted(archive: Archive) -> None:
+    assert archive.get("a", "x") is None
+    assert not archive.delete("a", "x")
+    assert list(archive.heads("a")) == []
+    seal = archive.put("a", "x", b"head", b"body")
+    found = archive.get("a", "x")
+    assert found is not None
+    assert (found.head, found.body, found.seal) == (b"head", b"body", seal)
+    assert list(archive.heads("a")) == [b"head"]
+    assert archive.get("b", "x") is None
+    assert list(archive.heads("b")) == []
+    assert not archive.delete("b", "x")
+    assert archive.delete("a", "x")
+    assert archive.get("a", "x") is None
+
+
+def test_a_document_is_replaced_only_after_the_one_that_was_named(archive: Archive) -> None:
+    first = archive.put("a", "x", b"head", b"one", after=b"")
+    with pytest.raises(Changed):
+        archive.put("a", "x", b"head", b"two", after=b"")
+    second = archive.put("a", "x", b"head", b"two", after=first)
+    with pytest.raises(Changed):
+        archive.put("a", "x", b"head", b"three", after=first)
+    assert archive.get("a", "x").body == b"two"
+    archive.put("a", "x", b"head", b"three")
+    archive.delete("a", "x")
+    with pytest.raises(Changed):
+        archive.put("a", "x", b"head", b"four", after=second)
+    assert archive.get("a", "x") is None
+
+
+def test_an_owner_has_half_of_the_bytes_and_all_owners_the_cap(archive: Archive) -> None:
+    big = bytes(CAP // 2 - 200)
+    archive.put("a", "x", b"", big)
+    with pytest.raises(Full, match="2048 bytes are allowed"):
+        archive.put("a", "y", b"", bytes(200))
+    archive.put("a", "x", b"", big)  # in place of itself
+    archive.put("b", "x", b"", big)
+    with pytest.raises(Full, match="4096 bytes are allowed"):
+        archive.put("c", "x", b"", bytes(400))
+    assert archive.get("c", "x") is None
+    archive.delete("b", "x")
+    archive.put("c", "x", b"", bytes(400))
+
+
+def test_an_owner_has_so_many_documents(archive: Archive, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST", 3)
+    seals(archive, "x", "y", "z")
+    with pytest.raises(Full, match="at most 3"):
+        seals(archive, "another")
+    seals(archive, "z")
+    seals(archive, "x", owner="b")
+
+
+def test_a_document_over_the_limit_of_one_is_refused(archive: Archive, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BODY_LIMIT", 100)
+    with pytest.raises(Full, match="at most 100 are allowed"):
+        archive.put("a", "x", b"", bytes(101))
+
+
+# -- on disk ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "documents"
+
+
+@pytest.fixture
+def disk(folder: Path) -> DiskArchive:
+    return DiskArchive(folder, CAP)
+
+
+def test_another_process_finds_what_was_put_and_only_its_user_can_read_it(disk: DiskArchive, folder: Path) -> None:
+    disk.put("a", "x", b"head", b"body")
+    assert DiskArchive(folder, CAP).get("a", "x").body == b"body"
+    (file,) = folder.iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o777)
+    with pytest.raises(NoPlace):
+        disk.put("a", "y", b"head", b"body")
+
+
+def test_nothing_is_written_before_something_is_stored(disk: DiskArchive, folder: Path) -> None:
+    assert (disk.get("a", "x"), list(disk.heads("a")), disk.delete("a", "x")) == (None, [], False)
+    assert not folder.exists()
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_file_that_was_changed_anywhere_is_damaged_and_others_are_not(
+    data: Any, disk: DiskArchive, folder: Path
+) -> None:
+    seals(disk, "x", "y")
+    path = folder / file_of("a", "x")
+    content = bytearray(path.read_bytes())
+    match data.draw(st.sampled_from(["bit", "cut", "longer", "other"])):
+        case "bit":
+            at = data.draw(st.integers(0, 8 * len(content) - 1))
+            content[at // 8] ^= 1 << at % 8
+        case "cut":
+            del content[data.draw(st.integers(0, len(content) - 1)) :]
+        case "longer":
+            content += b"\0"
+        case _:
+            content[:] = data.draw(st.binary(max_size=200))
+    path.write_bytes(content)
+    with pytest.raises((Damaged, Foreign)):
+        disk.get("a", "x")
+    assert disk.get("a", "y").body == b"y"
+    assert sum(head == b"head" for head in disk.heads("a")) >= 1
+    assert disk.delete("a", "x")
+
+
+def test_the_size_in_a_file_is_checked_before_it_is_allocated(disk: DiskArchive, folder: Path) -> None:
+    seals(disk, "x")
+    path = folder / file_of("a", "x")
+    content = path.read_bytes()
+    path.write_bytes(content[:16] + struct.pack("<Q", 1 << 62) + content[24:])
+    with pytest.raises(Damaged, match="bytes"):
+        disk.get("a", "x")
+
+
+def test_what_is_no_file_is_not_followed(disk: DiskArchive, folder: Path) -> None:
+    seals(disk, "y")
+    (folder / file_of("a", "x")).symlink_to(folder / file_of("a", "y"))
+    with pytest.raises(OSError, match="symbolic links"):
+        disk.get("a", "x")
+    assert disk.delete("a", "x")
+    os.mkfifo(folder / file_of("a", "x"))
+    with pytest.raises((Damaged, OSError)):
+        disk.get("a", "x")
+
+
+class Failing(Files):
+    """Fails the operation of a name, so many of them after the first."""
+
+    def __init__(self) -> None:
+        self.operation = ""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name != "operation" and name == object.__getattribute__(self, "operation"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return object.__getattribute__(self, name)
+
+
+@pytest.mark.parametrize("operation", ["create", "write", "write_some", "sync", "close", "rename"])
+def test_a_document_that_cannot_be_written_leaves_the_one_before_and_no_file(folder: Path, operation: str) -> None:
+    files = Failing()
+    disk = DiskArchive(folder, CAP, files=files)
+    seals(disk, "x")
+    files.operation = operation
+    with pytest.raises(OSError, match="No space left"):
+        disk.put("a", "x", b"head", b"another")
+    files.operation = ""
+    assert disk.get("a", "x").body == b"x"
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_what_a_killed_process_was_writing_is_deleted_and_never_read(disk: DiskArchive, folder: Path) -> None:
+    seals(disk, "x")
+    left = folder / f"{file_of('a', 'x')}-0000{PART}"
+    left.write_bytes(bytes(CAP))
+    assert list(disk.heads("a")) == [b"head"]
+    seals(disk, "y")
+    assert not left.exists()
+
+
+def test_of_many_that_replace_the_same_document_one_succeeds(folder: Path) -> None:
+    first = DiskArchive(folder, CAP).put("a", "x", b"", b"0")
+    done, changed = [], []
+
+    def replace(number: int) -> None:
+        try:
+            done.append(DiskArchive(folder, CAP).put("a", "x", b"", str(number).encode(), after=first))
+        except Changed:
+            changed.append(number)
+
+    threads = [threading.Thread(target=replace, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(done), len(changed)) == (1, 7)
+    assert DiskArchive(folder, CAP).get("a", "x").seal == done[0]
+
+
+def test_a_process_that_writes_for_ever_blocks_no_other(disk: DiskArchive, monkeypatch: pytest.MonkeyPatch) -> None:
+    seals(disk, "x")
+    monkeypatch.setattr(module, "WAIT", 0.0)
+    with disk._locked(), pytest.raises(TimeoutError, match="another process"):
+        seals(disk, "y")
+
+
+def test_the_cap_is_no_more_than_a_share_of_what_is_free(folder: Path) -> None:
+    class Small(Files):
+        def free(self, directory: Path) -> int:
+            return 1000
+
+    with pytest.raises(Full, match="100 bytes are allowed"):
+        DiskArchive(folder, CAP, files=Small()).put("a", "x", b"", bytes(200))
+
+
+def test_with_a_key_text_and_names_are_hidden_and_another_key_reads_nothing(folder: Path) -> None:
+    pytest.importorskip("cryptography", reason="AES-GCM needs the package cryptography")
+    own = DiskArchive(folder, CAP, cipher=AesGcm(bytes(32)), secret=b"own")
+    seal = own.put("a", "x", b"a head", b"a body")
+    assert own.get("a", "x") == Document(b"a head", b"a body", seal)
+    assert list(own.heads("a")) == [b"a head"]
+    own.put("a", "x", b"a head", b"another body", after=seal)
+    (file,) = folder.iterdir()
+    assert file.name != file_of("a", "x")
+    assert b"body" not in file.read_bytes()
+    assert b"head" not in file.read_bytes()
+    assert DiskArchive(folder, CAP).get("a", "x") is None
+    other = DiskArchive(folder, CAP, cipher=AesGcm(bytes(31) + b"1"), secret=b"own")
+    with pytest.raises(Foreign, match="another key"):
+        other.get("a", "x")
+    assert all(isinstance(head, Foreign) for head in other.heads("a"))
+    file.rename(folder / file_of("a", "y", b"own"))
+    with pytest.raises(Foreign):
+        own.get("a", "y")

@@ -126,3 +126,16 @@ def test_64_clients_read_the_system_prompt_of_their_chats_once(tmp_path: Path) -
     prompts = sum(usage.prompt_tokens for usage in usages)
     read = prompts - sum(usage.prompt_tokens_details.cached_tokens for usage in usages)
     assert read <= prompts - 63 * common
+
+
+def test_replies_keep_their_tokens_after_a_restart(tmp_path: Path) -> None:
+    messages, known = [user("Who are you, and where is the cellar? " * 3)], 0
+    for turn in range(3):
+        with (
+            chat_engine(tmp_path / "model", "llama", store=str(tmp_path / "store")) as engine,
+            client_of(engine) as client,
+        ):
+            usage, text = ask(client, messages, unspoken(engine), seed=turn)
+            assert usage.prompt_tokens_details.cached_tokens == max(0, known - 1)
+            known = usage.prompt_tokens + usage.completion_tokens
+            messages += [assistant(text), user("And then? " * 20)]

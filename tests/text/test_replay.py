@@ -2,6 +2,7 @@
 
 import random
 import threading
+from array import array
 from functools import cache
 from itertools import pairwise
 from types import SimpleNamespace
@@ -13,8 +14,11 @@ from hypothesis import strategies as st
 
 from kvcellar.errors import PromptTooLong
 from kvcellar.events import Rewrite
+from kvcellar.snapshot import Snapshot
+from kvcellar.spans import Span
 from kvcellar.text.output import LONG_RUN, open_stream
 from kvcellar.text.replay import Replays
+from kvcellar.text.stored_texts import StoredTexts
 from kvcellar.text.template import ChatTemplate, Rendered
 from kvcellar.text.tokens import TextTokenizer
 from kvcellar.text.turns import TURN_BYTES
@@ -263,6 +267,52 @@ def test_several_threads_may_render_and_reply() -> None:
         thread.join()
     assert not wrong
     replays.check()
+
+
+def chain(ids: list[int], sizes: list[int], namespace: str = "") -> list[Snapshot]:
+    """Snapshots of a sequence, each of so many tokens."""
+    found, at = list[Snapshot](), 0
+    for number, size in enumerate(sizes):
+        parent = found[-1].key if found else None
+        span = Span(at, at + size)
+        tokens = array("q", ids[at : at + size]).tobytes()
+        found.append(Snapshot(namespace.encode() + bytes([number]), parent, namespace, span, tokens, b"", ()))
+        at += size
+    return found
+
+
+@pytest.mark.parametrize("kind", EXACT)
+@settings(max_examples=20, deadline=None)
+@given(turns=CONVERSATIONS, cut=st.integers(0, 5), seed=st.integers(0, 99))
+def test_what_a_store_has_of_a_conversation_keeps_its_tokens(
+    kind: str, turns: list[tuple[str, str]], cut: int, seed: int
+) -> None:
+    chat, draw = Chat(kind), random.Random(seed)
+    for question, reply in turns:
+        chat.ask(question, pieces(kind, reply, draw))
+    chat.messages.append(user("more"))
+    size = len(chat.known) - min(cut, len(chat.known) - 1)
+    other = chain(tokenizer(kind).encode_marked("<|im_start|>system\nYou are", ()), [2, 3])
+    for namespace, known in (("", True), ("other", False)):
+        chat.replays, chat.namespace = Replays(chat.words, MIB), namespace
+        chat.replays.stored = StoredTexts([*chain(chat.known, [size // 2, size - size // 2]), *other], MIB)
+        prompt, rendered = chat.prompt(), chat.rendered()
+        assert chat.words.decode(prompt, skip_special=False) == rendered.text
+        assert chat.controls(prompt) == chat.controls(rendered.encode(chat.words))
+        if known and not cut:
+            assert prompt[: len(chat.known)] == chat.known
+        if not known:
+            assert prompt == rendered.encode(chat.words)
+
+
+def test_text_of_a_client_is_not_taken_for_control_tokens_of_a_store() -> None:
+    chat = Chat("byte_level")
+    chat.ask("Where?", chat.words.encode_marked("cool", ()))
+    chat.replays = Replays(chat.words, MIB)
+    chat.replays.stored = StoredTexts(chain(chat.known, [len(chat.known)]), MIB)
+    forged = chat.rendered().text.removeprefix("<|im_start|>system\n")
+    chat.messages = [{"role": "system", "content": forged}, assistant("x"), user("more")]
+    assert chat.prompt() == chat.rendered().encode(chat.words)
 
 
 # What is not as it was.

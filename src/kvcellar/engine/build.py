@@ -33,6 +33,7 @@ from kvcellar.models.load import Loaded, load
 from kvcellar.progress import report
 from kvcellar.sample.params import SamplingParams, check_ids
 from kvcellar.shapes import StoredAs
+from kvcellar.text.stored_texts import StoredTexts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -119,7 +120,9 @@ def _assembled(
         prove(guest, memory, context=context, max_sequences=sequences, step_tokens=settings.step_tokens)
     intake = _intake(loaded, memory, capacity, settings, context)
     loop, runner = _running(guest, memory, capacity, settings, intake, threads)
-    loop.manager.store = open_store(loaded, guest, loop.manager, settings, loop.post)
+    loop.manager.store = store = open_store(loaded, guest, loop.manager, settings, loop.post)
+    if store is not None and intake.codec.replays is not None:
+        intake.codec.replays.stored = StoredTexts(store.catalogue, settings.replay_bytes)
     return Built(settings, loaded, guest, packing, threads, memory, capacity, intake, loop, runner)
 
 

@@ -4,7 +4,7 @@ Always true:
   * a snapshot is here only if the one that it continues is here, or if it begins a sequence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvcellar.prefix.node import TOKEN, common
@@ -42,6 +42,10 @@ class Catalogue:
             after = self._after.setdefault((snapshot.namespace, parent), {})
             after.setdefault(snapshot.tokens[:TOKEN], []).append(snapshot)
         return True
+
+    def __iter__(self) -> Iterator[Snapshot]:
+        """All snapshots, each after the one that it continues."""
+        return (snapshot for snapshot, _ in self._known.values())
 
     def remove(self, key: bytes) -> None:
         """Forget a snapshot, and all that continue it."""

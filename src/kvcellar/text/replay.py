@@ -25,9 +25,10 @@ from kvcellar.pace import Pace
 from kvcellar.text.conversation import common, texts
 from kvcellar.text.history import History, as_generated, changed, history
 from kvcellar.text.output import DecoderKind, decoder_kind
+from kvcellar.text.stored_texts import StoredTexts
 from kvcellar.text.template import Rendered
 from kvcellar.text.tokens import TextTokenizer
-from kvcellar.text.turns import Turn, Turns, Walk
+from kvcellar.text.turns import Node, Turn, Turns, Walk, packed
 
 KNOWN_BYTES = 2**14  # tokens whose bytes are kept
 PAUSE = 256  # tokens
@@ -62,6 +63,7 @@ class Replays:
         self._most = 0 if decoder_kind(tokenizer.decoder_steps) is DecoderKind.WHOLE else most_bytes
         self._turns = Turns(self._most)
         self.used = False  # whether a chat was rendered
+        self.stored: StoredTexts | None = None
         self._lock = threading.Lock()
         self._bytes_of = lru_cache(KNOWN_BYTES)(partial(_bytes_of, tokenizer))
         self._leads = [(lead, tokenizer.encode_marked(lead, ())) for lead in self._ordered_leads()]
@@ -83,7 +85,7 @@ class Replays:
         known = [turn for turn in walk.turns if rendered.marks[: bisect_right(rendered.marks, turn.end)] == turn.marks]
         if known and known[-1].end == len(rendered.text):
             ids, fit = known[-1].all_ids(), None
-        elif (fit := self._fitting(known, rendered)) is not None:
+        elif (fit := self._fitting(known, rendered) or self._from_store(rendered, namespace)) is not None:
             ids = fit.turn.all_ids() + fit.ids
         else:
             ids = rendered.encode(self._tokenizer, limit=limit)
@@ -120,6 +122,30 @@ class Replays:
         """The fit of the longest prompt that has a reply with which the text goes on."""
         answered = [turn for turn in reversed(known) if turn.replies][:TRIED]
         return next((fit for turn in answered if (fit := self._fit(turn, rendered)) is not None), None)
+
+    def _from_store(self, rendered: Rendered, namespace: str) -> Fit | None:
+        """The fit of what a store has of a conversation. What follows its last control token is taken for a reply."""
+        if self.stored is None or all(message["role"] != "assistant" for message in rendered.messages):
+            return None
+        ids = self.stored.longest(namespace, rendered.text.encode(), self._spelled)
+        last = next((at for at in reversed(range(len(ids))) if ids[at] in self._tokenizer.control), -1)
+        before, reply = ids[: last + 1], ids[last + 1 :]
+        try:
+            end = len(b"".join(map(self._spelled, before)).decode())
+        except UnicodeDecodeError:
+            return None
+        marks = rendered.marks[: bisect_right(rendered.marks, end)]
+        if self._controls(before) != self._controls(self._tokenizer.encode_marked(rendered.text[:end], marks)):
+            return None
+        node = Node(None, "", namespace)
+        return self._fit(
+            Turn(node, None, packed(before), end, len(before), marks, (), b"", b"", (packed(reply),)), rendered
+        )
+
+    def _spelled(self, token: int) -> bytes:
+        """The bytes of a token, and the text of a control token."""
+        written = self._tokenizer.control.get(token)
+        return self._bytes_of(token) if written is None else written.encode()
 
     def _fit(self, turn: Turn, rendered: Rendered) -> Fit | None:
         text, marks = _from(rendered.text, rendered.marks, turn.end)

@@ -27,11 +27,13 @@ def state(environment: Mapping[str, str]) -> Path:
 
 
 def make_private(directory: Path) -> None:
-    """Create `directory` if it does not exist, writable by this user only: its files are executed or trusted.
+    """Create `directory` and its parents where they do not exist, for this user only: files in it are executed or
+    trusted.
 
     Raises `OSError`, and `NoPlace` if other users can write into it.
     """
-    directory.mkdir(0o700, parents=True, exist_ok=True)
+    for path in reversed([path for path in (directory, *directory.parents) if not path.exists()]):
+        path.mkdir(0o700, exist_ok=True)
     about = directory.stat()
     if about.st_uid != os.geteuid() or about.st_mode & 0o022:
         raise NoPlace(f"others can write into {directory}; take that away from them, or set $XDG_CACHE_HOME")

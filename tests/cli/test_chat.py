@@ -75,6 +75,11 @@ def commands_are_told_where_they_are_wrong(terminal):
         "/rewind ²": "'²' turns cannot be discarded",
         "/frobnicate": "set a sampling parameter, like",
         "/help": "set a sampling parameter, like",
+        "/save": "keep the conversation under a name",
+        "/list all": "keep the conversation under a name",
+        "/save a/b": "a conversation must have a name of 1 to 128",
+        "/load nothing": "there is no conversation nothing",
+        "/delete nothing": "there is no conversation nothing",
         "/set": "set a sampling parameter, like",
         "/": "set a sampling parameter, like",
     }.items():
@@ -137,6 +142,32 @@ def test_a_full_disk_disables_only_the_history(tmp_path, monkeypatch):
 
 def no_space(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_conversation_is_continued_by_name_in_a_later_chat(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    first = kvcellar(*WORDS, typed="def main():\rimport os\r/save talk\r/clear\rimport re\r/save other\r/bye\r")
+    assert first.code == 0
+    longest = max(int(found[-1]) for found in re.findall(COST, first.out))
+    second = kvcellar(*WORDS, typed="/list\r/load talk\rimport sys\r/delete other\r/list\r/bye\r")
+    assert second.code == 0
+    assert [line.split(",")[0].strip() for line in second.out.splitlines() if " turns, " in line] == [
+        "other: 1 turns",
+        "talk: 2 turns",
+        "talk: 2 turns",
+    ]
+    (cost,) = re.findall(COST, second.out)
+    assert int(cost[-1]) > longest, "the prompt has all that was said"
+    raw = kvcellar(*WORDS, "--raw", typed="/load talk\r/bye\r")
+    assert "talk is a chat, and this is not" in raw.err
+    without = kvcellar(*WORDS, "--no-store", typed="/load talk\r/bye\r")
+    assert "there is no conversation talk" in without.err
+
+
+def test_a_single_prompt_writes_no_store(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert kvcellar(*WORDS, "embedded", "import os").code == 0
+    assert not list(tmp_path.rglob("store"))
 
 
 @pytest.mark.parametrize(("name", "attends"), [("llama", "cpu|sdpa"), ("bloom", "the model itself")])

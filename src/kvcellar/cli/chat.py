@@ -10,7 +10,7 @@ import click
 from kvcellar.cli.prompts import PromptFormat, cost_line
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.session import Session
-from kvcellar.errors import EngineFailed, KvcellarError
+from kvcellar.errors import BadRequest, EngineFailed, KvcellarError
 from kvcellar.places import NoPlace, state
 
 _HELP = """\
@@ -19,6 +19,10 @@ _HELP = """\
   /show            show memory in use and the sampling parameters
   /rewind [N]      remove the last N turns (1)
   /clear           start a new conversation
+  /save NAME       keep the conversation under a name, also for later chats
+  /load NAME       continue the conversation of that name
+  /list            show what was saved
+  /delete NAME     delete what was saved
   /bye             end the chat (also /exit and Ctrl-D)
   \"\"\"              begin and end a message of several lines"""
 
@@ -105,8 +109,26 @@ class Chat:
         elif verb == "clear":
             self._session.close()
             self._session = self._engine.session(chat=self._chat)
+        elif (verb in ("save", "load", "delete") and len(words) == 1) or (verb == "list" and not words):
+            self._named(verb, *words)
         else:
             click.echo(_HELP)
+
+    def _named(self, verb: str, name: str = "") -> None:
+        """A command on conversations that are kept by name."""
+        if verb == "save":
+            self._session.save(name)
+        elif verb == "load":
+            loaded = self._engine.load(name)
+            if loaded.chat != self._chat:
+                raise BadRequest(f"{name} is {'a chat' if loaded.chat else 'a text'}, and this is not", "conversation")
+            self._session.close()
+            self._session = loaded
+        elif verb == "delete":
+            self._engine.conversations.delete(name)
+        else:
+            for info in self._engine.conversations.list():
+                click.echo(f"  {info.name}: {info.turns} turns, {info.tokens} tokens")
 
     def _show(self) -> None:
         stats = self._engine.stats()

@@ -11,6 +11,7 @@ from kvcellar.cli.chat import Chat
 from kvcellar.cli.options import Command, engine_options, given, quiet_option, sampling_options
 from kvcellar.cli.progress_line import show_progress
 from kvcellar.cli.prompts import PromptFormat, cost_line
+from kvcellar.cli.store_options import store_options, stored
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.result import Result
 from kvcellar.errors import BadRequest
@@ -25,6 +26,7 @@ from kvcellar.sample.params import SamplingParams
 @click.option("--raw", is_flag=True, help="Complete the text as it is, without the chat template.")
 @click.option("--ids", is_flag=True, help="Read and print token ids, like 12 7 99. Needs no tokenizer.")
 @sampling_options
+@store_options
 @engine_options
 @quiet_option
 def command(
@@ -33,7 +35,8 @@ def command(
     """Chat with MODEL: a directory, a name in the local Hugging Face cache, or (by default) the embedded model.
 
     With PROMPT, or text from a pipe, it completes that and ends. The chat template of the model is used if it has one.
-    To pass a prompt to the embedded model, name it: `kvcellar run embedded 'import os'`.
+    To pass a prompt to the embedded model, name it: `kvcellar run embedded 'import os'`. A chat has a store unless
+    --no-store is given; a single prompt has one only with --store.
     """
     sampling = _sampling(options)
     if "logprobs" in sampling and not as_json:
@@ -43,6 +46,8 @@ def command(
         prompt = _read_pipe()
     if prompt == "":
         raise click.UsageError("there is no prompt: give one as an argument, pipe one in, or use a terminal")
+    options["no_store"] |= not interactive and options["store"] is None
+    stored(options)
     form = PromptFormat(ids)
     parsed = None if prompt is None else form.parse(prompt)  # before the model is loaded, because it may raise
     with show_progress(quiet=quiet):

@@ -150,3 +150,16 @@ def test_what_is_pinned_of_a_chat_is_what_all_that_begin_so_have_in_common() -> 
 def test_a_share_out_of_bounds_is_refused(name, value) -> None:
     with pytest.raises(BadRequest, match=f"^{name} must be a number from"):
         Engine(**{name: value})
+
+
+def test_pinned_prompts_are_read_back_at_the_next_start_and_what_is_kept_in_memory_is_not(tmp_path) -> None:
+    settings = {"dtype": "float32", "device": "cpu", "cache_bytes": 64_000_000, "threads": 1, "store": str(tmp_path)}
+    with Engine(**settings) as engine:
+        text, private = (engine.encode(line * 12) for line in ("def add(a, b):\n", "class Node:\n"))
+        assert engine.pin(text).cached_tokens == 0
+        read(engine, private, stored=False)
+    with Engine(**settings) as engine:
+        usage = engine.pin(text)
+        assert usage.cached_tokens >= usage.prompt_tokens // 2
+        assert engine.stats().pinned >= usage.prompt_tokens - 1
+        assert read(engine, private) == len(private)

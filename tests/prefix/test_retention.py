@@ -178,7 +178,7 @@ class World:
 
 
 @pytest.mark.parametrize("anywhere", [True, False])
-@settings(max_examples=max(150, settings.default.max_examples))
+@settings(max_examples=max(120, settings.default.max_examples))
 @given(actions=st.lists(ACTION, min_size=5, max_size=40))
 def test_nodes_are_kept_as_all_requests_on_them_have_stated(anywhere, actions) -> None:
     world = World(anywhere)
@@ -210,6 +210,45 @@ def test_what_expires_is_gone_one_second_later_and_its_shared_prefix_stays() -> 
     assert world.tree.expire(10)
     assert gone == [(2, 5)]
     assert set(world.nodes()) == {(1,), (1, 1)}
+
+
+@pytest.mark.parametrize("anywhere", [True, False])
+def test_what_expires_while_it_is_used_is_removed_after_its_last_use(anywhere) -> None:
+    world = World(anywhere)
+    world.run((1, 1, 2), Retention(expires=5.0), keep=True)
+    world.now = 6.0
+    while world.tree.expire(10):
+        world.check()
+    assert len(world.nodes()) == 3
+    world.tree.unlock(world.locked.pop()[1])
+    assert world.tree.expire(10)
+    assert not world.nodes()
+
+
+def test_a_pin_inside_another_one_ends_without_it() -> None:
+    world = World(anywhere=True)
+    for tokens in ((1, 2), (1, 2, 1, 2)):
+        world.run(tokens, Retention(), keep=False)
+        world.pin(tokens)
+        world.check()
+    world.run((1, 2, 1, 2), Retention(), keep=False)
+    world.check()
+    assert world.tree.pins.tokens == 4
+    for left in (4, 0):
+        assert world.tree.pins.release_oldest()
+        world.pins = world.pins[1:]
+        world.check()
+        assert world.tree.pins.tokens == left
+
+
+def test_no_more_is_pinned_than_may_be() -> None:
+    world = World(anywhere=True)
+    pinned: list[int] = []
+    for tokens in ((1,) * 5, (2,) * 3, (3,) * 2):
+        world.run(tokens, Retention(), keep=False)
+        pinned.append(world.tree.pin(world.tree.root(""), key_of(tokens)))
+        world.tree.check()
+    assert pinned == [5, 0, 2]
 
 
 def test_a_flood_of_one_owner_leaves_what_others_have_within_their_quota() -> None:
@@ -249,3 +288,33 @@ def test_what_is_announced_to_recur_is_worth_as_much_as_what_was_used_again() ->
         world.tree.unlock(node)
     values = {tokens: node.value for tokens, node in world.nodes().items()}
     assert values[(1,)] == values[(3,)] == values[(2,)] / 8
+
+
+@pytest.mark.parametrize("owned", [False, True])
+def test_an_eviction_looks_at_as_few_entries_in_a_large_tree_as_in_a_small_one(owned) -> None:
+    """With quotas, too, where owners are above theirs."""
+
+    def looked_at(leaves: int) -> int:
+        world = World(anywhere=True)
+        owners = ["a", "b", "c"] if owned else [""]
+        root = world.tree.root("")
+        for number in range(leaves):
+            tokens, retention = [number + 1, 1], Retention(owner=owners[number % len(owners)])
+            world.tree.share(root)
+            claim = world.claims.make(tokens, 0, set())
+            world.tree.unlock(world.tree.insert(root, key_of(tokens), claim, 0, root, retention)[0])
+        looks = 0
+
+        def counted(node: Node) -> bool:
+            nonlocal looks
+            looks += 1
+            return node.evictable
+
+        ranking = world.tree._order.leaves
+        for heap in (ranking._all, *ranking._of.values()):
+            heap._live = counted
+        for _ in range(100):
+            assert world.tree.evict_leaf(1)
+        return looks
+
+    assert looked_at(2400) <= 1.5 * looked_at(240)

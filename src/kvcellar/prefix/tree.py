@@ -72,7 +72,6 @@ class Tree(Lookup):
             if kept.expires != before.expires:
                 self._order.enter_lease(node)
             if kept.priority != before.priority:
-                self._order.enter_leaf(node)
                 for one in node.checkpoints.values():
                     self._order.enter_checkpoint(one)
             node = node.parent
@@ -139,7 +138,6 @@ class Tree(Lookup):
         ahead, the claim is dropped. All of it is kept as `retention` says, and, if it is `recurring`, of the value of
         what was used again.
         """
-        self.strengthen(own, retention)
         path, matched = self._walk(root, key, expired=True)
         node = self._inserted(root, key, claim, start, own, path, matched, retention)
         if recurring and not node.reused:

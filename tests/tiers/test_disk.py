@@ -165,7 +165,7 @@ def test_what_is_pinned_stays_and_what_does_not_fit_is_not_stored(tmp_path) -> N
     assert not opened.put(*other)
     assert opened.failures["too large"] == 1
     assert not opened.down, "a store that is full was taken for one that fails"
-    opened.pin([one[0].key], False)
+    opened.remove([one[0].key])
     assert opened.put(*other)
     assert [one.snapshot for one in opened.entries()] == [other[0]]
 

@@ -138,12 +138,12 @@ def test_an_owner_over_its_quota_evicts_its_own_entries() -> None:
     tier.put(*made(3), Retention(owner="b"))
     tier.put(*made(4), Retention(owner="a"))
     assert keys(tier) == {made(seed)[0].key for seed in (2, 3, 4)}
-    tier.pin([made(2)[0].key, made(4)[0].key])
+    tier.renew([made(2)[0].key, made(4)[0].key], Retention(pinned=True))
     assert not tier.put(*made(5), Retention(owner="a"))
     assert tier.put(*made(5), Retention(owner="b"))
-    tier.pin([made(2)[0].key], False)
+    tier.remove([made(2)[0].key])
     assert tier.put(*made(6), Retention(owner="a"))
-    assert made(2)[0].key not in keys(tier)
+    assert made(4)[0].key in keys(tier)
 
 
 @given(seed=st.integers(0, 10**6))
@@ -166,7 +166,7 @@ def test_the_cap_and_the_quota_hold_and_no_byte_is_lost(seed: int) -> None:
             case 0:
                 tier.remove(some)
             case 1:
-                tier.pin(some, rng.random() < 0.3)
+                tier.renew(some, Retention(priority=rng.randrange(3), pinned=rng.random() < 0.1))
             case 2:
                 tier.used(some)
         for key in some:

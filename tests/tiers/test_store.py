@@ -137,7 +137,7 @@ def test_an_owner_over_its_quota_evicts_its_own_entries(tmp_path) -> None:  # no
     for entry, owner in ((one, "a"), (two, "a"), (other, "b"), (more, "a")):
         assert opened.put(*entry, Retention(owner=owner))
     assert {entry.snapshot.key for entry in opened.entries()} == {entry[0].key for entry in (two, other, more)}
-    opened.pin([two[0].key, more[0].key])
+    opened.renew([two[0].key, more[0].key], Retention(pinned=True))
     assert not opened.put(*one, Retention(owner="a"))
     assert opened.put(*one, Retention(owner="b"))
 
@@ -176,7 +176,7 @@ def test_a_smaller_cap_evicts_when_the_store_is_opened_and_pinned_entries_refuse
     with closing(store(tmp_path, max_bytes=EMPTY + 2 * LARGER)) as opened:
         assert len(opened.entries()) == 2
         assert bytes_in(tmp_path) <= opened.cap
-        opened.pin([entry.snapshot.key for entry in opened.entries()])
+        opened.renew([entry.snapshot.key for entry in opened.entries()], Retention(pinned=True))
     with pytest.raises(StoreUnusable, match="pinned"):
         store(tmp_path, max_bytes=EMPTY + LARGER)
     with pytest.raises(StoreUnusable, match="too few"):

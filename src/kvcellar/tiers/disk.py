@@ -205,9 +205,6 @@ class DiskTier:
     def renew(self, keys: Iterable[bytes], retention: Retention) -> None:
         self._try("renewing", lambda: self._index.renew(keys, retention))
 
-    def pin(self, keys: Iterable[bytes], pinned: bool = True) -> None:
-        self._try("pinning", lambda: self._index.pin(keys, pinned))
-
     def remove(self, keys: Iterable[bytes]) -> None:
         self._try("removing", lambda: self._discard(self._index.remove(self._process, keys), "removed"))
 

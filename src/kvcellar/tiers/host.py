@@ -50,8 +50,8 @@ class HostTier:
         size = snapshot.size + len(snapshot.tokens) + len(snapshot.record) + OVERHEAD
         with self._lock:
             self._delete(self._ledger.expire(), "expired")
-            if (kept := self._ledger.find(snapshot.key)) is not None:
-                self._ledger.renew(kept, retention)
+            if self._ledger.find(snapshot.key) is not None:
+                self._ledger.renew([snapshot.key], retention)
                 return True
             if not self._reserve(size, retention.owner):
                 self.failures["too large"] += 1
@@ -86,11 +86,7 @@ class HostTier:
 
     def renew(self, keys: Iterable[bytes], retention: Retention) -> None:
         with self._lock:
-            self._ledger.renew_all(keys, retention)
-
-    def pin(self, keys: Iterable[bytes], pinned: bool = True) -> None:
-        with self._lock:
-            self._ledger.pin(keys, pinned)
+            self._ledger.renew(keys, retention)
 
     def remove(self, keys: Iterable[bytes]) -> None:
         with self._lock:

@@ -278,12 +278,6 @@ class Index:
                     worth = value(clock, hits=hits + 1, saves=saves, costs=n, priority=priority)
                     do("UPDATE entries SET hits=?, value=? WHERE key=?", (hits + 1, worth, key))
 
-    def pin(self, keys: Iterable[bytes], pinned: bool) -> None:
-        with self.transaction() as do:
-            self._limit(do)
-            for key in keys:
-                do("UPDATE entries SET pinned=? WHERE key=?", (pinned, key))
-
     def remove(self, process: str, keys: Iterable[bytes]) -> list[Dropped]:
         """Remove entries. Their bytes stay reserved for `process`, which deletes their files and releases them."""
         with self.transaction() as do:

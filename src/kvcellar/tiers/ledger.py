@@ -10,7 +10,7 @@ The caller holds a lock. The bytes of an entry that was evicted stay reserved un
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
@@ -115,9 +115,9 @@ class Ledger:
 
     def enter(self, snapshot: Snapshot, retention: Retention, size: int) -> None:
         """Add an entry whose bytes were reserved. Where its key is there already, they are freed."""
-        if (there := self._kept.get(snapshot.key)) is not None:
+        if snapshot.key in self._kept:
             self.free(size, retention.owner)
-            self.renew(there, retention)
+            self.renew([snapshot.key], retention)
         else:
             self._add(self._rated(Kept(snapshot, retention, size)))
 
@@ -127,22 +127,15 @@ class Ledger:
             self._count(size, retention.owner)
             self._add(self._rated(Kept(snapshot, retention, size)))
 
-    def renew(self, kept: Kept, retention: Retention) -> None:
-        """Keep an entry at least as long as `retention` says."""
-        self._change(kept, stronger(kept.retention, retention))
-
-    def renew_all(self, keys: Iterable[bytes], retention: Retention) -> None:
+    def renew(self, keys: Iterable[bytes], retention: Retention) -> None:
+        """Keep entries at least as long as `retention` says."""
         for kept in self._found(keys):
-            self.renew(kept, retention)
+            self._change(kept, stronger(kept.retention, retention))
 
     def used(self, keys: Iterable[bytes]) -> None:
         for kept in self._found(keys):
             kept.hits += 1
             self._push(self._rated(kept))
-
-    def pin(self, keys: Iterable[bytes], pinned: bool) -> None:
-        for kept in self._found(keys):
-            self._change(kept, replace(kept.retention, pinned=pinned))
 
     def remove(self, keys: Iterable[bytes]) -> list[Kept]:
         """The caller deletes what is returned and frees its bytes."""

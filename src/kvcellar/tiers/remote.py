@@ -96,8 +96,8 @@ class RemoteTier:
         if not self._listed:
             self._list()
         with self._lock:
-            if (kept := self._ledger.find(snapshot.key)) is not None:
-                self._ledger.renew(kept, retention)
+            if self._ledger.find(snapshot.key) is not None:
+                self._ledger.renew([snapshot.key], retention)
                 return True
         head = head_of(self._identity, snapshot, retention, sealed_meta(snapshot, self._cipher), self._cipher)
         size = file_size(head, snapshot, self._cipher)
@@ -182,14 +182,9 @@ class RemoteTier:
             self._ledger.used(keys)
 
     def renew(self, keys: Iterable[bytes], retention: Retention) -> None:
-        """For this process, as `pin`."""
+        """For this process: others, and this one after a restart, know how an entry was kept when it was stored."""
         with self._lock:
-            self._ledger.renew_all(keys, retention)
-
-    def pin(self, keys: Iterable[bytes], pinned: bool = True) -> None:
-        """For this process: others, and this one after a restart, know how an entry was pinned when it was stored."""
-        with self._lock:
-            self._ledger.pin(keys, pinned)
+            self._ledger.renew(keys, retention)
 
     def remove(self, keys: Iterable[bytes]) -> None:
         self._try("removing", lambda: self._remove(list(keys), "removed"))

@@ -200,7 +200,7 @@ def test_what_a_killed_process_was_writing_is_deleted_and_never_read(disk: DiskA
 
 
 def test_of_many_that_replace_the_same_document_one_succeeds(folder: Path) -> None:
-    first = DiskArchive(folder, CAP).put("a", "x", b"", b"0")
+    first = DiskArchive(folder, CAP).put("a", "x", b"", b"first")
     done, changed = [], []
 
     def replace(number: int) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from kvcellar import Engine
 from kvcellar.serve import Server, ServeSettings, key_digest
+from kvcellar.tiers.codec import MAGIC, VERSION
 from tests.cli.command import COMMAND, Ran, environment, kvcellar
 from tests.engine.mixes import tokens
 from tests.zoo import ARCHS
@@ -70,10 +71,14 @@ def test_an_archive_moves_a_store(store, model, tmp_path) -> None:
     archive = tmp_path / "store.tar"
     assert "wrote" in run("export", archive, "--store", store).out
     run("clear", "--store", store)
+    assert (
+        "refused 1: the store had no place"
+        in run("import", archive, "--store", store, "--store-bytes", "100k", code=1).out
+    )
     assert "stored 1 entries" in run("import", archive, "--store", store).out
     with engine_on(model, store) as engine:
         assert engine.generate(PROMPT, **GREEDY).usage.cached_tokens == 99
-    archive.write_bytes(archive.read_bytes().replace(b"kvcellar\x02", b"kvcellar\x09"))
+    archive.write_bytes(archive.read_bytes().replace(MAGIC + bytes([VERSION]), MAGIC + b"\x09"))
     assert "refused 1: it is of version 9" in run("import", archive, "--store", store, code=1).out
 
 
@@ -82,6 +87,26 @@ def test_damage_is_reported_by_the_exit_code(store) -> None:
     file.write_bytes(file.read_bytes()[:-1])
     assert "1 were damaged, and are removed" in run("verify", "--store", store, code=1).out
     assert "0 entries" in run("verify", "--store", store).out
+
+
+def test_an_encrypted_store_needs_its_key(model, tmp_path, monkeypatch) -> None:
+    store, key = tmp_path / "store", tmp_path / "key.txt"
+    key.write_text("11" * 32)
+    key.chmod(0o600)
+    settings = {"dtype": "float32", "cache_bytes": 8_000_000, "threads": 1, "store": str(store)}
+    with Engine(model, **settings, store_key=bytes.fromhex("11" * 32)) as engine:
+        fill(engine)
+    assert "(sealed with another key)" in run("ls", "--store", store).out
+    assert "1 could not be read" in run("verify", "--store", store).out
+    at = ("--store", store, "--store-key-file", key)
+    assert "1 entries, 101 tokens" in run("ls", *at).out
+    archive = tmp_path / "sealed.tar"
+    run("export", archive, *at)
+    run("clear", *at)
+    assert "refused 1" in run("import", archive, "--store", store, code=1).out
+    monkeypatch.setenv("KVCELLAR_STORE_KEY", "11" * 32)
+    assert "stored 1 entries" in run("import", archive, "--store", store).out
+    assert "1 entries of" in run("verify", "--store", store).out
 
 
 def test_a_running_server_is_asked_with_its_admin_key(model, tmp_path) -> None:

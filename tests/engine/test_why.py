@@ -4,14 +4,18 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from kvcellar import Engine, RetentionOptions
 from kvcellar.engine.result import Collector
 from kvcellar.events import Recall
-from kvcellar.prefix.why import SHOWN
+from kvcellar.prefix.node import key_of
+from kvcellar.prefix.tree import Tree
+from kvcellar.prefix.why import SHOWN, Elsewhere, Losses, ReadBack, Sightings, explained
 from tests.engine.mixes import bytes_for, small_engine, tokens
+from tests.prefix.claims import TokenClaims
 from tests.zoo import ARCHS
 
 GREEDY = {"max_tokens": 2, "temperature": 0.0, "ignore_eos": True}
@@ -28,12 +32,12 @@ def asked(engine: Engine, prompt: list[int]) -> Recall:
 
 
 @contextmanager
-def stored_engine(directory: Path) -> Iterator[Engine]:
+def stored_engine(directory: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> Iterator[Engine]:
     """An engine whose store is in `directory`, as is its model, which is made at the first call."""
     model = directory / "model"
     if not model.exists():
         ARCHS["llama"].build().save_pretrained(model)
-    with Engine(model, dtype="float32", cache_bytes=8_000_000, threads=1, store=str(directory / "store")) as engine:
+    with Engine(model, dtype=dtype, cache_bytes=8_000_000, threads=1, store=str(directory / "store")) as engine:
         yield engine
 
 
@@ -125,3 +129,24 @@ def test_tokens_with_another_salt_of_the_same_owner_are_counted_but_not_used() -
         other = submitted(engine, "b", "one")
         assert (other.reason, other.restored, other.salted) == ("new", 0, 128)
         assert submitted(engine, "c", "two").salted == 0, "another owner"
+
+
+def test_what_other_weights_have_stored_is_named_and_not_used(tmp_path) -> None:
+    prompt = list(tokens(random.Random(5), 150))
+    with stored_engine(tmp_path) as engine:
+        asked(engine, prompt)
+    with stored_engine(tmp_path, "bfloat16") as engine:
+        found = asked(engine, prompt)
+        assert (found.reason, found.restored) == ("other weights", 0)
+        assert "at least 128 tokens are stored by other weights" in found.detail
+        assert asked(engine, list(tokens(random.Random(6), 150))).reason != "other weights"
+
+
+def test_tokens_that_are_cheaper_to_recompute_are_said_to_be() -> None:
+    tree, claims = Tree(TokenClaims(), anywhere=True), Losses(lambda: 0.0)
+    read = ReadBack((), 0.0, "reading 99 tokens takes 2 s, computing them 1 s")
+    found = explained(
+        tree, claims, "", key_of(range(100)), matched=0, restored=0, read=read, kinds="",
+        elsewhere=Elsewhere(Sightings(), Sightings()),
+    )  # fmt: skip
+    assert (found.reason, found.detail) == ("cheaper to recompute", read.skipped)

@@ -11,8 +11,11 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 RUN = [Requirement(r) for r in PROJECT["dependencies"]]
-EXTRA = [Requirement(r) for extra in ("encryption", "remote") for r in PROJECT["optional-dependencies"][extra]]
+EXTRA = [
+    Requirement(r) for extra in ("encryption", "remote", "events") for r in PROJECT["optional-dependencies"][extra]
+]
 DEV = [Requirement(r) for r in PROJECT["optional-dependencies"]["dev"] if not r.startswith("kvcellar")]
+IMPORTED_AS = {"pyzmq": "zmq"}
 PINS = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
 
 
@@ -29,7 +32,7 @@ def imported() -> set[str]:
 
 
 def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
-    assert imported() == {r.name for r in RUN + EXTRA}
+    assert imported() == {IMPORTED_AS.get(r.name, r.name) for r in RUN + EXTRA}
 
 
 def test_every_one_has_a_tested_pin_inside_its_bounds():

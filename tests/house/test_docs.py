@@ -76,7 +76,7 @@ def commands_of(text: str) -> Iterator[tuple[str, str, list[str]]]:
     """Program, verb and options of each call of make or kvcellar."""
     for line in text.splitlines():
         command = line.partition(" #")[0]
-        for found in re.finditer(r"(?:^|[\s/|])(make|kvcellar) +([a-z][a-z-]*)([^|]*)", command):
+        for found in re.finditer(r"(?:^|[\s/|])(make|kvcellar) +((?:cache )?[a-z][a-z-]*)([^|]*)", command):
             yield found[1], found[2], re.findall(r"(?<=\s)--[a-z][a-z-]*", found[3])
 
 
@@ -118,6 +118,6 @@ def test_the_readme_is_short_and_counts_models_as_the_table_does():
 @cache
 def help_of(verb: str) -> str:
     """The output of `kvcellar COMMAND --help`."""
-    result = CliRunner().invoke(cli, [verb, "--help"])
+    result = CliRunner().invoke(cli, [*verb.split(), "--help"])
     assert result.exit_code == 0, f"kvcellar {verb}: {result.output}"
     return result.output

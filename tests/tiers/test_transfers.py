@@ -112,7 +112,7 @@ def test_what_is_fetched_from_below_is_promoted_and_counted_as_used() -> None:
 
 def test_what_is_nowhere_is_missed_and_nothing_is_held() -> None:
     locations = Locations()
-    locations.stored("disk", [made(1)[0].key])
+    locations.stored("disk", [made(1)[0]])
     with transfers(Slow(), Slow(), locations=locations) as opened:
         assert ended(opened.fetch(made(1)[0])) is Outcome.MISSED
         assert opened.staged() == 0

@@ -1,24 +1,27 @@
 """cache: the subcommands for the operator of a cache: of a running server, or of a store on disk without one."""
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from heapq import nlargest
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
+from urllib.parse import quote
 
 import click
 
 from kvcellar.cli.client import PART, AdminClient, server_options
-from kvcellar.cli.options import Command
+from kvcellar.cli.options import Command, Size
 from kvcellar.errors import BadRequest
 from kvcellar.tiers import upkeep
+from kvcellar.tiers.codec import AesGcm
 from kvcellar.tiers.disk import DiskTier
 from kvcellar.tiers.upkeep import opened
 
 F = TypeVar("F", bound=Callable[..., Any])
-TIERS = ("device", "disk")
+TIERS, STORE_KEY = ("device", "disk"), "KVCELLAR_STORE_KEY"
 Json = dict[str, Any]
 
 
@@ -32,8 +35,8 @@ def command() -> None:
 class Target:
     """A running server, or a store."""
 
-    def __init__(self, store: Path | None, url: str, admin_key_file: Path | None) -> None:
-        self.store = store
+    def __init__(self, store: Path | None, store_key_file: Path | None, url: str, admin_key_file: Path | None) -> None:
+        self.store, self.cipher = store, _cipher(store_key_file) if store is not None else None
         self.client = AdminClient(url, admin_key_file) if store is None else None
 
     def ask(self, method: str, path: str, of_store: Callable[[DiskTier], Any], **fields: Any) -> Any:
@@ -41,25 +44,39 @@ class Target:
         if self.client is not None:
             return self.client.get(path) if method == "GET" else self.client.post(path, fields)
         assert self.store is not None
-        disk = opened(self.store)
+        disk = opened(self.store, self.cipher)
         try:
             return of_store(disk)
         finally:
             disk.close()
 
 
+def _cipher(key_file: Path | None) -> AesGcm | None:
+    if key_file is None and STORE_KEY not in os.environ:
+        return None
+    from kvcellar.cli.store_options import store_key  # imports the server
+
+    key = store_key(key_file, os.environ)
+    return AesGcm(key) if key is not None else None
+
+
 def target_options(function: F) -> F:
+    key = click.option(
+        "--store-key-file",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help=f"With --store: the key that it is encrypted with. Default: ${STORE_KEY}.",
+    )
     store = click.option(
         "--store",
         type=click.Path(exists=True, file_okay=False, path_type=Path),
         help="Directory of a store, in place of a server.",
     )
     as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-    return store(server_options(as_json(function)))
+    return store(key(server_options(as_json(function))))
 
 
-def _verb(name: str) -> Callable[[F], click.Command]:
-    def made(function: F) -> click.Command:
+def _verb(name: str) -> Callable[[Callable[..., Any]], click.Command]:
+    def made(function: Callable[..., Any]) -> click.Command:
         return command.command(name, cls=Command)(target_options(function))
 
     return made
@@ -126,7 +143,7 @@ def tree(tier: str | None, limit: int, namespace: str | None, as_json: bool, **t
         found = [one for one in map(upkeep.fields, upkeep.entries(disk)) if namespace in (None, one["namespace"])]
         return {"entries": found[:limit], "more": len(found) > limit}
 
-    only = "" if namespace is None else f"&namespace={namespace}"
+    only = "" if namespace is None else f"&namespace={quote(namespace, safe='')}"
     path = f"/admin/cache/tree?tier={tier or TIERS[0]}&limit={limit}{only}"
     found = Target(**target).ask("GET", path, of_store)
     _print(found, as_json, _tree(found))
@@ -274,7 +291,14 @@ def export(file: BinaryIO, as_json: bool, **target: Any) -> None:
 
 @_verb("import")
 @click.argument("file", type=click.File("rb"))
-def import_from(file: BinaryIO, as_json: bool, **target: Any) -> None:
+@click.option(
+    "--store-bytes",
+    type=Size(),
+    default="10G",
+    show_default=True,
+    help="With --store: most bytes of the store, and no more than a tenth of what is free.",
+)
+def import_from(file: BinaryIO, store_bytes: int, as_json: bool, **target: Any) -> None:
     """Store the entries of an archive that `export` has made. A server refuses those of other models; nothing in FILE
     is trusted. Exit code 1 if entries were refused.
     """
@@ -282,7 +306,7 @@ def import_from(file: BinaryIO, as_json: bool, **target: Any) -> None:
     if chosen.client is not None:
         found = chosen.client.upload("/admin/cache/import", iter(lambda: file.read(PART), b""))
     else:
-        found = asdict(_imported(chosen.store, file))
+        found = asdict(_imported(chosen, file, store_bytes))
     lines = [f"stored {found['stored']} entries"]
     lines += [f"refused {count}: {reason}" for reason, count in found["refused"].items()]
     _print(found, as_json, iter(lines))
@@ -290,18 +314,19 @@ def import_from(file: BinaryIO, as_json: bool, **target: Any) -> None:
         sys.exit(1)
 
 
-def _imported(store: Path | None, file: BinaryIO) -> upkeep.Imported:
+def _imported(target: Target, file: BinaryIO, most: int) -> upkeep.Imported:
     """A store takes entries of all models."""
+    store, cipher = target.store, target.cipher
     assert store is not None
     disks: dict[bytes, DiskTier] = {}
 
     def of(identity: bytes) -> DiskTier:
         if identity not in disks:
-            disks[identity] = opened(store, identity=identity)
+            disks[identity] = opened(store, cipher, identity=identity, max_bytes=most, share_of_free=0.1)
         return disks[identity]
 
     try:
-        return upkeep.imported(file, of)
+        return upkeep.imported(file, of, cipher)
     finally:
         for disk in disks.values():
             disk.close()

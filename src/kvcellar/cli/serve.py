@@ -14,7 +14,7 @@ from kvcellar.cli.options import Command, Size, engine_options, given, quiet_opt
 from kvcellar.cli.pinned import pin_all, read_pinned
 from kvcellar.cli.progress_line import show_progress
 from kvcellar.cli.shutdown import ShutdownTimer
-from kvcellar.cli.store_options import store_options, stored
+from kvcellar.cli.store_options import events_options, store_options, stored
 from kvcellar.engine.engine import Engine
 from kvcellar.serve.keys import admin_digests, key_digests, permission_warning
 from kvcellar.serve.server import SHUTDOWN_SECONDS, bind, run
@@ -72,6 +72,7 @@ SERVER_OPTIONS = (
 )
 @click.option("--pin-share", type=float, help="Part of the cache that pinned prompts may hold. Default: 0.5.")
 @store_options
+@events_options
 @engine_options
 @quiet_option
 def command(
@@ -92,9 +93,11 @@ def command(
     """
     stored(options)
     server_options = {name: options.pop(name) for name in SERVER_OPTIONS}
-    keys = {"key_digests": key_digests(api_key_file, os.environ)}
-    keys["admin_digests"] = admin_digests(admin_key_file, os.environ)
-    settings = ServeSettings(**server_options, **keys)
+    settings = ServeSettings(
+        **server_options,
+        key_digests=key_digests(api_key_file, os.environ),
+        admin_digests=admin_digests(admin_key_file, os.environ),
+    )
     announce = partial(log.info, "%s") if log_format == "json" else partial(click.echo, err=True)
     pinned = read_pinned(pin_file) if pin_file is not None else []
     # The port is bound before the model is loaded, so that a port in use is an error at once.

@@ -60,10 +60,27 @@ _OPTIONS = (
     ),
 )
 
+_EVENTS = (
+    click.option(
+        "--kv-events",
+        help="Publish which blocks are cached at this address, like tcp://127.0.0.1:5557, in the wire of vLLM.",
+    ),
+    click.option("--kv-events-replay", help="Replay KV events at this address, like tcp://127.0.0.1:5558."),
+    click.option("--kv-events-topic", default="", help="Topic of KV events, like kv@HOST@MODEL for llm-d."),
+    click.option("--kv-events-block", type=int, default=16, show_default=True, help="Tokens of a block in KV events."),
+)
+
 
 def store_options(function: F) -> F:
     """Adds the options of the tiers; `stored` makes settings of an engine of them."""
     for option in reversed(_OPTIONS):
+        function = option(function)
+    return function
+
+
+def events_options(function: F) -> F:
+    """Adds the options of KV events, named like the settings of the engine."""
+    for option in reversed(_EVENTS):
         function = option(function)
     return function
 

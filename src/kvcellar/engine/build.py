@@ -14,6 +14,7 @@ from kvcellar.cache.group import Group
 from kvcellar.cache.memory import Memory
 from kvcellar.engine.capacity import Capacity, Demand, resolve_capacity
 from kvcellar.engine.intake import Intake, PromptMemory, TextCodec
+from kvcellar.engine.kv_events import open_events
 from kvcellar.engine.loop import Loop
 from kvcellar.engine.machine import Threads, free_cpu_bytes, threads_of
 from kvcellar.engine.manager import SequenceManager
@@ -120,7 +121,12 @@ def _assembled(
         prove(guest, memory, context=context, max_sequences=sequences, step_tokens=settings.step_tokens)
     intake = _intake(loaded, memory, capacity, settings, context)
     loop, runner = _running(guest, memory, capacity, settings, intake, threads)
-    loop.manager.store = store = open_store(loaded, guest, loop.manager, settings, loop.post)
+    try:
+        loop.manager.store = store = open_store(loaded, guest, loop.manager, settings, loop.post)
+    except BaseException:
+        if loop.manager.events is not None:
+            loop.manager.events.close()
+        raise
     if store is not None and intake.codec.replays is not None:
         intake.codec.replays.stored = StoredTexts(store.catalogue, settings.replay_bytes)
     return Built(settings, loaded, guest, packing, threads, memory, capacity, intake, loop, runner)
@@ -164,7 +170,9 @@ def _running(
     """The parts that run on the engine's thread."""
     states, context = capacity.states, intake.context
     shares = Shares(settings.pin_share, settings.tenant_share)
-    manager = SequenceManager(memory, in_parts=guest.no_partial_commit is None, shares=shares)
+    manager = SequenceManager(
+        memory, in_parts=guest.no_partial_commit is None, shares=shares, events=open_events(settings)
+    )
     layouts = {name: layout for name, (layout, _) in intake.groups.items()}
     scheduler = Scheduler(
         manager, layouts, context=context, max_sequences=states.sequences, step_tokens=settings.step_tokens

@@ -370,6 +370,8 @@ class Loop:
             if self.manager.store is not None:
                 self.manager.store.close()
             self.manager.clear()
+            if self.manager.events is not None:
+                self.manager.events.close()
         except Exception:
             log.exception("the engine has ended, and its memory could not be freed")
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from itertools import count, pairwise
 from typing import TYPE_CHECKING
 
+from kvcellar.engine.kv_events import KvEvents
 from kvcellar.engine.prefixes import NEAR, Prefix, Prefixes
 from kvcellar.engine.request import Completion, Status
 from kvcellar.engine.restores import Fetch
@@ -37,10 +38,13 @@ log = logging.getLogger("kvcellar.engine")
 class SequenceManager:
     """Allocates sequence numbers."""
 
-    def __init__(self, memory: "Memory", *, in_parts: bool = True, shares: Shares = USUAL) -> None:
-        """`in_parts`: a step can leave checkpoints inside the tokens of a sequence."""
-        self.memory, self._in_parts, self._shares = memory, in_parts, shares
-        self.prefixes = Prefixes(memory, shares=shares)
+    def __init__(
+        self, memory: "Memory", *, in_parts: bool = True, shares: Shares = USUAL, events: KvEvents | None = None
+    ) -> None:
+        """`in_parts`: a step can leave checkpoints inside the tokens of a sequence. `events`: what is in memory is
+        published there."""
+        self.memory, self._in_parts, self._shares, self.events = memory, in_parts, shares, events
+        self.prefixes = Prefixes(memory, shares=shares, watch=events)
         self._numbers = count(1)
         self.store: Store | None = None
         self._fetches: dict[Completion, Fetch] = {}  # of waiting completions
@@ -336,7 +340,9 @@ class SequenceManager:
         self._running.clear()
         self._fetches.clear()
         self.memory.claims.clear()
-        self.prefixes = Prefixes(self.memory, shares=self._shares)
+        self.prefixes = Prefixes(self.memory, shares=self._shares, watch=self.events)
+        if self.events is not None:
+            self.events.device_cleared()
         if self.store is not None:
             self.store.reset(self.prefixes)
 

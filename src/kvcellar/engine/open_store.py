@@ -55,7 +55,7 @@ def open_store(
     if outside and loaded.path is None:
         raise BadRequest("a model that was given as an object has no files, by which a store would know it", "store")
     report("opening the store")
-    name, locations = secrets.token_bytes(KEY), Locations()
+    name, locations = secrets.token_bytes(KEY), Locations(manager.events)
     tiers: list[Tier] = []
     if host:
         quota = int(settings.tenant_share * host)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from kvcellar.cache.memory import Memory
 from kvcellar.engine.shares import USUAL, Shares, part, windows
 from kvcellar.events import Recall
-from kvcellar.prefix.node import EVERYONE, TOKEN, Kept, Match, Node, key_of
+from kvcellar.prefix.node import EVERYONE, TOKEN, Kept, Match, Node, Watch, key_of
 from kvcellar.prefix.tree import Tree
 from kvcellar.prefix.why import Elsewhere, Losses, ReadBack, Sightings, explained
 from kvcellar.retention import DEFAULT, NO_OPTIONS, Retention, RetentionOptions
@@ -50,6 +50,7 @@ class Prefixes:
         every: int = EVERY,
         shares: Shares = USUAL,
         clock: Callable[[], float] = time.time,
+        watch: Watch | None = None,
     ) -> None:
         """`clock` is that of retention: seconds of the wall clock."""
         self._memory, self._every, self._clock = memory, every, clock
@@ -65,6 +66,7 @@ class Prefixes:
             pins=part(memory, shares.pins),
             quota=part(memory, shares.tenant),
             clock=clock,
+            watch=watch,
         )
         self._windows = windows(memory)
         recurrent = ("recurrent",) if memory.rows.capacity is not None else ()

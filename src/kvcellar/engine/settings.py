@@ -63,6 +63,11 @@ class Settings:
     # most of the bytes of host memory, disk and elsewhere that one tenant may have; what it has beyond such a part of
     # the cache is evicted first; 1: no quota
     tenant_share: float = 1.0
+    # where KV events are published, like tcp://127.0.0.1:5557; they contain the tokens of prompts; None: nowhere
+    kv_events: str | None = None
+    kv_events_replay: str | None = None  # where they are replayed; None: they are not
+    kv_events_topic: str = ""  # of all KV events
+    kv_events_block: int = 16  # tokens of a block in KV events
     pack: bool = True  # on CPUs, reorder the weights of linear layers for oneDNN at load; a given network's are copied
 
     def __post_init__(self) -> None:
@@ -70,10 +75,11 @@ class Settings:
             raise BadRequest(f"dtype must be auto, float32, bfloat16 or float16, not {shown(self.dtype)}", "dtype")
         if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
             raise BadRequest(f"device must be auto, cpu, cuda or cuda:N, not {shown(self.device)}", "device")
-        for name in ("attention", "kv_dtype", "store", "store_remote"):
+        for name in ("attention", "kv_dtype", "store", "store_remote", "kv_events", "kv_events_replay"):
             if not isinstance(value := getattr(self, name), str | None):
                 raise BadRequest(f"{name} must be text, not {shown(value)}", name)
         self._tiers()
+        self._kv_events()
         if not isinstance(self.pack, bool):
             raise BadRequest(f"pack must be True or False, not {shown(self.pack)}", "pack")
         if self.kv_dtype is not None:
@@ -107,6 +113,13 @@ class Settings:
                 f"threads is {self.threads}; at most {most} are allowed here, {PER_CPU} for each logical CPU", "threads"
             )
 
+    def _kv_events(self) -> None:
+        if not isinstance(self.kv_events_topic, str):
+            raise BadRequest(f"kv_events_topic must be text, not {shown(self.kv_events_topic)}", "kv_events_topic")
+        if self.kv_events is None and self.kv_events_replay is not None:
+            raise BadRequest("kv_events_replay needs kv_events", "kv_events_replay")
+        self._whole("kv_events_block", self.kv_events_block, 1)
+
     def _whole(self, name: str, value: object, least: int) -> None:
         plain = int.__int__(value) if isinstance(value, int) and not isinstance(value, bool) else -1
         if not least <= plain < 2**63:
@@ -138,6 +151,10 @@ class EngineOptions(TypedDict, total=False):
     staging_bytes: int
     pin_share: float
     tenant_share: float
+    kv_events: str | None
+    kv_events_replay: str | None
+    kv_events_topic: str
+    kv_events_block: int
     pack: bool
 
 

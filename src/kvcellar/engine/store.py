@@ -29,6 +29,7 @@ from kvcellar.engine.restores import LEAST, Evict, Restores
 from kvcellar.errors import EngineClosed, KvcellarError
 from kvcellar.prefix.node import TOKEN, Node
 from kvcellar.prefix.stored import Catalogue
+from kvcellar.prefix.why import Sightings
 from kvcellar.retention import DEFAULT, Retention
 from kvcellar.snapshot import Snapshot, key_after
 from kvcellar.spans import Span
@@ -41,6 +42,7 @@ log = logging.getLogger("kvcellar.engine")
 
 SEGMENT = 512  # tokens of one snapshot, at most
 BUSY = 4 << 20  # bytes that are read out of memory between two steps of running requests
+MOST_OTHERS = 1024  # snapshots of other identities that are looked at to say that they cannot be used
 MOST_WANTED = 256  # sequences that wait to be written: a tier that is slow or down costs no more memory
 WAIT = 2.0  # seconds for unwritten snapshots at the end
 
@@ -105,6 +107,7 @@ class Store:
         self._least = 1  # bytes of staging memory without which the next snapshot is not begun
         self._on_way: set[bytes] = set()  # snapshots that are being written
         self._closed = False
+        self._others = Sightings()  # of other identities
         self.written = 0  # tokens
         self.failures: Counter[str] = Counter()  # snapshots that were not written, by kind
 
@@ -113,10 +116,13 @@ class Store:
         found: list[Entry] = []
         for tier in self.transfers.tiers:
             entries = tier.entries()
-            self._locations.stored(tier.name, (entry.snapshot.key for entry in entries))
+            self._locations.stored(tier.name, [entry.snapshot for entry in chains(entries)])
             found += entries
         for entry in chains(found):
             self._learn(entry.snapshot)
+        for identity, snapshot in self.disk.others(MOST_OTHERS) if self.disk is not None else ():
+            self._others.note(snapshot.namespace, identity.hex(), snapshot.tokens)
+        self._prefixes.know_others(self._others, self._identity.hex())
 
     def _learn(self, snapshot: Snapshot) -> None:
         try:
@@ -272,6 +278,7 @@ class Store:
         self._wanted.clear()
         self._stop_reading()
         self._prefixes = prefixes
+        prefixes.know_others(self._others, self._identity.hex())
 
     def close(self) -> None:
         """Write what is left, for `WAIT` seconds at most."""
@@ -308,7 +315,7 @@ class Store:
     def learn(self, tier: str, entries: Iterable[Entry]) -> None:
         """A tier has these entries, of which others may have been stored by other engines."""
         found = chains(entries)
-        self._locations.stored(tier, (entry.snapshot.key for entry in found))
+        self._locations.stored(tier, [entry.snapshot for entry in found])
         for entry in found:
             self._learn(entry.snapshot)
 

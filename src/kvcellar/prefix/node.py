@@ -108,6 +108,18 @@ class Node:
         return len(self.edge) // TOKEN
 
 
+class Watch(Protocol):
+    """Is told what a tree has of tokens, whatever the reason."""
+
+    def gained(self, node: Node, start: int) -> None:
+        """A node has its tokens from `start` on, which it did not have."""
+        ...
+
+    def lost(self, node: Node, start: int) -> None:
+        """A node is about to lose its tokens from `start` on."""
+        ...
+
+
 class Match(NamedTuple):
     """What is in memory of a key. The first `matched` tokens are; a sequence of them can be assembled at `resume`,
     from the claims of `path`, the last of which has the position `resume` inside or at its end."""
@@ -181,6 +193,15 @@ class Lookup:
         """All but the roots, parents before children."""
         for root in self._roots.values():
             yield from below(root)
+
+
+def count_branch(node: Node) -> None:
+    """A request has left the path of an earlier one at `node`: it and all above it are shared by one more. A
+    conversation that goes on shares nothing: frequent is what many use, not what one has used often."""
+    above: Node | None = node
+    while above is not None:
+        above.branches += 1
+        above = above.parent
 
 
 def below(root: Node) -> Iterator[Node]:

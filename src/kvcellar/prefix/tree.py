@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain, islice
 
 from kvcellar.policy import value
-from kvcellar.prefix.node import TOKEN, ClaimStore, Kept, Lookup, Match, Node, below
+from kvcellar.prefix.node import TOKEN, ClaimStore, Kept, Lookup, Match, Node, Watch, below, count_branch
 from kvcellar.prefix.order import UNLIMITED, Next, Order, Part
 from kvcellar.prefix.pins import Pins
 from kvcellar.retention import DEFAULT, Retention, stronger
@@ -41,11 +41,12 @@ class Tree(Lookup):
         pins: Part = UNLIMITED,
         quota: Part = UNLIMITED,
         clock: Callable[[], float] = time.time,
+        watch: Watch | None = None,
     ) -> None:
         """`evicted` is called before the tokens of a node behind a position are evicted. `pins` is the most that may be
         pinned, `quota` what one owner may have before its entries are evicted first."""
         super().__init__(claims, anywhere=anywhere, clock=clock)
-        self._evicted = evicted
+        self._evicted, self._watch = evicted, watch
         self._order = Order(quota)
         self.pins = Pins(pins, self._order)
 
@@ -189,13 +190,15 @@ class Tree(Lookup):
         if parent.parent is None or parent.children or apart:
             node = Node(parent, parent.end, edge, claim, retention=retention)
             parent.children[edge[:TOKEN]] = node
-            self._count_branch(parent)
+            count_branch(parent)
             self._order.enter_lease(node)
         else:
             node = parent
             self._claims.join(node.claim, claim)
             node.edge += edge
         self._order.leaves.count(retention.owner, len(edge) // TOKEN)
+        if self._watch is not None:
+            self._watch.gained(node, node.end - len(edge) // TOKEN)
         for pos in positions:
             self._add_checkpoint(node, pos)
         self._order.enter_leaf(node)
@@ -205,15 +208,6 @@ class Tree(Lookup):
         kept = node.checkpoints[pos] = Kept(node, pos)
         self._order.checkpoints.count(node.retention.owner, 1)
         self._order.enter_checkpoint(kept)
-
-    @staticmethod
-    def _count_branch(node: Node) -> None:
-        """A request has left the path of an earlier one at `node`: it and all above it are shared by one more. A
-        conversation that goes on shares nothing: frequent is what many use, not what one has used often."""
-        above: Node | None = node
-        while above is not None:
-            above.branches += 1
-            above = above.parent
 
     def _take_checkpoints(self, claim: int, path: Sequence[Node]) -> None:
         """Let nodes have what `claim` has and they do not."""
@@ -334,6 +328,8 @@ class Tree(Lookup):
 
     def _cut(self, leaf: Node, pos: int) -> None:
         """Drop the tokens of a leaf behind `pos`."""
+        if self._watch is not None:
+            self._watch.lost(leaf, pos)
         self._claims.drop(self._claims.split(leaf.claim, pos))
         self._order.leaves.count(leaf.retention.owner, pos - leaf.end)
         leaf.edge = leaf.edge[: (pos - leaf.start) * TOKEN]
@@ -350,6 +346,8 @@ class Tree(Lookup):
         assert parent is not None and leaf.idle, "a node that is used, or has children, was to be removed"
         if leaf in self.pins:
             self.pins.release(leaf)
+        if self._watch is not None:
+            self._watch.lost(leaf, leaf.start)
         self._order.leaves.count(leaf.retention.owner, -leaf.tokens)
         self._claims.drop(leaf.claim)
         for kept in list(leaf.checkpoints.values()):

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from kvcellar.errors import KvcellarError
+from kvcellar.errors import EngineClosed, KvcellarError
 from kvcellar.serve.api_errors import ApiError, ClientDisconnected
 from kvcellar.serve.body import BodyBudget, RequestBody, receive_json
 from kvcellar.serve.json_reader import Limits
@@ -87,8 +87,8 @@ class CacheHandler:
             if len(found) == most:
                 return {"entries": found, "more": True}
             tokens = one["tokens"]
-            has_text = tokens is not None and self._engine.model.has_text
-            found.append(one | {"text": self._engine.decode(tokens) if has_text else None})
+            text = None if tokens is None or not self._engine.model.has_text else self._engine.decode(tokens)
+            found.append(one | {"text": text})
         return {"entries": found, "more": False}
 
     async def remove(self, request: Request) -> Response:
@@ -151,6 +151,8 @@ class CacheHandler:
     async def _answer(self, work: Callable[[], object]) -> Response:
         try:
             found = await self._threads.for_admin(work)
+        except EngineClosed:
+            raise
         except KvcellarError as error:
             raise ApiError(400, printable(str(error), 2000), code="not_possible") from error
         return Response(to_json(found), media_type="application/json")

@@ -213,6 +213,11 @@ class DiskTier:
         self._try("expiring entries", self._expire)
         return self._try("listing entries", lambda: self._index.rows(None)) or []
 
+    def others(self, most: int) -> list[tuple[bytes, Snapshot]]:
+        """Up to `most` snapshots that begin sequences, of other identities, with these: as far as they can be read."""
+        rows = self._try("listing others", lambda: self._index.rows(self._identity, others=most)) or []
+        return [(row.identity, snapshot) for row in rows if (snapshot := self.described(row)) is not None]
+
     def described(self, row: Row) -> Snapshot | None:
         """What is known of an entry without reading its file; None if it was sealed with another key."""
         try:

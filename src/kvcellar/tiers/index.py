@@ -117,9 +117,12 @@ class Index:
 
     # -- looking ------------------------------------------------------------------------------------------------
 
-    def rows(self, identity: bytes | None) -> list[Row]:
-        """All entries of one identity, or of all."""
-        which = ("", ()) if identity is None else (" WHERE identity=?", (identity,))
+    def rows(self, identity: bytes | None, *, others: int | None = None) -> list[Row]:
+        """All entries of one identity, or of all; with `others` instead up to so many of other identities that begin a
+        sequence."""
+        which: tuple[str, tuple[Any, ...]] = ("", ()) if identity is None else (" WHERE identity=?", (identity,))
+        if others is not None:
+            which = " WHERE identity<>? AND parent IS NULL LIMIT ?", (identity, others)
         return [row_of(found) for found in self._read(f"SELECT {COLUMNS} FROM entries{which[0]}", *which[1])]
 
     def find(self, key: bytes) -> Row | None:

@@ -8,10 +8,18 @@ It may be out of date for as long as an operation of a tier takes: what is read 
 
 import threading
 from collections import deque
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
 
+from kvcellar.snapshot import Snapshot
 from kvcellar.tiers.tier import Why
+
+
+class Watch(Protocol):
+    """Is told which tiers have what. Called on any thread."""
+
+    def stored(self, tier: str, snapshots: Iterable[Snapshot]) -> None: ...
+    def removed(self, tier: str, key: bytes) -> None: ...
 
 
 class Gone(NamedTuple):
@@ -25,7 +33,9 @@ class Gone(NamedTuple):
 class Locations:
     """All methods may be called from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: "Watch | None" = None) -> None:
+        """`watch` is told of each change."""
+        self._watch = watch
         self._lock = threading.Lock()
         self._of: dict[bytes, frozenset[str]] = {}
         self._gone: deque[Gone] = deque()
@@ -34,15 +44,19 @@ class Locations:
         """Names of the tiers that have an entry."""
         return self._of.get(key, frozenset())
 
-    def stored(self, tier: str, keys: Iterable[bytes]) -> None:
-        """A tier has these entries."""
+    def stored(self, tier: str, snapshots: Sequence[Snapshot]) -> None:
+        """A tier has these snapshots, those that others continue first."""
         with self._lock:
-            for key in keys:
-                self._of[key] = self.of(key) | {tier}
+            for snapshot in snapshots:
+                self._of[snapshot.key] = self.of(snapshot.key) | {tier}
+            if self._watch is not None:
+                self._watch.stored(tier, snapshots)
 
     def removed(self, tier: str, key: bytes, why: Why) -> None:
         """A tier has an entry no longer."""
         with self._lock:
+            if self._watch is not None:
+                self._watch.removed(tier, key)
             if left := self.of(key) - {tier}:
                 self._of[key] = left
             elif self._of.pop(key, None) is not None:

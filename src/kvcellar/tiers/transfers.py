@@ -266,7 +266,7 @@ class Transfers:
         tier = self.tiers[number]
         stored = tier.put(loaded.snapshot, loaded.chunks, loaded.retention)
         if stored:
-            self._locations.stored(tier.name, [loaded.snapshot.key])
+            self._locations.stored(tier.name, [loaded.snapshot])
         return stored
 
     def _fetch_below(self, transfer: Transfer, first: int) -> Step | None:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvcellar.errors import BadRequest, KvcellarError
 from kvcellar.snapshot import Snapshot
@@ -33,12 +33,19 @@ UNLIMITED = 1 << 60  # bytes: looking at a store evicts nothing
 NAME = 16  # hexadecimal digits of a key or an identity that are shown
 
 
-def opened(directory: Path, cipher: Cipher | None = None, *, identity: bytes = NO_IDENTITY) -> DiskTier:
-    """The store in a directory, with all that it has; what processes that have ended left there is deleted. Raises
-    `BadRequest` if there is none."""
+def opened(
+    directory: Path,
+    cipher: Cipher | None = None,
+    *,
+    identity: bytes = NO_IDENTITY,
+    max_bytes: int = UNLIMITED,
+    share_of_free: float = 1.0,
+) -> DiskTier:
+    """The store in a directory; what processes that have ended left there is deleted. Unlimited, it keeps all that it
+    has. Raises `BadRequest` if there is none."""
     if not (directory / "index.sqlite").is_file():
         raise BadRequest(f"{directory} is no store: it has no index.sqlite", "store")
-    return DiskTier(directory, identity=identity, max_bytes=UNLIMITED, share_of_free=1.0, cipher=cipher)
+    return DiskTier(directory, identity=identity, max_bytes=max_bytes, share_of_free=share_of_free, cipher=cipher)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +188,8 @@ def _check_manifest(archive: tarfile.TarFile) -> None:
     try:
         if first is None or first.name != MANIFEST:
             raise ValueError(f"it does not begin with {MANIFEST}")
-        manifest = json.loads(_content(archive, first, MANIFEST_LIMIT))
-        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        manifest: Any = json.loads(_content(archive, first, MANIFEST_LIMIT))
+        if manifest != {"format": FORMAT}:
             raise ValueError("it has another format")
     except ValueError as error:
         raise KvcellarError(f"it is not an archive of `kvcellar cache export`: {error}") from error

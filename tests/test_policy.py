@@ -34,7 +34,7 @@ def test_nothing_would_be_lost_less_and_of_equals_the_oldest_goes(found) -> None
 def test_what_saves_more_stays_longer_and_what_was_used_lately_too(found, name) -> None:
     gone = first_to_go(found)
     others = [one for one in found if one is not gone]
-    worth = replace(gone, **{name: getattr(gone, name) * 10_000})
+    worth = replace(gone, **{name: getattr(gone, name) * 10**9})
     if others:
         assert first_to_go([worth, *others]) is not worth
         old = replace(gone, age=gone.age + 1)

@@ -4,7 +4,7 @@ What is kept, counted and freed is decided elsewhere, by who asks: memory offers
 between steps. No torch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,3 +69,40 @@ def value(clock: float, *, hits: float, saves: int, costs: int, priority: int = 
     rises, and a thing that is used gets a new one, so that only what changes is ranked anew.
     """
     return clock + hits * saves * 2.0**priority / costs
+
+
+USUAL, FAINT, ALIKE = 0.1, 16.0, 16.0
+
+
+def worth_by_age(
+    returned: Sequence[Sequence[float]], reached: Sequence[Sequence[float]], widths: Sequence[float]
+) -> list[list[float]]:
+    """What keeping a thing is worth, by its class and the time since its last use: the lowest goes next.
+
+    `reached[c][a]` things of class c were not used again before age a, which lasts `widths[a]`; `returned[c][a]` of
+    them were during it. The worth is Gittins' index: the most uses that can be expected in each unit of the time for
+    which the thing is kept, if it is kept as long as that is best. So of things that come back in turn the one goes
+    that has just been used, and of things that come back at random, or not at all, the one that was used last of all.
+
+    While little was seen, the classes are taken to be alike (as if `ALIKE` things of each had behaved like all), and
+    every age to bring back a tenth (as if `FAINT` had), which is the order of last use.
+    """
+    ages = range(len(widths))
+    of_all = [
+        (sum(one[age] for one in returned) + FAINT * USUAL) / (sum(one[age] for one in reached) + FAINT) for age in ages
+    ]
+    found: list[list[float]] = []
+    for came, were in zip(returned, reached, strict=True):
+        chance = [(came[age] + ALIKE * of_all[age]) / (were[age] + ALIKE) for age in ages]
+        found.append([_index(chance[age:], widths[age:]) for age in ages])
+    return found
+
+
+def _index(chance: Sequence[float], widths: Sequence[float]) -> float:
+    best, left, uses, time = 0.0, 1.0, 0.0, 0.0
+    for comes, width in zip(chance, widths, strict=True):
+        time += left * width * (1 - comes / 2)
+        uses += left * comes
+        left *= 1 - comes
+        best = max(best, uses / time)
+    return best

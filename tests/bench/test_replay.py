@@ -17,15 +17,16 @@ def test_with_all_cells_a_trace_computes_what_an_ideal_cache_does_and_little_mor
     assert found.ideal <= found.computed <= MOST[kind] * found.ideal
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_agent_computes_little_more_in_a_small_part_of_the_cells(kind) -> None:
-    found = replay("agent", kind, share=0.1, scale=0.25)
+@pytest.mark.parametrize(("trace", "kind"), list(product(TRACES, KINDS)))
+def test_in_a_tenth_of_the_cells_a_trace_computes_little_more_than_with_the_best_choice(trace, kind) -> None:
+    found = replay(trace, kind, share=0.1, scale=0.25)
     assert found.computed <= 1.25 * found.clairvoyant
 
 
-def test_eight_chats_in_turn_keep_something_in_room_for_four() -> None:
-    found = replay("chats", "full", share=0.5, scale=0.25)
-    assert found.computed < found.tokens
+@pytest.mark.parametrize("kind", KINDS)
+def test_eight_chats_in_turn_compute_little_more_in_room_for_four(kind) -> None:
+    found = replay("chats", kind, share=0.5, scale=0.25)
+    assert found.computed <= 1.15 * found.clairvoyant
 
 
 def fewest(turns: list[Turn], cells: int, there: frozenset[tuple[int, ...]] = frozenset()) -> int:

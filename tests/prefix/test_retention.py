@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvcellar.prefix.node import Node, key_of
 from kvcellar.prefix.order import Part
 from kvcellar.prefix.tree import Tree
-from kvcellar.retention import Retention, stronger
+from kvcellar.retention import DEFAULT, Retention, stronger
 from tests.prefix.claims import TokenClaims
 
 Tokens = tuple[int, ...]
@@ -265,10 +265,19 @@ def test_a_flood_of_one_owner_leaves_what_others_have_within_their_quota() -> No
     assert mine <= set(world.nodes())
 
 
+def entered(world: World, token: int, retention: Retention = DEFAULT, *, recurring: bool = False) -> None:
+    """A leaf of one token, of the request that began last."""
+    root = world.tree.root("")
+    claim = world.claims.make([token], 0, set())
+    world.tree.share(root)
+    node, _ = world.tree.insert(root, key_of([token]), claim, 0, root, retention, recurring=recurring)
+    world.tree.unlock(node)
+
+
 def test_each_level_of_priority_doubles_what_a_leaf_is_worth() -> None:
     world = World(anywhere=True)
     for priority in (0, 2, 1, -1):
-        world.run((5 + priority,), Retention(priority=priority), keep=False)
+        entered(world, 5 + priority, Retention(priority=priority))
     values = {tokens[0] - 5: node.value for tokens, node in world.nodes().items()}
     assert [values[level] / values[-1] for level in (0, 1, 2)] == [2, 4, 8]
     gone: list[int] = []
@@ -280,14 +289,19 @@ def test_each_level_of_priority_doubles_what_a_leaf_is_worth() -> None:
 
 def test_what_is_announced_to_recur_is_worth_as_much_as_what_was_used_again() -> None:
     world = World(anywhere=True)
-    root = world.tree.root("")
-    for token, recurring in ((1, False), (2, True), (3, False)):
-        claim = world.claims.make([token], 0, set())
-        world.tree.share(root)
-        node, _ = world.tree.insert(root, key_of([token]), claim, 0, root, recurring=recurring)
-        world.tree.unlock(node)
+    returns = world.tree._order.returns
+    for _ in range(100):  # what was used again is used once more now and then, the rest is not
+        world.run((1, 1), DEFAULT, keep=False)
+        entered(world, 9)
+        world.known[(9,)] = DEFAULT
+        world.tree.evict_leaf(1)
+        world.check()
+    for token, recurring in ((2, False), (3, True)):
+        entered(world, token, recurring=recurring)
     values = {tokens: node.value for tokens, node in world.nodes().items()}
-    assert values[(1,)] == values[(3,)] == values[(2,)] / 8
+    once, again = (returns.worth(returns.use(again=kind)) for kind in (False, True))
+    assert (values[(2,)], values[(3,)]) == (once, again)
+    assert once != again
 
 
 @pytest.mark.parametrize("owned", [False, True])

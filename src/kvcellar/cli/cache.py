@@ -171,7 +171,9 @@ def _entry(one: Json) -> str:
     shown = one.get("text")
     text = json.dumps(shown, ensure_ascii=False) if shown is not None else one["tokens"] or ""
     if one["tier"] == "device":
-        about = f"{one['users']} users, {one['branches']} branches, {len(one['checkpoints'])} checkpoints"
+        about = (
+            f"{one['users']} users, used {'again' if one['reused'] else 'once'}, {len(one['checkpoints'])} checkpoints"
+        )
     else:
         about = f"{one['uses']} uses, {_size(one['bytes'])}" + (", pinned" if one["pinned"] else "")
     return f"{one['name']}{span}, {about}: {text}"

@@ -38,6 +38,7 @@ class Prefix:
     published: int
     wanted: list[int]
     options: RetentionOptions = NO_OPTIONS
+    again: bool = False  # what it goes on with was in the tree before
 
 
 class Prefixes:
@@ -126,7 +127,7 @@ class Prefixes:
 
     def use(self, prefix: Prefix) -> None:
         """The sequence begins to run: what was restored is of the value that it has now, and is kept as it states."""
-        self.tree.touch(prefix.node)
+        prefix.again = self.tree.touch(prefix.node, prefix.key, prefix.matched)
         self.tree.strengthen(prefix.node, self._retention(prefix))
 
     def _retention(self, prefix: Prefix) -> Retention:
@@ -223,7 +224,11 @@ class Prefixes:
 
     def _insert(self, seq: int, prefix: Prefix, claim: int, end: int) -> None:
         start = self._memory.claims.of(claim).span.start
-        key, retention, recurring = prefix.key[: end * TOKEN], self._retention(prefix), prefix.options.recurring
+        key, retention, recurring = (
+            prefix.key[: end * TOKEN],
+            self._retention(prefix),
+            prefix.options.recurring or prefix.again,
+        )
         prefix.node, known = self.tree.insert(
             prefix.root, key, claim, start, prefix.node, retention, recurring=recurring
         )

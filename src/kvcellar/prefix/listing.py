@@ -30,7 +30,7 @@ class Listed(NamedTuple):
     tokens: tuple[int, ...]
     checkpoints: tuple[int, ...]
     users: int  # running sequences
-    branches: int
+    reused: bool
     value: float
     leaf: bool
     pinned: bool
@@ -83,7 +83,7 @@ class Walk:
         places = tuple(sorted(node.checkpoints))
         return Listed(
             *(place.namespace, name, place.parent, place.start, node.end, tokens, places),
-            *(node.users, node.branches, node.value, not node.children),
+            *(node.users, node.use is not None and node.use.again, node.value, not node.children),
             *(node.retention.pinned, node.retention.expires, node.retention.owner),
         )
 

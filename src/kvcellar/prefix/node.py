@@ -2,7 +2,7 @@
 has of a key."""
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -72,6 +72,18 @@ class Lease:
 
 
 @dataclass(eq=False, slots=True)
+class Use:
+    """When something was last used: its tokens by a request, number `at`. `age` is the number of its span of ages."""
+
+    again: bool  # it was used before
+    at: int
+    age: int = 0
+    returned: bool = False  # it was used once more
+    leaf: "Node | None" = None  # the last node of this use that could be evicted
+    lost: Hashable = None  # what tells the tokens that were evicted since, if any
+
+
+@dataclass(eq=False, slots=True)
 class Node:
     """Tokens [start,end) of all sequences below it. A root has a namespace, but no claim and no edge."""
 
@@ -82,11 +94,10 @@ class Node:
     checkpoints: dict[int, Kept] = field(default_factory=dict[int, Kept])
     children: dict[bytes, "Node"] = field(default_factory=dict[bytes, "Node"])
     users: int = 0
-    branches: int = 0  # how many requests have gone on from it, or from below it, in another way than those before
     value: float = 0.0
     entry: int = 0
     namespace: str = ""
-    reused: bool = False  # whether a request has begun with its tokens
+    use: Use | None = None  # the last one; of a root None
     retention: Retention = DEFAULT
     lease: Lease | None = None
 
@@ -195,21 +206,18 @@ class Lookup:
             yield from below(root)
 
 
-def count_branch(node: Node) -> None:
-    """A request has left the path of an earlier one at `node`: it and all above it are shared by one more. A
-    conversation that goes on shares nothing: frequent is what many use, not what one has used often."""
-    above: Node | None = node
-    while above is not None:
-        above.branches += 1
-        above = above.parent
-
-
 def below(root: Node) -> Iterator[Node]:
     rest = list(root.children.values())
     while rest:
         node = rest.pop()
         yield node
         rest += node.children.values()
+
+
+def root_of(node: Node) -> Node:
+    while node.parent is not None:
+        node = node.parent
+    return node
 
 
 def common_prefix(a: Iterable[int], b: Iterable[int]) -> int:

@@ -2,6 +2,7 @@
 
 Always true:
   * `held` of an owner counts all tokens, or checkpoints, that it has in the tree, while there is a quota;
+  * the value of a leaf is what it was worth when it was last used, or reached its age, or was to be evicted;
   * each node that expires has its present time in a heap; other entries of the heaps are stale and skipped.
 """
 
@@ -12,8 +13,9 @@ from typing import Generic, NamedTuple, TypeVar
 from kvcellar.heap import Heap, Valued
 from kvcellar.policy import value
 from kvcellar.prefix.node import Kept, Lease, Node
+from kvcellar.prefix.returns import Returns
 
-ONCE = 1 / 8  # the worth of tokens that only one request has had, beside those that were used again
+TRIES = 8  # leaves whose value has risen since it was computed
 
 T = TypeVar("T", bound=Valued)
 
@@ -94,6 +96,7 @@ class Order:
     evicted first."""
 
     def __init__(self, quota: Part) -> None:
+        self.returns = Returns(self.enter_leaf)
         self.leaves = Ranking[Node](lambda node: node.evictable, quota.tokens)
         self.checkpoints = Ranking[Kept](
             lambda kept: kept.node.checkpoints.get(kept.pos) is kept and not kept.pinned, quota.checkpoints
@@ -102,10 +105,25 @@ class Order:
 
     def enter_leaf(self, node: Node) -> None:
         """A node has its value of now; it is ranked if it can be evicted."""
-        leaves, hits = self.leaves, (1 if node.reused else ONCE) + node.branches
-        node.value = value(leaves.clock, hits=hits, saves=1, costs=1, priority=node.retention.priority)
+        node.value = self._worth(node)
         if node.evictable:
-            leaves.push(node, node.retention.owner)
+            assert node.use is not None
+            node.use.leaf = node
+            self.leaves.push(node, node.retention.owner)
+
+    def _worth(self, node: Node) -> float:
+        assert node.use is not None, "a root is not ranked"
+        return self.returns.worth(node.use) * 2.0**node.retention.priority
+
+    def next_leaf(self) -> Next[Node] | None:
+        """The leaf that is evicted next; None if there is none. Values that have risen since they were computed are
+        computed again, as far as that takes few tries."""
+        for _ in range(TRIES):
+            found = self.leaves.pop()
+            if found is None or self._worth(found.thing) <= found.thing.value:
+                return found
+            self.enter_leaf(found.thing)
+        return self.leaves.pop()
 
     def enter_checkpoint(self, kept: Kept) -> None:
         node, ranking = kept.node, self.checkpoints
@@ -143,5 +161,6 @@ class Order:
             if owner := node.retention.owner:
                 tokens[owner] += node.tokens
                 points[owner] += len(node.checkpoints)
+        self.returns.check()
         self.leaves.check(tokens)
         self.checkpoints.check(+points)

@@ -12,8 +12,8 @@ Always true:
   * a child begins where its parent ends; no edge is empty, and siblings differ in their first token;
   * every node but a root has a claim on exactly its span, whose checkpoints are those of the node;
   * `users` of a node counts the locks on it and on all nodes below it; a node with users is not evicted;
-  * every node without children and users that is not pinned, and every checkpoint, is in its heap with its present
-    value; other entries of the heaps are stale and skipped;
+  * every node without children and users that is not pinned, and every checkpoint, is in its heap; other entries of the
+    heaps are stale and skipped;
   * a node is kept at least as long as all below it: its priority is as high, it expires no earlier, and it is pinned if
     one of them is. Nothing that has expired is matched.
 """
@@ -23,10 +23,12 @@ from collections.abc import Callable, Sequence
 from itertools import chain, islice
 
 from kvcellar.policy import value
-from kvcellar.prefix.node import TOKEN, ClaimStore, Kept, Lookup, Match, Node, Watch, below, count_branch
+from kvcellar.prefix.node import TOKEN, ClaimStore, Kept, Lookup, Match, Node, Watch, below
 from kvcellar.prefix.order import UNLIMITED, Next, Order, Part
 from kvcellar.prefix.pins import Pins
 from kvcellar.retention import DEFAULT, Retention, stronger
+
+LEAST = 16  # tokens that are evicted together
 
 
 class Tree(Lookup):
@@ -52,15 +54,16 @@ class Tree(Lookup):
 
     # -- use ----------------------------------------------------------------------------------------------------
 
-    def touch(self, node: Node) -> None:
-        """A request resumes at the end of a node that it has locked: what it uses is of the value that it has now."""
-        if node.parent is None:
-            return
-        node.reused = True
-        self._order.enter_leaf(node)
+    def touch(self, node: Node, key: bytes = b"", matched: int = 0) -> bool:
+        """A request resumes at the end of a node that it has locked; the tree has the first `matched` tokens of its
+        key. What it uses is of the value that it has now. Whether it goes on with what was evicted behind them."""
+        lost = self._order.returns.begin(node, key, matched)
+        if node.parent is not None:
+            self._order.enter_leaf(node)
         if (kept := node.checkpoints.get(node.end)) is not None:
             kept.hits += 1
             self._order.enter_checkpoint(kept)
+        return lost
 
     def strengthen(self, node: Node, retention: Retention) -> None:
         """What a request has used up to the end of a node is kept at least as long as `retention` says, which pins
@@ -140,9 +143,8 @@ class Tree(Lookup):
         what was used again.
         """
         path, matched = self._walk(root, key, expired=True)
-        node = self._inserted(root, key, claim, start, own, path, matched, retention)
-        if recurring and not node.reused:
-            self.touch(node)
+        recurring = recurring or (own.use is not None and own.use.again)
+        node = self._inserted(root, key, claim, start, own, path, matched, retention, recurring)
         self._lock(node)
         self.unlock(own)
         return node, matched
@@ -157,6 +159,7 @@ class Tree(Lookup):
         path: Sequence[Node],
         matched: int,
         retention: Retention,
+        again: bool,
     ) -> Node:
         end = len(key) // TOKEN
         parent = path[-1] if path else root
@@ -180,17 +183,16 @@ class Tree(Lookup):
         self.strengthen(parent, retention)
         if rest is None:
             return parent
-        return self._append(parent, key[matched * TOKEN :], rest, own, retention)
+        return self._append(parent, key[matched * TOKEN :], rest, own, retention, again)
 
-    def _append(self, parent: Node, edge: bytes, claim: int, own: Node, retention: Retention) -> Node:
+    def _append(self, parent: Node, edge: bytes, claim: int, own: Node, retention: Retention, again: bool) -> Node:
         """The node becomes longer, or gets a child: a root, one with children, one that others have locked, and one
         that is kept in another way."""
         positions = self._claims.of(claim).positions
         apart = parent.users > (parent is own) or parent.retention != retention
         if parent.parent is None or parent.children or apart:
-            node = Node(parent, parent.end, edge, claim, retention=retention)
+            node = Node(parent, parent.end, edge, claim, retention=retention, use=self._order.returns.use(again=again))
             parent.children[edge[:TOKEN]] = node
-            count_branch(parent)
             self._order.enter_lease(node)
         else:
             node = parent
@@ -227,7 +229,7 @@ class Tree(Lookup):
         assert parent is not None, "a root has no tokens to be split"
         rest = self._claims.split(node.claim, pos)
         above = Node(parent, node.start, node.edge[:at], node.claim, users=node.users, retention=node.retention)
-        above.branches, above.reused = node.branches, node.reused
+        above.use = node.use
         self._order.enter_lease(above)
         parent.children[node.edge[:TOKEN]] = above
         node.parent, node.start, node.edge, node.claim = above, pos, node.edge[at:], rest
@@ -248,27 +250,29 @@ class Tree(Lookup):
         self._claims.join(node.claim, child.claim)
         for kept in node.checkpoints.values():
             kept.node = child
+        assert node.use is not None and child.use is not None
+        child.use = max(child.use, node.use, key=lambda use: use.at)
         child.parent, child.start, child.claim = node.parent, node.start, node.claim
         child.edge, child.checkpoints = node.edge + child.edge, node.checkpoints | child.checkpoints
-        child.branches, child.reused = max(node.branches, child.branches), node.reused or child.reused
         node.parent.children[child.edge[:TOKEN]] = child
         node.parent = None  # stale entries of heaps must not count
+        self._order.enter_leaf(child)
 
     # -- eviction -----------------------------------------------------------------------------------------------
 
     def evict_leaf(self, most: int) -> int:
-        """Drop the last tokens, `most` at most, of the leaf that no sequence uses which is evicted next; returns how
-        many, 0 if there is none."""
-        leaves = self._order.leaves
-        if (found := leaves.pop()) is None:
+        """Drop the last tokens, `most` at most or `LEAST`, of the leaf that no sequence uses which is evicted next;
+        returns how many, 0 if there is none."""
+        if (found := self._order.next_leaf()) is None:
             return 0
         leaf, heap, _ = found
-        leaves.clock = max(leaves.clock, leaf.value)
+        most = max(most, LEAST)
         cut = self._claims.of(leaf.claim).whole(max(leaf.start, leaf.end - most))
         if not self._anywhere:  # what lies behind the last checkpoint serves no request
             cut = max((pos for pos in leaf.checkpoints if pos <= cut), default=leaf.start)
         n = leaf.end - cut
         self._evicted(leaf, cut)
+        self._order.returns.lose(leaf, cut)
         if cut > leaf.start:
             self._cut(leaf, cut)
             heap.put_back(leaf)

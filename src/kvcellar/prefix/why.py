@@ -13,7 +13,7 @@ from hashlib import blake2b
 from typing import Literal, NamedTuple
 
 from kvcellar.events import Recall
-from kvcellar.prefix.node import TOKEN, Node
+from kvcellar.prefix.node import TOKEN, Node, root_of
 from kvcellar.prefix.tree import Tree
 
 KEPT = 4096
@@ -193,12 +193,6 @@ def name_of(node: Node) -> str:
 def named(namespace: str, key: bytes) -> str:
     """The name of the node whose first token is the last one of a key."""
     return _digest(namespace, key)[:NAME].hex()
-
-
-def root_of(node: Node) -> Node:
-    while node.parent is not None:
-        node = node.parent
-    return node
 
 
 def path_key(node: Node, end: int) -> bytes:

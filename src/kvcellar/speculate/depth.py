@@ -1,10 +1,10 @@
 """depth: how many drafts each completion gets in the next round: as many as give the most tokens per second, or none.
 
-A step of S completions with d drafts together has S + d rows, and takes the seconds of the curve for about S completions
-(`cost.py`). It gives S tokens, and each draft k of a completion with the probability that drafts 1 to k are all accepted
-(`rates.py`). As that falls with k, the best d drafts of a step are those with the highest probabilities, whatever
-their completions; the controller takes the d with the most tokens per second. Only what was measured is compared, and
-drafting has to be better than plain decoding by a margin.
+A step of S completions with d drafts together has S + d rows, and takes the seconds of the curve for about S
+completions (`cost.py`). It gives S tokens, and each draft k of a completion with the probability that drafts 1 to k are
+all accepted (`rates.py`). That falls with k, so the best d drafts of a step are those with the highest probabilities,
+whatever their completions; the controller takes the d with the most tokens per second. Only what was measured is
+compared, and drafting has to be better than plain decoding by a margin.
 
 What is not chosen is measured in probes: no drafts, fewer, more. What probes cost, in seconds beyond what the choice
 would have taken for as many tokens, is limited to a share of the time so far.

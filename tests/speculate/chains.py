@@ -20,7 +20,9 @@ def sampler(prompt: Sequence[int] = (), *, noise: int = 1, vocab: int = VOCAB, e
     return Sampler(params, seed=noise, index=0, prompt_ids=prompt, vocab_size=vocab, end_ids=ends)
 
 
-def chain(sampling: Sampler, room: int, *, text: Sequence[int] = (0,), pos: int | None = None, number: int = 0) -> Chain:
+def chain(
+    sampling: Sampler, room: int, *, text: Sequence[int] = (0,), pos: int | None = None, number: int = 0
+) -> Chain:
     place = len(text) if pos is None else pos
     return Chain((number, 0), text, sampling, place, room, namespace="", shared=0)
 

@@ -8,10 +8,11 @@ Always true of a `Curve`:
 """
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 RATE = 0.2  # weight of a new measurement
-CLAMP = 0.25  # a measurement counts as at most this share away from the value: one long pause changes little
+CLAMP = 0.25  # a measurement counts as at most this share away from the value: one long pause changes little,
+CHANGED = 3  # but so many that are all further off, to one side, replace it
 EXACT = 32  # numbers of rows up to this are measured one by one, larger ones in groups of similar size
 STEPS = 16  # groups in a doubling of the rows
 
@@ -26,14 +27,29 @@ def rounded(rows: int) -> int:
 class _Point:
     value: float
     count: int = 1
+    outside: list[float] = field(default_factory=list[float])  # the last measurements, if all are far off, to one side
+
+    @property
+    def settled(self) -> bool:
+        return self.count > 1 and not self.outside
 
     def add(self, seconds: float) -> None:
         self.count += 1
         if self.count == 2:
             self.value = min(self.value, seconds)
             return
-        most = CLAMP * self.value
-        self.value += RATE * min(max(seconds - self.value, -most), most)
+        off, most = seconds - self.value, CLAMP * self.value
+        if abs(off) <= most:
+            self.outside.clear()
+        elif self.outside and (self.outside[-1] > self.value) != (off > 0):
+            self.outside = [seconds]
+        else:
+            self.outside.append(seconds)
+        if len(self.outside) == CHANGED:
+            self.value = min(self.outside, key=lambda each: abs(each - self.value))
+            self.outside.clear()
+        else:
+            self.value += RATE * min(max(off, -most), most)
 
 
 class Curve:
@@ -49,18 +65,15 @@ class Curve:
         """The most rows that count; 0: none do."""
         return self._rows[-1] if self._rows else 0
 
-    def measured(self, rows: int) -> int:
-        """How often about `rows` rows were measured."""
-        point = self._points.get(rounded(rows))
-        return point.count if point is not None else 0
-
-    def add(self, rows: int, seconds: float) -> None:
+    def add(self, rows: int, seconds: float) -> bool:
+        """Enter a measurement. True: one more would tell whether it is a change."""
         rows = rounded(rows)
         if (point := self._points.get(rows)) is None:
-            self._points[rows] = _Point(seconds)
+            point = self._points[rows] = _Point(seconds)
         else:
             point.add(seconds)
         self._fit()
+        return not point.settled
 
     def _fit(self) -> None:
         """Average neighbours that fall (pool adjacent violators)."""

@@ -11,7 +11,7 @@ would have taken for as many tokens, is limited to a share of the time so far.
 
 Always true:
   * between probes, the depths have more tokens per second than plain decoding, by what was measured, or are 0;
-  * the seconds lost to probes are at most `LOSS` of all seconds, `FIRST` plain steps, and one probe.
+  * the seconds lost to probes are at most `LOSS` of all seconds, twice `FIRST` plain steps, and one probe of each kind.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from kvcellar.speculate.cost import Curve, rounded
 from kvcellar.speculate.rates import Rates
 
 LOSS = 0.01  # share of all seconds that probes may lose
-FIRST = 2.0  # plain steps that they may lose before that
+FIRST = 1.5  # plain steps that those of plain decoding and the others may each lose before that
 SAVED = 8.0  # plain steps of unused allowance that are kept
 MARGIN = 1.02  # that drafting has to gain
 WORST = 1.25  # a row of a wider step costs at most so many times a row of a plain one
@@ -68,6 +68,19 @@ class _Choice:
     pace: float
 
 
+@dataclass(slots=True)
+class _Purse:
+    """Seconds that probes of plain decoding may lose now, and other probes. Apart, so that none of them uses up what
+    the others need."""
+
+    plain: float
+    other: float
+
+    def fill(self, seconds: float, most: float) -> None:
+        self.plain = min(self.plain + seconds, most)
+        self.other = min(self.other + seconds, most)
+
+
 class DepthController:
     """Learns as long as an engine runs, across its requests. With `catches_up` the drafter computes what it has missed
     when it drafts again, so the first of several drafted rounds is not representative."""
@@ -81,8 +94,8 @@ class DepthController:
         self._seen: dict[tuple[int, int], int] = {}  # the round that last had so many drafts, by size of the step
         self._round = 0
         self._probed = 0  # the round of the last probe
-        self._allowance: float | None = None  # seconds that probes may lose now; None: nothing is measured
-        self._again = 0  # drafts of a probe that is repeated: the first of a size is not representative
+        self._purse: _Purse | None = None  # None: nothing is measured
+        self._again: int | None = None  # drafts of a probe that is repeated: one was not enough
         self._drafted = False  # whether the last round had drafts
         self._choice = _Choice(0, False, 0.0)
 
@@ -138,23 +151,31 @@ class DepthController:
     def _probe(self, limits: Sequence[Limit], drafts: int, pace: float, curve: Curve) -> int | None:
         """How many drafts to measure in the next round instead of the best number; None: none."""
         most = sum(min(limit.most, self._reach) for limit in limits)
-        if self._again:
-            again, self._again = self._again, 0
-            return min(again, most) or None
+        if self._again is not None:
+            again, self._again = min(self._again, most), None
+            return again if again != drafts else None
         if self._round - self._probed < EVERY:
             return None
-        places, n = self._places(limits, self._reach), len(limits)
+        n, purse = len(limits), self._purse
+        if purse is None:
+            return None
+        if drafts and self._loss(n, (), pace, curve) <= purse.plain:
+            return 0
+        places = self._places(limits, self._reach)
+        counts = {1, n, drafts // 2, drafts - 1, drafts + 1, min(2 * drafts + n, most)} - {0, drafts}
         found = [
-            (self._due(_size(n), count, loss, curve.seconds(n)), count)
-            for count in {0, 1, n, drafts // 2, drafts - 1, drafts + 1, 2 * drafts + n} - {drafts}
-            if 0 <= count <= most
-            and (loss := self._loss(n, places[:count], pace, curve)) <= (self._allowance or 0.0)
+            (self._due(_size(n), count, loss, curve.seconds(n)), count, loss)
+            for count in counts
+            if 0 < count <= most
+            and (loss := self._loss(n, places[:count], pace, curve)) < SAVED * curve.seconds(n)
             and (count <= drafts + n or self._hopeful(n, places[:count], pace, curve))
         ]
-        return max(found, default=(0.0, None))[1]
+        _, count, loss = max(found, default=(0.0, None, 0.0))
+        return count if loss <= purse.other else None
 
     def _due(self, size: int, count: int, loss: float, plain: float) -> float:
-        """How long so many drafts were not measured, by what it loses: each may lose about as much as another."""
+        """How long so many drafts were not measured, by what it loses: each may lose about as much as another. What is
+        due is waited for until it can be paid."""
         return (self._round - self._seen.get((size, count), -NEVER)) / max(loss, 0.02 * plain)
 
     def _loss(self, n: int, places: Sequence[_Place], pace: float, curve: Curve) -> float:
@@ -186,20 +207,20 @@ class DepthController:
         self._round += 1
         catching_up = self._catches_up and drafts > 0 and not self._drafted
         self._drafted = drafts > 0
-        new = drafts > 0 and not curve.measured(sequences + drafts)
+        unsure = catching_up
         if not catching_up:
-            curve.add(sequences + drafts, seconds)
+            unsure = curve.add(sequences + drafts, seconds)
             self._seen[size, drafts] = self._round
             self._plain[size] = self._plain.get(size, 0) + (not drafts)
         if not curve.most:
             return
-        if self._allowance is None:
-            self._allowance = FIRST * seconds
         plain = curve.seconds(sequences)
-        self._allowance = min(self._allowance + LOSS * min(seconds, 4 * plain), SAVED * plain)
+        if self._purse is None:
+            self._purse = _Purse(FIRST * plain, FIRST * plain)
+        self._purse.fill(LOSS / 2 * min(seconds, 4 * plain), SAVED * plain)
         if self._choice.probe and (drafts or not self._choice.drafts):
             self._pay(outcomes, seconds if catching_up else curve.seconds(sequences + drafts))
-            if catching_up or new:
+            if unsure:
                 self._again = drafts
 
     def _pay(self, outcomes: Sequence[Outcome], seconds: float) -> None:
@@ -211,7 +232,12 @@ class DepthController:
             for pos in range(min(outcome.drafted, self._rates.tried)):
                 gain *= rates.rate(pos)
                 tokens += gain
-        self._allowance = (self._allowance or 0.0) - max(0.0, seconds - tokens * self._choice.pace)
+        loss = max(0.0, seconds - tokens * self._choice.pace)
+        assert self._purse is not None
+        if any(outcome.drafted for outcome in outcomes):
+            self._purse.other -= loss
+        else:
+            self._purse.plain -= loss
 
     # -- beside -------------------------------------------------------------------------------------------------
 

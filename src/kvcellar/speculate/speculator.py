@@ -51,7 +51,7 @@ class Speculator:
             try:
                 self.drafter.propose(asked)
                 self._failures = 0
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - drafts are not worth a failed request
                 for chain in asked:
                     chain.clear()
                 self._fail(error, [chain.key for chain in asked])
@@ -61,7 +61,7 @@ class Speculator:
         if self.refused is None and self.drafter.reads_hidden:
             try:
                 self.drafter.committed(news)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - drafts are not worth a failed request
                 self._fail(error, [new.key for new in news])
 
     def learn(self, chains: Sequence[Chain], verified: Sequence[Verified], *, alone: bool = True) -> None:

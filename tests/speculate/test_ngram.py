@@ -11,7 +11,8 @@ from kvcellar.speculate import ngram
 from kvcellar.speculate.chain import Chain
 from kvcellar.speculate.ngram import NGramDrafter
 from kvcellar.speculate.suffixes import BREAK, LEAST, LONGEST, TRIES, Match, Suffixes
-from tests.speculate.chains import sampler
+from kvcellar.speculate.verify import verify
+from tests.speculate.chains import Model, sampler
 
 texts = st.lists(st.integers(0, 2), max_size=60)
 
@@ -148,6 +149,30 @@ def test_a_long_text_is_indexed_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
     found = [drafts(drafter, text, 2) for _ in range(3)]
     assert found == [[], [1102, 1103], [1102, 1103]]
     assert len(drafter._own[0, 0].index) == len(text)
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"seed": 4, "temperature": 0.3}, {"temperature": 0.3}])
+def test_texts_equal_those_of_plain_decoding_and_many_drafts_are_accepted(options: dict[str, float]) -> None:
+    target, drafter = Model(1, 50, 4.0), NGramDrafter()
+
+    def text(room: int) -> tuple[list[int], int]:
+        sampling, found, rounds = sampler(vocab=50, **options), [0], 0
+        while len(found) < 200:
+            one = Chain((0, 0), found, sampling, len(found), min(room, 199 - len(found)), namespace="", shared=0)
+            if one.left > 0:
+                drafter.propose([one])
+            verified = verify([one], target([found[-1], *one.tokens]))[0]
+            for drawn in verified.drawn:
+                sampling.accept(drawn.token_id)
+                found.append(drawn.token_id)
+            rounds += 1
+        return found, rounds
+
+    plain, without = text(0)
+    drafted, rounds = text(6)
+    assert drafted == plain
+    assert without == 199
+    assert rounds < 120
 
 
 def test_closing_what_is_unknown_is_no_error() -> None:

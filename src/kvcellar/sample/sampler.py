@@ -103,9 +103,11 @@ class Sampler:
 
     def _copy(self) -> "Sampler":
         other = copy(self)
-        other.seen_ids, other.seen_counts, other._place = self.seen_ids[:], self.seen_counts[:], self._place.copy()
-        other._rules = self._rules.fork()
-        other._recent, other._times = copy(self._recent), self._times.copy()
+        if self.penalised:
+            other.seen_ids, other.seen_counts, other._place = self.seen_ids[:], self.seen_counts[:], self._place.copy()
+            other._recent, other._times = copy(self._recent), self._times.copy()
+        if self._rules.reads_text:
+            other._rules = self._rules.fork()
         return other
 
     def accept(self, token: int) -> None:
@@ -271,6 +273,11 @@ class _Rules:
         for token, bias in phrases.single.items():
             single[token] = single.get(token, 0.0) + bias
         self._biases = self._finite(single)
+
+    @property
+    def reads_text(self) -> bool:
+        """Do they depend on the tokens so far? Otherwise only on their number, and `accept` changes nothing."""
+        return self._ngrams is not None or self._phrases is not None
 
     def fork(self) -> "_Rules":
         other = copy(self)

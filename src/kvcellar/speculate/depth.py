@@ -162,7 +162,8 @@ class DepthController:
         if drafts and self._loss(n, (), pace, curve) <= purse.plain:
             return 0
         places = self._places(limits, self._reach)
-        counts = {1, n, drafts // 2, drafts - 1, drafts + 1, min(2 * drafts + n, most)} - {0, drafts}
+        few = max(1, n // 2)  # a step takes about as long with less
+        counts = {few, n, drafts // 2, drafts - few, drafts + few, min(2 * drafts + n, most)} - {0, drafts}
         found = [
             (self._due(_size(n), count, loss, curve.seconds(n)), count, loss)
             for count in counts

@@ -31,7 +31,7 @@ class Chain:
     def __init__(
         self, key: Key, text: Sequence[int], sampler: Sampler, pos: int, room: int, *, namespace: str, shared: int
     ) -> None:
-        self.key, self.text, self.pos, self.room = key, text, pos, room
+        self.key, self.text, self.pos, self.room = key, text, pos, max(0, room)
         self.namespace, self.shared = namespace, shared
         self.drafts: list[Draft] = []
         self.samplers = [sampler]

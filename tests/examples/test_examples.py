@@ -26,5 +26,13 @@ def test_generate_of_transformers_on_our_cells_goes_on_as_on_its_own_cache() -> 
     assert second.startswith("def main():\n")
 
 
+def test_a_drafter_gives_the_same_text_in_fewer_steps() -> None:
+    without, steps, report = example("drafter").main()
+    assert without == 400
+    assert steps < 0.7 * without
+    assert report.rounds == steps
+    assert report.accepted == without - steps
+
+
 def test_every_example_is_tested_here() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"handwritten", "generate"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"handwritten", "generate", "drafter"}

@@ -55,3 +55,30 @@ def test_a_token_accepted_by_one_does_not_change_the_others(last_n: int) -> None
     for untouched in (first, third):
         assert (untouched.produced, sum(untouched.seen_counts)) == (0, 0)
         untouched.check()
+
+
+@pytest.mark.parametrize("last_n", [-1, 0, 3, 40])
+def test_a_sampler_after_a_draft_equals_one_that_has_accepted_it(last_n: int) -> None:
+    tokens = (4, 90, 4, 79, 11, 4)
+    before, accepted = made(0, last_n), made(0, last_n)
+    before.accept(79)
+    accepted.accept(79)
+    drafted = before
+    for token in tokens:
+        drafted = drafted.after(token)
+        accepted.accept(token)
+        for name in FIELDS:
+            assert getattr(drafted, name) == getattr(accepted, name)
+        assert dict(zip(drafted.seen_ids, drafted.seen_counts, strict=True)) == dict(
+            zip(accepted.seen_ids, accepted.seen_counts, strict=True)
+        )
+        assert [sorted(drafted.forbidden()), drafted.biases(), drafted.end_boost()] == [
+            sorted(accepted.forbidden()),
+            accepted.biases(),
+            accepted.end_boost(),
+        ]
+        drafted.check()
+    untouched = made(0, last_n)
+    untouched.accept(79)
+    assert (before.produced, before.seen_ids, before.seen_counts) == (1, untouched.seen_ids, untouched.seen_counts)
+    assert before.forbidden() == untouched.forbidden()

@@ -45,10 +45,11 @@ from torch import Tensor
 
 from kvcellar.errors import NoToken
 from kvcellar.events import TokenLogprob
+from kvcellar.sample.couple import WEIGHT_BITS, Draft, keeps, residual
 from kvcellar.sample.params import SamplingParams
 from kvcellar.sample.sampler import Sampler
 
-WEIGHT_BITS = 40
+MOST_WEIGHTS = 2**24  # that are computed at once: 128 MiB, and twice as much for what they are computed from
 MAX_VOCAB = 2**22  # sums of weights stay under 2**63, and a score with its id fits one int64
 ENTROPY_OF = 100  # candidates of top-h, as in transformers
 SHORTLISTS = (256, 4096)  # most nuclei are this small, and sorting everything costs ten times more
@@ -63,8 +64,13 @@ class Drawn:
     error: NoToken | None = None
 
 
-def draw(logits: Tensor, samplers: Sequence[Sampler], positions: Sequence[int]) -> list[Drawn]:
+def draw(
+    logits: Tensor, samplers: Sequence[Sampler], positions: Sequence[int], drafts: Sequence[Draft | None] = ()
+) -> list[Drawn]:
     """Draw the token at `positions[r]` of `samplers[r]` from `logits[r]`. Logits are [R,W], W >= V, and not changed.
+
+    Where `drafts[r]` has weights, the draw is coupled with the draft: it has the distribution of a draw without, and is
+    the draft with the highest probability that this allows. Other drafts change nothing.
 
     Temperatures below 1e-5 are greedy: the highest score, the lowest id among equals. Log-probabilities are of the
     model's own distribution: log-softmax of the logits as passed, before biases, penalties, temperature and filters.
@@ -76,10 +82,11 @@ def draw(logits: Tensor, samplers: Sequence[Sampler], positions: Sequence[int]) 
     scores = edit(raw, samplers)
     best, tokens = scores.max(1)  # [R]; the lowest id among equals; NaN wins
     sampled = [row for row, sampler in enumerate(samplers) if not sampler.greedy]
-    if sampled:
-        at = _rows(sampled, len(samplers), raw.device)
-        some = [samplers[row] for row in sampled]
-        tokens[at] = _sample(scores[at].float(), best[at], some, [positions[row] for row in sampled])
+    most = max(1, MOST_WEIGHTS // raw.shape[1])
+    for part in (sampled[start : start + most] for start in range(0, len(sampled), most)):
+        at = _rows(part, len(samplers), raw.device)
+        some = [(samplers[row], positions[row], drafts[row] if drafts else None) for row in part]
+        tokens[at] = _sample(scores[at].float(), best[at], some)
     columns = [tokens.double()[:, None], best.double()[:, None]]
     wanting = [row for row, sampler in enumerate(samplers) if sampler.params.logprobs is not None]
     if wanting:
@@ -105,16 +112,36 @@ def _rows(some: list[int], count: int, device: torch.device) -> "Tensor | slice"
     return slice(None) if len(some) == count else torch.tensor(some, device=device)
 
 
-def _sample(scores: Tensor, best: Tensor, samplers: list[Sampler], positions: list[int]) -> Tensor:
-    """Draw from scores [R,V] float32 of rows that are not greedy. -> [R] int64"""
-    params = [sampler.params for sampler in samplers]
-    chances = [sampler.uniform(pos) for sampler, pos in zip(samplers, positions, strict=True)]
-    knobs = torch.tensor(
-        [(*_knobs(p), u) for p, u in zip(params, chances, strict=True)],
-        dtype=torch.float64,
-        device=scores.device,
-    )
-    temperature, top_h, top_k, typical_p, top_p, min_p, epsilon, eta, chance = knobs.unbind(1)
+def _sample(scores: Tensor, best: Tensor, rows: Sequence[tuple[Sampler, int, Draft | None]]) -> Tensor:
+    """Draw from scores [R,V] float32 of rows that are not greedy: sampler, position and draft of each. -> [R] int64"""
+    weights = weights_of(scores, best, [sampler.params for sampler, _, _ in rows])
+    chance = _floats([sampler.uniform(pos) for sampler, pos, _ in rows], scores.device)
+    coupled = [row for row, (_, _, draft) in enumerate(rows) if draft is not None and draft.weights is not None]
+    if not coupled:
+        return pick(weights, chance)
+    at = _rows(coupled, len(rows), scores.device)
+    drafts, drawn_from, accept = _joined_drafts([rows[row] for row in coupled], scores.device)
+    kept = keeps(weights[at], drawn_from, drafts, accept)
+    weights[at] = residual(weights[at], drawn_from)
+    tokens = pick(weights, chance)
+    tokens[at] = torch.where(kept, drafts, tokens[at])
+    return tokens
+
+
+def _joined_drafts(
+    rows: Sequence[tuple[Sampler, int, Draft | None]], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Drafts [R], the weights [R,V] that they were drawn from, and the noise [R] that accepts them."""
+    drafts = [draft for _, _, draft in rows if draft is not None]
+    tokens = torch.tensor([draft.token_id for draft in drafts], device=device)
+    drawn_from = torch.stack([draft.weights for draft in drafts if draft.weights is not None])
+    return tokens, drawn_from, _floats([sampler.uniform(pos, "accept") for sampler, pos, _ in rows], device)
+
+
+def weights_of(scores: Tensor, best: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """What is drawn from: the weights of edited scores [R,V] float32 after temperature and filters. -> [R,V] int64"""
+    knobs = torch.tensor([_knobs(p) for p in params], dtype=torch.float64, device=scores.device)
+    temperature, top_h, top_k, typical_p, top_p, min_p, epsilon, eta = knobs.unbind(1)
     below, weights = weigh(scores, best, temperature)
     vocab = scores.shape[1]
 
@@ -135,7 +162,11 @@ def _sample(scores: Tensor, best: Tensor, samplers: list[Sampler], positions: li
     run(lambda p: p.min_p > 0, lambda at: keep_min_p(weights[at], min_p[at]))
     run(lambda p: 0 < p.epsilon_cutoff < 1, lambda at: keep_epsilon(weights[at], epsilon[at]))
     run(lambda p: 0 < p.eta_cutoff < 1, lambda at: keep_eta(weights[at], below[at], eta[at]))
-    return pick(weights, chance)
+    return weights
+
+
+def _floats(values: Sequence[float], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=device)
 
 
 def _knobs(p: SamplingParams) -> tuple[float, ...]:

@@ -5,7 +5,7 @@ Always true:
   * `seen_ids` names each token of the prompt (if the repetition penalty is on) and of the completion (if any penalty is
     on) once, and `seen_counts` has how often the completion contains it; both of the last `repeat_last_n` tokens only,
     if that is limited;
-  * an n-gram of the prompt is in the index that all completions of the request share, any other in that of its own;
+  * an n-gram of the prompt is in the index that all completions of the request share, any other in one of its own;
   * no id in `seen_ids`, `end_ids` or `never_ids`, or returned by `forbidden` or `biases`, lies outside the vocabulary;
   * no id in `never_ids` ends the completion: a token that ends it does not become part of its text.
 """
@@ -61,6 +61,8 @@ class Sampler:
         self.seed, self.index, self.vocab_size = seed, index, vocab_size
         self.produced = 0
         self.greedy = params.temperature < GREEDY_BELOW
+        # A text with a seed must not depend on what is drafted, nor must a greedy one.
+        self.couples = params.seed is None and not self.greedy
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else end_ids)
         self.end_ids = frozenset(token for token in ends if token < vocab_size)
         self.end_array = array("q", sorted(self.end_ids))
@@ -88,11 +90,24 @@ class Sampler:
         """The sampler of another completion of the same prompt. Only before the first token. Copies what was collected
         from the prompt."""
         assert not self.produced, "only a sampler that has drawn nothing can be forked"
-        other = copy(self)
+        other = self._copy()
         other.index = index
-        other.seen_ids, other.seen_counts, other._place = self.seen_ids[:], self.seen_counts[:], self._place.copy()
-        other._rules = self._rules.fork()
-        other._recent, other._times = copy(self._recent), self._times.copy()
+        return other
+
+    def after(self, token: int) -> "Sampler":
+        """The sampler of the next position if `token`, a draft, is accepted. This one does not change, and the new one
+        is not to be used once it does. Copies the tokens that penalties apply to."""
+        other = self._copy()
+        other.accept(token)
+        return other
+
+    def _copy(self) -> "Sampler":
+        other = copy(self)
+        if self.penalised:
+            other.seen_ids, other.seen_counts, other._place = self.seen_ids[:], self.seen_counts[:], self._place.copy()
+            other._recent, other._times = copy(self._recent), self._times.copy()
+        if self._rules.reads_text:
+            other._rules = self._rules.fork()
         return other
 
     def accept(self, token: int) -> None:
@@ -155,9 +170,9 @@ class Sampler:
         start, factor = decay
         return math.exp(min((self.produced - start) * math.log(factor), math.log(MAX_BOOST))) - 1.0
 
-    def uniform(self, pos: int) -> float:
-        """The random number that draws the token at `pos`."""
-        return uniform(self.seed, self.index, pos)
+    def uniform(self, pos: int, purpose: str = "draw") -> float:
+        """The random number that draws the token at `pos`; with another purpose, an independent one."""
+        return uniform(self.seed, self.index, pos, purpose)
 
     def check(self) -> None:
         """Assert what is always true."""
@@ -180,14 +195,17 @@ class _NGrams:
     def __init__(self, size: int, prompt: Sequence[int]) -> None:
         self._back = size - 1
         self._tail: list[int] = []
-        self._prompt: dict[bytes, dict[int, None]] = {}  # shared by forks; does not change after the prompt
-        self._own = self._prompt
+        self._own: dict[bytes, dict[int, None]] = {}
+        self._shared: tuple[dict[bytes, dict[int, None]], ...] = ()  # by forks, which only read them
         for token in prompt:
             self.add(token)
-        self._own = {}
+        self._shared, self._own = (self._own,), {}
 
     def fork(self) -> "_NGrams":
+        """The fork reads what this one has added itself, too, so it is of use until this one changes; if this one has
+        added nothing, without end."""
         other = copy(self)
+        other._shared = (*self._shared, self._own) if self._own else self._shared
         other._tail, other._own = self._tail[:], {}
         return other
 
@@ -203,14 +221,14 @@ class _NGrams:
         if len(self._tail) < self._back:
             return []
         key = self._key()
-        return [*self._prompt.get(key, ()), *self._own.get(key, ())]
+        return [token for index in (*self._shared, self._own) for token in index.get(key, ())]
 
     def _key(self) -> bytes:
         return array("q", self._tail).tobytes()
 
     def check(self) -> None:
         assert len(self._tail) <= self._back
-        assert all(len(key) == 8 * self._back for index in (self._prompt, self._own) for key in index)
+        assert all(len(key) == 8 * self._back for index in (*self._shared, self._own) for key in index)
 
 
 class _Phrases:
@@ -255,6 +273,11 @@ class _Rules:
         for token, bias in phrases.single.items():
             single[token] = single.get(token, 0.0) + bias
         self._biases = self._finite(single)
+
+    @property
+    def reads_text(self) -> bool:
+        """Do they depend on the tokens so far? Otherwise only on their number, and `accept` changes nothing."""
+        return self._ngrams is not None or self._phrases is not None
 
     def fork(self) -> "_Rules":
         other = copy(self)

@@ -1,0 +1,1 @@
+"""speculate: drafts of the next tokens, their verification, and how many are worth their time."""

@@ -1,0 +1,119 @@
+"""chain: the drafts of one completion in one round.
+
+A round computes the rows [current, draft 1, ..., draft D] of a completion in one step: `current` is its last token,
+which is not in memory yet, and the logits of row i are those of the token after i drafts.
+
+Always true:
+  * `samplers[i]` is the state of sampling after the first i drafts: penalties and bans see these;
+  * every draft is a token of the vocabulary, there are at most `room`, and none follows one that ends the completion.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvcellar.sample.couple import Draft
+from kvcellar.sample.draw import edit, pick, weights_of
+from kvcellar.sample.sampler import Sampler
+
+Key = tuple[int, int]  # a completion: number of the request, index of the completion
+
+
+class Chain:
+    """What a drafter reads of a completion, and the drafts that it adds.
+
+    `text` is the prompt and the tokens so far, of which the first `shared` were in the prefix cache when the request
+    began; `pos` is the position of the first draft. `room` is how many drafts are wanted.
+    """
+
+    def __init__(
+        self, key: Key, text: Sequence[int], sampler: Sampler, pos: int, room: int, *, namespace: str, shared: int
+    ) -> None:
+        self.key, self.text, self.pos, self.room = key, text, pos, max(0, room)
+        self.namespace, self.shared = namespace, shared
+        self.drafts: list[Draft] = []
+        self.samplers = [sampler]
+        self._closed = False
+
+    @property
+    def left(self) -> int:
+        """How many more drafts are of use."""
+        return 0 if self._closed else self.room - len(self.drafts)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [draft.token_id for draft in self.drafts]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the step: the current token's, and one for each draft."""
+        return len(self.drafts) + 1
+
+    def add(self, token: int, weights: Tensor | None = None) -> None:
+        """Append a draft. `weights`: see `Draft`. Raises `ValueError` for one that cannot follow."""
+        sampler = self.samplers[-1]
+        if self.left < 1:
+            raise ValueError(f"{len(self.drafts)} drafts of {self.room}: no other can follow")
+        if not 0 <= token < sampler.vocab_size:
+            raise ValueError(f"draft {token} is not a token; these are 0 to {sampler.vocab_size - 1}")
+        self.drafts.append(Draft(token, weights))
+        self.samplers.append(sampler.after(token))
+        self._closed = sampler.ends_with(token)
+
+    def close(self) -> None:
+        """No other draft follows."""
+        self._closed = True
+
+    def clear(self) -> None:
+        """Remove all drafts, and close: the round is plain decoding."""
+        self.drafts.clear()
+        del self.samplers[1:]
+        self._closed = True
+
+    def check(self) -> None:
+        """Assert what is always true."""
+        assert len(self.samplers) == len(self.drafts) + 1 <= self.room + 1
+        assert not any(map(self.samplers[0].ends_with, self.tokens[:-1]))
+        assert all(0 <= token < self.samplers[0].vocab_size for token in self.tokens)
+
+
+def extend(chains: Sequence[Chain], logits: Tensor) -> None:
+    """Append a draft to each chain, drawn from its row of a draft model's logits [R,W] with the sampling options of its
+    completion. A chain gets none, and is closed, where no token can be drawn.
+
+    Tokens that the draft model does not have are never drafted. A draft is drawn by noise of its own; that of a greedy
+    completion, or of one with a seed, by the noise that draws the token itself, so that the text does not depend on the
+    drafts.
+    """
+    samplers = [chain.samplers[-1] for chain in chains]
+    vocab = samplers[0].vocab_size
+    scores = edit(_widened(logits, vocab), samplers)
+    best, tokens = scores.max(1)
+    at = [row for row, sampler in enumerate(samplers) if not sampler.greedy]
+    weights: dict[int, Tensor] = {}
+    if at:
+        rows = torch.tensor(at, device=scores.device)
+        drawn_from = weights_of(scores[rows].float(), best[rows], [samplers[row].params for row in at])
+        chances = [_noise(chains[row]) for row in at]
+        tokens[rows] = pick(drawn_from, torch.tensor(chances, dtype=torch.float64, device=scores.device))
+        weights = {row: each for row, each in zip(at, drawn_from, strict=True) if samplers[row].couples}
+    table: list[list[float]] = torch.stack([tokens.double(), best.double()], 1).tolist()
+    for row, (chain, (token, score)) in enumerate(zip(chains, table, strict=True)):
+        if math.isfinite(score):
+            chain.add(int(token), weights.get(row))
+        else:
+            chain.close()
+
+
+def _widened(logits: Tensor, vocab: int) -> Tensor:
+    """The columns [R,V] that are tokens of the completion; those that the draft model does not have are forbidden."""
+    missing = max(0, vocab - logits.shape[1])
+    return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits[:, :vocab]
+
+
+def _noise(chain: Chain) -> float:
+    """The random number that draws the next draft."""
+    sampler = chain.samplers[-1]
+    return sampler.uniform(chain.pos + len(chain.drafts), "draft" if sampler.couples else "draw")

@@ -1,0 +1,104 @@
+"""speculator: one drafter with its depth control and its reports: all that the engine calls.
+
+    chains = [Chain(...), ...]             # one for each completion in decode
+    speculator.draft(chains)               # adds drafts, or none
+    verified = verify(chains, logits)      # in the step, with the logits of all rows of the chains
+    speculator.learn(chains, verified)     # at the end of the step
+    speculator.close(key)                  # the completion ended, was preempted, or its text was changed
+
+Always true:
+  * `draft` never raises: a drafter that does proposes nothing in this round, and nothing more after `FAILURES` such
+    rounds one after the other; `refused` is the reason then;
+  * a step that fails between `draft` and `learn` leaves no trace: it is not counted, and the chains are dropped.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from kvcellar.events import Speculation
+from kvcellar.speculate.chain import Chain, Key
+from kvcellar.speculate.depth import DepthController, Limit, Outcome
+from kvcellar.speculate.drafter import Committed, Drafter
+from kvcellar.speculate.report import Tally
+from kvcellar.speculate.verify import Verified
+
+log = logging.getLogger("kvcellar.speculate")
+
+FAILURES = 3
+
+
+class Speculator:
+    """Serves all completions of one engine, on its thread."""
+
+    def __init__(self, drafter: Drafter, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.drafter = drafter
+        self.depth = DepthController(catches_up=drafter.catches_up)
+        self.refused: str | None = None
+        self._clock = clock
+        self._failures = 0
+        self._started = 0.0
+        self._tallies: dict[int, Tally] = {}  # by number of the request
+
+    def draft(self, chains: Sequence[Chain]) -> None:
+        """Begin a round. The `room` of a chain is the most drafts that are of use; it becomes the chosen depth."""
+        self._started = self._clock()
+        limit = 0 if self.refused is not None else self.drafter.deepest
+        depths = self.depth.choose([Limit(chain.key, min(chain.room, limit)) for chain in chains])
+        for chain, depth in zip(chains, depths, strict=True):
+            chain.room = depth
+        if asked := [chain for chain in chains if chain.left > 0]:
+            try:
+                self.drafter.propose(asked)
+                self._failures = 0
+            except Exception as error:  # noqa: BLE001 - drafts are not worth a failed request
+                for chain in asked:
+                    chain.clear()
+                self._fail(error, [chain.key for chain in asked])
+
+    def committed(self, news: Sequence[Committed]) -> None:
+        """Pass on what has entered the target's memory, to a drafter that reads hidden states."""
+        if self.refused is None and self.drafter.reads_hidden:
+            try:
+                self.drafter.committed(news)
+            except Exception as error:  # noqa: BLE001 - drafts are not worth a failed request
+                self._fail(error, [new.key for new in news])
+
+    def learn(self, chains: Sequence[Chain], verified: Sequence[Verified], *, alone: bool = True) -> None:
+        """End a round. Unless the completions were `alone` in the step, its time is not measured."""
+        seconds = self._clock() - self._started if alone else None
+        plain = self.depth.plain_seconds(len(chains))
+        outcomes: list[Outcome] = []
+        for chain, one in zip(chains, verified, strict=True):
+            drafted = len(chain.drafts)
+            outcomes.append(Outcome(chain.key, drafted, one.tried, one.accepted))
+            saved = len(one.drawn) * plain - seconds if drafted and plain and seconds else 0.0
+            tally = self._tallies.setdefault(chain.key[0], Tally())
+            tally.add(drafted, one.tried, one.accepted, saved)
+        self.depth.observe(outcomes, seconds)
+
+    def close(self, key: Key) -> None:
+        """Drop what is kept of a completion, except for its part of the report."""
+        self.depth.forget(key)
+        self._drop(key)
+
+    def report(self, request: int) -> Speculation | None:
+        """Take the report of a request; None if it had no round."""
+        tally = self._tallies.pop(request, None)
+        return tally.report() if tally is not None else None
+
+    def _fail(self, error: Exception, keys: Sequence[Key]) -> None:
+        """The drafter raised. What it keeps of these completions may be wrong, and is dropped."""
+        log.error("drafter %s failed", self.drafter.name, exc_info=error)
+        for key in keys:
+            self._drop(key)
+        self._failures += 1
+        if self._failures >= FAILURES and self.refused is None:
+            self.refused = f"{FAILURES} calls in a row failed, the last with {type(error).__name__}: {error}"
+            log.error("drafter %s is not used any more: %s", self.drafter.name, self.refused)
+
+    def _drop(self, key: Key) -> None:
+        try:
+            self.drafter.close(key)
+        except Exception:
+            log.exception("drafter %s could not drop a completion", self.drafter.name)

@@ -1,0 +1,165 @@
+"""A round from drafts to the report; a drafter that fails costs its drafts, never a request."""
+
+import logging
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from kvcellar.speculate.chain import Chain, Key
+from kvcellar.speculate.drafter import Committed
+from kvcellar.speculate.report import Tally
+from kvcellar.speculate.speculator import FAILURES, Speculator
+from kvcellar.speculate.verify import verify
+from tests.speculate.chains import Model, chain, sampler
+
+TARGET = Model(1)
+
+
+class Oracle:
+    """Proposes the greedy text of the target."""
+
+    name = "oracle"
+    deepest = 4
+    catches_up = False
+    reads_hidden = True
+
+    def __init__(self) -> None:
+        self.fails = False
+        self.closed: list[Key] = []
+        self.news: list[Committed] = []
+
+    def propose(self, chains: Sequence[Chain]) -> None:
+        for one in chains:
+            while one.left > 0:
+                one.add(int(TARGET([one.tokens[-1] if one.drafts else one.text[-1]]).argmax()))
+        if self.fails:
+            raise RuntimeError("the draft model is gone")
+
+    def committed(self, news: Sequence[Committed]) -> None:
+        self.news += news
+        if self.fails:
+            raise RuntimeError("the draft model is gone")
+
+    def close(self, key: Key) -> None:
+        self.closed.append(key)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def rounds(speculator: Speculator, clock: Clock, count: int, *, sequences: int = 2, alone: bool = True) -> list[int]:
+    """Depths of the rounds. A step takes 1 s and 0.01 s for each row."""
+    found: list[int] = []
+    for _ in range(count):
+        chains = [chain(sampler(temperature=0.0), 6, number=i) for i in range(sequences)]
+        speculator.draft(chains)
+        clock.now += 1 + 0.01 * sum(one.rows for one in chains)
+        logits = torch.cat([TARGET([0, *one.tokens]) for one in chains])
+        speculator.learn(chains, verify(chains, logits), alone=alone)
+        found += [len(one.drafts) for one in chains]
+    return found
+
+
+def test_rounds_reach_the_depth_of_the_drafter_and_are_reported() -> None:
+    clock = Clock()
+    speculator = Speculator(Oracle(), clock=clock)
+    depths = rounds(speculator, clock, 200)
+    assert max(depths) == 4
+    assert sum(depths[-40:]) > 120
+    report = speculator.report(0)
+    assert report is not None
+    assert report.rounds == 200
+    assert report.drafted == report.accepted == sum(depths[::2])
+    assert report.tried_at == report.accepted_at
+    assert len(report.depths) == 8
+    assert report.depths[0][0] < report.depths[-1][0] <= report.depths[-1][1] <= 4
+    plain = speculator.depth.plain_seconds(2)
+    assert plain == pytest.approx(1.02, rel=0.01)
+    pairs = zip(depths[::2], depths[1::2], strict=True)
+    expected = sum((one + 1) * 1.02 - 1.02 - 0.01 * (one + other) for one, other in pairs if one)
+    assert report.seconds_saved == pytest.approx(expected, rel=0.02)
+    assert speculator.report(0) is None
+    assert speculator.report(7) is None
+
+
+def test_the_time_of_a_step_with_other_rows_is_not_measured() -> None:
+    clock = Clock()
+    speculator = Speculator(Oracle(), clock=clock)
+    assert set(rounds(speculator, clock, 20, alone=False)) == {0}
+    assert speculator.depth.plain_seconds(2) is None
+
+
+def test_a_drafter_that_raises_has_no_drafts_and_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    clock, oracle = Clock(), Oracle()
+    speculator = Speculator(oracle, clock=clock)
+    rounds(speculator, clock, 50)
+    oracle.fails = True
+    failed = 0
+    with caplog.at_level(logging.ERROR):
+        while speculator.refused is None:
+            assert set(rounds(speculator, clock, 1)) == {0}
+            failed += 1
+            assert failed < 50
+    assert oracle.closed.count((0, 0)) == oracle.closed.count((1, 0)) == FAILURES
+    assert "the draft model is gone" in speculator.refused
+    assert any("is not used any more" in record.message for record in caplog.records)
+    oracle.fails = False
+    assert set(rounds(speculator, clock, 20)) == {0}
+    speculator.committed([])
+
+
+def test_a_single_failure_is_forgiven() -> None:
+    clock, oracle = Clock(), Oracle()
+    speculator = Speculator(oracle, clock=clock)
+    rounds(speculator, clock, 50)
+    for _ in range(3 * FAILURES):
+        oracle.fails = True
+        rounds(speculator, clock, 1)
+        oracle.fails = False
+        rounds(speculator, clock, 3)
+    assert speculator.refused is None
+    assert sum(rounds(speculator, clock, 10)) > 40
+
+
+def test_hidden_states_reach_the_drafter_and_its_failure_drops_what_it_has() -> None:
+    oracle = Oracle()
+    speculator = Speculator(oracle)
+    new = Committed((3, 0), 0, (1, 2), torch.zeros(2, 4))
+    speculator.committed([new])
+    assert oracle.news == [new]
+    oracle.fails = True
+    speculator.committed([new])
+    assert oracle.closed == [(3, 0)]
+    speculator.close((3, 0))
+    assert oracle.closed == [(3, 0)] * 2
+
+
+def test_a_step_that_fails_leaves_no_trace() -> None:
+    clock = Clock()
+    speculator, other = Speculator(Oracle(), clock=clock), Speculator(Oracle(), clock=clock)
+    rounds(speculator, clock, 60)
+    rounds(other, clock, 60)
+    sampling = sampler(temperature=0.0)
+    other.draft([chain(sampling, 6)])
+    assert sampling.produced == 0
+    assert rounds(speculator, clock, 10) == rounds(other, clock, 10)
+
+
+def test_a_tally_without_rounds_is_empty() -> None:
+    report = Tally().report()
+    assert (report.rounds, report.drafted, report.tried_at, report.depths) == (0, 0, (), ())
+
+
+def test_a_tally_counts_by_position_and_over_time() -> None:
+    tally = Tally()
+    for depth in (0, 3, 3, 1):
+        tally.add(depth, min(depth, 2), min(depth, 1), 0.5)
+    report = tally.report()
+    assert (report.rounds, report.drafted, report.accepted, report.seconds_saved) == (4, 7, 3, 2.0)
+    assert (report.tried_at, report.accepted_at) == ((3, 2), (3, 0))
+    assert report.depths == ((0.0, 0), (3.0, 3), (3.0, 3), (1.0, 1))

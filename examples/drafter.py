@@ -30,9 +30,7 @@ class PhraseDrafter:
     reads_hidden = False
 
     def __init__(self, phrases: Sequence[Sequence[int]]) -> None:
-        self.after = {
-            tuple(phrase[i : i + 2]): phrase[i + 2 :] for phrase in phrases for i in range(len(phrase) - 2)
-        }
+        self.after = {tuple(phrase[i : i + 2]): phrase[i + 2 :] for phrase in phrases for i in range(len(phrase) - 2)}
 
     def propose(self, chains: Sequence[Chain]) -> None:
         for chain in chains:

@@ -35,7 +35,7 @@ def fewest(turns: list[Turn], cells: int, there: frozenset[tuple[int, ...]] = fr
     """What the best choice of chunks to keep computes, by trying all: prefixes of whole chunks, closed upwards."""
     if not turns:
         return 0
-    (prompt, answer), rest = turns[0], turns[1:]
+    (prompt, answer, _), rest = turns[0], turns[1:]
     text = (*prompt, *answer[:-1])
     most = (len(prompt) - 1) // CHUNK
     found = next((n for n in range(most) if text[: (n + 1) * CHUNK] not in there), most)

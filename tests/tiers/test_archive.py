@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvcellar.places import NoPlace
 from kvcellar.tiers import archive as module
-from kvcellar.tiers.archive import PART, Archive, Changed, DiskArchive, Document, Full, MemoryArchive, file_of
+from kvcellar.tiers.archive import PART, Archive, Changed, DiskArchive, Document, Full, MemoryArchive, TooLarge, file_of
 from kvcellar.tiers.codec import AesGcm, Damaged, Foreign
 from kvcellar.tiers.files import Files
 
@@ -86,7 +86,7 @@ def test_an_owner_has_so_many_documents(archive: Archive, monkeypatch: pytest.Mo
 
 def test_a_document_over_the_limit_of_one_is_refused(archive: Archive, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BODY_LIMIT", 100)
-    with pytest.raises(Full, match="at most 100 are allowed"):
+    with pytest.raises(TooLarge, match="at most 100 are allowed"):
         archive.put("a", "x", b"", bytes(101))
 
 

@@ -29,7 +29,7 @@ from kvcellar.errors import (
     shown,
 )
 from kvcellar.places import NoPlace
-from kvcellar.tiers.archive import Archive, Changed, Full
+from kvcellar.tiers.archive import Archive, Changed, Full, TooLarge
 from kvcellar.tiers.codec import Damaged, Foreign
 
 log = logging.getLogger("kvcellar.engine")
@@ -223,6 +223,9 @@ class Conversations:
         except Changed:
             what = f"there is a conversation {name} already" if after == b"" else f"the conversation {name} has changed"
             raise ConversationConflict(f"{what}; nothing was saved", PARAM) from None
+        except TooLarge as error:
+            message = f"the conversation {name} cannot be saved: {error}. Send less, rewind it, or begin another"
+            raise BadRequest(message, PARAM) from None
         except Full as error:
             message = f"the conversation {name} cannot be saved: {error}. Delete others, or rewind it"
             raise ConversationConflict(message, PARAM) from None

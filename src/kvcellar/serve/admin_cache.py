@@ -21,7 +21,7 @@ from kvcellar.errors import EngineClosed, KvcellarError
 from kvcellar.serve.api_errors import ApiError, ClientDisconnected
 from kvcellar.serve.body import BodyBudget, RequestBody, receive_json
 from kvcellar.serve.json_reader import Limits
-from kvcellar.serve.json_text import printable, to_json
+from kvcellar.serve.json_text import json_chunks, printable
 from kvcellar.serve.messages import StrictModel
 from kvcellar.serve.parsing import parse_object, validated
 from kvcellar.serve.protocols import ServedEngine
@@ -150,12 +150,12 @@ class CacheHandler:
 
     async def _answer(self, work: Callable[[], object]) -> Response:
         try:
-            found = await self._threads.for_admin(work)
+            found = await self._threads.for_admin(lambda: b"".join(json_chunks(work())))
         except EngineClosed:
             raise
         except KvcellarError as error:
             raise ApiError(400, printable(str(error), 2000), code="not_possible") from error
-        return Response(to_json(found), media_type="application/json")
+        return Response(found, media_type="application/json")
 
 
 def tier(request: Request) -> str:

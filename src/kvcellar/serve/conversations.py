@@ -3,6 +3,7 @@
 A conversation belongs to the API key that it was created with; for other keys it does not exist.
 """
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated
@@ -11,16 +12,17 @@ from pydantic import FailFast, Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from kvcellar.engine.conversations import ConversationInfo
 from kvcellar.engine.dialogue import Dialogue
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.body import RequestBody, receive_json
 from kvcellar.serve.json_reader import Limits
-from kvcellar.serve.json_text import to_json
+from kvcellar.serve.json_text import json_chunks
 from kvcellar.serve.messages import Message, StrictModel, template_messages
 from kvcellar.serve.namespaces import owner
-from kvcellar.serve.openai import Shared
+from kvcellar.serve.openai import Shared, send_encoded, until_disconnected
 from kvcellar.serve.parsing import parse_object, validated
 from kvcellar.serve.requests import MAX_MESSAGES, one_prompt
 from kvcellar.serve.responses import Json
@@ -29,6 +31,7 @@ from kvcellar.text.meter import Caps
 
 PATH = "/kvcellar/conversations"
 NAMED = f"{PATH}/{{name}}"
+WHOLE = 4  # conversations that are sent at the same time
 Work = Callable[[str, bytearray], Json]  # of the owner and the body
 
 
@@ -52,7 +55,7 @@ def conversation_routes(server: Shared) -> list[Route]:
     return [
         Route(PATH, handler.index, methods=["GET"]),
         Route(PATH, handler.create, methods=["POST"]),
-        Route(NAMED, handler.get, methods=["GET"]),
+        Route(NAMED, WholeHandler(server), methods=["GET"]),
         Route(NAMED, handler.delete, methods=["DELETE"]),
         Route(f"{NAMED}/fork", handler.fork, methods=["POST"]),
         Route(f"{NAMED}/rewind", handler.rewind, methods=["POST"]),
@@ -74,9 +77,6 @@ class ConversationsHandler:
 
     async def create(self, request: Request) -> Response:
         return await self._run(request, self._create, status=201)
-
-    async def get(self, request: Request) -> Response:
-        return await self._run(request, partial(self._get, request.path_params["name"]))
 
     async def delete(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -108,10 +108,11 @@ class ConversationsHandler:
         try:
             if request.method == "POST":
                 await server.drain.run_before(receive_json(request.scope, request.receive, server.settings, body))
-            found = await server.threads.run(body, partial(work, owner(request.scope), body.data))
+            owned = partial(work, owner(request.scope), body.data)
+            encoded = await server.threads.for_conversation(body, lambda: b"".join(json_chunks(owned())))
         finally:
             body.request_ended()
-        return Response(to_json(found), status, media_type="application/json")
+        return Response(encoded, status, media_type="application/json")
 
     def _fields(self, raw: bytearray) -> dict[str, object]:
         return parse_object(raw, Limits(context=self._engine.model.context))
@@ -136,10 +137,31 @@ class ConversationsHandler:
                 raise ApiError(400, f"the model has no token {token} of prompt", "prompt", "invalid_value")
         return prompt
 
-    def _get(self, name: str, owner: str, body: bytearray) -> Json:
-        info, dialogue = self._engine.conversations.read(name, owner=owner)
-        content = {"messages": dialogue.messages} if dialogue.chat else {"token_ids": dialogue.tokens}
-        return described(info) | content
+
+class WholeHandler:
+    """Returns a conversation with its text. An ASGI application.
+
+    Always true: at most `WHOLE` encoded conversations are sent, or wait for clients that read slowly, at the same time.
+    """
+
+    def __init__(self, server: Shared) -> None:
+        self._server = server
+        self._sending = asyncio.Semaphore(WHOLE)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await until_disconnected(receive, self._respond(scope, send))
+
+    async def _respond(self, scope: Scope, send: Send) -> None:
+        server = self._server
+        work = partial(self._encoded, scope["path_params"]["name"], owner(scope))
+        async with self._sending:
+            await send_encoded(send, await server.threads.for_conversation(RequestBody(server.bodies), work))
+
+    def _encoded(self, name: str, owner: str) -> bytes:
+        """Encoded in pieces, so that other threads run meanwhile."""
+        info, dialogue = self._server.engine.conversations.read(name, owner=owner)
+        content: Json = {"messages": dialogue.messages} if dialogue.chat else {"token_ids": iter(dialogue.tokens)}
+        return b"".join(json_chunks(described(info) | content))
 
 
 def described(info: ConversationInfo) -> Json:

@@ -147,7 +147,7 @@ class CompletionHandler:
     async def _save(self, turn: ConversationTurn) -> None:
         """Add the turn to the conversation that the request continues, if there is one."""
         if turn.begun:
-            await self._server.threads.run(RequestBody(self._server.bodies), turn.save)
+            await self._server.threads.for_conversation(RequestBody(self._server.bodies), turn.save)
 
     async def _stream(self, request: HttpRequest, answer: Answer, send: Send) -> None:
         """The status is sent with the first event, or after `ping_seconds` without one."""
@@ -210,6 +210,11 @@ async def _send_json(send: Send, value: Json) -> None:
         body += chunk
         if len(chunk) > 1000 or number % CHUNK_ITEMS == 0:
             await asyncio.sleep(0)
+    await send_encoded(send, body)
+
+
+async def send_encoded(send: Send, body: bytes | bytearray) -> None:
+    """Send JSON in pieces. The next one is copied when the client has read most of those before it."""
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     for at in range(0, len(body), SEND_BYTES):

@@ -2,18 +2,22 @@
 that the event loop is not blocked.
 
 Always true:
-  * short bodies do not wait for long ones: each kind has its own pool;
-  * at most `LONG` long bodies are parsed or tokenized at the same time.
+  * short bodies wait neither for long ones nor for the files of conversations: each kind has its own pool;
+  * at most `LONG` long bodies are parsed or tokenized, and at most `CONVERSATIONS` requests read or write a named
+    conversation, at the same time. A long body that continues a conversation is a long one.
 """
 
 import asyncio
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from kvcellar.serve.body import SHORT_BODY, RequestBody
 
-SHORT, LONG = 4, 2  # threads
+SHORT, LONG, CONVERSATIONS = 4, 2, 4  # threads
+# A field may be `conversation` only where this matches: JSON has no other escapes of its letters.
+_CONVERSATION = re.compile(rb'"conversation"|\\u00[67]')
 
 T = TypeVar("T")
 
@@ -24,12 +28,21 @@ class ReaderThreads:
     def __init__(self) -> None:
         self._short = ThreadPoolExecutor(SHORT, "kvcellar-read")
         self._long = ThreadPoolExecutor(LONG, "kvcellar-read-long")
+        self._conversations = ThreadPoolExecutor(CONVERSATIONS, "kvcellar-conversation")
         self._admin = ThreadPoolExecutor(1, "kvcellar-admin")
 
     async def run(self, body: RequestBody, work: Callable[[], T]) -> T:
         """The result of `work`, which reads `body`. The body is freed when `work` ends, even if the request was
         cancelled meanwhile."""
-        pool = self._short if len(body.data) <= SHORT_BODY else self._long
+        if len(body.data) > SHORT_BODY:
+            return await self._run(self._long, body, work)
+        return await self._run(self._conversations if _CONVERSATION.search(body.data) else self._short, body, work)
+
+    async def for_conversation(self, body: RequestBody, work: Callable[[], T]) -> T:
+        """As `run`, for work that reads or writes a named conversation: it may wait for a file."""
+        return await self._run(self._conversations, body, work)
+
+    async def _run(self, pool: ThreadPoolExecutor, body: RequestBody, work: Callable[[], T]) -> T:
         future = pool.submit(work)
         body.in_thread = True
         future.add_done_callback(lambda _: body.free())
@@ -40,5 +53,5 @@ class ReaderThreads:
         return await asyncio.wrap_future(self._admin.submit(work))
 
     def close(self) -> None:
-        for pool in (self._short, self._long, self._admin):
+        for pool in (self._short, self._long, self._conversations, self._admin):
             pool.shutdown(wait=False, cancel_futures=True)

@@ -31,7 +31,7 @@ from kvcellar.tiers.files import Files
 
 MOST = 1024  # documents of one owner
 HEAD_LIMIT = 64 << 10
-BODY_LIMIT = 64 << 20
+BODY_LIMIT = 8 << 20  # bytes of one document
 MEMORY_BYTES = 64 << 20
 SHARE_OF_FREE = 0.1
 WAIT = 10.0  # seconds that a process waits for another one that writes
@@ -42,6 +42,10 @@ _START = struct.Struct("<8sIIQ")
 
 class Full(Exception):
     """The document does not fit. The message has the limit that it exceeds."""
+
+
+class TooLarge(Exception):
+    """The document is over the limit of one document, which the message has."""
 
 
 class Changed(Exception):
@@ -66,7 +70,7 @@ class Archive(Protocol):
 
     def put(self, owner: str, name: str, head: bytes, body: bytes, *, after: bytes | None = None) -> bytes:
         """Store a document, and return its seal. `after`: the seal of the document that it replaces, empty if there is
-        to be none; None: whatever is there. Raises `Full` and `Changed`; then nothing has changed."""
+        to be none; None: whatever is there. Raises `Full`, `TooLarge` and `Changed`; then nothing has changed."""
         ...
 
     def heads(self, owner: str) -> Iterator[bytes | Exception]:
@@ -93,9 +97,9 @@ def _place(file: str, part: str) -> bytes:
 
 
 def encoded(head: bytes, body: bytes) -> bytes:
-    """Raises `Full` for parts that are over their limits."""
+    """Raises `TooLarge` for parts that are over their limits."""
     if len(head) > HEAD_LIMIT or len(body) > BODY_LIMIT:
-        raise Full(f"it has {len(head) + len(body)} bytes; at most {BODY_LIMIT} are allowed")
+        raise TooLarge(f"it has {len(head) + len(body)} bytes; at most {BODY_LIMIT} are allowed")
     start = _START.pack(_MAGIC, _VERSION, len(head), len(body)) + head
     first = digest(start)
     return b"".join((start, first, body, digest(first, body)))

@@ -433,3 +433,16 @@ def test_a_turn_that_fails_leaves_the_session_and_its_name(saved, tmp_path) -> N
         pieces.close()
         session.save("b")
         assert engine.load("a").tokens == engine.load("b").tokens == session.tokens
+
+
+def test_one_owner_has_its_share_of_the_memory_of_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[float] = []
+
+    class Noted(MemoryArchive):
+        def __init__(self, *, share: float) -> None:
+            super().__init__(share=share)
+            shares.append(share)
+
+    monkeypatch.setattr("kvcellar.engine.open_conversations.MemoryArchive", Noted)
+    small_engine("llama", tenant_share=0.25).close()
+    assert shares == [0.25]

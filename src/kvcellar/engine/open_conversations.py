@@ -24,7 +24,7 @@ def open_conversations(settings: Settings, model: ModelCard) -> Conversations:
     if settings.store is not None and model.path is not None:
         tokenizer = _tokenizer(model.path)
     if settings.store is None or tokenizer is None:
-        return Conversations(MemoryArchive(), TokenSource(model.name, "", model.vocab_size))
+        return Conversations(MemoryArchive(share=settings.tenant_share), TokenSource(model.name, "", model.vocab_size))
     archive = DiskArchive(
         Path(settings.store) / "conversations",
         conversation_bytes(settings),

@@ -136,9 +136,10 @@ def check_size(sizes: Mapping[str, int], file: str, size: int, cap: int, share: 
     own = [bytes for name, bytes in others.items() if name.startswith(file.partition("-")[0])]
     if len(own) >= MOST:
         raise Full(f"there are {len(own)} already; at most {MOST} are allowed")
-    for used, limit in ((sum(own), int(share * cap)), (sum(others.values()), cap)):
-        if used + size > limit:
-            raise Full(f"it has {size} bytes beside {used} of others; {limit} bytes are allowed")
+    if sum(own) + size > (limit := int(share * cap)):
+        raise Full(f"it has {size} bytes beside {sum(own)} of others; {limit} bytes are allowed")
+    if sum(others.values()) + size > cap:  # how much other owners have is not for this one to know
+        raise Full(f"it has {size} bytes, and there is no space left for documents")
 
 
 def check_seal(found: Source | None, after: bytes | None) -> None:

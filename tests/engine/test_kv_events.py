@@ -362,6 +362,50 @@ def test_a_restart_begins_with_batch_0_that_clears_all_blocks() -> None:
         assert DECODER.decode(batch).data_parallel_rank == 0
 
 
+def test_a_change_that_fails_or_is_lost_clears_all_and_events_go_on(monkeypatch) -> None:
+    """Subscribers have no block that is not there; what continues a known prefix brings all of that back."""
+    with small_engine("llama", **ON) as engine, listening(engine) as listener:
+        events, text = engine._built.loop.manager.events, list(tokens(random.Random(1), 24))
+
+        def until_known() -> None:
+            until = time.monotonic() + PATIENCE
+            while ("", tuple(text[: len(text) // SIZE * SIZE])) not in listener.subscriber.known():
+                assert time.monotonic() < until
+                listener.replay()
+
+        for number in range(2):
+            engine.generate(text, **GREEDY)
+            until_known()
+            if number:
+                monkeypatch.setattr("kvcellar.engine.kv_events.WAITING", 0)
+                events._put(lambda: None)
+                monkeypatch.undo()
+            else:
+                events._put(lambda: 1 // 0)
+            listener.until("GPU", set())
+            assert events.lost_changes == number + 1
+            text += tokens(random.Random(number), 24)
+            engine.generate(text, **GREEDY)
+            until_known()
+            assert listener.subscriber.known() <= in_tree(engine)
+        engine.clear_cache()
+        listener.until("GPU", set())
+
+
+def test_without_its_thread_nothing_waits_to_be_published(monkeypatch) -> None:
+    def failing(events: list[Any]) -> None:
+        raise RuntimeError
+
+    with small_engine("llama", **ON) as engine:
+        events = engine._built.loop.manager.events
+        monkeypatch.setattr(events._mirror, "_send", failing)
+        engine.generate([5] * 12, **GREEDY)
+        events._thread.join(PATIENCE)
+        engine.generate([6] * 12, **GREEDY)
+        assert not events._thread.is_alive()
+        assert not events._changes
+
+
 def test_requests_that_are_none_are_ignored() -> None:
     with small_engine("llama", **ON) as engine, listening(engine) as listener:
         for frames in ([b""], [b"", b"x"], [b"", bytes(8), bytes(8)], [b"x" * 100]):

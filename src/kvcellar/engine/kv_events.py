@@ -19,6 +19,10 @@ the sockets.
 Always true of what was published:
   * a block of a medium is stored if and only if its last token, and all before it, are there;
   * `BlockStored` and `BlockRemoved` of a block and medium alternate.
+
+Where changes were lost, because one failed or too many were waiting, `AllBlocksCleared` is published. What was there
+before is then published again only where something new continues it on the device: subscribers may miss blocks that
+are there, and have none that are not.
 """
 
 import logging
@@ -29,7 +33,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import groupby
-from queue import Empty, SimpleQueue
 from typing import Any
 
 from kvcellar.engine.settings import Settings
@@ -46,11 +49,13 @@ REPLAYED = 10_000  # batches that can be replayed,
 REPLAYED_BYTES = 64 << 20  # of so many bytes together
 TOGETHER = 256  # changes of one batch, at most
 QUEUED = 10_000  # messages for one subscriber that does not read; more are lost to it, and it asks for them again
+WAITING, WAITING_BYTES = 100_000, 256 << 20  # changes that were not published yet, and the bytes of their tokens
 CLOSING = 1.0  # seconds for what was not sent at the end
 END = (2**64 - 1).to_bytes(8, "big")  # -1
 _LOOPBACK = ("tcp://127.", "tcp://localhost:", "tcp://[::1]:")
 Event = list[Any]
 Send = Callable[[list[Event]], None]
+Change = Callable[[], None]
 
 
 class Mirror:
@@ -69,13 +74,18 @@ class Mirror:
             self._send(events)
 
     def clear(self) -> None:
-        """Nothing is there, as when an engine begins."""
-        self._events.append(["AllBlocksCleared"])
+        """Nothing is there, as when an engine begins; what was not sent is not sent any more."""
+        for medium in MEDIA.values():
+            self._there[medium].clear()
+            self._snapshots[medium].clear()
+        self._events = [["AllBlocksCleared"]]
 
     def gained(self, namespace: str, key: bytes, start: int) -> None:
         """The device has the tokens of a key from `start` on."""
         blocks, _ = blocks_of(namespace, START, key, self._size)
-        self._store(MEDIA["device"], namespace, [block for block in blocks if block.end > start])
+        there = self._there[MEDIA["device"]]
+        new = [block for block in blocks if block.end > start or not there[block.hash]]  # others: see `clear`
+        self._store(MEDIA["device"], namespace, new)
 
     def lost(self, namespace: str, key: bytes, start: int) -> None:
         """The device has the tokens of a key from `start` on no longer."""
@@ -125,6 +135,8 @@ class Mirror:
     def _remove(self, medium: str, hashes: Iterable[int]) -> None:
         there, gone = self._there[medium], list[int]()
         for one in hashes:
+            if not there[one]:
+                continue  # it was there when all was cleared
             there[one] -= 1
             if not there[one]:
                 del there[one]
@@ -146,7 +158,9 @@ class KvEvents:
         self._zmq, self._encode = zmq, msgspec.msgpack.Encoder().encode
         self._context = zmq.Context()
         self._topic, self._size = topic.encode(), size
-        self._changes: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._changes: deque[tuple[int, Change | None]] = deque()  # with bytes of tokens; None: the end
+        self._waiting_bytes, self._ended, self._lock = 0, False, threading.Lock()
+        self.lost_changes = 0  # how often all blocks were cleared because changes were lost
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         self._woken.setblocking(False)
@@ -183,12 +197,12 @@ class KvEvents:
     def gained(self, node: Node, start: int) -> None:
         """A node of the prefix tree has tokens from `start` on that it did not have."""
         namespace, key = root_of(node).namespace, path_key(node, node.end)
-        self._put(lambda: self._mirror.gained(namespace, key, start))
+        self._put(lambda: self._mirror.gained(namespace, key, start), len(key))
 
     def lost(self, node: Node, start: int) -> None:
         """A node is about to lose its tokens from `start` on."""
         namespace, key = root_of(node).namespace, path_key(node, node.end)
-        self._put(lambda: self._mirror.lost(namespace, key, start))
+        self._put(lambda: self._mirror.lost(namespace, key, start), len(key))
 
     def device_cleared(self) -> None:
         """The prefix tree was made anew."""
@@ -197,15 +211,32 @@ class KvEvents:
     def stored(self, tier: str, snapshots: Iterable[Snapshot]) -> None:
         """A tier has snapshots, those that others continue first."""
         for snapshot in snapshots:
-            self._put(lambda snapshot=snapshot: self._mirror.stored(tier, snapshot))
+            self._put(lambda snapshot=snapshot: self._mirror.stored(tier, snapshot), len(snapshot.tokens))
 
     def removed(self, tier: str, key: bytes) -> None:
         self._put(lambda: self._mirror.removed(tier, key))
 
-    def _put(self, change: Callable[[], None] | None) -> None:
-        self._changes.put(change)
+    def _put(self, change: Change | None, size: int = 0) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            if len(self._changes) >= WAITING or self._waiting_bytes + size > WAITING_BYTES:
+                self._drop()
+            self._changes.append((size, change))
+            self._waiting_bytes += size
         with suppress(OSError):  # it will be woken by what is there already, or is closed
             self._wake.send(b"\0")
+
+    def _drop(self) -> None:
+        """Of too many changes: subscribers begin again with no blocks. The lock is held."""
+        closing = any(change is None for _, change in self._changes)
+        self._changes.clear()
+        self._waiting_bytes = 0
+        self._changes.append((0, self._mirror.clear))
+        if closing:
+            self._changes.append((0, None))
+        self.lost_changes += 1
+        log.warning("too many KV events wait to be published; subscribers are told to forget all blocks")
 
     def close(self) -> None:
         """Send what has changed. May be called again."""
@@ -230,22 +261,38 @@ class KvEvents:
         except Exception:
             log.exception("KV events are not published any more")
         finally:
+            with self._lock:
+                self._ended = True
+                self._changes.clear()
             self._close_sockets()
 
     def _apply(self) -> bool:
         """Publish what has changed. False at the end."""
         while True:
             try:
-                for _ in range(TOGETHER):
-                    change = self._changes.get_nowait()
-                    if change is None:
-                        self._mirror.flush()
-                        return False
-                    change()
-            except Empty:
+                more = self._apply_some()
                 self._mirror.flush()
-                return True
-            self._mirror.flush()
+            except Exception:
+                log.exception("KV events were lost; subscribers are told to forget all blocks")
+                self.lost_changes += 1
+                self._mirror.clear()
+                self._mirror.flush()  # where this fails too, nothing more is published
+                continue
+            if more is not None:
+                return more
+
+    def _apply_some(self) -> bool | None:
+        """Apply changes of one batch. False at the end, True if there are no more now."""
+        for _ in range(TOGETHER):
+            with self._lock:
+                if not self._changes:
+                    return True
+                size, change = self._changes.popleft()
+                self._waiting_bytes -= size
+            if change is None:
+                return False
+            change()
+        return None
 
     def _publish(self, events: list[Event]) -> None:
         batch = self._encode([time.time(), events, 0])
@@ -253,8 +300,8 @@ class KvEvents:
         self._sent_bytes += len(batch)
         while len(self._sent) > REPLAYED or (self._sent_bytes > REPLAYED_BYTES and len(self._sent) > 1):
             self._sent_bytes -= len(self._sent.popleft()[1])
-        self._pub.send_multipart((self._topic, self._number.to_bytes(8, "big"), batch))
-        self._number += 1
+        number, self._number = self._number, self._number + 1
+        self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), batch))
 
     def _answer(self, replay: Any) -> None:
         """Replay to one subscriber. Of one that does not read, the rest is lost."""

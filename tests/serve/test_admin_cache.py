@@ -1,6 +1,7 @@
 """The routes below /admin/cache list, remove, verify, export and import what a server has, while it serves."""
 
 import random
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,8 +23,8 @@ GREEDY = {"max_tokens": 2, "temperature": 0.0, "ignore_eos": True}
 
 
 @contextmanager
-def served(engine: Engine) -> Iterator[httpx.Client]:
-    settings = ServeSettings(port=0, admin_digests=(key_digest(ADMIN),))
+def served(engine: Engine, **more: float) -> Iterator[httpx.Client]:
+    settings = ServeSettings(port=0, admin_digests=(key_digest(ADMIN),), **more)
     headers = {"authorization": f"Bearer {ADMIN}"}
     with Server(engine, settings) as server:
         with httpx.Client(base_url=server.url, timeout=PATIENCE, headers=headers) as http:
@@ -194,6 +195,17 @@ def test_what_is_no_archive_is_refused_while_it_arrives(models, tmp_path) -> Non
         response = http.post("/admin/cache/import", content=b"", headers={"content-type": "text/plain"})
         assert response.status_code == 415
         assert http.post("/admin/cache/clear", content=b"").status_code == 415, "a web page could send that"
+
+
+def test_an_archive_that_does_not_arrive_does_not_block_other_requests(models, tmp_path) -> None:
+    with stored_engine(models["llama"], tmp_path) as engine, served(engine, body_seconds=0.2) as http:
+        url = httpx.URL(str(http.base_url))
+        with socket.create_connection((url.host, url.port), timeout=PATIENCE) as stalled:
+            head = f"POST /admin/cache/import HTTP/1.1\r\nhost: {url.host}\r\nauthorization: Bearer {ADMIN}\r\n"
+            head += "content-type: application/x-tar\r\ncontent-length: 100000\r\n\r\n"
+            stalled.sendall(head.encode() + bytes(600))
+            assert b" 408 " in stalled.makefile("rb").readline()
+            assert done(http.get("/admin/cache"))["store"] is not None
 
 
 @pytest.mark.parametrize("verb", ["collect", "verify", "export"])

@@ -129,15 +129,27 @@ class CacheHandler:
         arriving = Arriving(asyncio.get_running_loop())
         reading = asyncio.ensure_future(self._answer(lambda: asdict(self._engine.cache.import_from(arriving))))
         reading.add_done_callback(lambda _: arriving.close())  # what still arrives is discarded
+        parts = request.stream()
         try:
-            async for part in request.stream():
+            while (part := await self._part(parts)) is not None:
                 await arriving.add(part)
             arriving.end()
             return await reading
-        except ClientDisconnect:
-            raise ClientDisconnected from None
         finally:
             arriving.close()
+            await asyncio.gather(reading, return_exceptions=True)  # then its thread is free for other requests
+
+    async def _part(self, parts: AsyncIterator[bytes]) -> bytes | None:
+        """The next part of a body; None after the last. Raises `ApiError` 408 if none arrives in time."""
+        seconds = self._settings.body_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                return await anext(parts, None)
+        except TimeoutError:
+            message = f"no part of the archive arrived within {seconds:g} seconds"
+            raise ApiError(408, message, code="request_timeout", headers={"connection": "close"}) from None
+        except ClientDisconnect:
+            raise ClientDisconnected from None
 
     async def _body(self, request: Request) -> dict[str, object]:
         """The body, which must be JSON: a web page of another origin cannot send that."""

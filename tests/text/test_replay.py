@@ -193,6 +193,25 @@ def test_a_control_token_of_a_reply_is_used_only_where_the_template_writes_it() 
     assert chat.words.decode(prompt, skip_special=False) == chat.rendered().text
 
 
+def test_controls_of_a_reply_are_looked_up_once_however_long_it_is() -> None:
+    """Comparing the control tokens of every possible cut would take the square of their number."""
+    lookups: list[int] = []
+
+    class Counting(dict[int, str]):
+        def __contains__(self, token: object) -> bool:
+            lookups.append(1)
+            return super().__contains__(token)
+
+    chat = Chat("byte_level")
+    control = next(iter(chat.words.control))
+    letter = pieces("byte_level", "a", random.Random(1))[0]
+    chat.replays._tokenizer = SimpleNamespace(control=Counting(chat.words.control))
+    reply = [letter] * 500
+    assert chat.replays._cut([*reply, control], [*reply, letter]) == (500, 500, 500)
+    assert chat.replays._cut([control, *reply], [control, *reply])[0] == 501
+    assert len(lookups) < 20 * 500
+
+
 def test_a_client_cannot_pass_its_own_text_off_as_an_earlier_prompt() -> None:
     chat = Chat("byte_level")
     chat.ask("Where?", chat.words.encode_marked("cool", ()))

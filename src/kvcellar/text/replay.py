@@ -18,6 +18,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache, partial
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from kvcellar.events import Rewrite
@@ -191,8 +192,13 @@ class Replays:
         places, other = self._ends(head, pace)
         alike = _alike(text, other)
         after = {end: count for count, end in enumerate(places, start=1) if end <= alike}
+        said, written = self._counts(reply), self._counts(head)  # of control tokens up to each place
+        same = next(
+            (n for n, (a, b) in enumerate(zip(self._controls(reply), self._controls(head), strict=False)) if a != b),
+            min(said[-1], written[-1]),
+        )
         for kept, end in reversed([*enumerate(ends, start=1)]):
-            if end in after and self._controls(reply[:kept]) == self._controls(head[: after[end]]):
+            if end in after and said[kept] == written[after[end]] <= same:
                 return kept, after[end], end
         return 0, 0, 0
 
@@ -225,6 +231,10 @@ class Replays:
 
     def _controls(self, ids: Sequence[int]) -> list[int]:
         return [token for token in ids if token in self._tokenizer.control]
+
+    def _counts(self, ids: Sequence[int]) -> list[int]:
+        """How many control tokens are among the first n, for n from 0."""
+        return [*accumulate((token in self._tokenizer.control for token in ids), initial=0)]
 
     # -- what is not as it was --------------------------------------------------------------------------------------
 

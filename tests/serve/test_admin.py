@@ -166,3 +166,24 @@ def test_records_are_bounded_by_requests_and_by_prompts() -> None:
     records.add(logged("last"))
     assert records.find("5") is None
     records.check()
+
+
+def test_a_client_cannot_replace_or_hide_a_record_by_the_id_of_a_request() -> None:
+    records = Records()
+
+    def add(name: str, response: str, owner: str) -> None:
+        log = RequestLog(name, response_id=response, owner=owner)
+        log.set_prompts([[5]])
+        records.add(log)
+        records.check()
+
+    def found(name: str) -> str | None:
+        record = records.find(name)
+        return record.log.response_id if record is not None else None
+
+    add("a", "cmpl-1", "one")
+    add("a", "cmpl-2", "another")
+    add("cmpl-1", "cmpl-3", "another")
+    assert (found("a"), found("cmpl-1"), found("cmpl-2"), found("cmpl-3")) == ("cmpl-1", "cmpl-1", "cmpl-2", "cmpl-3")
+    add("a", "cmpl-4", "one")
+    assert found("a") == "cmpl-4", "the owner of an id may use it again"

@@ -113,6 +113,19 @@ def test_prefixes_are_shared_by_all_where_that_is_switched_on_but_for_salts() ->
         assert (read_of(client, cache_salt="a"), read_of(client, KEYS[1], cache_salt="a")) == (40, 1)
 
 
+@pytest.mark.parametrize("share", [True, False])
+def test_what_is_shared_is_shown_to_no_other_key(share) -> None:
+    """With keys that share, a response has no text of the prompt that it diverges from."""
+    with small_engine("llama") as engine, client_of(engine, share_prefixes=share) as client:
+        complete(client, [*range(5, 45), 50, 51, 52])
+        other = KEYS[1] if share else None
+        usage, _ = complete(client, [*range(5, 45), 60, 61], key=other, return_recall=True)
+        (recall,) = usage.recall
+        assert (recall["reason"], recall["matched"]) == ("diverged", 40)
+        hidden = [recall[name] for name in ("entry", "ours", "theirs", "rewrite")]
+        assert hidden == ["", None, None, None] if share else recall["theirs"]["tokens"][:3] == [50, 51, 52]
+
+
 def test_the_owner_of_a_request_is_its_api_key() -> None:
     """Not its user, which a client may choose; and also where all keys share."""
     fake = FakeEngine()

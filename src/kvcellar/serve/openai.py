@@ -132,8 +132,9 @@ class CompletionHandler:
                 return parsed
 
             parsed = await server.drain.run_before(server.threads.run(body, parse_and_submit))
-            answer = Answer(ResponseBuilder(server.engine, parsed, self._format), turn, log)
-            log.response_id, log.namespace = answer.builder.id, parsed.namespace
+            texts = not (server.settings.share_prefixes and server.settings.key_digests)
+            answer = Answer(ResponseBuilder(server.engine, parsed, self._format, texts), turn, log)
+            log.response_id, log.namespace, log.owner = answer.builder.id, parsed.namespace, owner(scope)
             if parsed.stream:
                 await self._stream(request, answer, send)
                 return

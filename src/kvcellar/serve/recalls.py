@@ -1,7 +1,7 @@
 """recalls: what came from memory, and why it was not more, as JSON: in responses, and in the records of requests."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import MappingProxyType
 
 from kvcellar.events import Recall
@@ -24,13 +24,17 @@ RECALL: Mapping[str, str] = MappingProxyType(  # meaning of the fields of `recal
         "theirs": "where it diverged: the next tokens of the entry, likewise",
         "rewrite": "of a chat, the message in which the prompt is not what the conversation was so far: `message` (its "
         "index), `role`, `by` (`template`: rendered in another form, or `client`: sent in another form), and `tokens`, "
-        "those of the conversation that cannot be used because of that; else `null`",
+        "those of the conversation that cannot be used because of that; else `null`. A server with API keys and "
+        "`share_prefixes` leaves it, `entry`, `ours` and `theirs` empty in responses",
     }
 )
 
 
-def recall_fields(recall: Recall, engine: ServedEngine) -> Json:
-    """What a client gets: all but what other salts and users of its key have."""
+def recall_fields(recall: Recall, engine: ServedEngine, *, texts: bool = True) -> Json:
+    """What a client gets: all but what other salts and users of its key have. `texts`: with what may be the text of
+    other requests of its namespace."""
+    if not texts:
+        recall = replace(recall, entry="", ours=(), theirs=(), rewrite=None)
     values = (
         *(recall.asked, recall.matched, recall.restored, dict(recall.sources), recall.seconds),
         *(recall.reason, recall.detail, recall.entry),

@@ -5,7 +5,9 @@ Only a server with an admin key has them. They contain up to 16 tokens on both s
 
 Always true:
   * at most `MOST` requests are recorded, of `MOST_PROMPTS` prompts together;
-  * a record is found by both ids of its request, unless a later request has the same id.
+  * a record is found by the id of its response, whatever ids requests have;
+  * it is found by the id of its request, which a client may choose, unless a later one of the same owner or an earlier
+    one of another owner that is still recorded has the same.
 """
 
 import time
@@ -28,10 +30,6 @@ class Record:
     log: RequestLog
     created: float = field(default_factory=time.time)
 
-    @property
-    def ids(self) -> set[str | None]:
-        return {self.log.request_id, self.log.response_id} - {None}
-
     def summary(self) -> Json:
         return {"id": self.log.response_id, "created": self.created} | self.log.fields()
 
@@ -52,7 +50,8 @@ class Records:
 
     def __init__(self) -> None:
         self._records: deque[Record] = deque()
-        self._by_id: dict[str | None, Record] = {}
+        self._by_response: dict[str, Record] = {}
+        self._by_request: dict[str, Record] = {}
         self._prompts = 0
 
     def add(self, log: RequestLog) -> None:
@@ -62,16 +61,21 @@ class Records:
         log.recorded, record = True, Record(log)
         self._records.append(record)
         self._prompts += log.prompts
-        self._by_id.update(dict.fromkeys(record.ids, record))
+        if log.response_id is not None:
+            self._by_response[log.response_id] = record
+        before = self._by_request.get(log.request_id)
+        if before is None or before.log.owner == log.owner:
+            self._by_request[log.request_id] = record
         while len(self._records) > MOST or (self._prompts > MOST_PROMPTS and len(self._records) > 1):
             gone = self._records.popleft()
             self._prompts -= gone.log.prompts
-            for name in gone.ids:
-                if self._by_id.get(name) is gone:
-                    del self._by_id[name]
+            for names, name in ((self._by_response, gone.log.response_id), (self._by_request, gone.log.request_id)):
+                if name is not None and names.get(name) is gone:
+                    del names[name]
 
-    def find(self, request_id: str) -> Record | None:
-        return self._by_id.get(request_id)
+    def find(self, name: str) -> Record | None:
+        """By the id of a response or of a request."""
+        return self._by_response.get(name) or self._by_request.get(name)
 
     def last(self, most: int) -> list[Record]:
         """The last ones first."""
@@ -81,4 +85,5 @@ class Records:
         """Assert what is always true."""
         assert len(self._records) <= MOST
         assert self._prompts == sum(record.log.prompts for record in self._records)
-        assert set(map(id, self._by_id.values())) <= set(map(id, self._records))
+        found = (*self._by_response.values(), *self._by_request.values())
+        assert set(map(id, found)) <= set(map(id, self._records))

@@ -55,6 +55,7 @@ class RequestLog:
     recall: str | None = None
     response_id: str | None = None  # in the body of the response
     namespace: str = ""
+    owner: str = ""
     prompts: int = 0
     recorded: bool = False  # see `records`
     done: dict[int, Done] = field(default_factory=dict[int, Done])  # by number of the prompt

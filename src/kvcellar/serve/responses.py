@@ -167,8 +167,11 @@ class CompletionFormat:
 class ResponseBuilder:
     """The response to one request: `chunks` for every batch of a stream; or `add` for every batch, then `response`."""
 
-    def __init__(self, engine: ServedEngine, request: ParsedRequest, form: ResponseFormat) -> None:
-        self._engine, self._request = engine, request
+    def __init__(
+        self, engine: ServedEngine, request: ParsedRequest, form: ResponseFormat, recall_texts: bool = True
+    ) -> None:
+        """`recall_texts`: whether `recall` may have the text of other requests of the namespace."""
+        self._engine, self._request, self._recall_texts = engine, request, recall_texts
         self._format = form
         self._tokens = TokenText(engine, request.tokens_as_ids)
         self._choices = [Choice(index) for index in range(len(request.prompt_tokens) * request.params.n)]
@@ -271,7 +274,9 @@ class ResponseBuilder:
         }
         if self._request.recall:
             usage["recall"] = [
-                recall_fields(done.recall, self._engine) for done in self._done if done.recall is not None
+                recall_fields(done.recall, self._engine, texts=self._recall_texts)
+                for done in self._done
+                if done.recall is not None
             ]
         return usage
 

@@ -1,5 +1,6 @@
 """`kvcellar cache` does the same with a running server and with the directory of a store."""
 
+import io
 import json
 import random
 import re
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvcellar import Engine
+from kvcellar.errors import KvcellarError
 from kvcellar.serve import Server, ServeSettings, key_digest
+from kvcellar.tiers import upkeep
 from kvcellar.tiers.codec import MAGIC, VERSION
 from tests.cli.command import COMMAND, Ran, environment, kvcellar
 from tests.engine.mixes import tokens
@@ -80,6 +83,40 @@ def test_an_archive_moves_a_store(store, model, tmp_path) -> None:
         assert engine.generate(PROMPT, **GREEDY).usage.cached_tokens == 99
     archive.write_bytes(archive.read_bytes().replace(MAGIC + bytes([VERSION]), MAGIC + b"\x09"))
     assert "refused 1: it is of version 9" in run("import", archive, "--store", store, code=1).out
+
+
+def test_an_export_replaces_a_file_only_when_it_is_whole(store, tmp_path) -> None:
+    archive, part = tmp_path / "store.tar", tmp_path / "store.tar.part"
+    archive.write_bytes(b"before")
+    run("export", archive, "--url", "http://127.0.0.1:1", "--admin-key-file", _key(tmp_path), code=1)
+    run("export", archive, "--store", tmp_path, code=2)
+    assert (archive.read_bytes(), part.exists()) == (b"before", False)
+    part.write_bytes(b"")
+    assert "another export writes it" in run("export", archive, "--store", store, code=1).err
+    assert (archive.read_bytes(), part.read_bytes()) == (b"before", b"")
+    part.unlink()
+    run("export", archive, "--store", store)
+    assert (archive.stat().st_mode & 0o777, part.exists()) == (0o600, False)
+    into = io.BytesIO()
+    assert kvcellar("cache", "export", "-", "--store", str(store), stdout=into).code == 0
+    assert into.getvalue() == archive.read_bytes()
+
+
+def test_an_export_that_fails_leaves_the_file_as_it_was(store, tmp_path, monkeypatch) -> None:
+    def failing(disk):
+        yield b"some"
+        raise KvcellarError("it failed")
+
+    archive = tmp_path / "store.tar"
+    archive.write_bytes(b"before")
+    monkeypatch.setattr(upkeep, "exported", failing)
+    assert "it failed" in run("export", archive, "--store", store, code=1).err
+    assert (archive.read_bytes(), (tmp_path / "store.tar.part").exists()) == (b"before", False)
+
+
+def _key(directory: Path) -> Path:
+    (directory / "admin.txt").write_text(ADMIN)
+    return directory / "admin.txt"
 
 
 def test_damage_is_reported_by_the_exit_code(store) -> None:

@@ -224,6 +224,8 @@ def test_without_a_store_what_needs_one_is_refused(verb) -> None:
     [
         ("tier=host", "tier must be device or disk"),
         ("limit=0", "limit must be a whole number from 1 to 100000"),
+        ("limit=0000000000000000019", "limit must be a whole number from 1 to 100000"),
+        (f"limit=000000001{'9' * 5000}", "limit must be a whole number from 1 to 100000"),
     ],
 )
 def test_other_values_are_refused(query, message) -> None:

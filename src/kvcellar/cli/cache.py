@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from heapq import nlargest
 from pathlib import Path
@@ -275,20 +276,42 @@ def verify(as_json: bool, **target: Any) -> None:
 
 
 @_verb("export")
-@click.argument("file", type=click.File("wb", lazy=False))
-def export(file: BinaryIO, as_json: bool, **target: Any) -> None:
-    """Write the entries of the store to FILE, a tar archive; -: to stdout. It has the tokens of prompts."""
-    chosen = Target(**target)
+@click.argument("file", type=click.Path(dir_okay=False, allow_dash=True, path_type=Path))
+def export(file: Path, as_json: bool, **target: Any) -> None:
+    """Write the entries of the store to FILE, a tar archive that only its owner can read; -: to stdout. It has the
+    tokens of prompts. FILE is replaced once the archive is whole.
+    """
+    chosen, to_stdout = Target(**target), str(file) == "-"
 
     def write(parts: Iterator[bytes]) -> Json:
-        return {"bytes": sum(file.write(part) for part in parts)}
+        with nullcontext(sys.stdout.buffer) if to_stdout else _replacing(file) as into:
+            return {"bytes": sum(into.write(part) for part in parts)}
 
     if chosen.client is not None:
         found = write(chosen.client.download("/admin/cache/export"))
     else:
         found = chosen.ask("POST", "", lambda disk: write(upkeep.exported(disk)))
-    if file is not sys.stdout.buffer:
-        _print(found, as_json, iter([f"wrote {_size(found['bytes'])} to {file.name}"]))
+    if not to_stdout:
+        _print(found, as_json, iter([f"wrote {_size(found['bytes'])} to {file}"]))
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file that takes the place of `path` at the end; if the block raises, `path` stays as it was."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        file = os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+    except FileExistsError:
+        raise BadRequest(f"{part} exists: another export writes it, or one was killed; remove it") from None
+    except OSError as error:
+        raise BadRequest(f"{part} cannot be written: {error.strerror}") from error
+    try:
+        with file:
+            yield file
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 @_verb("import")

@@ -180,7 +180,7 @@ def tier(request: Request) -> str:
 def whole(request: Request, name: str, default: int, most: int) -> int:
     """A parameter of the query: a number from 1 to `most`. Raises `ApiError` 400."""
     text = request.query_params.get(name, str(default))
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= most):
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(most)) and 1 <= int(text) <= most):
         raise ApiError(400, f"{name} must be a whole number from 1 to {most}", name)
     return int(text)
 

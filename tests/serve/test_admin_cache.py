@@ -109,7 +109,8 @@ def test_what_is_removed_is_computed_again_and_the_rest_is_not() -> None:
         assert listed(http) == []
         response = http.post("/admin/cache/remove", json={})
         assert error_of(response)["message"] == "name what to remove: a namespace, an entry or a prefix"
-        assert http.post("/admin/cache/remove", json={"entry": 5}).status_code == 400
+        for body in ({"entry": 5}, {"entry": "0"}, {"prefix": ""}, {"prefix": []}):
+            assert http.post("/admin/cache/remove", json=body).status_code == 400
         engine.check()
         assert engine.stats().cells_cached == 0
 
@@ -141,6 +142,16 @@ def test_clearing_frees_memory_and_the_store(models, tmp_path) -> None:
         written(engine)
         assert post(http, "remove", prefix=prompt(1)[:3])["stored"] == 1
         assert list((tmp_path / "store" / "data").iterdir()) == []
+
+
+def test_entries_of_other_models_are_not_removed(models, tmp_path) -> None:
+    for name in ("lfm2", "llama"):
+        with stored_engine(models[name], tmp_path) as engine:
+            engine.generate(prompt(1), **GREEDY)
+            written(engine)
+            if name == "llama":
+                assert engine.cache.remove(namespace="").stored == 1
+                assert len(engine.cache.stored_totals()) == 1
 
 
 def test_damaged_entries_are_found_and_collected(models, tmp_path) -> None:

@@ -334,6 +334,13 @@ def test_text_of_a_client_is_not_taken_for_control_tokens_of_a_store() -> None:
     assert chat.prompt() == chat.rendered().encode(chat.words)
 
 
+@pytest.mark.parametrize("token", [2**32, -1, 2**31])
+def test_ids_that_the_tokenizer_does_not_have_match_no_text(token) -> None:
+    chat = Chat("byte_level")
+    stored = StoredTexts(chain([token], [1]), MIB)
+    assert stored.longest("", b"some text", chat.words.token_bytes) == []
+
+
 # What is not as it was.
 
 THOUGHT = "<think>\nIt may be cool.\n</think>\n\nIn the cellar."

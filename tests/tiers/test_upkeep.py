@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from kvcellar.errors import BadRequest, KvcellarError
 from kvcellar.snapshot import Snapshot
-from kvcellar.tiers.codec import AesGcm
+from kvcellar.tiers.codec import MAGIC, AesGcm
 from kvcellar.tiers.disk import DiskTier
 from kvcellar.tiers.tier import Tier
 from kvcellar.tiers.upkeep import (
+    check_named,
     collected,
     entries,
     exported,
@@ -181,6 +182,68 @@ def test_what_is_no_archive_is_refused(tmp_path, data) -> None:
     with pytest.raises(KvcellarError, match="archive"):
         imported(io.BytesIO(data), only(disk))
     assert disk.rows() == []
+
+
+def extended(size: int, kind: bytes) -> bytes:
+    head = tarfile.TarInfo("x")
+    head.size, head.type = size, kind
+    return head.tobuf(tarfile.GNU_FORMAT)
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_SPARSE, tarfile.SYMTYPE])
+@pytest.mark.parametrize("size", [512, 1 << 40])
+def test_members_that_are_no_plain_files_are_refused_before_they_are_read(tmp_path, kind, size) -> None:
+    first = tar(MANIFEST)[:1024]
+    source = io.BytesIO(first + extended(size, kind) + bytes(10_000))
+    with pytest.raises(KvcellarError, match="a member is no plain file"):
+        imported(source, only(store(tmp_path)))
+    assert source.tell() == len(first) + 512
+
+
+@pytest.mark.parametrize("size", [-1, 1 << 40])
+def test_sizes_of_members_are_checked_before_they_are_read(tmp_path, size) -> None:
+    first = tar(MANIFEST)[:1024]
+    source = io.BytesIO(first + extended(size, tarfile.REGTYPE) + bytes(10_000))
+    with pytest.raises(KvcellarError, match="a member is no plain file"):
+        imported(source, only(store(tmp_path)))
+    assert source.tell() == len(first) + 512
+
+
+def test_what_cannot_be_used_is_refused(tmp_path) -> None:
+    def check(snapshot: Snapshot) -> None:
+        raise BadRequest("a record that cannot be read")
+
+    disk, other = store(tmp_path / "one"), store(tmp_path / "two")
+    three(disk)
+    found = imported(io.BytesIO(archive(disk)), only(other), check=check)
+    assert (found.stored, sum(found.refused.values()), len(found.refused), other.rows()) == (0, 3, 1, [])
+
+
+def test_reasons_do_not_depend_on_what_an_archive_has(tmp_path) -> None:
+    disk = store(tmp_path)
+    content = [(f"{n}", MAGIC + n.to_bytes(4, "little") + bytes(16 + n)) for n in range(30)]
+    found = imported(io.BytesIO(tar(MANIFEST, *content, ("end", b""))), only(disk))
+    assert (found.stored, sum(found.refused.values())) == (0, 30)
+    assert set(found.refused) == {"it is damaged", "it is of another version, or sealed with another key"}
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ((None, None, None), "name what to remove"),
+        ((None, None, ""), "the prefix is empty"),
+        (("n", None, []), "the prefix is empty"),
+        ((None, "", None), "12 to 64"),
+        ((None, "0" * 11, None), "12 to 64"),
+        ((None, "g" * 12, None), "12 to 64"),
+        ((None, None, [1 << 64]), "token ids are from 0"),
+        ((None, None, [-1]), "token ids are from 0"),
+    ],
+)
+def test_what_would_remove_too_much_is_refused(named, message) -> None:
+    with pytest.raises(BadRequest, match=message):
+        check_named(*named)
+    check_named("", "0" * 12, [0, 7])
 
 
 @pytest.mark.parametrize("cut", [1600, 2300, 2800])

@@ -207,9 +207,8 @@ def rm(
     """Remove ENTRY, as `tree` names it, and all that continue it; or what begins with a prefix; or a namespace. What
     running requests use stays.
     """
-    if entry is namespace is prefix is prefix_ids is None:
-        raise BadRequest("name what to remove: an entry, a namespace or a prefix", "namespace")
     ids = _ids(prefix_ids) if prefix_ids is not None else None
+    upkeep.check_named(namespace, entry, prefix if prefix is not None else ids)
 
     def of_store(disk: DiskTier) -> Json:
         from kvcellar.prefix.node import key_of
@@ -324,8 +323,9 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
     help="With --store: most bytes of the store, and no more than a tenth of what is free.",
 )
 def import_from(file: BinaryIO, store_bytes: int, as_json: bool, **target: Any) -> None:
-    """Store the entries of an archive that `export` has made. A server refuses those of other models; nothing in FILE
-    is trusted. Exit code 1 if entries were refused.
+    """Store the entries of an archive that `export` has made. A server refuses those of other models. Without a store
+    key, nothing shows that the K/V in FILE were computed from its tokens: import only what you trust. Exit code 1 if
+    entries were refused.
     """
     chosen = Target(**target)
     if chosen.client is not None:
@@ -343,6 +343,8 @@ def _imported(target: Target, file: BinaryIO, most: int) -> upkeep.Imported:
     """A store takes entries of all models."""
     store, cipher = target.store, target.cipher
     assert store is not None
+    from kvcellar.cache.record import positions  # imports torch
+
     disks: dict[bytes, DiskTier] = {}
 
     def of(identity: bytes) -> DiskTier:
@@ -351,7 +353,7 @@ def _imported(target: Target, file: BinaryIO, most: int) -> upkeep.Imported:
         return disks[identity]
 
     try:
-        return upkeep.imported(file, of, cipher)
+        return upkeep.imported(file, of, cipher, lambda snapshot: positions(snapshot.record))
     finally:
         for disk in disks.values():
             disk.close()

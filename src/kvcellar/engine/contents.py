@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from heapq import nlargest
 from typing import TYPE_CHECKING, Any
 
+from kvcellar.cache.record import positions
+from kvcellar.engine.intake import tokens
 from kvcellar.engine.stats import stats
 from kvcellar.engine.store import Store
 from kvcellar.errors import BadRequest
 from kvcellar.prefix.listing import Listed, Walk
 from kvcellar.prefix.node import TOKEN, Node, key_of
+from kvcellar.snapshot import Snapshot
 from kvcellar.tiers import upkeep
 from kvcellar.tiers.disk import DiskTier
 from kvcellar.tiers.upkeep import Imported, Readable, Verified
@@ -79,12 +82,12 @@ class Contents:
         found: dict[str, NamespaceContents] = {}
         for one, _ in self._walked(None):
             into = found.setdefault(one.namespace, NamespaceContents(one.namespace))
-            tokens, checkpoints = one.end - one.start, len(one.checkpoints)
+            length, checkpoints = one.end - one.start, len(one.checkpoints)
             into.entries += 1
-            into.tokens += tokens
+            into.tokens += length
             into.checkpoints += checkpoints
-            into.bytes += int(tokens * a_token + checkpoints * a_row)
-            into.in_use += tokens if one.users else 0
+            into.bytes += int(length * a_token + checkpoints * a_row)
+            into.in_use += length if one.users else 0
         return sorted(found.values(), key=lambda one: -one.tokens)
 
     # -- the store ----------------------------------------------------------------------------------------------
@@ -124,10 +127,15 @@ class Contents:
         """Store the entries of an archive; this engine uses them from now on."""
         disk, store = self._needed(), self._store
         own = store.identity
-        found = upkeep.imported(source, lambda identity: disk if identity == own else None, disk.cipher)
+        found = upkeep.imported(source, lambda identity: disk if identity == own else None, disk.cipher, self._check)
         learned = disk.entries()
         self._loop.call(lambda: store.learn(disk.name, learned), changes="learning what was imported")
         return found
+
+    def _check(self, snapshot: Snapshot) -> None:
+        """Raises `BadRequest` for tokens that the model does not have, and for another record."""
+        tokens(memoryview(snapshot.tokens).cast("q").tolist(), self._built.intake.vocab_size, "tokens")
+        positions(snapshot.record)
 
     def _needed(self) -> DiskTier:
         if (disk := self.disk) is None:
@@ -140,12 +148,12 @@ class Contents:
         self, *, namespace: str | None = None, entry: str | None = None, prefix: Sequence[int] | None = None
     ) -> Removed:
         """Remove from memory and from the store: what a namespace has; the entry of this name, with all that continue
-        it; what begins with these tokens. Raises `BadRequest` if nothing is named."""
-        if namespace is entry is prefix is None:
-            raise BadRequest("name what to remove: a namespace, an entry or a prefix", "namespace")
+        it; what begins with these tokens. Of the store, only what this engine can read. Raises `BadRequest` if
+        nothing is named, or too little."""
+        upkeep.check_named(namespace, entry, prefix)
         removed, key = 0, key_of(prefix or ())
         if (disk := self.disk) is not None:
-            stored = upkeep.entries(disk)
+            stored = [one for one in upkeep.entries(disk) if one.row.identity == self._store.identity]
             removed = self._drop(upkeep.selected(stored, namespace=namespace, entry=entry, prefix=key))
         nodes = self._selected(namespace, entry, key)
         return Removed(sum(map(self._discard, nodes)), removed)

@@ -27,6 +27,7 @@ from kvcellar.serve.parsing import parse_object, validated
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.settings import ServeSettings
+from kvcellar.tiers.upkeep import check_named
 
 LISTED, MOST_LISTED = 200, 100_000  # entries, unless `limit` is sent; and at most
 BUFFERED = 4 * 2**20  # bytes of an archive that were received and not read yet
@@ -96,6 +97,7 @@ class CacheHandler:
 
         def remove() -> object:
             prefix = body.prefix
+            check_named(body.namespace, body.entry, prefix)  # the text: a tokenizer may put a token in front of ""
             ids = self._engine.encode(prefix) if isinstance(prefix, str) else prefix
             return asdict(self._engine.cache.remove(namespace=body.namespace, entry=body.entry, prefix=ids))
 

@@ -48,8 +48,11 @@ def _spelled(snapshot: Snapshot, text: bytes, at: int, spell: Spell) -> tuple[in
     tokens were compared."""
     compared = 0
     for compared, token in enumerate(_tokens(snapshot), start=1):
-        piece = spell(token)
-        if not text.startswith(piece, at):
+        try:
+            piece = spell(token)
+        except OverflowError:  # ids of a tokenizer have 32 bits
+            return None, compared
+        if not piece or not text.startswith(piece, at):  # an id that the tokenizer does not have has no bytes
             return None, compared
         at += len(piece)
     return at, compared

@@ -37,8 +37,10 @@ DIGEST = 16
 HEADER_LIMIT = 64 << 20  # bytes: 8 for each token, and the record
 CHUNK_LIMIT = 1 << 30
 FILE_LIMIT = 1 << 40
+MOST_TOKEN = 1 << 32  # ids of tokenizers are below
 _START = struct.Struct("<8sIIIQ")
 _NONE = bytes(KEY)
+_MOST = 2**63 - 1  # of a number of a retention: what an index stores
 _RETENTION = {"saves": int | None, "priority": int, "pinned": bool, "expires": float | int | None, "owner": str}
 
 
@@ -110,13 +112,16 @@ def unsealed_meta(key: bytes, parent: bytes | None, content: bytes, cipher: Ciph
         span = Span(found["start"], found["end"])
         sizes = tuple(found["sizes"])
         namespace = found["namespace"]
-    except (ValueError, KeyError, TypeError, struct.error) as error:
+        if isinstance(namespace, str):
+            namespace.encode()  # JSON may have lone surrogates
+    except (ValueError, KeyError, TypeError, RecursionError, struct.error) as error:
         raise Damaged(f"its header cannot be read: {error}") from error
     if (
         len(tokens) != 8 * len(span)
         or not len(span)
         or not isinstance(namespace, str)
         or not all(type(size) is int and 0 < size <= CHUNK_LIMIT for size in sizes)
+        or not 0 <= min(memoryview(tokens).cast("q")) <= max(memoryview(tokens).cast("q")) < MOST_TOKEN
     ):
         raise Damaged("its header contradicts itself")
     return Snapshot(key, parent, namespace, span, tokens, record, sizes)
@@ -273,8 +278,11 @@ def _retention(content: bytes) -> tuple[Retention, bytes]:
         found = json.loads(content[2 : 2 + length])
         if not all(isinstance(found[name], kinds) for name, kinds in _RETENTION.items()):
             raise ValueError("a field has another type")
-        return Retention(**found), content[2 + length :]
-    except (ValueError, KeyError, TypeError, struct.error) as error:
+        kept = Retention(**found)
+        if not all(number is None or -_MOST <= number <= _MOST for number in (kept.saves, kept.expires)):
+            raise ValueError("a number is out of bounds")
+        return kept, content[2 + length :]
+    except (ValueError, KeyError, TypeError, RecursionError, struct.error) as error:
         raise Damaged(f"its retention cannot be read: {error}") from error
 
 

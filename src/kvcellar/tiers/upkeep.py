@@ -7,30 +7,33 @@
 
 An archive is a tar file. Its first member, `kvcellar.json`, has the format, the last one, `end`, nothing; the others
 are files of entries as they are in the store (see `codec`), named by their keys, each after the one that it continues.
-Nothing in an archive is trusted: sizes are checked before anything is read, and content before anything is stored.
+Sizes are checked before anything is read, and content before anything is stored. Without a cipher, the digests only
+detect damage: nothing shows that the K/V of an archive were computed from its tokens, so import only what is trusted.
 """
 
-import io
 import json
+import re
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from kvcellar.errors import BadRequest, KvcellarError
 from kvcellar.snapshot import Snapshot
-from kvcellar.tiers.codec import CHUNK_LIMIT, Cipher, Content, Damaged, Foreign, Plain, Reader
+from kvcellar.tiers.codec import CHUNK_LIMIT, MOST_TOKEN, Cipher, Content, Damaged, Foreign, Plain, Reader
 from kvcellar.tiers.disk import DiskTier
 from kvcellar.tiers.rows import Row
 from kvcellar.tiers.tier import Tier
 
 FORMAT = 1
 MANIFEST, MANIFEST_LIMIT, END = "kvcellar.json", 4096, "end"
+PART = 1 << 20  # bytes of an archive that are read at once
 NO_IDENTITY = bytes(32)
 UNLIMITED = 1 << 60  # bytes: looking at a store evicts nothing
 NAME = 16  # hexadecimal digits of a key or an identity that are shown
+ENTRY = re.compile("[0-9a-f]{12,64}")  # the name of an entry in memory has 12
 
 
 def opened(
@@ -75,6 +78,18 @@ def paths(stored: Iterable[Stored]) -> dict[bytes, bytes]:
         if one.snapshot is not None and (one.row.parent is None or one.row.parent in found):
             found[one.row.key] = (found[one.row.parent] if one.row.parent is not None else b"") + one.snapshot.tokens
     return found
+
+
+def check_named(namespace: str | None, entry: str | None, prefix: str | Sequence[int] | None) -> None:
+    """Raises `BadRequest` unless this names what to remove: an empty prefix or a short name would match too much."""
+    if namespace is entry is prefix is None:
+        raise BadRequest("name what to remove: a namespace, an entry or a prefix", "namespace")
+    if entry is not None and ENTRY.fullmatch(entry) is None:
+        raise BadRequest("an entry is named by 12 to 64 hexadecimal digits, as `tree` lists them", "entry")
+    if prefix is not None and not len(prefix):
+        raise BadRequest("the prefix is empty: name its text or tokens, or a namespace", "prefix")
+    if prefix is not None and not isinstance(prefix, str) and not 0 <= min(prefix) <= max(prefix) < MOST_TOKEN:
+        raise BadRequest(f"token ids are from 0 to {MOST_TOKEN - 1}", "prefix")
 
 
 def selected(stored: Sequence[Stored], *, namespace: str | None, entry: str | None, prefix: bytes) -> list[bytes]:
@@ -167,52 +182,78 @@ class Imported:
         self.refused[reason] = self.refused.get(reason, 0) + 1
 
 
-def imported(source: Readable, tier: Callable[[bytes], Tier | None], cipher: Cipher | None = None) -> Imported:
+def imported(
+    source: Readable,
+    tier: Callable[[bytes], Tier | None],
+    cipher: Cipher | None = None,
+    check: Callable[[Snapshot], object] = lambda _: None,
+) -> Imported:
     """Store the entries of an archive. `tier` returns the one that takes entries of an identity; None refuses them.
-    Raises `KvcellarError` for what is no archive, or was cut off; what was stored before stays."""
+    `check` raises `BadRequest` for a snapshot that cannot be used, which is refused. Raises `KvcellarError` for what is
+    no archive, or was cut off; what was stored before stays."""
     found = Imported()
     try:
-        with tarfile.open(fileobj=_Stream(source), mode="r|") as archive:
-            _check_manifest(archive)
-            while (member := archive.next()) is None or member.name != END:
-                if member is None:
-                    raise EOFError("it was cut off")
-                _import(_content(archive, member, CHUNK_LIMIT), tier, cipher or Plain(), found)
+        _check_manifest(*_next(source, MANIFEST_LIMIT))
+        while (member := _next(source, CHUNK_LIMIT))[0] != END:
+            _import(member[1], tier, cipher or Plain(), check, found)
     except (tarfile.TarError, EOFError) as error:
         raise KvcellarError(f"it is not an archive of `kvcellar cache export`: {error}") from error
     return found
 
 
-def _check_manifest(archive: tarfile.TarFile) -> None:
-    first = archive.next()
+def _check_manifest(name: str, content: bytes) -> None:
     try:
-        if first is None or first.name != MANIFEST:
-            raise ValueError(f"it does not begin with {MANIFEST}")
-        manifest: Any = json.loads(_content(archive, first, MANIFEST_LIMIT))
-        if manifest != {"format": FORMAT}:
-            raise ValueError("it has another format")
-    except ValueError as error:
-        raise KvcellarError(f"it is not an archive of `kvcellar cache export`: {error}") from error
+        known = name == MANIFEST and json.loads(content) == {"format": FORMAT}
+    except (ValueError, RecursionError):
+        known = False
+    if not known:
+        raise tarfile.ReadError(f"it does not begin with a {MANIFEST} of this format")
 
 
-def _content(archive: tarfile.TarFile, member: tarfile.TarInfo, most: int) -> bytes:
-    file = archive.extractfile(member) if member.isreg() and member.size <= most else None
-    if file is None:
-        raise KvcellarError(f"{member.name[:100]!r} in the archive is no file of at most {most} bytes")
-    return file.read()
+def _next(source: Readable, most: int) -> tuple[str, bytes]:
+    """The name and the content of the next member. Extended headers, links and other kinds, which `tarfile` would read
+    into memory whatever their size, are refused."""
+    head = tarfile.TarInfo.frombuf(_exactly(source, tarfile.BLOCKSIZE), "utf-8", "surrogateescape")
+    if head.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or not 0 <= head.size <= most:
+        raise tarfile.ReadError(f"a member is no plain file of at most {most} bytes")
+    content = _exactly(source, head.size)
+    _exactly(source, -head.size % tarfile.BLOCKSIZE)
+    return head.name, content
 
 
-def _import(content: bytes, tier: Callable[[bytes], Tier | None], cipher: Cipher, found: Imported) -> None:
+def _exactly(source: Readable, n: int) -> bytes:
+    parts, left = list[bytes](), n
+    while left:
+        if not (part := source.read(min(left, PART))):
+            raise EOFError("it was cut off")
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
+
+
+def _import(
+    content: bytes,
+    tier: Callable[[bytes], Tier | None],
+    cipher: Cipher,
+    check: Callable[[Snapshot], object],
+    found: Imported,
+) -> None:
+    """The reasons of refusals are fixed texts: an archive must not decide how many there are."""
     try:
         reader = Reader(Content(content))
         snapshot = reader.header.snapshot(cipher)
         chunks = list(reader.chunks(snapshot, cipher))
-    except (Damaged, Foreign) as error:
-        found.refuse(str(error))
+    except Damaged:
+        found.refuse("it is damaged")
+        return
+    except Foreign:
+        found.refuse("it is of another version, or sealed with another key")
         return
     target = tier(reader.header.identity)
     if target is None:
         found.refuse("it was computed by other weights, settings or versions than this server's")
+    elif not _usable(snapshot, check):
+        found.refuse("its record or its tokens are not those of a snapshot")
     elif snapshot.parent is not None and not target.contains(snapshot.parent):
         found.refuse("it continues an entry that is not there")
     elif target.put(snapshot, chunks, reader.header.retention):
@@ -221,15 +262,12 @@ def _import(content: bytes, tier: Callable[[bytes], Tier | None], cipher: Cipher
         found.refuse("the store had no place for it")
 
 
-class _Stream(io.RawIOBase):
-    """A source as a file for `tarfile`, which only reads on."""
-
-    def __init__(self, source: Readable) -> None:
-        super().__init__()
-        self._source = source
-
-    def read(self, size: int = -1, /) -> bytes:
-        return self._source.read(size)
+def _usable(snapshot: Snapshot, check: Callable[[Snapshot], object]) -> bool:
+    try:
+        check(snapshot)
+    except BadRequest:
+        return False
+    return True
 
 
 # -- as JSON ------------------------------------------------------------------------------------------------------

@@ -161,3 +161,15 @@ def test_few_tokens_are_evicted_together() -> None:
     cache = Cache(1000)
     cache.ask(list(range(1, 200)))
     assert cache.tree.evict_leaf(1) == LEAST
+
+
+def test_uses_keep_no_tokens_of_what_left_the_tree() -> None:
+    cache = Cache(200)
+    for n in range(20):
+        cache.ask([7, *range(100 * n, 100 * n + 80)])
+        cache.ask([7, *range(100 * n, 100 * n + 90)])
+    there = {id(node) for node in cache.tree.nodes()}
+    uses = [use for waiting in cache.tree._order.returns._waiting for use in waiting]
+    gone = [use.leaf for use in uses if use.leaf is not None and id(use.leaf) not in there]
+    assert gone
+    assert not any(leaf.edge for leaf in gone)

@@ -146,6 +146,13 @@ def test_an_owner_over_its_quota_evicts_its_own_entries() -> None:
     assert made(4)[0].key in keys(tier)
 
 
+def test_a_full_tier_with_a_quota_evicts_the_entries_of_all_owners() -> None:
+    tier = HostTier(20 * EACH, quota=18 * EACH)
+    for seed in range(300):
+        assert tier.put(*made(seed), Retention(owner="abc"[seed % 3]))
+    assert len(keys(tier)) == 20
+
+
 @given(seed=st.integers(0, 10**6))
 def test_the_cap_and_the_quota_hold_and_no_byte_is_lost(seed: int) -> None:
     rng, now = random.Random(seed), [0.0]

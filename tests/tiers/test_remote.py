@@ -137,6 +137,20 @@ def test_bytes_that_could_not_be_deleted_stay_counted() -> None:
     assert opened.size() == sum(store.sizes().values()) == size
 
 
+def test_bytes_of_what_expires_are_freed_though_a_deletion_before_it_fails() -> None:
+    now, store = [100.0], InMemory()
+    opened = tier(store, breaker=Breaker(after=10**6), clock=lambda: now[0])
+    assert opened.put(*made(1))
+    assert opened.put(*made(2), Retention(expires=110.0))
+    store.fails = True
+    opened.remove([made(1)[0].key])
+    now[0] = 110.0
+    assert not opened.put(*made(3))
+    store.fails = False
+    assert opened.put(*made(3))
+    assert opened.size() == sum(store.sizes().values()) > 0
+
+
 def test_a_store_that_fails_is_left_alone_for_a_while_and_costs_misses_only(caplog) -> None:
     now = [0.0]
     store = InMemory()

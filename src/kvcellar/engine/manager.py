@@ -244,7 +244,7 @@ class SequenceManager:
                     middle = self.memory.can_cut(seq, at) if at is not None else computed
                     self._publish(*found, at=(middle, computed))
                     self._keep(completion, found[1])
-                if completion.request.retention.pinned:
+                if completion.request.retention.pinned and completion.request.admitted is not None:
                     self._pin(completion)
             finally:
                 self.prefixes.release(found[1])

@@ -247,7 +247,7 @@ class Store:
     def _written(self, transfer: Transfer) -> None:
         snapshot = transfer.snapshot
         self._on_way.discard(snapshot.key)
-        if transfer.outcome is Outcome.STORED:
+        if transfer.outcome is Outcome.STORED and self._locations.of(snapshot.key):  # or it was evicted meanwhile
             if self.catalogue.add(snapshot, positions(snapshot.record)):
                 self.written += len(snapshot.span)
 

@@ -56,7 +56,11 @@ class Catalogue:
                 continue
             snapshot = found[0]
             after = self._after[snapshot.namespace, snapshot.parent]
-            after[snapshot.tokens[:TOKEN]].remove(snapshot)
+            (alike := after[snapshot.tokens[:TOKEN]]).remove(snapshot)
+            if not alike:
+                del after[snapshot.tokens[:TOKEN]]
+            if not after:
+                del self._after[snapshot.namespace, snapshot.parent]
             below = self._after.get((snapshot.namespace, snapshot.key), {})
             rest += [one.key for some in below.values() for one in some]
 
@@ -119,4 +123,5 @@ class Catalogue:
             assert len(snapshot.tokens) == len(snapshot.span) * TOKEN
             assert all(snapshot.span.start < pos <= snapshot.span.end for pos in positions)
             assert snapshot in self._after[snapshot.namespace, snapshot.parent][snapshot.tokens[:TOKEN]]
+        assert all(after and all(after.values()) for after in self._after.values())
         assert sum(len(some) for after in self._after.values() for some in after.values()) == len(self._known)

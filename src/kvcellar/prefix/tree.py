@@ -255,7 +255,7 @@ class Tree(Lookup):
         child.parent, child.start, child.claim = node.parent, node.start, node.claim
         child.edge, child.checkpoints = node.edge + child.edge, node.checkpoints | child.checkpoints
         node.parent.children[child.edge[:TOKEN]] = child
-        node.parent = None  # stale entries of heaps must not count
+        node.parent, node.edge = None, b""  # entries of heaps are stale; a use may refer to it for long
         self._order.enter_leaf(child)
 
     # -- eviction -----------------------------------------------------------------------------------------------
@@ -357,7 +357,7 @@ class Tree(Lookup):
         for kept in list(leaf.checkpoints.values()):
             self._forget_checkpoint(kept)
         del parent.children[leaf.edge[:TOKEN]]
-        leaf.parent = None
+        leaf.parent, leaf.edge = None, b""  # a use may refer to it for long
         return parent
 
     def _settle(self, node: Node) -> None:

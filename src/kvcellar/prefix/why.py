@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
 from typing import Literal, NamedTuple
 
 from kvcellar.events import Recall
@@ -19,6 +20,7 @@ from kvcellar.prefix.tree import Tree
 KEPT = 4096
 SEEN, LEAST = 16384, 64  # beginnings; tokens of the shortest
 SHOWN = 16  # tokens on both sides of a divergence
+LOOKED_AT = 8  # nodes that go on in another way, of any number
 NAME = 6  # bytes of an entry's name
 
 
@@ -181,7 +183,7 @@ def _diverging(tree: Tree, namespace: str, key: bytes) -> tuple[str, tuple[int, 
         return name_of(node), _tokens(node.edge[offset * TOKEN : (offset + SHOWN) * TOKEN])
     if not node.children:
         return None
-    child = max(node.children.values(), key=lambda child: child.value)
+    child = max(islice(node.children.values(), LOOKED_AT), key=lambda child: child.value)
     return name_of(child), _tokens(child.edge[: SHOWN * TOKEN])
 
 

@@ -199,7 +199,7 @@ class Ledger:
         if self._evictable(kept):
             self._leaves.push(kept)
             if self._quota < self.cap:
-                self._leaves_of.setdefault(kept.owner, Heap(self._evictable)).push(kept)
+                self._leaves_of.setdefault(kept.owner, Heap(self._evictable)).put_back(kept)
 
     def _watch(self, kept: Kept) -> None:
         if kept.retention.expires is not None:

@@ -198,8 +198,9 @@ class RemoteTier:
     def _reserve(self, size: int, owner: str) -> bool:
         with self._lock:
             again, self._undeleted = self._undeleted, []
-            expired = self._ledger.expire()
         self._delete(again)
+        with self._lock:
+            expired = self._ledger.expire()
         self._discard(expired, "expired")
         while True:
             with self._lock:

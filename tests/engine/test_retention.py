@@ -100,6 +100,18 @@ def test_a_pin_holds_a_share_of_the_cache_at_most_and_a_request_pins_nothing_bey
         engine.pin([5, 6, 7])
 
 
+def test_a_request_that_waits_pins_nothing_yet() -> None:
+    draw = random.Random(0)
+    with small_engine("llama", cache_bytes=bytes_for("llama", 200), pin_share=0) as engine:
+        prompt, running = tokens(draw, 150), Collector(1)
+        read(engine, prompt[:30])
+        params = engine.params(**GREEDY | {"max_tokens": 60})
+        engine.submit(tokens(draw, 60), params, deliver=running.deliver)
+        ask(engine, prompt, pinned=True)
+        assert len(running.result().token_ids) == 60
+        assert engine.stats().pins_refused == 1
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_a_request_that_runs_alone_gets_the_memory_of_pins(name) -> None:
     """Prompts that fit an empty memory are served, whatever is pinned."""

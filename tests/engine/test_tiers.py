@@ -13,6 +13,7 @@ from kvcellar import BadRequest, Engine
 from kvcellar.engine.result import Collector
 from kvcellar.prefix.node import key_of
 from kvcellar.retention import RetentionOptions
+from kvcellar.tiers.transfers import Outcome, Transfer
 from tests.engine.mixes import bytes_for, tokens
 from tests.engine.test_store import GREEDY, always, conversation, opened, saved  # noqa: F401
 from tests.engine.tiered import Watch, acknowledged, settled, store_of
@@ -347,3 +348,37 @@ def test_settings_of_tiers_out_of_bounds_are_refused(saved, name, value) -> None
     with pytest.raises(BadRequest, match=name) as caught:
         opened(saved["llama"], None, **{name: value})
     assert "short" not in str(caught.value)
+
+
+def test_a_namespace_gets_its_tokens_back_behind_a_prompt_pinned_for_all(saved, tmp_path) -> None:  # noqa: F811
+    talk = list(conversation("pinned"))
+    with opened(saved["llama"], tmp_path / "store") as engine:
+        engine.pin(talk[1])
+        for prompt in (talk[0], talk[2]):  # the second one is stored in two parts, the first within what is pinned
+            asked(engine, prompt, namespace="a")
+            acknowledged(engine)
+    with opened(saved["llama"], tmp_path / "store") as engine:
+        engine.pin(talk[1])
+        again = asked(engine, [*talk[2], *talk[0]], namespace="a")
+        assert dict(again.recall.sources) == {"disk": len(talk[2])}
+        settled(engine)
+
+
+def test_what_was_evicted_before_the_engine_knew_that_it_was_stored_is_not_known(saved, tmp_path) -> None:  # noqa: F811
+    prompt = next(conversation("evicted"))
+    with opened(saved["llama"], tmp_path / "store") as engine:
+        asked(engine, prompt)
+        acknowledged(engine)
+        store = store_of(engine)
+        (snapshot, *_) = store.catalogue
+        engine._loop.call(lambda: [store.remove_all(), store.forget_gone()])
+        late = Transfer(snapshot, 0, stores=True)
+        late.outcome = Outcome.STORED
+        engine._loop.call(lambda: store._written(late))
+        assert not len(store.catalogue)
+        engine.clear_cache()
+        store.catalogue.add(snapshot, ())
+        asked(engine, prompt)
+        acknowledged(engine)
+        assert len(store.catalogue)
+        assert all(store.transfers.has(one.key) for one in store.catalogue)

@@ -9,6 +9,7 @@ from kvcellar.bench.replay import Replay, Turn, _completion
 from kvcellar.engine.request import Completion, Status
 from kvcellar.prefix.node import key_of
 from kvcellar.prefix.tree import Tree
+from kvcellar.prefix.why import _diverging
 from tests.counted import lines
 
 
@@ -27,6 +28,15 @@ def test_a_lookup_costs_the_nodes_of_its_path_in_a_tree_of_any_size() -> None:
     for text in texts[::10]:
         path = len(tree.match(tree.root(""), key_of(text), len(text) - 1).path)
         assert lookup(tree, text) <= 40 + 12 * path
+
+
+def test_naming_what_diverges_costs_the_same_beside_any_number_of_texts() -> None:
+    def named(tree: Tree) -> int:
+        found = lines(lambda: _diverging(tree, "", key_of([1])))
+        assert _diverging(tree, "", key_of([1])) is not None
+        return found
+
+    assert named(bushy(100)) == named(bushy(5000))
 
 
 def test_a_lookup_costs_the_logarithm_of_the_tokens_of_an_edge() -> None:

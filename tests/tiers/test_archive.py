@@ -234,6 +234,14 @@ def test_the_cap_is_no_more_than_a_share_of_what_is_free(folder: Path) -> None:
         DiskArchive(folder, CAP, files=Small()).put("a", "x", b"", bytes(200))
 
 
+def test_a_document_is_replaced_only_where_both_fit_at_the_same_time(folder: Path) -> None:
+    disk = DiskArchive(folder, CAP)
+    disk.put("a", "x", b"", bytes(CAP // 2 + 100))
+    with pytest.raises(Full, match="no space left for documents"):
+        disk.put("a", "x", b"", bytes(CAP // 2))
+    disk.put("a", "x", b"", bytes(CAP // 2 - 400))
+
+
 def test_with_a_key_text_and_names_are_hidden_and_another_key_reads_nothing(folder: Path) -> None:
     pytest.importorskip("cryptography", reason="AES-GCM needs the package cryptography")
     own = DiskArchive(folder, CAP, cipher=AesGcm(bytes(32)), secret=b"own")

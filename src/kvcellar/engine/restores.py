@@ -161,13 +161,15 @@ class Restores:
         found = self._catalogue.match(fetch.namespace, key, len(key) // TOKEN - 1)
         if found.resume < LEAST:
             return
-        have = self._prefixes.restorable(fetch.namespace, key)
+        have = self._own(fetch.namespace, key)
         chain: list[_Part] = []
         pieces: list[Piece] = []
         at = have
         for snapshot in found.chain:
             if snapshot.span.end <= have:
                 continue
+            if not self._transfers.has(snapshot.key):
+                self._catalogue.remove(snapshot.key)
             source = self._transfers.source(snapshot.key)
             if source is None or snapshot.size > self._transfers.largest:
                 break
@@ -176,9 +178,14 @@ class Restores:
             pieces.append(Piece(end - at, seconds))
             chain.append(_Part(snapshot, min(snapshot.span.end, found.resume), end))
             at = end
-        if at < have + LEAST:
-            return
-        fetch.chain.extend(chain[: self._admitted(fetch, pieces)])
+        if at >= self._prefixes.restorable(fetch.namespace, key) + LEAST:
+            fetch.chain.extend(chain[: self._admitted(fetch, pieces)])
+
+    def _own(self, namespace: str, key: bytes) -> int:
+        """Where a key can be resumed from what its namespace has in memory: the tree drops a claim behind that, even
+        where the namespace of all has the tokens before it."""
+        tree = self._prefixes.tree
+        return tree.match(tree.peek(namespace), key, len(key) // TOKEN - 1).resume
 
     def _admitted(self, fetch: Fetch, pieces: list[Piece]) -> int:
         """How many of the pieces to restore."""
@@ -291,7 +298,7 @@ class Restores:
         """Whether the tree has all that a request needs of a snapshot."""
         if self._prefixes.tree.node_at(fetch.namespace, fetch.key, part.end - 1) is None:
             return False
-        return self._prefixes.restorable(fetch.namespace, fetch.key) >= part.resume
+        return self._own(fetch.namespace, fetch.key) >= part.resume
 
     def _lock_again(self, fetch: Fetch) -> None:
         """Another request has brought back more of the same tokens."""
@@ -311,7 +318,8 @@ class Restores:
         try:
             if (loaded.snapshot.tokens, loaded.snapshot.span) != (snapshot.tokens, snapshot.span):
                 raise KvcellarError("it is of other tokens")
-            self._insert(fetch, loaded)
+            if not self._insert(fetch, loaded):
+                return False
         except CacheFull:
             return False
         except KvcellarError as error:
@@ -324,8 +332,8 @@ class Restores:
         fetch.tokens[transfer.tiers[0]] += len(snapshot.span)
         return True
 
-    def _insert(self, fetch: Fetch, loaded: Loaded) -> None:
-        """Let the tree have what was read."""
+    def _insert(self, fetch: Fetch, loaded: Loaded) -> bool:
+        """Let the tree have what was read. False if it has not the tokens before it any longer."""
         assert fetch.root is not None
         assert fetch.node is not None
         record, span = from_bytes(loaded.snapshot.record), loaded.snapshot.span
@@ -334,6 +342,7 @@ class Restores:
         key = fetch.key[: span.start * TOKEN] + loaded.snapshot.tokens  # may end in other tokens than the request's
         retention = replace(loaded.retention, saves=None, pinned=False)
         fetch.node, _ = self._prefixes.tree.insert(fetch.root, key, claim, span.start, fetch.node, retention)
+        return fetch.node.end == span.end
 
     def _make_free(self, record: Record) -> None:
         need: Counter[str] = Counter()

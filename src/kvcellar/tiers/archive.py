@@ -130,15 +130,16 @@ def document_of(source: Source) -> Document:
     return Document(head, found[:size], found[size:])
 
 
-def check_size(sizes: Mapping[str, int], file: str, size: int, cap: int, share: float) -> None:
-    """Raise `Full` if a new or replaced `file` does not fit beside the others."""
+def check_size(sizes: Mapping[str, int], file: str, size: int, cap: int, share: float, *, replaced: int = 0) -> None:
+    """Raise `Full` if a new or replaced `file` does not fit beside the others, and beside the bytes of the one that it
+    replaces where these are freed only afterwards."""
     others = {name: bytes for name, bytes in sizes.items() if name != file}
     own = [bytes for name, bytes in others.items() if name.startswith(file.partition("-")[0])]
     if len(own) >= MOST:
         raise Full(f"there are {len(own)} already; at most {MOST} are allowed")
     if sum(own) + size > (limit := int(share * cap)):
         raise Full(f"it has {size} bytes beside {sum(own)} of others; {limit} bytes are allowed")
-    if sum(others.values()) + size > cap:  # how much other owners have is not for this one to know
+    if sum(others.values()) + replaced + size > cap:  # how much other owners have is not for this one to know
         raise Full(f"it has {size} bytes, and there is no space left for documents")
 
 
@@ -233,7 +234,7 @@ class DiskArchive:
             sizes = self._sizes()
             used = sum(sizes.values())
             cap = min(self._cap, used + int(SHARE_OF_FREE * self._files.free(self._directory)))
-            check_size(sizes, file, len(content), cap, self._share)
+            check_size(sizes, file, len(content), cap, self._share, replaced=sizes.get(file, 0))
             self._write(file, content)
         return content[-DIGEST:]
 

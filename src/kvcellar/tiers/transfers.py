@@ -132,6 +132,10 @@ class Transfers:
         names = (self.tiers[number].name for number in self._usable(range(len(self.tiers))))
         return next((name for name in names if name in have), None)
 
+    def has(self, key: bytes) -> bool:
+        """Whether any tier has an entry, as far as is known, usable now or not."""
+        return bool(self._locations.of(key))
+
     @property
     def usable(self) -> bool:
         """Whether any tier can be used now."""

@@ -110,6 +110,23 @@ def test_what_is_fetched_from_below_is_promoted_and_counted_as_used() -> None:
     assert opened.reads["remote"].seconds(100) > 0
 
 
+def test_bytes_that_a_promotion_frees_are_reported_once_they_are_free() -> None:
+    host, disk = Slow("host"), Slow("disk")
+    disk.put(*made(1))
+    held, freed, staged = threading.Event(), threading.Event(), list[int]()
+    put_now = host.put
+    host.put = lambda *given: held.wait(SOON) and put_now(*given)
+    with transfers(host, disk, freed=lambda: (staged.append(opened.staged()), freed.set())) as opened:
+        fetched = opened.fetch(made(1)[0])
+        assert ended(fetched) is Outcome.FETCHED
+        opened.release(fetched)
+        assert opened.staged()
+        assert not freed.is_set()
+        held.set()
+        assert freed.wait(SOON), "the end of the promotion was not reported"
+        assert staged == [0]
+
+
 def test_what_is_nowhere_is_missed_and_nothing_is_held() -> None:
     locations = Locations()
     locations.stored("disk", [made(1)[0]])

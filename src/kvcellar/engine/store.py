@@ -91,7 +91,13 @@ class Store:
         self._memory, self._prefixes, self._locations = memory, prefixes, locations
         self._identity, self._secret, self._post = identity, secret, post
         self.catalogue = Catalogue(anywhere=prefixes.anywhere)
-        self.transfers = Transfers(tiers, staging=staging, locations=locations, completed=self._completed)
+        self.transfers = Transfers(
+            tiers,
+            staging=staging,
+            locations=locations,
+            completed=self._completed,
+            freed=lambda: self._posted(_nothing),
+        )
         self.restores = Restores(
             self.transfers,
             self.catalogue,

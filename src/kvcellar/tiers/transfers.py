@@ -92,15 +92,17 @@ class Transfers:
         patience: float = 5.0,
         locations: Locations | None = None,
         completed: Callable[[Transfer], None] = lambda transfer: None,
+        freed: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`tiers`: the fastest first; `staging` in bytes; `threads` for each tier; `locations` is kept up to date."""
+        """`tiers`: the fastest first; `staging` in bytes; `threads` for each tier; `locations` is kept up to date;
+        `freed` is called, like `completed`, when a promotion has freed memory."""
         self.tiers, self.staging = tuple(tiers), staging
         self.reads = {tier.name: Rate() for tier in tiers}  # of what was fetched
         self.counts: Counter[Outcome] = Counter()
         self._locations = locations if locations is not None else Locations()
         self._copies = 1 + max((tier.copies for tier in tiers), default=0)
-        self._patience, self._completed, self._clock = patience, completed, clock
+        self._patience, self._completed, self._freed, self._clock = patience, completed, freed, clock
         self._changed = threading.Condition(threading.RLock())  # held for all that follows
         self._staged = {False: 0, True: 0}  # bytes, by `stores`
         self._live: set[Transfer] = set()  # that have not ended, or are being promoted
@@ -307,6 +309,8 @@ class Transfers:
                 transfer.promotions -= 1
                 self._drop(transfer)
                 self._settle(transfer)
+                if not transfer.holders:  # a fetch may wait for these bytes
+                    self._push(self._events, self._freed)
 
     def _everywhere(self, act: Callable[[Tier], object]) -> None:
         """Do something in the lanes of all tiers that can be used."""

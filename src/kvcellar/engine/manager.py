@@ -65,11 +65,21 @@ class SequenceManager:
         used = storage.used()
         return {name: cells - used[name] - pinned.get(name, 0) for name, cells in storage.capacity().items()}
 
-    def evict(self, group: str | None, cells: int) -> bool:
+    def evict(self, group: str | None, cells: int, *, restores: bool = True) -> bool:
         """Free some cells of a group that no sequence uses, about as many as given, or, without a group, a state row.
-        False if there are none."""
+        At last, with `restores`, what is restored for waiting completions, the youngest first: these compute it
+        instead. False if there is nothing."""
         found = self.prefixes.evict_row() if group is None else self.prefixes.evict(group, cells)
-        return found or (self.store is not None and self.store.stop_reading())
+        found = found or (self.store is not None and self.store.stop_reading())
+        return found or (restores and self._stop_restore())
+
+    def _stop_restore(self) -> bool:
+        """End the restore of the youngest waiting completion that has locked memory. False if there is none."""
+        locking = [completion for completion, fetch in self._fetches.items() if fetch.node is not None]
+        if self.store is None or not locking:
+            return False
+        self.store.restores.cancel(self._fetches[max(locking, key=lambda completion: completion.key)])
+        return True
 
     def unpin(self) -> bool:
         """Unpin what was pinned first: a request that runs alone needs its memory. False if nothing is pinned."""

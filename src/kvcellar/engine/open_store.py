@@ -77,7 +77,7 @@ def open_store(
         staging=settings.staging_bytes,
         locations=locations,
         post=post,
-        evict=manager.evict,
+        evict=partial(manager.evict, restores=False),
     )
     store.load()
     return store

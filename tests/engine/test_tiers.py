@@ -284,38 +284,6 @@ def test_a_cancelled_request_frees_what_was_read_for_it(saved, tmp_path, monkeyp
         assert engine.generate(prompt, **GREEDY).token_ids == wanted
 
 
-def test_a_request_goes_on_when_promotions_free_staging_memory(saved, tmp_path, monkeypatch) -> None:  # noqa: F811
-    prompt = next(conversation("promoted", 1, 700))
-    with opened(saved["llama"], tmp_path / "store", host_bytes=2_000_000) as engine:
-        store = store_of(engine)
-        store._segment = 64
-        wanted = engine.generate(prompt, **GREEDY).token_ids
-        settled(engine)
-        engine.clear_cache()
-        host, disk = store.transfers.tiers
-        entries = disk.entries()
-        host.remove([entry.snapshot.key for entry in entries])
-        store.transfers.staging = 4 * max(store.transfers.need(entry.snapshot) for entry in entries)
-        put, go = host.put, threading.Event()
-        monkeypatch.setattr(host, "put", lambda *given: go.wait(20) and put(*given))
-        collector = Collector(1)
-        engine.submit(prompt, engine.params(**GREEDY), deliver=collector.deliver)
-        until, still, restores = time.monotonic() + 4, 0, store.restores
-        while still < 10:  # not by a call to the engine, which would wake it
-            sleeps = any(one.node and one.chain and not one.reads for one in list(restores._fetches))
-            still = still + 1 if sleeps and engine._loop._stalled else 0
-            assert time.monotonic() < until, "the promotions do not hold the staging memory"
-            time.sleep(0.005)
-        go.set()
-        until = time.monotonic() + 6
-        while not collector.over:
-            assert time.monotonic() < until, "the engine sleeps although staging memory is free"
-            list(collector.arrived())
-            time.sleep(0.005)
-        assert collector.result().token_ids == wanted
-        settled(engine)
-
-
 def test_a_running_request_gets_the_memory_that_restores_of_waiting_ones_hold(saved, tmp_path, monkeypatch) -> None:  # noqa: F811
     prompt, long = next(conversation("waits", 1, 180)), {"max_tokens": 170, "temperature": 0.0, "ignore_eos": True}
     with opened(saved["llama"], None) as cold:

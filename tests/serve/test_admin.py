@@ -4,6 +4,8 @@ import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -149,6 +151,17 @@ def logged(name: str, prompts: int = 1) -> RequestLog:
     log = RequestLog(name, response_id=f"cmpl-{name}")
     log.set_prompts([[5]] * prompts)
     return log
+
+
+def test_a_record_does_not_change_when_the_log_line_is_written_after_it_was_read(monkeypatch) -> None:
+    monkeypatch.setattr("kvcellar.serve.request_log.time", SimpleNamespace(monotonic=count().__next__))
+    records, log = Records(), logged("one")
+    records.add(log)
+    record = records.find("one")
+    before = record.summary()
+    log.write()
+    assert before == record.summary()
+    assert before["ms"] < log.ms()
 
 
 def test_records_are_bounded_by_requests_and_by_prompts() -> None:

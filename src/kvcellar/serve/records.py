@@ -7,7 +7,9 @@ Always true:
   * at most `MOST` requests are recorded, of `MOST_PROMPTS` prompts together;
   * a record is found by the id of its response, whatever ids requests have;
   * it is found by the id of its request, which a client may choose, unless a later one of the same owner or an earlier
-    one of another owner that is still recorded has the same.
+    one of another owner that is still recorded has the same;
+  * `ms` of a record is the time to the last part of the response and does not change: the log line is written when that
+    part has been sent, which may be after the client has read the record.
 """
 
 import time
@@ -25,13 +27,14 @@ MOST_PROMPTS = 8192  # each takes about a kilobyte
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """One request, with what its log line says now."""
+    """One request, with the fields of its log line. An error while the last part is sent still becomes its outcome."""
 
     log: RequestLog
+    ms: float
     created: float = field(default_factory=time.time)
 
     def summary(self) -> Json:
-        return {"id": self.log.response_id, "created": self.created} | self.log.fields()
+        return {"id": self.log.response_id, "created": self.created} | self.log.fields() | {"ms": self.ms}
 
     def whole(self, engine: ServedEngine) -> Json:
         """With what an operator may know: `salted` is told to no client."""
@@ -58,7 +61,7 @@ class Records:
         """Record a request that has prompts, once."""
         if log.recorded or not log.prompts:
             return
-        log.recorded, record = True, Record(log)
+        log.recorded, record = True, Record(log, log.ms())
         self._records.append(record)
         self._prompts += log.prompts
         if log.response_id is not None:

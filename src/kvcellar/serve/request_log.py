@@ -116,9 +116,13 @@ class RequestLog:
             self.outcome or ("ok" if 200 <= self.status < 400 else _code_of(self.status)),
             *(self.prompt_tokens, self.cached_tokens, self.recall),
             sum(self._completion_tokens.values()) if self.prompt_tokens is not None else None,
-            round(1e3 * ((self._ended or time.monotonic()) - self._began), 1),
+            self.ms(),
         )
         return dict(zip(LOG_FIELDS, values, strict=True))
+
+    def ms(self) -> float:
+        """From the request to the end of the response, or to now while it has not ended."""
+        return round(1e3 * ((self._ended or time.monotonic()) - self._began), 1)
 
 
 def new_id() -> str:

@@ -93,6 +93,16 @@ class NoBackend(ModelRefused):
         self.refused = dict(refused)
 
 
+class DraftRefused(ModelRefused):
+    """The drafts do not fit the target. `refused` has the reason of each check that failed, `found` what the others
+    found."""
+
+    def __init__(self, draft: str, target: str, found: Mapping[str, str], refused: Mapping[str, str]) -> None:
+        reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
+        super().__init__(f"{draft} does not fit {target} as a draft. {reasons}")
+        self.found, self.refused = dict(found), dict(refused)
+
+
 class CapacityTooSmall(KvcellarError):
     """The memory limit is too small for a single step. The message names the setting to change."""
 

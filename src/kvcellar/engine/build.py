@@ -29,7 +29,7 @@ from kvcellar.errors import BadRequest, CapacityTooSmall, ModelRefused, forked_f
 from kvcellar.kernels.packed import Packing, pack
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
-from kvcellar.models.input_limits import context_of, context_reason, embedding_rows, padding_token
+from kvcellar.models.input_limits import context_of, context_reason, padding_token, vocabulary_of
 from kvcellar.models.load import Loaded, load
 from kvcellar.progress import report
 from kvcellar.sample.params import SamplingParams, check_ids
@@ -155,7 +155,7 @@ def _intake(loaded: Loaded, memory: Memory, capacity: Capacity, settings: Settin
         codec=codec,
         prompts=PromptMemory(text_bytes - text_bytes // 2),
         context=context,
-        vocab_size=_vocabulary(loaded.model),
+        vocab_size=vocabulary_of(loaded.model),
         end_ids=loaded.end_ids,
         padding=padding_token(loaded.model),
         groups={group.name: (group.layout, capacity.cells[group.name]) for group in memory.storage.groups},
@@ -267,13 +267,6 @@ def _capacity(guest: Guest, settings: Settings, context: int, measures: Measures
 def _check_defaults(loaded: Loaded) -> None:
     """Raise `ModelRefused` if the generation config names tokens that the model does not have: each request would."""
     try:
-        check_ids(SamplingParams(**loaded.defaults), _vocabulary(loaded.model))
+        check_ids(SamplingParams(**loaded.defaults), vocabulary_of(loaded.model))
     except BadRequest as error:
         raise ModelRefused(f"the generation config of {loaded.name} cannot be followed: {error}") from error
-
-
-def _vocabulary(network: "PreTrainedModel") -> int:
-    """Ids that can be read: rows of the embedding, and no more than the config's vocabulary."""
-    rows = embedding_rows(network)
-    named = getattr(network.config.get_text_config(decoder=True), "vocab_size", None)
-    return min(rows, named) if isinstance(named, int) else rows

@@ -58,6 +58,13 @@ def embedding_rows(model: PreTrainedModel) -> int:
     return int(weight.shape[0])
 
 
+def vocabulary_of(model: PreTrainedModel) -> int:
+    """Ids that can be read: rows of the embedding, and no more than the config's vocabulary."""
+    rows = embedding_rows(model)
+    named = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
+    return min(rows, named) if isinstance(named, int) else rows
+
+
 def _configured_context(model: PreTrainedModel) -> int:
     config = model.config.get_text_config(decoder=True)
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")

@@ -19,7 +19,7 @@ from kvcellar.cli.main import COMMANDS, ENVIRONMENT, cli
 from kvcellar.cli.store_options import KEY, REMOTE
 from kvcellar.engine.settings import Settings
 from kvcellar.engine.stats import EngineStats, GroupStats, StoreStats, TierStats
-from kvcellar.events import Recall, Timings, Usage
+from kvcellar.events import Recall, Speculation, Timings, Usage
 from kvcellar.kernels.compiled import COMPILERS
 from kvcellar.sample.params import SamplingParams
 from kvcellar.serve.ignored_fields import NEUTRAL, NO_EFFECT
@@ -28,8 +28,9 @@ from kvcellar.serve.messages import MESSAGE_NO_EFFECT, Message
 from kvcellar.serve.recalls import RECALL
 from kvcellar.serve.request_log import LOG_FIELDS
 from kvcellar.serve.requests import ChatBody, CommonBody, CompletionBody, StreamOptions
-from kvcellar.serve.responses import TIMINGS
+from kvcellar.serve.responses import DRAFT_TIMINGS, TIMINGS
 from kvcellar.serve.settings import ServeSettings
+from kvcellar.serve.speculations import SPECULATION
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 NOTE = "*Generated from the code by `make docs`; a test compares the two.*"
@@ -58,6 +59,7 @@ RECORDS = {
     Usage: "`usage` of a result",
     Timings: "`timings` of a result",
     Recall: "`recall` of a result",
+    Speculation: "`speculation` of a result",
 }
 COMMAND_LINE = """\
 In a checkout the command is `.venv/bin/kvcellar`. Exit codes: 0 success; 1 refused or failed, with the reason in one
@@ -159,6 +161,8 @@ def _record(cls: Any) -> str:
 def _http_statistics() -> Iterator[str]:
     for title, table in (
         ("`timings` of an HTTP response", TIMINGS),
+        ("The same where drafts were used (`--draft`)", DRAFT_TIMINGS),
+        ("`speculation` in the timings of an HTTP response", SPECULATION),
         ("`recall` in the usage of an HTTP response", RECALL),
         ("Log line of an HTTP request", LOG_FIELDS),
     ):
@@ -251,7 +255,8 @@ def _http() -> Iterator[str]:
     yield _fields(ChatBody)
     yield "## `stream_options`\n"
     yield _fields(StreamOptions)
-    yield "Only the usage in the last chunk has `prompt_tokens_details`, with the number of cached tokens.\n"
+    yield "Only the usage in the last chunk has `prompt_tokens_details`, with the number of cached tokens, and\n"
+    yield "`completion_tokens_details`, with the numbers of accepted and rejected drafts where drafts were used.\n"
     yield "## Accepted without effect, with any value\n"
     yield _harmless(NO_EFFECT)
     yield f"## Accepted only with values that have no effect\n\n{NEUTRAL_HEAD}"

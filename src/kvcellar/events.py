@@ -98,13 +98,23 @@ class Recall:
 class Speculation:
     """Drafts of one request, all its completions together. A round is a step with or without drafts."""
 
-    rounds: int
+    rounds: int  # steps of its completions, with drafts or without
     drafted: int  # drafts that were computed
     accepted: int  # drafts that became tokens
     tried_at: tuple[int, ...]  # by position in the round: drafts whose predecessors in the round were all accepted
     accepted_at: tuple[int, ...]  # of these, drafts that became tokens
     depths: tuple[tuple[float, int], ...]  # mean and most drafts of a round, in up to 8 parts of the rounds
     seconds_saved: float  # beside the expected seconds of plain steps for as many tokens; negative: lost
+
+    @property
+    def acceptance(self) -> float:
+        """The part of the drafts that became tokens."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def acceptance_at(self) -> tuple[float, ...]:
+        """By position in the round: the part of the tried drafts that became tokens."""
+        return tuple(kept / tried for kept, tried in zip(self.accepted_at, self.tried_at, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +124,7 @@ class Done:
     usage: Usage
     timings: Timings
     recall: Recall | None = None
+    speculation: Speculation | None = None  # None: without drafts, or it ended before a round
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvcellar.engine.conversations import Conversations, TokenSource
 from kvcellar.errors import BadRequest, EngineClosed, PromptTooLong, TemplateFailed
-from kvcellar.events import Delta, Done, Event, Failed, Finished, Timings, TokenLogprob, Usage
+from kvcellar.events import Delta, Done, Event, Failed, Finished, Speculation, Timings, TokenLogprob, Usage
 from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingParams
 from kvcellar.text.conversation import checked
@@ -41,6 +41,7 @@ class FakeModel:
 class Script:
     output: bytes | None = None  # None: the prompt
     cached: int = 0  # tokens of the prompt that came from memory
+    speculation: Speculation | None = None
     delay: float = 0.0  # seconds between two events of a request
     queued: bool = False  # stays in the queue of the engine
     gate: threading.Event | None = None  # events are delivered only while it is set
@@ -256,7 +257,8 @@ def plan(prompt: tuple[int, ...], params: SamplingParams, script: Script) -> Ite
         for line in lines:
             yield from line[at : at + 1]
     written = sum(len(e.token_ids) for line in lines for e in line if isinstance(e, Delta))
-    yield Done(Usage(len(prompt), script.cached, written), Timings(queued=0.25, first_token=0.5, decoding=2.0))
+    timings = Timings(queued=0.25, first_token=0.5, decoding=2.0)
+    yield Done(Usage(len(prompt), script.cached, written), timings, speculation=script.speculation)
 
 
 def _line(prompt: tuple[int, ...], params: SamplingParams, script: Script, choice: int) -> Iterator[Event]:

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from kvcellar.errors import CacheFull
+from kvcellar.events import Speculation
 from kvcellar.serve import Server, ServeSettings
 from tests.serve.wire import COMPLETIONS, completion, connected, read_response, read_to_end, read_until, request
 
@@ -54,6 +55,22 @@ def test_a_complete_response_is_logged_with_its_tokens(http, engine, log, stream
     assert (record["method"], record["route"], *outcome(record)) == ("POST", COMPLETIONS, 200, "ok")
     assert tokens(record) == [8, 6, 7]
     assert record["ms"] > 0
+
+
+def test_drafts_are_logged_with_how_many_were_accepted(http, engine, log, caplog):
+    found = Speculation(7, 20, 9, (6, 5, 3), (5, 3, 1), ((2.5, 4),), 0.125)
+    with engine.scripted(speculation=found):
+        http.post(COMPLETIONS, json=completion(["hello", "you"]))
+    (record,) = log.next()
+    assert (record["draft_tokens"], record["accepted_tokens"]) == (40, 18)
+    http.post(COMPLETIONS, json=completion("hello"))
+    (record,) = log.next()
+    assert (record["draft_tokens"], record["accepted_tokens"]) == (None, None)
+    lines = [one.getMessage() for one in caplog.records if "request" in vars(one)]
+    assert ["draft_tokens=40 accepted_tokens=18" in lines[0], "draft_tokens=- accepted_tokens=-" in lines[1]] == [
+        True,
+        True,
+    ]
 
 
 JSON = {"content-type": "application/json"}

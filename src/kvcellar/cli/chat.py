@@ -95,7 +95,7 @@ class Chat:
             return
         click.echo()
         if self._session.last is not None and not self._quiet:
-            click.secho(cost_line(self._session.last.usage, self._session.last.timings), dim=True)
+            click.secho(cost_line(self._session.last), dim=True)
 
     def _command(self, verb: str = "", *words: str) -> None:
         if verb == "set" and len(words) == 2:

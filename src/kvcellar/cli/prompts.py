@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from kvcellar.engine.result import Result
 from kvcellar.errors import BadRequest
-from kvcellar.events import Delta, Timings, Usage
+from kvcellar.events import Delta
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +34,12 @@ class PromptFormat:
                 separator = " "
 
 
-def cost_line(usage: Usage, timings: Timings) -> str:
-    """Speed, time to the first token, and prompt tokens that came from memory."""
+def cost_line(result: Result) -> str:
+    """Speed, time to the first token, prompt tokens that came from memory, and drafts that were accepted."""
+    usage, timings, drafts = result.usage, result.timings, result.speculation
     speed = timings.tokens_per_second(usage.completion_tokens)
+    accepted = f"; {drafts.accepted} of {drafts.drafted} drafts were accepted" if drafts and drafts.drafted else ""
     return (
         f"[{usage.completion_tokens} tokens, {speed:.1f} tokens/s, first after {timings.first_token * 1e3:.0f} ms; "
-        f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens came from memory]"
+        f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens came from memory{accepted}]"
     )

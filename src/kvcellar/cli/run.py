@@ -105,7 +105,7 @@ def _complete(
         click.echo(text, nl=False)
     click.echo()
     if not quiet and sys.stderr.isatty() and session.last is not None:
-        click.echo(cost_line(session.last.usage, session.last.timings), err=True)
+        click.echo(cost_line(session.last), err=True)
 
 
 def _as_json(result: Result) -> dict[str, Any]:
@@ -116,4 +116,5 @@ def _as_json(result: Result) -> dict[str, Any]:
         "logprobs": None if result.logprobs is None else [dataclasses.asdict(entry) for entry in result.logprobs],
         "usage": dataclasses.asdict(result.usage),
         "timings": dataclasses.asdict(result.timings),
+        "speculation": dataclasses.asdict(result.speculation) if result.speculation is not None else None,
     }

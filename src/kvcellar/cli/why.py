@@ -1,4 +1,4 @@
-"""why: the subcommand that prints what a request read from memory, and why it was not more."""
+"""why: the subcommand that prints what a request read from memory, and why it was not more; and what its drafts did."""
 
 import json
 import time
@@ -19,7 +19,7 @@ from kvcellar.cli.options import Command
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @server_options
 def command(request: str | None, limit: int, as_json: bool, url: str, admin_key_file: Path | None) -> None:
-    """Print what the prompt of REQUEST read from memory, and why it was not more.
+    """Print what the prompt of REQUEST read from memory, and why it was not more; and what its drafts did.
 
     REQUEST is the id of a response, or its header x-request-id; the server has the last 1000. Without REQUEST, list the
     last ones.
@@ -55,6 +55,8 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
             yield f"  {name}{one['prompt_tokens']} tokens; it ended before it began to run"
         else:
             yield from _recall(name, one, one["recall"])
+        if one["speculation"] is not None:
+            yield from _drafts(one["speculation"])
 
 
 def _recall(name: str, one: dict[str, Any], recall: dict[str, Any]) -> Iterator[str]:
@@ -73,3 +75,14 @@ def _recall(name: str, one: dict[str, Any], recall: dict[str, Any]) -> Iterator[
             yield f"    {title} goes on with {shown}"
     if recall["salted"]:
         yield f"  at least {recall['salted']} of its tokens are there for the same API key with another salt or user"
+
+
+def _drafts(speculation: dict[str, Any]) -> Iterator[str]:
+    drafted, accepted, seconds = (speculation[name] for name in ("drafted", "accepted", "seconds_saved"))
+    if not drafted:
+        yield f"  no drafts in {speculation['rounds']} steps"
+        return
+    saved = f"{seconds:.3f} s saved" if seconds >= 0 else f"{-seconds:.3f} s lost"
+    yield f"  {accepted} of {drafted} drafts became tokens, in {speculation['rounds']} steps; about {saved}"
+    yield f"    accepted by position: {' '.join(f'{rate:.0%}' for rate in speculation['acceptance_at'])}"
+    yield f"    drafts of a step over time: {' '.join(f'{mean:.1f}' for mean, _ in speculation['depths'])}"

@@ -12,7 +12,19 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from kvcellar.errors import EngineClosed, WrongStage, forked_from
-from kvcellar.events import Delta, Done, Event, Failed, Finished, FinishReason, Recall, Timings, TokenLogprob, Usage
+from kvcellar.events import (
+    Delta,
+    Done,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Recall,
+    Speculation,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
 
 Submit = Callable[[Callable[[Event], None]], "Ticket"]
 
@@ -37,6 +49,7 @@ class Result:
     usage: Usage
     timings: Timings
     recall: Recall | None = None  # what of the prompt came from memory, and why it was not more
+    speculation: Speculation | None = None  # what drafts did; None: without drafts, or it ended before a round
 
     @property
     def text(self) -> str:
@@ -125,7 +138,8 @@ class Collector:
         if self._done is None:
             raise WrongStage("the request is not done")
         choices = tuple(self._answer(index) for index in sorted(self._finished))
-        return Result(choices, self._done.usage, self._done.timings, self._done.recall)
+        done = self._done
+        return Result(choices, done.usage, done.timings, done.recall, done.speculation)
 
     def _answer(self, index: int) -> Answer:
         deltas, end = self._deltas[index], self._finished[index]

@@ -20,6 +20,7 @@ from itertools import islice
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.recalls import Json, recall_fields
 from kvcellar.serve.request_log import RequestLog
+from kvcellar.serve.speculations import speculation_fields
 
 MOST = 1000
 MOST_PROMPTS = 8192  # each takes about a kilobyte
@@ -44,6 +45,7 @@ class Record:
             found: Json = {"prompt": number, "prompt_tokens": done.usage.prompt_tokens, **times, "recall": None}
             if done.recall is not None:
                 found["recall"] = recall_fields(done.recall, engine) | {"salted": done.recall.salted}
+            found["speculation"] = speculation_fields(done.speculation) if done.speculation is not None else None
             prompts.append(found)
         return self.summary() | {"namespace": self.log.namespace, "prompts": prompts}
 

@@ -19,6 +19,7 @@ from urllib.parse import quote
 from starlette.types import Scope
 
 from kvcellar.events import Delta, Done, Event
+from kvcellar.serve.speculations import draft_counts
 
 log = logging.getLogger("kvcellar.serve")
 
@@ -36,6 +37,8 @@ LOG_FIELDS: Mapping[str, str] = MappingProxyType(  # meaning of the fields of a 
         "cached_tokens": "prompt tokens that came from memory",
         "recall": "why no more prompt tokens came from memory; of several prompts, the first reason",
         "completion_tokens": "generated tokens",
+        "draft_tokens": "drafts that were computed",
+        "accepted_tokens": "drafts that became tokens",
         "ms": "milliseconds from the request to the end of the response",
     }
 )
@@ -116,6 +119,7 @@ class RequestLog:
             self.outcome or ("ok" if 200 <= self.status < 400 else _code_of(self.status)),
             *(self.prompt_tokens, self.cached_tokens, self.recall),
             sum(self._completion_tokens.values()) if self.prompt_tokens is not None else None,
+            *(draft_counts(self.done) or (None, None)),
             self.ms(),
         )
         return dict(zip(LOG_FIELDS, values, strict=True))

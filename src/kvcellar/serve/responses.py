@@ -4,7 +4,8 @@ A `ResponseBuilder` turns the events of one request into the chunks of a stream 
 has what differs between chat and text completions.
 
 Beyond OpenAI's fields, a choice has `stop_reason` (the stop string that ended it, as in vLLM) and, on request,
-`token_ids`; a response has `timings`, with the names of llama.cpp.
+`token_ids`; a response has `timings`, with the names of llama.cpp. Where drafts were used, the usage has OpenAI's
+counts of them, and the timings those of llama.cpp and a record of our own.
 """
 
 import time
@@ -18,6 +19,7 @@ from kvcellar.events import Delta, Done, Event, Finished, TokenLogprob
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.recalls import recall_fields
 from kvcellar.serve.requests import ParsedRequest
+from kvcellar.serve.speculations import draft_counts, speculation_fields
 
 Json = dict[str, object]
 
@@ -30,6 +32,13 @@ TIMINGS: Mapping[str, str] = MappingProxyType(  # meaning of `timings` of a resp
         "predicted_n": "generated tokens",
         "predicted_ms": "milliseconds from the first token to the last",
         "predicted_per_second": "generated tokens per second",
+    }
+)
+DRAFT_TIMINGS: Mapping[str, str] = MappingProxyType(  # and of what they have where drafts were used
+    {
+        "draft_n": "drafts that were computed",
+        "draft_n_accepted": "drafts that became tokens",
+        "speculation": "for each prompt: what its drafts have done, described below; `null` without a round",
     }
 )
 MIN_LOGPROB = -9999.0  # OpenAI's value for a token of probability 0; JSON has no -Infinity
@@ -175,7 +184,7 @@ class ResponseBuilder:
         self._format = form
         self._tokens = TokenText(engine, request.tokens_as_ids)
         self._choices = [Choice(index) for index in range(len(request.prompt_tokens) * request.params.n)]
-        self._done: list[Done] = []
+        self._done: dict[int, Done] = {}  # by number of the prompt
         self.id = form.id_prefix + uuid4().hex
         self._head: Json = {
             "id": self.id,
@@ -192,7 +201,7 @@ class ResponseBuilder:
                 case Finished():
                     self._choice(number, event.choice).end = event
                 case Done():
-                    self._done.append(event)
+                    self._done[number] = event
 
     def response(self) -> Json:
         choices = [self._whole(choice) for choice in self._choices]
@@ -264,37 +273,52 @@ class ResponseBuilder:
         return self._head | {"object": kind, "choices": choices}
 
     def _usage(self) -> Json:
-        prompt = sum(done.usage.prompt_tokens for done in self._done)
-        completion = sum(done.usage.completion_tokens for done in self._done)
+        done = self._done.values()
+        prompt = sum(one.usage.prompt_tokens for one in done)
+        completion = sum(one.usage.completion_tokens for one in done)
         usage: Json = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(done.usage.cached_tokens for done in self._done)},
+            "prompt_tokens_details": {"cached_tokens": sum(one.usage.cached_tokens for one in done)},
         }
+        if (counts := draft_counts(self._done)) is not None:
+            drafted, accepted = counts
+            details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+            usage["completion_tokens_details"] = details
         if self._request.recall:
             usage["recall"] = [
-                recall_fields(done.recall, self._engine, texts=self._recall_texts)
-                for done in self._done
-                if done.recall is not None
+                recall_fields(one.recall, self._engine, texts=self._recall_texts)
+                for one in done
+                if one.recall is not None
             ]
         return usage
 
     def _timings(self) -> Json:
         """Of several prompts, which run at the same time, the longest times."""
-        cached = sum(done.usage.cached_tokens for done in self._done)
-        completion = sum(done.usage.completion_tokens for done in self._done)
-        decoding = max(done.timings.decoding for done in self._done)
+        done = self._done.values()
+        cached = sum(one.usage.cached_tokens for one in done)
+        completion = sum(one.usage.completion_tokens for one in done)
+        decoding = max(one.timings.decoding for one in done)
         values = (
-            1e3 * max(done.timings.queued for done in self._done),
+            1e3 * max(one.timings.queued for one in done),
             cached,
-            sum(done.usage.prompt_tokens for done in self._done) - cached,
-            1e3 * max(done.timings.first_token - done.timings.queued for done in self._done),
+            sum(one.usage.prompt_tokens for one in done) - cached,
+            1e3 * max(one.timings.first_token - one.timings.queued for one in done),
             completion,
             1e3 * decoding,
             completion / decoding if decoding > 0 else 0.0,
         )
-        return dict(zip(TIMINGS, values, strict=True))
+        return dict(zip(TIMINGS, values, strict=True)) | self._draft_timings()
+
+    def _draft_timings(self) -> Json:
+        if (counts := draft_counts(self._done)) is None:
+            return {}
+        records = [
+            speculation_fields(one.speculation) if one.speculation is not None else None
+            for _, one in sorted(self._done.items())
+        ]
+        return dict(zip(DRAFT_TIMINGS, (*counts, records), strict=True))
 
 
 def _finite(logprob: float) -> float:

@@ -40,7 +40,10 @@ class PhraseDrafter:
     def committed(self, news: Sequence[Committed]) -> None:
         pass
 
-    def close(self, key: Key) -> None:
+    def close(self, key: Key, *, keep: bool) -> None:
+        pass
+
+    def forget(self, namespace: str | None, tokens: Sequence[int] = ()) -> None:
         pass
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvcellar import Batch, Feed, Memory, Plan, Span
+from kvcellar.engine.draft_memory import DraftMemory
 from kvcellar.speculate.chain import Chain
 from kvcellar.speculate.draft_model import Forward, ModelDrafter
 from kvcellar.speculate.verify import verify
@@ -28,7 +29,9 @@ def forward_of(model: object) -> Forward:
 
 def drafter(seed: int = 0, *, memory: Memory | None = None, deepest: int = 4, **options: object) -> ModelDrafter:
     memory = memory if memory is not None else HAND.new_memory()
-    return ModelDrafter("small", forward_of(HAND.Model(seed)), memory, context=60, deepest=deepest, **options)  # type: ignore[arg-type]
+    return ModelDrafter(
+        "small", forward_of(HAND.Model(seed)), DraftMemory(memory), context=60, deepest=deepest, **options
+    )  # type: ignore[arg-type]
 
 
 def generated(
@@ -92,9 +95,11 @@ def test_the_memory_holds_texts_and_no_drafts() -> None:
     lengths = sorted(draft._memory.length(seq) for seq in draft._memory.sequences)
     assert all(length <= longest for length, longest in zip(lengths, sorted(map(len, texts)), strict=True))
     for number in range(len(PROMPTS)):
-        draft.close((number, 0))
+        draft.close((number, 0), keep=True)
     draft.check()
     assert not draft._memory.sequences
+    draft.forget(None)
+    draft.check()
     assert set(draft._memory.free().values()) == {256}
 
 
@@ -147,13 +152,13 @@ def test_an_error_in_the_draft_leaves_the_texts() -> None:
             raise RuntimeError("out of memory")
         return inner(memory, plan, ids, rows)
 
-    draft = ModelDrafter("small", forward, HAND.new_memory(), context=60)
+    draft = ModelDrafter("small", forward, DraftMemory(HAND.new_memory()), context=60)
     assert one_call(draft, [[1, 2, 3]]) == [3]
     fails = True
     with pytest.raises(RuntimeError, match="out of memory"):
         one_call(draft, [[1, 2, 3, 4, 5]])
     draft.check()
-    assert draft._memory.length(draft._seqs[0, 0]) == 5
+    assert [draft._memory.length(seq) for seq in draft._memory.sequences] == [5]
     fails = False
-    draft.close((0, 0))
+    draft.close((0, 0), keep=False)
     assert one_call(draft, [[1, 2, 3, 4, 5]]) == [3]

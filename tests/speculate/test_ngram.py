@@ -103,7 +103,7 @@ def test_a_text_that_grows_has_the_drafts_of_one_that_is_new(text: list[int], ro
 def test_texts_that_have_ended_are_found_in_their_namespace_only() -> None:
     drafter = NGramDrafter()
     drafts(drafter, [*range(20, 60)], number=1, namespace="a")
-    drafter.close((1, 0))
+    drafter.close((1, 0), keep=True)
     assert drafts(drafter, [1, 30, 31], 4, number=2, namespace="a") == [32, 33, 34, 35]
     assert drafts(drafter, [1, 30, 31], 4, number=3, namespace="b") == []
     assert drafts(drafter, [1, 58, 59], 4, number=4, namespace="a") == []
@@ -115,7 +115,7 @@ def test_texts_that_have_ended_are_found_in_their_namespace_only() -> None:
 def test_of_equal_matches_that_in_the_own_text_wins() -> None:
     drafter = NGramDrafter()
     drafts(drafter, [1, 2, 77, 5, 1, 2, 78], number=1)
-    drafter.close((1, 0))
+    drafter.close((1, 0), keep=True)
     assert drafts(drafter, [1, 2, 50, 9, 1, 2], 1, number=2) == [50]
     assert drafts(drafter, [3, 5, 1, 2], 1, number=3) == [78]
 
@@ -125,7 +125,7 @@ def test_what_an_earlier_text_had_is_not_kept_twice() -> None:
     text = list(range(2000))
     for number in range(5):
         drafts(drafter, text, number=number, shared=2000 * (number > 0))
-        drafter.close((number, 0))
+        drafter.close((number, 0), keep=True)
     drafts(drafter, text, number=9)
     assert len(drafter._ended[""].new) == 2000 + 1 + 4 * (LONGEST + 1)
 
@@ -135,7 +135,7 @@ def test_texts_and_namespaces_that_are_kept_are_limited() -> None:
     for number in range(40):
         namespace = str(number % 20)
         drafts(drafter, dice.choices(range(50), k=300), number=number, namespace=namespace)
-        drafter.close((number, 0))
+        drafter.close((number, 0), keep=True)
         drafter.check()
         waiting = sum(len(each.waiting) for each in drafter._ended.values())
         assert waiting <= 400 * ngram.NAMESPACES
@@ -176,4 +176,4 @@ def test_texts_equal_those_of_plain_decoding_and_many_drafts_are_accepted(option
 
 
 def test_closing_what_is_unknown_is_no_error() -> None:
-    NGramDrafter().close((1, 0))
+    NGramDrafter().close((1, 0), keep=True)

@@ -27,6 +27,8 @@ class Oracle:
     def __init__(self) -> None:
         self.fails = False
         self.closed: list[Key] = []
+        self.kept: list[Key] = []
+        self.forgotten: list[tuple[str | None, list[int]]] = []
         self.news: list[Committed] = []
 
     def propose(self, chains: Sequence[Chain]) -> None:
@@ -41,8 +43,12 @@ class Oracle:
         if self.fails:
             raise RuntimeError("the draft model is gone")
 
-    def close(self, key: Key) -> None:
+    def close(self, key: Key, *, keep: bool) -> None:
         self.closed.append(key)
+        self.kept += [key] if keep else []
+
+    def forget(self, namespace: str | None, tokens: Sequence[int] = ()) -> None:
+        self.forgotten.append((namespace, list(tokens)))
 
 
 class Clock:

@@ -97,7 +97,7 @@ class Prefixes:
         `marks` are positions that later requests may resume at, such as the borders of messages. What was restored
         counts as used once `use` is called.
         """
-        self._expire()
+        self.expire()
         length, root = len(key) // TOKEN, self.tree.root(namespace)
         match, pinned = self.tree.match(root, key, length - 1), self._for_everyone(key, length - 1)
         if pinned.resume > match.resume:
@@ -260,7 +260,7 @@ class Prefixes:
             if not group.of_input
         }
 
-    def _expire(self) -> bool:
+    def expire(self) -> bool:
         """Remove some of what has expired. False if there is nothing."""
         self.losses.cause = "the end of its TTL"
         return self.tree.expire(AT_ONCE)
@@ -270,7 +270,7 @@ class Prefixes:
     def evict(self, group: str, tokens: int = 1) -> bool:
         """Free cells of a group, of what no sequence uses; False if nothing is left that could free any. More or fewer
         than `tokens` may become free."""
-        if self._expire():
+        if self.expire():
             return True
         self.losses.cause = f"cells of {group} layers"
         if group not in self._bounded:
@@ -283,7 +283,7 @@ class Prefixes:
     def evict_row(self, saves: int | None = None) -> bool:
         """Free a row of state that no sequence uses, or, with `saves`, only one that is of less value than a new
         checkpoint which saves so many tokens. False if there is none."""
-        return self._expire() or self.tree.evict_checkpoint(lambda kept: self._frees(kept)[1] > 0, saves) is not None
+        return self.expire() or self.tree.evict_checkpoint(lambda kept: self._frees(kept)[1] > 0, saves) is not None
 
     def _frees(self, kept: Kept) -> tuple[Mapping[str, int], int]:
         """Cells by group, and rows, that are free without a checkpoint."""

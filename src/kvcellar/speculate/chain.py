@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.sample.couple import Draft
 from kvcellar.sample.draw import edit, pick, weights_of
 from kvcellar.sample.sampler import Sampler
@@ -25,14 +26,24 @@ class Chain:
     """What a drafter reads of a completion, and the drafts that it adds.
 
     `text` is the prompt and the tokens so far, of which the first `shared` were in the prefix cache when the request
-    began; `pos` is the position of the first draft. `room` is how many drafts are wanted.
+    began; `pos` is the position of the first draft. `room` is how many drafts are wanted. What a drafter computes of
+    the text is kept for others of the `namespace` as `retention` says.
     """
 
     def __init__(
-        self, key: Key, text: Sequence[int], sampler: Sampler, pos: int, room: int, *, namespace: str, shared: int
+        self,
+        key: Key,
+        text: Sequence[int],
+        sampler: Sampler,
+        pos: int,
+        room: int,
+        *,
+        namespace: str,
+        shared: int,
+        retention: RetentionOptions = NO_OPTIONS,
     ) -> None:
         self.key, self.text, self.pos, self.room = key, text, pos, max(0, room)
-        self.namespace, self.shared = namespace, shared
+        self.namespace, self.shared, self.retention = namespace, shared, retention
         self.drafts: list[Draft] = []
         self.samplers = [sampler]
         self._closed = False

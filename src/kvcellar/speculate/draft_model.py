@@ -6,9 +6,9 @@ Always true between two calls:
   * no step is open.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from itertools import count
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,18 +17,20 @@ from kvcellar.cache.memory import Memory
 from kvcellar.plan import Batch, Feed, Plan
 from kvcellar.spans import Span
 from kvcellar.speculate.chain import Chain, Key, extend
+from kvcellar.speculate.draft_cache import DraftCache
 from kvcellar.speculate.drafter import Committed
 
+T = TypeVar("T")
 Forward = Callable[[Memory, Plan, list[int], list[int]], Tensor]  # ids [T], wanted rows [R] -> logits [R,V]
 
 
 class ModelDrafter:
-    """Drafts that `forward` on `memory` draws. `context` is the most tokens of a text that the model can read.
+    """Drafts that `forward` draws on the memory of `cache`. `context` is the most tokens of a text that the model can
+    read.
 
-    A text that is new or was not drafted for is computed first, up to `step_tokens` of all texts in a call; those that
-    are not complete then have no drafts in this round. Where the memory is full, sequences that are not in use now are
-    dropped, the least recently used first; without enough of them, there are no drafts. Unless it is `batched`, a
-    forward has one sequence.
+    A text that is new or was not drafted for is computed first, from where the cache has it, up to `step_tokens` of all
+    texts in a call; those that are not complete then have no drafts in this round. Where memory is full of what the
+    completions of a call use, there are no drafts. Unless it is `batched`, a forward has one sequence.
     """
 
     catches_up = True
@@ -38,35 +40,31 @@ class ModelDrafter:
         self,
         name: str,
         forward: Forward,
-        memory: Memory,
+        cache: DraftCache,
         *,
         context: int,
         deepest: int = 8,
         step_tokens: int = 512,
         batched: bool = True,
     ) -> None:
-        self.name, self.deepest = name, deepest
-        self._forward, self._memory, self._context = forward, memory, context
+        self.name, self.deepest, self.cache = name, deepest, cache
+        self._forward, self._memory, self._context = forward, cache.memory, context
         self._step_tokens, self._batched = step_tokens, batched
-        self._seqs: OrderedDict[Key, int] = OrderedDict()  # the least recently used first
-        self._numbers = count(1)
 
     def propose(self, chains: Sequence[Chain]) -> None:
-        for chain in chains:
-            self._seqs[chain.key] = self._seqs.pop(chain.key, None) or next(self._numbers)
-        ready = self._caught_up([chain for chain in chains if len(chain.text) + chain.left <= self._context])
+        keys = [chain.key for chain in chains]
+        ready = self._caught_up([chain for chain in chains if len(chain.text) + chain.left <= self._context], keys)
         forks: dict[Key, int] = {}
         try:
-            while going := [chain for chain in ready if chain.left > 0]:
-                if not self._make_free(len(going), chains):
+            while going := [(chain, seq) for chain, seq in ready if chain.left > 0]:
+                if not self.cache.make_free(len(going), len(going), keys):
                     break
-                for chain in going:
+                for chain, seq in going:
                     if chain.key not in forks:
-                        seq = self._seqs[chain.key]
-                        fork = forks[chain.key] = next(self._numbers)
+                        fork = forks[chain.key] = self.cache.spare()
                         self._memory.fork(seq, fork, self._memory.length(seq))
-                logits = self._step([(forks[chain.key], chain.tokens[-1:]) for chain in going])
-                extend(going, logits)
+                logits = [self._drafted(part, forks) for part in self._parts([chain for chain, _ in going])]
+                extend([chain for chain, _ in going], torch.cat(logits))
         finally:
             for fork in filter(self._memory.has, forks.values()):
                 self._memory.drop(fork)
@@ -74,61 +72,64 @@ class ModelDrafter:
     def committed(self, news: Sequence[Committed]) -> None:
         """Nothing depends on hidden states."""
 
-    def close(self, key: Key) -> None:
-        seq = self._seqs.pop(key, None)
-        if seq is not None and self._memory.has(seq):
-            self._memory.drop(seq)
+    def close(self, key: Key, *, keep: bool) -> None:
+        self.cache.close(key, keep=keep)
 
-    def _caught_up(self, chains: Sequence[Chain]) -> list[Chain]:
+    def forget(self, namespace: str | None, tokens: Sequence[int] = ()) -> None:
+        self.cache.forget(namespace, tokens)
+
+    def _caught_up(self, chains: Sequence[Chain], keys: Sequence[Key]) -> list[tuple[Chain, int]]:
         """Compute what is missing of the texts, and add the first draft of those that are complete, which are
-        returned."""
-        left, feeds, complete = self._step_tokens, list[tuple[int, Sequence[int]]](), list[Chain]()
-        for chain in chains:
-            seq = self._seqs[chain.key]
-            at = self._memory.length(seq)
-            if tokens := chain.text[at : at + left]:
-                feeds.append((seq, tokens))
-                left -= len(tokens)
-                complete += [chain] if at + len(tokens) == len(chain.text) else []
-        if not feeds or not self._make_free(sum(len(tokens) for _, tokens in feeds), chains):
+        returned with their sequences."""
+        left, missing = self._step_tokens, list[tuple[Chain, int, Span]]()
+        for chain, seq in zip(chains, self.cache.open(chains), strict=True):
+            if seq is not None and left > 0 and (at := self._memory.length(seq)) < len(chain.text):
+                missing.append((chain, seq, Span(at, self.cache.end(chain.key, min(len(chain.text), at + left)))))
+                left -= len(missing[-1][2])
+        if not missing or not self.cache.make_free(self._step_tokens - left, len(missing), keys):
             return []
-        logits = self._step(feeds)
-        rows = {seq: row for row, (seq, _) in enumerate(feeds)}
+        began = time.perf_counter()
+        logits = torch.cat([self._computed(part) for part in self._parts(missing)])
+        rows = [row for row, (chain, _, span) in enumerate(missing) if span.end == len(chain.text)]
+        complete = [missing[row][:2] for row in rows]
         if complete:
-            extend(complete, logits[[rows[self._seqs[chain.key]] for chain in complete]])
+            extend([chain for chain, _ in complete], logits[rows])
+            self.cache.stepped(self._step_tokens - left, time.perf_counter() - began)
         return complete
 
-    def _step(self, feeds: Sequence[tuple[int, Sequence[int]]]) -> Tensor:
-        """Compute these tokens of some sequences. -> [len(feeds),V]: logits after the last token of each"""
-        if not self._batched and len(feeds) > 1:
-            return torch.cat([self._step([feed]) for feed in feeds])
-        length = self._memory.length
-        batch = Batch(tuple(Feed(seq, Span(length(seq), length(seq) + len(tokens))) for seq, tokens in feeds))
-        ids = [token for _, tokens in feeds for token in tokens]
-        ends = [sum(len(tokens) for _, tokens in feeds[: i + 1]) - 1 for i in range(len(feeds))]
-        plan = self._memory.begin(batch)
+    def _computed(self, missing: Sequence[tuple[Chain, int, Span]]) -> Tensor:
+        """Compute these tokens of texts. -> [len(missing),V]: logits after the last token of each"""
+        feeds = self.cache.feeds([(chain.key, len(span)) for chain, _, span in missing])
+        logits, claims = self._step(feeds, [chain.text[span.start : span.end] for chain, _, span in missing])
+        for chain, seq, _ in missing:
+            self.cache.keep(chain, claims.get(seq))
+        return logits
+
+    def _drafted(self, chains: Sequence[Chain], forks: Mapping[Key, int]) -> Tensor:
+        """Compute the last draft of each chain. -> [len(chains),V]: logits after it"""
+        seqs = [forks[chain.key] for chain in chains]
+        ends = [self._memory.length(seq) for seq in seqs]
+        feeds = [Feed(seq, Span(end, end + 1)) for seq, end in zip(seqs, ends, strict=True)]
+        return self._step(feeds, [chain.tokens[-1:] for chain in chains])[0]
+
+    def _parts(self, things: Sequence[T]) -> list[Sequence[T]]:
+        """What is computed in one forward, each."""
+        return [things] if self._batched else [[thing] for thing in things]
+
+    def _step(self, feeds: Sequence[Feed], tokens: Sequence[Sequence[int]]) -> tuple[Tensor, dict[int, int]]:
+        """Compute the tokens of these feeds. -> [len(feeds),V]: logits after the last token of each, and the claims of
+        the commit"""
+        ids = [token for own in tokens for token in own]
+        ends = [sum(map(len, tokens[: i + 1])) - 1 for i in range(len(tokens))]
+        plan = self._memory.begin(Batch(tuple(feeds)))
         try:
             logits = self._forward(self._memory, plan, ids, ends)
-            self._memory.commit()
+            return logits, self._memory.commit()
         except BaseException:
             if self._memory.step is not None:
                 self._memory.abandon()
             raise
-        return logits
-
-    def _make_free(self, cells: int, chains: Sequence[Chain]) -> bool:
-        """Drop sequences of completions without a chain in this call until so many cells of every group are free.
-        False if they do not suffice."""
-        used = {chain.key for chain in chains}
-        idle = [key for key in self._seqs if key not in used]
-        while min(self._memory.free().values(), default=cells) < cells:
-            if not idle:
-                return False
-            self.close(idle.pop(0))
-        return True
 
     def check(self) -> None:
         """Assert what is always true between two calls."""
-        assert self._memory.step is None
-        assert set(self._memory.sequences) <= set(self._seqs.values())
-        self._memory.check()
+        self.cache.check()

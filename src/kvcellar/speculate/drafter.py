@@ -26,7 +26,7 @@ class Committed:
 
 class Drafter(Protocol):
     """Proposes drafts. An error that `propose` or `committed` raises makes the round plain decoding; afterwards `close`
-    is called for the completions of the call.
+    is called for the completions of the call, without `keep`.
 
     State of a completion is made when it is first seen, with whatever text it has by then, and dropped by `close`.
     """
@@ -45,7 +45,13 @@ class Drafter(Protocol):
         """The next tokens of some completions are in the target's memory, with their hidden states."""
         ...
 
-    def close(self, key: Key) -> None:
-        """Drop the state of a completion: it has ended, was preempted, or its text was changed (a context shift). Not
-        an error if there is none."""
+    def close(self, key: Key, *, keep: bool) -> None:
+        """Drop the state of a completion: it has ended, was preempted, or its text was changed (a context shift). With
+        `keep`, others of its namespace may profit from what was known of its text; without it, the state may be wrong.
+        Not an error if there is none."""
+        ...
+
+    def forget(self, namespace: str | None, tokens: Sequence[int] = ()) -> None:
+        """Drop what is kept of a namespace, or of all, of texts that have ended and that begin with these tokens. It
+        may drop more of that namespace."""
         ...

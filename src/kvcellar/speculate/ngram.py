@@ -26,6 +26,7 @@ class _Text:
     index: Suffixes
     namespace: str
     shared: int  # its first tokens, which an earlier text of the namespace had
+    expires: bool
 
 
 @dataclass(slots=True)
@@ -66,9 +67,9 @@ class NGramDrafter:
     def committed(self, news: Sequence[Committed]) -> None:
         """Nothing depends on hidden states."""
 
-    def close(self, key: Key) -> None:
-        """Keep what is new of a text for others of its namespace."""
-        if (text := self._own.pop(key, None)) is None:
+    def close(self, key: Key, *, keep: bool) -> None:
+        """Keep what is new of a text for others of its namespace, unless it is to be deleted after some time."""
+        if (text := self._own.pop(key, None)) is None or text.expires or not keep:
             return
         texts = self._ended.get(text.namespace)
         if texts is None:
@@ -80,8 +81,9 @@ class NGramDrafter:
         while len(texts.waiting) > 2 * self._half:
             texts.waiting.popleft()
 
-    def forget(self, namespace: str | None = None) -> None:
-        """Drop the texts of a namespace that have ended, or of all: they are not to be found any more."""
+    def forget(self, namespace: str | None, tokens: Sequence[int] = ()) -> None:
+        """Drop the texts of a namespace that have ended, or of all, whatever they begin with: where texts begin is not
+        known."""
         if namespace is None:
             self._ended.clear()
         else:
@@ -92,7 +94,7 @@ class NGramDrafter:
         text = self._own.get(chain.key)
         if text is None:
             index = Suffixes(len(chain.text) + EXPECTED)
-            text = self._own[chain.key] = _Text(index, chain.namespace, chain.shared)
+            text = self._own[chain.key] = _Text(index, chain.namespace, chain.shared, chain.retention.ttl is not None)
         before = len(text.index)
         text.index.extend(chain.text[before : before + most])
         return len(text.index) - before

@@ -80,7 +80,11 @@ class Speculator:
     def close(self, key: Key) -> None:
         """Drop what is kept of a completion, except for its part of the report."""
         self.depth.forget(key)
-        self._drop(key)
+        self._drop(key, keep=True)
+
+    def forget(self, namespace: str | None, tokens: Sequence[int] = ()) -> None:
+        """Drop what is kept of texts that have ended (see `Drafter`)."""
+        self.drafter.forget(namespace, tokens)
 
     def report(self, request: int) -> Speculation | None:
         """Take the report of a request; None if it had no round."""
@@ -91,14 +95,14 @@ class Speculator:
         """The drafter raised. What it keeps of these completions may be wrong, and is dropped."""
         log.error("drafter %s failed", self.drafter.name, exc_info=error)
         for key in keys:
-            self._drop(key)
+            self._drop(key, keep=False)
         self._failures += 1
         if self._failures >= FAILURES and self.refused is None:
             self.refused = f"{FAILURES} calls in a row failed, the last with {type(error).__name__}: {error}"
             log.error("drafter %s is not used any more: %s", self.drafter.name, self.refused)
 
-    def _drop(self, key: Key) -> None:
+    def _drop(self, key: Key, *, keep: bool) -> None:
         try:
-            self.drafter.close(key)
+            self.drafter.close(key, keep=keep)
         except Exception:
             log.exception("drafter %s could not drop a completion", self.drafter.name)

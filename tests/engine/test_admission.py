@@ -22,13 +22,13 @@ def test_what_is_cheaper_to_compute_is_computed_and_the_record_says_so(saved, tm
         for fast, slow, cached in ((1e-6, 10.0, 0), (10.0, 1e-6, len(prompt) - 1)):
             engine.clear_cache()
             for _ in range(100):
-                restores.prefill.record(512, 512 * fast)
+                restores.planner.prefill.record(512, 512 * fast)
                 transfers.reads["disk"].record(10_000, slow)
             found = asked(engine, prompt)
             assert (found.token_ids, found.usage.cached_tokens) == (wanted, cached)
             assert (found.recall.reason == "cheaper to recompute") == (not cached)
         assert engine.stats().store.declined == 1
-        assert restores.prefill.seconds(512) > 0
+        assert restores.planner.prefill.seconds(512) > 0
 
 
 def test_rates_are_measured_again_when_restoring_seemed_too_slow(saved, tmp_path) -> None:  # noqa: F811
@@ -40,7 +40,7 @@ def test_rates_are_measured_again_when_restoring_seemed_too_slow(saved, tmp_path
         transfers.reads["disk"].record(10_000, 1000.0)
         cached = []
         for _ in range(40):
-            restores.prefill.record(512, 0.1)
+            restores.planner.prefill.record(512, 0.1)
             engine.clear_cache()
             cached.append(engine.generate(prompt, **GREEDY).usage.cached_tokens)
         assert cached[0] == 0

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvcellar import BadRequest, Engine
-from kvcellar.engine.restores import Restores
+from kvcellar.engine import restore_plan
+from kvcellar.engine.restore_plan import Planner
 from kvcellar.engine.store import MOST_WANTED
 from kvcellar.prefix.node import key_of
 from tests.engine.mixes import bytes_for, tokens
@@ -44,8 +45,9 @@ def own_cache(monkeypatch, cache) -> None:
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch) -> None:
-    """What is stored is restored, however fast this machine computes it again."""
-    monkeypatch.setattr(Restores, "_speed", lambda self: None)
+    """What is stored is restored, however fast this machine computes it again, and however slowly it reads."""
+    monkeypatch.setattr(Planner, "speed", lambda self: None)
+    monkeypatch.setattr(restore_plan, "SHORTEST", restore_plan.LONGEST)
 
 
 def opened(path: Path, store: Path | None, **settings) -> Engine:

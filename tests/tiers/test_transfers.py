@@ -200,6 +200,79 @@ def test_a_tier_that_hangs_delays_only_what_needs_it() -> None:
         assert ended(stuck) is Outcome.FETCHED
 
 
+def test_a_transfer_waits_while_its_job_runs_or_its_tier_begins_none() -> None:
+    now, turns, inside = [0.0], threading.Semaphore(0), threading.Semaphore(0)
+    disk = HostTier(1 << 20)
+    for seed in range(3):
+        disk.put(*made(seed))
+    get = disk.get
+    disk.get = lambda key: (inside.release(), turns.acquire(timeout=SOON)) and get(key)
+    with transfers(disk, threads=1, clock=lambda: now[0]) as opened:
+        first, second, third = (opened.fetch(made(seed)[0]) for seed in range(3))
+        assert inside.acquire(timeout=SOON)
+        now[0] = 3.0
+        assert [opened.waited(one) for one in (first, second, third)] == [3.0] * 3
+        turns.release()
+        assert inside.acquire(timeout=SOON)
+        now[0] = 4.0
+        assert [opened.waited(one) for one in (first, second, third)] == [0.0, 1.0, 1.0]
+        turns.release(2)
+        assert {ended(one) for one in (second, third)} == {Outcome.FETCHED}
+
+
+def test_a_tier_with_a_read_that_took_too_long_is_skipped_for_a_while_that_doubles() -> None:
+    now = [0.0]
+    disk, remote = Slow("disk"), Slow("remote")
+    for tier in (disk, remote):
+        tier.put(*made(1))
+    remote.calls.clear()
+    with transfers(disk, remote, threads=4, clock=lambda: now[0]) as opened:
+        late = []
+        for wait in (1.0, 2.0, 4.0):
+            disk.go.clear()
+            late.append(opened.fetch(made(1)[0]))
+            while disk.calls["get"] < len(late):
+                assert disk.inside.acquire(timeout=SOON)
+            assert opened.overdue(late[-1]) == opened.overdue(late[-1]) == "disk"
+            assert disk.failures["too slow"] == len(late), "one read was counted twice"
+            assert (opened.down(0), opened.down(1)) == (True, False)
+            found = opened.fetch(made(1)[0])
+            assert ended(found) is Outcome.FETCHED
+            assert found.tiers == ("remote",)
+            now[0] += 0.9 * wait
+            assert opened.down(0)
+            now[0] += 0.2 * wait
+            assert not opened.down(0)
+        for transfer in late:
+            opened.cancel(transfer)
+        held = opened.staged()
+        assert held >= sum(transfer.need for transfer in late), "bytes of reads that go on were freed"
+        disk.go.set()
+        assert {ended(transfer) for transfer in late} == {Outcome.CANCELLED}
+
+
+def test_renewals_that_wait_are_one_call_for_each_retention() -> None:
+    disk, renewed = Slow(), list[tuple[set[bytes], Retention]]()
+    renew = disk.renew
+    disk.renew = lambda keys, retention: (renewed.append((set(keys), retention)), renew(keys, retention))
+    stored = [made(seed) for seed in range(3)]
+    keys = [snapshot.key for snapshot, _ in stored]
+    for one in stored:
+        disk.put(*one)
+    with transfers(disk, threads=1) as opened:
+        disk.go.clear()
+        waits = opened.fetch(stored[0][0])
+        for turn in range(100):
+            opened.renew(keys[: 2 + (turn == 99)], Retention(expires=1e12 + turn, priority=turn % 3))
+        disk.go.set()
+        assert ended(waits) is Outcome.FETCHED
+    assert len(renewed) == 2
+    assert {frozenset(found): retention for found, retention in renewed} == {
+        frozenset(keys[:2]): Retention(expires=1e12 + 99, priority=2),
+        frozenset(keys[2:]): Retention(expires=1e12 + 99, priority=0),
+    }
+
+
 def test_a_tier_that_is_down_is_skipped_and_used_again_later() -> None:
     host, disk = Slow("host"), Slow("disk")
     with transfers(host, disk) as opened:

@@ -162,13 +162,15 @@ class Loop:
 
     def _receive(self) -> None:
         """Run the calls in the inbox. Without requests that can go on, write to the store and compact memory until
-        one arrives, or wait for one."""
+        one arrives, or wait for one; where all wait for what is read back, only until a read takes too long."""
         idle = not self.scheduler.running and (not self.scheduler.waiting or self._stalled)
         while idle and self._inbox.empty() and (self._pump() or self._compact()):
             pass
+        store = self.manager.store if idle and self._stalled else None
+        timeout = store.restores.look_again() if store is not None else None
         try:
             while True:
-                call = self._inbox.get(block=idle)
+                call = self._inbox.get(block=idle, timeout=timeout)
                 self._guard("a call", None, call)
                 self._recover()
                 idle = False

@@ -11,7 +11,8 @@ Always true:
   * those of requests whose turn has not come take at most a quarter of the staging memory, so that one whose turn it
     is goes on;
   * what was read is checked against the record and the tokens of its key before any of it is used;
-  * a fetch whose turn has come has locked what it needs of the tree until it is done.
+  * a fetch whose turn has come has locked what it needs of the tree until it is done;
+  * one that makes no progress for as long as `restore_plan` allows is ended: its tokens are computed.
 """
 
 import logging
@@ -19,7 +20,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from math import inf
 
 import torch
 from torch import Tensor
@@ -28,22 +29,20 @@ from kvcellar.cache.memory import Memory
 from kvcellar.cache.readout import Record
 from kvcellar.cache.record import from_bytes
 from kvcellar.engine.prefixes import Prefixes
+from kvcellar.engine.restore_plan import Part, Planner
 from kvcellar.errors import CacheFull, KvcellarError
 from kvcellar.prefix.node import TOKEN, Node
 from kvcellar.prefix.stored import Catalogue
 from kvcellar.prefix.why import ReadBack
 from kvcellar.snapshot import Snapshot
-from kvcellar.tiers.admission import Piece, Rate, restored
 from kvcellar.tiers.tier import Loaded
 from kvcellar.tiers.transfers import Transfer, Transfers
 
 log = logging.getLogger("kvcellar.engine")
 
-LEAST = 64  # tokens: fewer are computed again as fast as they are read
 AHEAD = 4  # the part of the staging memory for requests whose turn has not come
 STEP = 32 << 20  # bytes that enter memory between two steps, and one snapshot more
-MEASURED = 32  # new tokens of a step, at least, from which on it measures how fast prompts are computed
-AGAIN = 16  # of so many restores that seem too slow, one is made: else what was measured once would be for ever
+SOON = 0.05  # seconds: the engine does not look more often for what takes too long
 
 Evict = Callable[[str | None, int], bool]  # cells of a group, or a state row
 
@@ -57,34 +56,27 @@ class _Staged:
     ahead: bool
 
 
-class _Part(NamedTuple):
-    """What a request needs of a snapshot: its tokens up to `end`, to be resumed at `resume`."""
-
-    snapshot: Snapshot
-    end: int
-    resume: int
-
-
 @dataclass(eq=False, slots=True)
 class Fetch:
     """What is being read back for a request. Its turn has come when `node` is set: where the tree has got to, locked
-    until the end. `skipped` says why tokens that a tier has are not read back."""
+    until the end. `skipped` and `unavailable` say why tokens that a tier has are not read back."""
 
     namespace: str
-    chain: deque[_Part]  # to be read yet
-    reads: deque[_Part] = field(default_factory=deque[_Part])  # being read, and those that were, in order
+    chain: deque[Part]  # to be read yet
+    reads: deque[Part] = field(default_factory=deque[Part])  # being read, and those that were, in order
     key: bytes = b""
     root: Node | None = None
     node: Node | None = None
     done: bool = False
     tokens: Counter[str] = field(default_factory=Counter[str])  # that were brought back, by tier
     skipped: str = ""
-    began: float = field(default_factory=time.perf_counter)
+    unavailable: str = ""
+    began: float = 0.0
     seconds: float = 0.0  # from its turn until it was done
 
     @property
     def read_back(self) -> ReadBack:
-        return ReadBack(tuple(self.tokens.items()), self.seconds, self.skipped)
+        return ReadBack(tuple(self.tokens.items()), self.seconds, self.skipped, self.unavailable)
 
 
 class Restores:
@@ -100,16 +92,17 @@ class Restores:
         evict: Evict,
         wake: Callable[[], None],
         missed: Callable[[], None],
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`missed` is called when a snapshot could not be read."""
         self._transfers, self._catalogue, self._memory, self._prefixes = transfers, catalogue, memory, prefixes
-        self._evict, self._wake, self._missed = evict, wake, missed
+        self._evict, self._wake, self._missed, self._clock = evict, wake, missed, clock
+        self.planner = Planner(transfers, catalogue, prefixes)
         self._fetches: set[Fetch] = set()
         self._staged: dict[bytes, _Staged] = {}
         self._ahead = 0  # bytes staged for requests whose turn has not come
         self._left = STEP  # bytes that may still enter memory before the next step
-        self._slow = 0  # how often restoring seemed to take longer
-        self.entering, self.prefill = Rate(), Rate()  # of bytes into memory; of tokens through the model
+        self._short: float | None = None  # since when the next snapshot finds too little staging memory
         self.restored = 0  # tokens
         self.declined = 0  # requests of which tokens were cheaper to recompute
 
@@ -120,8 +113,11 @@ class Restores:
     def stepped(self, tokens: int, seconds: float) -> None:
         """A step has computed so many tokens in so many seconds."""
         self.go_on()
-        if tokens >= MEASURED:
-            self.prefill.record(tokens, seconds)
+        self.planner.stepped(tokens, seconds)
+
+    def freed(self) -> None:
+        """Some staging memory has become free."""
+        self._short = None
 
     # -- for a request ------------------------------------------------------------------------------------------
 
@@ -145,68 +141,23 @@ class Restores:
                 self._read(fetch)
             if not (fetch.done or fetch.reads or fetch.chain):
                 self._end(fetch)
+            if not fetch.done and self._patience(fetch) <= 0:
+                self._give_up(fetch)
         return not fetch.done
+
+    def look_again(self) -> float | None:
+        """Seconds after which `advance` may end a restore that makes no progress; None: there is none."""
+        left = min((self._patience(fetch) for fetch in self._fetches if fetch.node is not None), default=inf)
+        return max(left, SOON) if left < inf else None
 
     def cancel(self, fetch: Fetch) -> None:
         """What has not entered memory yet is dropped."""
         self._end(fetch)
 
-    # -- what to restore ----------------------------------------------------------------------------------------
-
     def _plan(self, fetch: Fetch, key: bytes) -> None:
-        """Decide which snapshots a request needs: those that memory does not have, if restoring takes less time than
-        computing their tokens again."""
-        fetch.chain.clear()
-        fetch.skipped = ""
-        found = self._catalogue.match(fetch.namespace, key, len(key) // TOKEN - 1)
-        if found.resume < LEAST:
-            return
-        have = self._own(fetch.namespace, key)
-        chain: list[_Part] = []
-        pieces: list[Piece] = []
-        at = have
-        for snapshot in found.chain:
-            if snapshot.span.end <= have:
-                continue
-            if not self._transfers.has(snapshot.key):
-                self._catalogue.remove(snapshot.key)
-            source = self._transfers.source(snapshot.key)
-            if source is None or snapshot.size > self._transfers.largest:
-                break
-            end = max(at, self._catalogue.resume(snapshot, found.resume))
-            seconds = self._transfers.reads[source].seconds(snapshot.size) + self.entering.seconds(snapshot.size)
-            pieces.append(Piece(end - at, seconds))
-            chain.append(_Part(snapshot, min(snapshot.span.end, found.resume), end))
-            at = end
-        if at >= self._prefixes.restorable(fetch.namespace, key) + LEAST:
-            fetch.chain.extend(chain[: self._admitted(fetch, pieces)])
-
-    def _own(self, namespace: str, key: bytes) -> int:
-        """Where a key can be resumed from what its namespace has in memory: the tree drops a claim behind that, even
-        where the namespace of all has the tokens before it."""
-        tree = self._prefixes.tree
-        return tree.match(tree.peek(namespace), key, len(key) // TOKEN - 1).resume
-
-    def _admitted(self, fetch: Fetch, pieces: list[Piece]) -> int:
-        """How many of the pieces to restore."""
-        speed = self._speed()
-        if speed is None:
-            return len(pieces)
-        if (count := restored(pieces, speed)) < len(pieces):
-            self._slow += 1
-            if self._slow % AGAIN == 0:
-                return len(pieces)
-            left = Piece(*map(sum, zip(*pieces[count:], strict=True)))
-            fetch.skipped = (
-                f"{left.tokens} tokens are stored: reading them takes about {1000 * left.seconds:.0f} ms, "
-                f"computing them {1000 * left.tokens / speed:.0f} ms"
-            )
-        return count
-
-    def _speed(self) -> float | None:
-        """Tokens per second of prompts; None before the first one."""
-        seconds = self.prefill.seconds(512)
-        return 512 / seconds if seconds else None
+        """Decide which snapshots a request needs."""
+        plan = self.planner.plan(fetch.namespace, key)
+        fetch.chain, fetch.skipped, fetch.unavailable = deque(plan.parts), plan.skipped, plan.unavailable
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -221,7 +172,10 @@ class Restores:
                     return
                 transfer = self._transfers.fetch(snapshot)
                 if transfer is None:
+                    if not ahead and self._short is None:
+                        self._short = self._clock()
                     return
+                self._short = None
                 staged = self._staged[snapshot.key] = _Staged(transfer, set(), ahead)
                 self._ahead += transfer.need if ahead else 0
             self._use(fetch, staged)
@@ -248,11 +202,37 @@ class Restores:
                 if not staged.users:
                     self._drop(key)
 
+    # -- what takes too long ------------------------------------------------------------------------------------
+
+    def _waited(self, fetch: Fetch) -> float | None:
+        """Seconds for which what a restore needs next has made no progress; None if it is there."""
+        if not fetch.reads:
+            return None if self._short is None else self._clock() - self._short
+        staged = self._staged.get(fetch.reads[0].snapshot.key)
+        if staged is None or staged.transfer.outcome is not None:
+            return None
+        return self._transfers.waited(staged.transfer)
+
+    def _patience(self, fetch: Fetch) -> float:
+        """Seconds for which a restore goes on waiting."""
+        waited = self._waited(fetch)
+        return inf if waited is None else self.planner.patience([*fetch.reads, *fetch.chain]) - waited
+
+    def _give_up(self, fetch: Fetch) -> None:
+        """The request computes what was not read, and its tier is not used for a while."""
+        waited, tokens = self._waited(fetch), sum(part.piece.tokens for part in (*fetch.reads, *fetch.chain))
+        assert waited is not None, "it can go on"
+        what = "there was no staging memory"
+        if fetch.reads:
+            what = f"the {self._transfers.overdue(self._staged[fetch.reads[0].snapshot.key].transfer)} tier did not end"
+        fetch.unavailable = f"{tokens} stored tokens were not read: {what} for {waited:.1f} s"
+        self._end(fetch)
+
     # -- entering memory ----------------------------------------------------------------------------------------
 
     def _begin(self, fetch: Fetch, key: Callable[[], bytes]) -> None:
         """The turn of a request has come: lock what memory has, and decide again, since both may have changed."""
-        fetch.began = time.perf_counter()
+        fetch.began = self._clock()
         fetch.reads.clear()
         if len(self._catalogue):
             fetch.key = key()
@@ -294,11 +274,11 @@ class Restores:
         self._drop(snapshot.key)
         return True
 
-    def _has(self, fetch: Fetch, part: _Part) -> bool:
+    def _has(self, fetch: Fetch, part: Part) -> bool:
         """Whether the tree has all that a request needs of a snapshot."""
         if self._prefixes.tree.node_at(fetch.namespace, fetch.key, part.end - 1) is None:
             return False
-        return self._own(fetch.namespace, fetch.key) >= part.resume
+        return self.planner.own(fetch.namespace, fetch.key) >= part.resume
 
     def _lock_again(self, fetch: Fetch) -> None:
         """Another request has brought back more of the same tokens."""
@@ -311,7 +291,7 @@ class Restores:
 
     def _enter(self, fetch: Fetch, snapshot: Snapshot, transfer: Transfer) -> bool:
         """False if it is missing, is not what was stored, or does not fit."""
-        loaded, began = transfer.loaded, time.perf_counter()
+        loaded, began = transfer.loaded, self._clock()
         if loaded is None:
             self._missed()
             return False
@@ -327,7 +307,7 @@ class Restores:
             self._catalogue.remove(snapshot.key)
             self._transfers.remove([snapshot.key])
             return False
-        self.entering.record(snapshot.size, time.perf_counter() - began)
+        self.planner.entering.record(snapshot.size, self._clock() - began)
         self._left -= snapshot.size
         fetch.tokens[transfer.tiers[0]] += len(snapshot.span)
         return True
@@ -365,7 +345,7 @@ class Restores:
         self._fetches.discard(fetch)
         self.restored += fetch.tokens.total()
         if fetch.node is not None:
-            fetch.seconds = time.perf_counter() - fetch.began
+            fetch.seconds = self._clock() - fetch.began
             self._prefixes.tree.unlock(fetch.node)
             fetch.node = None
 
@@ -377,6 +357,7 @@ class Restores:
             fetch.node = None
             self._end(fetch)
         self._prefixes = prefixes
+        self.planner.reset(prefixes)
 
     def locks(self) -> Iterable[Node]:
         """Nodes that are locked, each as often as it is."""

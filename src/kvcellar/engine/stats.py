@@ -49,7 +49,7 @@ class TierStats:
     name: str  # host, disk or remote
     bytes: int  # of all that is there
     limit_bytes: int  # cap on these
-    down: bool  # whether it is not used now, because it has failed
+    down: bool  # whether it is not used now, because it has failed or was too slow
     failures: Mapping[str, int]  # operations that failed, by kind: each is a miss, or not stored
 
 
@@ -173,7 +173,8 @@ def _store_stats(store: "Store | None") -> StoreStats | None:
     transfers, restores = store.transfers, store.restores
     return StoreStats(
         tiers=tuple(
-            TierStats(tier.name, tier.size(), tier.cap, tier.down, dict(tier.failures)) for tier in transfers.tiers
+            TierStats(tier.name, tier.size(), tier.cap, transfers.down(number), dict(tier.failures))
+            for number, tier in enumerate(transfers.tiers)
         ),
         snapshots=len(store.catalogue),
         staged_bytes=transfers.staged(),

@@ -25,7 +25,8 @@ from kvcellar.cache.memory import Memory
 from kvcellar.cache.readout import Reading
 from kvcellar.cache.record import positions, to_bytes
 from kvcellar.engine.prefixes import Prefixes
-from kvcellar.engine.restores import LEAST, Evict, Restores
+from kvcellar.engine.restore_plan import LEAST
+from kvcellar.engine.restores import Evict, Restores
 from kvcellar.errors import EngineClosed, KvcellarError
 from kvcellar.prefix.node import TOKEN, Node
 from kvcellar.prefix.stored import Catalogue
@@ -85,6 +86,7 @@ class Store:
         locations: Locations,
         post: Callable[[Callable[[], None]], None],
         evict: Evict,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`secret`: keys cannot be computed from tokens without it; `locations`: the tiers report there what they
         remove."""
@@ -96,7 +98,8 @@ class Store:
             staging=staging,
             locations=locations,
             completed=self._completed,
-            freed=lambda: self._posted(_nothing),
+            freed=lambda: self._posted(self.restores.freed),
+            clock=clock,
         )
         self.restores = Restores(
             self.transfers,
@@ -106,6 +109,7 @@ class Store:
             evict=evict,
             wake=lambda: self._posted(self.restores.go_on),
             missed=self._forget_gone,
+            clock=clock,
         )
         self._wanted: deque[_Writing] = deque()
         self._open: _Open | None = None

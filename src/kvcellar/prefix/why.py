@@ -102,12 +102,13 @@ def _beginnings(owner: str, key: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 class ReadBack(NamedTuple):
-    """What was read back for a prompt: tokens by tier, and the seconds that it took. `skipped`: why tokens that a tier
-    has were not read back; "" if there are none."""
+    """What was read back for a prompt: tokens by tier, and the seconds that it took. Why tokens that a tier has were
+    not: `skipped` says that computing them is faster, `unavailable` that the tier could not be used; else ""."""
 
     tokens: tuple[tuple[str, int], ...] = ()
     seconds: float = 0.0
     skipped: str = ""
+    unavailable: str = ""
 
 
 class Elsewhere(NamedTuple):
@@ -149,6 +150,8 @@ def explained(
         return record("complete", "all tokens but the last")
     if read.skipped:
         return record("cheaper to recompute", read.skipped)
+    if read.unavailable:
+        return record("tier unavailable", read.unavailable)
     if restored < found:
         return record("no checkpoint", f"{kinds} layers can resume at {restored}, not at {found}")
     if (loss := losses.of(namespace, key, matched)) is not None:

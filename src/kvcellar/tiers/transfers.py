@@ -14,25 +14,25 @@ Always true:
   * the bytes of the chunks of all transfers are at most `staging`, and those of puts at most half of it: they are
     reserved before any is read, and freed when the transfer has ended and, of a fetch, its chunks were released;
   * a tier that is slow or hangs delays no transfer that does not need it: each has threads of its own, and is skipped
-    while it is down or all its threads have hung for `patience` seconds.
+    while it is down, or was too slow for a reader, or all its threads have hung for `patience` seconds.
 """
 
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from functools import partial
 
 from kvcellar.retention import DEFAULT, Retention
 from kvcellar.snapshot import Snapshot
 from kvcellar.tiers.admission import Rate
+from kvcellar.tiers.lanes import Lane
 from kvcellar.tiers.locations import Locations
 from kvcellar.tiers.tier import Loaded, Tier
 
 log = logging.getLogger("kvcellar.tiers")
-
-TOGETHER = 64  # uses of entries that are counted in a tier with one call
 
 
 class Outcome(Enum):
@@ -57,27 +57,14 @@ class Transfer:
         self.tiers: tuple[str, ...] = ()
         self.seconds = 0.0
         self.ended = threading.Event()
-        self.cancelled = self.running = False
+        self.cancelled = self.running = self.overdue = False
+        self.lane: Lane | None = None  # where its present job runs, or waits for a thread
+        self.since = 0.0  # when that began
         self.promotions = 0  # into the tiers above the one that it came from
         self.holders = 1  # of its bytes: the transfer, then the owner of what was fetched; and each promotion
 
 
-class _Lane:
-    """The jobs of one tier, or the events; and the threads that do them."""
-
-    def __init__(self, threads: int, count: Callable[[list[bytes]], None]) -> None:
-        self.threads, self.count = threads, count
-        self.jobs: deque[Job] = deque()
-        self.used: list[bytes] = []  # keys of entries that were fetched, to be counted
-        self.started: dict[int, float] = {}  # when each thread that has a job began it
-
-    def hangs(self, before: float) -> bool:
-        """Whether all threads have been at their jobs since before a time."""
-        return len(self.started) == self.threads and max(self.started.values()) < before
-
-
-Job = Callable[[], object]
-Step = tuple[_Lane, Callable[[], "Step | None"]]  # what to do next, and where
+Step = tuple[Lane, Callable[[], "Step | None"]]  # what to do next, and where
 
 
 class Transfers:
@@ -106,9 +93,9 @@ class Transfers:
         self._changed = threading.Condition(threading.RLock())  # held for all that follows
         self._staged = {False: 0, True: 0}  # bytes, by `stores`
         self._live: set[Transfer] = set()  # that have not ended, or are being promoted
-        self._open, self._stopping = True, False
-        self._events = _Lane(1, lambda keys: None)
-        self._lanes = [_Lane(threads, tier.used) for tier in tiers]
+        self._open = True
+        self._events = Lane(1, self._changed, clock)
+        self._lanes = [Lane(threads, self._changed, clock, tier) for tier in tiers]
         self._threads = [
             threading.Thread(target=self._work, args=(lane,), name="kvcellar-transfers", daemon=True)
             for lane in (self._events, *self._lanes)
@@ -180,6 +167,32 @@ class Transfers:
                 self._end(transfer, Outcome.CANCELLED)
         self.release(transfer)
 
+    def waited(self, transfer: Transfer) -> float:
+        """Seconds for which a transfer has been at its job, or, where it waits for a thread, for which its tier has not
+        begun any; 0 if it has ended."""
+        with self._changed:
+            if transfer.outcome is not None or transfer.lane is None:
+                return 0.0
+            since = transfer.since if transfer.running else max(transfer.since, transfer.lane.moved)
+            return self._clock() - since
+
+    def overdue(self, transfer: Transfer) -> str:
+        """A transfer has taken too long: its tier is not used for a while. Returns the name of the tier. The transfer
+        goes on, and is to be cancelled."""
+        with self._changed:
+            assert transfer.lane is not None and transfer.lane.tier is not None, "it has not begun"
+            tier = transfer.lane.tier
+            if not transfer.overdue:
+                transfer.overdue = True
+                transfer.lane.breaker.failed()
+                tier.failures["too slow"] += 1
+                log.warning("reading from the %s tier takes too long: it is not used for a while", tier.name)
+            return tier.name
+
+    def down(self, number: int) -> bool:
+        """Whether a tier cannot be used now."""
+        return not self._usable([number])
+
     def release(self, transfer: Transfer) -> None:
         """Free the chunks that were fetched. May be called again."""
         with self._changed:
@@ -190,12 +203,16 @@ class Transfers:
     def renew(self, keys: Iterable[bytes], retention: Retention) -> None:
         """Keep entries at least as long as `retention` says."""
         keys = list(keys)
-        self._everywhere(lambda tier: tier.renew(keys, retention))
+        with self._changed:
+            for number in self._usable(range(len(self.tiers))) if self._open else ():
+                self._lanes[number].renew(keys, retention)
 
     def remove(self, keys: Iterable[bytes]) -> None:
         """Delete entries from all tiers."""
         keys = list(keys)
-        self._everywhere(lambda tier: tier.remove(keys))
+        with self._changed:
+            for number in self._usable(range(len(self.tiers))) if self._open else ():
+                self._lanes[number].push(partial(self.tiers[number].remove, keys))
 
     def staged(self) -> int:
         """Bytes of all transfers now."""
@@ -211,7 +228,8 @@ class Transfers:
         for transfer in left:
             self.cancel(transfer)
         with self._changed:
-            self._stopping = True
+            for lane in (self._events, *self._lanes):
+                lane.stopping = True
             self._changed.notify_all()
         until = time.monotonic() + (0.0 if left else seconds)
         for thread in self._threads:
@@ -246,7 +264,7 @@ class Transfers:
                 self._drop(transfer)
             self._settle(transfer)
             transfer.ended.set()
-            self._push(self._events, lambda: self._completed(transfer))
+            self._events.push(lambda: self._completed(transfer))
 
     def _settle(self, transfer: Transfer) -> None:
         if transfer.outcome is not None and not transfer.promotions:
@@ -286,6 +304,8 @@ class Transfers:
         loaded = tier.get(transfer.snapshot.key)
         seconds = self._clock() - began
         transfer.seconds += seconds
+        if not transfer.overdue:
+            self._lanes[number].breaker.succeeded()
         if loaded is None:
             if not tier.contains(transfer.snapshot.key):
                 self._locations.removed(tier.name, transfer.snapshot.key, "gone")
@@ -293,11 +313,11 @@ class Transfers:
         transfer.tiers = (tier.name,)
         with self._changed:
             self.reads[tier.name].record(loaded.snapshot.size, seconds)
-            self._lanes[number].used.append(loaded.snapshot.key)
+            self._lanes[number].use(loaded.snapshot.key)
             for above in self._usable(range(number)):
                 transfer.promotions += 1
                 transfer.holders += 1
-                self._push(self._lanes[above], lambda above=above: self._promote(transfer, loaded, above))
+                self._lanes[above].push(partial(self._promote, transfer, loaded, above))
         self._end(transfer, Outcome.FETCHED, loaded)
         return None
 
@@ -310,13 +330,7 @@ class Transfers:
                 self._drop(transfer)
                 self._settle(transfer)
                 if not transfer.holders:  # a fetch may wait for these bytes
-                    self._push(self._events, self._freed)
-
-    def _everywhere(self, act: Callable[[Tier], object]) -> None:
-        """Do something in the lanes of all tiers that can be used."""
-        with self._changed:
-            for number in self._usable(range(len(self.tiers))) if self._open else ():
-                self._push(self._lanes[number], lambda number=number: act(self.tiers[number]))
+                    self._events.push(self._freed)
 
     def _usable_from(self, first: int) -> int | None:
         """The first usable tier from `first` on."""
@@ -325,27 +339,22 @@ class Transfers:
     def _usable(self, numbers: Iterable[int]) -> list[int]:
         """Those of the tiers that are neither down nor hang."""
         with self._changed:
-            before = self._clock() - self._patience
-            return [n for n in numbers if not self.tiers[n].down and not self._lanes[n].hangs(before)]
+            return [number for number in numbers if self._lanes[number].usable(self._patience)]
 
     # -- threads ------------------------------------------------------------------------------------------------
 
     def _begin(self, transfer: Transfer, step: Step | None) -> None:
         if step is not None:
-            lane, act = step
-            self._push(lane, lambda: self._do(transfer, act))
-
-    def _push(self, lane: _Lane, job: Job) -> None:
-        with self._changed:
-            lane.jobs.append(job)
-            self._changed.notify_all()
+            transfer.lane, act = step
+            transfer.since = self._clock()
+            transfer.lane.push(lambda: self._do(transfer, act))
 
     def _do(self, transfer: Transfer, act: Callable[[], Step | None]) -> None:
         """One step of a transfer, unless it has ended. An error of it ends the transfer."""
         with self._changed:
             if transfer.outcome is not None:
                 return
-            transfer.running = True
+            transfer.running, transfer.since = True, self._clock()
         step = None
         try:
             step = act()
@@ -358,24 +367,9 @@ class Transfers:
                 self._end(transfer, Outcome.CANCELLED)
             self._begin(transfer, step)
 
-    def _work(self, lane: _Lane) -> None:
-        thread = threading.get_ident()
-        while (job := self._job(lane, thread)) is not None:
+    def _work(self, lane: Lane) -> None:
+        for job in lane.work():
             try:
                 job()
             except Exception:
                 log.exception("a job of the transfers has failed")
-            with self._changed:
-                del lane.started[thread]
-
-    def _job(self, lane: _Lane, thread: int) -> Job | None:
-        """The next job of a lane, when there is one. None when the transfers are closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: lane.jobs or lane.used or self._stopping)
-            if not lane.jobs and not lane.used:
-                return None
-            lane.started[thread] = self._clock()
-            if lane.jobs and len(lane.used) < TOGETHER:
-                return lane.jobs.popleft()
-            keys, lane.used = lane.used, []
-            return lambda: lane.count(keys)

@@ -35,7 +35,7 @@ log = logging.getLogger("kvcellar.models")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # names in safetensors
-_BUILD_ERRORS = (  # what transformers raises for configs and weights that do not fit
+BUILD_ERRORS = (  # what transformers raises for configs and weights that do not fit
     OSError, ValueError, RuntimeError, LookupError, TypeError, ImportError, AttributeError, ArithmeticError,
     AssertionError, MemoryError, StrictDataclassError, SafetensorError,
 )  # fmt: skip
@@ -124,7 +124,7 @@ def _generation_config(path: Path, fields: Mapping[str, Any]) -> GenerationConfi
     own = (path / "generation_config.json").is_file()
     try:
         return GenerationConfig.from_dict({**fields, **({} if own else {"_from_model_config": True})})
-    except _BUILD_ERRORS as error:
+    except BUILD_ERRORS as error:
         raise ModelRefused(f"transformers does not accept the generation config of {path.name}: {error}") from error
 
 
@@ -133,7 +133,7 @@ def _config(fields: Mapping[str, Any], weights: WeightsFiles) -> Any:
     check_depth(fields, weights)
     try:
         return AutoConfig.for_model(**fields)
-    except _BUILD_ERRORS as error:
+    except BUILD_ERRORS as error:
         raise ModelRefused(f"config.json does not fit {fields['model_type']}: {error}") from error
 
 
@@ -169,18 +169,19 @@ def _build(path: Path, config: Any, dtype: torch.dtype, weights: WeightsFiles) -
     try:
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    except _BUILD_ERRORS as error:
+    except BUILD_ERRORS as error:
         raise ModelRefused(f"transformers cannot build a {config.model_type} from config.json: {error}") from error
     check_shapes(skeleton, weights)
-    _check_memory(_count(skeleton) * dtype.itemsize + sum(buffer.nbytes for buffer in skeleton.buffers()))
+    check_memory(_count(skeleton) * dtype.itemsize + sum(buffer.nbytes for buffer in skeleton.buffers()))
     try:
         return fill(skeleton, dtype, weights)
-    except _BUILD_ERRORS as error:
+    except BUILD_ERRORS as error:
         weights.check_unchanged()  # a file that changed is the cause
         raise ModelRefused(f"transformers cannot build {path.name}: {error}") from error
 
 
-def _check_memory(size: int) -> None:
+def check_memory(size: int) -> None:
+    """Raise `ModelRefused` if this machine could never hold so many bytes."""
     most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if size > most:
         raise ModelRefused(f"its weights and tables need {size} bytes; this machine has {most} bytes of memory in all")

@@ -1,7 +1,8 @@
 """probe: run a few tokens through a model, with doors that record what it stores, what it reads, and by which masks."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
@@ -15,7 +16,7 @@ from kvcellar.models.input_limits import embedding_rows, first_position
 from kvcellar.models.mask_layout import Rule, recognise
 from kvcellar.models.own_layers import OwnLayer, OwnLayers
 from kvcellar.models.scan import Call
-from kvcellar.models.seam import Binding, Door, Extras, cache_argument, opened, scoring_of
+from kvcellar.models.seam import Binding, Door, Extras, GuestCache, cache_argument, opened, scoring_of
 from kvcellar.shapes import Kind, Recurrent, Scoring, StatePlane
 
 PROBE_TOKENS = 5
@@ -166,9 +167,16 @@ def probe(model: PreTrainedModel, door: StoreProbe, positions: Sequence[int]) ->
     accepts = frozenset(inspect.signature(model.forward).parameters)
     if "position_ids" in accepts:
         inputs["position_ids"] = torch.tensor(positions, device=model.device)[None] + first_position(model)
+    with recording(model, door) as cache:
+        model(**inputs, **{cache_argument(accepts): cache})
+
+
+@contextmanager
+def recording(network: nn.Module, door: StoreProbe) -> Iterator[GuestCache]:
+    """Within the block, `door` records what modules of `network` do; yields the cache to pass to them."""
     hooks = [
         hook
-        for module in model.modules()
+        for module in network.modules()
         for hook in (
             module.register_forward_pre_hook(lambda module, _: door.running.append(module)),
             module.register_forward_hook(lambda *_: [door.running.pop()] and None, always_call=True),
@@ -176,7 +184,7 @@ def probe(model: PreTrainedModel, door: StoreProbe, positions: Sequence[int]) ->
     ]
     try:
         with opened(door) as cache:
-            model(**inputs, **{cache_argument(accepts): cache})
+            yield cache
     finally:
         for hook in hooks:
             hook.remove()

@@ -21,6 +21,7 @@ from kvcellar.errors import ModelRefused
 from kvcellar.models.config_file import DEPTHS, read_object
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+MTP_FILE = "mtp.safetensors"  # of a model's MTP head, if that is not in the model's own files
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -75,6 +76,29 @@ def opened(path: Path) -> Iterator[WeightsFiles]:
     """
     listed = _listed_files(path)
     names = sorted(set(listed.values())) or [_SINGLE]
+    with _files(path, names) as (stored, slices, stats):
+        absent = sorted(set(listed) - set(stored))
+        if absent:
+            raise ModelRefused(
+                f"{_INDEX} lists {len(absent)} tensors that the files of {path.name} do not hold: {first_few(absent)}. "
+                f"Copy the whole model again."
+            )
+        others = {file.name for file in path.glob("*.safetensors")} - {*names, MTP_FILE}
+        yield WeightsFiles(path, stored, slices, stats, tuple(sorted(others)))
+
+
+@contextmanager
+def opened_file(path: Path, name: str) -> Iterator[WeightsFiles]:
+    """One weights file of a directory, and nothing else of it. As `opened`."""
+    with _files(path, [name]) as (stored, slices, stats):
+        yield WeightsFiles(path, stored, slices, stats, ())
+
+
+@contextmanager
+def _files(
+    path: Path, names: Sequence[str]
+) -> Iterator[tuple[dict[str, Stored], dict[str, Any], dict[str, tuple[int, ...]]]]:
+    """Tensors, their slices, and what `_stat` returned for these files."""
     stored: dict[str, Stored] = {}
     slices: dict[str, Any] = {}
     stats: dict[str, tuple[int, ...]] = {}
@@ -83,14 +107,7 @@ def opened(path: Path) -> Iterator[WeightsFiles]:
         for name in names:
             stats[name] = _stat(path / name)
             _add(path / name, files, stored, slices)
-        absent = sorted(set(listed) - set(stored))
-        if absent:
-            raise ModelRefused(
-                f"{_INDEX} lists {len(absent)} tensors that the files of {path.name} do not hold: {first_few(absent)}. "
-                f"Copy the whole model again."
-            )
-        others = {file.name for file in path.glob("*.safetensors")} - set(names)
-        yield WeightsFiles(path, stored, slices, stats, tuple(sorted(others)))
+        yield stored, slices, stats
 
 
 def _add(file: Path, files: ExitStack, stored: dict[str, Stored], slices: dict[str, Any]) -> None:

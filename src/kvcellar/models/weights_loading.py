@@ -21,7 +21,7 @@ from kvcellar.models.weights_files import WeightsFiles, first_few
 
 _READ_AS_NEEDED = "HF_DEACTIVATE_ASYNC_LOAD"  # an environment variable that transformers reads for each load
 _LOADING = Lock()
-_FLOATS = ("F64", "F32", "BF16", "F16")  # named as in safetensors
+FLOATS = ("F64", "F32", "BF16", "F16")  # named as in safetensors
 
 
 class Source:
@@ -49,7 +49,7 @@ def fill(skeleton: PreTrainedModel, dtype: torch.dtype, weights: WeightsFiles) -
     targets = _targets(skeleton, weights)
     _check_types(skeleton, weights, targets)
     sources = {name: Source(weights.slices, name) for name in weights.slices}
-    with _sequential_reads():
+    with sequential_reads():
         built: Any = type(skeleton).from_pretrained(
             None,
             config=skeleton.config,
@@ -60,13 +60,13 @@ def fill(skeleton: PreTrainedModel, dtype: torch.dtype, weights: WeightsFiles) -
         )
     model, report = built
     weights.check_unchanged()
-    _check_report(report, weights, targets, type(model).__name__)
+    _check_report(report, weights, targets, type(model).__name__, stored_layers(skeleton.config))
     _check_finite(model, weights)
     return model, _notes(skeleton, model, weights, [name for name, source in sources.items() if not source.was_read])
 
 
 @contextmanager
-def _sequential_reads() -> Iterator[None]:
+def sequential_reads() -> Iterator[None]:
     """Within the block, transformers reads a tensor when it needs it. Its threads would read ahead without a bound: all
     experts before the first are joined, which is a second copy of the model. One load at a time, since the switch is an
     environment variable of the process."""
@@ -111,17 +111,21 @@ def _check_types(skeleton: PreTrainedModel, weights: WeightsFiles, targets: Mapp
     own = skeleton.state_dict()
     for name, target in targets.items():
         stored = weights.tensors[name]
-        if target in own and own[target].is_floating_point() and stored.dtype not in _FLOATS:
+        if target in own and own[target].is_floating_point() and stored.dtype not in FLOATS:
             raise ModelRefused(
                 f"{stored.file} holds {name} as {stored.dtype}; float32, bfloat16 and float16 weights are served"
             )
 
 
-def _check_report(report: Mapping[str, Any], weights: WeightsFiles, targets: Mapping[str, str], network: str) -> None:
-    """Raise `ModelRefused` for the faults in transformers' report, which leaves out names in its ignore lists."""
+def _check_report(
+    report: Mapping[str, Any], weights: WeightsFiles, targets: Mapping[str, str], network: str, mtp: re.Pattern[str]
+) -> None:
+    """Raise `ModelRefused` for the faults in transformers' report, which leaves out names in its ignore lists. Tensors
+    of MTP layers that the config describes belong to the model's head (`mtp_weights.py`)."""
     faults: list[str] = []
-    if unexpected := set(map(str, report["unexpected_keys"])):
-        names = [name for name, target in targets.items() if target in unexpected] or sorted(unexpected)
+    unexpected = set(map(str, report["unexpected_keys"]))
+    names = [name for name, target in targets.items() if target in unexpected] or sorted(unexpected)
+    if names := [name for name in names if not mtp.search(name)]:
         faults.append(f"{len(names)} tensors that have no place in it ({first_few(names)})")
     for what, kind in (("missing_keys", "nothing for"), ("mismatched_keys", "another shape for")):
         if found := sorted(map(str, report[what])):
@@ -135,7 +139,7 @@ def _check_report(report: Mapping[str, Any], weights: WeightsFiles, targets: Map
 
 def _check_finite(model: PreTrainedModel, weights: WeightsFiles) -> None:
     """A NaN in one row of a weight would affect only some texts, long after the load, so all values are checked now."""
-    bad = [name for name, one in model.named_parameters() if one.numel() and not _is_finite(one)]
+    bad = [name for name, one in model.named_parameters() if one.numel() and not is_finite(one)]
     if bad:
         raise ModelRefused(
             f"{weights.files} of {weights.path.name}: {len(bad)} tensors hold NaN or infinity as {model.dtype}: "
@@ -143,7 +147,16 @@ def _check_finite(model: PreTrainedModel, weights: WeightsFiles) -> None:
         )
 
 
-def _is_finite(values: torch.Tensor) -> bool:
+def stored_layers(config: Any) -> re.Pattern[str]:
+    """Matches the names of tensors of MTP layers that are stored as layers behind the last one."""
+    text = config.get_text_config(decoder=True)
+    count = getattr(text, "num_mtp_layers", None) or 0
+    numbers = "|".join(str(getattr(text, "num_hidden_layers", 0) + i) for i in range(count))
+    return re.compile(rf"(^|\.)layers\.({numbers})\." if count else "(?!)")
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite."""
     if not values.is_floating_point():
         return True
     low, high = torch.aminmax(values.detach())  # both are NaN if any value is

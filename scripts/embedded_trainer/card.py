@@ -82,6 +82,40 @@ def recipe_section(run: dict[str, Any]) -> list[str]:
     return ["## Recipe", *(paragraph(text) for text in (network, steps, cost))]
 
 
+def head_section(head: dict[str, Any]) -> list[str]:
+    """Of the MTP head."""
+    recipe = head["recipe"]
+    unfinished = head["steps_done"] < recipe["steps"]
+    what = f"""
+    `mtp.safetensors` drafts tokens for speculative decoding: {head["parameters"]} parameters in the names of
+    transformers' `MtpModel`, one layer with full attention that joins the model's hidden state at a token (the input of
+    its output head) with the embedding of the next token, and predicts the token after that. Its own output takes the
+    place of the hidden state for the drafts behind the first. Embedding and output head are the model's, whose weights
+    were not changed."""
+    how = f"""
+    {head["steps_done"]} of {recipe["steps"]} steps of {recipe["step_tokens"]} tokens, {head["tokens"] / 1e6:.1f}
+    million, of the same files; windows and optimiser are those of the model, rate {recipe["rate"]}, seed
+    {recipe["seed"]}. The loss is the cross-entropy to the model's distribution, over chains of {recipe["chain"]}
+    drafts, each with {recipe["falling"]:g} times the weight of the one before.
+    `python scripts/train_embedded.py --stage head` repeats it. It took {head["seconds"] / 60:.0f} minutes on
+    {head["machine"]}, with torch {head["torch"]}."""
+    measured = """
+    Acceptance by position: the probability that a draft is accepted, given that those before it were, on continuations
+    of held-out library files, sampled from the model at that temperature (texts that end in a loop are left out).
+    `python scripts/train_embedded.py --stage head --measure` prints it."""
+    depth = len(head["acceptance"][0]["accepted"])
+    rows = [
+        [f"{a['temperature']:g}", str(a["texts"]), str(a["drafts"]), *(f"{rate:.3f}" for rate in a["accepted"])]
+        for a in head["acceptance"]
+    ]
+    return [
+        "## MTP head",
+        *(["**Provisional:** taken from a run that was not finished."] if unfinished else []),
+        *(paragraph(text) for text in (what, how, measured)),
+        table(["temperature", "texts", "first drafts", *(f"draft {i + 1}" for i in range(depth))], rows),
+    ]
+
+
 def curve(run: dict[str, Any]) -> str:
     """At most TABLE_ROWS evaluations, the last among them."""
     looks = run["looks"]
@@ -136,6 +170,7 @@ def render(manifest: dict[str, Any]) -> str:
         *licence_section(),
         *recipe_section(run),
         *results_section(run),
+        *(head_section(manifest["mtp"]) if "mtp" in manifest else []),
         *samples_section(run["heard"]),
     ]
     return "\n\n".join(blocks) + "\n"

@@ -155,12 +155,12 @@ class Speaker:
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
     @torch.no_grad()
-    def continued(self, ids: Tensor, tokens: int, temperature: float, penalty: float) -> Tensor:
+    def continued(self, ids: Tensor, tokens: int, temperature: float, penalty: float, *, top_p: float = 0.95) -> Tensor:
         """ids [B,T] -> what follows, [B,<=tokens]; the seed is fixed."""
         set_seed(0)
         sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         if temperature > 0:
-            sampling = {"do_sample": True, "temperature": temperature, "top_p": 0.95, "top_k": 0}
+            sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
         out = self.model.generate(  # pyright: ignore[reportCallIssue]
             ids,
             attention_mask=torch.ones_like(ids),

@@ -11,6 +11,7 @@ Shapes: B windows, T tokens in each, E width, H query heads, G key heads, R = H 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -219,21 +220,29 @@ def mixer_shapes(shape: Shape, letter: str) -> dict[str, tuple[int, ...]]:
     return sizes
 
 
-def weight_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Name -> size of every weight, as transformers names it; the tied head has none of its own."""
+def layer_shapes(shape: Shape, letter: str) -> dict[str, tuple[int, ...]]:
+    """Name below the layer -> size, of a whole layer of this letter."""
     dialect, e = shape.dialect, shape.width
     norms = [dialect.before_mixer, dialect.after_mixer, dialect.before_mlp, dialect.after_mlp]
-    sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocabulary, e)}
-    for i, letter in enumerate(shape.layers):
-        layer: dict[str, tuple[int, ...]] = {f"{norm}.weight": (e,) for norm in norms if norm is not None}
-        layer |= mixer_shapes(shape, letter)
-        layer |= {
+    sizes: dict[str, tuple[int, ...]] = {f"{norm}.weight": (e,) for norm in norms if norm is not None}
+    return (
+        sizes
+        | mixer_shapes(shape, letter)
+        | {
             f"{dialect.gate}.weight": (shape.inner, e),
             f"{dialect.up}.weight": (shape.inner, e),
             f"{dialect.down}.weight": (e, shape.inner),
         }
-        sizes |= {f"model.layers.{i}.{name}": size for name, size in layer.items()}
-    sizes[f"{dialect.last_norm}.weight"] = (e,)
+    )
+
+
+def weight_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Name -> size of every weight, as transformers names it; the tied head has none of its own."""
+    e = shape.width
+    sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocabulary, e)}
+    for i, letter in enumerate(shape.layers):
+        sizes |= {f"model.layers.{i}.{name}": size for name, size in layer_shapes(shape, letter).items()}
+    sizes[f"{shape.dialect.last_norm}.weight"] = (e,)
     return sizes
 
 
@@ -357,6 +366,12 @@ class Network:
 
     def attention(self, weights: Weights, at: str, x: Tensor, letter: str) -> Tensor:
         """x [B,T,E] -> [B,T,E]"""
+        q, k, v = self.projected(weights, at, x, self.rotations[letter])
+        attend = self.attend_sliding if letter == "S" else self.attend_full
+        return self.merged(weights, at, x, attend(q, k, v))
+
+    def projected(self, weights: Weights, at: str, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B,T,E] -> queries [B,G,R,T,D], scaled, and keys and values [B,G,T,D]; queries and keys are rotated."""
         shape, dialect = self.shape, self.shape.dialect
         b, t, _ = x.shape
         h, g, d = shape.heads, shape.key_heads, shape.head_size
@@ -364,14 +379,16 @@ class Network:
         q, k, v = F.linear(x, joined).view(b, t, h + 2 * g, d).split([h, g, g], 2)
         if dialect.head_norms:
             q, k = self.norm(q, weights[f"{at}.q_norm.weight"]), self.norm(k, weights[f"{at}.k_norm.weight"])
-        rotation = self.rotations[letter]
         q = (rotation.turn(q) * d**-0.5).transpose(1, 2).reshape(b, g, h // g, t, d)
-        k, v = rotation.turn(k).transpose(1, 2), v.transpose(1, 2)
-        attend = self.attend_sliding if letter == "S" else self.attend_full
-        out = attend(q, k, v).reshape(b, h, t, d).transpose(1, 2)  # [B,T,H,D]
-        if dialect.head_gates:
+        return q, rotation.turn(k).transpose(1, 2), v.transpose(1, 2)
+
+    def merged(self, weights: Weights, at: str, x: Tensor, out: Tensor) -> Tensor:
+        """What the heads of x [B,T,E] return, [B,G,R,T,D], gated and projected -> [B,T,E]"""
+        b, t, _ = x.shape
+        out = out.reshape(b, self.shape.heads, t, self.shape.head_size).transpose(1, 2)  # [B,T,H,D]
+        if self.shape.dialect.head_gates:
             out = out * F.linear(x, weights[f"{at}.g_proj.weight"]).sigmoid()[..., None]
-        return F.linear(out.reshape(b, t, h * d), weights[f"{at}.o_proj.weight"])
+        return F.linear(out.flatten(2), weights[f"{at}.o_proj.weight"])
 
     def convolution(self, weights: Weights, at: str, x: Tensor) -> Tensor:
         """x [B,T,E] -> [B,T,E]: gated, causal, one short filter per channel, as shifted products."""
@@ -390,15 +407,10 @@ class Network:
         gate = F.gelu(gate, approximate="tanh") if dialect.activation == "gelu" else F.silu(gate)
         return F.linear(gate * up, weights[f"{at}.{dialect.down}.weight"])
 
-    def layer(self, weights: Weights, index: int, x: Tensor) -> Tensor:
-        """x [B,T,E] -> [B,T,E]"""
-        dialect, letter = self.shape.dialect, self.shape.layers[index]
-        at = f"model.layers.{index}"
-        y = self.norm(x, weights[f"{at}.{dialect.before_mixer}.weight"])
-        if letter == "C":
-            y = self.convolution(weights, f"{at}.conv", y)
-        else:
-            y = self.attention(weights, f"{at}.self_attn", y, letter)
+    def block(self, weights: Weights, at: str, x: Tensor, mix: Callable[[Tensor], Tensor]) -> Tensor:
+        """x [B,T,E] -> [B,T,E]: the layer named `at`, in which `mix` mixes positions."""
+        dialect = self.shape.dialect
+        y = mix(self.norm(x, weights[f"{at}.{dialect.before_mixer}.weight"]))
         if dialect.after_mixer is not None:
             y = self.norm(y, weights[f"{at}.{dialect.after_mixer}.weight"])
         x = x + y
@@ -407,15 +419,28 @@ class Network:
             y = self.norm(y, weights[f"{at}.{dialect.after_mlp}.weight"])
         return x + y
 
-    def forward(self, weights: Weights, ids: Tensor) -> Tensor:
-        """ids [B,T] -> logits [B,T,V]"""
-        embedding = weights["model.embed_tokens.weight"]
-        x = F.embedding(ids, embedding)
-        if self.shape.dialect.scales_embedding:
-            x = x * torch.tensor(self.shape.width**0.5).to(self.dtype)
+    def layer(self, weights: Weights, index: int, x: Tensor) -> Tensor:
+        """x [B,T,E] -> [B,T,E]"""
+        letter, at = self.shape.layers[index], f"model.layers.{index}"
+        if letter == "C":
+            return self.block(weights, at, x, lambda y: self.convolution(weights, f"{at}.conv", y))
+        return self.block(weights, at, x, lambda y: self.attention(weights, f"{at}.self_attn", y, letter))
+
+    def embed(self, weights: Weights, ids: Tensor) -> Tensor:
+        """ids [B,T] -> [B,T,E]"""
+        x = F.embedding(ids, weights["model.embed_tokens.weight"])
+        return x * torch.tensor(self.shape.width**0.5).to(self.dtype) if self.shape.dialect.scales_embedding else x
+
+    def hidden(self, weights: Weights, ids: Tensor) -> Tensor:
+        """ids [B,T] -> what the output head reads, [B,T,E]"""
+        x = self.embed(weights, ids)
         for index in range(len(self.shape.layers)):
             x = self.layer(weights, index, x)
-        return F.linear(self.norm(x, weights[f"{self.shape.dialect.last_norm}.weight"]), embedding)
+        return self.norm(x, weights[f"{self.shape.dialect.last_norm}.weight"])
+
+    def forward(self, weights: Weights, ids: Tensor) -> Tensor:
+        """ids [B,T] -> logits [B,T,V]"""
+        return F.linear(self.hidden(weights, ids), weights["model.embed_tokens.weight"])
 
     def loss(self, weights: Weights, window: Tensor) -> Tensor:
         """window [B,T+1] -> mean nats per predicted token."""

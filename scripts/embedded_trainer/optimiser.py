@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .network import Weights
+from .tokens import Mixture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,10 @@ class Recipe:
 
     def window_at(self, step: int) -> int:
         return self.long_window if step >= self.steps * (1 - self.long_share) else self.window
+
+    def batch(self, mixture: Mixture, step: int, length: int) -> Tensor:
+        """The windows of a step, cut to `length` tokens; the recipe and the step's number decide them. -> [B,length]"""
+        return mixture.batch(self.step_tokens // self.window_at(step), length, (self.seed << 32) + step)
 
 
 def orthogonal(matrices: Tensor) -> Tensor:

@@ -57,19 +57,28 @@ def manifest_of(corpus: Corpus) -> dict[str, Any]:
     return {"python": platform.python_version(), "pools": pools, "dropped_for_notices": list(corpus.dropped)}
 
 
-def prepare(root: Path, work: Path, vocabulary: int, *, with_tests: bool = True) -> Prepared:
-    """Reads `root`; trains the tokenizer and encodes, unless `work` holds that already for the same files."""
+def prepare(
+    root: Path, work: Path, vocabulary: int, *, with_tests: bool = True, tokenizer: Path | None = None
+) -> Prepared:
+    """Reads `root`; trains the tokenizer, unless one is given, and encodes, unless `work` holds that already for the
+    same files."""
     corpus = gather(root, with_tests=with_tests)
     manifest = manifest_of(corpus)
-    stamp = hashlib.sha256(json.dumps([manifest, vocabulary, PATTERN, SPECIALS], sort_keys=True).encode()).hexdigest()
+    made_of = [manifest, vocabulary, PATTERN, SPECIALS]
+    if tokenizer is not None:
+        made_of.append(tokenizer.read_text())
+    stamp = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
     tokenizer_file, streams_file, stamp_file = (work / n for n in ("tokenizer.json", "tokens.safetensors", "stamp"))
     if stamp_file.exists() and stamp_file.read_text() == stamp:
         return Prepared(load_tokenizer(tokenizer_file), load_file(streams_file), manifest, stamp)
-    log.info("training the tokenizer on %d files", len(corpus.library) + len(corpus.tests))
-    tokenizer = train_tokenizer((s.text for s in (*corpus.library, *corpus.tests)), vocabulary)
-    streams = {name: encode_files(tokenizer, [s.text for s in getattr(corpus, name)]) for name in POOLS}
+    if tokenizer is None:
+        log.info("training the tokenizer on %d files", len(corpus.library) + len(corpus.tests))
+        tokens = train_tokenizer((s.text for s in (*corpus.library, *corpus.tests)), vocabulary)
+    else:
+        tokens = load_tokenizer(tokenizer)
+    streams = {name: encode_files(tokens, [s.text for s in getattr(corpus, name)]) for name in POOLS}
     work.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(tokenizer_file))
+    tokens.save(str(tokenizer_file))
     save_file(streams, streams_file)
     stamp_file.write_text(stamp)
-    return Prepared(tokenizer, streams, manifest, stamp)
+    return Prepared(tokens, streams, manifest, stamp)

@@ -17,10 +17,11 @@ from .export import export, write_json
 from .network import count_parameters
 from .notice import notice
 from .prepare import Prepared
-from .training import LOOK_WINDOWS, Run
+from .training import LOOK_WINDOWS, ModelTask, Run
 
 log = logging.getLogger(__name__)
 
+HEAD_FILE = "mtp.safetensors"
 COMPARED_TOKENS = 600  # of held-out text, longer than several windows
 
 
@@ -33,12 +34,12 @@ def machine() -> str:
     return f"{torch.get_num_threads()} thread of {os.cpu_count()} shared cores ({name})"
 
 
-def described(run: Run, prepared: Prepared) -> dict[str, Any]:
+def described(run: Run, task: ModelTask, prepared: Prepared) -> dict[str, Any]:
     """What was trained, and how."""
     progress = run.progress
     return {
-        "shape": run.shape.as_json(),
-        "parameters": count_parameters(run.shape),
+        "shape": task.shape.as_json(),
+        "parameters": count_parameters(task.shape),
         "recipe": asdict(run.recipe),
         "steps_done": progress.step,
         "tokens": progress.tokens,
@@ -51,15 +52,17 @@ def described(run: Run, prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def release(run: Run, prepared: Prepared, stdlib: Path, licence: Path, out: Path) -> None:
-    """Exports the run as it stands, measures it, and writes manifest, card and notices into `out`."""
+def release(run: Run, task: ModelTask, prepared: Prepared, stdlib: Path, licence: Path, out: Path) -> None:
+    """Exports the run as it stands, measures it, and writes manifest, card and notices into `out`. A head that was
+    trained for another model is deleted."""
     masters = run.optimiser.masters
     ids = prepared.streams["held_library"][: COMPARED_TOKENS + 1].long()[None]
-    differences = export(out, run.shape, masters, prepared, ids)
+    differences = export(out, task.shape, masters, prepared, ids)
+    (out / HEAD_FILE).unlink(missing_ok=True)
     log.info("exported to %s; differences from transformers: %s", out, differences)
-    record = described(run, prepared)
+    record = described(run, task, prepared)
     corpus = gather(stdlib, with_tests=len(prepared.streams["tests"]) > 0)
-    record["found"] = measure(run.shape, masters, prepared, corpus)
+    record["found"] = measure(task.shape, masters, prepared, corpus)
     record["heard"] = listen(out, prepared)
     manifest = {**prepared.manifest, "run": record}
     write_json(out / "manifest.json", manifest)

@@ -1,4 +1,4 @@
-"""The training loop: draws windows, steps, evaluates on held-out text at intervals, and saves checkpoints.
+"""The training loop of the model and of its head: steps, evaluates on held-out text at intervals, saves checkpoints.
 
 Always true:
   * a step's windows, rate and length follow from the recipe and its number alone, so a run that was killed and resumed
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -58,24 +58,61 @@ class Progress:
     looks: list[Look] = field(default_factory=list)
 
 
-class Run:
-    """A training run and its working folder."""
+class Task(Protocol):
+    """What a run trains: the weights it begins with, their loss at each step, their loss on held-out text.
 
-    def __init__(self, shape: Shape, recipe: Recipe, prepared: Prepared, work: Path) -> None:
-        self.shape, self.recipe, self.work = shape, recipe, work
-        self.mixture, self.held_out = prepared.mixture(recipe.test_share), prepared.streams["held_library"]
+    `made_of` is what a checkpoint must agree on to be resumed: name of a part -> its fields.
+    """
+
+    made_of: dict[str, dict[str, Any]]
+
+    @property
+    def recipe(self) -> Recipe: ...
+
+    def initial(self) -> Weights:
+        """Float32."""
+        ...
+
+    def loss(self, weights: Weights, step: int) -> Tensor: ...
+
+    def held_out(self, weights: Weights) -> float: ...
+
+
+class ModelTask:
+    """The model itself: mean nats per token of windows of the trained pools."""
+
+    def __init__(self, shape: Shape, recipe: Recipe, prepared: Prepared) -> None:
+        self.shape, self.recipe = shape, recipe
+        self.mixture, self.text = prepared.mixture(recipe.test_share), prepared.streams["held_library"]
         self.made_of = {"shape": shape.as_json(), "recipe": asdict(recipe), "corpus": {"stamp": prepared.stamp}}
-        self.progress = Progress()
-        self.optimiser = Optimiser(initial_weights(shape, recipe.seed), recipe)
         self.networks: dict[int, Network] = {}
-        if (work / "checkpoint.safetensors").exists():
-            self._load()
-        self.working = self.optimiser.working(torch.bfloat16)
+
+    def initial(self) -> Weights:
+        return initial_weights(self.shape, self.recipe.seed)
 
     def network(self, length: int) -> Network:
         if length not in self.networks:
             self.networks[length] = Network(self.shape, length, torch.bfloat16)
         return self.networks[length]
+
+    def loss(self, weights: Weights, step: int) -> Tensor:
+        length = self.recipe.window_at(step)
+        return self.network(length).loss(weights, self.recipe.batch(self.mixture, step, length + 1))
+
+    def held_out(self, weights: Weights) -> float:
+        return held_out_nats(self.network(self.recipe.window), weights, self.text, most=LOOK_WINDOWS)
+
+
+class Run:
+    """A training run and its working folder."""
+
+    def __init__(self, task: Task, work: Path) -> None:
+        self.task, self.recipe, self.work = task, task.recipe, work
+        self.progress = Progress()
+        self.optimiser = Optimiser(task.initial(), task.recipe)
+        if (work / "checkpoint.safetensors").exists():
+            self._load()
+        self.working = self.optimiser.working(torch.bfloat16)
 
     def train(self, *, until: int | None = None, minutes: float | None = None) -> None:
         """To step `until` (the recipe's last, if not given), or until `minutes` of work have passed."""
@@ -93,9 +130,7 @@ class Run:
 
     def _step(self) -> None:
         recipe, progress = self.recipe, self.progress
-        length = recipe.window_at(progress.step)
-        window = self.mixture.batch(recipe.step_tokens // length, length + 1, (recipe.seed << 32) + progress.step)
-        loss = self.network(length).loss(self.working, window)
+        loss = self.task.loss(self.working, progress.step)
         loss.backward()
         norm = self.optimiser.step(self.working)
         value = float(loss.detach())
@@ -110,7 +145,8 @@ class Run:
             )  # fmt: skip
 
     def _look(self) -> None:
-        nats = held_out_nats(self.network(self.recipe.window), self.working, self.held_out, most=LOOK_WINDOWS)
+        with torch.no_grad():
+            nats = self.task.held_out(self.working)
         progress = self.progress
         look = Look(
             step=progress.step,
@@ -131,14 +167,14 @@ class Run:
     def save(self) -> None:
         """One file, tensors and record together, moved into place when complete."""
         self.work.mkdir(parents=True, exist_ok=True)
-        record = {**self.made_of, "progress": asdict(self.progress)}
+        record = {**self.task.made_of, "progress": asdict(self.progress)}
         part = self.work / "checkpoint.part"
         save_file(self.optimiser.tensors(), part, metadata={"run": json.dumps(record)})
         part.replace(self.work / "checkpoint.safetensors")
 
     def _load(self) -> None:
         record, tensors = read_checkpoint(self.work)
-        for part, wanted in self.made_of.items():
+        for part, wanted in self.task.made_of.items():
             differing = {k: (record[part].get(k), v) for k, v in wanted.items() if record[part].get(k) != v}
             if differing:
                 raise OtherRun(

@@ -15,7 +15,7 @@ from scripts.embedded_trainer.network import MeanSurprise, Shape, Weights, initi
 from scripts.embedded_trainer.optimiser import Optimiser, Recipe, orthogonal
 from scripts.embedded_trainer.prepare import Prepared, prepare
 from scripts.embedded_trainer.tokens import BOS, EOS, column_zero
-from scripts.embedded_trainer.training import OtherRun, Run, read_checkpoint
+from scripts.embedded_trainer.training import ModelTask, OtherRun, Run, read_checkpoint
 
 HEAD = "# {name}: a module of a small library\n\n\n"
 BODY = "def {name}_{i}(path, value):\n    if value is None:\n        return path\n    return [value] * {i}\n\n\n"
@@ -48,7 +48,7 @@ RECIPE = Recipe(steps=3, step_tokens=128, window=32, long_window=64, warm_up=2)
 
 
 def run_in(work: Path, prepared: Prepared, recipe: Recipe = RECIPE) -> Run:
-    return Run(tiny(), recipe, prepared, work)
+    return Run(ModelTask(tiny(), recipe, prepared), work)
 
 
 def shaken(shape: Shape) -> Weights:

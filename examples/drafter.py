@@ -40,6 +40,9 @@ class PhraseDrafter:
     def committed(self, news: Sequence[Committed]) -> None:
         pass
 
+    def fork(self, key: Key, other: Key) -> None:
+        pass
+
     def close(self, key: Key, *, keep: bool) -> None:
         pass
 

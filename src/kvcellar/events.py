@@ -119,12 +119,13 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The whole request has ended. `recall` is None if it ended before it began to run."""
+    """The whole request has ended. `recall` is None if it ended before it began to run, `speculation` if nothing was
+    drafted for: the engine has no drafter, or it ended before its first token."""
 
     usage: Usage
     timings: Timings
     recall: Recall | None = None
-    speculation: Speculation | None = None  # None: without drafts, or it ended before a round
+    speculation: Speculation | None = None
 
 
 @dataclass(frozen=True, slots=True)

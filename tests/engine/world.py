@@ -12,6 +12,7 @@ import torch
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.group import Group
 from kvcellar.cache.memory import Memory
+from kvcellar.engine.drafting import Drafting
 from kvcellar.engine.manager import SequenceManager
 from kvcellar.engine.prefixes import NEAR
 from kvcellar.engine.request import Completion, Request, Status
@@ -87,7 +88,7 @@ class World:
         self.layouts, self.capacity = dict(layouts), dict(cells)
         self.context, self.max_sequences, self.step_tokens = context, max_sequences, step_tokens
         self.memory = memory_of(layouts, cells)
-        self.manager = SequenceManager(self.memory)
+        self.manager = SequenceManager(self.memory, Drafting(None, context=context))
         self.scheduler = Scheduler(
             self.manager, layouts, context=context, max_sequences=max_sequences, step_tokens=step_tokens
         )
@@ -139,7 +140,7 @@ class World:
             self._end(completion, "length")
         if shares:
             self._compute(shares)
-        for completion, _ in shares:
+        for completion in [share.completion for share in shares]:
             if not completion.uncomputed and completion.status is not Status.DONE:
                 for writer in self._writers(completion):
                     if reason := writer.accept([(len(writer.tokens) % VOCABULARY, None)], self.context).reason:
@@ -152,7 +153,7 @@ class World:
         for layer in range(len(self.layouts)):
             self.memory.put(layer, k=torch.zeros(sum(share.tokens for share in shares), 1, 1))
         claims = self.memory.commit()
-        for completion, tokens in shares:
+        for completion, tokens, _ in shares:
             assert completion.seq is not None
             self.manager.keep(completion, tokens, claims.get(completion.seq))
 

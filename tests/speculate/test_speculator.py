@@ -89,6 +89,7 @@ def test_rounds_reach_the_depth_of_the_drafter_and_are_reported() -> None:
     pairs = zip(depths[::2], depths[1::2], strict=True)
     expected = sum((one + 1) * 1.02 - 1.02 - 0.01 * (one + other) for one, other in pairs if one)
     assert report.seconds_saved == pytest.approx(expected, rel=0.02)
+    speculator.conclude(0)
     assert speculator.report(0) is None
     assert speculator.report(7) is None
 
@@ -135,7 +136,7 @@ def test_a_single_failure_is_forgiven() -> None:
 def test_hidden_states_reach_the_drafter_and_its_failure_drops_what_it_has() -> None:
     oracle = Oracle()
     speculator = Speculator(oracle)
-    new = Committed((3, 0), 0, (1, 2), torch.zeros(2, 4))
+    new = Committed((3, 0), "", (1, 2, 3), 0, (1, 2), torch.zeros(2, 4))
     speculator.committed([new])
     assert oracle.news == [new]
     oracle.fails = True

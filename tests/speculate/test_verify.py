@@ -194,7 +194,7 @@ def test_a_chain_ends_where_the_draft_model_gives_no_number() -> None:
 def test_a_cleared_chain_is_plain_decoding() -> None:
     one = chain(sampler(noise=9), 4)
     guesses(1)(one)
-    one.clear()
+    one.cut(0)
     one.check()
     assert (one.left, one.rows) == (0, 1)
     assert one_round(one).drawn[0] == draw(TARGET([0]), [sampler(noise=9)], [1])[0]

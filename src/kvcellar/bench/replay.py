@@ -18,6 +18,7 @@ from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.group import Group
 from kvcellar.cache.layouts import Causal, Chunked, Sliding
 from kvcellar.cache.memory import Memory
+from kvcellar.engine.drafting import Drafting
 from kvcellar.engine.manager import SequenceManager
 from kvcellar.engine.request import Completion, Request, Status
 from kvcellar.engine.scheduler import Scheduled
@@ -149,7 +150,7 @@ class Replay:
             recurrent=STATE if recurrent else None,
             rows=rows if recurrent else 0,
         )
-        self.manager = SequenceManager(self.memory)
+        self.manager = SequenceManager(self.memory, Drafting(None, context=0))
         self.computed = 0  # prompt tokens
         self.checkpoints = 0  # the most that were kept at once
 

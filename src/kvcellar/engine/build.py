@@ -13,6 +13,7 @@ from kvcellar.attention.choose import named
 from kvcellar.cache.group import Group
 from kvcellar.cache.memory import Memory
 from kvcellar.engine.capacity import Capacity, Demand, resolve_capacity
+from kvcellar.engine.drafting import Drafting
 from kvcellar.engine.intake import Intake, PromptMemory, TextCodec
 from kvcellar.engine.kv_events import open_events
 from kvcellar.engine.loop import Loop
@@ -34,6 +35,8 @@ from kvcellar.models.load import Loaded, load
 from kvcellar.progress import report
 from kvcellar.sample.params import SamplingParams, check_ids
 from kvcellar.shapes import StoredAs
+from kvcellar.speculate.ngram import NGramDrafter
+from kvcellar.speculate.speculator import Speculator
 from kvcellar.text.stored_texts import StoredTexts
 
 if TYPE_CHECKING:
@@ -170,17 +173,24 @@ def _running(
     """The parts that run on the engine's thread."""
     states, context = capacity.states, intake.context
     shares = Shares(settings.pin_share, settings.tenant_share)
+    drafting = Drafting(_speculator(guest, settings), context=context)
     manager = SequenceManager(
-        memory, in_parts=guest.no_partial_commit is None, shares=shares, events=open_events(settings)
+        memory, drafting, in_parts=guest.no_partial_commit is None, shares=shares, events=open_events(settings)
     )
     layouts = {name: layout for name, (layout, _) in intake.groups.items()}
     scheduler = Scheduler(
-        manager, layouts, context=context, max_sequences=states.sequences, step_tokens=settings.step_tokens
+        manager,
+        layouts,
+        context=context,
+        max_sequences=states.sequences,
+        step_tokens=settings.step_tokens,
+        draft=drafting.propose,
     )
     loop = Loop(manager, scheduler, context=context, threads=threads.count)
     runner = Runner(
         guest,
         memory,
+        drafting,
         context=context,
         siblings=intake.siblings,
         fork=loop.fork,
@@ -189,6 +199,15 @@ def _running(
         keep=manager.keep,
     )
     return loop, runner
+
+
+def _speculator(guest: Guest, settings: Settings) -> Speculator | None:
+    """Raises `ModelRefused` if the model cannot keep a part of a step."""
+    if settings.draft is None:
+        return None
+    if guest.no_partial_commit is not None:
+        raise ModelRefused(f"drafts cannot be verified with this model: {guest.no_partial_commit}. Leave draft out")
+    return Speculator(NGramDrafter())
 
 
 def _check_as_it_is(network: "PreTrainedModel", settings: Settings) -> None:

@@ -286,8 +286,15 @@ class Engine:
         return self._loop.call(partial(stats, self._built))
 
     def clear_cache(self) -> None:
-        """Evict all that no running completion uses from the prefix cache, pinned prompts, too."""
-        self._loop.call(partial(self._loop.manager.clear_cache, pinned=True), changes="clearing the cache")
+        """Evict all that no running completion uses from the prefix cache, pinned prompts, too, and forget the texts
+        that drafts are made of."""
+        manager = self._loop.manager
+
+        def clear() -> None:
+            manager.drafting.forget(None)
+            manager.clear_cache(pinned=True)
+
+        self._loop.call(clear, changes="clearing the cache")
 
     @property
     def cache(self) -> "Contents":

@@ -321,9 +321,11 @@ class Loop:
     def _remove_if_done(self, request: Request) -> None:
         if request.done:
             self._requests.pop(request.number, None)
+            self.manager.drafting.conclude(request.number)
 
     def _free(self, completion: Completion) -> None:
         self.scheduler.remove(completion)
+        completion.request.speculation = self.manager.drafting.report(completion)
         self.manager.release(completion)
         self.manager.forget(completion)
 

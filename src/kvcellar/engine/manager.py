@@ -15,6 +15,7 @@ from dataclasses import replace
 from itertools import count, pairwise
 from typing import TYPE_CHECKING
 
+from kvcellar.engine.drafting import Drafting
 from kvcellar.engine.kv_events import KvEvents
 from kvcellar.engine.prefixes import NEAR, Prefix, Prefixes
 from kvcellar.engine.request import Completion, Status
@@ -39,11 +40,18 @@ class SequenceManager:
     """Allocates sequence numbers."""
 
     def __init__(
-        self, memory: "Memory", *, in_parts: bool = True, shares: Shares = USUAL, events: KvEvents | None = None
+        self,
+        memory: "Memory",
+        drafting: Drafting,
+        *,
+        in_parts: bool = True,
+        shares: Shares = USUAL,
+        events: KvEvents | None = None,
     ) -> None:
         """`in_parts`: a step can leave checkpoints inside the tokens of a sequence. `events`: what is in memory is
         published there."""
-        self.memory, self._in_parts, self._shares, self.events = memory, in_parts, shares, events
+        self.memory, self.drafting, self._in_parts = memory, drafting, in_parts
+        self._shares, self.events = shares, events
         self.prefixes = Prefixes(memory, shares=shares, watch=events)
         self._numbers = count(1)
         self.store: Store | None = None
@@ -186,7 +194,7 @@ class SequenceManager:
     def feeds(self, scheduled: Sequence[Scheduled]) -> tuple[Feed, ...]:
         """The feeds of a step. Where too few state rows are free, checkpoints inside feeds replace those of the tree
         that are of less value, and are left out otherwise."""
-        feeds = [self._feed(completion, tokens) for completion, tokens in scheduled]
+        feeds = list(map(self._feed, scheduled))
         if self.memory.rows.capacity is None:
             return tuple(feeds)
         self._free_rows(len(feeds))
@@ -201,13 +209,13 @@ class SequenceManager:
             for feed in feeds
         )
 
-    def _feed(self, completion: Completion, tokens: int) -> Feed:
-        assert completion.seq is not None, "a completion without a sequence was scheduled"
-        new, found = Span(completion.computed, completion.computed + tokens), self._running.get(completion.seq)
-        positions = self.prefixes.checkpoints(found[1], new) if found is not None else ()
-        if not self._in_parts:
-            positions = tuple(pos for pos in positions if pos == new.end)
-        return Feed(completion.seq, new, checkpoints=positions)
+    def _feed(self, scheduled: Scheduled) -> Feed:
+        completion, seq = scheduled.completion, scheduled.completion.seq
+        assert seq is not None, "a completion without a sequence was scheduled"
+        new, found = Span(completion.computed, completion.computed + scheduled.rows), self._running.get(seq)
+        wanted = self.prefixes.checkpoints(found[1], new) if found is not None else ()
+        positions = wanted if self._in_parts else tuple(pos for pos in wanted if pos == new.end)
+        return Feed(seq, new, checkpoints=positions, revertible=scheduled.drafts > 0)
 
     def _free_rows(self, need: int, saves: int | None = None) -> bool:
         """Evict checkpoints until so many state rows are free; only such as are of less value than a new one that
@@ -242,11 +250,13 @@ class SequenceManager:
         sibling.seq, sibling.computed = seq, completion.computed
         if (found := self._running.get(completion.seq)) is not None:
             self._running[seq] = sibling, self.prefixes.fork(found[1])
+        self.drafting.fork(completion, sibling)
 
     def release(self, completion: Completion, *, at: int | None = None) -> None:
         """Free the completion's sequence; what it computed is published before, to be resumed at its end, and at the
         last position up to `at` where that is possible."""
         seq, computed = completion.seq, completion.computed
+        self.drafting.close(completion)
         found = self._running.pop(seq, None) if seq is not None else None
         if found is not None:
             try:
@@ -290,6 +300,7 @@ class SequenceManager:
             log.warning("a shift of %s failed with %s: %s", span, type(error).__name__, error)
             return f"the device failed with {type(error).__name__}"
         completion.shift(span)
+        self.drafting.close(completion)
         self.shifts += 1
         return None
 
@@ -327,6 +338,7 @@ class SequenceManager:
             seq = completion.seq
             if seq is None or not running or not self._has(seq, completion.computed) or seq in owned:
                 completion.seq = None
+                self.drafting.close(completion)
                 continue
             owned.add(seq)
             if self.memory.derived(seq) is None:

@@ -179,8 +179,8 @@ class Prefixes:
             return ()
         wanted, prompt = prefix.wanted, len(prefix.key) // TOKEN
         found = wanted[bisect_right(wanted, new.start) : bisect_right(wanted, new.end)]
-        if new.end > prompt and new.end % self._every == 0:  # in decode
-            found.append(new.end)
+        first = max(new.start, prompt) // self._every + 1
+        found += range(first * self._every, new.end + 1, self._every)  # in decode
         return tuple(found)
 
     def next_wanted(self, prefix: Prefix, pos: int) -> int | None:

@@ -26,6 +26,7 @@ from kvcellar.events import (
     FinishReason,
     Recall,
     Rewrite,
+    Speculation,
     Timings,
     TokenLogprob,
     Usage,
@@ -74,6 +75,7 @@ class Request:
     completions: list["Completion"] = field(default_factory=list["Completion"])
     cached: int = 0  # tokens of the prompt that were taken from memory at admission
     recall: Recall | None = None
+    speculation: Speculation | None = None  # of the completions that have ended
     done: bool = False
     on_done: Callable[[], None] | None = None  # called once
     unreachable: bool = False  # `deliver` raised: no more events are delivered, and the loop cancels the request
@@ -100,7 +102,7 @@ class Request:
 
     def conclude(self) -> None:
         """Emit `Done`, as the last event."""
-        self.emit(Done(self.usage(), self.timings(), self.recall))
+        self.emit(Done(self.usage(), self.timings(), self.recall, self.speculation))
         self._end()
 
     def _end(self) -> None:
@@ -160,10 +162,6 @@ class Completion:
         """Position of the next token to draw in the whole text, dropped tokens included."""
         return self.dropped + len(self.tokens)
 
-    def past(self, context: int) -> bool:
-        """Is the position of its last token outside the context?"""
-        return len(self.tokens) > context
-
     def overflow(self, context: int) -> Span:
         """What a context shift drops: half of what follows the tokens that are kept."""
         keep = self.request.params.num_keep
@@ -202,30 +200,47 @@ class Completion:
         assert status in NEXT[self.status], f"a completion cannot go from {self.status.name} to {status.name}"
         self.status = status
 
+    def takes(self, tokens: Sequence[int], context: int) -> int:
+        """How many of the next tokens, in order, it accepts: those up to the first that ends it. Changes nothing."""
+        output = self.output.copy() if len(tokens) > 1 and self.request.params.stop else None
+        for count, token in enumerate(tokens[:-1], start=1):
+            if output is not None:
+                output.push(token, may_stop=self._may_stop(count))
+            met = output is not None and output.met is not None
+            if met or self.sampler.ends_with(token) or self._full(count, context):
+                return count
+        return len(tokens)
+
+    def _may_stop(self, count: int) -> bool:
+        """May a stop string that is complete with the next `count` tokens end it?"""
+        return self.sampler.produced + count >= self.request.params.min_tokens
+
+    def _full(self, count: int, context: int) -> bool:
+        """Does it end with the next `count` tokens because no more of them are allowed?"""
+        params = self.request.params
+        at_end = len(self.tokens) + count > context and not params.shift
+        return at_end or self.sampler.produced + count == params.max_tokens
+
     def accept(self, drawn: Sequence[Token], context: int) -> Accepted:
-        """Append drawn tokens in order, up to the first that ends the completion, and emit each."""
+        """Append drawn tokens in order, as many as it takes, and emit them. `tokens` has all of these, too, if that
+        raises."""
         request = self.request
         now = time.perf_counter()
         request.first_token = request.first_token or now
         request.last_token = now
-        for count, (token, logprob) in enumerate(drawn, start=1):
-            if (reason := self._accept(token, logprob, context)) is not None:
-                return Accepted(count, reason)
-        return Accepted(len(drawn), None)
-
-    def _accept(self, token: int, logprob: TokenLogprob | None, context: int) -> FinishReason | None:
-        params = self.request.params
-        ends, may_stop = self.sampler.ends_with(token), self.sampler.produced + 1 >= params.min_tokens
-        self.sampler.accept(token)
-        if ends:
-            return "stop"
-        self.tokens.append(token)
-        text = self.output.push(token, may_stop=may_stop)
-        self._emit(text, (token,), (logprob,) if logprob is not None else ())
-        if self.output.met is not None:
-            return "stop"
-        at_end = self.past(context) and not params.shift
-        return "length" if at_end or self.sampler.produced == params.max_tokens else None
+        drawn = drawn[: self.takes([token for token, _ in drawn], context)]
+        may_stop = [self._may_stop(count) for count in range(1, len(drawn) + 1)]
+        ends, full = self.sampler.ends_with(drawn[-1][0]), self._full(len(drawn), context)
+        texts = drawn[:-1] if ends else drawn
+        for token, _ in drawn:
+            self.sampler.accept(token)
+        self.tokens += (token for token, _ in texts)
+        for (token, logprob), may in zip(texts, may_stop, strict=False):
+            text = self.output.push(token, may_stop=may)
+            self._emit(text, (token,), (logprob,) if logprob is not None else ())
+        if ends or self.output.met is not None:
+            return Accepted(len(drawn), "stop")
+        return Accepted(len(drawn), "length" if full else None)
 
     def _emit(self, text: str, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> None:
         if text or tokens:

@@ -1,5 +1,8 @@
 """runner: runs a step: begin, forward, draw, commit, emit.
 
+A completion in decode computes its last token and the drafts behind it. Each of these rows draws a token; the drafts
+that were drawn are kept (`speculate/verify.py`), up to one that ends the completion.
+
 Always true:
   * where begin, forward, draw or commit raises, memory and completions are as before the step, and each completion gets
     a step of its own; a completion whose own step raises ends its request;
@@ -8,19 +11,22 @@ Always true:
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvcellar.cache.memory import Memory
+from kvcellar.engine.drafting import Drafting
 from kvcellar.engine.request import Completion, Status
 from kvcellar.engine.scheduler import Scheduled
 from kvcellar.errors import EngineFailed
 from kvcellar.events import FinishReason
 from kvcellar.models.guest import Guest
 from kvcellar.plan import Batch, Feed
-from kvcellar.sample.draw import Drawn, draw
+from kvcellar.speculate.chain import Chain
+from kvcellar.speculate.drafter import Committed
+from kvcellar.speculate.verify import Verified, verify
 
 log = logging.getLogger("kvcellar.engine")
 
@@ -29,16 +35,45 @@ Fork = Callable[[Completion, Sequence[Completion]], None]
 End = Callable[[Completion, FinishReason | Exception], None]
 
 
-class Ready(NamedTuple):
-    """A completion whose last token was computed in this step, and its row of the logits [R,V]. At the end of a prompt,
-    `siblings` are the other completions of the request, which draw from the same row."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Ready:
+    """A completion whose last token was computed in this step, and the rows of the logits [R,V] of this token and its
+    drafts. At the end of a prompt, `siblings` are the other completions of the request, which draw from the same row.
+    """
 
-    row: int
+    rows: range
     completion: Completion
     siblings: Sequence[Completion]
 
 
-Draws = Sequence[tuple[Completion, Drawn | EngineFailed]]
+@dataclass(frozen=True, slots=True, eq=False)
+class Result:
+    """What a completion has drawn: up to `takes` tokens are appended to it, or it ends with an error."""
+
+    completion: Completion
+    verified: Verified
+    takes: int
+    error: Exception | None = None
+
+    @property
+    def kept(self) -> int:
+        """How many rows of the completion stay in memory: as in plain decoding, all tokens but the last."""
+        return max(1, self.takes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """A step that was kept: how many rows of each sequence, its claims and its hidden states [T,H]."""
+
+    ready: Sequence[Ready]
+    results: Sequence[Result]
+    rows: Mapping[int, int]
+    claims: Mapping[int, int]
+    hidden: Tensor | None
+
+
+NOTHING = Verified((), 0, 0)
+Outcome = tuple[Result, FinishReason | Exception | None]  # why the completion ends, if it does
 
 
 class Runner:
@@ -50,6 +85,7 @@ class Runner:
         self,
         guest: Guest,
         memory: Memory,
+        drafting: Drafting,
         *,
         context: int,
         siblings: Siblings,
@@ -58,122 +94,162 @@ class Runner:
         feeds: Callable[[Sequence[Scheduled]], tuple[Feed, ...]],
         keep: Callable[[Completion, int, int | None], None],
     ) -> None:
-        self._guest, self._memory, self._context = guest, memory, context
+        self._guest, self._memory, self._drafting, self._context = guest, memory, drafting, context
         self._siblings, self._fork, self._end = siblings, fork, end
         self._feeds, self._keep = feeds, keep
 
     def step(self, scheduled: Sequence[Scheduled]) -> None:
-        """Compute the scheduled tokens, and draw for each completion that has no more to compute."""
+        """Compute the scheduled tokens and drafts, and draw for each completion that has no more to compute."""
         flat = self._guest.mode == "flat"
-        for part in [scheduled] if flat else [[one] for one in scheduled]:  # solo: one sequence per forward
-            self._run(part)
+        prompts = any(one.completion.status is Status.PREFILL for one in scheduled)
+        outcomes: list[Outcome] = []
+        try:
+            for part in [scheduled] if flat else [[one] for one in scheduled]:  # solo: one sequence per forward
+                outcomes += self._run(part)
+            verified = {one.completion: one.verified for one, _ in outcomes if one.error is None}
+            self._drafting.learn(verified, alone=not prompts)
+        finally:
+            for one, reason in outcomes:
+                # Not if the error of another one has ended it.
+                if reason is not None and one.completion.status is Status.DECODE:
+                    self._end(one.completion, reason)
 
-    def _run(self, scheduled: Sequence[Scheduled]) -> None:
+    def _run(self, scheduled: Sequence[Scheduled]) -> Sequence[Outcome]:
         """One step. If it raises, each completion gets a step of its own, so that only the one at fault ends."""
         # A completion may have ended with another one of its request since it was scheduled.
         scheduled = [one for one in scheduled if one.completion.status is not Status.DONE]
         if not scheduled:
-            return
+            return ()
         try:
-            ready, draws, claims = self._transact(scheduled)
+            kept = self._transact(scheduled)
         except Exception as error:
-            consistent = all(
-                self._memory.length(_seq(completion)) == completion.computed for completion, _ in scheduled
-            )
+            consistent = all(self._memory.length(_seq(one.completion)) == one.completion.computed for one in scheduled)
             if self._memory.step is not None or not consistent:
                 raise  # the loop recovers
-            self._run_singly(scheduled, error)
-            return
-        for completion, count in scheduled:
-            self._keep(completion, count, claims.get(_seq(completion)))
-        self._emit(ready, draws)
+            return self._run_singly(scheduled, error)
+        return self._emit(scheduled, kept)
 
-    def _run_singly(self, scheduled: Sequence[Scheduled], error: Exception) -> None:
-        if len(scheduled) == 1:
+    def _run_singly(self, scheduled: Sequence[Scheduled], error: Exception) -> Sequence[Outcome]:
+        if len(scheduled) == 1 and not scheduled[0].drafts:
             log.error("a step failed", exc_info=error)
             self._end(scheduled[0].completion, _failure("the step", error))
-            return
+            return ()
         log.warning("a step of %d sequences failed with %s: %s", len(scheduled), type(error).__name__, error)
-        for one in scheduled:
-            self._run([one])
+        return [outcome for one in scheduled for outcome in self._run([one._replace(drafts=0)])]
 
-    def _transact(self, scheduled: Sequence[Scheduled]) -> tuple[list[Ready], Draws, Mapping[int, int]]:
-        """begin, forward, draw, commit. If any of them raises, memory is as before. Returns the commit's claims, too.
+    def _transact(self, scheduled: Sequence[Scheduled]) -> Kept:
+        """begin, forward, draw, commit. If any of them raises, memory is as before.
 
         The commit raises, too, where a model skipped one of its recurrent layers and so wrote no state.
         """
+        chains = {one.completion: self._drafting.chain(one.completion, one.drafts) for one in scheduled}
         plan = self._memory.begin(Batch(self._feeds(scheduled)))
         try:
-            logits = self._guest.forward(self._memory, plan, *self._inputs(scheduled))
+            ids, rows = _inputs(scheduled, chains)
+            if self._drafting.reads_hidden:
+                logits, hidden = self._guest.forward_with_hidden(self._memory, plan, ids, rows)
+            else:
+                logits, hidden = self._guest.forward(self._memory, plan, ids, rows), None
             ready = self._ready(scheduled)
-            draws = self._draw(
-                [(one.row, completion) for one in ready for completion in (one.completion, *one.siblings)], logits
+            results = self._draw(
+                [(chains[one.completion], one.rows, one.completion) for one in ready]
+                + [(self._drafting.chain(other), one.rows, other) for one in ready for other in one.siblings],
+                logits,
             )
-            claims = self._memory.commit({_seq(completion): count for completion, count in scheduled})
+            drafted = {_seq(one.completion): one.kept for one in results if one.completion.status is Status.DECODE}
+            counts = {_seq(one.completion): one.tokens for one in scheduled} | drafted
+            return Kept(ready, results, counts, self._memory.commit(counts), hidden)
         except BaseException:
             if self._memory.step is not None:
                 self._memory.abandon()
             raise
-        return ready, draws, claims
-
-    def _inputs(self, scheduled: Sequence[Scheduled]) -> tuple[list[int], list[int]]:
-        """Token ids [T] of the step, and the rows [R] whose logits are wanted."""
-        ids: list[int] = []
-        rows: list[int] = []
-        for completion, count in scheduled:
-            ids += completion.tokens[completion.computed : completion.computed + count]
-            if count == completion.uncomputed:
-                rows.append(len(ids) - 1)
-        return ids, rows
 
     def _ready(self, scheduled: Sequence[Scheduled]) -> list[Ready]:
-        ready = [completion for completion, count in scheduled if count == completion.uncomputed]
-        return [
-            Ready(row, completion, self._siblings(completion) if completion.status is Status.PREFILL else ())
-            for row, completion in enumerate(ready)
-        ]
+        found: list[Ready] = []
+        row = 0
+        for completion, tokens, drafts in scheduled:
+            if tokens == completion.uncomputed:
+                siblings = self._siblings(completion) if completion.status is Status.PREFILL else ()
+                found.append(Ready(range(row, row + 1 + drafts), completion, siblings))
+                row += 1 + drafts
+        return found
 
-    def _draw(self, rows: Sequence[tuple[int, Completion]], logits: Tensor) -> Draws:
-        """Draw for each completion from its row of the logits [R,V]. If that raises for all of them together, each is
+    def _draw(self, rows: Sequence[tuple[Chain, range, Completion]], logits: Tensor) -> list[Result]:
+        """Draw for each completion from its rows of the logits [R,V]. If that raises for all of them together, each is
         drawn for alone. Changes no completion."""
         if not rows:
             return []
-        completions = [completion for _, completion in rows]
         try:
+            at = torch.tensor([row for _, of, _ in rows for row in of], device=logits.device)
             with torch.inference_mode():
-                drawn = draw(
-                    logits[torch.tensor([row for row, _ in rows], device=logits.device)],  # [n,V]
-                    [completion.sampler for completion in completions],
-                    [completion.pos for completion in completions],
-                )
-            return list(zip(completions, drawn, strict=True))
+                verified = verify([chain for chain, _, _ in rows], logits[at])  # [n,V]
+            return [self._judged(completion, one) for (_, _, completion), one in zip(rows, verified, strict=True)]
         except Exception as error:
             if len(rows) == 1:
                 log.exception("a draw failed")
-                return [(completions[0], _failure("the draw", error))]
-            log.warning("a draw over %d rows failed with %s: %s", len(rows), type(error).__name__, error)
-        return [one for row in rows for one in self._draw([row], logits)]
+                return [Result(rows[0][2], NOTHING, 0, _failure("the draw", error))]
+            log.warning("a draw of %d completions failed with %s: %s", len(rows), type(error).__name__, error)
+        return [result for row in rows for result in self._draw([row], logits)]
 
-    def _emit(self, ready: Sequence[Ready], draws: Draws) -> None:
-        """After the commit: fork the prompts that are computed, and append the drawn tokens."""
-        for _, completion, siblings in ready:
-            if completion.status is Status.PREFILL:
-                self._fork(completion, siblings)
-        for completion, drawn in draws:
-            if completion.status is Status.DECODE:  # another completion of its request may have failed just now
-                self._accept(completion, drawn)
+    def _judged(self, completion: Completion, verified: Verified) -> Result:
+        """What a completion takes of its tokens."""
+        error = verified.drawn[-1].error
+        tokens = [one.token_id for one in verified.drawn if one.error is None]
+        takes = completion.takes(tokens, self._context) if tokens else 0
+        return Result(completion, verified, takes, error if takes == len(tokens) else None)
 
-    def _accept(self, completion: Completion, drawn: Drawn | EngineFailed) -> None:
-        if isinstance(drawn, EngineFailed):
-            self._end(completion, drawn)
+    # -- after the commit ---------------------------------------------------------------------------------------
+
+    def _emit(self, scheduled: Sequence[Scheduled], kept: Kept) -> Sequence[Outcome]:
+        """Append the drawn tokens. Accepted drafts are part of the text before the cells of the step are; prompts are
+        forked before their first token is appended."""
+        decoding = [one for one in kept.results if one.completion.status is Status.DECODE]
+        first = [one for one in kept.results if one.completion.status is not Status.DECODE]
+        outcomes: list[Outcome] = [(one, self._accept(one)) for one in decoding]
+        self._pass_on(scheduled, kept)
+        for one in scheduled:
+            seq = _seq(one.completion)
+            self._keep(one.completion, kept.rows[seq], kept.claims.get(seq))
+        for one in kept.ready:
+            if one.completion.status is Status.PREFILL:
+                self._fork(one.completion, one.siblings)
+        return [*outcomes, *((one, self._accept(one)) for one in first if one.completion.status is Status.DECODE)]
+
+    def _pass_on(self, scheduled: Sequence[Scheduled], kept: Kept) -> None:
+        """Let the drafter read the hidden states of what was kept."""
+        if kept.hidden is None:
             return
+        news: list[Committed] = []
+        row = 0
+        for completion, tokens, drafts in scheduled:
+            count, start = kept.rows[_seq(completion)], completion.computed
+            hidden = kept.hidden[row : row + count]
+            request, text = completion.request, completion.tokens
+            news.append(Committed(completion.key, request.namespace, text, start, text[start : start + count], hidden))
+            row += tokens + drafts
+        self._drafting.committed(news)
+
+    def _accept(self, result: Result) -> FinishReason | Exception | None:
+        """Append its tokens to a completion, and emit them. Returns why it ends, if it does."""
+        drawn = [(one.token_id, one.logprob) for one in result.verified.drawn[: result.takes]]
         try:
-            reason = drawn.error or completion.accept([(drawn.token_id, drawn.logprob)], self._context).reason
-            if reason is not None:
-                self._end(completion, reason)
+            reason = result.completion.accept(drawn, self._context).reason if drawn else None
+            return reason or result.error
         except Exception as error:
             log.exception("a token could not be delivered")
-            self._end(completion, _failure("delivering a token", error))
+            return _failure("delivering a token", error)
+
+
+def _inputs(scheduled: Sequence[Scheduled], chains: Mapping[Completion, Chain]) -> tuple[list[int], list[int]]:
+    """Token ids [T] of the step, and the rows [R] whose logits are wanted."""
+    ids: list[int] = []
+    rows: list[int] = []
+    for completion, tokens, drafts in scheduled:
+        ids += completion.tokens[completion.computed : completion.computed + tokens]
+        if tokens == completion.uncomputed:
+            rows += range(len(ids) - 1, len(ids) + drafts)
+        ids += chains[completion].tokens
+    return ids, rows
 
 
 def _failure(what: str, error: Exception) -> EngineFailed:

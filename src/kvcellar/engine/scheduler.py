@@ -1,11 +1,12 @@
 """scheduler: which completions take part in the next step, with how many tokens. No torch: memory is seen as counts of
 free cells.
 
-In every step, completions in decode are scheduled first, one token each; then those in prefill, in order of arrival,
-with what is left of the token budget (chunked prefill); then waiting completions are admitted in order of arrival, but
-for those that wait for what a running prompt is about to compute. When cells run short, what no sequence uses is
-evicted, and then the youngest running completion is preempted: it keeps its tokens, and computes those again later that
-are evicted meanwhile. The oldest is never preempted, so every completion ends eventually.
+In every step, completions in decode are scheduled first, one token each, and drafts of their next tokens, up to a part
+of the token budget; then those in prefill, in order of arrival, with what is left of it (chunked prefill); then waiting
+completions are admitted in order of arrival, but for those that wait for what a running prompt is about to compute.
+When cells run short, what no sequence uses is evicted, then there are no drafts in this step, and then the youngest
+running completion is preempted: it keeps its tokens, and computes those again later that are evicted meanwhile. The
+oldest is never preempted, so every completion ends eventually.
 
 Always true:
   * `waiting` and `running` are in order of arrival; a completion is in at most one of them;
@@ -15,11 +16,20 @@ Always true:
 """
 
 from bisect import insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from kvcellar.engine.request import Completion, Status
 from kvcellar.layout import Layout
+
+ROUND = 128  # rows, at most, of a step with drafts that those in decode have
+
+Draft = Callable[[Sequence[Completion], int], Sequence[int]]
+
+
+def no_drafts(completions: Sequence[Completion], most: int) -> Sequence[int]:
+    """The `draft` of an engine without speculation."""
+    return [0] * len(completions)
 
 
 class Manager(Protocol):
@@ -33,8 +43,9 @@ class Manager(Protocol):
         """Cells of each group that are free or could be evicted."""
         ...
 
-    def evict(self, group: str, cells: int) -> bool:
-        """Free some cells of a group that no sequence uses, about as many as given. False if there are none."""
+    def evict(self, group: str, cells: int, *, restores: bool = True) -> bool:
+        """Free some cells of a group that no sequence uses, about as many as given; with `restores` also what is
+        restored for waiting completions. False if there are none."""
         ...
 
     def unpin(self) -> bool:
@@ -66,32 +77,49 @@ class Manager(Protocol):
 
 
 class Scheduled(NamedTuple):
-    """The next `tokens` tokens of a completion are computed in the step."""
+    """The next `tokens` tokens of a completion are computed in the step, and behind them its first `drafts` drafts."""
 
     completion: Completion
     tokens: int
+    drafts: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.tokens + self.drafts
 
 
 class _Step:
-    """A step that is being filled. `left` is what is left of its token budget."""
+    """A step that is being filled. `rows` are its tokens and drafts, `left` is what is left of its token budget."""
 
     def __init__(self, budget: int) -> None:
         self._scheduled: dict[int, Scheduled] = {}  # by identity of the completion
-        self.tokens, self.left = 0, budget
+        self.rows, self.drafts, self.left = 0, 0, budget
 
     @property
     def scheduled(self) -> list[Scheduled]:
         return list(self._scheduled.values())
 
     def add(self, completion: Completion, tokens: int) -> None:
-        self._scheduled[id(completion)] = Scheduled(completion, tokens)
-        self.tokens += tokens
-        self.left -= tokens
+        self._put(Scheduled(completion, tokens))
 
     def remove(self, completion: Completion) -> None:
         if (found := self._scheduled.pop(id(completion), None)) is not None:
-            self.tokens -= found.tokens
-            self.left += found.tokens
+            self._count(found, -1)
+
+    def draft(self, completion: Completion, drafts: int) -> None:
+        """Give a completion that takes part so many drafts."""
+        found = self._scheduled[id(completion)]
+        self._count(found, -1)
+        self._put(found._replace(drafts=drafts))
+
+    def _put(self, scheduled: Scheduled) -> None:
+        self._scheduled[id(scheduled.completion)] = scheduled
+        self._count(scheduled, 1)
+
+    def _count(self, scheduled: Scheduled, sign: int) -> None:
+        self.rows += sign * scheduled.rows
+        self.drafts += sign * scheduled.drafts
+        self.left -= sign * scheduled.rows
 
     def tokens_of(self, completion: Completion) -> int:
         found = self._scheduled.get(id(completion))
@@ -109,8 +137,10 @@ class Scheduler:
         context: int,
         max_sequences: int,
         step_tokens: int,
+        draft: Draft = no_drafts,
     ) -> None:
-        self._manager, self._layouts = manager, dict(layouts)
+        """`draft` makes drafts for completions in decode, up to so many for each, and returns how many each has."""
+        self._manager, self._layouts, self._draft = manager, dict(layouts), draft
         self._context, self._max_sequences, self._step_tokens = context, max_sequences, step_tokens
         self.waiting: list[Completion] = []
         self.running: list[Completion] = []
@@ -151,10 +181,13 @@ class Scheduler:
         """The next step, and completions that find no free cell although they run alone: these end with `length`."""
         step = _Step(self._step_tokens)
         stuck: list[Completion] = []
-        for completion in sorted(self.running, key=lambda completion: completion.status is Status.PREFILL):
-            self.current = completion
-            if step.left and not self._add(completion, step):
-                stuck.append(completion)
+        for status in (Status.DECODE, Status.PREFILL):
+            for completion in [one for one in self.running if one.status is status]:
+                self.current = completion
+                if step.left and not self._add(completion, step):
+                    stuck.append(completion)
+            if status is Status.DECODE:
+                self._add_drafts(step)
         admits = True
         for completion in self.waiting[: self._max_sequences]:
             self.current = completion
@@ -162,12 +195,24 @@ class Scheduler:
                 admits = step.left > 0 and self._admit(completion, step)
         if not (step.scheduled or stuck):  # what was just admitted alone may already fill memory
             stuck += self.running
-        return [self._shortened(*one) for one in step.scheduled], stuck
+        return [self._shortened(one) for one in step.scheduled], stuck
 
-    def _shortened(self, completion: Completion, tokens: int) -> Scheduled:
+    def _shortened(self, one: Scheduled) -> Scheduled:
         """Where a waiting completion diverges was not known when the prompt that it waits for was scheduled."""
-        self.current = completion
-        return Scheduled(completion, min(tokens, self._manager.next_end(completion) - completion.computed))
+        self.current = one.completion
+        most = self._manager.next_end(one.completion) - one.completion.computed
+        return one._replace(tokens=min(one.tokens, most)) if not one.drafts else one
+
+    def _add_drafts(self, step: _Step) -> None:
+        """Let the completions in decode have drafts, within a part of the token budget and what can be made free."""
+        decoding = [one.completion for one in step.scheduled]
+        others = len(self.running) > len(decoding) or bool(self.waiting)
+        spare = min(step.left // (2 if others else 1), ROUND - len(decoding))
+        self.current = None
+        counts = self._draft(decoding, max(0, spare // max(1, len(decoding))))
+        for completion, count in zip(decoding, counts, strict=True):
+            if count:
+                step.draft(completion, max(0, min(count, self._make_free(step.rows + count, drafts=True) - step.rows)))
 
     def _add(self, completion: Completion, step: _Step) -> bool:
         """Schedule as many tokens of `completion` as fit, unless it is preempted. False if it runs alone and no cell is
@@ -176,11 +221,15 @@ class Scheduler:
             self.current = completion
             end = min(self._manager.next_end(completion), self._context)
             wanted = min(step.left, end - completion.computed)
-            room = self._make_free(step.tokens + wanted) - step.tokens
+            room = self._make_free(step.rows + wanted) - step.rows
             self.current = completion
             if room >= 1:
                 step.add(completion, min(room, wanted))
                 return True
+            if step.drafts:
+                for one in step.scheduled:
+                    step.draft(one.completion, 0)
+                continue
             youngest = self.running[-1]
             if self.preempt_youngest(completion):
                 step.remove(youngest)
@@ -219,13 +268,15 @@ class Scheduler:
         self.add_running(completion)
         return self._add(completion, step)
 
-    def _make_free(self, cells: int) -> int:
+    def _make_free(self, cells: int, *, drafts: bool = False) -> int:
         """Evict until so many cells of every group are free, or nothing is left to evict. Returns the free cells of the
-        group that has the fewest: every token of a step takes one in each. An error belongs to no completion."""
+        group that has the fewest: every token of a step takes one in each. An error belongs to no completion. For
+        `drafts`, nothing that is being restored is given up."""
         self.current = None
         while free := self._manager.free():
             group = min(free, key=lambda name: free[name])
-            if free[group] >= cells or not self._manager.evict(group, cells - free[group]):
+            short = cells - free[group]
+            if short <= 0 or not self._manager.evict(group, short, restores=not drafts):
                 return free[group]
         return cells  # a purely recurrent model takes none
 
@@ -239,7 +290,8 @@ class Scheduler:
         tokens = min(len(completion.tokens) + 1, self._context)
         need = {
             name: min(tokens - completion.computed, layout.most_cells(tokens, 1))
-            + step.tokens
+            + step.rows
+            - step.drafts
             + sum(self._missing(other, layout, step) for other in self.running)
             for name, layout in self._layouts.items()
         }

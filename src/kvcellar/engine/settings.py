@@ -68,6 +68,7 @@ class Settings:
     kv_events_replay: str | None = None  # where they are replayed; None: they are not
     kv_events_topic: str = ""  # of all KV events
     kv_events_block: int = 16  # tokens of a block in KV events
+    draft: str | None = None  # what proposes drafts of the next tokens: ngram; None: nothing does
     pack: bool = True  # on CPUs, reorder the weights of linear layers for oneDNN at load; a given network's are copied
 
     def __post_init__(self) -> None:
@@ -93,6 +94,11 @@ class Settings:
                 self._whole(name, getattr(self, name), least)
         self._shares()
         self._threads()
+        self._draft()
+
+    def _draft(self) -> None:
+        if self.draft not in (None, "ngram"):
+            raise BadRequest(f"draft must be ngram or None, not {shown(self.draft)}", "draft")
 
     def _tiers(self) -> None:
         """No message has a key or a URL, which may have a password."""
@@ -155,6 +161,7 @@ class EngineOptions(TypedDict, total=False):
     kv_events_replay: str | None
     kv_events_topic: str
     kv_events_block: int
+    draft: str | None
     pack: bool
 
 

@@ -77,10 +77,10 @@ class Chain:
         """No other draft follows."""
         self._closed = True
 
-    def clear(self) -> None:
-        """Remove all drafts, and close: the round is plain decoding."""
-        self.drafts.clear()
-        del self.samplers[1:]
+    def cut(self, most: int) -> None:
+        """Keep the first `most` drafts at most, and close. With none, the round is plain decoding."""
+        del self.drafts[most:]
+        del self.samplers[most + 1 :]
         self._closed = True
 
     def check(self) -> None:

@@ -72,6 +72,9 @@ class ModelDrafter:
     def committed(self, news: Sequence[Committed]) -> None:
         """Nothing depends on hidden states."""
 
+    def fork(self, key: Key, other: Key) -> None:
+        self.cache.fork(key, other)
+
     def close(self, key: Key, *, keep: bool) -> None:
         self.cache.close(key, keep=keep)
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.speculate.chain import Chain, Key
 
 
@@ -19,14 +20,17 @@ class Committed:
     """Tokens of a completion that have entered the target's memory: the prompt in chunks, then each round's."""
 
     key: Key
+    namespace: str
+    text: Sequence[int]  # of the completion, from its beginning: these tokens, and what is not in memory yet
     start: int  # position of the first
     tokens: Sequence[int]
     hidden: Tensor  # [len(tokens),H]: the target's last hidden states at these tokens
+    retention: RetentionOptions = NO_OPTIONS  # how what is computed of the text is kept
 
 
 class Drafter(Protocol):
-    """Proposes drafts. An error that `propose` or `committed` raises makes the round plain decoding; afterwards `close`
-    is called for the completions of the call, without `keep`.
+    """Proposes drafts. An error that `propose`, `committed` or `fork` raises makes the round plain decoding; afterwards
+    `close` is called for the completions of the call, without `keep`.
 
     State of a completion is made when it is first seen, with whatever text it has by then, and dropped by `close`.
     """
@@ -43,6 +47,10 @@ class Drafter(Protocol):
 
     def committed(self, news: Sequence[Committed]) -> None:
         """The next tokens of some completions are in the target's memory, with their hidden states."""
+        ...
+
+    def fork(self, key: Key, other: Key) -> None:
+        """The completion `other` begins with the text of `key`."""
         ...
 
     def close(self, key: Key, *, keep: bool) -> None:

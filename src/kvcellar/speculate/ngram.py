@@ -81,6 +81,9 @@ class NGramDrafter:
         while len(texts.waiting) > 2 * self._half:
             texts.waiting.popleft()
 
+    def fork(self, key: Key, other: Key) -> None:
+        """The text of `other` is indexed when it is first drafted for."""
+
     def forget(self, namespace: str | None, tokens: Sequence[int] = ()) -> None:
         """Drop the texts of a namespace that have ended, or of all, whatever they begin with: where texts begin is not
         known."""

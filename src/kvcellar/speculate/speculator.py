@@ -5,6 +5,7 @@
     verified = verify(chains, logits)      # in the step, with the logits of all rows of the chains
     speculator.learn(chains, verified)     # at the end of the step
     speculator.close(key)                  # the completion ended, was preempted, or its text was changed
+    speculator.conclude(request)           # all completions of the request have ended
 
 Always true:
   * `draft` never raises: a drafter that does proposes nothing in this round, and nothing more after `FAILURES` such
@@ -31,8 +32,11 @@ FAILURES = 3
 class Speculator:
     """Serves all completions of one engine, on its thread."""
 
-    def __init__(self, drafter: Drafter, *, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.drafter = drafter
+    def __init__(
+        self, drafter: Drafter, *, fixed: int | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """`fixed`: the depth of every round, where that many drafts are of use; None: the depth controller chooses."""
+        self.drafter, self._fixed = drafter, fixed
         self.depth = DepthController(catches_up=drafter.catches_up)
         self.refused: str | None = None
         self._clock = clock
@@ -40,11 +44,20 @@ class Speculator:
         self._started = 0.0
         self._tallies: dict[int, Tally] = {}  # by number of the request
 
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether `committed` is to be called."""
+        return self.drafter.reads_hidden and self.refused is None
+
     def draft(self, chains: Sequence[Chain]) -> None:
         """Begin a round. The `room` of a chain is the most drafts that are of use; it becomes the chosen depth."""
         self._started = self._clock()
         limit = 0 if self.refused is not None else self.drafter.deepest
-        depths = self.depth.choose([Limit(chain.key, min(chain.room, limit)) for chain in chains])
+        limits = [Limit(chain.key, min(chain.room, limit)) for chain in chains]
+        if self._fixed is not None:
+            depths = [min(one.most, self._fixed) for one in limits]
+        else:
+            depths = self.depth.choose(limits)
         for chain, depth in zip(chains, depths, strict=True):
             chain.room = depth
         if asked := [chain for chain in chains if chain.left > 0]:
@@ -53,12 +66,12 @@ class Speculator:
                 self._failures = 0
             except Exception as error:  # noqa: BLE001 - drafts are not worth a failed request
                 for chain in asked:
-                    chain.clear()
+                    chain.cut(0)
                 self._fail(error, [chain.key for chain in asked])
 
     def committed(self, news: Sequence[Committed]) -> None:
         """Pass on what has entered the target's memory, to a drafter that reads hidden states."""
-        if self.refused is None and self.drafter.reads_hidden:
+        if self.reads_hidden:
             try:
                 self.drafter.committed(news)
             except Exception as error:  # noqa: BLE001 - drafts are not worth a failed request
@@ -83,13 +96,25 @@ class Speculator:
         self._drop(key, keep=True)
 
     def forget(self, namespace: str | None, tokens: Sequence[int] = ()) -> None:
-        """Drop what is kept of texts that have ended (see `Drafter`)."""
+        """Drop what is kept of texts that have ended (see `Drafter`). What the drafter raises is raised: it may still
+        have what was to be removed."""
         self.drafter.forget(namespace, tokens)
 
+    def fork(self, key: Key, other: Key) -> None:
+        """The completion `other` begins with the text of `key`."""
+        try:
+            self.drafter.fork(key, other)
+        except Exception as error:  # noqa: BLE001 - drafts are not worth a failed request
+            self._fail(error, [key, other])
+
     def report(self, request: int) -> Speculation | None:
-        """Take the report of a request; None if it had no round."""
-        tally = self._tallies.pop(request, None)
+        """What drafts have done for a request so far; None if it had no round."""
+        tally = self._tallies.get(request)
         return tally.report() if tally is not None else None
+
+    def conclude(self, request: int) -> None:
+        """A request is done: drop its report."""
+        self._tallies.pop(request, None)
 
     def _fail(self, error: Exception, keys: Sequence[Key]) -> None:
         """The drafter raised. What it keeps of these completions may be wrong, and is dropped."""

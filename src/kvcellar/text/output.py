@@ -24,6 +24,7 @@ longest. That does not depend on how the text is divided into pushes. Always tru
 import codecs
 from array import array
 from collections.abc import Mapping, Sequence
+from copy import copy
 from enum import Enum
 from typing import Any, Protocol
 
@@ -58,12 +59,20 @@ class Output:
         final, self.met = self._stops.push(text)
         return final
 
+    def copy(self) -> "Output":
+        """Another output of the same text so far."""
+        other = copy(self)
+        other._stream = self._stream.copy() if self._stream is not None else None
+        other._stops = self._stops.copy()
+        return other
+
 
 class TextStream(Protocol):
     """Detokenizes one completion. `push` returns the text that is final; `flush` returns the rest, and is the end."""
 
     def push(self, token: int) -> str: ...
     def flush(self) -> str: ...
+    def copy(self) -> "TextStream": ...
     def check(self) -> None: ...
 
 
@@ -94,6 +103,11 @@ class ByteStream:
 
     def flush(self) -> str:
         return self._reader.decode(b"", final=True)
+
+    def copy(self) -> "ByteStream":
+        other = copy(self)
+        other._reader = _copied(self._reader, "replace")
+        return other
 
     def check(self) -> None:
         """Assert what is always true."""
@@ -177,6 +191,12 @@ class LocalStream:
         self._run.clear()
         self._bytes.clear()
 
+    def copy(self) -> "LocalStream":
+        other = copy(self)
+        other._run, other._bytes = self._run[:], self._bytes[:]
+        other._reader = _copied(self._reader, "strict")
+        return other
+
     def check(self) -> None:
         """Assert what is always true."""
         assert len(self._run) == len(self._bytes) < LONG_RUN + 3
@@ -200,8 +220,20 @@ class WholeStream:
         self._ids.clear()
         return text
 
+    def copy(self) -> "WholeStream":
+        other = copy(self)
+        other._ids = self._ids[:]
+        return other
+
     def check(self) -> None:
         """Nothing to assert."""
+
+
+def _copied(reader: codecs.IncrementalDecoder, errors: str) -> codecs.IncrementalDecoder:
+    """Another UTF-8 decoder that holds the same bytes back."""
+    other = codecs.getincrementaldecoder("utf-8")(errors)
+    other.setstate(reader.getstate())
+    return other
 
 
 class Stops:
@@ -253,6 +285,11 @@ class StopFinder:
         self._over = True
         held, self._held = self._held, ""
         return held
+
+    def copy(self) -> "StopFinder":
+        other = copy(self)
+        other._matches = [copy(match) for match in self._matches]
+        return other
 
     def check(self) -> None:
         """Assert what is always true."""

@@ -1,0 +1,101 @@
+"""drafting: the drafts of the completions that take part in a step.
+
+Always true:
+  * only completions in decode have drafts, and only between `propose` and the end of their step;
+  * all accepted drafts of a completion, and the token that follows them, fit its context and its `max_tokens`.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from kvcellar.engine.request import Completion
+from kvcellar.events import Speculation
+from kvcellar.speculate.chain import Chain
+from kvcellar.speculate.drafter import Committed
+from kvcellar.speculate.speculator import Speculator
+from kvcellar.speculate.verify import Verified
+
+
+class Drafting:
+    """What the engine calls of its speculator. Without one, nothing is drafted."""
+
+    def __init__(self, speculator: Speculator | None, *, context: int) -> None:
+        self._speculator, self._context = speculator, context
+        self._chains: dict[Completion, Chain] = {}
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether `committed` needs the hidden states of every row."""
+        return self._speculator is not None and self._speculator.reads_hidden
+
+    def propose(self, completions: Sequence[Completion], most: int) -> list[int]:
+        """Draft for completions in decode, up to `most` for each. Returns how many drafts each has."""
+        self._chains.clear()
+        if self._speculator is None or not completions:
+            return [0] * len(completions)
+        chains = [self._chain(completion, min(most, self._room(completion))) for completion in completions]
+        self._speculator.draft(chains)
+        self._chains = dict(zip(completions, chains, strict=True))
+        return [len(chain.drafts) for chain in chains]
+
+    def _room(self, completion: Completion) -> int:
+        left, produced = self._context - len(completion.tokens), completion.sampler.produced
+        limit = completion.request.params.max_tokens
+        return left if limit is None else min(left, limit - produced - 1)
+
+    def _chain(self, completion: Completion, room: int) -> Chain:
+        request = completion.request
+        return Chain(
+            completion.key,
+            completion.tokens,
+            completion.sampler,
+            completion.pos,
+            room,
+            namespace=request.namespace,
+            shared=request.cached,
+            retention=request.retention,
+        )
+
+    def chain(self, completion: Completion, drafts: int = 0) -> Chain:
+        """The chain that the next token of a completion is drawn with, and its first `drafts` drafts."""
+        chain = self._chains.get(completion) or self._chain(completion, 0)
+        chain.cut(drafts)
+        return chain
+
+    def committed(self, news: Sequence[Committed]) -> None:
+        """These tokens have entered memory."""
+        assert self._speculator is not None
+        self._speculator.committed(news)
+
+    def learn(self, verified: Mapping[Completion, Verified], *, alone: bool) -> None:
+        """The step is over. `verified` are the completions of it that drew a token; unless those that were drafted for
+        were `alone` in it, its time is not measured."""
+        chains, self._chains = self._chains, {}
+        kept = {completion: chain for completion, chain in chains.items() if completion in verified}
+        if self._speculator is not None and kept:
+            alone = alone and len(kept) == len(chains)
+            self._speculator.learn([*kept.values()], [verified[completion] for completion in kept], alone=alone)
+
+    def fork(self, completion: Completion, sibling: Completion) -> None:
+        """A sibling begins with the text of a completion."""
+        if self._speculator is not None:
+            self._speculator.fork(completion.key, sibling.key)
+
+    def close(self, completion: Completion) -> None:
+        """A completion has ended, is preempted, or its text was changed."""
+        self._chains.pop(completion, None)
+        if self._speculator is not None:
+            self._speculator.close(completion.key)
+
+    def report(self, completion: Completion) -> Speculation | None:
+        """What drafts have done so far for the request of a completion."""
+        return self._speculator.report(completion.request.number) if self._speculator is not None else None
+
+    def conclude(self, request: int) -> None:
+        """A request is done."""
+        if self._speculator is not None:
+            self._speculator.conclude(request)
+
+    def forget(self, namespace: str | None, tokens: Sequence[int] = ()) -> None:
+        """Drop what is kept of texts that have ended (see `Drafter`)."""
+        if self._speculator is not None:
+            self._speculator.forget(namespace, tokens)

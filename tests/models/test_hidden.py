@@ -1,4 +1,4 @@
-"""Hidden states beside logits: those that the output head reads, for the wanted rows, in their order."""
+"""Hidden states beside logits: those that the output head would read of all rows, and logits of the wanted ones."""
 
 import pytest
 import torch
@@ -38,10 +38,10 @@ def again(guest: Guest, name: str, parts: list[int]) -> float:
     plan = memory.begin(Batch(feeds))
     logits, hidden = guest.forward_with_hidden(memory, plan, ids, want)
     memory.abandon()
-    assert torch.equal(logits, guest.forward(memory, memory.begin(Batch(feeds)), ids, want))
+    assert relative(logits, guest.forward(memory, memory.begin(Batch(feeds)), ids, want)) <= BOUND
     expected = torch.cat([hidden_of(reference, TEXTS[seq])[FIRST[seq] :] for seq in parts]) * SCALES[name]
-    assert hidden.shape == expected[1:].shape
-    return relative(hidden.float(), expected[want])
+    assert hidden.shape == expected.shape
+    return relative(hidden.float(), expected)
 
 
 @pytest.mark.parametrize("name", SCALES)

@@ -118,41 +118,51 @@ class Guest:
 
         Raises `NotSupported` for a feed of which a part may be kept, if `no_partial_commit` is set.
         """
+        return self._forward(memory, plan, ids, memory.tables.fill("wanted rows", want))
+
+    def _forward(self, memory: Memory, plan: Plan, ids: Ints, want: Tensor | None) -> Tensor:
+        """Logits of the rows in `want`, or of all that the output head computes."""
         if self.no_partial_commit is not None and any(feed.in_parts for feed in plan.feeds):
             raise NotSupported(f"a part of a feed cannot be kept, nor be a checkpoint: {self.no_partial_commit}")
-        given = {"ids": ids, "positions": plan.positions, "wanted rows": want}
-        inputs = [memory.tables.fill(name, values) for name, values in given.items()]
+        rows = memory.tables.fill("ids", ids), memory.tables.fill("positions", plan.positions)
         if self.mode == "flat":
-            door = FlatDoor(memory, plan, self.past_length(inputs[1]), self.shape.bindings, self._scorings)
-            return self._run(door, *inputs)
+            past = self.past_length(rows[1])
+            return self._run(FlatDoor(memory, plan, past, self.shape.bindings, self._scorings), *rows, want)
         door = SoloDoor(memory, plan, fresh_layers(self.model))
-        logits = self._run(door, *inputs)
+        logits = self._run(door, *rows, want)
         door.put()
         return logits
 
     @torch.inference_mode()
     def forward_with_hidden(self, memory: Memory, plan: Plan, ids: Ints, want: Ints) -> tuple[Tensor, Tensor]:
-        """`forward`, with the hidden states [len(want),hidden] that the output head reads: those after the last layer
-        and the final norm. Raises `ModelRefused` if the network does not call one output head once."""
+        """`forward`, with the hidden states [T,hidden] of all rows that the output head would read: those after the
+        last layer and the final norm. Raises `ModelRefused` if the network does not call one output head once."""
         head = self.model.get_output_embeddings()
-        read: list[Tensor] = []  # [1,R,hidden], or of all rows [1,T,hidden]
+        read: list[Tensor] = []  # [1,T,hidden]
+        rows = memory.tables.fill("wanted rows", want)
+
+        def only_wanted(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+            read.append(args[0])
+            return (args[0].index_select(1, rows),)
+
         with ExitStack() as hooked:
             if head is not None:
-                hooked.callback(head.register_forward_pre_hook(lambda _, args: read.append(args[0])).remove)
-            logits = self.forward(memory, plan, ids, want)
+                hooked.callback(head.register_forward_pre_hook(only_wanted).remove)
+            logits = self._forward(memory, plan, ids, None)
         if len(read) != 1:
             raise ModelRefused(
                 f"{type(self.model).__name__} calls its output head {len(read)} times in a forward, not once, so its "
                 f"hidden states are unknown"
             )
-        hidden = read[0][0]
-        return logits, hidden if "logits_to_keep" in self._accepts else hidden[torch.as_tensor(want)]
+        return logits, read[0][0]
 
-    def _run(self, door: Door, ids: Tensor, positions: Tensor, want: Tensor) -> Tensor:
+    def _run(self, door: Door, ids: Tensor, positions: Tensor, want: Tensor | None) -> Tensor:
         with opened(door) as cache:
             inputs: dict[str, Any] = {"input_ids": ids[None], cache_argument(self._accepts): cache, "use_cache": True}
             if "position_ids" in self._accepts:
                 inputs["position_ids"] = positions[None] + self._first
+            if want is None:
+                return self.model(**inputs).logits[0]
             if "logits_to_keep" in self._accepts:
                 return self.model(**inputs, logits_to_keep=want).logits[0]
             return self.model(**inputs).logits[0].index_select(0, want)

@@ -2,7 +2,7 @@
 entry gives other drafts. And the tiers below its memory."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -106,14 +106,8 @@ class Drafting:
         self.drafter.close((number, 0), keep=keep)
         self.check()
 
-    def until(self, done: Any) -> None:
-        end = time.monotonic() + PATIENCE
-        while not done():
-            assert time.monotonic() < end, "it does not come to an end"
-            while not self.calls.empty():
-                self.calls.get()()
-            self.cache.pump()
-            time.sleep(0.001)
+    def until(self, done: Callable[[], bool]) -> None:
+        until(done, self.cache, self.calls)
 
     def written(self) -> None:
         """Wait until everything is stored that is to be."""
@@ -129,10 +123,27 @@ class Drafting:
         return free == dict.fromkeys(free, 200) and self.cache.memory.rows.free in (None, 100)
 
 
+def until(done: Callable[[], bool], cache: DraftMemory, calls: SimpleQueue[Any]) -> None:
+    """Do what the engine's thread does between two steps, until something is true."""
+    end = time.monotonic() + PATIENCE
+    while not done():
+        assert time.monotonic() < end, "it does not come to an end"
+        while not calls.empty():
+            calls.get()()
+        cache.pump()
+        time.sleep(0.001)
+
+
 def chain(
-    number: int, text: Sequence[int], room: int, *, namespace: str = "", retention: RetentionOptions = NO_OPTIONS
+    number: int,
+    text: Sequence[int],
+    room: int,
+    *,
+    vocab: int = VOCAB,
+    namespace: str = "",
+    retention: RetentionOptions = NO_OPTIONS,
 ) -> Chain:
-    sampling = sampler(vocab=VOCAB, temperature=0.0)
+    sampling = sampler(vocab=vocab, temperature=0.0)
     return Chain((number, 0), text, sampling, len(text), room, namespace=namespace, shared=0, retention=retention)
 
 

@@ -125,7 +125,7 @@ def _assembled(
     intake = _intake(loaded, memory, capacity, settings, context)
     loop, runner = _running(guest, memory, capacity, settings, intake, threads)
     try:
-        loop.manager.store = store = open_store(loaded, guest, loop.manager, settings, loop.post)
+        loop.manager.store = store = open_store(loaded, loop.manager, settings, loop.post)
     except BaseException:
         if loop.manager.events is not None:
             loop.manager.events.close()

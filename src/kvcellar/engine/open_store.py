@@ -6,19 +6,24 @@ A model that was given as an object has no files to be identified by: what it co
 import logging
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
+from kvcellar.cache.memory import Memory
+from kvcellar.engine.draft_memory import DraftMemory
+from kvcellar.engine.kv_events import KvEvents
 from kvcellar.engine.machine import free_cpu_bytes
 from kvcellar.engine.manager import SequenceManager
+from kvcellar.engine.prefixes import Prefixes
+from kvcellar.engine.restores import Evict
 from kvcellar.engine.settings import Settings, conversation_bytes, host_bytes_of
 from kvcellar.engine.store import Store
 from kvcellar.engine.store_key import cipher_of, secret_of
 from kvcellar.errors import BadRequest
-from kvcellar.models.guest import Guest
 from kvcellar.models.load import Loaded
 from kvcellar.places import NoPlace, cache
 from kvcellar.progress import report
@@ -38,52 +43,91 @@ FORMAT = "1"  # raised when the meaning of what is stored changes
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json")
 
 
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A memory that may have tiers. `paths` are the directories of all weights that decide its bytes, `role` is what
+    the memory is for, if not for a model's own K/V. It has this `share` of the bytes that are set for tiers, but for a
+    directory, whose cap holds for all that use it."""
+
+    memory: Memory
+    prefixes: Prefixes
+    evict: Evict
+    paths: tuple[Path, ...]
+    share: float = 1.0
+    role: str = ""
+    events: KvEvents | None = None
+
+    def part(self, size: int) -> int:
+        return int(self.share * size)
+
+
 def open_store(
     loaded: Loaded,
-    guest: Guest,
     manager: SequenceManager,
     settings: Settings,
     post: Callable[[Callable[[], None]], None],
+    *,
+    share: float = 1.0,
 ) -> Store | None:
     """The tiers, with what is in them; None without any. A directory or server that cannot be used is reported, and the
-    engine runs without: it can be lost at any later time, too. Raises `BadRequest` for settings that cannot be met."""
-    cipher = cipher_of(settings)
-    host = host_bytes_of(settings, guest.device.type, free_cpu_bytes())
+    engine runs without: it can be lost at any later time, too. Raises `BadRequest` for settings that cannot be met.
+
+    `share` is the part of the tiers' bytes that is not for the memory of drafts."""
     outside = settings.store is not None or settings.store_remote is not None
-    if not (host or outside):
-        return None
     if outside and loaded.path is None:
         raise BadRequest("a model that was given as an object has no files, by which a store would know it", "store")
-    report("opening the store")
-    name, locations = secrets.token_bytes(KEY), Locations(manager.events)
+    paths = (loaded.path,) if loaded.path is not None else ()
+    evict = partial(manager.evict, restores=False)
+    return _opened(Owner(manager.memory, manager.prefixes, evict, paths, share, events=manager.events), settings, post)
+
+
+def open_draft_store(
+    draft: DraftMemory,
+    paths: Sequence[Path],
+    settings: Settings,
+    post: Callable[[Callable[[], None]], None],
+    *,
+    share: float,
+    role: str = "",
+) -> Store | None:
+    """The same for the memory of a drafter. `paths`: the directories of its weights, and of the target's where it reads
+    the target's hidden states: then its `role` is that of a head."""
+    return _opened(Owner(draft.memory, draft.prefixes, draft.evict, tuple(paths), share, role), settings, post)
+
+
+def _opened(owner: Owner, settings: Settings, post: Callable[[Callable[[], None]], None]) -> Store | None:
+    cipher, locations = cipher_of(settings), Locations(owner.events)
+    host = owner.part(host_bytes_of(settings, owner.memory.device.type, free_cpu_bytes()))
+    name = secrets.token_bytes(KEY)
     tiers: list[Tier] = []
     if host:
         quota = int(settings.tenant_share * host)
         tiers.append(HostTier(host, quota=quota, removed=partial(locations.removed, HostTier.name)))
-    if outside and loaded.path is not None:
+    if owner.paths and (settings.store is not None or settings.store_remote is not None):
+        report("opening the store")
         try:
-            name = _identity(loaded.path, guest, manager.memory.claims.shape)
-            tiers += _outside(settings, name, cipher, locations)
+            name = _identity(owner)
+            tiers += _outside(owner, settings, name, cipher, locations)
         except OSError as error:
             log.warning("running without a store: %s", error)
     if not tiers:
         return None
     store = Store(
         tiers,
-        manager.memory,
-        manager.prefixes,
+        owner.memory,
+        owner.prefixes,
         identity=name,
         secret=secret_of(settings),
-        staging=settings.staging_bytes,
+        staging=owner.part(settings.staging_bytes),
         locations=locations,
         post=post,
-        evict=partial(manager.evict, restores=False),
+        evict=owner.evict,
     )
     store.load()
     return store
 
 
-def _outside(settings: Settings, name: bytes, cipher: Cipher, locations: Locations) -> list[Tier]:
+def _outside(owner: Owner, settings: Settings, name: bytes, cipher: Cipher, locations: Locations) -> list[Tier]:
     """The tiers that outlive the engine, as far as they can be opened."""
     found: list[Tier] = []
     share = settings.tenant_share
@@ -101,7 +145,7 @@ def _outside(settings: Settings, name: bytes, cipher: Cipher, locations: Locatio
         except (OSError, StoreUnusable) as error:
             log.warning("running without a store: %s", error)
     if settings.store_remote is not None:
-        cap = settings.store_remote_bytes
+        cap = owner.part(settings.store_remote_bytes)
         try:
             objects = open_objects(settings.store_remote, prefix_of(name))
         except RemoteFailed as error:
@@ -119,23 +163,25 @@ def _outside(settings: Settings, name: bytes, cipher: Cipher, locations: Locatio
     return found
 
 
-def _identity(path: Path, guest: Guest, shape: str) -> bytes:
+def _identity(owner: Owner) -> bytes:
     directory = None
     with suppress(NoPlace):
         directory = cache(os.environ)
-    digests = FileDigests(directory)
-    texts = [path / name for name in TEXT_FILES if (path / name).is_file()]
+    digests, paths, memory = FileDigests(directory), owner.paths, owner.memory
+    texts = [path / name for path in paths for name in TEXT_FILES if (path / name).is_file()]
+    role = {"role": owner.role} if owner.role else {}
     return identity(
         {
             "format": FORMAT,
-            "weights": digests.of(sorted(path.glob("*.safetensors"))),
-            "config": digests.of([path / "config.json"]),
+            "weights": digests.of(file for path in paths for file in sorted(path.glob("*.safetensors"))),
+            "config": digests.of([path / "config.json" for path in paths]),
             "tokenizer": digests.of(texts),
-            "dtype": str(guest.dtype),
-            "shape": shape,
-            "device": guest.device.type,
+            "dtype": str(memory.dtype),
+            "shape": memory.claims.shape,
+            "device": memory.device.type,
             "kvcellar": version("kvcellar"),
             "torch": version("torch"),
             "transformers": version("transformers"),
         }
+        | role
     )

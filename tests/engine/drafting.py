@@ -7,11 +7,14 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from kvcellar.cache.memory import Memory
+from kvcellar.engine import restore_plan
 from kvcellar.engine.draft_memory import DraftMemory
+from kvcellar.engine.restore_plan import Planner
 from kvcellar.engine.store import Store
 from kvcellar.plan import Plan
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
@@ -121,6 +124,12 @@ class Drafting:
     def is_empty(self) -> bool:
         free = self.cache.memory.free()
         return free == dict.fromkeys(free, 200) and self.cache.memory.rows.free in (None, 100)
+
+
+def always_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is stored is restored, however fast this machine computes it again, and however slowly it reads."""
+    monkeypatch.setattr(Planner, "speed", lambda self: None)
+    monkeypatch.setattr(restore_plan, "SHORTEST", restore_plan.LONGEST)
 
 
 def until(done: Callable[[], bool], cache: DraftMemory, calls: SimpleQueue[Any]) -> None:

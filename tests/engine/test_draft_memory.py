@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.engine.draft_memory import DraftMemory
-from kvcellar.engine.restores import Restores
 from kvcellar.retention import RetentionOptions
-from tests.engine.drafting import VOCAB, Drafting, chain, expected
+from tests.engine.drafting import VOCAB, Drafting, always_restored, chain, expected
 from tests.engine.test_prefixes import KINDS, memory
 
 SPACES = ["", "b"]
@@ -20,8 +19,7 @@ STORED = ["full", "sliding", "hybrid", "recurrent", "all"]
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is stored is restored, however fast it is computed again."""
-    monkeypatch.setattr(Restores, "_speed", lambda self: None)
+    always_restored(monkeypatch)
 
 
 def text_of(seed: int, n: int) -> list[int]:

@@ -10,13 +10,12 @@ import pytest
 from kvcellar.attention.choose import named
 from kvcellar.engine.draft_memory import DraftMemory
 from kvcellar.engine.open_store import open_draft_store
-from kvcellar.engine.restores import Restores
 from kvcellar.engine.settings import Settings
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.models.load import load
 from kvcellar.speculate.draft_model import ModelDrafter
-from tests.engine.drafting import chain, until
+from tests.engine.drafting import always_restored, chain, until
 from tests.engine.mixes import tokens
 from tests.zoo import ARCHS
 
@@ -25,8 +24,7 @@ KINDS = ["llama", "gemma3", "lfm2", "qwen3.5"]
 
 @pytest.fixture(autouse=True)
 def settled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What is stored is restored, however fast it is computed again; digests are remembered in the test's directory."""
-    monkeypatch.setattr(Restores, "_speed", lambda self: None)
+    always_restored(monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 

@@ -10,11 +10,12 @@ Always true:
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import count, pairwise
+from itertools import count
 from typing import TYPE_CHECKING
 
+from kvcellar.engine.checkpoint_rows import with_rows
 from kvcellar.engine.drafting import Drafting
 from kvcellar.engine.kv_events import KvEvents
 from kvcellar.engine.prefixes import NEAR, Prefix, Prefixes
@@ -25,7 +26,6 @@ from kvcellar.engine.shares import USUAL, Shares
 from kvcellar.engine.store import Store
 from kvcellar.errors import NotSupported
 from kvcellar.plan import Feed
-from kvcellar.policy import trim
 from kvcellar.prefix.node import TOKEN, common, key_of
 from kvcellar.prefix.why import ReadBack
 from kvcellar.spans import Span
@@ -194,20 +194,7 @@ class SequenceManager:
     def feeds(self, scheduled: Sequence[Scheduled]) -> tuple[Feed, ...]:
         """The feeds of a step. Where too few state rows are free, checkpoints inside feeds replace those of the tree
         that are of less value, and are left out otherwise."""
-        feeds = list(map(self._feed, scheduled))
-        if self.memory.rows.capacity is None:
-            return tuple(feeds)
-        self._free_rows(len(feeds))
-        need, left_out = len(feeds), set[tuple[int, int]]()
-        for saves, pos, seq in sorted((one for feed in feeds for one in _inside(feed)), reverse=True):
-            if self._free_rows(need + 1, saves):
-                need += 1
-            else:
-                left_out.add((seq, pos))
-        return tuple(
-            feed._replace(checkpoints=tuple(pos for pos in feed.checkpoints if (feed.seq, pos) not in left_out))
-            for feed in feeds
-        )
+        return with_rows(list(map(self._feed, scheduled)), self.memory, self.prefixes)
 
     def _feed(self, scheduled: Scheduled) -> Feed:
         completion, seq = scheduled.completion, scheduled.completion.seq
@@ -216,16 +203,6 @@ class SequenceManager:
         wanted = self.prefixes.checkpoints(found[1], new) if found is not None else ()
         positions = wanted if self._in_parts else tuple(pos for pos in wanted if pos == new.end)
         return Feed(seq, new, checkpoints=positions, revertible=scheduled.drafts > 0)
-
-    def _free_rows(self, need: int, saves: int | None = None) -> bool:
-        """Evict checkpoints until so many state rows are free; only such as are of less value than a new one that
-        `saves` so many tokens, if that is given. False if there are too few."""
-        rows = self.memory.rows
-        trim(rows, most=0, spare=need)
-        while (rows.free or 0) < need:
-            if not self.prefixes.evict_row(saves):
-                return False
-        return True
 
     def keep(self, completion: Completion, tokens: int, claim: int | None) -> None:
         """A step has computed so many tokens of the completion: those of its prompt are published at once, those that
@@ -391,10 +368,3 @@ class SequenceManager:
             found = self._running.get(completion.seq)
             assert (found is None) <= (self.memory.derived(completion.seq) is not None)
             assert found is None or (found[0] is completion and found[1].published <= completion.computed)
-
-
-def _inside(feed: Feed) -> Iterator[tuple[int, int, int]]:
-    """The checkpoints inside a feed: how many tokens each saves, counted from the one before; its position; and the
-    sequence."""
-    for before, pos in pairwise((feed.pos.start, *feed.between)):
-        yield pos - before, pos, feed.seq

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from kvcellar import BadRequest, Engine
 from kvcellar.engine.kv_events import MEDIA, Mirror
 from kvcellar.prefix.blocks import START, blocks_of
-from kvcellar.prefix.node import TOKEN, Node, key_of
+from kvcellar.prefix.node import TOKEN, Node, key_of, root_of
 from kvcellar.prefix.tree import Tree
-from kvcellar.prefix.why import path_key, root_of
+from kvcellar.prefix.why import path_key
 from kvcellar.snapshot import Snapshot
 from kvcellar.spans import Span
 from tests.engine.mixes import bytes_for, small_engine, tokens

@@ -1,13 +1,16 @@
 """What the prefix tree costs, counted in lines of Python that run in it: the path of a prompt, never the whole tree."""
 
 import random
+from hashlib import blake2b
+from typing import Any
 
 import pytest
 
 from kvcellar.bench.prefix import NODE, bushy, grown
 from kvcellar.bench.replay import Replay, Turn, _completion
 from kvcellar.engine.request import Completion, Status
-from kvcellar.prefix.node import key_of
+from kvcellar.prefix import node
+from kvcellar.prefix.node import TOKEN, Kept, key_of
 from kvcellar.prefix.tree import Tree
 from kvcellar.prefix.why import _diverging
 from tests.counted import lines
@@ -60,6 +63,69 @@ def test_an_eviction_costs_the_same_in_a_tree_of_any_size() -> None:
         tree = bushy(nodes)
         costs.append(max(lines(lambda tree=tree: tree.evict_leaf(NODE)) for _ in range(40)))
     assert max(costs) == min(costs) < 200
+
+
+@pytest.fixture
+def hashed(monkeypatch) -> list[int]:
+    """The bytes of each update of a digest of a path."""
+    sizes: list[int] = []
+
+    class Counted:
+        def __init__(self, state: Any) -> None:
+            self._state, self.digest = state, state.digest
+
+        def update(self, data: bytes) -> None:
+            sizes.append(len(data))
+            self._state.update(data)
+
+        def copy(self) -> "Counted":
+            return Counted(self._state.copy())
+
+    monkeypatch.setattr(
+        node, "blake2b", lambda data=b"", digest_size=16: Counted(blake2b(data, digest_size=digest_size))
+    )
+    return sizes
+
+
+def test_evicting_a_long_leaf_costs_a_constant_for_each_of_its_tokens(hashed: list[int]) -> None:
+    replay = Replay("full", cells=100_000, rows=0)
+    replay.serve(Turn(some(1, tokens := 60_000), [1]))
+    tree, calls, left, seen = replay.manager.prefixes.tree, 0, tokens, []
+    while n := tree.evict_leaf(1):
+        calls, left = calls + 1, left - n
+        seen.append(n / (left + n))
+    assert max(seen[: len(seen) // 2]) < 0.02, "much more was evicted than was needed"
+    assert calls < 350
+    assert sum(hashed) < 70 * TOKEN * tokens
+
+
+def test_evicting_short_leaves_below_a_long_text_does_not_cost_the_text_each_time(hashed: list[int]) -> None:
+    replay, shared = Replay("full", cells=50_000, rows=0), some(1, 20_000)
+    for seed in range(20):
+        replay.serve(Turn([*shared, *some(seed, 40)], [1]))
+    tree = replay.manager.prefixes.tree
+    hashed.clear()
+    for _ in range(20):
+        assert 0 < tree.evict_leaf(16) <= 42
+    assert sum(hashed) < 2 * TOKEN * len(shared)
+
+
+def test_an_eviction_passes_over_few_checkpoints_that_would_free_nothing() -> None:
+    costs: list[int] = []
+    for texts in (4, 40):
+        replay = Replay("hybrid", cells=100_000, rows=1000)
+        for seed in range(texts):
+            replay.serve(Turn(some(seed, 1040), [1]))
+        tree, tried = replay.manager.prefixes.tree, list[Kept]()
+        number = sum(len(one.checkpoints) for one in tree.nodes())
+        assert number > 16
+        assert tree.evict_checkpoint(lambda kept, tried=tried: bool(tried.append(kept)), saves=1 << 40) is None
+        assert len(tried) == 16
+        found = tree.evict_checkpoint(lambda kept: False)
+        assert found is tried[0], "it was not the next one"
+        costs.append(lines(lambda tree=tree: tree.evict_checkpoint(lambda kept: False)))
+        tree.check()
+    assert costs[1] <= costs[0] < 800
 
 
 @pytest.mark.parametrize(("kind", "group"), [("sliding", "window"), ("chunked", "chunk"), ("hybrid", None)])

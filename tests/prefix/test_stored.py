@@ -1,5 +1,6 @@
 """A catalogue of snapshots says of any key how far it can be resumed, as a search through all of them does."""
 
+import random
 from dataclasses import dataclass, field
 
 import pytest
@@ -10,6 +11,7 @@ from kvcellar.prefix.node import TOKEN, common_prefix, key_of
 from kvcellar.prefix.stored import Catalogue
 from kvcellar.snapshot import Snapshot, key_after
 from kvcellar.spans import Span
+from tests.counted import lines
 
 
 @dataclass
@@ -79,6 +81,33 @@ def test_it_finds_what_a_search_through_all_snapshots_finds(anywhere, actions, a
             len(text) for one, text, _ in dumb.known.values() if one.namespace == space and tokens[: len(text)] == text
         ]
         assert (whole[-1].span.end if whole else 0) == max(ends, default=0)
+
+
+def beside(count: int, *, anywhere: bool) -> tuple[Catalogue, bytes]:
+    """A catalogue of so many snapshots with one beginning, and the key of one of them."""
+    catalogue, draw = Catalogue(anywhere=anywhere), random.Random(count)
+    for _ in range(count):
+        tokens = key_of([7] * 20 + [draw.randrange(1000) for _ in range(12)])
+        key = key_after(None, identity=b"", namespace="", tokens=tokens)
+        assert catalogue.add(Snapshot(key, None, "", Span(0, 32), tokens, b"", ()), (24, 32))
+    return catalogue, tokens
+
+
+@pytest.mark.parametrize("anywhere", [True, False])
+def test_a_lookup_costs_about_the_same_beside_any_number_of_snapshots_with_one_beginning(anywhere: bool) -> None:
+    costs: list[int] = []
+    for count in (8, 2000):
+        catalogue, key = beside(count, anywhere=anywhere)
+        costs.append(lines(lambda c=catalogue, k=key: (c.match("", k, 32), c.whole("", k))))
+        assert catalogue.match("", key, 32).resume == 32
+    assert costs[1] <= costs[0] + 300, "the logarithm of their number, for each length in common"
+
+
+def test_a_checkpoint_that_is_not_in_its_snapshot_is_ignored() -> None:
+    catalogue, tokens = Catalogue(anywhere=False), key_of([1, 2, 3])
+    assert catalogue.add(Snapshot(b"k" * 32, None, "", Span(0, 3), tokens, b"", ()), (-1, 0, 2, 9))
+    catalogue.check()
+    assert catalogue.match("", tokens, 3).resume == 2
 
 
 def test_a_snapshot_that_continues_nothing_known_is_not_taken() -> None:

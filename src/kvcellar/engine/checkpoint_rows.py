@@ -1,6 +1,7 @@
 """checkpoint_rows: state rows for the checkpoints of a step, of models with recurrent layers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 
 from kvcellar.cache.memory import Memory
@@ -9,15 +10,17 @@ from kvcellar.plan import Feed
 from kvcellar.policy import trim
 
 
-def with_rows(feeds: Sequence[Feed], memory: Memory, prefixes: Prefixes) -> tuple[Feed, ...]:
+def with_rows(
+    feeds: Sequence[Feed], memory: Memory, prefixes: Prefixes, evict: Callable[[None, int], bool]
+) -> tuple[Feed, ...]:
     """The feeds of a step. Where too few state rows are free, checkpoints inside feeds replace those of the tree that
-    are of less value, and are left out otherwise."""
+    are of less value, and are left out otherwise. `evict` frees a row that the step needs."""
     if memory.rows.capacity is None:
         return tuple(feeds)
-    free_rows(memory, prefixes, len(feeds))
+    free_rows(memory, lambda: evict(None, 1), len(feeds))
     need, left_out = len(feeds), set[tuple[int, int]]()
     for saves, pos, seq in sorted((one for feed in feeds for one in _inside(feed)), reverse=True):
-        if free_rows(memory, prefixes, need + 1, saves):
+        if free_rows(memory, partial(prefixes.evict_row, saves), need + 1):
             need += 1
         else:
             left_out.add((seq, pos))
@@ -27,13 +30,12 @@ def with_rows(feeds: Sequence[Feed], memory: Memory, prefixes: Prefixes) -> tupl
     )
 
 
-def free_rows(memory: Memory, prefixes: Prefixes, need: int, saves: int | None = None) -> bool:
-    """Evict checkpoints until so many state rows are free; only such as are of less value than a new one that `saves`
-    so many tokens, if that is given. False if there are too few."""
+def free_rows(memory: Memory, evict: Callable[[], bool], need: int) -> bool:
+    """Call `evict` until so many state rows are free. False if it returns False before."""
     rows = memory.rows
     trim(rows, most=0, spare=need)
     while (rows.free or 0) < need:
-        if not prefixes.evict_row(saves):
+        if not evict():
             return False
     return True
 

@@ -135,7 +135,8 @@ class DraftMemory:
         return min(most, self.prefixes.next_wanted(place.prefix, self.memory.length(place.seq)) or most)
 
     def feeds(self, wanted: Sequence[tuple[Key, int]]) -> tuple[Feed, ...]:
-        return with_rows([self._feed(self._places[key], tokens) for key, tokens in wanted], self.memory, self.prefixes)
+        feeds = [self._feed(self._places[key], tokens) for key, tokens in wanted]
+        return with_rows(feeds, self.memory, self.prefixes, self.evict)
 
     def _feed(self, place: _Place, tokens: int) -> Feed:
         start = self.memory.length(place.seq)
@@ -201,7 +202,7 @@ class DraftMemory:
         for group, free in self.memory.free().items():
             if free < cells:
                 return group, cells - free
-        if self.memory.rows.capacity is not None and not free_rows(self.memory, self.prefixes, rows):
+        if self.memory.rows.capacity is not None and not free_rows(self.memory, self.prefixes.evict_row, rows):
             return None, 1
         return None
 

@@ -38,8 +38,8 @@ from typing import Any
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import BadRequest, shown
 from kvcellar.prefix.blocks import START, Block, Place, blocks_of
-from kvcellar.prefix.node import Node
-from kvcellar.prefix.why import path_key, root_of
+from kvcellar.prefix.node import Node, root_of
+from kvcellar.prefix.why import path_key
 from kvcellar.snapshot import Snapshot
 
 log = logging.getLogger("kvcellar.engine")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from hashlib import blake2b
 from typing import NamedTuple
 
-from kvcellar.prefix.node import TOKEN, Node
+from kvcellar.prefix.node import TOKEN, Node, digest_begun
 from kvcellar.prefix.tree import Tree
 from kvcellar.prefix.why import NAME
 
@@ -54,7 +54,7 @@ class Walk:
         self._rest: list[_Place] = []
         for root in tree.roots():
             if namespace is None or root.namespace == namespace:
-                self._enter(root.namespace, "", root, blake2b(digest_size=16))
+                self._enter(root.namespace, "", root, digest_begun(root.namespace))
 
     def _enter(self, namespace: str, name: str, node: Node, before: "blake2b") -> None:
         self._rest += (_Place(namespace, name, child, node.end, before) for child in node.children.values())
@@ -73,7 +73,6 @@ class Walk:
         node = place.node
         naming = place.before.copy()
         naming.update(edge[:TOKEN])
-        naming.update(place.namespace.encode())
         name = naming.digest()[:NAME].hex()
         if node.children:
             whole = place.before.copy()

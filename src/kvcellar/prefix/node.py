@@ -4,6 +4,7 @@ has of a key."""
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
 from kvcellar.retention import DEFAULT, Retention
@@ -100,6 +101,7 @@ class Node:
     use: Use | None = None  # the last one; of a root None
     retention: Retention = DEFAULT
     lease: Lease | None = None
+    hashed: blake2b | None = None  # the state of `path_digest` at the end, where it was needed
 
     @property
     def end(self) -> int:
@@ -218,6 +220,43 @@ def root_of(node: Node) -> Node:
     while node.parent is not None:
         node = node.parent
     return node
+
+
+def digest_of(namespace: str, key: bytes) -> bytes:
+    """What tells the tokens of a key in a namespace from all others."""
+    digest = digest_begun(namespace)
+    digest.update(key)
+    return digest.digest()
+
+
+def path_digest(node: Node, end: int) -> bytes:
+    """`digest_of` the first `end` tokens of a node's path, which end in the node. Costs the tokens of the node, and
+    those above it that were not hashed before."""
+    assert node.parent is not None, "a root has no tokens"
+    digest = _hashed(node.parent).copy()
+    digest.update(memoryview(node.edge)[: (end - node.start) * TOKEN])
+    return digest.digest()
+
+
+def _hashed(node: Node) -> blake2b:
+    """The state after the tokens up to the end of a node, which keeps it."""
+    path: list[Node] = []
+    while node.hashed is None and node.parent is not None:
+        path.append(node)
+        node = node.parent
+    state = node.hashed = node.hashed or digest_begun(node.namespace)
+    for one in reversed(path):
+        state = state.copy()
+        state.update(one.edge)
+        one.hashed = state
+    return state
+
+
+def digest_begun(namespace: str) -> blake2b:
+    """The state of a digest before the first token."""
+    digest = blake2b(digest_size=16)
+    digest.update(blake2b(namespace.encode(), digest_size=16).digest())
+    return digest
 
 
 def common_prefix(a: Iterable[int], b: Iterable[int]) -> int:

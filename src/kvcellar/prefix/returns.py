@@ -111,7 +111,8 @@ class Returns:
         """The tokens of a leaf from `pos` on are about to be evicted."""
         if leaf.use is None or leaf.use.returned or leaf.use.age == AGES - 1:
             return
-        at, before, above = pos - leaf.start, leaf.edge[: (pos - leaf.start) * TOKEN][-AROUND * TOKEN :], leaf.parent
+        at, above = pos - leaf.start, leaf.parent
+        before = leaf.edge[max(at - AROUND, 0) * TOKEN : at * TOKEN]
         while above is not None and len(before) < AROUND * TOKEN:
             before, above = above.edge[len(before) - AROUND * TOKEN :] + before, above.parent
         self._forget(leaf.use)

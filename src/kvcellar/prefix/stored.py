@@ -7,7 +7,8 @@ Always true:
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from kvcellar.prefix.node import TOKEN, common
+from kvcellar.prefix.node import TOKEN
+from kvcellar.prefix.siblings import Siblings
 from kvcellar.snapshot import Snapshot
 
 
@@ -24,7 +25,7 @@ class Catalogue:
     def __init__(self, *, anywhere: bool) -> None:
         self._anywhere = anywhere
         self._known: dict[bytes, tuple[Snapshot, tuple[int, ...]]] = {}  # with the positions of checkpoints
-        self._after: dict[tuple[str, bytes | None], dict[bytes, list[Snapshot]]] = {}  # by parent, then first token
+        self._after: dict[tuple[str, bytes | None], Siblings] = {}  # by parent
 
     def __len__(self) -> int:
         return len(self._known)
@@ -33,14 +34,16 @@ class Catalogue:
         return key in self._known
 
     def add(self, snapshot: Snapshot, positions: Sequence[int]) -> bool:
-        """Know a snapshot, whose checkpoints are at `positions`. False if the one before it is not known."""
+        """Know a snapshot, whose checkpoints are at `positions`; others than of its span are ignored. False if the one
+        before it is not known."""
         parent = snapshot.parent
         if parent is not None and (parent not in self._known or self._known[parent][0].span.end != snapshot.span.start):
             return False
         if snapshot.key not in self._known:
-            self._known[snapshot.key] = snapshot, tuple(positions)
-            after = self._after.setdefault((snapshot.namespace, parent), {})
-            after.setdefault(snapshot.tokens[:TOKEN], []).append(snapshot)
+            positions = tuple(pos for pos in positions if snapshot.span.start < pos <= snapshot.span.end)
+            self._known[snapshot.key] = snapshot, positions
+            after = self._after.setdefault((snapshot.namespace, parent), Siblings(anywhere=self._anywhere))
+            after.add(snapshot, positions)
         return True
 
     def __iter__(self) -> Iterator[Snapshot]:
@@ -56,13 +59,10 @@ class Catalogue:
                 continue
             snapshot = found[0]
             after = self._after[snapshot.namespace, snapshot.parent]
-            (alike := after[snapshot.tokens[:TOKEN]]).remove(snapshot)
-            if not alike:
-                del after[snapshot.tokens[:TOKEN]]
+            after.remove(*found)
             if not after:
                 del self._after[snapshot.namespace, snapshot.parent]
-            below = self._after.get((snapshot.namespace, snapshot.key), {})
-            rest += [one.key for some in below.values() for one in some]
+            rest += [one.key for one in self._after.get((snapshot.namespace, snapshot.key), ())]
 
     def path(self, key: bytes) -> tuple[str, bytes, int] | None:
         """The namespace of a snapshot, the tokens up to its end, and where it starts; None if it is not known."""
@@ -102,14 +102,14 @@ class Catalogue:
         places = (end,) if self._anywhere else self._known[snapshot.key][1]
         return max((pos for pos in places if pos <= end), default=0)
 
-    def _alike(self, namespace: str, key: bytes):
-        """Each snapshot whose first `n` tokens, at least one, continue what the chain before it has of the key."""
+    def _alike(self, namespace: str, key: bytes) -> Iterator[tuple[tuple[Snapshot, ...], Snapshot, int]]:
+        """Snapshots whose first `n` tokens, at least one, continue what the chain before each has of the key: those
+        with places to resume at in these tokens, and those with no others."""
         rest: list[tuple[bytes | None, tuple[Snapshot, ...]]] = [(None, ())]
         while rest:
             parent, chain = rest.pop()
-            at = (chain[-1].span.end if chain else 0) * TOKEN
-            for snapshot in self._after.get((namespace, parent), {}).get(key[at : at + TOKEN], ()):
-                n = common(snapshot.tokens, key[at : at + len(snapshot.tokens)])
+            after = self._after.get((namespace, parent))
+            for snapshot, n in after.alike(key, (chain[-1].span.end if chain else 0) * TOKEN) if after else ():
                 yield chain, snapshot, n
                 if n == len(snapshot.span):
                     rest.append((snapshot.key, (*chain, snapshot)))
@@ -122,6 +122,7 @@ class Catalogue:
             assert snapshot.span.start == start and (before is not None) == (snapshot.parent is not None)
             assert len(snapshot.tokens) == len(snapshot.span) * TOKEN
             assert all(snapshot.span.start < pos <= snapshot.span.end for pos in positions)
-            assert snapshot in self._after[snapshot.namespace, snapshot.parent][snapshot.tokens[:TOKEN]]
-        assert all(after and all(after.values()) for after in self._after.values())
-        assert sum(len(some) for after in self._after.values() for some in after.values()) == len(self._known)
+        assert all(self._after.values())
+        assert sorted(one.key for after in self._after.values() for one in after) == sorted(self._known)
+        for after in self._after.values():
+            after.check()

@@ -23,12 +23,14 @@ from collections.abc import Callable, Sequence
 from itertools import chain, islice
 
 from kvcellar.policy import value
-from kvcellar.prefix.node import TOKEN, ClaimStore, Kept, Lookup, Match, Node, Watch, below
+from kvcellar.prefix.node import TOKEN, ClaimStore, Kept, Lookup, Match, Node, Watch, below, path_digest
 from kvcellar.prefix.order import UNLIMITED, Next, Order, Part
 from kvcellar.prefix.pins import Pins
 from kvcellar.retention import DEFAULT, Retention, stronger
 
-LEAST = 16  # tokens that are evicted together
+LEAST = 16  # tokens that are evicted together,
+PART = 64  # and the part of a long leaf: cutting one costs its tokens
+TRIES = 16  # checkpoints that are looked at for one that is evicted
 
 
 class Tree(Lookup):
@@ -143,47 +145,36 @@ class Tree(Lookup):
         what was used again.
         """
         path, matched = self._walk(root, key, expired=True)
-        recurring = recurring or (own.use is not None and own.use.again)
-        node = self._inserted(root, key, claim, start, own, path, matched, retention, recurring)
+        node, end = path[-1] if path else root, len(key) // TOKEN
+        if not self._continues(node, matched, claim, start, end):
+            self._claims.drop(claim)
+            node = node if node.end <= matched else node.parent or root
+        else:
+            rest = self._rest(claim, start, end, path, matched)
+            if matched < node.end:
+                node = self._split(node, matched)
+            self.strengthen(node, retention)
+            if rest is not None:
+                again = recurring or (own.use is not None and own.use.again)
+                node = self._append(node, key[matched * TOKEN :], rest, own, retention, again)
         self._lock(node)
         self.unlock(own)
         return node, matched
 
-    def _inserted(
-        self,
-        root: Node,
-        key: bytes,
-        claim: int,
-        start: int,
-        own: Node,
-        path: Sequence[Node],
-        matched: int,
-        retention: Retention,
-        again: bool,
-    ) -> Node:
-        end = len(key) // TOKEN
-        parent = path[-1] if path else root
-        possible = matched >= start and all(
-            self._claims.of(number).whole(matched) == matched
-            for number in ([claim] if start < matched < end else []) + ([parent.claim] if matched < parent.end else [])
-        )
-        if not possible:
-            self._claims.drop(claim)
-            return parent if parent.end <= matched else parent.parent or root
-        rest = None
+    def _continues(self, last: Node, matched: int, claim: int, start: int, end: int) -> bool:
+        """Whether a claim on [start,end) can go on where its first `matched` tokens end, in the node `last`."""
+        cut = ([claim] if start < matched < end else []) + ([last.claim] if matched < last.end else [])
+        return matched >= start and all(self._claims.of(one).whole(matched) == matched for one in cut)
+
+    def _rest(self, claim: int, start: int, end: int, path: Sequence[Node], matched: int) -> int | None:
+        """What of a claim the tree does not have; None: it has all. The nodes of the path take the checkpoints of
+        the rest."""
         if matched <= start:
-            rest = claim
-        else:
-            if matched < end:
-                rest = self._claims.split(claim, matched)
-            self._take_checkpoints(claim, path)
-            self._claims.drop(claim)
-        if matched < parent.end:
-            parent = self._split(parent, matched)
-        self.strengthen(parent, retention)
-        if rest is None:
-            return parent
-        return self._append(parent, key[matched * TOKEN :], rest, own, retention, again)
+            return claim
+        rest = self._claims.split(claim, matched) if matched < end else None
+        self._take_checkpoints(claim, path)
+        self._claims.drop(claim)
+        return rest
 
     def _append(self, parent: Node, edge: bytes, claim: int, own: Node, retention: Retention, again: bool) -> Node:
         """The node becomes longer, or gets a child: a root, one with children, one that others have locked, and one
@@ -198,6 +189,7 @@ class Tree(Lookup):
             node = parent
             self._claims.join(node.claim, claim)
             node.edge += edge
+            node.hashed = None
         self._order.leaves.count(retention.owner, len(edge) // TOKEN)
         if self._watch is not None:
             self._watch.gained(node, node.end - len(edge) // TOKEN)
@@ -261,12 +253,12 @@ class Tree(Lookup):
     # -- eviction -----------------------------------------------------------------------------------------------
 
     def evict_leaf(self, most: int) -> int:
-        """Drop the last tokens, `most` at most or `LEAST`, of the leaf that no sequence uses which is evicted next;
-        returns how many, 0 if there is none."""
+        """Drop the last tokens, `most` or somewhat more, of the leaf that no sequence uses which is evicted next;
+        returns how many, 0 if there is none. Costs the path of nodes, and `PART` times what is dropped."""
         if (found := self._order.next_leaf()) is None:
             return 0
         leaf, heap, _ = found
-        most = max(most, LEAST)
+        most = max(most, LEAST, leaf.tokens // PART)
         cut = self._claims.of(leaf.claim).whole(max(leaf.start, leaf.end - most))
         if not self._anywhere:  # what lies behind the last checkpoint serves no request
             cut = max((pos for pos in leaf.checkpoints if pos <= cut), default=leaf.start)
@@ -285,12 +277,16 @@ class Tree(Lookup):
     ) -> Kept | None:
         """Drop the checkpoint that is evicted next of those for which `frees` is true; returns it. None if there is
         none, or, with `saves`, none that is of less value than a new one which saves so many tokens, or of an owner
-        above its quota."""
+        above its quota. Where `frees` is false for the next `TRIES`, the first of them is dropped, or none with
+        `saves`."""
         ranking = self._order.checkpoints
         worth = float("inf") if saves is None else value(ranking.clock, hits=1, saves=saves, costs=1)
         passed: list[Next[Kept]] = []
         while (found := ranking.pop()) is not None and not frees(found.thing):
             passed.append(found)
+            if len(passed) == TRIES:
+                found = passed.pop(0) if saves is None else None
+                break
         if found is not None and not found.over and found.thing.value > worth:
             passed.append(found)
             found = None
@@ -336,7 +332,7 @@ class Tree(Lookup):
             self._watch.lost(leaf, pos)
         self._claims.drop(self._claims.split(leaf.claim, pos))
         self._order.leaves.count(leaf.retention.owner, pos - leaf.end)
-        leaf.edge = leaf.edge[: (pos - leaf.start) * TOKEN]
+        leaf.edge, leaf.hashed = leaf.edge[: (pos - leaf.start) * TOKEN], None
         for kept in [kept for at, kept in leaf.checkpoints.items() if at > pos]:
             self._forget_checkpoint(kept)
 
@@ -396,5 +392,6 @@ class Tree(Lookup):
             assert all(node.start < pos <= node.end for pos in node.checkpoints)
             assert node.users >= sum(child.users for child in node.children.values())
             assert all(one.node is node for one in node.checkpoints.values())
+            assert node.hashed is None or node.hashed.digest() == path_digest(node, node.end)
             above = node.parent.retention if node.parent.parent is not None else None
             assert above is None or stronger(above, node.retention) == above, "a node outlasts the one above it"

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Literal, NamedTuple
 
 from kvcellar.events import Recall
-from kvcellar.prefix.node import TOKEN, Node, root_of
+from kvcellar.prefix.node import TOKEN, Node, digest_of, path_digest
 from kvcellar.prefix.tree import Tree
 
 KEPT = 4096
@@ -43,14 +43,13 @@ class Losses:
 
     def evicted(self, node: Node, pos: int) -> None:
         """The tokens of a node from `pos` on are about to be evicted."""
-        self._note(root_of(node).namespace, path_key(node, pos + 1), "evicted", self.cause)
+        self._note(path_digest(node, pos + 1), "evicted", self.cause)
 
     def damaged(self, namespace: str, key: bytes, pos: int, cause: str) -> None:
         """The tokens of a key from `pos` on could not be read back."""
-        self._note(namespace, key[: (pos + 1) * TOKEN], "damaged", cause)
+        self._note(digest_of(namespace, key[: (pos + 1) * TOKEN]), "damaged", cause)
 
-    def _note(self, namespace: str, key: bytes, kind: Literal["evicted", "damaged"], cause: str) -> None:
-        digest = _digest(namespace, key)
+    def _note(self, digest: bytes, kind: Literal["evicted", "damaged"], cause: str) -> None:
         self._known.pop(digest, None)
         self._known[digest] = Loss(self._clock(), kind, cause)
         if len(self._known) > KEPT:
@@ -58,7 +57,7 @@ class Losses:
 
     def of(self, namespace: str, key: bytes, pos: int) -> Loss | None:
         """When the token of a key at `pos` was lost, which follows those that are there."""
-        return self._known.get(_digest(namespace, key[: (pos + 1) * TOKEN]))
+        return self._known.get(digest_of(namespace, key[: (pos + 1) * TOKEN]))
 
     def ago(self, loss: Loss) -> float:
         return self._clock() - loss.at
@@ -192,12 +191,12 @@ def _diverging(tree: Tree, namespace: str, key: bytes) -> tuple[str, tuple[int, 
 
 def name_of(node: Node) -> str:
     """The name of a node: it stays the same while the node grows, is cut and is split (the upper part keeps it)."""
-    return named(root_of(node).namespace, path_key(node, node.start + 1))
+    return path_digest(node, node.start + 1)[:NAME].hex()
 
 
 def named(namespace: str, key: bytes) -> str:
     """The name of the node whose first token is the last one of a key."""
-    return _digest(namespace, key)[:NAME].hex()
+    return digest_of(namespace, key)[:NAME].hex()
 
 
 def path_key(node: Node, end: int) -> bytes:
@@ -208,12 +207,6 @@ def path_key(node: Node, end: int) -> bytes:
         edges.append(parent.edge)
         above = parent
     return b"".join(reversed(edges))
-
-
-def _digest(namespace: str, key: bytes) -> bytes:
-    digest = blake2b(key, digest_size=16)
-    digest.update(namespace.encode())
-    return digest.digest()
 
 
 def _tokens(edge: bytes) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from kvcellar.cli.main import COMMANDS, ENVIRONMENT, cli
 from kvcellar.cli.store_options import KEY, REMOTE
 from kvcellar.engine.settings import Settings
-from kvcellar.engine.stats import EngineStats, GroupStats, StoreStats, TierStats
+from kvcellar.engine.stats import EngineStats, GroupStats, SpeculationStats, StoreStats, TierStats
 from kvcellar.events import Recall, Speculation, Timings, Usage
 from kvcellar.kernels.compiled import COMPILERS
 from kvcellar.sample.params import SamplingParams
@@ -56,6 +56,7 @@ RECORDS = {
     GroupStats: "`groups` of `engine.stats()`",
     StoreStats: "`store` of `engine.stats()`",
     TierStats: "`tiers` of `engine.stats().store`",
+    SpeculationStats: "`speculation` of `engine.stats()`",
     Usage: "`usage` of a result",
     Timings: "`timings` of a result",
     Recall: "`recall` of a result",
@@ -173,7 +174,9 @@ def _http_statistics() -> Iterator[str]:
 def _type(cls: type, name: str) -> str:
     kind = inspect.get_annotations(cls)[name]
     text = kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
-    return text.replace("collections.abc.", "").replace("typing.", "").replace("kvcellar.engine.stats.", "")
+    for module in ("collections.abc.", "typing.", "pathlib.", "kvcellar.engine.stats.", "kvcellar.speculate.factory."):
+        text = text.replace(module, "")
+    return text
 
 
 def _default(field: Any) -> str:

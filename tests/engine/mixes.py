@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcellar import Engine
-from kvcellar.engine.build import _demand
+from kvcellar.engine.allocate import Needs
 from kvcellar.engine.capacity import resolve_capacity
 from kvcellar.engine.measures import Measures, digest, flags, measures_of, model, shape
 from kvcellar.engine.reserve import scratch
@@ -183,17 +183,17 @@ def bytes_for(model: str | PreTrainedModel, tokens: int, **settings: Any) -> int
         built, given = engine._built, engine._built.settings
         limits = {"context": built.intake.context, "step_tokens": given.step_tokens}
         step = scratch(built.guest, measures=measured_once(built.guest), **limits)
-        recurrent = built.guest.shape.recurrent
+        needs = Needs.of(built.guest, built.intake.context, step, shifts=True)
 
         def enough(budget: int) -> bool:
             try:
                 found = resolve_capacity(
-                    [_demand(built.guest, group) for group in built.memory.storage.groups],
+                    needs.demands(),
                     budget=budget,
                     because="",
                     scratch=step,
                     max_sequences=given.max_sequences,
-                    bytes_per_row=recurrent.bytes if recurrent is not None else 0,
+                    bytes_per_row=needs.bytes_per_row,
                     **limits,
                 )
             except CapacityTooSmall:

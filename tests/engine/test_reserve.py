@@ -13,8 +13,7 @@ from kvcellar.attention.choose import named
 from kvcellar.attention.reference import Reference
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.contracts import Backend
-from kvcellar.engine import build as building
-from kvcellar.engine import reserve
+from kvcellar.engine import allocate, reserve
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.reserve import ROWS, _draw, continued, peak, prove, scratch, uncollected
 from kvcellar.errors import BadRequest, CapacityTooSmall
@@ -121,6 +120,34 @@ def test_a_step_of_full_size_takes_no_more_than_was_said(
     assert memory.free() == memory.storage.capacity()
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2", "qwen3-next", "bloom"])
+def test_a_step_with_drafts_takes_no_more_than_was_said(name: str) -> None:
+    depth, context, tokens = 7, 200, 60
+    model = build_guest(ARCHS[name].build(), named("sdpa"))
+    sequences = 6 if model.mode == "flat" else 1
+    plain, said = (
+        scratch(model, context=context, step_tokens=tokens, deepest=deepest)(context, sequences * context, sequences)
+        for deepest in (0, depth)
+    )
+    memory = model.memory({group.name: sequences * context for group in model.shape.groups}, rows=sequences)
+    truth = []
+    for drafts in range(1, depth + 1):
+        each = Span(context - 1 - drafts, context)
+        batch = Batch(tuple(Feed(seq, each, revertible=True) for seq in range(sequences)))
+        if batch.tokens > tokens:
+            continue
+        with uncollected(), peak(CPU) as meter:
+            plan = memory.begin(batch, reserve=True)
+            logits = model.forward(
+                memory, plan, torch.zeros(batch.tokens, dtype=torch.long), torch.arange(batch.tokens)
+            )
+            _draw(logits)
+            memory.abandon()
+        truth.append(meter.bytes)
+    assert max(truth) <= said
+    assert plain < said
+
+
 def test_rows_that_packed_layers_pad_are_in_what_a_step_takes() -> None:
     writers = 33
     config = LlamaConfig(
@@ -155,7 +182,7 @@ def test_what_fresh_memory_holds_does_not_change_what_a_step_is_measured_to_take
 
 
 def test_what_a_step_takes_is_not_turned_into_cells() -> None:
-    with mock.patch.object(building, "free_cpu_bytes", return_value=3_000_000), Engine(network(), context=64) as engine:
+    with mock.patch.object(allocate, "free_cpu_bytes", return_value=3_000_000), Engine(network(), context=64) as engine:
         said = engine.capacity()
         assert "30% of the memory that is free" in said, said
         stats = engine.stats()
@@ -248,7 +275,7 @@ def test_a_sequence_of_the_engines_memory_ends_with_the_context() -> None:
 
 def test_a_memory_that_leaves_no_room_for_a_step_is_refused_with_the_numbers_to_change() -> None:
     with (
-        mock.patch.object(building, "free_cpu_bytes", return_value=200_000),
+        mock.patch.object(allocate, "free_cpu_bytes", return_value=200_000),
         pytest.raises(
             CapacityTooSmall, match=r"200000 are free. Lower cache_bytes; or lower step_tokens, max_sequences"
         ),

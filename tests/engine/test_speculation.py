@@ -63,7 +63,7 @@ def engine() -> Iterator[Engine]:
 
 def speculates(engine: Engine, oracle: Oracle | None, depth: int = 5) -> None:
     drafting = engine._built.loop.manager.drafting
-    drafting._speculator = Speculator(oracle, fixed=depth) if oracle is not None else None
+    drafting.speculator = Speculator(oracle, fixed=depth) if oracle is not None else None
 
 
 def played(engine: Engine, how: dict[str, Any]) -> list[list[Event]]:

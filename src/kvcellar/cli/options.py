@@ -121,6 +121,18 @@ def engine_options(function: F) -> F:
             "--max-sequences", type=int, default=64, show_default=True, help="Most completions that run at once."
         ),
         click.option("--step-tokens", type=int, default=512, show_default=True, help="Most new tokens in one step."),
+        click.option(
+            "--draft",
+            help="Drafts of the next tokens: ngram, or a directory or name of a smaller model.",
+        ),
+        click.option(
+            "--draft-depth", type=int, help="Most drafts of a completion in a step. Default: 16 with ngram, else 8."
+        ),
+        click.option(
+            "--draft-bytes",
+            type=Size(),
+            help="Bytes of the cache for a draft model. Default: a share by the bytes of a token.",
+        ),
     )
 
 

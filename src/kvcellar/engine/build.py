@@ -10,23 +10,25 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcellar.attention.choose import named
-from kvcellar.cache.group import Group
 from kvcellar.cache.memory import Memory
-from kvcellar.engine.capacity import Capacity, Demand, resolve_capacity
+from kvcellar.engine.allocate import Needs, allocated, divided
+from kvcellar.engine.capacity import Capacity
+from kvcellar.engine.draft_memory import DraftMemory
 from kvcellar.engine.drafting import Drafting
 from kvcellar.engine.intake import Intake, PromptMemory, TextCodec
 from kvcellar.engine.kv_events import open_events
 from kvcellar.engine.loop import Loop
-from kvcellar.engine.machine import Threads, free_cpu_bytes, threads_of
+from kvcellar.engine.machine import Threads, threads_of
 from kvcellar.engine.manager import SequenceManager
-from kvcellar.engine.measures import Measures, measures_of
+from kvcellar.engine.measures import measures_of
+from kvcellar.engine.open_drafts import Drafts, open_drafts
 from kvcellar.engine.open_store import open_store
-from kvcellar.engine.reserve import check_room, prove, scratch
+from kvcellar.engine.reserve import prove, scratch
 from kvcellar.engine.runner import Runner
 from kvcellar.engine.scheduler import Scheduler
-from kvcellar.engine.settings import SHARE_OF_FREE, Settings, text_bytes_of
+from kvcellar.engine.settings import Settings, text_bytes_of
 from kvcellar.engine.shares import Shares
-from kvcellar.errors import BadRequest, CapacityTooSmall, ModelRefused, forked_from
+from kvcellar.errors import BadRequest, ModelRefused, forked_from
 from kvcellar.kernels.packed import Packing, pack
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
@@ -35,7 +37,6 @@ from kvcellar.models.load import Loaded, load
 from kvcellar.progress import report
 from kvcellar.sample.params import SamplingParams, check_ids
 from kvcellar.shapes import StoredAs
-from kvcellar.speculate.ngram import NGramDrafter
 from kvcellar.speculate.speculator import Speculator
 from kvcellar.text.stored_texts import StoredTexts
 
@@ -62,6 +63,9 @@ class Built:
     intake: Intake
     loop: Loop
     runner: Runner
+    drafts: Drafts | None = None
+    draft_capacity: Capacity | None = None  # of the memory that drafts have, if they have one
+    draft_memory: DraftMemory | None = None
 
 
 def build(model: "str | Path | PreTrainedModel | None", settings: Settings) -> Built:
@@ -115,15 +119,19 @@ def _assembled(
     context = _context(settings, loaded.model)
     limits = {"context": context, "step_tokens": settings.step_tokens, "max_sequences": settings.max_sequences}
     measures = measures_of(guest, loaded.path, began=began, limits=limits, environment=os.environ)
-    capacity = _capacity(guest, settings, context, measures)
+    drafts = open_drafts(loaded, guest, settings, context)
+    deepest = drafts.deepest if drafts is not None else 0
+    steps = {"context": context, "step_tokens": settings.step_tokens, "deepest": deepest}
+    needs = Needs.of(guest, context, scratch(guest, measures=measures, **steps), shifts=True)
+    capacity, own = divided(needs, drafts.needs() if drafts is not None else None, settings, guest.device)
     measures.keep()
     report("allocating memory")
-    memory = _memory(guest, capacity, context)
-    sequences = capacity.states.sequences
+    memory = allocated(guest, capacity, context)
     if guest.device.type == "cuda":
-        prove(guest, memory, context=context, max_sequences=sequences, step_tokens=settings.step_tokens)
+        prove(guest, memory, max_sequences=capacity.states.sequences, **steps)
     intake = _intake(loaded, memory, capacity, settings, context)
-    loop, runner = _running(guest, memory, capacity, settings, intake, threads)
+    speculator, cache = _speculator(drafts, own, settings)
+    loop, runner = _running(guest, memory, settings, intake, threads, speculator)
     try:
         loop.manager.store = store = open_store(loaded, loop.manager, settings, loop.post)
     except BaseException:
@@ -132,7 +140,8 @@ def _assembled(
         raise
     if store is not None and intake.codec.replays is not None:
         intake.codec.replays.stored = StoredTexts(store.catalogue, settings.replay_bytes)
-    return Built(settings, loaded, guest, packing, threads, memory, capacity, intake, loop, runner)
+    found = (settings, loaded, guest, packing, threads, memory, capacity, intake, loop, runner)
+    return Built(*found, drafts=drafts, draft_capacity=own, draft_memory=cache)
 
 
 def _storing(guest: Guest, settings: Settings) -> Guest:
@@ -168,12 +177,12 @@ def _intake(loaded: Loaded, memory: Memory, capacity: Capacity, settings: Settin
 
 
 def _running(
-    guest: Guest, memory: Memory, capacity: Capacity, settings: Settings, intake: Intake, threads: Threads
+    guest: Guest, memory: Memory, settings: Settings, intake: Intake, threads: Threads, speculator: Speculator | None
 ) -> tuple[Loop, Runner]:
     """The parts that run on the engine's thread."""
-    states, context = capacity.states, intake.context
+    context = intake.context
     shares = Shares(settings.pin_share, settings.tenant_share)
-    drafting = Drafting(_speculator(guest, settings), context=context)
+    drafting = Drafting(speculator, context=context)
     manager = SequenceManager(
         memory, drafting, in_parts=guest.no_partial_commit is None, shares=shares, events=open_events(settings)
     )
@@ -182,7 +191,7 @@ def _running(
         manager,
         layouts,
         context=context,
-        max_sequences=states.sequences,
+        max_sequences=intake.most_completions,
         step_tokens=settings.step_tokens,
         draft=drafting.propose,
     )
@@ -201,13 +210,14 @@ def _running(
     return loop, runner
 
 
-def _speculator(guest: Guest, settings: Settings) -> Speculator | None:
-    """Raises `ModelRefused` if the model cannot keep a part of a step."""
-    if settings.draft is None:
-        return None
-    if guest.no_partial_commit is not None:
-        raise ModelRefused(f"drafts cannot be verified with this model: {guest.no_partial_commit}. Leave draft out")
-    return Speculator(NGramDrafter())
+def _speculator(
+    drafts: Drafts | None, capacity: Capacity | None, settings: Settings
+) -> tuple[Speculator | None, DraftMemory | None]:
+    """With its memory, of that capacity, if it needs one."""
+    if drafts is None:
+        return None, None
+    drafter, cache = drafts.made(capacity, Shares(settings.pin_share, settings.tenant_share))
+    return Speculator(drafter, deepest=drafts.deepest), cache
 
 
 def _check_as_it_is(network: "PreTrainedModel", settings: Settings) -> None:
@@ -219,23 +229,6 @@ def _check_as_it_is(network: "PreTrainedModel", settings: Settings) -> None:
         raise BadRequest(f"device is {settings.device}, but the network that was given is on {device}", "device")
 
 
-def _memory(guest: Guest, capacity: Capacity, context: int) -> Memory:
-    try:
-        memory = guest.memory(
-            capacity.cells,
-            rows=capacity.states.rows,
-            limits=context,
-            max_bytes=capacity.budget,
-        )
-    except (RuntimeError, MemoryError) as error:  # torch's allocators raise either
-        raise CapacityTooSmall(
-            f"{capacity.bytes} bytes for {capacity.holds} ({capacity.because}) cannot be had on "
-            f"{guest.device}: {str(error).splitlines()[0]}. Lower cache_bytes."
-        ) from error
-    memory.storage.leave_room(capacity.scratch)
-    return memory
-
-
 def _context(settings: Settings, network: "PreTrainedModel") -> int:
     most = context_of(network)
     if settings.context is None:
@@ -245,42 +238,6 @@ def _context(settings: Settings, network: "PreTrainedModel") -> int:
         made = f"made for {most} tokens" if reason is None else f"served up to {most} tokens: {reason}"
         raise BadRequest(f"context is {settings.context}; this model is {made}", "context")
     return settings.context
-
-
-def _demand(guest: Guest, group: Group) -> Demand:
-    size, backend = guest.dtype.itemsize, guest.backends[group.name]
-    return Demand(
-        group.name,
-        group.layout,
-        bytes=lambda cells: group.bytes(cells, size, backend),
-        staging=lambda cells: group.staging(cells, size),
-        undo=group.undo(size) if group.no_shift is None else 0,
-    )
-
-
-def _capacity(guest: Guest, settings: Settings, context: int, measures: Measures) -> Capacity:
-    kind = guest.device.type
-    free = torch.cuda.mem_get_info(guest.device)[0] if kind == "cuda" else free_cpu_bytes()
-    limits = {"context": context, "step_tokens": settings.step_tokens}
-    if settings.cache_bytes is not None:
-        budget, because = settings.cache_bytes, "cache_bytes"
-    else:
-        budget, because = int(free * SHARE_OF_FREE[kind]), f"{SHARE_OF_FREE[kind]:.0%} of the memory that is free"
-    if kind == "cpu" and settings.host_bytes:
-        if settings.host_bytes >= budget:
-            raise BadRequest(f"host_bytes is {settings.host_bytes} of the {budget} bytes of {because}", "host_bytes")
-        budget, because = budget - settings.host_bytes, f"{because} without host_bytes"
-    capacity = resolve_capacity(
-        [_demand(guest, group) for group in guest.shape.groups],
-        budget=budget,
-        because=because,
-        scratch=scratch(guest, measures=measures, **limits),
-        max_sequences=settings.max_sequences,
-        bytes_per_row=recurrent.bytes if (recurrent := guest.shape.recurrent) is not None else 0,
-        **limits,
-    )
-    check_room(capacity, guest.device, free)
-    return capacity
 
 
 def _check_defaults(loaded: Loaded) -> None:

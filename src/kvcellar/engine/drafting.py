@@ -19,21 +19,21 @@ class Drafting:
     """What the engine calls of its speculator. Without one, nothing is drafted."""
 
     def __init__(self, speculator: Speculator | None, *, context: int) -> None:
-        self._speculator, self._context = speculator, context
+        self.speculator, self._context = speculator, context
         self._chains: dict[Completion, Chain] = {}
 
     @property
     def reads_hidden(self) -> bool:
         """Whether `committed` needs the hidden states of every row."""
-        return self._speculator is not None and self._speculator.reads_hidden
+        return self.speculator is not None and self.speculator.reads_hidden
 
     def propose(self, completions: Sequence[Completion], most: int) -> list[int]:
         """Draft for completions in decode, up to `most` for each. Returns how many drafts each has."""
         self._chains.clear()
-        if self._speculator is None or not completions:
+        if self.speculator is None or not completions:
             return [0] * len(completions)
         chains = [self._chain(completion, min(most, self._room(completion))) for completion in completions]
-        self._speculator.draft(chains)
+        self.speculator.draft(chains)
         self._chains = dict(zip(completions, chains, strict=True))
         return [len(chain.drafts) for chain in chains]
 
@@ -63,39 +63,39 @@ class Drafting:
 
     def committed(self, news: Sequence[Committed]) -> None:
         """These tokens have entered memory."""
-        assert self._speculator is not None
-        self._speculator.committed(news)
+        assert self.speculator is not None
+        self.speculator.committed(news)
 
     def learn(self, verified: Mapping[Completion, Verified], *, alone: bool) -> None:
         """The step is over. `verified` are the completions of it that drew a token; unless those that were drafted for
         were `alone` in it, its time is not measured."""
         chains, self._chains = self._chains, {}
         kept = {completion: chain for completion, chain in chains.items() if completion in verified}
-        if self._speculator is not None and kept:
+        if self.speculator is not None and kept:
             alone = alone and len(kept) == len(chains)
-            self._speculator.learn([*kept.values()], [verified[completion] for completion in kept], alone=alone)
+            self.speculator.learn([*kept.values()], [verified[completion] for completion in kept], alone=alone)
 
     def fork(self, completion: Completion, sibling: Completion) -> None:
         """A sibling begins with the text of a completion."""
-        if self._speculator is not None:
-            self._speculator.fork(completion.key, sibling.key)
+        if self.speculator is not None:
+            self.speculator.fork(completion.key, sibling.key)
 
     def close(self, completion: Completion) -> None:
         """A completion has ended, is preempted, or its text was changed."""
         self._chains.pop(completion, None)
-        if self._speculator is not None:
-            self._speculator.close(completion.key)
+        if self.speculator is not None:
+            self.speculator.close(completion.key)
 
     def report(self, completion: Completion) -> Speculation | None:
         """What drafts have done so far for the request of a completion."""
-        return self._speculator.report(completion.request.number) if self._speculator is not None else None
+        return self.speculator.report(completion.request.number) if self.speculator is not None else None
 
     def conclude(self, request: int) -> None:
         """A request is done."""
-        if self._speculator is not None:
-            self._speculator.conclude(request)
+        if self.speculator is not None:
+            self.speculator.conclude(request)
 
     def forget(self, namespace: str | None, tokens: Sequence[int] = ()) -> None:
         """Drop what is kept of texts that have ended (see `Drafter`)."""
-        if self._speculator is not None:
-            self._speculator.forget(namespace, tokens)
+        if self.speculator is not None:
+            self.speculator.forget(namespace, tokens)

@@ -10,7 +10,7 @@ import gc
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cached_property
 from typing import Any
 from weakref import finalize
 
@@ -24,6 +24,7 @@ from kvcellar.cache.history import SMALLEST
 from kvcellar.cache.memory import Memory
 from kvcellar.engine.capacity import Capacity
 from kvcellar.engine.measures import Measures
+from kvcellar.engine.scheduler import ROUND
 from kvcellar.errors import CapacityTooSmall
 from kvcellar.kernels.packed import with_padding
 from kvcellar.models.guest import Guest
@@ -44,61 +45,87 @@ HUNGRY = SamplingParams(
 
 
 def scratch(
-    guest: Guest, *, context: int, step_tokens: int, measures: Measures | None = None
+    guest: Guest, *, context: int, step_tokens: int, deepest: int = 0, measures: Measures | None = None
 ) -> Callable[[int, int, int], int]:
     """A function that returns the most bytes that a step takes beside weights and planes, draws included. Its arguments
-    are the most tokens of one sequence (up to `context`), the tokens in memory at once, and the sequences in decode.
-    A step whose size is in `measures` is not run.
+    are the most tokens of one sequence (up to `context`), the tokens in memory at once, and the sequences in decode,
+    which have up to `deepest` drafts each. A step whose size is in `measures` is not run.
 
     Where a model can leave checkpoints of recurrent state inside a step, prompts are measured with revertible feeds:
     these hold, until the step ends, what it takes to restore the state after any of their tokens, and no choice of
     checkpoints takes more.
+
+    Attention of the rows of drafts takes no more than that of a prompt's rows, or of as many sequences; what they take
+    beside it is added, since each of them is drawn.
     """
-    known = Measures(None, "") if measures is None else measures
-    points = ROWS if guest.shape.recurrent is None else SCANNED
-
-    @cache
-    def memory() -> Memory:  # allocated when the first step is run
-        made = guest.memory({group.name: points[-1] + REMEMBERED[-1] for group in guest.shape.groups}, rows=1)
-        _define(made)
-        return made
-
-    def tried(feeds: Sequence[Feed], *, draws: bool = True) -> int:
-        report("measuring the largest steps")
-        return _tried(guest, memory(), feeds, draws=draws)
-
-    def read(rows: int, remembered: int) -> int:  # `remembered` does not include `rows`
-        end = min(remembered + rows, context)
-        how = " in parts" if _in_parts(guest) else ""
-        return known.of(f"{rows} rows to {end}{how}", lambda: tried(_prompts(guest, rows, end)))
-
-    def write(writers: int, remembered: int) -> int:
-        end = min(remembered + 1, context)
-        return known.of(f"{writers} writers at {end}", lambda: tried(_writers(writers, end)))
-
-    def split(sequences: int, _: int) -> int:
-        feeds = [Feed(seq, Span(0, 2), revertible=True) for seq in range(sequences)]
-        return known.of(f"{sequences} pairs in parts", lambda: tried(feeds, draws=False))
+    steps = _Steps(guest, context, Measures(None, "") if measures is None else measures)
 
     def most(longest: int, tokens: int, sequences: int) -> int:
         rows = min(step_tokens, tokens if guest.mode == "flat" else longest)
         writers = min(sequences, step_tokens, tokens) if guest.mode == "flat" else 1
+        drafted = min(writers * (1 + deepest), step_tokens, max(ROUND, writers))
         if guest.device.type == "cpu":
-            writers = with_padding(writers)  # the measured numbers are too small to be padded
-        prompts = continued(read, (rows, longest), (points, REMEMBERED))
+            writers, drafted = with_padding(writers), with_padding(drafted)  # measured numbers are too small for that
+        prompts = continued(steps.read, (rows, longest), (steps.points, REMEMBERED))
         if _in_parts(guest) and guest.mode == "flat":  # what layers hold grows with the prompts in a step, too
-            prompts += continued(split, (max(1, min(sequences, rows // 2)), 1), (WRITERS, REMEMBERED))
-        tables = _row_tables(guest, max(rows, writers))
+            prompts += continued(steps.split, (max(1, min(sequences, rows // 2)), 1), (WRITERS, REMEMBERED))
+        rest = _row_tables(guest, max(rows, drafted)) + (steps.drawn(drafted, beside=writers) if deepest else 0)
         before = max(1, longest - 1)
         if not _gathers(guest):
-            return tables + max(prompts, continued(write, (writers, before), (WRITERS, REMEMBERED)))
-        return tables + max(prompts, _gathered(write, writers, before) + _tables(guest, writers, longest))
+            return rest + max(prompts, continued(steps.write, (writers, before), (WRITERS, REMEMBERED)))
+        return rest + max(prompts, _gathered(steps.write, writers, before) + _tables(guest, writers, longest))
 
     return most
 
 
-def prove(guest: Guest, memory: Memory, *, context: int, max_sequences: int, step_tokens: int) -> None:
-    """Run both kinds of step at full size on the memory that will serve. Raises `CapacityTooSmall` if one does not fit.
+class _Steps:
+    """Small steps, each run once."""
+
+    def __init__(self, guest: Guest, context: int, known: Measures) -> None:
+        self._guest, self._context, self._known = guest, context, known
+        self.points = ROWS if guest.shape.recurrent is None else SCANNED
+
+    @cached_property
+    def _memory(self) -> Memory:  # allocated when the first step is run
+        most = self.points[-1] + REMEMBERED[-1]
+        made = self._guest.memory({group.name: most for group in self._guest.shape.groups}, rows=1)
+        _define(made)
+        return made
+
+    def _tried(self, feeds: Sequence[Feed], *, draws: int | None = None) -> int:
+        report("measuring the largest steps")
+        return _tried(self._guest, self._memory, feeds, draws=draws)
+
+    def read(self, rows: int, remembered: int) -> int:
+        """Of prompts; `remembered` does not include `rows`."""
+        end = min(remembered + rows, self._context)
+        how = " in parts" if _in_parts(self._guest) else ""
+        return self._known.of(f"{rows} rows to {end}{how}", lambda: self._tried(_prompts(self._guest, rows, end)))
+
+    def write(self, writers: int, remembered: int) -> int:
+        """Of sequences in decode."""
+        end = min(remembered + 1, self._context)
+        return self._known.of(f"{writers} writers at {end}", lambda: self._tried(_writers(writers, end)))
+
+    def split(self, sequences: int, _: int) -> int:
+        feeds = [Feed(seq, Span(0, 2), revertible=True) for seq in range(sequences)]
+        return self._known.of(f"{sequences} pairs in parts", lambda: self._tried(feeds, draws=0))
+
+    def drawn(self, rows: int, *, beside: int) -> int:
+        """Of so many rows that are drawn, beside fewer."""
+        measure = self.write if self._guest.mode == "flat" else self._alone
+        more, fewer = (continued(measure, (count, 1), (WRITERS, REMEMBERED)) for count in (rows, beside))
+        return max(0, more - fewer)
+
+    def _alone(self, rows: int, _: int) -> int:
+        """Of the rows of one sequence."""
+        return self._known.of(f"{rows} rows drawn", lambda: self._tried([Feed(0, Span(0, rows))], draws=rows))
+
+
+def prove(
+    guest: Guest, memory: Memory, *, context: int, max_sequences: int, step_tokens: int, deepest: int = 0
+) -> None:
+    """Run each kind of step at full size on the memory that will serve. Raises `CapacityTooSmall` if one does not fit.
 
     For devices with their own memory, which are fast enough for this.
     """
@@ -110,9 +137,14 @@ def prove(guest: Guest, memory: Memory, *, context: int, max_sequences: int, ste
     end = bisect_left(range(1, context + 1), True, key=lambda end: not held(end))  # the longest that fits in all groups
     rows = min(step_tokens, end)
     writers = min(max_sequences, step_tokens) if guest.mode == "flat" else 1
-    for feeds in (_prompts(guest, rows, end), _writers(writers, end)) if end else ():
+    steps = [(_prompts(guest, rows, end), None), (_writers(writers, end), None)] if end else []
+    if deepest and end > deepest:
+        each = max(1, min(writers, step_tokens // (1 + deepest), ROUND // (1 + deepest)))
+        drafts = [Feed(seq, Span(end - 1 - deepest, end), revertible=True) for seq in range(each)]
+        steps.append((drafts, each * (1 + deepest)))
+    for feeds, draws in steps:
         try:
-            _tried(guest, memory, feeds)
+            _tried(guest, memory, feeds, draws=draws)
         except torch.OutOfMemoryError as error:
             raise CapacityTooSmall(
                 f"a step of {sum(len(feed.pos) for feed in feeds)} tokens at position {end} does not fit beside "
@@ -157,17 +189,18 @@ def _define(memory: Memory) -> None:
     memory.abandon()
 
 
-def _tried(guest: Guest, memory: Memory, feeds: Sequence[Feed], *, draws: bool = True) -> int:
-    """The bytes that one reserved step takes, with a draw for each feed or none, without the step tables that it adds:
-    these grow by powers of two, so they are not on a line through the measured steps (see `_row_tables`). The step is
-    abandoned."""
+def _tried(guest: Guest, memory: Memory, feeds: Sequence[Feed], *, draws: int | None = None) -> int:
+    """The bytes that one reserved step takes, with a draw for each feed or for the first `draws` rows, without the step
+    tables that it adds: these grow by powers of two, so they are not on a line through the measured steps (see
+    `_row_tables`). The step is abandoned."""
     batch, tables = Batch(tuple(feeds)), memory.storage.table_bytes
     with uncollected(), peak(guest.device) as meter:
         plan = memory.begin(batch, reserve=True)
         try:
             ids = torch.zeros(batch.tokens, dtype=torch.long, device=guest.device)
-            logits = guest.forward(memory, plan, ids, torch.arange(len(feeds) if draws else 0, device=guest.device))
-            if draws:
+            count = len(feeds) if draws is None else draws
+            logits = guest.forward(memory, plan, ids, torch.arange(count, device=guest.device))
+            if count:
                 _draw(logits)
         finally:
             memory.abandon()

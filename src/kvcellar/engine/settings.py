@@ -10,6 +10,7 @@ from kvcellar.engine.machine import PER_CPU, most_threads
 from kvcellar.errors import BadRequest, shown
 from kvcellar.places import state
 from kvcellar.shapes import StoredAs
+from kvcellar.speculate.factory import DrafterFactory
 from kvcellar.text.tokens import SHORT, bytes_for
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -23,6 +24,7 @@ HOST_SHARE = 10  # the part of free CPU memory that what leaves a GPU may have
 MOST_PINNED = 0.9
 LEAST_QUOTA = 0.001  # so that few tenants at once are above it
 CONVERSATION_SHARE = 64  # this part of the bytes of a store is for named conversations
+MOST_DEPTH = 64  # drafts of a completion in a step
 SHARE_OF_FREE = {"cpu": 0.3, "cuda": 0.85}  # less of a CPU's memory, which other programs use too
 
 
@@ -68,7 +70,12 @@ class Settings:
     kv_events_replay: str | None = None  # where they are replayed; None: they are not
     kv_events_topic: str = ""  # of all KV events
     kv_events_block: int = 16  # tokens of a block in KV events
-    draft: str | None = None  # what proposes drafts of the next tokens: ngram; None: nothing does
+    # what proposes drafts of the next tokens, which the model verifies: ngram; a directory or name of a smaller model;
+    # or a function that makes a drafter; None: nothing does
+    draft: str | Path | DrafterFactory | None = None
+    draft_depth: int | None = None  # most drafts of a completion in a step; None: as many as the drafter allows
+    # bytes of `cache_bytes` for a draft model; None: a share by what a token takes in both models, at most half
+    draft_bytes: int | None = None
     pack: bool = True  # on CPUs, reorder the weights of linear layers for oneDNN at load; a given network's are copied
 
     def __post_init__(self) -> None:
@@ -89,7 +96,7 @@ class Settings:
             self._whole(name, getattr(self, name), least)
         self._whole("replay_bytes", self.replay_bytes, 0)
         optional = (("cache_bytes", 1), ("context", 1), ("threads", 1), ("text_bytes", LEAST_TEXT_BYTES))
-        for name, least in (*optional, ("host_bytes", 0)):
+        for name, least in (*optional, ("host_bytes", 0), ("draft_bytes", 1)):
             if getattr(self, name) is not None:
                 self._whole(name, getattr(self, name), least)
         self._shares()
@@ -97,8 +104,20 @@ class Settings:
         self._draft()
 
     def _draft(self) -> None:
-        if self.draft not in (None, "ngram"):
-            raise BadRequest(f"draft must be ngram or None, not {shown(self.draft)}", "draft")
+        draft = self.draft
+        if (draft is not None and not (isinstance(draft, str | Path) or callable(draft))) or draft == "":
+            raise BadRequest(
+                f"draft must be ngram, a directory or name of a model, or a function that makes a drafter, not "
+                f"{shown(draft)}",
+                "draft",
+            )
+        if self.draft_depth is not None:
+            self._whole("draft_depth", self.draft_depth, 1)
+            if self.draft_depth > MOST_DEPTH:
+                raise BadRequest(f"draft_depth is {self.draft_depth}; at most {MOST_DEPTH} are drafted", "draft_depth")
+        for name in ("draft_depth", "draft_bytes"):
+            if draft is None and getattr(self, name) is not None:
+                raise BadRequest(f"{name} needs draft", name)
 
     def _tiers(self) -> None:
         """No message has a key or a URL, which may have a password."""
@@ -161,7 +180,9 @@ class EngineOptions(TypedDict, total=False):
     kv_events_replay: str | None
     kv_events_topic: str
     kv_events_block: int
-    draft: str | None
+    draft: str | Path | DrafterFactory | None
+    draft_depth: int | None
+    draft_bytes: int | None
     pack: bool
 
 

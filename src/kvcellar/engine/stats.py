@@ -73,6 +73,21 @@ class StoreStats:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """What drafts do. docs/reference/statistics.md is generated from the comments."""
+
+    drafter: str  # name of what proposes them
+    refused: str | None  # why it is not used any more; None: it is used
+    deepest: int  # the most drafts of a completion in a step
+    rounds: int  # steps of completions in decode since the start, with drafts or without, counted for each completion
+    drafted: int  # drafts that were computed since the start
+    accepted: int  # of these, drafts that became tokens
+    acceptance: tuple[float, ...]  # by position in the step: the rate of acceptance now, of about the last 20 drafts
+    seconds_saved: float  # since the start, beside the expected seconds of plain steps; negative: lost
+    cache_bytes: int  # bytes of the drafter's own K/V and recurrent state
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """The state of an engine between two steps. docs/reference/statistics.md is generated from the
     comments."""
@@ -85,9 +100,10 @@ class EngineStats:
     cache_bytes: int  # bytes of K/V and recurrent state
     scratch_bytes: int  # bytes of the largest step
     staging_bytes: int  # bytes of the largest edit
-    limit_bytes: int  # cap on the sum of these three
+    limit_bytes: int  # cap on the sum of these three, without what a draft model has
     groups: tuple[GroupStats, ...]  # described below
     store: StoreStats | None  # described below; None: no store
+    speculation: SpeculationStats | None  # described below; None: nothing is drafted
     rows: int  # rows of recurrent state, without the null row
     rows_used: int  # rows of running sequences
     rows_cached: int  # rows in use that belong to no running sequence
@@ -154,6 +170,7 @@ def stats(built: "Built") -> EngineStats:
         limit_bytes=built.capacity.budget,
         groups=groups,
         store=_store_stats(loop.manager.store),
+        speculation=_speculation_stats(built),
         rows=(rows := memory.rows.capacity or 0),
         rows_used=rows_used,
         rows_cached=rows - (memory.rows.free or 0) - rows_used,
@@ -164,6 +181,23 @@ def stats(built: "Built") -> EngineStats:
         shifts=loop.manager.shifts,
         recomputes=dict(loop.manager.recomputes),
         compacted=loop.compaction.moved,
+    )
+
+
+def _speculation_stats(built: "Built") -> SpeculationStats | None:
+    if (found := built.loop.manager.drafting.speculator) is None:
+        return None
+    own = built.draft_capacity
+    return SpeculationStats(
+        drafter=found.drafter.name,
+        refused=found.refused,
+        deepest=found.deepest,
+        rounds=found.totals.rounds,
+        drafted=found.totals.drafted,
+        accepted=found.totals.accepted,
+        acceptance=found.depth.acceptance(),
+        seconds_saved=found.totals.saved,
+        cache_bytes=own.bytes if own is not None else 0,
     )
 
 

@@ -6,11 +6,14 @@ can never change a text, only its speed: what does not make its proposals worse 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from kvcellar.errors import DraftRefused, ModelRefused, shown
 from kvcellar.models.input_limits import context_of, vocabulary_of
 from kvcellar.models.load import Loaded
+
+Check = Callable[[], str]  # returns what it found, or raises `ModelRefused` with the reason and what to do
 
 LEAD = "a\n"  # before each probe: some tokenizers put a space before a text, which is none of its tokens' meaning
 PROBES = (
@@ -41,12 +44,13 @@ class DraftFit:
             raise DraftRefused(self.draft, self.target, self.found, self.refused)
 
 
-def draft_fit(target: Loaded, draft: Loaded) -> DraftFit:
-    """Whether a separate draft model fits."""
+def draft_fit(target: Loaded, draft: Loaded, more: Mapping[str, Check] = MappingProxyType({})) -> DraftFit:
+    """Whether a separate draft model fits; `more` are other checks of the target."""
     return fit_of(
         target.name,
         draft.name,
         {
+            **more,
             "tokenizer": lambda: _tokenizers(target, draft),
             "vocabulary": lambda: _vocabularies(target, draft),
             "end tokens": lambda: _end_tokens(target, draft),
@@ -57,8 +61,8 @@ def draft_fit(target: Loaded, draft: Loaded) -> DraftFit:
     )
 
 
-def fit_of(target: str, draft: str, checks: Mapping[str, Callable[[], str]]) -> DraftFit:
-    """Each check returns what it found, or raises `ModelRefused` with the reason and what to do."""
+def fit_of(target: str, draft: str, checks: Mapping[str, Check]) -> DraftFit:
+    """What all checks found, by name."""
     found: dict[str, str] = {}
     refused: dict[str, str] = {}
     for name, check in checks.items():

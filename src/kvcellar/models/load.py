@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -81,6 +81,11 @@ def load(model: str | Path | PreTrainedModel | None, *, dtype: Dtype = "auto", d
         network.to(device=place)  # pyright: ignore[reportCallIssue, reportArgumentType] - its stub is of a decorator
         text = text_assets(path, config)
     return _loaded(name, path, network, generation_defaults(generation, context=context_of(network)), text, notes)
+
+
+def is_network(model: object) -> TypeGuard[PreTrainedModel]:
+    """Whether it is a model of transformers."""
+    return isinstance(model, PreTrainedModel)
 
 
 def _given(model: PreTrainedModel) -> Loaded:

@@ -7,7 +7,7 @@ text, only its speed.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -28,6 +28,7 @@ class Committed:
     retention: RetentionOptions = NO_OPTIONS  # how what is computed of the text is kept
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """Proposes drafts. An error that `propose`, `committed` or `fork` raises makes the round plain decoding; afterwards
     `close` is called for the completions of the call, without `keep`.

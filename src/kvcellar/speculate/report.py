@@ -1,11 +1,28 @@
-"""report: what drafts have done for a request."""
+"""report: what drafts have done, for a request and for all."""
 
 from array import array
+from dataclasses import dataclass
 from itertools import pairwise
 
 from kvcellar.events import Speculation
 
 PARTS = 8  # of the rounds, for the depth over time
+
+
+@dataclass(slots=True)
+class Totals:
+    """Of all requests since the start. A round is that of one completion."""
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    saved: float = 0.0
+
+    def add(self, drafted: int, accepted: int, saved: float) -> None:
+        self.rounds += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.saved += saved
 
 
 class Tally:

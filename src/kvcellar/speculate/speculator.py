@@ -21,7 +21,7 @@ from kvcellar.events import Speculation
 from kvcellar.speculate.chain import Chain, Key
 from kvcellar.speculate.depth import DepthController, Limit, Outcome
 from kvcellar.speculate.drafter import Committed, Drafter
-from kvcellar.speculate.report import Tally
+from kvcellar.speculate.report import Tally, Totals
 from kvcellar.speculate.verify import Verified
 
 log = logging.getLogger("kvcellar.speculate")
@@ -33,11 +33,19 @@ class Speculator:
     """Serves all completions of one engine, on its thread."""
 
     def __init__(
-        self, drafter: Drafter, *, fixed: int | None = None, clock: Callable[[], float] = time.perf_counter
+        self,
+        drafter: Drafter,
+        *,
+        deepest: int | None = None,
+        fixed: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`fixed`: the depth of every round, where that many drafts are of use; None: the depth controller chooses."""
+        """`deepest`: the most drafts of a round, if fewer than the drafter's own limit. `fixed`: the depth of every
+        round, where that many drafts are of use; None: the depth controller chooses."""
         self.drafter, self._fixed = drafter, fixed
+        self.deepest = drafter.deepest if deepest is None else min(deepest, drafter.deepest)
         self.depth = DepthController(catches_up=drafter.catches_up)
+        self.totals = Totals()
         self.refused: str | None = None
         self._clock = clock
         self._failures = 0
@@ -52,7 +60,7 @@ class Speculator:
     def draft(self, chains: Sequence[Chain]) -> None:
         """Begin a round. The `room` of a chain is the most drafts that are of use; it becomes the chosen depth."""
         self._started = self._clock()
-        limit = 0 if self.refused is not None else self.drafter.deepest
+        limit = 0 if self.refused is not None else self.deepest
         limits = [Limit(chain.key, min(chain.room, limit)) for chain in chains]
         if self._fixed is not None:
             depths = [min(one.most, self._fixed) for one in limits]
@@ -88,6 +96,7 @@ class Speculator:
             saved = len(one.drawn) * plain - seconds if drafted and plain and seconds else 0.0
             tally = self._tallies.setdefault(chain.key[0], Tally())
             tally.add(drafted, one.tried, one.accepted, saved)
+            self.totals.add(drafted, one.accepted, saved)
         self.depth.observe(outcomes, seconds)
 
     def close(self, key: Key) -> None:

@@ -1,0 +1,173 @@
+"""open_drafts: what proposes the drafts of an engine, as its setting `draft` names it.
+
+A draft model is loaded and tested like the model that it drafts for, and has to fit it (`models/draft_fit.py`). It has
+a memory of its own, for as many sequences.
+"""
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from kvcellar.attention.choose import named
+from kvcellar.engine.allocate import Needs, allocated
+from kvcellar.engine.capacity import Capacity
+from kvcellar.engine.draft_memory import DraftMemory
+from kvcellar.engine.measures import Measures, measures_of
+from kvcellar.engine.reserve import prove, scratch
+from kvcellar.engine.settings import Settings
+from kvcellar.engine.shares import Shares
+from kvcellar.errors import BadRequest, ModelRefused, shown
+from kvcellar.kernels.packed import pack
+from kvcellar.models.build_guest import build_guest
+from kvcellar.models.draft_fit import DraftFit, draft_fit, fit_of
+from kvcellar.models.guest import Guest
+from kvcellar.models.input_limits import context_of, vocabulary_of
+from kvcellar.models.load import Loaded, is_network, load
+from kvcellar.progress import report
+from kvcellar.speculate.draft_model import Forward, ModelDrafter
+from kvcellar.speculate.drafter import Drafter
+from kvcellar.speculate.factory import DrafterFactory, Target
+from kvcellar.speculate.ngram import NGramDrafter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DEEPEST = 8  # drafts of a draft model in a round
+
+
+class Drafts(Protocol):
+    """What drafts. `deepest` is the most drafts of a completion in a round."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def fit(self) -> DraftFit: ...
+    @property
+    def deepest(self) -> int: ...
+    def needs(self) -> Needs | None:
+        """Of the memory that it has; None: none."""
+        ...
+
+    def made(self, capacity: Capacity | None, shares: Shares) -> tuple[Drafter, DraftMemory | None]:
+        """The drafter, and its memory, of this capacity, if it needs one. Raises `CapacityTooSmall`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """A drafter without memory of the engine."""
+
+    drafter: Drafter
+    fit: DraftFit
+    deepest: int
+
+    @property
+    def name(self) -> str:
+        return self.drafter.name
+
+    def needs(self) -> None:
+        return None
+
+    def made(self, capacity: Capacity | None, shares: Shares) -> tuple[Drafter, None]:
+        return self.drafter, None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A model of its own. `vocabulary` is how many tokens the target has."""
+
+    name: str
+    fit: DraftFit
+    deepest: int
+    guest: Guest
+    measures: Measures
+    step_tokens: int
+    vocabulary: int
+
+    @property
+    def context(self) -> int:
+        return context_of(self.guest.model)
+
+    def needs(self) -> Needs:
+        limits = {"context": self.context, "step_tokens": self.step_tokens}
+        return Needs.of(self.guest, self.context, scratch(self.guest, measures=self.measures, **limits))
+
+    def made(self, capacity: Capacity | None, shares: Shares) -> tuple[Drafter, DraftMemory]:
+        assert capacity is not None, "a draft model has a memory"
+        self.measures.keep()
+        memory = allocated(self.guest, capacity, self.context)
+        if self.guest.device.type == "cuda":
+            limits = {"context": self.context, "step_tokens": self.step_tokens}
+            prove(self.guest, memory, max_sequences=capacity.states.sequences, **limits)
+        cache = DraftMemory(memory, in_parts=self.guest.no_partial_commit is None, shares=shares)
+        drafter = ModelDrafter(
+            self.name,
+            _readable(self.guest.forward, vocabulary_of(self.guest.model), self.vocabulary),
+            cache,
+            context=self.context,
+            deepest=self.deepest,
+            step_tokens=self.step_tokens,
+            batched=self.guest.mode == "flat",
+        )
+        return drafter, cache
+
+
+def open_drafts(loaded: Loaded, guest: Guest, settings: Settings, context: int) -> Drafts | None:
+    """What the settings name, loaded and tested; None: nothing. Raises `DraftRefused`, and what `load` and
+    `build_guest` raise for a draft model."""
+    draft = settings.draft
+    if draft is None:
+        return None
+    if (isinstance(draft, str | Path) and draft != "ngram") or is_network(draft):
+        return _model(draft, loaded, guest, settings)
+    drafter = NGramDrafter() if draft == "ngram" else _made(draft, loaded, guest, context)
+    fit = fit_of(loaded.name, drafter.name, {"verification": lambda: _verifies(guest)})
+    fit.require()
+    return Guesses(drafter, fit, min(drafter.deepest, settings.draft_depth or drafter.deepest))
+
+
+def _verifies(guest: Guest) -> str:
+    if guest.no_partial_commit is not None:
+        raise ModelRefused(
+            f"the target cannot keep a part of a step, so no draft can be rejected: {guest.no_partial_commit}. Leave "
+            f"draft out"
+        )
+    return "the target can keep any part of a step"
+
+
+def _made(draft: DrafterFactory, loaded: Loaded, guest: Guest, context: int) -> Drafter:
+    """What the caller's factory makes. Raises `BadRequest` for something else than a drafter."""
+    device, dtype = str(guest.device), str(guest.dtype).removeprefix("torch.")
+    made = draft(Target(loaded.name, vocabulary_of(loaded.model), context, loaded.end_ids, device, dtype))
+    if not isinstance(made, Drafter) or not isinstance(made.deepest, int) or made.deepest < 1:
+        raise BadRequest(f"draft has to return a Drafter with a `deepest` of at least 1, not {shown(made)}", "draft")
+    return made
+
+
+def _model(draft: "str | Path | PreTrainedModel", target: Loaded, guest: Guest, settings: Settings) -> DraftModel:
+    began = time.time_ns()
+    report("loading the draft model")
+    loaded = load(draft, dtype=settings.dtype, device=str(guest.device))
+    fit = draft_fit(target, loaded, {"verification": lambda: _verifies(guest)})
+    fit.require()
+    if settings.pack and guest.device.type == "cpu":
+        pack(loaded.model)
+    own = build_guest(loaded.model, named(None))
+    limits = {"context": context_of(loaded.model), **_limits(settings)}
+    measures = measures_of(own, loaded.path, began=began, limits=limits, environment=os.environ)
+    ids = vocabulary_of(target.model)
+    return DraftModel(loaded.name, fit, settings.draft_depth or DEEPEST, own, measures, settings.step_tokens, ids)
+
+
+def _limits(settings: Settings) -> dict[str, int]:
+    return {"step_tokens": settings.step_tokens, "max_sequences": settings.max_sequences}
+
+
+def _readable(forward: Forward, own: int, vocabulary: int) -> Forward:
+    """`forward` of a model with `own` tokens, for texts of a `vocabulary`. What it has more of is padding, or added
+    tokens that the draft model lacks: it reads its last token in place of them."""
+    if own >= vocabulary:
+        return forward
+    return lambda memory, plan, ids, rows: forward(memory, plan, [min(token, own - 1) for token in ids], rows)

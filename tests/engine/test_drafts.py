@@ -108,7 +108,8 @@ def test_without_a_draft_nothing_is_reported() -> None:
 
 @pytest.mark.parametrize("pair", [("llama", "llama"), ("llama", "lfm2"), ("qwen3-next", "gemma3"), ("bloom", "llama")])
 def test_the_memories_of_both_models_are_within_the_cache(pair: tuple[str, str]) -> None:
-    target, draft = ARCHS[pair[0]].build(num_hidden_layers=8), ARCHS[pair[1]].build(num_hidden_layers=2)
+    wide = {"llama": {"intermediate_size": 512}, "qwen3-next": {}, "bloom": {}}
+    target, draft = ARCHS[pair[0]].build(hidden_size=128, **wide[pair[0]]), ARCHS[pair[1]].build()
     with engine(draft, target) as made:
         built = made._built
         own = built.draft_capacity

@@ -7,7 +7,8 @@ A token in memory is an entry at one position. Where the entry at position p dep
 the next token), the tree compares these, too (see `_elements`).
 
 Always true between two calls:
-  * each sequence belongs to one completion, has locked a node of the tree, and holds the first entries of its text;
+  * each sequence belongs to one completion, has locked a node of the tree, and holds the first entries of its text, or
+    is apart: then it holds later ones, and is never published;
   * each node of the tree that is locked is so by a sequence, or by what is being read back for a completion that has no
     sequence yet;
   * no step is open.
@@ -17,7 +18,7 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import count
 
@@ -39,11 +40,13 @@ ALL = 1 << 40  # leaves
 
 @dataclass(eq=False, slots=True)
 class _Place:
-    """A completion with a sequence. `elements` are those of its text that are known."""
+    """A completion with a sequence. `elements` are those of its text that are known; a sequence that is `apart` has
+    none, and an empty prefix."""
 
     seq: int
     prefix: Prefix
     elements: "array[int]"
+    apart: bool = False
 
 
 class DraftMemory:
@@ -78,9 +81,18 @@ class DraftMemory:
             place = self._places.get(text.key)
             if place is not None:
                 self._places.move_to_end(text.key)
-                first.append((text.namespace, place))
+                if not place.apart:
+                    first.append((text.namespace, place))
             found.append(place.seq if place is not None else None)
         return found
+
+    def begin_apart(self, text: Text) -> int:
+        self.close(text.key, keep=False)
+        seq = next(self._numbers)
+        self._places[text.key] = _Place(
+            seq, self.prefixes.begin(text.namespace, b"", text.retention), array("q"), apart=True
+        )
+        return seq
 
     def _begin(self, text: Text, first: Sequence[tuple[str, _Place]]) -> None:
         """Give a completion its sequence, unless it has to wait."""
@@ -141,6 +153,8 @@ class DraftMemory:
     def _feed(self, place: _Place, tokens: int) -> Feed:
         start = self.memory.length(place.seq)
         new = Span(start, start + tokens)
+        if place.apart:
+            return Feed(place.seq, new)
         positions = self.prefixes.checkpoints(place.prefix, new)
         if not self._in_parts:
             positions = tuple(pos for pos in positions if pos == new.end)
@@ -148,7 +162,8 @@ class DraftMemory:
 
     def keep(self, text: Text, claim: int | None) -> None:
         """What a text began with is kept for others at once, what followed when it is over."""
-        place = self._places[text.key]
+        if (place := self._places[text.key]).apart:
+            return
         end, began = self.memory.length(place.seq), len(place.prefix.key) // TOKEN
         if len(place.elements) < end:
             place.elements += self._elements(text.text, len(place.elements))
@@ -164,7 +179,7 @@ class DraftMemory:
         seq = next(self._numbers)
         kept = self.memory.fork(place.seq, seq, self.memory.length(place.seq))
         assert kept == self.memory.length(place.seq), f"only {kept} entries could be shared"
-        self._places[other] = _Place(seq, self.prefixes.fork(place.prefix), place.elements[:])
+        self._places[other] = replace(place, seq=seq, prefix=self.prefixes.fork(place.prefix), elements=place.elements[:])
 
     def close(self, key: Key, *, keep: bool) -> None:
         if (fetch := self._fetches.pop(key, None)) is not None and self.store is not None:
@@ -173,7 +188,7 @@ class DraftMemory:
             return
         prefix, end = place.prefix, self.memory.length(place.seq)
         try:
-            if keep and end > prefix.restored:
+            if keep and not place.apart and end > prefix.restored:
                 self.prefixes.publish(place.seq, prefix, place.elements, end, at=(end,))
                 self._store(prefix)
         finally:
@@ -271,4 +286,5 @@ class DraftMemory:
         assert set(self.memory.sequences) <= {place.seq for place in self._places.values()}
         assert not self._places.keys() & self._fetches.keys()
         for place in self._places.values():
-            assert place.prefix.published <= self.memory.length(place.seq) <= len(place.elements)
+            assert place.apart or place.prefix.published <= self.memory.length(place.seq) <= len(place.elements)
+            assert not (place.apart and (place.prefix.key or place.prefix.published or place.elements))

@@ -276,8 +276,8 @@ class SequenceManager:
         except (RuntimeError, MemoryError) as error:  # not enough scratch memory on the device
             log.warning("a shift of %s failed with %s: %s", span, type(error).__name__, error)
             return f"the device failed with {type(error).__name__}"
-        completion.shift(span)
         self.drafting.close(completion)
+        completion.shift(span)
         self.shifts += 1
         return None
 

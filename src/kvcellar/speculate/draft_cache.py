@@ -35,7 +35,7 @@ class Text(Protocol):
 
 class DraftCache(Protocol):
     """A memory whose sequences belong to completions. Between two calls of a drafter each of them holds a prefix of the
-    text of its completion, and there are no others."""
+    text of its completion (unless it is apart), and there are no others."""
 
     memory: Memory
 
@@ -46,6 +46,11 @@ class DraftCache(Protocol):
         None where it is not to be computed yet: what is stored of it is being read, or another of these texts has to
         be computed first, because it begins alike.
         """
+        ...
+
+    def begin_apart(self, text: Text) -> int:
+        """Give a completion another sequence, which is empty, and return it. Its entries begin at a position that the
+        drafter chooses, so it is not shared, nor kept when the completion is over."""
         ...
 
     def make_free(self, cells: int, rows: int, used: Iterable[Key]) -> bool:

@@ -179,7 +179,9 @@ class DraftMemory:
         seq = next(self._numbers)
         kept = self.memory.fork(place.seq, seq, self.memory.length(place.seq))
         assert kept == self.memory.length(place.seq), f"only {kept} entries could be shared"
-        self._places[other] = replace(place, seq=seq, prefix=self.prefixes.fork(place.prefix), elements=place.elements[:])
+        self._places[other] = replace(
+            place, seq=seq, prefix=self.prefixes.fork(place.prefix), elements=place.elements[:]
+        )
 
     def close(self, key: Key, *, keep: bool) -> None:
         if (fetch := self._fetches.pop(key, None)) is not None and self.store is not None:

@@ -6,6 +6,10 @@ output predicts the token at p + 2 + i. So where the target has computed n token
 layers can make entries of n + 1 - L positions, and its rows of the last L positions give the first L drafts. With a
 single layer, later drafts come from that layer too, which then reads its own output in place of hidden states.
 
+A prefix of n tokens that the target restores ends L entries before n for the head, since the last L read tokens that
+follow; and the target's states there are not computed again. So few entries are made with states of zeros: drafts that
+read them may be a little worse, and are verified like others. Behind a longer gap the head begins anew, apart.
+
 Always true between two calls, for each line:
   * its sequence holds entries of the true text only, at consecutive positions from `first` up to `base`;
   * `hidden` are the target's states from `base` up to `end`, which is where the target is;
@@ -62,8 +66,9 @@ class _Line:
     first: int = 0
     apart: int | None = None
 
-    def tokens(self, start: int, stop: int, drafts: Sequence[int] = ()) -> list[int]:
-        """Tokens [start,stop) of the text and the drafts behind it. Those of closed chains have none: any token."""
+    def tokens(self, start: int, stop: int, drafts: Sequence[int]) -> list[int]:
+        """Tokens [start,stop) of the text and the drafts behind it; where there are none, a chain was closed, and any
+        token will do."""
         own, known = list(self.text[start:stop]), len(self.text)
         own += drafts[max(0, start - known) : max(0, stop - known)]
         return own + [0] * (stop - start - len(own))
@@ -119,21 +124,20 @@ class HeadDrafter:
             line.text, line.end = new.text, new.start + len(new.tokens)
             line.hidden = torch.cat([line.hidden, new.hidden[max(0, line.base - new.start) :]])
         due = [line for new in news if len((line := self._lines[new.key]).hidden) >= FLUSH]
-        while self._catch_up(due):
-            pass
+        self._catch_up_all(due)
 
     def fork(self, key: Key, other: Key) -> None:
         line = self._lines.get(key)
         if line is not None and line.apart is None:
+            self._catch_up_all([line])
             self.cache.fork(key, other)
-            text = list(line.text[: line.end])
-            self._lines[other] = replace(line, key=other, text=text)
+            self._lines[other] = replace(line, key=other, text=list(line.text[: line.end]))
 
     def close(self, key: Key, *, keep: bool) -> None:
         line = self._lines.pop(key, None)
         try:
-            while line is not None and keep and line.apart is None and self._catch_up([line]):
-                pass
+            if line is not None and keep and line.apart is None:
+                self._catch_up_all([line])
         finally:
             self.cache.close(key, keep=keep)
 
@@ -189,7 +193,9 @@ class HeadDrafter:
     def _ids(self, rows: Sequence[_Rows], ahead: int, drafts: Sequence[Sequence[int]]) -> list[int]:
         """[T]: of each row, the token that is `ahead` of its position."""
         own = drafts or [()] * len(rows)
-        parts = (one.line.tokens(one.line.base + ahead, one.stop + ahead, of) for one, of in zip(rows, own, strict=True))
+        parts = (
+            one.line.tokens(one.line.base + ahead, one.stop + ahead, of) for one, of in zip(rows, own, strict=True)
+        )
         return [token for part in parts for token in part]
 
     def _deepen(self, rows: Sequence[_Rows], chains: Sequence[Chain], hidden: Tensor) -> None:
@@ -227,11 +233,15 @@ class HeadDrafter:
 
     # -- entries ------------------------------------------------------------------------------------------------
 
+    def _catch_up_all(self, lines: Sequence[_Line]) -> None:
+        while self._catch_up(lines):
+            pass
+
     def _catch_up(self, lines: Sequence[_Line]) -> bool:
-        """Compute entries of texts whose tokens are known, in one step. False if there is nothing more that can be
-        computed."""
+        """Compute entries of texts whose tokens are known, in one step, but not the last row of a text, which the next
+        draft needs. False if there is nothing more that can be computed."""
         ahead = self._head.layers
-        rows = [_Rows(line, seq, min(line.end, len(line.text) - ahead), 0) for line, seq in self._opened(lines)]
+        rows = [_Rows(line, seq, min(line.end - 1, len(line.text) - ahead), 0) for line, seq in self._opened(lines)]
         left, chosen = self._step_tokens, list[_Rows]()
         for one in rows:
             if (count := min(left, len(one))) > 0:
@@ -251,7 +261,10 @@ class HeadDrafter:
             if seq != line.apart:
                 line.first, line.apart = 0, None
             held = line.first + self._memory.length(seq)
-            if held < line.base:
+            if 0 < line.base - held <= self._head.layers:
+                line.hidden = torch.cat([line.hidden.new_zeros(line.base - held, line.hidden.shape[1]), line.hidden])
+                line.base = held
+            elif held < line.base:
                 line.first, held = line.base, line.base
                 seq = line.apart = self.cache.begin_apart(line)
             line.advance(held - line.base)

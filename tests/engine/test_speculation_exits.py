@@ -6,7 +6,7 @@ memory is compared bit for bit.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -22,7 +22,7 @@ from tests.engine.test_breaking import GREEDY, Fault, Mix, reads_what_it_sees
 from tests.laws.watch import everything
 from tests.zoo import ARCHS, layers
 
-CALLS = (1, 8)
+CALLS = (0, 5)
 PROMPTS = [[5, 6, 7], list(range(40, 52)), [9]]
 SETTINGS: dict[str, Any] = {"context": 32, "step_tokens": 10, "max_sequences": 5, "threads": 1}
 
@@ -118,8 +118,8 @@ OF_A_STEP = {  # it is taken again, completion by completion and without drafts
 }
 OF_THE_ENGINE = {  # it is at most one request's
     "runner": ["_emit", "_accept", "_keep", "_feeds"],
-    "drafting": ["propose", "learn", "close", "fork", "report", "conclude"],
-    "scheduler": ["_add_drafts", "_make_free"],
+    "drafting": ["learn", "close", "fork", "report", "conclude"],
+    "scheduler": ["_draft", "_add_drafts", "_make_free"],
     "completion": ["accept"],
 }
 
@@ -223,11 +223,13 @@ def known(large: Engine) -> list[tuple[int, ...]]:
     return told(PROMPTS, ears)
 
 
-def assert_ends_alike(engine: Engine, known: list[tuple[int, ...]], **how: Any) -> list[tuple[list[Ear], Rounds]]:
+def assert_ends_alike(
+    engine: Engine, known: list[tuple[int, ...]], *, rights: Sequence[int | None] = (4, 0, 2, None), **how: Any
+) -> list[tuple[list[Ear], Rounds]]:
     """With all drafts right, none, and some: the same end, and the same in memory up to it."""
     ears, plain = plainly(engine, **how)
     found: list[tuple[list[Ear], Rounds]] = []
-    for right in (4, 0, 2, None):
+    for right in rights:
         again, rounds = drafted(engine, known, right, **how)
         assert [outcome(ear) for ear in again] == [outcome(ear) for ear in ears]
         if rounds.of_text:
@@ -241,11 +243,11 @@ def assert_ends_alike(engine: Engine, known: list[tuple[int, ...]], **how: Any) 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 6, 11])
 def test_the_budget_is_reached_exactly(large: Engine, known, most: int) -> None:
-    for ears, _ in assert_ends_alike(large, known, max_tokens=most, **GREEDY):
-        for ear in ears:
-            assert (len(ear.ids()), ear.reasons[0]) == (most, "length")
-            drafts = ear.done.speculation.drafted if ear.done.speculation is not None else 0
-            assert (drafts > 0) == (most > 2)  # the last token needs none, and the first is the prompt's
+    found = assert_ends_alike(large, known, max_tokens=most, **GREEDY)
+    assert all((len(ear.ids()), ear.reasons[0]) == (most, "length") for ears, _ in found for ear in ears)
+    drafts = [sum(done.drafted for ear in ears if (done := ear.done.speculation)) for ears, _ in found]
+    assert (drafts[0] > 0) == (most > 2)  # the first token is the prompt's, and the last one needs none
+    assert most > 2 or not any(drafts)
 
 
 @pytest.mark.parametrize("place", range(6))
@@ -274,14 +276,14 @@ def test_the_context_is_filled_to_its_last_token(large: Engine) -> None:
 
 
 def test_context_shifts_come_at_the_same_tokens(large: Engine) -> None:
-    how = {"temperature": 0.0, "max_tokens": 130, "ignore_eos": True, "shift": True, "num_keep": 3}
+    how = {"temperature": 0.0, "max_tokens": 95, "ignore_eos": True, "shift": True, "num_keep": 3}
     manager = large._built.loop.manager
     ears, _ = plainly(large, **how)
-    before, shifts = manager.shifts, len(ears) * 4
-    (again, rounds), *_ = assert_ends_alike(large, told(PROMPTS, ears), **how)
-    assert manager.shifts - before >= 4 * shifts - 12
+    before = manager.shifts
+    (again, rounds), *_ = assert_ends_alike(large, told(PROMPTS, ears), rights=(4, None), **how)
+    assert manager.shifts - before >= 3 * 2 * len(ears)
     assert max(rounds.kept) == 5
-    assert report(again[0]).accepted > 60
+    assert report(again[0]).accepted > 40
 
 
 def test_sampled_choices_with_a_seed_and_log_probabilities(large: Engine) -> None:

@@ -87,7 +87,7 @@ def test_each_completion_has_its_own_depth_and_its_own_errors(plain: Plain) -> N
     oracle = Oracle(plain.texts)
     _, rounds = drafted(plain, oracle)
     assert set(oracle.rounds) == set(range(DEPTH + 1))
-    assert len(set(rounds.kept)) >= DEPTH
+    assert len(set(rounds.kept)) >= 3
 
 
 @pytest.mark.parametrize("right", [WINDOW - 1, WINDOW, LONG])

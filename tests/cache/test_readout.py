@@ -99,6 +99,19 @@ def test_another_memory_of_the_shape_takes_a_claim_over_bit_for_bit(storage, arr
         assert torch.equal(values, made.states.read(2, wanted.states)[name])
 
 
+def test_cells_of_a_claim_that_is_imported_follow_those_of_the_one_before() -> None:
+    made, claim = filled()
+    record, chunks = read_out(made, claim)
+    other = memory(cells=400, rows=8)
+    first = other.claims.write_back(record, chunks)
+    other.claims.write_back(record, chunks)
+    (run,) = other.claims.of(first).tables[0].runs
+    for after, follows in ((None, False), (first, True)):
+        (found,) = other.claims.of(other.claims.write_back(record, chunks, after)).tables[0].runs
+        assert (found.cell == run.end) is follows
+    other.check()
+
+
 @pytest.mark.parametrize("offset", range(1, 9))
 def test_chunks_at_any_address_are_imported_bit_for_bit(offset) -> None:
     made, claim = filled()

@@ -194,6 +194,18 @@ def test_cells_are_not_given_back_twice() -> None:
         cells.drop([run])
 
 
+@given(st.lists(st.integers(1, 40), max_size=12), st.integers(0, 300))
+def test_new_runs_are_below_the_near_cell_while_the_wide_piece_there_has_them(sizes: list[int], near: int) -> None:
+    cells = Cells(1000)
+    cells.near = near
+    for n in sizes:
+        start = cells._widest().start
+        (run,) = cells.take(n)
+        if start + n <= near:
+            assert run.end <= near
+        cells.check()
+
+
 def test_no_cells_at_all() -> None:
     cells = Cells(0)
     cells.check()

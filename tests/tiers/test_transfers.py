@@ -110,6 +110,24 @@ def test_what_is_fetched_from_below_is_promoted_and_counted_as_used() -> None:
     assert opened.reads["remote"].seconds(100) > 0
 
 
+def test_uses_are_counted_when_nothing_is_read() -> None:
+    """A transaction of a tier delays what is read from it."""
+    disk = Slow("disk")
+    first, second = made(1)[0], made(2)[0]
+    disk.put(*made(1))
+    disk.put(*made(2))
+    held, get = threading.Event(), disk.get
+    disk.get = lambda key: (key != second.key or held.wait(SOON)) and get(key)
+    with transfers(disk) as opened:
+        slow, fast = opened.fetch(second), opened.fetch(first)
+        assert ended(fast) is Outcome.FETCHED
+        assert ended(opened.fetch(first)) is Outcome.FETCHED  # in the thread that could have counted
+        assert not disk.calls["used"]
+        held.set()
+        assert ended(slow) is Outcome.FETCHED
+    assert disk.calls["used"] == 3
+
+
 def test_bytes_that_a_promotion_frees_are_reported_once_they_are_free() -> None:
     host, disk = Slow("host"), Slow("disk")
     disk.put(*made(1))

@@ -64,6 +64,7 @@ def _restarts(directory: Path, tokens: int) -> Iterator[tuple[float, float, floa
         shutil.copytree(directory / "store", copy)  # the engine adds to it
         with _engine(directory, copy) as engine:
             _first_token(engine, _prompt(1, 64))
+            _stored(engine)
             restarted = _first_token(engine, _prompt(0, tokens + NEW))
             stats = engine.stats()
             if stats.store is None or stats.store.restored < tokens - 1:
@@ -98,6 +99,12 @@ def _read_all(engine: Engine) -> float:
     return time.perf_counter() - began
 
 
+def _stored(engine: Engine) -> None:
+    """Wait until all that was computed is stored."""
+    while (stats := engine.stats().store) is not None and stats.unwritten:
+        time.sleep(0.01)
+
+
 def _killed_child(directory: Path, tokens: int) -> None:
     command = [sys.executable, "-m", "kvcellar.bench.restart", str(directory), str(tokens)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
@@ -111,8 +118,7 @@ def _compute(directory: Path, tokens: int) -> None:
     """In the process that is killed: compute the conversation, and wait until it is stored."""
     engine = _engine(directory, directory / "store")
     engine.generate(_prompt(0, tokens), max_tokens=1, temperature=0.0)
-    while (stats := engine.stats().store) is not None and stats.unwritten:
-        time.sleep(0.01)
+    _stored(engine)
     print(READY, flush=True)
     time.sleep(600)
 

@@ -36,6 +36,7 @@ class Cells:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+        self.near = 0  # new runs are placed below this cell as long as there is a wide free piece
         self.free = 0
         self._at: dict[int, Piece] = {}  # by first cell
         self._bins: dict[int, dict[int, Piece]] = {}  # free pieces by size class, then by start
@@ -101,7 +102,7 @@ class Cells:
         They follow cell `after` if the next cells are free, so a growing sequence stays in one run. Otherwise they end
         just before cell `before`, which the caller will free soon: so a sliding window reuses its own cells as a ring,
         in two runs. Any other new run is placed in the middle of one of the widest free pieces, which leaves room to
-        grow for it and for the run before it.
+        grow for it and for the run before it; of a piece that begins below `near`, in the part below, if it fits.
         """
         assert n <= self.free, f"{n} cells are needed, {self.free} are free"
         runs: list[Run] = []
@@ -116,7 +117,8 @@ class Cells:
         while n:
             widest = self._widest()
             got = min(n, len(widest))
-            room = 0 if widest.prev is None else (len(widest) - got) // 2
+            end = self.near if widest.start + got <= self.near < widest.end else widest.end
+            room = 0 if widest.prev is None else (end - widest.start - got) // 2
             runs.append(self._take(widest, room, got))
             n -= got
         return runs

@@ -320,15 +320,18 @@ class Claims:
         self._readings = [one for one in self._readings if one.parts or one.rows] + [reading]
         return reading
 
-    def write_back(self, record: Record, chunks: Iterable[Tensor]) -> int:
-        """Make a claim of what was read out of one, here or in a memory of the same shape; returns its number.
+    def write_back(self, record: Record, chunks: Iterable[Tensor], after: int | None = None) -> int:
+        """Make a claim of what was read out of one, here or in a memory of the same shape; returns its number. Its
+        cells follow those of the claim `after`, if they are free.
 
         Raises `BadRequest` if the record does not fit or is inconsistent, or if the chunks do not match it, `CacheFull`
         if there are too few free cells or rows; nothing has changed then.
         """
         self._idle("write_back")
         check_record(record, self.shape, self._stores)
-        claim = written(record, chunks, self._stores, self._states)
+        tables = self.of(after).tables if after is not None else {}
+        last = {index: cell for index, table in tables.items() if (cell := table.last_cell) is not None}
+        claim = written(record, chunks, self._stores, self._states, last)
         if claim.digest is not None and (self._sequences.input(claim.digest) or self.input(claim.digest)):
             claim.digest = None  # sequences and claims with the same digest share cells
         return self.enter(claim)

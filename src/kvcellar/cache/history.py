@@ -140,11 +140,16 @@ class StoredPlane:
         """Bytes of the tensors of `content` for n cells."""
         return [n * self._rows(tensor)[0].nbytes for tensor in self._tensors]
 
-    def empty(self, n: int) -> list[Tensor]:
-        """Tensors like those of `content` for n cells, uninitialised."""
-        return [tensor.new_empty(n, *self._rows(tensor).shape[1:]) for tensor in self._tensors]
+    def like(self, n: int) -> list[Tensor]:
+        """Tensors with the shape, type and device of those of `content` for n cells: views of other cells."""
+        return [self._rows(tensor)[:n] for tensor in self._tensors]
 
-    def restore(self, cells: Tensor | slice, content: Sequence[Tensor]) -> None:
+    def zero(self, run: Run) -> None:
+        for tensor in self._tensors:
+            self._rows(tensor)[run.cell : run.end].zero_()
+
+    def restore(self, cells: Tensor | slice, content: Iterable[Tensor]) -> None:
+        """Write `content` to `cells`: each tensor before the next one is taken."""
         for tensor, rows in zip(self._tensors, content, strict=True):
             if isinstance(cells, slice):
                 self._rows(tensor)[cells].copy_(rows)

@@ -5,7 +5,8 @@ Always true:
     in its arrangement; planes of a plain group are [places,heads,size], without padding;
   * a layer may have more places than that only where a resize failed and could not be undone;
   * only the null place is defined when a plane is allocated: it is zero, which reads back as zero in every storage.
-    The content of others is undefined until a step writes them: on a CPU they use no memory until then;
+    The content of others is undefined until a step writes them: on a CPU they use no memory until then, or until they
+    are zeroed;
   * all planes whose vectors have the same size share one Hadamard matrix; `bytes` is exactly the size of planes and
     matrices.
 """
@@ -19,6 +20,7 @@ from kvcellar.cache.history import StoredPlane, write_planes
 from kvcellar.cache.quantise import hadamard
 from kvcellar.contracts import Backend
 from kvcellar.errors import BadRequest
+from kvcellar.plan import Run
 from kvcellar.shapes import Arrangement, Plane, Rotation, Storage
 
 
@@ -85,6 +87,12 @@ class Pool:
         """
         places = self._places(cells)
         self._of[layer].update({name: kept.resized(places) for name, kept in self._of[layer].items()})
+
+    def zero(self, run: Run) -> None:
+        """Zero free cells in all planes."""
+        for planes in self._of.values():
+            for plane in planes.values():
+                plane.zero(run)
 
     @property
     def bytes(self) -> int:

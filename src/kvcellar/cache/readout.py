@@ -11,6 +11,7 @@ head, in native byte order, independent of the arrangement of the planes.
 Always true:
   * a chunk is of one plane of one layer, and of at most `PIECE` cells;
   * a cell that several windows of a claim share is exported once, and is shared again after the import;
+  * a chunk is written before the next one is taken;
   * an open reading holds its cells and rows: no step overwrites them, but compaction may move the cells.
 """
 
@@ -270,8 +271,11 @@ def _is_window(record: Record, mark: Mark, bounded: Sequence[Group]) -> bool:
     return True
 
 
-def written(record: Record, chunks: Iterable[Tensor], stores: Sequence[GroupStore], states: States) -> Claim:
-    """Import `chunks` into new cells and rows, as a claim. The caller has called `check_record`.
+def written(
+    record: Record, chunks: Iterable[Tensor], stores: Sequence[GroupStore], states: States, last: Mapping[int, int]
+) -> Claim:
+    """Import `chunks` into new cells and rows, as a claim. The caller has called `check_record`. `last`: by index of a
+    group, the cell that new ones follow if possible.
 
     Raises `CacheFull` before anything is written, and `BadRequest` for chunks that do not match the record.
     """
@@ -282,7 +286,8 @@ def written(record: Record, chunks: Iterable[Tensor], stores: Sequence[GroupStor
         for stretch in record.stretches:
             store = stores[indices_of[stretch.group]]
             new.parts.append(Part(store, store.tables.new(stretch.span.start)))
-            new.parts[-1].table.append(store.cells.take(len(stretch.span)))
+            after = last.get(indices_of[stretch.group])
+            new.parts[-1].table.append(store.cells.take(len(stretch.span), after))
         for _ in record.checkpoints:
             if row := states.rows.take():
                 new.rows.append(row)
@@ -322,8 +327,8 @@ def _fill(reading: Reading, chunks: Iterator[Tensor], states: States) -> None:
 
     for part in reading.parts:
         for plane, cells, n in part.planes(states.device):
-            plane.restore(cells, [from_bytes(following(), like) for like in plane.empty(n)])
+            plane.restore(cells, (from_bytes(following(), like) for like in plane.like(n)))
     for row in reading.rows:
-        states.restore(row, [from_bytes(following(), like) for like in states.content(row)])
+        states.restore(row, (from_bytes(following(), like) for like in states.like(row)))
     if next(chunks, None) is not None:
         raise BadRequest("there are more chunks than in the record")

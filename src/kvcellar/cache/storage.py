@@ -270,6 +270,19 @@ class Storage:
         _check_room(self.max_bytes, self.bytes, scratch, self.staging, "lower cells or step_tokens")
         self.scratch = scratch
 
+    def page_in(self, cells: int, most: int) -> None:
+        """Zero the free ones of the lowest `cells` cells of each group, but at most about `most` bytes, and prefer them
+        for new tokens. On a CPU that allocates their pages: the first write to a page costs more than the copy of what
+        is written."""
+        self._idle("page_in")
+        each = sum(store.group.bytes_per_cell(store.itemsize) for store in self._stores.all)
+        near = 1 + min(cells, most // each if each else 0)
+        for store in self._stores.all if self._stores.device.type == "cpu" else ():
+            store.cells.near = near
+            for run in store.cells.free_runs():
+                if run.cell < near:
+                    store.pool.zero(Run(run.cell, min(run.end, near) - run.cell))
+
     def piece(self, group: str) -> int:
         """How many cells of a group to `compact` at once so that no more bytes move than `staging`."""
         store = self._stores.named(group)

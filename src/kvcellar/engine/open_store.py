@@ -39,6 +39,7 @@ from kvcellar.tiers.tier import Tier
 
 log = logging.getLogger("kvcellar.engine")
 
+PAGED_IN = 256 << 20  # bytes of memory, at most, that are allocated at once for what is going to be restored
 FORMAT = "1"  # raised when the meaning of what is stored changes
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json")
 
@@ -124,6 +125,7 @@ def _opened(owner: Owner, settings: Settings, post: Callable[[Callable[[], None]
         evict=owner.evict,
     )
     store.load()
+    owner.memory.storage.page_in(2 * sum(len(snapshot.span) for snapshot in store.catalogue), owner.part(PAGED_IN))
     return store
 
 

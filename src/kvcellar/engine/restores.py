@@ -102,6 +102,7 @@ class Restores:
         self._staged: dict[bytes, _Staged] = {}
         self._ahead = 0  # bytes staged for requests whose turn has not come
         self._left = STEP  # bytes that may still enter memory before the next step
+        self._chunk = _Chunk()
         self._short: float | None = None  # since when the next snapshot finds too little staging memory
         self.restored = 0  # tokens
         self.declined = 0  # requests of which tokens were cheaper to recompute
@@ -318,7 +319,8 @@ class Restores:
         assert fetch.node is not None
         record, span = from_bytes(loaded.snapshot.record), loaded.snapshot.span
         self._make_free(record)
-        claim = self._memory.claims.write_back(record, map(_as_tensor, loaded.chunks))
+        before = None if fetch.node is fetch.root else fetch.node.claim
+        claim = self._memory.claims.write_back(record, map(self._chunk.holding, loaded.chunks), before)
         key = fetch.key[: span.start * TOKEN] + loaded.snapshot.tokens  # may end in other tokens than the request's
         retention = replace(loaded.retention, saves=None, pinned=False)
         fetch.node, _ = self._prefixes.tree.insert(fetch.root, key, claim, span.start, fetch.node, retention)
@@ -371,8 +373,17 @@ class Restores:
         assert all(one.ahead == all(fetch.node is None for fetch in one.users) for one in self._staged.values())
 
 
-def _as_tensor(chunk: bytes) -> Tensor:
-    """A copy: torch warns of tensors that share memory which must not be written."""
-    made = torch.empty(len(chunk), dtype=torch.uint8)
-    made.numpy().data[:] = chunk
-    return made
+class _Chunk:
+    """One chunk at a time as a tensor. A copy, since torch warns of tensors that share memory which must not be
+    written; always in the same memory, since the pages of a new allocation cost more than the copy."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def holding(self, chunk: bytes) -> Tensor:
+        """Until the next call."""
+        if len(chunk) > len(self._memory):
+            self._memory = torch.empty(len(chunk), dtype=torch.uint8)
+        made = self._memory[: len(chunk)]
+        made.numpy().data[:] = chunk
+        return made

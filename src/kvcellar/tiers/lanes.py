@@ -64,12 +64,19 @@ class Lane:
         while True:
             with self._changed:
                 self._started.pop(thread, None)
-                self._changed.wait_for(lambda: self._jobs or self._notes or self.stopping)
+                self._changed.wait_for(lambda: self._jobs or self._to_note or self.stopping)
                 if not (self._jobs or self._notes):
                     return
+                notes = self._to_note or not self._jobs
                 self._started[thread] = self.moved = self._clock()
-                job = self._jobs.popleft() if self._jobs and self._notes < TOGETHER else self._take_notes()
+                job = self._take_notes() if notes else self._jobs.popleft()
             yield job
+
+    @property
+    def _to_note(self) -> bool:
+        """Whether it is time to do the notes: while nothing else is done, unless they are many. A transaction of a tier
+        delays what is read from it."""
+        return self._notes >= TOGETHER or bool(self._notes and not self._jobs and not self._started)
 
     @property
     def _notes(self) -> int:

@@ -100,7 +100,7 @@ class DraftRefused(ModelRefused):
     def __init__(self, draft: str, target: str, found: Mapping[str, str], refused: Mapping[str, str]) -> None:
         reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
         super().__init__(f"{draft} does not fit {target} as a draft. {reasons}")
-        self.found, self.refused = dict(found), dict(refused)
+        self.draft, self.found, self.refused = draft, dict(found), dict(refused)
 
 
 class CapacityTooSmall(KvcellarError):

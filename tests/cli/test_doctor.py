@@ -187,3 +187,56 @@ def test_a_solo_model_uses_its_own_attention(folder):
     assert ": chosen" not in output
     report = json.loads(kvcellar("doctor", path, "--json", "--no-kv-quality", *SMALL).out)
     assert [group["backend"] for group in report["groups"]] == [None]
+
+
+SMALLER = {"num_hidden_layers": 1}
+CHECKS = ["verification", "tokenizer", "vocabulary", "end tokens", "size", "context", "device"]
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory):
+    """Directories of a model, of a draft that fits it, and of one that does not."""
+    made = {"model": {}, "fits": SMALLER, "other": {**SMALLER, "vocab_size": 64, "eos_token_id": 5}}
+    paths = {name: str(tmp_path_factory.mktemp(name)) for name in made}
+    for name, changes in made.items():
+        ARCHS["llama"].build(**changes).save_pretrained(paths[name])
+    return paths
+
+
+def test_a_draft_that_fits_is_described(drafts):
+    asked = ("doctor", drafts["model"], "--draft", drafts["fits"], "--no-kv-quality", *SMALL)
+    ran = kvcellar(*asked, "--draft-depth", "3")
+    assert (ran.code, ran.err) == (0, "")
+    name = Path(drafts["fits"]).name
+    assert f"draft {name} fits: up to 3 drafts of a completion in a step" in ran.out
+    rows = re.findall(r"^    (\S[a-z ]*?) +yes  ", ran.out, re.M)
+    assert rows == CHECKS
+    found = json.loads(kvcellar(*asked, "--json").out)["draft"]
+    assert (list(found["found"]), found["refused"], found["deepest"]) == (CHECKS, {}, 8)
+    assert 0 < found["cache_bytes"] <= 500_000
+    assert found["tokens"] > 2
+
+
+def test_a_draft_that_does_not_fit_is_described_with_every_reason(drafts):
+    asked = ("doctor", drafts["model"], "--draft", drafts["other"], "--no-kv-quality", *SMALL)
+    ran = kvcellar(*asked)
+    assert ran.code == 1
+    assert f"draft {Path(drafts['other']).name} does not fit" in ran.out
+    assert re.findall(r"^    (\S[a-z ]*?) +no   ", ran.out, re.M) == ["vocabulary", "end tokens"]
+    assert "LlamaForCausalLM" in ran.out, "the model is described, too"
+    ran = kvcellar(*asked, "--json")
+    assert (ran.code, list(json.loads(ran.out)["draft"]["refused"])) == (1, ["vocabulary", "end tokens"])
+
+
+def test_n_grams_need_nothing_but_verification(drafts):
+    ran = kvcellar("doctor", drafts["model"], "--draft", "ngram", "--no-kv-quality", *SMALL)
+    assert "draft ngram fits: up to 16 drafts" in ran.out
+    assert "verification  yes  " in ran.out
+    assert ran.code == 0
+
+
+def test_a_draft_that_is_not_found_is_an_error(drafts):
+    ran = kvcellar("doctor", drafts["model"], "--draft", "no-such-model", *SMALL)
+    assert (ran.code, ran.out) == (1, "")
+    assert "there is no directory 'no-such-model'" in ran.err
+    assert kvcellar("doctor", drafts["model"], "--draft-depth", "3").code == 2

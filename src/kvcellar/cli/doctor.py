@@ -13,7 +13,7 @@ from kvcellar.engine.engine import import_needed
 from kvcellar.engine.settings import Settings
 
 if TYPE_CHECKING:  # torch is imported when it is needed, so that --help is fast
-    from kvcellar.verify.diagnosis import Diagnosis, GroupDiagnosis
+    from kvcellar.verify.diagnosis import Diagnosis, DraftDiagnosis, GroupDiagnosis
 
 
 @click.command("doctor", cls=Command, epilog="Example: kvcellar doctor ./my-model --cache-bytes 2G")
@@ -28,7 +28,8 @@ if TYPE_CHECKING:  # torch is imported when it is needed, so that --help is fast
 @quiet_option
 def command(model: str | None, as_json: bool, kv_quality: bool | None, quiet: bool, **options: Any) -> None:
     """Load MODEL, test it, and print its groups, bytes per token, how many tokens fit, which attention backend serves
-    it and why others do not, and how quantised K/V would change its predictions. Exit code 1 if it is refused.
+    it and why others do not, how quantised K/V would change its predictions, and with --draft whether that fits it.
+    Exit code 1 if it is refused, or if the draft does not fit.
     """
     settings = Settings(**given(**options))
     with show_progress(quiet=quiet):
@@ -37,6 +38,8 @@ def command(model: str | None, as_json: bool, kv_quality: bool | None, quiet: bo
 
         found = diagnose(model, settings, kv_quality=kv_quality)
     click.echo(json.dumps(found.as_dict()) if as_json else "\n".join(_lines(found)))
+    if found.draft is not None and not found.draft.fits:
+        click.get_current_context().exit(1)
 
 
 def _lines(found: "Diagnosis") -> Iterator[str]:
@@ -54,6 +57,8 @@ def _lines(found: "Diagnosis") -> Iterator[str]:
         )
     yield from _memory(found)
     yield from (f"  {note}" for note in found.notes)
+    if found.draft is not None:
+        yield from _draft(found.draft)
     if found.kv_quality:
         tokens = max(one.tokens for one in found.kv_quality)
         yield f"  with quantised K/V (--kv-dtype), over {tokens} tokens sampled from it:"
@@ -69,6 +74,18 @@ def _group(group: "GroupDiagnosis") -> Iterator[str]:
         for name, refused in group.verdicts.items():
             supported = "chosen" if name == group.backend else "supported"
             yield f"    {name}: {supported if refused is None else f'refused: {refused}'}"
+
+
+def _draft(draft: "DraftDiagnosis") -> Iterator[str]:
+    """A table of the checks."""
+    if draft.fits:
+        memory = f", {draft.tokens} tokens in {sized(draft.cache_bytes)} of its own" if draft.cache_bytes else ""
+        yield f"  draft {draft.name} fits: up to {draft.deepest} drafts of a completion in a step{memory}"
+    else:
+        yield f"  draft {draft.name} does not fit"
+    width = max(map(len, (*draft.found, *draft.refused)))
+    yield from (f"    {name:{width}}  no   {why}" for name, why in draft.refused.items())
+    yield from (f"    {name:{width}}  yes  {what}" for name, what in draft.found.items())
 
 
 def _memory(found: "Diagnosis") -> Iterator[str]:

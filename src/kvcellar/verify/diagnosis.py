@@ -1,13 +1,14 @@
 """diagnosis: everything that an engine determines about a model before it starts, as one record."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvcellar.attention.choose import backends, named
 from kvcellar.engine.build import Built, build
 from kvcellar.engine.capacity import sized
 from kvcellar.engine.settings import Settings
+from kvcellar.errors import DraftRefused
 from kvcellar.models.guest import Guest
 from kvcellar.models.input_limits import context_reason
 from kvcellar.progress import report
@@ -37,6 +38,23 @@ class RecurrentDiagnosis:
     rows: int
     bytes: int
     checkpoints: int  # rows reserved for checkpoints; free rows are used for more
+
+
+@dataclass(frozen=True, slots=True)
+class DraftDiagnosis:
+    """Whether what `draft` names fits the model. `found` and `refused` have what each check found, or why it fails: an
+    engine is refused then. Bytes and tokens are those of the memory that a draft model has beside the model's."""
+
+    name: str
+    found: Mapping[str, str]
+    refused: Mapping[str, str]
+    deepest: int = 0
+    cache_bytes: int = 0
+    tokens: int = 0
+
+    @property
+    def fits(self) -> bool:
+        return not self.refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +88,32 @@ class Diagnosis:
     because: str
     notes: tuple[str, ...]
     kv_quality: tuple[KvQuality, ...] = ()  # of each way to store K/V in fewer bits
+    draft: DraftDiagnosis | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def diagnose(model: Any, settings: Settings, *, kv_quality: bool | None = None) -> Diagnosis:
-    """Load and test a model as an engine does. Raises the same errors as `build`.
+    """Load and test a model as an engine does. Raises the same errors as `build`, but where only drafts do not fit.
 
     `kv_quality`: whether to measure every way of storing K/V; None: only for small models, where it takes seconds.
     """
-    built = build(model, settings)
-    return _diagnosed(built, settings, is_small(built.loaded.parameters) if kv_quality is None else kv_quality)
+    try:
+        built, refused = build(model, settings), None
+    except DraftRefused as error:
+        alone = replace(settings, draft=None, draft_depth=None, draft_bytes=None)
+        built, refused = build(model, alone), DraftDiagnosis(error.draft, error.found, error.refused)
+    found = _diagnosed(built, settings, is_small(built.loaded.parameters) if kv_quality is None else kv_quality)
+    return replace(found, draft=refused or _draft(built))
+
+
+def _draft(built: Built) -> DraftDiagnosis | None:
+    if (drafts := built.drafts) is None:
+        return None
+    fit, own = drafts.fit, built.draft_capacity
+    size, tokens = (own.bytes, own.tokens) if own is not None else (0, 0)
+    return DraftDiagnosis(drafts.name, fit.found, fit.refused, drafts.deepest, size, tokens)
 
 
 def _diagnosed(built: Built, settings: Settings, kv_quality: bool) -> Diagnosis:

@@ -1,5 +1,7 @@
 """The scheduler's laws, for requests that nobody wrote: who may be served, who must be, and that everybody is."""
 
+from random import Random
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +25,8 @@ def worlds(draw):
     layouts = draw(LAYOUTS)
     cells = {name: draw(st.integers(2, 70)) for name in layouts}
     settings = {"max_sequences": draw(st.integers(1, 6)), "step_tokens": draw(st.sampled_from([1, 2, 3, 7, 16, 64]))}
-    world = World(layouts, cells, context=CONTEXT, **settings)
+    drafts = draw(st.one_of(st.none(), st.builds(Random, st.integers(0, 99))))
+    world = World(layouts, cells, context=CONTEXT, drafts=drafts, **settings)
     fits = min(
         max(n for n in range(1, CONTEXT + 1) if layout.most_cells(n, 1) <= cells[name])
         for name, layout in layouts.items()
@@ -80,3 +83,16 @@ def test_everybody_is_served_in_their_turn_and_gets_what_they_would_get_alone(ma
     world.manager.clear_cache()
     assert world.memory.free() == world.capacity
     assert not world.memory.sequences
+
+
+def test_drafts_that_are_accepted_save_steps_and_no_more_than_a_budget_are_there():
+    asks = [Ask(at=0, prompt=9, max_tokens=40), Ask(at=3, prompt=20, max_tokens=30, n=2)]
+    plain, drafted = (
+        World({"full": Causal(), "sliding": Sliding(5)}, {"full": 300, "sliding": 100}, step_tokens=12, drafts=drafts)
+        for drafts in (None, Random(1))
+    )
+    for world in (plain, drafted):
+        world.play(asks)
+    assert not plain.drafted
+    assert drafted.drafted > drafted.accepted > 20
+    assert plain.turns - drafted.turns > 10

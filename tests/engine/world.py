@@ -1,11 +1,13 @@
 """A world without a network: a real memory, requests that come and go, and steps of the real scheduler.
 
 What the runner and the loop do with a network is done here in integers: tokens are numbers, an answer goes on until its
-`max_tokens`. Everything is deterministic.
+`max_tokens`. With drafts, some of them are accepted. Everything is deterministic.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from random import Random
+from typing import Any
 
 import torch
 
@@ -16,7 +18,7 @@ from kvcellar.engine.drafting import Drafting
 from kvcellar.engine.manager import SequenceManager
 from kvcellar.engine.prefixes import NEAR
 from kvcellar.engine.request import Completion, Request, Status
-from kvcellar.engine.scheduler import Scheduled, Scheduler
+from kvcellar.engine.scheduler import ROUND, Scheduled, Scheduler
 from kvcellar.events import Delta, Done, Event, Failed, Finished
 from kvcellar.layout import Layout
 from kvcellar.plan import Batch
@@ -84,18 +86,28 @@ class World:
         context: int = 10_000,
         max_sequences: int = 4,
         step_tokens: int = 8,
+        drafts: Random | None = None,
     ) -> None:
+        """`drafts` says how many there are of each completion, and how many of these are accepted; None: none."""
         self.layouts, self.capacity = dict(layouts), dict(cells)
         self.context, self.max_sequences, self.step_tokens = context, max_sequences, step_tokens
         self.memory = memory_of(layouts, cells)
         self.manager = SequenceManager(self.memory, Drafting(None, context=context))
+        self._drafts = drafts
         self.scheduler = Scheduler(
-            self.manager, layouts, context=context, max_sequences=max_sequences, step_tokens=step_tokens
+            self.manager,
+            layouts,
+            context=context,
+            max_sequences=max_sequences,
+            step_tokens=step_tokens,
+            draft=self._draft,
         )
+        self._watch_drafts()
         self.heard: dict[int, Heard] = {}
         self.requests: dict[int, Request] = {}
         self.turns = 0
         self.fed = 0
+        self.drafted = self.accepted = 0
 
     def play(self, asks: Sequence[Ask]) -> None:
         """All of them, to the end."""
@@ -140,22 +152,87 @@ class World:
             self._end(completion, "length")
         if shares:
             self._compute(shares)
-        for completion in [share.completion for share in shares]:
-            if not completion.uncomputed and completion.status is not Status.DONE:
-                for writer in self._writers(completion):
-                    if reason := writer.accept([(len(writer.tokens) % VOCABULARY, None)], self.context).reason:
-                        self._end(writer, reason)
         self.check()
 
     def _compute(self, shares: Sequence[Scheduled]) -> None:
         self.fed += sum(share.tokens for share in shares)
+        rows = sum(share.rows for share in shares)
         self.memory.begin(Batch(self.manager.feeds(shares)))
         for layer in range(len(self.layouts)):
-            self.memory.put(layer, k=torch.zeros(sum(share.tokens for share in shares), 1, 1))
-        claims = self.memory.commit()
-        for completion, tokens, _ in shares:
+            self.memory.put(layer, k=torch.zeros(rows, 1, 1))
+        kept = {id(share.completion): share.tokens + self._right(share.drafts) for share in shares}
+        claims = self.memory.commit({share.completion.seq: kept[id(share.completion)] for share in shares})  # type: ignore[misc]
+        ended: list[tuple[Completion, str]] = []
+        for share in shares:
+            completion, tokens = share.completion, kept[id(share.completion)]
             assert completion.seq is not None
+            decoding, complete = completion.status is Status.DECODE, share.tokens == completion.uncomputed
+            if decoding:
+                self._write(completion, tokens, ended)
             self.manager.keep(completion, tokens, claims.get(completion.seq))
+            if complete and not decoding:
+                for writer in self._writers(completion):
+                    self._write(writer, 1, ended)
+        for completion, reason in ended:
+            self._end(completion, reason)
+
+    def _write(self, completion: Completion, count: int, ended: list[tuple[Completion, str]]) -> None:
+        tokens = [((len(completion.tokens) + place) % VOCABULARY, None) for place in range(count)]
+        found = completion.accept(tokens, self.context)
+        assert found.tokens == count, "more drafts than the text has room for"
+        if found.reason:
+            ended.append((completion, found.reason))
+
+    # -- drafts -------------------------------------------------------------------------------------------------
+
+    def _draft(self, completions: Sequence[Completion], most: int) -> list[int]:
+        """As many as a speculator might have."""
+        assert all(completion.status is Status.DECODE for completion in completions)
+        if self._drafts is None:
+            return [0] * len(completions)
+        rooms = [
+            min(
+                most,
+                self.context - len(completion.tokens),
+                (completion.request.params.max_tokens or 0) - completion.sampler.produced - 1,
+            )
+            for completion in completions
+        ]
+        return [self._drafts.randint(0, max(0, room)) for room in rooms]
+
+    def _right(self, drafts: int) -> int:
+        right = self._drafts.randint(0, drafts) if self._drafts is not None else 0
+        self.drafted += drafts
+        self.accepted += right
+        return right
+
+    def _watch_drafts(self) -> None:
+        """Assert that a step has no drafts any more when it takes memory that others use, or wait for."""
+        steps: list[Any] = []
+        scheduler, manager = self.scheduler, self.manager
+
+        def inside(act: Callable[..., Any]) -> Callable[..., Any]:
+            def entered(completion: Completion, step: Any) -> Any:
+                steps.append(step)
+                try:
+                    return act(completion, step)
+                finally:
+                    steps.pop()
+
+            return entered
+
+        def without(act: Callable[..., Any], what: str) -> Callable[..., Any]:
+            def called(*args: Any, **named: Any) -> Any:
+                gives_up = named.get("restores", True)
+                assert not (steps and gives_up and steps[-1].drafts), f"{what} while the step has drafts"
+                return act(*args, **named)
+
+            return called
+
+        scheduler._add = inside(scheduler._add)  # type: ignore[method-assign]
+        scheduler._preempt = without(scheduler._preempt, "preempted")  # type: ignore[method-assign]
+        manager.unpin = without(manager.unpin, "unpinned")  # type: ignore[method-assign]
+        manager.evict = without(manager.evict, "a restore was given up")  # type: ignore[method-assign]
 
     def _writers(self, completion: Completion) -> list[Completion]:
         if completion.status is Status.DECODE:
@@ -187,13 +264,20 @@ class World:
     def check_laws(
         self, shares: list[Scheduled], stuck: list[Completion], waiting: list[Completion], running: list[Completion]
     ) -> None:
-        given = {id(share.completion): share.tokens for share in shares}
+        given = {id(share.completion): share.rows for share in shares}
         total = sum(given.values())
         assert len(given) == len(shares), "a completion was given two shares"
-        assert all(share.tokens > 0 for share in shares)
+        assert all(share.tokens > 0 <= share.drafts for share in shares)
         assert total <= self.step_tokens, "more than the budget"
         for name, free in self.memory.free().items():
             assert total <= free, f"{total} tokens for {free} free cells of {name}"
+        for share in shares:
+            assert not share.drafts or share.completion.status is Status.DECODE, "drafts inside of a prompt"
+        if drafts := sum(share.drafts for share in shares):
+            decoding = [share for share in shares if share.completion.status is Status.DECODE]
+            assert drafts + len(decoding) <= ROUND
+            if len(decoding) < len(running) or waiting:
+                assert 2 * drafts <= self.step_tokens - len(decoding), "drafts take what others need"
         for share in shares:
             assert share.tokens <= share.completion.uncomputed
             assert share.completion in self.scheduler.running

@@ -4,9 +4,10 @@ free cells.
 In every step, completions in decode are scheduled first, one token each, and drafts of their next tokens, up to a part
 of the token budget; then those in prefill, in order of arrival, with what is left of it (chunked prefill); then waiting
 completions are admitted in order of arrival, but for those that wait for what a running prompt is about to compute.
-When cells run short, what no sequence uses is evicted, then there are no drafts in this step, and then the youngest
-running completion is preempted: it keeps its tokens, and computes those again later that are evicted meanwhile. The
-oldest is never preempted, so every completion ends eventually.
+When cells run short, what no sequence uses is evicted, then there are no drafts in this step, then what is restored for
+waiting completions is given up, and then the youngest running completion is preempted: it keeps its tokens, and
+computes those again later that are evicted meanwhile. The oldest is never preempted, so every completion ends
+eventually.
 
 Always true:
   * `waiting` and `running` are in order of arrival; a completion is in at most one of them;
@@ -221,15 +222,15 @@ class Scheduler:
             self.current = completion
             end = min(self._manager.next_end(completion), self._context)
             wanted = min(step.left, end - completion.computed)
-            room = self._make_free(step.rows + wanted) - step.rows
+            room = self._make_free(step.rows + wanted, drafts=step.drafts > 0) - step.rows
             self.current = completion
-            if room >= 1:
-                step.add(completion, min(room, wanted))
-                return True
-            if step.drafts:
+            if step.drafts and room < wanted:  # drafts take nothing that others need
                 for one in step.scheduled:
                     step.draft(one.completion, 0)
                 continue
+            if room >= 1:
+                step.add(completion, min(room, wanted))
+                return True
             youngest = self.running[-1]
             if self.preempt_youngest(completion):
                 step.remove(youngest)

@@ -13,12 +13,14 @@ from kvcellar.bench.profile import PARTS
 from kvcellar.bench.report import Findings, as_json, line
 from kvcellar.bench.run import (
     BOOKKEEPING,
+    DRAFTS,
     FRAGMENTED,
     NAMES,
     PREFIX,
     REPLAY,
     RESTART,
     REVERTIBLE,
+    SPECULATE,
     START,
     TURNS,
     run,
@@ -55,7 +57,7 @@ def measured(capsys: pytest.CaptureFixture[str], **how: Any) -> tuple[list[str],
     return table, json.loads(last)
 
 
-ALONE = (BOOKKEEPING, TURNS, REVERTIBLE, START, FRAGMENTED, RESTART, REPLAY, PREFIX)
+ALONE = (BOOKKEEPING, TURNS, REVERTIBLE, START, FRAGMENTED, RESTART, REPLAY, PREFIX, SPECULATE, DRAFTS)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ALONE])

@@ -102,20 +102,26 @@ def _recurrent_config(kind: str, *, hidden: int, layers: int, head: int) -> dict
     }
 
 
-def write(size: Size, directory: Path) -> int:
-    """Write a model directory in bfloat16, the same for each call. Returns the number of parameters."""
-    weights = dict(_weights(size))
+BRANCH = 0.002  # of the usual size: what a layer adds to the residual stream of a network that repeats its last token
+
+
+def write(size: Size, directory: Path, *, repeats: bool = False) -> int:
+    """Write a model directory in bfloat16, the same for each call. Returns the number of parameters.
+
+    With `repeats`, layers add so little that the most probable next token is the last one, by a wide margin.
+    """
+    weights = dict(_weights(size, branch=BRANCH if repeats else 1.0))
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(size.config()))
     return sum(weight.numel() for weight in weights.values())
 
 
-def _weights(size: Size) -> Iterator[tuple[str, Tensor]]:
+def _weights(size: Size, branch: float) -> Iterator[tuple[str, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     queries, keys = size.query_heads * size.head_size, size.kv_heads * size.head_size
 
-    def drawn(rows: int, columns: int) -> Tensor:
-        return (torch.randn(rows, columns, generator=generator) * columns**-0.5).to(torch.bfloat16)
+    def drawn(rows: int, columns: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(rows, columns, generator=generator) * (scale * columns**-0.5)).to(torch.bfloat16)
 
     yield "model.embed_tokens.weight", drawn(size.vocabulary, size.hidden)
     yield "model.norm.weight", torch.ones(size.hidden, dtype=torch.bfloat16)
@@ -124,9 +130,9 @@ def _weights(size: Size) -> Iterator[tuple[str, Tensor]]:
         yield at + "self_attn.q_proj.weight", drawn(queries, size.hidden)
         yield at + "self_attn.k_proj.weight", drawn(keys, size.hidden)
         yield at + "self_attn.v_proj.weight", drawn(keys, size.hidden)
-        yield at + "self_attn.o_proj.weight", drawn(size.hidden, queries)
+        yield at + "self_attn.o_proj.weight", drawn(size.hidden, queries, branch)
         yield at + "mlp.gate_proj.weight", drawn(size.intermediate, size.hidden)
         yield at + "mlp.up_proj.weight", drawn(size.intermediate, size.hidden)
-        yield at + "mlp.down_proj.weight", drawn(size.hidden, size.intermediate)
+        yield at + "mlp.down_proj.weight", drawn(size.hidden, size.intermediate, branch)
         yield at + "input_layernorm.weight", torch.ones(size.hidden, dtype=torch.bfloat16)
         yield at + "post_attention_layernorm.weight", torch.ones(size.hidden, dtype=torch.bfloat16)

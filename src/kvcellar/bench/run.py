@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from kvcellar.bench import against, report, start
+from kvcellar.bench import against, drafts, report, speculate, start
 from kvcellar.bench.bookkeeping import bookkeeping
 from kvcellar.bench.conversation import QUICK, Script, conversation
 from kvcellar.bench.counts import all_counts
@@ -34,15 +34,19 @@ CACHE_BYTES = 1 << 30
 BOOKKEEPING = "bookkeeping"
 TURNS, REVERTIBLE, START, FRAGMENTED = "turns", "revertible", "start", "fragmented"
 RESTART, REPLAY, PREFIX = "restart", "replay", "prefix"
-NAMES = (*WORKLOADS, BOOKKEEPING, TURNS, REVERTIBLE, PREFIX, START, FRAGMENTED, RESTART, REPLAY)
+SPECULATE, DRAFTS = "speculate", "drafts"
+NAMES = (
+    *(*WORKLOADS, BOOKKEEPING, TURNS, REVERTIBLE, PREFIX),
+    *(START, FRAGMENTED, RESTART, REPLAY, SPECULATE, DRAFTS),
+)
 
 
 def run(*, quick: bool = False, only: str | None = None, threads: int = 1, beside: str | None = None) -> None:
     """Print a line for each workload when it has been measured, and one line of JSON at the end.
 
     `quick` uses tiny sizes, to test the bench: its numbers mean nothing. `only` is one of `NAMES`. `start`,
-    `restart`, `replay` and `fragmented` are measured only if named, because they take longer or run processes. `beside`
-    is another system whose cache is counted on the traces of `replay`.
+    `restart`, `replay`, `fragmented`, `speculate` and `drafts` are measured only if named, because they take longer or
+    run processes. `beside` is another system whose cache is counted on the traces of `replay`.
     """
     if only not in (None, *NAMES):
         raise BadRequest(f"there is no workload {only!r}; there are {', '.join(NAMES)}", "only")
@@ -58,6 +62,10 @@ def run(*, quick: bool = False, only: str | None = None, threads: int = 1, besid
         run_restart(quick=quick)
     elif only == REPLAY:
         run_replay(quick=quick, beside=beside)
+    elif only == SPECULATE:
+        run_speculate(quick=quick)
+    elif only == DRAFTS:
+        run_drafts(quick=quick)
     else:
         torch.set_num_threads(threads)
         _run_compared(quick, only, threads)
@@ -139,6 +147,27 @@ def run_replay(*, quick: bool = False, beside: str | None = None) -> None:
         _print(against.lines(found, theirs))
     others = {f"{trace} {kind}": computed for (trace, kind), computed in theirs.items()}
     print(json.dumps({"quick": quick, "replay": counts, **({beside: others} if beside else {})}), flush=True)
+
+
+def run_speculate(*, quick: bool = False) -> None:
+    """Print what rounds of speculation cost, and the same as one line of JSON."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        found = speculate.speculate(speculate.SMALLEST if quick else speculate.Extent(), Path(directory))
+    _print(speculate.lines(found))
+    about = report.about(parameters=0, threads=1, quick=quick)
+    del about["parameters"]
+    print(json.dumps({**about, "speculate": speculate.as_json(found)}), flush=True)
+
+
+def run_drafts(*, quick: bool = False) -> None:
+    """Print how many drafts are accepted on held-out code, and the same as one line of JSON."""
+    torch.set_num_threads(1)
+    found = drafts.drafts(drafts.SMALLEST if quick else drafts.Extent())
+    _print(drafts.lines(found))
+    about = report.about(parameters=0, threads=1, quick=quick)
+    del about["parameters"]
+    print(json.dumps({**about, "drafts": drafts.as_json(found)}), flush=True)
 
 
 def run_profile(name: str, *, quick: bool = False, threads: int = 1) -> None:

@@ -1,0 +1,193 @@
+"""drafts: what drafters are worth on library code that the embedded model was not trained on.
+
+The code is of the modules of this interpreter's standard library that the model's manifest does not list as trained on.
+The model continues it, greedily and sampled; texts that end, or end in a loop, are not counted, because n-grams predict
+a loop perfectly. Acceptance is of rounds with `DEPTH` drafts, by position: of the drafts whose predecessors in the
+round were accepted. Then the depth controller chooses, and is compared with plain decoding of the same texts, in turn,
+in CPU time.
+
+The model is so small that its forward takes no longer than the rest of a step: this shows how often drafts are
+accepted, and that the controller notices when they do not pay, but not what a real model gains.
+"""
+
+import json
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import NamedTuple
+
+from kvcellar.bench.decoding import PARAMS, Burst, decode, together
+from kvcellar.bench.interleave import in_rounds
+from kvcellar.engine.engine import Engine
+from kvcellar.engine.result import Result
+from kvcellar.models import embedded
+from kvcellar.models.weights_files import MTP_FILE
+from kvcellar.sample.params import SamplingParams
+from kvcellar.speculate.speculator import Speculator
+
+CACHE_BYTES = 64 << 20
+TEMPERATURES = (0.0, 0.8)
+DEPTH = 4
+LOOP = 48  # tokens at the end of a text that repeat a phrase make it a loop,
+PHRASE = 16  # if that has at most so many
+TESTS = {"test", "tests", "idle_test"}
+MIN_OF_PLAIN = 0.97
+
+Contexts = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The sizes of what is measured."""
+
+    texts: int = 48
+    context: int = 192  # tokens of code before a continuation
+    new: int = 128
+    steps: int = 48  # of a burst
+    rounds: int = 12  # of bursts
+    warm: int = 8  # bursts from which the controller learns before it is measured
+
+
+SMALLEST = Extent(texts=3, context=32, new=8, steps=3, rounds=1, warm=1)  # to test the bench
+
+
+class Acceptance(NamedTuple):
+    """Of the drafts of some texts: how many were tried and accepted, by position."""
+
+    texts: int  # that neither end nor loop
+    rounds: int
+    tokens: int  # of these rounds
+    tried: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        return tuple(kept / tried for kept, tried in zip(self.accepted, self.tried, strict=True))
+
+
+class Found(NamedTuple):
+    """Of one drafter at one temperature."""
+
+    drafter: str
+    temperature: float
+    fixed: Acceptance
+    tokens: float  # in a round of the depth that the controller chose
+    of_plain: float  # tokens per second with these, over those of plain decoding
+
+
+def drafts(extent: Extent) -> list[Found]:
+    with _engine(None) as plain:
+        contexts = _contexts(plain, extent)
+        results = _continued(plain, contexts, extent, 0.0)
+        greedy = [context for context, result in zip(contexts, results, strict=True) if _counts(result)]
+        texts = {temperature: contexts if temperature else greedy or contexts for temperature in TEMPERATURES}
+        return [
+            _found(plain, drafter, texts[temperature], extent, temperature)
+            for drafter in drafters()
+            for temperature in TEMPERATURES
+        ]
+
+
+def drafters() -> list[str]:
+    """Those that the embedded model has: `Engine(draft=...)`."""
+    return ["ngram", *(["mtp"] if (embedded.path() / MTP_FILE).is_file() else [])]
+
+
+def held_out() -> list[Path]:
+    """Modules of the standard library that the embedded model was not trained on; not tests."""
+    pools = json.loads((embedded.path() / "manifest.json").read_text())["pools"]
+    library = Path(sysconfig.get_paths()["stdlib"])
+    paths = [library / path for path in sorted(pools["held_library"]["files"]) if not TESTS & set(Path(path).parts)]
+    return [path for path in paths if path.is_file()]
+
+
+def _engine(draft: str | None) -> Engine:
+    return Engine(device="cpu", cache_bytes=CACHE_BYTES, threads=1, draft=draft)
+
+
+def _contexts(engine: Engine, extent: Extent) -> list[list[int]]:
+    """Code before the continuations, evenly spread over the held-out modules."""
+    ids = [token for path in held_out() for token in engine.encode(path.read_text(encoding="utf-8"), special=False)]
+    last = len(ids) - extent.context
+    starts = [at * last // extent.texts for at in range(extent.texts)]
+    return [ids[start : start + extent.context] for start in starts]
+
+
+def _found(plain: Engine, drafter: str, contexts: Contexts, extent: Extent, temperature: float) -> Found:
+    with _engine(drafter) as engine:
+        drafting = engine._loop.manager.drafting  # pyright: ignore[reportPrivateUsage]
+        chooses = drafting.speculator
+        assert chooses is not None
+        drafting.speculator = Speculator(chooses.drafter, fixed=DEPTH)
+        fixed = _acceptance(_continued(engine, contexts, extent, temperature))
+        drafting.speculator = chooses
+        ours, base = _compared(plain, engine, contexts, extent, replace(PARAMS, temperature=temperature))
+    mine, other = together(ours), together(base)
+    return Found(drafter, temperature, fixed, mine.tokens / mine.steps, other.per_token / mine.per_token)
+
+
+def _continued(engine: Engine, contexts: Contexts, extent: Extent, temperature: float) -> list[Result]:
+    return engine.generate(contexts, temperature=temperature, max_tokens=extent.new)
+
+
+def _counts(result: Result) -> bool:
+    """Whether a text neither ends nor ends in a loop."""
+    tail = result.token_ids[-LOOP:]
+    loops = len(tail) == LOOP and any(tail[size:] == tail[:-size] for size in range(1, PHRASE + 1))
+    return result.finish_reason == "length" and not loops
+
+
+def _acceptance(results: Sequence[Result]) -> Acceptance:
+    counted = [result for result in results if _counts(result)]
+    reports = [result.speculation for result in counted if result.speculation is not None]
+    return Acceptance(
+        len(counted),
+        sum(report.rounds for report in reports),
+        sum(len(result.token_ids) for result in counted),
+        tuple(map(sum, zip_longest(*(report.tried_at for report in reports), fillvalue=0))),
+        tuple(map(sum, zip_longest(*(report.accepted_at for report in reports), fillvalue=0))),
+    )
+
+
+def _compared(
+    plain: Engine, engine: Engine, contexts: Contexts, extent: Extent, params: SamplingParams
+) -> tuple[list[Burst], list[Burst]]:
+    """Bursts of both on the same texts, in turn, after the controller has learnt."""
+    at = 0
+
+    def burst(of: Engine) -> Burst:
+        nonlocal at
+        at += 1
+        return decode(of, [contexts[at // 2 % len(contexts)]], extent.steps, params)
+
+    for context in (contexts * extent.warm)[-extent.warm :]:
+        decode(engine, [context], extent.steps, params)
+    ours, base = in_rounds(extent.rounds, lambda: burst(engine), lambda: burst(plain))
+    return ours, base
+
+
+# -- report -------------------------------------------------------------------------------------------------------
+
+
+def lines(found: Sequence[Found]) -> list[str]:
+    """The table."""
+    return [
+        *(
+            f"accepted      {one.fixed.tokens / max(1, one.fixed.rounds):6.2f}   tokens a round with {DEPTH} drafts of "
+            f"{one.drafter} at temperature {one.temperature}: {', '.join(f'{rate:.2f}' for rate in one.fixed.rates)} "
+            f"by position, {one.fixed.texts} texts"
+            for one in found
+        ),
+        *(
+            f"chosen        {one.of_plain:6.2f}x  of plain decoding with drafts of {one.drafter} at temperature "
+            f"{one.temperature}, {one.tokens:.2f} tokens a round; target {MIN_OF_PLAIN}. No speed-up is claimed: this "
+            f"model is too small"
+            for one in found
+        ),
+    ]
+
+
+def as_json(found: Sequence[Found]) -> list[dict[str, object]]:
+    return [{**one._asdict(), "fixed": {**one.fixed._asdict(), "rates": one.fixed.rates}} for one in found]

@@ -3,8 +3,9 @@
 import random
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,11 @@ import httpx
 import pytest
 
 from kvcellar import BadRequest, Engine
+from kvcellar.prefix.node import key_of
 from kvcellar.serve import Server, ServeSettings, key_digest
+from kvcellar.snapshot import Snapshot
+from kvcellar.tiers.disk import DiskTier
+from kvcellar.tiers.upkeep import exported
 from tests.engine.mixes import small_engine, tokens
 from tests.serve.fake_engine import PATIENCE
 from tests.serve.wire import error_of
@@ -195,6 +200,37 @@ def test_an_archive_warms_another_server(models, tmp_path) -> None:
 def upload(http: httpx.Client, archive: bytes) -> dict[str, Any]:
     parts = (archive[at : at + 50_000] for at in range(0, len(archive), 50_000))
     return done(http.post("/admin/cache/import", content=parts, headers={"content-type": "application/x-tar"}))
+
+
+FORGED: dict[str, Callable[[Snapshot], Snapshot]] = {
+    "a token that the model does not have": lambda one: replace(one, tokens=key_of([10**9] * len(one.span))),
+    "a record of another kind": lambda one: replace(one, record=b'{"shape": 5}'),
+    "a record that is no JSON": lambda one: replace(one, record=b"\xff" * 100),
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_an_archive_that_was_forged_is_refused_and_changes_nothing(models, tmp_path, what) -> None:
+    """Its checksums are right: computing them needs no key."""
+    text = prompt(1, 150)
+    with stored_engine(models["llama"], tmp_path / "one") as engine, served(engine) as http:
+        answer = engine.generate(text, **GREEDY).token_ids
+        written(engine)
+        store = engine._loop.manager.store
+        loaded = store.disk.get(next(one.key for one in store.catalogue if one.parent is None))
+        forger = DiskTier(tmp_path / "forged", identity=store.identity, max_bytes=1 << 20, share_of_free=1.0)
+        assert forger.put(FORGED[what](loaded.snapshot), loaded.chunks)
+        archive = b"".join(exported(forger))
+        forger.close()
+        http.post("/admin/cache/clear", json={})
+        assert listed(http, tier="disk") == []
+        found = upload(http, archive)
+        assert found == {"stored": 0, "refused": {"its record or its tokens are not those of a snapshot": 1}}
+        assert listed(http, tier="disk") == []
+        assert len(store.catalogue) == 0
+        again = engine.generate(text, **GREEDY)
+        assert (again.token_ids, again.usage.cached_tokens) == (answer, 0)
+        engine.check()
 
 
 def test_what_is_no_archive_is_refused_while_it_arrives(models, tmp_path) -> None:

@@ -116,6 +116,7 @@ class Store:
         self._segment = SEGMENT
         self._least = 1  # bytes of staging memory without which the next snapshot is not begun
         self._on_way: set[bytes] = set()  # snapshots that are being written
+        self._early: dict[bytes | None, list[Transfer]] = {}  # that were written before the one that they continue
         self._closed = False
         self._others = Sightings()  # of other identities
         self.written = 0  # tokens
@@ -255,11 +256,19 @@ class Store:
         self._posted((lambda: self._written(transfer)) if transfer.stores else _nothing)
 
     def _written(self, transfer: Transfer) -> None:
-        snapshot = transfer.snapshot
-        self._on_way.discard(snapshot.key)
-        if transfer.outcome is Outcome.STORED and self._locations.of(snapshot.key):  # or it was evicted meanwhile
-            if self.catalogue.add(snapshot, positions(snapshot.record)):
-                self.written += len(snapshot.span)
+        """A snapshot is known once the one that it continues is: threads may end in another order."""
+        rest = [transfer]
+        while rest:
+            ended = rest.pop()
+            snapshot = ended.snapshot
+            if snapshot.parent in self._on_way:
+                self._early.setdefault(snapshot.parent, []).append(ended)
+                continue
+            self._on_way.discard(snapshot.key)
+            rest += self._early.pop(snapshot.key, ())
+            if ended.outcome is Outcome.STORED and self._locations.of(snapshot.key):  # or it was evicted meanwhile
+                if self.catalogue.add(snapshot, positions(snapshot.record)):
+                    self.written += len(snapshot.span)
 
     def stop_reading(self) -> bool:
         """Give up the snapshot that is being read out: its cells are needed. False if there is none."""
@@ -352,6 +361,7 @@ class Store:
         self.catalogue.check()
         self.restores.check()
         self._locations.check()
+        assert self._early.keys() <= self._on_way
         assert self.transfers.staged() <= self.transfers.staging
         assert self._open is None or self._open.writing is self._wanted[0]
 

@@ -1,6 +1,7 @@
 """What `draft` may be, what it costs of the cache's bytes, and what is refused."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from kvcellar.speculate.chain import Chain, Key
 from kvcellar.speculate.drafter import Committed
 from kvcellar.speculate.factory import Target
 from kvcellar.speculate.ngram import NGramDrafter
+from tests.models.mtp import saved_beside
 from tests.zoo import ARCHS
 
 BYTES = 20_000_000
@@ -98,6 +100,33 @@ def test_every_kind_gives_the_same_text_and_is_in_the_statistics(draft: Any, nam
     assert (stats.rounds, stats.drafted, stats.accepted) == (found.rounds, found.drafted, found.accepted)
     assert stats.seconds_saved == pytest.approx(found.seconds_saved)
     assert (stats.cache_bytes > 0) == (draft is small)
+
+
+@pytest.mark.parametrize(("name", "layers"), [("lfm3", 1), ("deepseek-v3", 2)])
+def test_the_own_mtp_layers_of_a_model_draft_for_it(name: str, layers: int, tmp_path: Path) -> None:
+    path, how = saved_beside(tmp_path / "model", name), {"max_tokens": 24, "temperature": 0.0}
+    with Engine(path, cache_bytes=BYTES, threads=1) as made:
+        plain = made.generate(PROMPT, **how).token_ids
+    with Engine(path, draft="mtp", cache_bytes=BYTES, threads=1) as made:
+        built = made._built
+        assert built.loop.manager.drafting.speculator is not None
+        built.loop.manager.drafting.speculator._fixed = 2
+        assert [made.generate(PROMPT, **how).token_ids for _ in range(2)] == [plain, plain]
+        stats = made.stats().speculation
+        made.check()
+    assert built.draft_capacity is not None
+    assert built.capacity.total + built.draft_capacity.total <= BYTES
+    assert stats is not None
+    assert (stats.drafter, stats.refused, stats.deepest) == ("mtp", None, 8 if layers == 1 else layers)
+    assert stats.drafted > 0
+    assert stats.cache_bytes == built.draft_capacity.bytes
+
+
+def test_a_model_without_a_head_is_refused_with_what_can_be_used_instead(tmp_path: Path) -> None:
+    small().save_pretrained(tmp_path)
+    with pytest.raises(DraftRefused, match=r"head: .*draft='ngram', or the directory of a smaller model") as raised:
+        Engine(tmp_path, draft="mtp", cache_bytes=BYTES, threads=1)
+    assert list(raised.value.found) == ["verification"]
 
 
 def test_without_a_draft_nothing_is_reported() -> None:

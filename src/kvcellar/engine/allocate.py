@@ -127,19 +127,15 @@ def _resolved(needs: Needs, settings: Settings, budget: int, because: str) -> Ca
     )
 
 
-def allocated(guest: Guest, capacity: Capacity, context: int) -> Memory:
-    """The memory of a model. Raises `CapacityTooSmall`."""
+def allocated(make: Callable[..., Memory], capacity: Capacity, context: int, device: torch.device) -> Memory:
+    """The memory that `make`, the method of a guest or a head, makes. Raises `CapacityTooSmall`."""
+    rows = {"rows": capacity.states.rows} if capacity.states.rows else {}
     try:
-        memory = guest.memory(
-            capacity.cells,
-            rows=capacity.states.rows,
-            limits=context,
-            max_bytes=capacity.budget,
-        )
+        memory = make(capacity.cells, limits=context, max_bytes=capacity.budget, **rows)
     except (RuntimeError, MemoryError) as error:  # torch's allocators raise either
         raise CapacityTooSmall(
-            f"{capacity.bytes} bytes for {capacity.holds} ({capacity.because}) cannot be had on "
-            f"{guest.device}: {str(error).splitlines()[0]}. Lower cache_bytes."
+            f"{capacity.bytes} bytes for {capacity.holds} ({capacity.because}) cannot be had on {device}: "
+            f"{str(error).splitlines()[0]}. Lower cache_bytes."
         ) from error
     memory.storage.leave_room(capacity.scratch)
     return memory

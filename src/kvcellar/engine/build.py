@@ -126,7 +126,7 @@ def _assembled(
     capacity, own = divided(needs, drafts.needs() if drafts is not None else None, settings, guest.device)
     measures.keep()
     report("allocating memory")
-    memory = allocated(guest, capacity, context)
+    memory = allocated(guest.memory, capacity, context, guest.device)
     if guest.device.type == "cuda":
         prove(guest, memory, max_sequences=capacity.states.sequences, **steps)
     intake = _intake(loaded, memory, capacity, settings, context)

@@ -6,6 +6,7 @@ a memory of its own, for as many sequences.
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -15,13 +16,14 @@ from kvcellar.engine.allocate import Needs, allocated
 from kvcellar.engine.capacity import Capacity
 from kvcellar.engine.draft_memory import DraftMemory
 from kvcellar.engine.measures import Measures, measures_of
+from kvcellar.engine.open_heads import open_head
 from kvcellar.engine.reserve import prove, scratch
 from kvcellar.engine.settings import Settings
 from kvcellar.engine.shares import Shares
 from kvcellar.errors import BadRequest, ModelRefused, shown
 from kvcellar.kernels.packed import pack
 from kvcellar.models.build_guest import build_guest
-from kvcellar.models.draft_fit import DraftFit, draft_fit, fit_of
+from kvcellar.models.draft_fit import Check, DraftFit, draft_fit, fit_of
 from kvcellar.models.guest import Guest
 from kvcellar.models.input_limits import context_of, vocabulary_of
 from kvcellar.models.load import Loaded, is_network, load
@@ -97,7 +99,7 @@ class DraftModel:
     def made(self, capacity: Capacity | None, shares: Shares) -> tuple[Drafter, DraftMemory]:
         assert capacity is not None, "a draft model has a memory"
         self.measures.keep()
-        memory = allocated(self.guest, capacity, self.context)
+        memory = allocated(self.guest.memory, capacity, self.context, self.guest.device)
         if self.guest.device.type == "cuda":
             limits = {"context": self.context, "step_tokens": self.step_tokens}
             prove(self.guest, memory, max_sequences=capacity.states.sequences, **limits)
@@ -120,10 +122,14 @@ def open_drafts(loaded: Loaded, guest: Guest, settings: Settings, context: int) 
     draft = settings.draft
     if draft is None:
         return None
-    if (isinstance(draft, str | Path) and draft != "ngram") or is_network(draft):
-        return _model(draft, loaded, guest, settings)
+    checks: dict[str, Check] = {"verification": lambda: _verifies(guest)}
+    if isinstance(draft, str | Path) and draft != "ngram":
+        head = open_head(draft, loaded, guest, settings, checks)
+        return head if head is not None else _model(draft, loaded, guest, settings, checks)
+    if is_network(draft):
+        return _model(draft, loaded, guest, settings, checks)
     drafter = NGramDrafter() if draft == "ngram" else _made(draft, loaded, guest, context)
-    fit = fit_of(loaded.name, drafter.name, {"verification": lambda: _verifies(guest)})
+    fit = fit_of(loaded.name, drafter.name, checks)
     fit.require()
     return Guesses(drafter, fit, min(drafter.deepest, settings.draft_depth or drafter.deepest))
 
@@ -146,11 +152,17 @@ def _made(draft: DrafterFactory, loaded: Loaded, guest: Guest, context: int) -> 
     return made
 
 
-def _model(draft: "str | Path | PreTrainedModel", target: Loaded, guest: Guest, settings: Settings) -> DraftModel:
+def _model(
+    draft: "str | Path | PreTrainedModel",
+    target: Loaded,
+    guest: Guest,
+    settings: Settings,
+    checks: Mapping[str, Check],
+) -> DraftModel:
     began = time.time_ns()
     report("loading the draft model")
     loaded = load(draft, dtype=settings.dtype, device=str(guest.device))
-    fit = draft_fit(target, loaded, {"verification": lambda: _verifies(guest)})
+    fit = draft_fit(target, loaded, checks)
     fit.require()
     if settings.pack and guest.device.type == "cpu":
         pack(loaded.model)

@@ -70,8 +70,8 @@ class Settings:
     kv_events_replay: str | None = None  # where they are replayed; None: they are not
     kv_events_topic: str = ""  # of all KV events
     kv_events_block: int = 16  # tokens of a block in KV events
-    # what proposes drafts of the next tokens, which the model verifies: ngram; a directory or name of a smaller model;
-    # or a function that makes a drafter; None: nothing does
+    # what proposes drafts of the next tokens, which the model verifies: ngram; mtp, its own MTP layers; a directory or
+    # name of a smaller model; or a function that makes a drafter; None: nothing does
     draft: str | Path | DrafterFactory | None = None
     draft_depth: int | None = None  # most drafts of a completion in a step; None: as many as the drafter allows
     # bytes of `cache_bytes` for a draft model; None: a share by what a token takes in both models, at most half
@@ -107,7 +107,7 @@ class Settings:
         draft = self.draft
         if (draft is not None and not (isinstance(draft, str | Path) or callable(draft))) or draft == "":
             raise BadRequest(
-                f"draft must be ngram, a directory or name of a model, or a function that makes a drafter, not "
+                f"draft must be ngram, mtp, a directory or name of a model, or a function that makes a drafter, not "
                 f"{shown(draft)}",
                 "draft",
             )

@@ -225,7 +225,9 @@ class Runner:
             count, start = kept.rows[_seq(completion)], completion.computed
             hidden = kept.hidden[row : row + count]
             request, text = completion.request, completion.tokens
-            news.append(Committed(completion.key, request.namespace, text, start, text[start : start + count], hidden))
+            new = text[start : start + count]
+            space, retention = request.namespace, request.retention
+            news.append(Committed(completion.key, space, text, start, new, hidden, retention))
             row += tokens + drafts
         self._drafting.committed(news)
 

@@ -1,7 +1,7 @@
 """heads: find the drafting head that belongs to a model, or the reason why there is none that can be used.
 
-MTP layers of the model's own directory are run (`mtp_head.py`). Other kinds are recognised by their configs, and
-refused by name.
+Two kinds are run: MTP layers, of the model's own directory (`mtp_head.py`), and Gemma 4's assistants, which have one of
+their own (`assistant_head.py`). Other kinds are recognised by their configs, and refused by name.
 """
 
 import re
@@ -11,6 +11,7 @@ from typing import Any
 
 from kvcellar.contracts import Backend
 from kvcellar.errors import ModelRefused
+from kvcellar.models.assistant_head import ASSISTANTS, AssistantHead, load_assistant
 from kvcellar.models.config_file import read_object
 from kvcellar.models.find import find
 from kvcellar.models.guest import Guest
@@ -36,7 +37,9 @@ _NAMED: Mapping[str, str] = {  # pattern of a model type, architecture or field,
 }
 
 
-def find_head(draft: str | Path, loaded: Loaded, target: Guest, backends: Sequence[Backend]) -> MtpHead | None:
+def find_head(
+    draft: str | Path, loaded: Loaded, target: Guest, backends: Sequence[Backend]
+) -> MtpHead | AssistantHead | None:
     """The head that `draft` names for a model: "mtp" its own, else that of a directory. None: the directory holds an
     ordinary causal language model.
 
@@ -45,9 +48,15 @@ def find_head(draft: str | Path, loaded: Loaded, target: Guest, backends: Sequen
     if draft == OWN:
         return _own(loaded, target, backends)
     _, path = find(draft)
-    if (why := _other_kind(path)) is not None:
+    kind, why = _kind(path)
+    if why is not None:
         raise ModelRefused(f"{path.name} cannot draft for {loaded.name}: it is {why}. {INSTEAD}")
-    return None
+    if kind not in ASSISTANTS:
+        return None
+    try:
+        return load_assistant(path, target)
+    except ModelRefused as refused:
+        raise ModelRefused(f"{path.name} cannot draft for {loaded.name}: {refused}. {INSTEAD}") from refused
 
 
 def _own(loaded: Loaded, target: Guest, backends: Sequence[Backend]) -> MtpHead:
@@ -62,15 +71,19 @@ def _own(loaded: Loaded, target: Guest, backends: Sequence[Backend]) -> MtpHead:
         raise ModelRefused(f"{refused}. {INSTEAD}") from refused
 
 
-def _other_kind(path: Path) -> str | None:
-    """What the config of a directory says it is, if that is a head that is not used."""
+def _kind(path: Path) -> tuple[str | None, str | None]:
+    """The model type of a directory, and what its config says it is if that is a head that is not used."""
     if not (path / "config.json").is_file():
-        return None
+        return None, None
     fields = read_object(path / "config.json")
-    names = [fields.get("model_type"), fields.get("speculators_model_type"), *_strings(fields.get("architectures"))]
+    model_type = fields.get("model_type")
+    names = [model_type, fields.get("speculators_model_type"), *_strings(fields.get("architectures"))]
     named = [name.lower() for name in names if isinstance(name, str)]
     named += [key for key in fields if re.search(r"^(eagle|dflash|medusa|speculators?)_", key)]
-    return next((why for pattern, why in _NAMED.items() if any(re.search(pattern, name) for name in named)), None)
+    for pattern, why in _NAMED.items():
+        if any(re.search(pattern, name) for name in named):
+            return None, why
+    return model_type if isinstance(model_type, str) else None, None
 
 
 def _strings(value: Any) -> list[Any]:

@@ -74,7 +74,7 @@ def load(model: str | Path | PreTrainedModel | None, *, dtype: Dtype = "auto", d
         generation = _generation_fields(path, fields)
         generation_defaults(generation)  # refuses invalid values before anything is built
         with opened(path) as weights:
-            config = _config(fields, weights)
+            config = config_of(fields, weights)
             report(f"building {config.model_type}")  # transformers imports its module now
             network, notes = _build(path, config, _dtype(dtype, config, weights), weights)
         network.generation_config = _generation_config(path, generation)
@@ -133,7 +133,7 @@ def _generation_config(path: Path, fields: Mapping[str, Any]) -> GenerationConfi
         raise ModelRefused(f"transformers does not accept the generation config of {path.name}: {error}") from error
 
 
-def _config(fields: Mapping[str, Any], weights: WeightsFiles) -> Any:
+def config_of(fields: Mapping[str, Any], weights: WeightsFiles) -> Any:
     """The transformers config, checked against the weights; nothing is built yet."""
     check_depth(fields, weights)
     try:

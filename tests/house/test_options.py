@@ -7,11 +7,12 @@ from typing import Any, Unpack, get_args, get_origin, get_type_hints
 
 import pytest
 
-from kvcellar import BadRequest, Engine, SamplingParams, Session, Settings
+from kvcellar import BadRequest, Engine, RequestOptions, RetentionOptions, SamplingParams, Session, Settings
 from kvcellar.engine.settings import EngineOptions
 from kvcellar.sample.params import SamplingOptions
 
-SAMPLING = [Engine.generate, Engine.stream, Engine.chat, Engine.params, Session.send, Session.stream]
+SAMPLING = [Engine.params, Session.send, Session.stream]
+REQUESTS = [Engine.generate, Engine.stream, Engine.chat]
 
 
 def accepted(kind: Any) -> Any:
@@ -36,6 +37,12 @@ def test_options_are_the_fields_of_the_record(options: Any, record: Any) -> None
 @pytest.mark.parametrize("function", SAMPLING, ids=lambda function: function.__qualname__)
 def test_functions_that_sample_say_which_options_there_are(function: Any) -> None:
     assert inspect.signature(function).parameters["sampling"].annotation == Unpack[SamplingOptions]
+
+
+@pytest.mark.parametrize("function", REQUESTS, ids=lambda function: function.__qualname__)
+def test_functions_that_submit_requests_also_take_a_retention(function: Any) -> None:
+    assert inspect.signature(function).parameters["options"].annotation == Unpack[RequestOptions]
+    assert get_type_hints(RequestOptions) == get_type_hints(SamplingOptions) | {"retention": RetentionOptions | None}
 
 
 def test_the_error_of_an_engine_lists_its_options() -> None:

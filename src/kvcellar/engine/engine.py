@@ -21,7 +21,7 @@ from kvcellar.engine.conversations import Conversations
 from kvcellar.engine.dialogue import Dialogue
 from kvcellar.engine.open_conversations import open_conversations
 from kvcellar.engine.pinning import chat_prefix, check_pinned, is_chat
-from kvcellar.engine.request import Request, fresh_seed
+from kvcellar.engine.request import Request, RequestOptions, fresh_seed, sampling_of
 from kvcellar.engine.result import Collector, Result, Stream, Ticket
 from kvcellar.engine.session import Session
 from kvcellar.engine.settings import EngineOptions, Settings
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 Prompts = Sequence[str] | Sequence[Sequence[int]]
+Started = tuple[Collector, Ticket]
 NEEDED = {"torch": "torch", "transformers": "kvcellar.engine.build"}  # each name, and what imports it
 _OPTIONAL = frozenset(field.name for field in fields(SamplingParams) if field.default is None)
 
@@ -194,42 +195,40 @@ class Engine:
         return Ticket(lambda: self._loop.cancel(request), lambda: request.admitted is not None)
 
     @overload
-    def generate(self, prompt: str, **sampling: Unpack[SamplingOptions]) -> Result: ...  # pyright: ignore[reportOverlappingOverload]
+    def generate(self, prompt: str, **options: Unpack[RequestOptions]) -> Result: ...  # pyright: ignore[reportOverlappingOverload]
     @overload
-    def generate(self, prompt: Sequence[int], **sampling: Unpack[SamplingOptions]) -> Result: ...
+    def generate(self, prompt: Sequence[int], **options: Unpack[RequestOptions]) -> Result: ...
     @overload
-    def generate(self, prompt: Prompts, **sampling: Unpack[SamplingOptions]) -> list[Result]: ...
-    def generate(self, prompt: Any, **sampling: Unpack[SamplingOptions]) -> Result | list[Result]:
+    def generate(self, prompt: Prompts, **options: Unpack[RequestOptions]) -> list[Result]: ...
+    def generate(self, prompt: Any, **options: Unpack[RequestOptions]) -> Result | list[Result]:
         """Continue a text or token ids; a list of them as one batch, with one result each. Blocks until the end.
 
-        Keyword arguments are the fields of `SamplingParams`; the others have the model's defaults. Raises `BadRequest`,
-        `PromptTooLong`, `Overloaded`, `EngineClosed`, `EngineFailed`.
+        Keyword arguments are the fields of `SamplingParams`, where the others have the model's defaults, and
+        `retention`. Raises `BadRequest`, `PromptTooLong`, `Overloaded`, `EngineClosed`, `EngineFailed`.
         """
-        params = self.params(**sampling)
+        params, retention = self.params(**sampling_of(options)), options.get("retention")
         if not _is_batch(prompt):
-            return self._wait(self._ids(prompt), params)
+            return self._wait(self._ids(prompt), params, retention)
         every = [self._ids(one) for one in prompt]
         for ids in every:
             self._built.intake.prompt(ids, params)
-        return self._together(every, params)
+        return self._together([partial(self.start, ids, params, retention=retention) for ids in every])
 
-    def stream(self, prompt: Prompt, **sampling: Unpack[SamplingOptions]) -> Stream:
-        """The completion as it is generated, with `for` or `async for`. Leaving the iteration early cancels the
-        request.
-        """
-        params = self.params(**sampling)
+    def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Stream:
+        """The completion as it is generated, with `for` or `async for`. Leaving the iteration cancels the request."""
+        params, retention = self.params(**sampling_of(options)), options.get("retention")
 
         def submit(deliver: Callable[[Event], None]) -> Ticket:
             self._loop.check_caller()
-            return self.submit(self._ids(prompt), params, deliver=deliver)
+            return self.submit(self._ids(prompt), params, deliver=deliver, retention=retention)
 
         return Stream(submit, params.n)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Unpack[SamplingOptions]) -> Result:
-        """The assistant's next message of a conversation. Blocks until the end; raises what `generate` and `render`
-        raise.
-        """
-        return self._wait(self.render(messages, limit=self.model.context), self.params(**sampling))
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[RequestOptions]) -> Result:
+        """The assistant's next message of a conversation. Blocks until the end; raises what `generate` and
+        `render` raise."""
+        params = self.params(**sampling_of(options))
+        return self._wait(self.render(messages, limit=self.model.context), params, options.get("retention"))
 
     def pin(
         self, prompt: Prompt | Sequence[Mapping[str, Any]], *, namespace: str | None = None, ttl: float | None = None
@@ -255,17 +254,17 @@ class Engine:
         self._loop.call(partial(check_pinned, self._loop.manager.prefixes.tree, space, ids))
         return usage
 
-    def session(self, *, chat: bool = True) -> Session:
-        """A conversation whose K/V stay in memory: each `send` prefills only what is new.
+    def session(self, *, chat: bool = True, retention: RetentionOptions | None = None) -> Session:
+        """A conversation whose K/V stay in memory: each `send` prefills only what is new. `retention` is that of turns.
 
         With `chat`, and a chat template, what is sent are the user's messages; otherwise it is text to continue.
         """
-        return Session(self, self._loop, self._sessions, Dialogue(chat=chat and self.model.has_chat))
+        return self._session(Dialogue(chat=chat and self.model.has_chat), retention)
 
-    def load(self, name: str) -> Session:
+    def load(self, name: str, *, retention: RetentionOptions | None = None) -> Session:
         """A session that continues a conversation which one was saved as (`Session.save`). What it adds is kept under
         the name when it is saved again. Raises what `Conversations.read` raises."""
-        return Session(self, self._loop, self._sessions, self.conversations.read(name)[1])
+        return self._session(self.conversations.read(name)[1], retention)
 
     def params(self, **sampling: Unpack[SamplingOptions]) -> SamplingParams:
         """The model's default sampling parameters with these fields replaced. Raises `BadRequest`.
@@ -319,28 +318,31 @@ class Engine:
         params: SamplingParams,
         session: int | None = None,
         checkpoint_positions: Sequence[int] | None = None,
+        retention: RetentionOptions | None = None,
     ) -> tuple[Collector, Ticket]:
         """Submit a request whose result the caller waits for."""
         self._loop.check_caller()
         collector = Collector(params.n)
-        return collector, self.submit(
-            ids, params, deliver=collector.deliver, session=session, checkpoint_positions=checkpoint_positions
-        )
+        submit = partial(self.submit, ids, params, deliver=collector.deliver, session=session)
+        return collector, submit(checkpoint_positions=checkpoint_positions, retention=retention)
 
-    def _wait(self, ids: Sequence[int], params: SamplingParams) -> Result:
-        collector, ticket = self.start(ids, params)
+    def _session(self, dialogue: Dialogue, retention: RetentionOptions | None) -> Session:
+        return Session(self, self._loop, self._sessions, dialogue, intake.retention_options(retention))
+
+    def _wait(self, ids: Sequence[int], params: SamplingParams, retention: RetentionOptions | None) -> Result:
+        collector, ticket = self.start(ids, params, retention=retention)
         try:
             return collector.result()
         finally:
             ticket.cancel()  # after an interrupted wait
 
-    def _together(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Result]:
+    def _together(self, starts: Sequence[Callable[[], Started]]) -> list[Result]:
         """The results of all prompts; an error of one cancels the others."""
         results: list[Result] = []
-        running: deque[tuple[Collector, Ticket]] = deque()
+        running: deque[Started] = deque()
         try:
-            for ids in prompts:
-                while not self._joins(running, ids, params):
+            for start in starts:
+                while not self._joins(running, start):
                     results.append(running[0][0].result())
                     running.popleft()
             while running:
@@ -351,13 +353,13 @@ class Engine:
                 ticket.cancel()
         return results
 
-    def _joins(self, running: deque[tuple[Collector, Ticket]], ids: Sequence[int], params: SamplingParams) -> bool:
+    def _joins(self, running: deque[Started], start: Callable[[], Started]) -> bool:
         """Submit one more prompt of a batch. False if some of the batch have to end first, so that it does not fill the
         queue."""
         if len(running) > self._built.settings.max_waiting // 2:
             return False
         try:
-            running.append(self.start(ids, params))
+            running.append(start())
         except Overloaded:
             if not running:
                 raise

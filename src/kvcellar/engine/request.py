@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from kvcellar.events import (
     Delta,
@@ -32,10 +32,21 @@ from kvcellar.events import (
     Usage,
 )
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
-from kvcellar.sample.params import SamplingParams
+from kvcellar.sample.params import SamplingOptions, SamplingParams
 from kvcellar.sample.sampler import Sampler
 from kvcellar.spans import Span
 from kvcellar.text.output import Output, Stops
+
+
+class RequestOptions(SamplingOptions, total=False):
+    """The fields of `SamplingParams`, and `retention`: how what the request uses and computes is kept."""
+
+    retention: RetentionOptions | None
+
+
+def sampling_of(options: RequestOptions) -> SamplingOptions:
+    """All of them but the retention."""
+    return cast(SamplingOptions, {name: value for name, value in options.items() if name != "retention"})
 
 
 class Status(Enum):

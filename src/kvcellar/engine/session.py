@@ -23,6 +23,7 @@ from kvcellar.engine.result import Collector, Result, Ticket
 from kvcellar.engine.stats import ModelCard
 from kvcellar.errors import BadRequest
 from kvcellar.events import Delta
+from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingOptions, SamplingParams
 
 if TYPE_CHECKING:
@@ -40,16 +41,24 @@ class Host(Protocol):
     def render(self, messages: Sequence[Mapping[str, Any]], *, limit: int | None = None) -> list[int]: ...
     def params(self, **sampling: Unpack[SamplingOptions]) -> SamplingParams: ...
     def start(
-        self, ids: Sequence[int], params: SamplingParams, session: int, checkpoint_positions: Sequence[int]
+        self,
+        ids: Sequence[int],
+        params: SamplingParams,
+        session: int,
+        checkpoint_positions: Sequence[int],
+        retention: RetentionOptions,
     ) -> tuple[Collector, Ticket]: ...
 
 
 class Session:
     """Created by `Engine.session`. In a chat, `send` takes user messages; otherwise it takes text to continue."""
 
-    def __init__(self, engine: Host, loop: "Loop", numbers: Iterator[int], dialogue: Dialogue) -> None:
-        """`numbers`: session numbers; takes the next one. The session owns `dialogue`."""
+    def __init__(
+        self, engine: Host, loop: "Loop", numbers: Iterator[int], dialogue: Dialogue, retention: RetentionOptions
+    ) -> None:
+        """`numbers`: session numbers; takes the next one. The session owns `dialogue`. `retention` is that of turns."""
         self._engine, self._loop, self._numbers, self._dialogue = engine, loop, numbers, dialogue
+        self._retention = retention
         self._number = next(numbers)
         self._busy = threading.Lock()
         self._closed = False
@@ -93,9 +102,10 @@ class Session:
         self.close()
 
     def fork(self) -> "Session":
-        """A second session that continues from here. What both have in common is in memory once."""
+        """A second session that continues from here, with the same retention. What both have in common is in memory
+        once."""
         with self._alone():
-            return Session(self._engine, self._loop, self._numbers, self._dialogue.copy())
+            return Session(self._engine, self._loop, self._numbers, self._dialogue.copy(), self._retention)
 
     def rewind(self, turns: int = 1) -> None:
         """Discard the last `turns` turns."""
@@ -123,7 +133,8 @@ class Session:
                 raise BadRequest(f"n is {params.n}; a turn of a session has one answer. Fork the session instead.", "n")
             prompt = self._prompt(text, params)
             positions = self._dialogue.checkpoint_positions(prompt.ids)
-            collector, ticket = self._engine.start(prompt.ids, prompt.params, self._number, positions)
+            start = self._engine.start
+            collector, ticket = start(prompt.ids, prompt.params, self._number, positions, self._retention)
             try:
                 yield collector
                 yield from collector.deltas()

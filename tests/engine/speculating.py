@@ -82,7 +82,7 @@ class Oracle(Silent):
 def speculates(engine: Engine, drafter: Drafter | None, depth: int = 4) -> None:
     """Let an engine draft from now on, in every round `depth` tokens for each completion, or not at all."""
     drafting = engine._built.loop.manager.drafting
-    drafting._speculator = Speculator(drafter, fixed=depth) if drafter is not None else None
+    drafting.speculator = Speculator(drafter, fixed=depth) if drafter is not None else None
 
 
 @dataclass(frozen=True)

@@ -383,7 +383,7 @@ def test_a_change_that_fails_or_is_lost_clears_all_and_events_go_on(monkeypatch)
             else:
                 events._put(lambda: 1 // 0)
             listener.until("GPU", set())
-            assert events.lost_changes == number + 1
+            assert engine.stats().kv_events_lost == number + 1
             text += tokens(random.Random(number), 24)
             engine.generate(text, **GREEDY)
             until_known()

@@ -265,6 +265,33 @@ def test_entries_that_are_used_again_are_kept_as_the_last_request_wants(saved, t
                 assert time.monotonic() < until, f"{tier.name} has not renewed its entry"
 
 
+def test_a_later_request_without_a_ttl_keeps_what_was_stored_with_one(saved, tmp_path) -> None:  # noqa: F811
+    prompt = next(conversation("lifted"))
+
+    def expiring(engine: Engine) -> set[bool]:
+        return {entry.retention.expires is not None for entry in store_of(engine).transfers.tiers[0].entries()}
+
+    def lifted(engine: Engine) -> None:
+        until = time.monotonic() + 20
+        asked(engine, prompt)
+        while True in expiring(engine):
+            assert time.monotonic() < until, "what a request without a TTL has used expires"
+            time.sleep(0.005)
+        settled(engine)
+
+    for restarted in (False, True):
+        directory = tmp_path / f"store {restarted}"
+        with opened(saved["llama"], directory) as engine:
+            asked(engine, prompt, retention=RetentionOptions(ttl=3600.0))
+            acknowledged(engine)
+            assert expiring(engine) == {True}
+            if not restarted:
+                lifted(engine)
+        if restarted:
+            with opened(saved["llama"], directory) as engine:
+                lifted(engine)
+
+
 def test_a_cancelled_request_frees_what_was_read_for_it(saved, tmp_path, monkeypatch) -> None:  # noqa: F811
     prompt = next(conversation("cancelled", 1, 400))
     with opened(saved["llama"], tmp_path / "store") as engine:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from kvcellar.errors import BadRequest, KvcellarError, shown
 from kvcellar.events import Usage
+from kvcellar.serve.text_file import text_of
 
 MOST_BYTES = 64 * 2**20  # of a file
 
@@ -34,7 +35,7 @@ def read_pinned(file: Path) -> list[Line]:
     """The prompts of a file, in order. Raises `BadRequest`."""
     return [
         Line(where, _prompt(where, line))
-        for number, line in enumerate(_text(file).split("\n"), 1)
+        for number, line in enumerate(text_of(file, MOST_BYTES, "pin_file").split("\n"), 1)
         if line.strip() and (where := f"{file}, line {number}")
     ]
 
@@ -49,21 +50,6 @@ def pin_all(engine: Pins, lines: list[Line]) -> str:
             raise _wrong(f"{line.where}: {error}") from error
         tokens, found = tokens + usage.prompt_tokens, found + usage.cached_tokens
     return f"{len(lines)} prompts with {tokens} tokens are pinned; {found} tokens did not have to be computed"
-
-
-def _text(file: Path) -> str:
-    try:
-        with file.open("rb") as opened:
-            content = opened.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise _wrong(f"{file} cannot be read: {error.strerror}") from error
-    if len(content) > MOST_BYTES:
-        raise _wrong(f"{file} is larger than {MOST_BYTES} bytes")
-    try:
-        return content.decode("utf-8-sig")  # skips the byte order mark that some editors write
-    except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
-        raise _wrong(f"{file}, line {line}: it is not UTF-8 text") from error
 
 
 def _prompt(where: str, line: str) -> str | list[Any]:

@@ -114,6 +114,7 @@ class EngineStats:
     shifts: int  # context shifts that rotated keys
     recomputes: Mapping[str, int]  # context shifts that recomputed text instead, by reason
     compacted: int  # cells moved by compaction
+    kv_events_lost: int  # how often subscribers of KV events were told to forget all blocks, as changes were lost
 
     @property
     def cells_used(self) -> int:
@@ -181,6 +182,7 @@ def stats(built: "Built") -> EngineStats:
         shifts=loop.manager.shifts,
         recomputes=dict(loop.manager.recomputes),
         compacted=loop.compaction.moved,
+        kv_events_lost=loop.manager.events.lost_changes if loop.manager.events is not None else 0,
     )
 
 

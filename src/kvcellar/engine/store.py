@@ -116,6 +116,7 @@ class Store:
         self._segment = SEGMENT
         self._least = 1  # bytes of staging memory without which the next snapshot is not begun
         self._on_way: set[bytes] = set()  # snapshots that are being written
+        self._expiring: set[bytes] = set()  # snapshots that have a TTL, or had one
         self._early: dict[bytes | None, list[Transfer]] = {}  # that were written before the one that they continue
         self._closed = False
         self._others = Sightings()  # of other identities
@@ -130,14 +131,17 @@ class Store:
             self._locations.stored(tier.name, [entry.snapshot for entry in chains(entries)])
             found += entries
         for entry in chains(found):
-            self._learn(entry.snapshot)
+            self._learn(entry)
         for identity, snapshot in self.disk.others(MOST_OTHERS) if self.disk is not None else ():
             self._others.note(snapshot.namespace, identity.hex(), snapshot.tokens)
         self._prefixes.know_others(self._others, self._identity.hex())
 
-    def _learn(self, snapshot: Snapshot) -> None:
+    def _learn(self, entry: Entry) -> None:
+        snapshot = entry.snapshot
         try:
             self.catalogue.add(snapshot, positions(snapshot.record))
+            if entry.retention.expires is not None:
+                self._expiring.add(snapshot.key)
         except KvcellarError as error:
             log.warning("a stored snapshot is not used: %s", error)
             self.transfers.remove([snapshot.key])
@@ -148,6 +152,7 @@ class Store:
             if gone.why == "damaged" and (lost := self.catalogue.path(gone.key)) is not None:
                 self._prefixes.losses.damaged(*lost, f"the {gone.tier} tier had other bytes than were written")
             self.catalogue.remove(gone.key)
+            self._expiring.discard(gone.key)
 
     # -- writing ------------------------------------------------------------------------------------------------
 
@@ -156,8 +161,11 @@ class Store:
         What is stored of them already is kept at least as long as `retention` says."""
         self._forget_gone()
         chain = self.catalogue.whole(namespace, key)
-        if chain and replace(retention, owner="") != DEFAULT:
-            self.transfers.renew([snapshot.key for snapshot in chain], retention)
+        stated = replace(retention, owner="") != DEFAULT
+        if keys := [one.key for one in chain if stated or one.key in self._expiring]:
+            self.transfers.renew(keys, retention)
+        if retention.expires is None:
+            self._expiring.difference_update(keys)
         at = chain[-1].span.end if chain else 0
         if len(self._wanted) < MOST_WANTED and len(key) // TOKEN - at >= LEAST and not self._closed:
             self._wanted.append(_Writing(namespace, key, retention, at, chain[-1].key if chain else None))
@@ -248,6 +256,8 @@ class Store:
         opened.reading.close()
         self._open = None
         self._on_way.add(snapshot.key)
+        if writing.retention.expires is not None:
+            self._expiring.add(snapshot.key)
         writing.at, writing.parent = snapshot.span.end, snapshot.key
         self.transfers.put(opened.transfer, opened.done, writing.retention)
 
@@ -269,6 +279,8 @@ class Store:
             if ended.outcome is Outcome.STORED and self._locations.of(snapshot.key):  # or it was evicted meanwhile
                 if self.catalogue.add(snapshot, positions(snapshot.record)):
                     self.written += len(snapshot.span)
+            if snapshot.key not in self.catalogue:
+                self._expiring.discard(snapshot.key)
 
     def stop_reading(self) -> bool:
         """Give up the snapshot that is being read out: its cells are needed. False if there is none."""
@@ -336,7 +348,7 @@ class Store:
         found = chains(entries)
         self._locations.stored(tier, [entry.snapshot for entry in found])
         for entry in found:
-            self._learn(entry.snapshot)
+            self._learn(entry)
 
     def remove_all(self, keys: Iterable[bytes] | None = None) -> int:
         """Remove these snapshots, or all, from all tiers; returns how many. May be called from any thread."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kvcellar.errors import BadRequest
 from kvcellar.serve.settings import key_digest
+from kvcellar.serve.text_file import text_of
 
 VARIABLE, ADMIN_VARIABLE = "KVCELLAR_API_KEY", "KVCELLAR_ADMIN_KEY"
 MAX_BYTES = 2**20  # largest key file
@@ -54,7 +55,8 @@ def permission_warning(file: Path) -> str | None:
 def _keys_in(file: Path) -> dict[bytes, tuple[int, str]]:
     """By the digest of each key: its line number, and the key."""
     found: dict[bytes, tuple[int, str]] = {}
-    for number, line in enumerate(_text(file).split("\n"), 1):
+    text = text_of(file, MAX_BYTES, "api_key_file", "; a key file has one key per line")
+    for number, line in enumerate(text.split("\n"), 1):
         key = line.strip(" \t\r")
         if not key or key.startswith("#"):
             continue
@@ -67,21 +69,6 @@ def _keys_in(file: Path) -> dict[bytes, tuple[int, str]]:
     if not found:
         raise _wrong(f"{file} has no key: write one per line, or leave the option out to serve without keys")
     return found
-
-
-def _text(file: Path) -> str:
-    try:
-        with file.open("rb") as opened:
-            content = opened.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise _wrong(f"{file} cannot be read: {error.strerror}") from error
-    if len(content) > MAX_BYTES:
-        raise _wrong(f"{file} is larger than {MAX_BYTES} bytes; a key file has one key per line")
-    try:
-        return content.decode("utf-8-sig")  # skips the byte order mark that some editors write
-    except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
-        raise _wrong(f"{file}, line {line}: it is not UTF-8 text") from error
 
 
 def _digest(key: str, where: str) -> bytes:

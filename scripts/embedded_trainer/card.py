@@ -101,18 +101,20 @@ def head_section(head: dict[str, Any]) -> list[str]:
     {head["machine"]}, with torch {head["torch"]}."""
     measured = """
     Acceptance by position: the probability that a draft is accepted, given that those before it were, on continuations
-    of held-out library files, sampled from the model at that temperature (texts that end in a loop are left out).
+    of held-out library files, sampled from the model at that temperature (texts that end in a loop are left out); in
+    the last column that of a first draft behind each token of the files themselves.
     `python scripts/train_embedded.py --stage head --measure` prints it."""
     depth = len(head["acceptance"][0]["accepted"])
     rows = [
-        [f"{a['temperature']:g}", str(a["texts"]), str(a["drafts"]), *(f"{rate:.3f}" for rate in a["accepted"])]
+        [f"{a['temperature']:g}", str(a["texts"]), str(a["drafts"])]
+        + [f"{rate:.3f}" for rate in (*a["accepted"], a["on_files"])]
         for a in head["acceptance"]
     ]
     return [
         "## MTP head",
         *(["**Provisional:** taken from a run that was not finished."] if unfinished else []),
         *(paragraph(text) for text in (what, how, measured)),
-        table(["temperature", "texts", "first drafts", *(f"draft {i + 1}" for i in range(depth))], rows),
+        table(["temperature", "texts", "first drafts", *(f"draft {i + 1}" for i in range(depth)), "files"], rows),
     ]
 
 

@@ -23,7 +23,7 @@ CONTEXT_TOKENS = 192  # of held-out code before a continuation
 CONTINUED_TOKENS = 128
 PROMPTS = 96
 TEMPERATURES = (0.0, 0.8)
-DEPTH = 4  # drafts of a chain that are measured
+DEPTH = 6  # drafts of a chain that are measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,13 @@ class Acceptance:
     texts: int  # continuations that do not end in a loop and have no end of text
     drafts: int  # first drafts measured
     accepted: tuple[float, ...]
+    on_files: float  # of the first draft, on held-out text as it stands in the files
 
 
-def contexts(stream: Tensor) -> Tensor:
-    """Held-out text, evenly spread. -> [PROMPTS, CONTEXT_TOKENS]"""
-    last = len(stream) - CONTEXT_TOKENS
-    return torch.stack([stream[i * last // PROMPTS :][:CONTEXT_TOKENS].long() for i in range(PROMPTS)])
+def contexts(stream: Tensor, tokens: int) -> Tensor:
+    """Held-out text, evenly spread. -> [PROMPTS, tokens]"""
+    last = len(stream) - tokens
+    return torch.stack([stream[i * last // PROMPTS :][:tokens].long() for i in range(PROMPTS)])
 
 
 def agreement(logits: Tensor, wanted: Tensor, tokens: Tensor, temperature: float) -> Tensor:
@@ -74,14 +75,31 @@ def accepted(
     return rates
 
 
+@torch.no_grad()
+def first_accepted(model: Exported, weights: Weights, ids: Tensor, temperature: float) -> float:
+    """ids [B,T], any text -> the probability that the draft behind each of its tokens is accepted, on average."""
+    head = MtpHead(model.shape, ids.shape[1], 1, torch.float32)
+    ours, theirs = ({name: w.float() for name, w in group.items()} for group in (weights, model.weights))
+    embedding = theirs["model.embed_tokens.weight"]
+    hidden = head.network.hidden(theirs, ids)
+    (output,) = head.chain(ours, theirs, ids, hidden)
+    q, p = F.linear(output, embedding), F.linear(hidden[:, 1:], embedding)
+    if temperature == 0:
+        return float((q.argmax(-1) == p.argmax(-1)).float().mean())
+    return float(torch.minimum((q / temperature).softmax(-1), (p / temperature).softmax(-1)).sum(-1).mean())
+
+
 def measure_head(model: Exported, weights: Weights, stream: Tensor) -> list[dict[str, Any]]:
     """At each temperature, on continuations of the held-out `stream`, sampled from the model."""
-    speaker, prompts, found = Speaker(model.folder), contexts(stream), []
+    speaker, prompts, found = Speaker(model.folder), contexts(stream, CONTEXT_TOKENS), []
+    files = contexts(stream, CONTEXT_TOKENS + CONTINUED_TOKENS)
     for temperature in TEMPERATURES:
         out = speaker.continued(prompts, CONTINUED_TOKENS, temperature, 1.0, top_p=1.0)
         kept = [i for i, row in enumerate(out.tolist()) if EOS not in row and not loops(row)]
         ids = torch.cat([prompts, out], 1)[kept]
         rates = accepted(model, weights, ids, CONTEXT_TOKENS, temperature)
         drafts = len(kept) * (CONTINUED_TOKENS + 1 - DEPTH)
-        found.append(asdict(Acceptance(temperature, len(kept), drafts, tuple(round(rate, 3) for rate in rates))))
+        on_files = round(first_accepted(model, weights, files, temperature), 3)
+        rounded = tuple(round(rate, 3) for rate in rates)
+        found.append(asdict(Acceptance(temperature, len(kept), drafts, rounded, on_files)))
     return found

@@ -14,7 +14,7 @@ from scripts.embedded_trainer.card import render
 from scripts.embedded_trainer.command import main, options
 from scripts.embedded_trainer.export import write_json, write_model
 from scripts.embedded_trainer.head import MtpHead, SoftSurprise, head_config, head_shapes, initial_head
-from scripts.embedded_trainer.head_evaluation import accepted, agreement
+from scripts.embedded_trainer.head_evaluation import accepted, agreement, first_accepted
 from scripts.embedded_trainer.head_release import compare_head, exported_head, release_head
 from scripts.embedded_trainer.head_training import Exported, HeadRecipe, HeadTask, NoModel, exported
 from scripts.embedded_trainer.network import Network, Shape, Weights, hf_config, initial_weights
@@ -216,6 +216,15 @@ def test_acceptance_at_temperature_0_is_that_of_drafting_and_verifying(model: Ex
     wanted = [lengths[i + 1] / max(lengths[i], 1e-9) for i in range(depth)]
     assert rates == pytest.approx(wanted)
     assert lengths[0] > 40
+
+
+def test_acceptance_on_any_text_is_that_of_a_draft_behind_each_token(model: Exported) -> None:
+    weights = shaken(initial_head(model.shape, model.weights, 0), 3)
+    text = torch.randint(3, 300, (4, 14), generator=torch.Generator().manual_seed(0))
+    same = [
+        drafted(model, weights, text[:, :end], 1) == greedy(model, text[:, :end], 1)[:, -1:] for end in range(2, 15)
+    ]
+    assert first_accepted(model, weights, text, 0.0) == pytest.approx(float(torch.cat(same).float().mean()))
 
 
 @pytest.mark.parametrize("temperature", [0.8, 1.0])

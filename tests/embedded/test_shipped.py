@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from kvcellar.models import embedded
 from scripts.embedded_trainer.card import render
 from scripts.embedded_trainer.corpus import Source
+from scripts.embedded_trainer.head import head_config
 from scripts.embedded_trainer.network import Network, Shape, count_parameters, hf_config, initial_weights, weight_shapes
 
 # written for this test, so not part of any training text
@@ -71,7 +72,7 @@ def ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 
 
 def test_config_is_that_of_the_trained_shape(shape: Shape) -> None:
-    assert read_json("config.json") == hf_config(shape)
+    assert read_json("config.json") == hf_config(shape) | head_config()
 
 
 def test_weights_are_the_shapes_in_bfloat16(shape: Shape) -> None:

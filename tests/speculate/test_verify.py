@@ -4,6 +4,7 @@ memory what plain decoding keeps."""
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -198,3 +199,14 @@ def test_a_cleared_chain_is_plain_decoding() -> None:
     one.check()
     assert (one.left, one.rows) == (0, 1)
     assert one_round(one).drawn[0] == draw(TARGET([0]), [sampler(noise=9)], [1])[0]
+
+
+@given(st.integers(0, 10**6), st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(1, 9))
+def test_rows_that_are_drawn_in_parts_have_the_same_tokens(seed: int, depths: list[int], part: int) -> None:
+    chains = [chain(sampler(noise=seed + number, logprobs=2), depth) for number, depth in enumerate(depths)]
+    for one in chains:
+        guesses(seed)(one)
+    logits = random_logits(sum(one.rows for one in chains), seed=seed)
+    with mock.patch("kvcellar.speculate.verify.PART", part):
+        found = verify(chains, logits)
+    assert found == verify(chains, logits)

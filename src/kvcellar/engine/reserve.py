@@ -10,7 +10,7 @@ import gc
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 from weakref import finalize
 
@@ -34,6 +34,7 @@ from kvcellar.sample.draw import MAX_VOCAB, draw
 from kvcellar.sample.params import MAX_LOGPROBS, SamplingParams
 from kvcellar.sample.sampler import Sampler
 from kvcellar.spans import Span
+from kvcellar.speculate.verify import PART
 
 ROWS = (136, 160)  # of a prompt: both larger than the blocks of rows in which a backend computes scores
 SCANNED = (258, 514)  # the same with recurrent layers: one row of its own, the others one more than chunks of a scan
@@ -92,9 +93,9 @@ class _Steps:
         _define(made)
         return made
 
-    def _tried(self, feeds: Sequence[Feed], *, draws: int | None = None) -> int:
+    def _tried(self, feeds: Sequence[Feed], *, wanted: int | None = None, draws: bool = True) -> int:
         report("measuring the largest steps")
-        return _tried(self._guest, self._memory, feeds, draws=draws)
+        return _tried(self._guest, self._memory, feeds, wanted=wanted, draws=draws)
 
     def read(self, rows: int, remembered: int) -> int:
         """Of prompts; `remembered` does not include `rows`."""
@@ -109,17 +110,25 @@ class _Steps:
 
     def split(self, sequences: int, _: int) -> int:
         feeds = [Feed(seq, Span(0, 2), revertible=True) for seq in range(sequences)]
-        return self._known.of(f"{sequences} pairs in parts", lambda: self._tried(feeds, draws=0))
+        return self._known.of(f"{sequences} pairs in parts", lambda: self._tried(feeds, wanted=0))
 
     def drawn(self, rows: int, *, beside: int) -> int:
-        """Of so many rows that are drawn, beside fewer."""
-        measure = self.write if self._guest.mode == "flat" else self._alone
-        more, fewer = (continued(measure, (count, 1), (WRITERS, REMEMBERED)) for count in (rows, beside))
-        return max(0, more - fewer)
+        """Of so many rows with logits, beside fewer. Up to `PART` of them are drawn at once."""
 
-    def _alone(self, rows: int, _: int) -> int:
-        """Of the rows of one sequence."""
-        return self._known.of(f"{rows} rows drawn", lambda: self._tried([Feed(0, Span(0, rows))], draws=rows))
+        def at(count: int, *, draws: bool) -> int:
+            measure = partial(self._logits, draws=draws)
+            return continued(measure, (count, 1), (WRITERS, REMEMBERED))
+
+        more, fewer = (at(count, draws=False) for count in (rows, beside))
+        sizes = [min(count, PART) for count in (rows, beside)]
+        draws, drawn = (at(count, draws=True) - at(count, draws=False) for count in sizes)
+        return max(0, more - fewer) + max(0, draws - drawn)
+
+    def _logits(self, rows: int, _: int, *, draws: bool) -> int:
+        """Of rows with logits, of as many sequences or, solo, of one."""
+        feeds = _writers(rows, 2) if self._guest.mode == "flat" else [Feed(0, Span(0, rows))]
+        name = f"{rows} rows with logits" + (", drawn" if draws else "")
+        return self._known.of(name, lambda: self._tried(feeds, wanted=rows, draws=draws))
 
 
 def prove(
@@ -142,9 +151,9 @@ def prove(
         each = max(1, min(writers, step_tokens // (1 + deepest), ROUND // (1 + deepest)))
         drafts = [Feed(seq, Span(end - 1 - deepest, end), revertible=True) for seq in range(each)]
         steps.append((drafts, each * (1 + deepest)))
-    for feeds, draws in steps:
+    for feeds, rows in steps:
         try:
-            _tried(guest, memory, feeds, draws=draws)
+            _tried(guest, memory, feeds, wanted=rows)
         except torch.OutOfMemoryError as error:
             raise CapacityTooSmall(
                 f"a step of {sum(len(feed.pos) for feed in feeds)} tokens at position {end} does not fit beside "
@@ -189,18 +198,20 @@ def _define(memory: Memory) -> None:
     memory.abandon()
 
 
-def _tried(guest: Guest, memory: Memory, feeds: Sequence[Feed], *, draws: int | None = None) -> int:
-    """The bytes that one reserved step takes, with a draw for each feed or for the first `draws` rows, without the step
-    tables that it adds: these grow by powers of two, so they are not on a line through the measured steps (see
-    `_row_tables`). The step is abandoned."""
+def _tried(
+    guest: Guest, memory: Memory, feeds: Sequence[Feed], *, wanted: int | None = None, draws: bool = True
+) -> int:
+    """The bytes that one reserved step takes, with logits and draws of as many rows as there are feeds, or of the first
+    `wanted` rows, without the step tables that it adds: these grow by powers of two, so they are not on a line through
+    the measured steps (see `_row_tables`). The step is abandoned."""
     batch, tables = Batch(tuple(feeds)), memory.storage.table_bytes
     with uncollected(), peak(guest.device) as meter:
         plan = memory.begin(batch, reserve=True)
         try:
             ids = torch.zeros(batch.tokens, dtype=torch.long, device=guest.device)
-            count = len(feeds) if draws is None else draws
+            count = len(feeds) if wanted is None else wanted
             logits = guest.forward(memory, plan, ids, torch.arange(count, device=guest.device))
-            if count:
+            if draws and count:
                 _draw(logits)
         finally:
             memory.abandon()
@@ -213,7 +224,8 @@ def _draw(logits: Tensor) -> None:
     and drawing from NaN takes fewer bytes."""
     vocab = min(logits.shape[1], MAX_VOCAB)
     sampler = Sampler(HUNGRY, seed=0, index=0, prompt_ids=(), vocab_size=vocab, end_ids=frozenset())
-    draw(logits.zero_(), [sampler] * len(logits), [0] * len(logits))
+    for part in logits.zero_().split(PART):
+        draw(part, [sampler] * len(part), [0] * len(part))
 
 
 @contextmanager

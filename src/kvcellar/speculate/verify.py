@@ -15,6 +15,8 @@ from torch import Tensor
 from kvcellar.sample.draw import Drawn, draw
 from kvcellar.speculate.chain import Chain
 
+PART = 64  # rows that are drawn at once: a draw takes up to 90 bytes for each token of the vocabulary and each row
+
 
 @dataclass(frozen=True, slots=True)
 class Verified:
@@ -35,7 +37,8 @@ def verify(chains: Sequence[Chain], logits: Tensor) -> list[Verified]:
     samplers = [sampler for chain in chains for sampler in chain.samplers]
     positions = [chain.pos + row for chain in chains for row in range(chain.rows)]
     drafts = [draft for chain in chains for draft in (*chain.drafts, None)]
-    drawn = draw(logits, samplers, positions, drafts)
+    parts = [slice(start, start + PART) for start in range(0, len(samplers), PART)]
+    drawn = [one for at in parts for one in draw(logits[at], samplers[at], positions[at], drafts[at])]
     verdicts: list[Verified] = []
     row = 0
     for chain in chains:

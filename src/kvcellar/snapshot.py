@@ -5,12 +5,15 @@ snapshots of a sequence are a chain. Its key is a digest of everything that deci
 memory (weights, storage, shape of the groups), the namespace, and all tokens from the first one to the last.
 """
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
 from kvcellar.spans import Span
 
 KEY = 32  # bytes of a key
+MOST_AHEAD = 8  # tokens behind its own that an entry may depend on
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +45,15 @@ def key_after(parent: bytes | None, *, identity: bytes, namespace: str, tokens: 
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.digest()
+
+
+def looking_ahead(tokens: Sequence[int], ahead: int) -> "array[int]":
+    """What stands for the tokens of a text where the entry at each position depends on `ahead` tokens behind it, too:
+    entries of two texts are equal if these are, from the first one on. They are the tokens that entries look ahead to;
+    the first one then stands for all tokens that it depends on. It is a digest of 32 bits, since stored ids have no
+    more. (If two were equal by chance, drafts would be worse, and texts the same.)"""
+    found = array("q", tokens[ahead:])
+    if ahead and found:
+        depends_on = array("q", tokens[: ahead + 1]).tobytes()
+        found[0] = int.from_bytes(blake2b(depends_on, digest_size=4).digest())
+    return found

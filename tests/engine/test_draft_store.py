@@ -31,7 +31,7 @@ def settled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 class Opened:
     """A drafter of the model in a directory, on a store in another one."""
 
-    def __init__(self, guest: Guest, path: Path, store: Path | None, *, role: str = "") -> None:
+    def __init__(self, guest: Guest, path: Path, store: Path | None, *, role: str = "draft model") -> None:
         cells = {group.name: 1024 for group in guest.shape.groups}
         memory = guest.memory(cells, rows=40 if guest.shape.recurrent is not None else 0)
         self.cache, self.calls = DraftMemory(memory, in_parts=guest.no_partial_commit is None), SimpleQueue[Any]()

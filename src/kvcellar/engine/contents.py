@@ -5,7 +5,7 @@ slices between steps, so that no request waits for more than one slice; the stor
 thread.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from kvcellar.engine.stats import stats
 from kvcellar.engine.store import Store
 from kvcellar.errors import BadRequest
 from kvcellar.prefix.listing import Listed, Walk
-from kvcellar.prefix.node import TOKEN, Node, key_of
+from kvcellar.prefix.node import TOKEN, Node, key_of, key_to, root_of
 from kvcellar.snapshot import Snapshot
 from kvcellar.tiers import upkeep
 from kvcellar.tiers.disk import DiskTier
@@ -151,24 +151,56 @@ class Contents:
         it; what begins with these tokens. Of the store, only what this engine can read. Raises `BadRequest` if
         nothing is named, or too little."""
         upkeep.check_named(namespace, entry, prefix)
-        removed, key = 0, key_of(prefix or ())
-        if (disk := self.disk) is not None:
-            stored = [one for one in upkeep.entries(disk) if one.row.identity == self._store.identity]
-            removed = self._drop(upkeep.selected(stored, namespace=namespace, entry=entry, prefix=key))
+        key, removed = key_of(prefix or ()), 0
+        texts = [(namespace, key)] if entry is None else []
+        if (store := self._loop.manager.store) is not None:
+            texts += upkeep.beginnings(self._on_disk(store), entry) if entry is not None else []
+            removed = self._drop(store, self._stored(store, namespace, entry, key))
         nodes = self._selected(namespace, entry, key)
+        if entry is not None:
+            texts += self._loop.call(lambda: [(root_of(node).namespace, key_to(node)) for node in nodes])
+        self._remove_drafts(texts)
         return Removed(sum(map(self._discard, nodes)), removed)
 
     def clear(self) -> Removed:
         """Remove all that no running request uses, from memory and from the store."""
         removed = 0
-        if self._loop.manager.store is not None:
-            removed = self._drop(None)
+        if (store := self._loop.manager.store) is not None:
+            removed = self._drop(store, None)
+        self._remove_drafts([(None, b"")])
         roots = self._loop.call(lambda: self._loop.manager.prefixes.tree.roots())
         return Removed(sum(self._discard(root) for root in roots), removed)
 
-    def _drop(self, keys: list[bytes] | None) -> int:
-        """Remove these entries of all tiers, or all that this engine can read; returns how many."""
-        store = self._store
+    def _on_disk(self, store: Store) -> list[upkeep.Stored]:
+        """The entries on disk that a store can read; none without a disk."""
+        disk = store.disk
+        return [one for one in upkeep.entries(disk) if one.row.identity == store.identity] if disk is not None else []
+
+    def _stored(self, store: Store, namespace: str | None, entry: str | None, key: bytes) -> set[bytes]:
+        """The entries of a store that are to be removed: those on disk, where others may have stored more, and those
+        that it knows of, in any tier."""
+        found = set(upkeep.selected(self._on_disk(store), namespace=namespace, entry=entry, prefix=key))
+        for begins in upkeep.beginnings_of(key) if entry is None else ():
+            found.update(self._loop.call(lambda begins=begins: store.catalogue.beginning(namespace, begins)))
+        return found
+
+    def _remove_drafts(self, texts: Sequence[tuple[str | None, bytes]]) -> None:
+        """Remove what drafts are made of: of these texts, by namespace, or in all, and the tokens that they begin
+        with."""
+        drafting = self._loop.manager.drafting
+        if (memory := drafting.memory) is not None and (store := memory.store) is not None:
+            for namespace, key in texts:
+                known = key if len(key) > memory.ahead * TOKEN else b""  # of fewer tokens, an entry tells nothing
+                self._drop(store, self._stored(store, namespace, None, known))
+
+        def forget() -> None:
+            for namespace, key in texts:
+                drafting.forget(namespace, memoryview(key).cast("q").tolist())
+
+        self._loop.call(forget, changes="forgetting what drafts are made of")
+
+    def _drop(self, store: Store, keys: Iterable[bytes] | None) -> int:
+        """Remove these entries of all tiers, or all that a store can read; returns how many."""
         removed = store.remove_all(keys)
         self._loop.call(store.forget_gone, changes="forgetting what was removed")
         return removed

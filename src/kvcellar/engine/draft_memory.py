@@ -4,7 +4,7 @@ Nothing here is needed to answer a request: what is missing is computed again by
 the target never waits for it, and what is restored of the target does not depend on it.
 
 A token in memory is an entry at one position. Where the entry at position p depends on tokens behind p (heads that read
-the next token), the tree compares these, too (see `_elements`).
+the next token), the tree compares these, too (see `snapshot.looking_ahead`).
 
 Always true between two calls:
   * each sequence belongs to one completion, has locked a node of the tree, and holds the first entries of its text, or
@@ -19,7 +19,6 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from itertools import count
 
 from kvcellar.cache.memory import Memory
@@ -31,6 +30,7 @@ from kvcellar.engine.store import BUSY, Store
 from kvcellar.plan import Feed
 from kvcellar.prefix.node import TOKEN, Node, common
 from kvcellar.retention import RetentionOptions
+from kvcellar.snapshot import looking_ahead
 from kvcellar.spans import Span
 from kvcellar.speculate.chain import Key
 from kvcellar.speculate.draft_cache import Text
@@ -63,7 +63,7 @@ class DraftMemory:
     ) -> None:
         """`ahead`: the entry of a token depends on so many tokens that follow it, which are no entries yet. `in_parts`:
         a step can leave checkpoints inside the tokens of a sequence. `clock` is that of retention."""
-        self.memory, self._ahead, self._in_parts, self._clock = memory, ahead, in_parts, clock
+        self.memory, self.ahead, self._in_parts, self._shares, self._clock = memory, ahead, in_parts, shares, clock
         self.prefixes = Prefixes(memory, shares=shares, clock=clock)
         self.store: Store | None = None
         self._numbers = count(1)
@@ -128,17 +128,8 @@ class DraftMemory:
         return False
 
     def _elements(self, text: Sequence[int], start: int) -> "array[int]":
-        """What the tree compares in place of the tokens of a text, from entry `start` on: entries are equal if these
-        are, from the first one on. They are the tokens themselves, or those that entries look ahead to; the first
-        one then stands for all tokens that it depends on: a digest of 32 bits, since stored ids have no more. (If two
-        were equal by chance, drafts would be worse, and texts the same.)"""
-        if not self._ahead:
-            return array("q", text[start:])
-        found = array("q", text[start + self._ahead :])
-        if start == 0 and found:
-            depends_on = array("q", text[: self._ahead + 1]).tobytes()
-            found[0] = int.from_bytes(blake2b(depends_on, digest_size=4).digest())
-        return found
+        """What the tree compares in place of the tokens of a text, from entry `start` on."""
+        return looking_ahead(text, self.ahead) if start == 0 else array("q", text[start + self.ahead :])
 
     def end(self, key: Key, most: int) -> int:
         if self._in_parts:
@@ -268,6 +259,15 @@ class DraftMemory:
         for fetch in self._fetches.values():
             self.store.restores.advance(fetch, lambda fetch=fetch: fetch.key, enters=False)
         return self.store.pump(budget)
+
+    def reset(self) -> None:
+        """Drop everything, in whatever state an error has left it. Completions begin again."""
+        self._places.clear()
+        self._fetches.clear()
+        self.memory.clear()
+        self.prefixes = Prefixes(self.memory, shares=self._shares, clock=self._clock)
+        if self.store is not None:
+            self.store.reset(self.prefixes)
 
     def shut_down(self) -> None:
         """Write what is to be stored, and free all memory, at the end."""

@@ -5,8 +5,10 @@ Always true:
   * all accepted drafts of a completion, and the token that follows them, fit its context and its `max_tokens`.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 
+from kvcellar.engine.draft_memory import DraftMemory
 from kvcellar.engine.request import Completion
 from kvcellar.events import Speculation
 from kvcellar.speculate.chain import Chain
@@ -14,12 +16,15 @@ from kvcellar.speculate.drafter import Committed
 from kvcellar.speculate.speculator import Speculator
 from kvcellar.speculate.verify import Verified
 
+log = logging.getLogger("kvcellar.engine")
+
 
 class Drafting:
     """What the engine calls of its speculator. Without one, nothing is drafted."""
 
-    def __init__(self, speculator: Speculator | None, *, context: int) -> None:
-        self.speculator, self._context = speculator, context
+    def __init__(self, speculator: Speculator | None, *, context: int, memory: DraftMemory | None = None) -> None:
+        """`memory`: that of the drafter, if it has one of its own."""
+        self.speculator, self._context, self.memory = speculator, context, memory
         self._chains: dict[Completion, Chain] = {}
 
     @property
@@ -99,3 +104,26 @@ class Drafting:
         """Drop what is kept of texts that have ended (see `Drafter`)."""
         if self.speculator is not None:
             self.speculator.forget(namespace, tokens)
+
+    # -- the memory of the drafter ------------------------------------------------------------------------------
+
+    def pump(self) -> bool:
+        """Read a bounded part of it for its store. False if there is nothing to read, or after an error: then all of
+        it is dropped."""
+        try:
+            return self.memory is not None and self.memory.pump()
+        except Exception:
+            log.exception("the memory of drafts is dropped: it could not be read for the store")
+            assert self.memory is not None
+            self.memory.reset()
+            return False
+
+    def shut_down(self) -> None:
+        """Free it, at the end."""
+        if self.memory is not None:
+            self.memory.shut_down()
+
+    def check(self) -> None:
+        """Assert what is always true of it."""
+        if self.memory is not None:
+            self.memory.check()

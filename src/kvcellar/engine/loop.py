@@ -181,8 +181,9 @@ class Loop:
 
     def _pump(self) -> bool:
         """Read a bounded part of memory for the store. False if there is nothing to read, or after an error."""
+        more = self.manager.drafting.pump()
         try:
-            return self.manager.store is not None and self.manager.store.pump()
+            return (self.manager.store is not None and self.manager.store.pump()) or more
         except Exception as error:  # noqa: BLE001 - logged
             self._record("reading memory for the store", None, error)
             self._recover()
@@ -306,7 +307,8 @@ class Loop:
             ]
             self.manager.recover(completions)
             self.scheduler.reset(completions)
-            self.check()
+            self.scheduler.check()
+            self.manager.check(self.scheduler.running)
         finally:
             for request, failure in failures:
                 if request is not None:
@@ -317,6 +319,7 @@ class Loop:
         """Assert every invariant of the scheduler and of memory."""
         self.scheduler.check()
         self.manager.check(self.scheduler.running)
+        self.manager.drafting.check()
 
     def _remove_if_done(self, request: Request) -> None:
         if request.done:
@@ -374,6 +377,7 @@ class Loop:
             if self.manager.store is not None:
                 self.manager.store.close()
             self.manager.clear()
+            self.manager.drafting.shut_down()
             if self.manager.events is not None:
                 self.manager.events.close()
         except Exception:

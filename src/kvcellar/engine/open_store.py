@@ -89,7 +89,7 @@ def open_draft_store(
     post: Callable[[Callable[[], None]], None],
     *,
     share: float,
-    role: str = "",
+    role: str = "draft model",
 ) -> Store | None:
     """The same for the memory of a drafter. `paths`: the directories of its weights, and of the target's where it reads
     the target's hidden states: then its `role` is that of a head."""

@@ -259,6 +259,15 @@ def digest_begun(namespace: str) -> blake2b:
     return digest
 
 
+def key_to(node: Node) -> bytes:
+    """The tokens before a node, and its first one: all texts that it has tokens of begin so."""
+    parts, above = [node.edge[:TOKEN]], node.parent
+    while above is not None:
+        parts.append(above.edge)
+        above = above.parent
+    return b"".join(reversed(parts))
+
+
 def common_prefix(a: Iterable[int], b: Iterable[int]) -> int:
     """How many tokens two sequences begin with together."""
     return common(key_of(a), key_of(b))

@@ -75,6 +75,21 @@ class Catalogue:
             parts.append(last.tokens)
         return last.namespace, b"".join(reversed(parts)), found[0].span.start
 
+    def beginning(self, namespace: str | None, key: bytes) -> list[bytes]:
+        """The keys of the snapshots of one namespace, or of all, up to whose end a text begins with the tokens of
+        `key`."""
+        found: list[bytes] = []
+        rest = [(of, parent, key) for of, parent in self._after if parent is None and namespace in (None, of)]
+        while rest:
+            of, parent, left = rest.pop()
+            for snapshot in (one for alike in self._after.get((of, parent), {}).values() for one in alike):
+                if snapshot.tokens.startswith(left):
+                    found.append(snapshot.key)
+                    rest.append((of, snapshot.key, b""))
+                elif left.startswith(snapshot.tokens):
+                    rest.append((of, snapshot.key, left[len(snapshot.tokens) :]))
+        return found
+
     def clear(self) -> None:
         self._known.clear()
         self._after.clear()

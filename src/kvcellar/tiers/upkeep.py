@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvcellar.errors import BadRequest, KvcellarError
-from kvcellar.snapshot import Snapshot
+from kvcellar.snapshot import MOST_AHEAD, Snapshot, looking_ahead
 from kvcellar.tiers.codec import CHUNK_LIMIT, MOST_TOKEN, Cipher, Content, Damaged, Foreign, Plain, Reader
 from kvcellar.tiers.disk import DiskTier
 from kvcellar.tiers.rows import Row
@@ -99,11 +99,29 @@ def selected(stored: Sequence[Stored], *, namespace: str | None, entry: str | No
         first = {one.row.key for one in stored if entry and one.row.key.hex().startswith(entry)}
         stored = [one for one in stored if one.row.key in _continuing(stored, first)]
     texts = paths(stored) if prefix else {}
+    prefixes = beginnings_of(prefix)
     return [
         one.row.key
         for one in stored
         if (namespace is None or (one.snapshot is not None and one.snapshot.namespace == namespace))
-        and (not prefix or texts.get(one.row.key, b"").startswith(prefix))
+        and (not prefix or texts.get(one.row.key, b"").startswith(prefixes))
+    ]
+
+
+def beginnings_of(prefix: bytes) -> tuple[bytes, ...]:
+    """How entries begin whose text begins with the tokens of `prefix`: those of the model, and those of heads that look
+    ahead, as far as they depend on tokens of the prefix only."""
+    tokens = memoryview(prefix).cast("q").tolist()
+    return (prefix, *(looking_ahead(tokens, n).tobytes() for n in range(1, min(MOST_AHEAD, len(tokens) - 1) + 1)))
+
+
+def beginnings(stored: Sequence[Stored], entry: str) -> list[tuple[str, bytes]]:
+    """The namespace and the first tokens, up to and including the first one of its own, of each entry of this name."""
+    texts = paths(stored)
+    return [
+        (one.snapshot.namespace, texts[one.row.key][: 8 * (one.snapshot.span.start + 1)])
+        for one in stored
+        if one.snapshot is not None and one.row.key in texts and one.row.key.hex().startswith(entry)
     ]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvcellar.attention.choose import named
 from kvcellar.engine.draft_memory import DraftMemory
-from kvcellar.engine.open_store import open_draft_store
+from kvcellar.engine.open_store import Source, open_draft_store
 from kvcellar.engine.settings import Settings
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
@@ -36,7 +36,8 @@ class Opened:
         memory = guest.memory(cells, rows=40 if guest.shape.recurrent is not None else 0)
         self.cache, self.calls = DraftMemory(memory, in_parts=guest.no_partial_commit is None), SimpleQueue[Any]()
         settings = Settings(store=str(store) if store is not None else None, store_bytes=10**8, host_bytes=0)
-        self.cache.store = open_draft_store(self.cache, [path], settings, self.calls.put, share=0.5, role=role)
+        source = Source((path,), role)
+        self.cache.store = open_draft_store(self.cache, source, settings, self.calls.put, share=0.5)
         flat = guest.mode == "flat"
         self.drafter = ModelDrafter("draft", guest.forward, self.cache, context=900, batched=flat)
 

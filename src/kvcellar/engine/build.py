@@ -22,7 +22,7 @@ from kvcellar.engine.machine import Threads, threads_of
 from kvcellar.engine.manager import SequenceManager
 from kvcellar.engine.measures import measures_of
 from kvcellar.engine.open_drafts import Drafts, open_drafts
-from kvcellar.engine.open_store import open_store
+from kvcellar.engine.open_store import open_draft_store, open_store
 from kvcellar.engine.reserve import prove, scratch
 from kvcellar.engine.runner import Runner
 from kvcellar.engine.scheduler import Scheduler
@@ -131,9 +131,13 @@ def _assembled(
         prove(guest, memory, max_sequences=capacity.states.sequences, **steps)
     intake = _intake(loaded, memory, capacity, settings, context)
     speculator, cache = _speculator(drafts, own, settings)
-    loop, runner = _running(guest, memory, settings, intake, threads, speculator)
+    drafting = Drafting(speculator, context=context, memory=cache)
+    loop, runner = _running(guest, memory, settings, intake, threads, drafting)
+    share = own.bytes / (capacity.bytes + own.bytes) if own is not None else 0.0
     try:
-        loop.manager.store = store = open_store(loaded, loop.manager, settings, loop.post)
+        loop.manager.store = store = open_store(loaded, loop.manager, settings, loop.post, share=1 - share)
+        if drafts is not None and cache is not None:
+            cache.store = open_draft_store(cache, drafts.source, settings, loop.post, share=share)
     except BaseException:
         if loop.manager.events is not None:
             loop.manager.events.close()
@@ -177,12 +181,11 @@ def _intake(loaded: Loaded, memory: Memory, capacity: Capacity, settings: Settin
 
 
 def _running(
-    guest: Guest, memory: Memory, settings: Settings, intake: Intake, threads: Threads, speculator: Speculator | None
+    guest: Guest, memory: Memory, settings: Settings, intake: Intake, threads: Threads, drafting: Drafting
 ) -> tuple[Loop, Runner]:
     """The parts that run on the engine's thread."""
     context = intake.context
     shares = Shares(settings.pin_share, settings.tenant_share)
-    drafting = Drafting(speculator, context=context)
     manager = SequenceManager(
         memory, drafting, in_parts=guest.no_partial_commit is None, shares=shares, events=open_events(settings)
     )

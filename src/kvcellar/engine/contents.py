@@ -159,7 +159,7 @@ class Contents:
         nodes = self._selected(namespace, entry, key)
         if entry is not None:
             texts += self._loop.call(lambda: [(root_of(node).namespace, key_to(node)) for node in nodes])
-        self._remove_drafts(texts)
+        removed += self._remove_drafts(texts, entry)
         return Removed(sum(map(self._discard, nodes)), removed)
 
     def clear(self) -> Removed:
@@ -184,20 +184,26 @@ class Contents:
             found.update(self._loop.call(lambda begins=begins: store.catalogue.beginning(namespace, begins)))
         return found
 
-    def _remove_drafts(self, texts: Sequence[tuple[str | None, bytes]]) -> None:
-        """Remove what drafts are made of: of these texts, by namespace, or in all, and the tokens that they begin
-        with."""
-        drafting = self._loop.manager.drafting
+    def _remove_drafts(self, texts: Sequence[tuple[str | None, bytes]], entry: str | None = None) -> int:
+        """Remove what drafts are made of: of these texts, by namespace, or in all, and the tokens that they begin with;
+        and the entry of this name, whose number is returned with all that continue it."""
+        drafting, removed = self._loop.manager.drafting, 0
+        begin = [(namespace, memoryview(key).cast("q").tolist()) for namespace, key in texts]
         if (memory := drafting.memory) is not None and (store := memory.store) is not None:
+            if entry is not None:
+                found = upkeep.beginnings(self._on_disk(store), entry)
+                begin += [(of, [] if memory.ahead else memoryview(key).cast("q").tolist()) for of, key in found]
+                removed = self._drop(store, self._stored(store, None, entry, b""))
             for namespace, key in texts:
                 known = key if len(key) > memory.ahead * TOKEN else b""  # of fewer tokens, an entry tells nothing
                 self._drop(store, self._stored(store, namespace, None, known))
 
         def forget() -> None:
-            for namespace, key in texts:
-                drafting.forget(namespace, memoryview(key).cast("q").tolist())
+            for namespace, first in begin:
+                drafting.forget(namespace, first)
 
         self._loop.call(forget, changes="forgetting what drafts are made of")
+        return removed
 
     def _drop(self, store: Store, keys: Iterable[bytes] | None) -> int:
         """Remove these entries of all tiers, or all that a store can read; returns how many."""

@@ -72,6 +72,11 @@ class DraftMemory:
 
     # -- texts --------------------------------------------------------------------------------------------------
 
+    def expect(self, key: Key, namespace: str, tokens: Sequence[int]) -> None:
+        """A completion waits: begin to read what is stored of its text."""
+        if self.store is not None and key not in self._fetches and key not in self._places:
+            self._fetches[key] = self.store.restores.prefetch(namespace, lambda: self._elements(tokens, 0).tobytes())
+
     def open(self, texts: Sequence[Text]) -> list[int | None]:
         found: list[int | None] = []
         first: list[tuple[str, _Place]] = []  # of the texts before: these are computed before others

@@ -6,7 +6,8 @@ Always true:
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from kvcellar.engine.draft_memory import DraftMemory
 from kvcellar.engine.request import Completion
@@ -16,6 +17,7 @@ from kvcellar.speculate.drafter import Committed
 from kvcellar.speculate.speculator import Speculator
 from kvcellar.speculate.verify import Verified
 
+T = TypeVar("T")
 log = logging.getLogger("kvcellar.engine")
 
 
@@ -107,16 +109,24 @@ class Drafting:
 
     # -- the memory of the drafter ------------------------------------------------------------------------------
 
+    def expect(self, completion: Completion) -> None:
+        """A completion waits: what tiers have of its text is read meanwhile."""
+        request = completion.request
+        self._try(lambda memory: memory.expect(completion.key, request.namespace, completion.tokens))
+
     def pump(self) -> bool:
-        """Read a bounded part of it for its store. False if there is nothing to read, or after an error: then all of
-        it is dropped."""
+        """Read a bounded part of it for its store. False if there is nothing to read."""
+        return bool(self._try(DraftMemory.pump))
+
+    def _try(self, act: Callable[[DraftMemory], T]) -> T | None:
+        """After an error all of it is dropped: drafts are not worth a failed request."""
         try:
-            return self.memory is not None and self.memory.pump()
+            return act(self.memory) if self.memory is not None else None
         except Exception:
-            log.exception("the memory of drafts is dropped: it could not be read for the store")
+            log.exception("the memory of drafts is dropped")
             assert self.memory is not None
             self.memory.reset()
-            return False
+            return None
 
     def shut_down(self) -> None:
         """Free it, at the end."""

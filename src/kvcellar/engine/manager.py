@@ -113,6 +113,7 @@ class SequenceManager:
             self._fetches[completion] = self.store.restores.prefetch(
                 completion.request.namespace, lambda: key_of(completion.tokens)
             )
+            self.drafting.expect(completion)
 
     def forget(self, completion: Completion) -> None:
         """A completion is over, whether it has run or not."""

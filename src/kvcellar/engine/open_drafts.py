@@ -17,6 +17,7 @@ from kvcellar.engine.capacity import Capacity
 from kvcellar.engine.draft_memory import DraftMemory
 from kvcellar.engine.measures import Measures, measures_of
 from kvcellar.engine.open_heads import open_head
+from kvcellar.engine.open_store import Source
 from kvcellar.engine.reserve import prove, scratch
 from kvcellar.engine.settings import Settings
 from kvcellar.engine.shares import Shares
@@ -48,6 +49,11 @@ class Drafts(Protocol):
     def fit(self) -> DraftFit: ...
     @property
     def deepest(self) -> int: ...
+    @property
+    def source(self) -> Source:
+        """What decides the bytes of the memory that it has."""
+        ...
+
     def needs(self) -> Needs | None:
         """Of the memory that it has; None: none."""
         ...
@@ -69,6 +75,10 @@ class Guesses:
     def name(self) -> str:
         return self.drafter.name
 
+    @property
+    def source(self) -> Source:
+        return Source(())
+
     def needs(self) -> None:
         return None
 
@@ -78,9 +88,11 @@ class Guesses:
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """A model of its own. `vocabulary` is how many tokens the target has."""
+    """A model of its own, from the directory `path`, if it was not given as an object. `vocabulary` is how many tokens
+    the target has."""
 
     name: str
+    path: Path | None
     fit: DraftFit
     deepest: int
     guest: Guest
@@ -91,6 +103,10 @@ class DraftModel:
     @property
     def context(self) -> int:
         return context_of(self.guest.model)
+
+    @property
+    def source(self) -> Source:
+        return Source(() if self.path is None else (self.path,), "draft model")
 
     def needs(self) -> Needs:
         limits = {"context": self.context, "step_tokens": self.step_tokens}
@@ -170,7 +186,8 @@ def _model(
     limits = {"context": context_of(loaded.model), **_limits(settings)}
     measures = measures_of(own, loaded.path, began=began, limits=limits, environment=os.environ)
     ids = vocabulary_of(target.model)
-    return DraftModel(loaded.name, fit, settings.draft_depth or DEEPEST, own, measures, settings.step_tokens, ids)
+    deepest, steps = settings.draft_depth or DEEPEST, settings.step_tokens
+    return DraftModel(loaded.name, loaded.path, fit, deepest, own, measures, steps, ids)
 
 
 def _limits(settings: Settings) -> dict[str, int]:

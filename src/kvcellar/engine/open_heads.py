@@ -8,6 +8,7 @@ from kvcellar.attention.choose import named
 from kvcellar.engine.allocate import Needs, allocated
 from kvcellar.engine.capacity import Capacity
 from kvcellar.engine.draft_memory import DraftMemory
+from kvcellar.engine.open_store import Source
 from kvcellar.engine.settings import Settings
 from kvcellar.engine.shares import Shares
 from kvcellar.kernels.packed import pack
@@ -34,6 +35,7 @@ class MtpDrafts:
     deepest: int
     context: int
     step_tokens: int
+    source: Source
 
     def needs(self) -> Needs:
         """A step of the layers runs between two of the model, and takes no more than one of these: they are fewer, of
@@ -77,7 +79,11 @@ def open_head(
     deepest = settings.draft_depth or DEEPEST
     if head.layers > 1:
         deepest = min(deepest, head.layers)
-    return MtpDrafts(str(draft), fit, head, deepest, context_of(guest.model), settings.step_tokens)
+    paths = () if loaded.path is None else (loaded.path,)
+    source = Source(
+        paths, f"MTP layers, kv_dtype {settings.kv_dtype}"
+    )  # they read what the model computes from its K/V
+    return MtpDrafts(str(draft), fit, head, deepest, context_of(guest.model), settings.step_tokens, source)
 
 
 def _described(head: MtpHead) -> str:

@@ -6,12 +6,13 @@ A model that was given as an object has no files to be identified by: what it co
 import logging
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 from kvcellar.cache.memory import Memory
 from kvcellar.engine.draft_memory import DraftMemory
@@ -44,11 +45,18 @@ FORMAT = "1"  # raised when the meaning of what is stored changes
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json")
 
 
+class Source(NamedTuple):
+    """What decides the bytes of a memory: the directories of all weights that are run to fill it, none if these have no
+    files; and what it is for, if it is not the target's."""
+
+    paths: tuple[Path, ...]
+    role: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A memory that may have tiers. `paths` are the directories of all weights that decide its bytes, `role` is what
-    the memory is for, if not for a model's own K/V. It has this `share` of the bytes that are set for tiers, but for a
-    directory, whose cap holds for all that use it."""
+    """A memory that may have tiers; `paths` and `role` are those of its `Source`. It has this `share` of the bytes that
+    are set for tiers, but for a directory, whose cap holds for all that use it."""
 
     memory: Memory
     prefixes: Prefixes
@@ -84,16 +92,15 @@ def open_store(
 
 def open_draft_store(
     draft: DraftMemory,
-    paths: Sequence[Path],
+    source: Source,
     settings: Settings,
     post: Callable[[Callable[[], None]], None],
     *,
     share: float,
-    role: str = "draft model",
 ) -> Store | None:
-    """The same for the memory of a drafter. `paths`: the directories of its weights, and of the target's where it reads
-    the target's hidden states: then its `role` is that of a head."""
-    return _opened(Owner(draft.memory, draft.prefixes, draft.evict, tuple(paths), share, role), settings, post)
+    """The same for the memory of a drafter. Nothing that its tiers do keeps the engine from starting."""
+    owner = Owner(draft.memory, draft.prefixes, draft.evict, source.paths, share, source.role)
+    return _opened(owner, settings, post)
 
 
 def _opened(owner: Owner, settings: Settings, post: Callable[[Callable[[], None]], None]) -> Store | None:

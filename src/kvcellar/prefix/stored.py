@@ -82,7 +82,7 @@ class Catalogue:
         rest = [(of, parent, key) for of, parent in self._after if parent is None and namespace in (None, of)]
         while rest:
             of, parent, left = rest.pop()
-            for snapshot in (one for alike in self._after.get((of, parent), {}).values() for one in alike):
+            for snapshot in self._after.get((of, parent), ()):
                 if snapshot.tokens.startswith(left):
                     found.append(snapshot.key)
                     rest.append((of, snapshot.key, b""))

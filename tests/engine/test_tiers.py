@@ -245,6 +245,20 @@ def test_entries_expire_and_those_of_priority_outlast_others(saved, tmp_path) ->
         assert asked(engine, kept).usage.cached_tokens == len(kept) - 1
 
 
+def test_what_waits_to_be_written_is_read_before_memory_is_evicted(saved, tmp_path, monkeypatch) -> None:  # noqa: F811
+    talks = [next(conversation(("waits", number), 1, 100)) for number in range(5)]
+    with opened(saved["llama"], tmp_path / "store", **small("llama", 260, 260)) as engine:
+        with monkeypatch.context() as busy:
+            busy.setattr(engine._loop, "_pump", lambda: False)  # as if much more were computed between two steps
+            wanted = [engine.generate(talk, **GREEDY).token_ids for talk in talks]
+        settled(engine)
+        engine.clear_cache()
+        found = [asked(engine, talk) for talk in talks[:2]]
+        assert [one.token_ids for one in found] == wanted[:2]
+        assert [dict(one.recall.sources) for one in found] == [{"disk": len(talk) - 1} for talk in talks[:2]]
+        settled(engine)
+
+
 def test_what_is_not_to_be_stored_is_not(saved, tmp_path) -> None:  # noqa: F811
     prompt = next(conversation("private"))
     with opened(saved["llama"], tmp_path / "store") as engine:

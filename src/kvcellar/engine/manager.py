@@ -23,7 +23,7 @@ from kvcellar.engine.request import Completion, Status
 from kvcellar.engine.restores import Fetch
 from kvcellar.engine.scheduler import Scheduled
 from kvcellar.engine.shares import USUAL, Shares
-from kvcellar.engine.store import Store
+from kvcellar.engine.store import BUSY, Store
 from kvcellar.errors import NotSupported
 from kvcellar.plan import Feed
 from kvcellar.prefix.node import TOKEN, common, key_of
@@ -77,9 +77,18 @@ class SequenceManager:
         """Free some cells of a group that no sequence uses, about as many as given, or, without a group, a state row.
         At last, with `restores`, what is restored for waiting completions, the youngest first: these compute it
         instead. False if there is nothing."""
+        self._write_first(group, cells)
         found = self.prefixes.evict_row() if group is None else self.prefixes.evict(group, cells)
         found = found or (self.store is not None and self.store.stop_reading())
         return found or (restores and self._stop_restore())
+
+    def _write_first(self, group: str | None, cells: int) -> None:
+        """Some cells of a group, or a state row, are about to be evicted: read as many bytes of what waits to be
+        written for the store, as far as there is staging memory."""
+        if self.store is not None:
+            storage = self.memory.storage
+            share = cells / storage.capacity()[group] if group is not None else 0.0
+            self.store.pump(max(BUSY, int(share * storage.bytes)))
 
     def _stop_restore(self) -> bool:
         """End the restore of the youngest waiting completion that has locked memory. False if there is none."""

@@ -41,7 +41,9 @@ class AdminClient:
     """One server. Raises `KvcellarError` with its message for an error of the server, `BadRequest` for an address that
     is none."""
 
-    def __init__(self, url: str, admin_key_file: Path | None) -> None:
+    def __init__(self, url: str, admin_key_file: Path | None, *, advice: str = "") -> None:
+        """`advice` is added to the error where no server can be reached."""
+        self._advice = f"Is the server running? {advice}".rstrip()
         self._parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
         if self._parts.scheme not in ("http", "https") or not self._parts.hostname:
             raise BadRequest(f"{url!r} is not an address like {URL}", "url")
@@ -87,7 +89,7 @@ class AdminClient:
                 raise KvcellarError(_message(response))
             yield response
         except (OSError, http.client.HTTPException) as error:
-            raise KvcellarError(f"{parts.netloc}: {error or type(error).__name__}. Is the server running?") from error
+            raise KvcellarError(f"{parts.netloc}: {error or type(error).__name__}. {self._advice}") from error
         finally:
             connection.close()
 

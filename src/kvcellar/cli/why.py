@@ -21,10 +21,10 @@ from kvcellar.cli.options import Command
 def command(request: str | None, limit: int, as_json: bool, url: str, admin_key_file: Path | None) -> None:
     """Print what the prompt of REQUEST read from memory, and why it was not more; and what its drafts did.
 
-    REQUEST is the id of a response, or its header x-request-id; the server has the last 1000. Without REQUEST, list the
-    last ones.
+    REQUEST is the id of a response, or its header x-request-id; a running server has the last 1000, in its memory only.
+    Without REQUEST, list the last ones.
     """
-    client = AdminClient(url, admin_key_file)
+    client = AdminClient(url, admin_key_file, advice="Records of requests are in its memory only, and end with it.")
     if request is None:
         found = client.get(f"/admin/requests?limit={limit}")
         lines = map(_listed, found["requests"])

@@ -82,7 +82,7 @@ def test_prompts_are_pinned_before_the_first_request_and_found_with_every_salt(t
             output += line
         said = re.search(r"1 prompts with (\d+) tokens are pinned; 0 tokens did not have to be computed", output)
         assert said, output
-        with httpx.Client(base_url=found[1], trust_env=False, timeout=60) as client:
+        with httpx.Client(base_url=found[1], trust_env=False, timeout=240) as client:
             body = {"messages": [*MESSAGES, {"role": "user", "content": "def add"}], "max_tokens": 1}
             for salt in ("a", "b"):
                 usage = client.post("/v1/chat/completions", json=body | {"cache_salt": salt}).json()["usage"]

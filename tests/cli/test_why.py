@@ -29,7 +29,7 @@ def key(tmp_path):
 
 def asked(server, prompt: list[int], **fields: object) -> str:
     body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, **fields}
-    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["id"]
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=240).json()["id"]
 
 
 def test_it_prints_the_reason_and_both_sides_of_a_divergence(server, key) -> None:

@@ -27,7 +27,7 @@ from tests.engine.test_prefixes import KINDS, LAYOUTS, memory, spelt
 from tests.speculate.chains import sampler
 
 VOCAB = 7
-PATIENCE = 60.0
+PATIENCE = 240.0
 
 
 def drawn(kind: str, text: Sequence[int]) -> int:

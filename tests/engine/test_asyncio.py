@@ -50,7 +50,7 @@ def test_the_loop_turns_while_a_stream_is_waited_for(engine, monkeypatch):
     forward = engine._built.guest.forward
 
     def held(*args):
-        assert turned.wait(20), "the event loop was held up"
+        assert turned.wait(120), "the event loop was held up"
         return forward(*args)
 
     monkeypatch.setattr(engine._built.guest, "forward", held)
@@ -68,7 +68,7 @@ def test_a_text_is_tokenised_beside_the_loop(engine, monkeypatch):
     turned = threading.Event()
 
     def slow(prompt):
-        assert turned.wait(20), "the event loop was held up"
+        assert turned.wait(120), "the event loop was held up"
         return [5, 6]
 
     monkeypatch.setattr(engine, "_ids", slow)
@@ -112,7 +112,7 @@ def test_a_task_that_is_cancelled_while_its_request_is_prepared_leaves_nothing(e
 
     def slow(prompt):
         entered.set()
-        assert go_on.wait(20)
+        assert go_on.wait(120)
         return [5, 6]
 
     monkeypatch.setattr(engine, "_ids", slow)

@@ -265,7 +265,7 @@ def test_where_memory_cannot_be_put_in_order_the_engine_ends_and_everybody_hears
             monkeypatch.setattr(loop.manager, "next_end", Fault(2, late=False).wrap(loop.manager.next_end))
             monkeypatch.setattr(loop.manager, "check", lambda _: 1 // 0)
         errors = [ear.wait().error for ear in ears]
-        loop._thread.join(60)
+        loop._thread.join(240)
         assert not engine.healthy
         with pytest.raises(EngineClosed, match="open a new one"):
             engine.generate([5])

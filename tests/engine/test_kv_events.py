@@ -28,7 +28,7 @@ from tests.prefix.test_tree import ACTION, World
 from tests.zoo import ARCHS
 
 GREEDY = {"max_tokens": 2, "temperature": 0.0, "ignore_eos": True}
-PATIENCE = 60.0
+PATIENCE = 240.0
 LAST = (2**64 - 1).to_bytes(8, "big")
 SIZE = 4
 LOCAL = {"kv_events": "tcp://127.0.0.1:*", "kv_events_replay": "tcp://127.0.0.1:*", "kv_events_topic": "kv@here"}

@@ -263,8 +263,8 @@ def test_a_network_that_came_built_is_not_turned_into_another_in_silence(setting
 def held(engine):
     """The engine's thread does nothing until the block is left."""
     door, there = threading.Event(), threading.Event()
-    engine._loop.post(lambda: (there.set(), door.wait(60)))
-    assert there.wait(60)
+    engine._loop.post(lambda: (there.set(), door.wait(240)))
+    assert there.wait(240)
     try:
         yield
     finally:
@@ -306,7 +306,7 @@ def test_a_list_of_prompts_waits_where_others_wait_too():
         for asker in askers:
             asker.start()
         for asker in askers:
-            asker.join(60)
+            asker.join(240)
         assert [len(one) for one in results] == [20, 20]
 
 

@@ -302,7 +302,7 @@ def test_of_threads_that_send_to_one_session_all_but_one_are_told_that_it_is_bus
     outcomes, together = [], threading.Barrier(6)
 
     def send():
-        together.wait(60)
+        together.wait(240)
         try:
             outcomes.append(session.send([5], max_tokens=40, ignore_eos=True).token_ids)
         except BadRequest:
@@ -312,7 +312,7 @@ def test_of_threads_that_send_to_one_session_all_but_one_are_told_that_it_is_bus
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(240)
     done = [outcome for outcome in outcomes if outcome]
     assert len(outcomes) == 6
     assert len(done) >= 1

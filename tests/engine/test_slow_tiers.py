@@ -18,7 +18,7 @@ from kvcellar.tiers.admission import Piece
 from tests.engine.test_store import GREEDY, conversation, opened, saved  # noqa: F401
 from tests.engine.tiered import settled, store_of
 
-SOON = 30.0  # seconds after which a test fails
+SOON = 120.0  # seconds after which a test fails
 
 
 @dataclass

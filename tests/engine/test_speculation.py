@@ -80,7 +80,7 @@ def played(engine: Engine, how: dict[str, Any]) -> list[list[Event]]:
                 end.set()
 
         engine.submit(engine.encode(prompt), params, deliver=deliver)
-    assert all(end.wait(60) for end in over)
+    assert all(end.wait(240) for end in over)
     return events
 
 

@@ -56,7 +56,7 @@ def opened(path: Path, store: Path | None, **settings) -> Engine:
 
 
 def acknowledged(engine: Engine) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 240
     while engine.stats().store.unwritten:
         assert time.monotonic() < until, "the store does not come to an end"
         time.sleep(0.005)

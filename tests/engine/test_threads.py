@@ -54,7 +54,7 @@ def test_threads_get_what_they_would_get_alone(wanted, memory):
         together = threading.Barrier(THREADS)
 
         def work(index):
-            together.wait(60)
+            together.wait(240)
             return one_threads_work(engine, index)
 
         with ThreadPoolExecutor(THREADS) as pool:

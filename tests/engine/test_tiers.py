@@ -127,7 +127,7 @@ def test_every_waiting_request_is_read_ahead_within_a_part_of_the_staging_memory
         monkeypatch.setattr(engine._loop.scheduler, "_max_sequences", 1)
         for talk, collector in zip(talks, collectors, strict=True):
             engine.submit(talk, engine.params(**GREEDY), deliver=collector.deliver)
-        until = time.monotonic() + 20
+        until = time.monotonic() + 240
         while not held.is_set():  # all four are read while the first request runs, or waits for the others
             staged = engine._loop.call(lambda: [one.transfer.snapshot.span for one in store.restores._staged.values()])
             if len(staged) + store.restores.restored // 200 >= 3:
@@ -273,7 +273,7 @@ def test_entries_that_are_used_again_are_kept_as_the_last_request_wants(saved, t
         asked(engine, prompt)
         acknowledged(engine)
         asked(engine, [*prompt, *tokens(random.Random(1), 10)], retention=RetentionOptions(priority=3))
-        until = time.monotonic() + 20
+        until = time.monotonic() + 240
         for tier in store_of(engine).transfers.tiers:
             while not any(entry.retention.priority == 3 for entry in tier.entries()):
                 assert time.monotonic() < until, f"{tier.name} has not renewed its entry"
@@ -286,7 +286,7 @@ def test_a_later_request_without_a_ttl_keeps_what_was_stored_with_one(saved, tmp
         return {entry.retention.expires is not None for entry in store_of(engine).transfers.tiers[0].entries()}
 
     def lifted(engine: Engine) -> None:
-        until = time.monotonic() + 20
+        until = time.monotonic() + 240
         asked(engine, prompt)
         while True in expiring(engine):
             assert time.monotonic() < until, "what a request without a TTL has used expires"
@@ -314,7 +314,7 @@ def test_a_cancelled_request_frees_what_was_read_for_it(saved, tmp_path, monkeyp
         engine.clear_cache()
         disk, go = store_of(engine).transfers.tiers[0], threading.Event()
         get = disk.get
-        monkeypatch.setattr(disk, "get", lambda key: go.wait(20) and get(key))
+        monkeypatch.setattr(disk, "get", lambda key: go.wait(240) and get(key))
         collector = Collector(1)
         ticket = engine.submit(prompt, engine.params(**GREEDY), deliver=collector.deliver)
         ticket.cancel()
@@ -337,7 +337,7 @@ def test_a_running_request_gets_the_memory_that_restores_of_waiting_ones_hold(sa
         engine.clear_cache()
         (disk,), go = store.transfers.tiers, threading.Event()
         get, last = disk.get, {one.snapshot.key for one in disk.entries() if one.snapshot.span.start >= 128}
-        monkeypatch.setattr(disk, "get", lambda key: (key not in last or go.wait(20)) and get(key))
+        monkeypatch.setattr(disk, "get", lambda key: (key not in last or go.wait(240)) and get(key))
         runs, waits = Collector(1), Collector(1)
         engine.submit([9] * 10, engine.params(**long), deliver=runs.deliver)
         engine.submit(prompt, engine.params(**GREEDY), deliver=waits.deliver)

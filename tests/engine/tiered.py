@@ -12,7 +12,7 @@ from kvcellar.tiers.host import HostTier
 from tests.tiers.test_cap import bytes_in
 
 OPERATIONS = ("put", "get", "renew", "remove", "used", "entries")
-PATIENCE = 60.0
+PATIENCE = 240.0
 
 
 def store_of(engine: Engine) -> Store:

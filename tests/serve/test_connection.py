@@ -378,14 +378,14 @@ def test_slow_preparation_of_a_request_does_not_block_others(server, http, engin
     def held(given, *args, **kwargs):
         if not entered.is_set():
             entered.set()
-            assert go_on.wait(10), "no other request got a response meanwhile"
+            assert go_on.wait(PATIENCE), "no other request got a response meanwhile"
         return real(given, *args, **kwargs)
 
     monkeypatch.setattr(engine, slow, held)
     route, body = (CHAT, chat("hi")) if slow == "render" else (COMPLETIONS, completion("hi"))
     with connected(server) as wire:
         wire.sendall(request(route, body))
-        assert entered.wait(10)
+        assert entered.wait(PATIENCE)
         assert http.get("/health").status_code == 200
         assert http.post(COMPLETIONS, json=completion("others")).json()["choices"][0]["text"] == "others"
         assert not go_on.is_set()
@@ -399,14 +399,14 @@ def test_disconnect_during_preparation_cancels_the_request(server, engine, monke
 
     def held(*args, **kwargs):
         entered.set()
-        assert go_on.wait(10)
+        assert go_on.wait(PATIENCE)
         return submit(*args, **kwargs)
 
     with monkeypatch.context() as patch, engine.scripted(gate=threading.Event()):
         patch.setattr(engine, "submit", held)
         wire = Wire(server.port)
         wire.sendall(request(COMPLETIONS, completion("hi")))
-        assert entered.wait(10)
+        assert entered.wait(PATIENCE)
         wire.close(reset=True)
         with connected(server) as other:
             other.sendall(request("/health"))

@@ -226,7 +226,7 @@ def test_a_prompt_being_submitted_when_the_request_ends_is_cancelled(prompts):
     class Slow(Engine):
         def submit(self, *args, **kwargs):
             entered.set()
-            assert go_on.wait(10)
+            assert go_on.wait(120)
             return super().submit(*args, **kwargs)
 
     engine = Slow()
@@ -255,7 +255,7 @@ def test_a_failure_during_submission_cancels_all_prompts():
         def submit(self, *args, **kwargs):
             if self.tickets:
                 entered.set()
-                assert go_on.wait(10)
+                assert go_on.wait(120)
             return super().submit(*args, **kwargs)
 
     engine = Slow()

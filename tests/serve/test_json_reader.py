@@ -207,7 +207,7 @@ def test_long_bodies_beyond_the_limit_are_refused_and_short_ones_are_not(engine,
     def held(text: str, **kwargs: Any) -> list[int]:
         if len(text) > 1:
             entered.release()
-            assert go_on.wait(20)
+            assert go_on.wait(120)
         return encode(text, **kwargs)
 
     monkeypatch.setattr(engine, "encode", held)
@@ -221,7 +221,7 @@ def test_long_bodies_beyond_the_limit_are_refused_and_short_ones_are_not(engine,
     ):
         for wire in (first, second):
             wire.sendall(long)
-            assert entered.acquire(timeout=20)
+            assert entered.acquire(timeout=120)
         third.sendall(long)
         status, body = read_response(third)
         assert (status, json.loads(body)["error"]["code"]) == (503, "overloaded")

@@ -258,7 +258,7 @@ def real() -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def client(real: Engine) -> Iterator[httpx.Client]:
     settings = ServeSettings(port=0, max_body_bytes=MOST)
-    with Server(real, settings) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+    with Server(real, settings) as server, httpx.Client(base_url=server.url, timeout=240) as client:
         yield client
 
 
@@ -525,7 +525,7 @@ SOURCES = [
         {*(ROOT / "serve").glob("*.py")} - {ROOT / "serve" / name for name in ("settings.py", "server.py", "keys.py")}
     ),
     *((ROOT / "text" / f"{name}.py") for name in ("calls", "conversation", "template", "tokens")),
-    *((ROOT / "engine" / f"{name}.py") for name in ("build", "engine", "intake")),
+    *((ROOT / "engine" / f"{name}.py") for name in ("allocate", "build", "engine", "intake")),
     ROOT / "sample" / "params.py",
 ]
 RAISED = {"BadRequest": 0, "TemplateFailed": 0, "Overloaded": 0, "ApiError": 1}  # where the message is
@@ -553,6 +553,9 @@ ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
     "{} are positions 0 to {}, in order, not {}": "Python",
     "this model has no attention layers, so there are no keys and values to store": "start",
     "host_bytes is {} of the {} bytes of {}": "start",
+    "draft_bytes is {} of the {} bytes of {}": "start",
+    "{} is larger than {} bytes{}": "start: a file of keys or prompts",
+    "{}, line {}: it is not UTF-8 text": "likewise",
     "dtype is {}, but the network that was given is in {}": "start",
     "device is {}, but the network that was given is on {}": "start",
     "context is {}; this model is {}": "start",

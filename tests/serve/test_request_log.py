@@ -222,7 +222,7 @@ def test_the_path_in_the_log_is_escaped_and_cut(http, log):
 
 
 def test_concurrent_requests_have_a_line_each(server, engine, log):
-    with httpx.Client(base_url=server.url, timeout=20) as client:
+    with httpx.Client(base_url=server.url, timeout=120) as client:
         threads = [threading.Thread(target=client.get, args=("/health",)) for _ in range(8)]
         for thread in threads:
             thread.start()

@@ -188,13 +188,13 @@ def test_long_texts_come_one_at_a_time_and_short_ones_beside_them() -> None:
     def second() -> None:
         with limit.taken(SHORT + 1, "prompt"):
             entered.set()
-            inside.wait(10)
+            inside.wait(120)
 
     with limit.taken(SHORT + 1, "prompt"):
         other = threading.Thread(target=second)
         other.start()
         with limit.taken(SHORT, "prompt"), limit.taken(1, "prompt"):  # nothing long is waited for
             assert not entered.wait(0.05)
-    assert entered.wait(10)
+    assert entered.wait(120)
     inside.set()
     other.join()

@@ -233,7 +233,7 @@ def finished(transfers: Transfers, moved: list[Transfer | None]) -> int:
     for transfer in moved:
         if transfer is None:
             continue
-        assert transfer.ended.wait(20)
+        assert transfer.ended.wait(120)
         if transfer.loaded is not None:
             found += 1
             expected = next(one for one in map(made, range(20)) if one[0] == transfer.snapshot)
@@ -254,7 +254,7 @@ def test_a_server_that_is_killed_and_started_again_under_load_costs_misses_only(
         for around in range(6):
             moved = [put(transfers, seed) for seed in range(20)]
             if around % 2 == 0:
-                assert all(transfer is None or transfer.ended.wait(20) for transfer in moved)
+                assert all(transfer is None or transfer.ended.wait(120) for transfer in moved)
             for seed in range(20):
                 moved.append(transfers.fetch(made(seed)[0]))
                 if seed == 10 and around % 2:
@@ -271,7 +271,7 @@ def test_a_server_that_is_killed_and_started_again_under_load_costs_misses_only(
             pass
         last = put(transfers, 99)
         assert last is not None
-        assert last.ended.wait(20)
+        assert last.ended.wait(120)
         assert last.outcome is Outcome.STORED
         assert content(opened, made(99)[0].key) == made(99)
         assert transfers.close(20)

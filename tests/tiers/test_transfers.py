@@ -15,7 +15,7 @@ from kvcellar.tiers.tier import Loaded
 from kvcellar.tiers.transfers import Outcome, Transfer, Transfers
 from tests.tiers.made import made
 
-SOON = 10.0  # seconds after which a test fails
+SOON = 120.0  # seconds after which a test fails
 
 
 class Slow(HostTier):

@@ -10,7 +10,7 @@ import torch
 
 from kvcellar import BadRequest, Engine, EngineFailed
 from kvcellar.cache.pool import Pool
-from kvcellar.engine import runner
+from kvcellar.speculate import verify
 from tests.engine.mixes import assert_at_rest, bytes_for
 from tests.zoo import ARCHS
 
@@ -38,27 +38,27 @@ def recurrent():
 
 def test_a_draw_that_fails_for_all_together_is_done_one_by_one(engine, monkeypatch) -> None:
     expected = [result.token_ids for result in engine.generate([[1, 2], [3, 4], [5, 6]], **HOW)]
-    real = runner.draw
+    real = verify.draw
 
-    def narrow(logits, choices, positions):
+    def narrow(logits, choices, *rest):
         if len(choices) > 1:
             raise torch.OutOfMemoryError("no room for so many rows")
-        return real(logits, choices, positions)
+        return real(logits, choices, *rest)
 
-    monkeypatch.setattr(runner, "draw", narrow)
+    monkeypatch.setattr(verify, "draw", narrow)
     assert [result.token_ids for result in engine.generate([[1, 2], [3, 4], [5, 6]], **HOW)] == expected
 
 
 def test_a_draw_that_fails_ends_its_request_and_no_other(engine, monkeypatch) -> None:
-    real = runner.draw
+    real = verify.draw
 
-    def refuse_sevens(logits, choices, positions):
+    def refuse_sevens(logits, choices, *rest):
         if any(choice.seed == 7 for choice in choices):
             raise RuntimeError("seven")
-        return real(logits, choices, positions)
+        return real(logits, choices, *rest)
 
     expected = engine.generate([3, 4], **HOW).token_ids
-    monkeypatch.setattr(runner, "draw", refuse_sevens)
+    monkeypatch.setattr(verify, "draw", refuse_sevens)
     with pytest.raises(EngineFailed, match="the draw failed"):
         engine.generate([1, 2], seed=7, **HOW)
     assert engine.generate([3, 4], **HOW).token_ids == expected

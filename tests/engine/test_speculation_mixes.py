@@ -52,8 +52,8 @@ class Random(Silent):
 SCARCE: dict[str, Any] = {"context": 64, "step_tokens": 7, "max_sequences": 5}
 WAYS: dict[str, dict[str, Any]] = {
     "chunks of prompts": {},
-    "full": {"scarce": 70},
-    "full, with a tier below": {"scarce": 70, "host_bytes": 200_000},
+    "full": {"scarce": 50},
+    "full, with a tier below": {"scarce": 50, "host_bytes": 200_000},
 }
 
 
@@ -65,7 +65,7 @@ def test_requests_that_join_give_what_they_give_without_drafts(way: str, right: 
     network = ARCHS["ministral"].build(num_hidden_layers=2, layer_types=layers("SF"))
     scarce = how.pop("scarce", None)
     most = bytes_for(network, scarce, **SCARCE) + how.get("host_bytes", 0) if scarce else 4_000_000
-    asks = mix(way, longest=24, count=7, seed=3, temperature=0.8)
+    asks = mix(way, longest=24, count=9, seed=3, temperature=0.8)
     with exact(SCARCE, cache_bytes=most, **how) as engine:
         plain = [ear.answers() for ear in Clock(engine, asks).run()]
         assert_at_rest(engine)

@@ -12,14 +12,17 @@ from transformers import PreTrainedModel
 from kvcellar import Engine
 from kvcellar.attention.choose import backends
 from kvcellar.engine.draft_memory import DraftMemory
+from kvcellar.models.assistant_head import build_assistant
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.mtp_head import build_mtp_head
-from kvcellar.speculate.chain import Chain
+from kvcellar.speculate.assistant import AssistantDrafter
+from kvcellar.speculate.chain import Chain, Key
 from kvcellar.speculate.draft_model import ModelDrafter
 from kvcellar.speculate.drafter import Drafter
 from kvcellar.speculate.head import HeadDrafter
 from tests.engine.mixes import assert_at_rest, made
 from tests.engine.speculating import Oracle, Rounds, Text, ask, report, speculates, told, watched
+from tests.models.assistants import VOCAB, network
 from tests.models.mtp import model_with_layers, new_layers
 from tests.models.timeline import small_memory
 from tests.zoo import ARCHS
@@ -122,12 +125,29 @@ def with_head(name: str) -> Iterator[Pair]:
         yield Pair(engine, drafter, drafter.check)
 
 
+@contextmanager
+def with_assistant(name: str) -> Iterator[Pair]:
+    """It has no memory of its own: it reads the target's cells."""
+    with made(ARCHS["gemma4-e2b"].build(vocab_size=VOCAB), cache_bytes=40_000_000) as engine:
+        built = engine._built
+
+        def sequence(key: Key) -> int | None:
+            return next((one.seq for one in built.loop.scheduler.running if one.key == key), None)
+
+        head = build_assistant(network(name), built.guest)
+        drafter = AssistantDrafter(name, head, built.memory, sequence, context=200, deepest=DEPTH)
+        yield Pair(engine, drafter, built.memory.check)
+
+
 HEADS = ("deepseek-v3", "glm4-moe", "gemma3", "lfm3")
 
 
-@pytest.fixture(scope="module", params=[*PAIRS, *HEADS])
+ASSISTANT = "gemma4_assistant"
+
+
+@pytest.fixture(scope="module", params=[*PAIRS, *HEADS, ASSISTANT])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    opened = with_draft_model if request.param in PAIRS else with_head
+    opened = with_draft_model if request.param in PAIRS else with_head if request.param in HEADS else with_assistant
     with opened(request.param) as found:
         yield found
         speculates(found.engine, None)

@@ -291,3 +291,37 @@ def test_sampled_choices_with_a_seed_and_log_probabilities(large: Engine) -> Non
     ears, _ = plainly(large, **how)
     found = assert_ends_alike(large, told(PROMPTS, ears), **how)
     assert sum(report(ear).accepted for ear in found[0][0]) > 20
+
+
+class Recording(Oracle):
+    """Remembers what it has proposed, by request: the position, and the drafts."""
+
+    def __init__(self, texts: Sequence[tuple[int, ...]], right: int | None) -> None:
+        super().__init__(texts, right)
+        self.proposed: dict[int, list[tuple[int, list[int]]]] = {}
+
+    def propose(self, chains: Sequence[Any]) -> None:
+        super().propose(chains)
+        for chain in chains:
+            self.proposed.setdefault(chain.key[0], []).append((chain.pos, chain.tokens))
+
+
+@pytest.mark.parametrize("right", [0, 2, 4, None])
+def test_the_report_of_a_request_counts_what_was_proposed_and_what_the_text_has(large: Engine, known, right) -> None:
+    speculates(large, drafter := Recording(known, right))
+    with watched(large) as rounds:
+        ears = ask(large, PROMPTS, max_tokens=17, **GREEDY)
+    for prompt, ear, proposed in zip(PROMPTS, ears, [of for _, of in sorted(drafter.proposed.items())], strict=True):
+        text, found = (*prompt, *ear.ids()), report(ear)
+        good = [next((i for i, t in enumerate(of) if text[at + i] != t), len(of)) for at, of in proposed]
+        tried = [min(len(of), count + 1) for (_, of), count in zip(proposed, good, strict=True)]
+        most = max(tried)
+        assert found.drafted == sum(len(of) for _, of in proposed)
+        assert found.accepted == sum(good) == sum(found.accepted_at)
+        assert found.tried_at == tuple(sum(count > place for count in tried) for place in range(most))
+        assert found.accepted_at == tuple(sum(count > place for count in good) for place in range(most))
+        # The first token is the prompt's; every round has given one and the accepted drafts.
+        assert found.rounds == 17 - 1 - found.accepted
+        assert len(found.depths) == min(8, found.rounds)
+        assert max(deepest for _, deepest in found.depths) == max(len(of) for _, of in proposed)
+    assert len(rounds.kept) == sum(report(ear).rounds for ear in ears)

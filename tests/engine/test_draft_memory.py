@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.engine.draft_memory import DraftMemory
+from kvcellar.plan import Batch
 from kvcellar.retention import RetentionOptions
 from tests.engine.drafting import VOCAB, Drafting, always_restored, chain, expected
 from tests.engine.test_prefixes import KINDS, memory
@@ -257,3 +258,54 @@ def test_a_lost_entry_is_computed_again(tmp_path: Path) -> None:
     assert again.restored(1, text) == 0
     assert again.drafts({1: text}) == {1: expected("sliding", text, 3)}
     again.cache.shut_down()
+
+
+def test_what_is_stored_is_read_while_a_completion_waits(tmp_path: Path) -> None:
+    text = text_of(5, 140)
+    world = Drafting("all", tmp_path)
+    stored(world, 1, text)
+    world.drafter.forget(None)
+    world.cache.expect((2, 0), "", text)
+    world.cache.expect((3, 0), "", text)
+    store = world.cache.store
+    assert store is not None
+    world.until(lambda: all(one.transfer.outcome is not None for one in store.restores._staged.values()))
+    assert world.drafts({2: text}) == {2: expected("all", text, 3)}, "the first round has drafts"
+    assert world.network.computed == 142 + 1 + 2
+    world.close(2)
+    world.close(3)  # cancelled before it ran
+    world.check()
+    world.cache.shut_down()
+    assert world.is_empty()
+
+
+def test_after_an_error_anywhere_everything_can_be_dropped(tmp_path: Path) -> None:
+    text = text_of(5, 140)
+    world = Drafting("all", tmp_path)
+    stored(world, 1, text)
+    world.drafts({2: [*text, 1]})
+    world.cache.expect((3, 0), "", text)
+    world.cache.reset()
+    world.check()
+    assert world.is_empty()
+    assert world.restored(2, [*text, 1]) == 140
+    assert world.drafts({2: [*text, 1]}) == {2: expected("all", [*text, 1], 3)}
+    world.cache.shut_down()
+
+
+def test_what_looks_ahead_is_forgotten_by_the_tokens_that_it_depends_on() -> None:
+    world = Drafting("full", ahead=2)
+    one, two = text_of(1, 30), [*text_of(1, 2), 6, *text_of(2, 30)]
+    for number, text in enumerate((one, two)):
+        (seq,) = world.cache.open([chain(number, text, 0)])
+        assert seq == number + 1
+        plan = world.cache.memory.begin(Batch(world.cache.feeds([((number, 0), len(text) - 2)])))
+        world.network(world.cache.memory, plan, text[:-2], [])
+        world.cache.keep(chain(number, text, 0), world.cache.memory.commit().get(seq))
+        world.close(number)
+    world.drafter.forget("", two[:3])
+    assert world.restored(5, two) == 0
+    assert world.restored(6, one) == 27
+    world.close(6)
+    world.drafter.forget("", one[:1])  # of fewer tokens than an entry depends on
+    assert world.restored(7, one) == 0

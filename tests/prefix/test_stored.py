@@ -81,6 +81,13 @@ def test_it_finds_what_a_search_through_all_snapshots_finds(anywhere, actions, a
             len(text) for one, text, _ in dumb.known.values() if one.namespace == space and tokens[: len(text)] == text
         ]
         assert (whole[-1].span.end if whole else 0) == max(ends, default=0)
+        for of in (space, None):
+            begun = [
+                key
+                for key, (one, text, _) in dumb.known.items()
+                if of in (None, one.namespace) and text[: len(tokens)] == tokens
+            ]
+            assert sorted(catalogue.beginning(of, key_of(tokens))) == sorted(begun)
 
 
 def beside(count: int, *, anywhere: bool) -> tuple[Catalogue, bytes]:

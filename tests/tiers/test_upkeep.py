@@ -3,6 +3,8 @@
 import io
 import json
 import tarfile
+from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.errors import BadRequest, KvcellarError
-from kvcellar.snapshot import Snapshot
+from kvcellar.snapshot import Snapshot, looking_ahead
 from kvcellar.tiers.codec import MAGIC, AesGcm
 from kvcellar.tiers.disk import DiskTier
 from kvcellar.tiers.tier import Tier
@@ -72,6 +74,23 @@ def test_entries_are_selected_by_namespace_by_key_and_by_the_beginning_of_their_
     assert keys(entry=second.key.hex()[:12]) == {second.key}
     assert keys(prefix=first.tokens[:8]) >= {first.key, second.key}
     assert keys(prefix=first.tokens + second.tokens[:8]) == {second.key}
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_entries_that_look_ahead_are_selected_by_the_tokens_that_they_depend_on(tmp_path, ahead: int) -> None:
+    disk, text = store(tmp_path), [5, 6, 7, 8, 9]
+    stored, chunks = made(1, tokens=len(text) - ahead)
+    entry = replace(stored, tokens=looking_ahead(text, ahead).tobytes())
+    assert disk.put(entry, chunks)
+
+    def found(tokens: list[int]) -> list[bytes]:
+        prefix = array("q", tokens).tobytes()
+        return selected(entries(disk), namespace=None, entry=None, prefix=prefix)
+
+    for length in range(ahead + 1, len(text) + 1):
+        assert found(text[:length]) == [entry.key]
+        assert found([*text[: length - 1], 4]) == []
+    assert found([*text, 1]) == []
 
 
 def test_what_another_key_has_sealed_is_listed_without_its_text(tmp_path) -> None:

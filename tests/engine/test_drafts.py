@@ -15,6 +15,7 @@ from kvcellar.speculate.chain import Chain, Key
 from kvcellar.speculate.drafter import Committed
 from kvcellar.speculate.factory import Target
 from kvcellar.speculate.ngram import NGramDrafter
+from tests.models.assistants import VOCAB, saved
 from tests.models.mtp import saved_beside
 from tests.zoo import ARCHS
 
@@ -120,6 +121,23 @@ def test_the_own_mtp_layers_of_a_model_draft_for_it(name: str, layers: int, tmp_
     assert (stats.drafter, stats.refused, stats.deepest) == ("mtp", None, 8 if layers == 1 else layers)
     assert stats.drafted > 0
     assert stats.cache_bytes == built.draft_capacity.bytes
+
+
+@pytest.mark.parametrize("kind", ["gemma4_assistant"])
+def test_an_assistant_drafts_from_the_cells_of_its_target(kind: str, tmp_path: Path) -> None:
+    path, how = saved(tmp_path / "assistant", kind), {"max_tokens": 24, "temperature": 0.0}
+    model = ARCHS["gemma4-e2b"].build(vocab_size=VOCAB)
+    with engine(None, model) as made:
+        plain = made.generate(PROMPT, **how).token_ids
+    with engine(path, model) as made:
+        assert made._built.loop.manager.drafting.speculator is not None
+        made._built.loop.manager.drafting.speculator._fixed = 3
+        assert made.generate(PROMPT, **how).token_ids == plain
+        stats = made.stats().speculation
+        made.check()
+    assert stats is not None
+    assert (stats.drafter, stats.refused, stats.cache_bytes) == ("assistant", None, 0)
+    assert stats.drafted > 0
 
 
 def test_a_model_without_a_head_is_refused_with_what_can_be_used_instead(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from kvcellar.engine.machine import Threads, threads_of
 from kvcellar.engine.manager import SequenceManager
 from kvcellar.engine.measures import measures_of
 from kvcellar.engine.open_drafts import Drafts, open_drafts
+from kvcellar.engine.open_heads import Reads
 from kvcellar.engine.open_store import open_draft_store, open_store
 from kvcellar.engine.reserve import prove, scratch
 from kvcellar.engine.runner import Runner
@@ -37,6 +38,7 @@ from kvcellar.models.load import Loaded, load
 from kvcellar.progress import report
 from kvcellar.sample.params import SamplingParams, check_ids
 from kvcellar.shapes import StoredAs
+from kvcellar.speculate.chain import Key
 from kvcellar.speculate.speculator import Speculator
 from kvcellar.text.stored_texts import StoredTexts
 
@@ -130,8 +132,9 @@ def _assembled(
     if guest.device.type == "cuda":
         prove(guest, memory, max_sequences=capacity.states.sequences, **steps)
     intake = _intake(loaded, memory, capacity, settings, context)
-    speculator, cache = _speculator(drafts, own, settings)
-    drafting = Drafting(speculator, context=context, memory=cache)
+    sequences: dict[Key, int | None] = {}
+    speculator, cache = _speculator(drafts, own, settings, Reads(memory, sequences.get))
+    drafting = Drafting(speculator, context=context, memory=cache, sequences=sequences)
     loop, runner = _running(guest, memory, settings, intake, threads, drafting)
     share = own.bytes / (capacity.bytes + own.bytes) if own is not None else 0.0
     try:
@@ -214,12 +217,12 @@ def _running(
 
 
 def _speculator(
-    drafts: Drafts | None, capacity: Capacity | None, settings: Settings
+    drafts: Drafts | None, capacity: Capacity | None, settings: Settings, reads: Reads
 ) -> tuple[Speculator | None, DraftMemory | None]:
     """With its memory, of that capacity, if it needs one."""
     if drafts is None:
         return None, None
-    drafter, cache = drafts.made(capacity, Shares(settings.pin_share, settings.tenant_share))
+    drafter, cache = drafts.made(capacity, Shares(settings.pin_share, settings.tenant_share), reads)
     return Speculator(drafter, deepest=drafts.deepest), cache
 
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 from kvcellar.engine.draft_memory import DraftMemory
 from kvcellar.engine.request import Completion
 from kvcellar.events import Speculation
-from kvcellar.speculate.chain import Chain
+from kvcellar.speculate.chain import Chain, Key
 from kvcellar.speculate.drafter import Committed
 from kvcellar.speculate.speculator import Speculator
 from kvcellar.speculate.verify import Verified
@@ -24,9 +24,18 @@ log = logging.getLogger("kvcellar.engine")
 class Drafting:
     """What the engine calls of its speculator. Without one, nothing is drafted."""
 
-    def __init__(self, speculator: Speculator | None, *, context: int, memory: DraftMemory | None = None) -> None:
-        """`memory`: that of the drafter, if it has one of its own."""
+    def __init__(
+        self,
+        speculator: Speculator | None,
+        *,
+        context: int,
+        memory: DraftMemory | None = None,
+        sequences: dict[Key, int | None] | None = None,
+    ) -> None:
+        """`memory`: that of the drafter, if it has one of its own. `sequences` has the target's of the completions that
+        `propose` is called for, for drafters that read its memory."""
         self.speculator, self._context, self.memory = speculator, context, memory
+        self._sequences = {} if sequences is None else sequences
         self._chains: dict[Completion, Chain] = {}
 
     @property
@@ -40,6 +49,8 @@ class Drafting:
         if self.speculator is None or not completions:
             return [0] * len(completions)
         chains = [self._chain(completion, min(most, self._room(completion))) for completion in completions]
+        self._sequences.clear()
+        self._sequences.update((completion.key, completion.seq) for completion in completions)
         self.speculator.draft(chains)
         self._chains = dict(zip(completions, chains, strict=True))
         return [len(chain.drafts) for chain in chains]

@@ -16,7 +16,7 @@ from kvcellar.engine.allocate import Needs, allocated
 from kvcellar.engine.capacity import Capacity
 from kvcellar.engine.draft_memory import DraftMemory
 from kvcellar.engine.measures import Measures, measures_of
-from kvcellar.engine.open_heads import open_head
+from kvcellar.engine.open_heads import Reads, open_head
 from kvcellar.engine.open_store import Source
 from kvcellar.engine.reserve import prove, scratch
 from kvcellar.engine.settings import Settings
@@ -58,8 +58,9 @@ class Drafts(Protocol):
         """Of the memory that it has; None: none."""
         ...
 
-    def made(self, capacity: Capacity | None, shares: Shares) -> tuple[Drafter, DraftMemory | None]:
-        """The drafter, and its memory, of this capacity, if it needs one. Raises `CapacityTooSmall`."""
+    def made(self, capacity: Capacity | None, shares: Shares, reads: Reads) -> tuple[Drafter, DraftMemory | None]:
+        """The drafter, and its memory, of this capacity, if it needs one; others may read the target's. Raises
+        `CapacityTooSmall`."""
         ...
 
 
@@ -82,7 +83,7 @@ class Guesses:
     def needs(self) -> None:
         return None
 
-    def made(self, capacity: Capacity | None, shares: Shares) -> tuple[Drafter, None]:
+    def made(self, capacity: Capacity | None, shares: Shares, reads: Reads) -> tuple[Drafter, None]:
         return self.drafter, None
 
 
@@ -112,7 +113,7 @@ class DraftModel:
         limits = {"context": self.context, "step_tokens": self.step_tokens}
         return Needs.of(self.guest, self.context, scratch(self.guest, measures=self.measures, **limits))
 
-    def made(self, capacity: Capacity | None, shares: Shares) -> tuple[Drafter, DraftMemory]:
+    def made(self, capacity: Capacity | None, shares: Shares, reads: Reads) -> tuple[Drafter, DraftMemory]:
         assert capacity is not None, "a draft model has a memory"
         self.measures.keep()
         memory = allocated(self.guest.memory, capacity, self.context, self.guest.device)

@@ -1,10 +1,12 @@
 """open_heads: heads that draft from the hidden states of the model: its own MTP layers, or an assistant's directory."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from kvcellar.attention.choose import named
+from kvcellar.cache.memory import Memory
 from kvcellar.engine.allocate import Needs, allocated
 from kvcellar.engine.capacity import Capacity
 from kvcellar.engine.draft_memory import DraftMemory
@@ -12,17 +14,49 @@ from kvcellar.engine.open_store import Source
 from kvcellar.engine.settings import Settings
 from kvcellar.engine.shares import Shares
 from kvcellar.kernels.packed import pack
+from kvcellar.models.assistant_head import AssistantHead
 from kvcellar.models.draft_fit import Check, DraftFit, fit_of
 from kvcellar.models.guest import Guest
-from kvcellar.models.heads import find_head
+from kvcellar.models.heads import OWN, find_head
 from kvcellar.models.input_limits import context_of
 from kvcellar.models.load import Loaded
 from kvcellar.models.mtp_head import MtpHead
 from kvcellar.progress import report
+from kvcellar.speculate.assistant import AssistantDrafter
+from kvcellar.speculate.chain import Key
 from kvcellar.speculate.drafter import Drafter
 from kvcellar.speculate.head import FLUSH, HeadDrafter
 
 DEEPEST = 8  # drafts of a head with one layer in a round
+
+
+class Reads(NamedTuple):
+    """What drafters may read of the target: its memory, and the sequences of the completions that are drafted for."""
+
+    memory: Memory
+    sequence: Callable[[Key], int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class AssistantDrafts:
+    """A network that attends to the target's own cells, and keeps nothing. Its steps take less than the target's."""
+
+    name: str
+    fit: DraftFit
+    head: AssistantHead
+    deepest: int
+    context: int
+
+    @property
+    def source(self) -> Source:
+        return Source(())
+
+    def needs(self) -> None:
+        return None
+
+    def made(self, capacity: Capacity | None, shares: Shares, reads: Reads) -> tuple[Drafter, None]:
+        how = {"context": self.context, "deepest": self.deepest}
+        return AssistantDrafter(self.name, self.head, reads.memory, reads.sequence, **how), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +82,7 @@ class MtpDrafts:
 
         return Needs(self.head.shape.groups, network.dtype.itemsize, backends, 0, self.context, waiting)
 
-    def made(self, capacity: Capacity | None, shares: Shares) -> tuple[Drafter, DraftMemory]:
+    def made(self, capacity: Capacity | None, shares: Shares, reads: Reads) -> tuple[Drafter, DraftMemory]:
         assert capacity is not None, "MTP layers have a memory"
         memory = allocated(self.head.memory, capacity, self.context, self.head.device)
         cache = DraftMemory(memory, ahead=self.head.layers, shares=shares)
@@ -60,32 +94,36 @@ class MtpDrafts:
 
 def open_head(
     draft: str | Path, loaded: Loaded, guest: Guest, settings: Settings, checks: Mapping[str, Check]
-) -> MtpDrafts | None:
+) -> MtpDrafts | AssistantDrafts | None:
     """The head that `draft` names, which passes `checks`, too; None: it names an ordinary model. Raises `DraftRefused`
     and `ModelNotFound`."""
-    found: list[MtpHead | None] = []
+    found: list[MtpHead | AssistantHead | None] = []
 
     def load() -> str:
         report("looking for a head")
         found.append(find_head(draft, loaded, guest, named(None)))
         return "a model of its own" if found[0] is None else _described(found[0])
 
-    fit = fit_of(loaded.name, str(draft), {**checks, "head": load})
+    fit = fit_of(loaded.name, str(draft) if draft == OWN else Path(draft).name, {**checks, "head": load})
     fit.require()
     if (head := found[0]) is None:
         return None
+    deepest, context = settings.draft_depth or DEEPEST, context_of(guest.model)
+    if isinstance(head, AssistantHead):
+        return AssistantDrafts(fit.draft, fit, head, deepest, context)
     if settings.pack and guest.device.type == "cpu":
         pack(head.network.layers)
-    deepest = settings.draft_depth or DEEPEST
     if head.layers > 1:
         deepest = min(deepest, head.layers)
     paths = () if loaded.path is None else (loaded.path,)
-    source = Source(
-        paths, f"MTP layers, kv_dtype {settings.kv_dtype}"
-    )  # they read what the model computes from its K/V
-    return MtpDrafts(str(draft), fit, head, deepest, context_of(guest.model), settings.step_tokens, source)
+    # They read what the model computes from its K/V.
+    source = Source(paths, f"MTP layers, kv_dtype {settings.kv_dtype}")
+    return MtpDrafts(fit.draft, fit, head, deepest, context, settings.step_tokens, source)
 
 
-def _described(head: MtpHead) -> str:
+def _described(head: MtpHead | AssistantHead) -> str:
+    if isinstance(head, AssistantHead):
+        count = sum(parameter.numel() for parameter in head.network.parameters())
+        return f"an assistant with {count:,} parameters, which reads the target's keys and values as by itself"
     count = sum(parameter.numel() for parameter in head.network.layers.parameters())
     return f"MTP layers of its own: {head.layers}, with {count:,} parameters, which compute what they do by themselves"

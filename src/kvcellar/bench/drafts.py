@@ -162,8 +162,8 @@ def _compared(
         at += 1
         return decode(of, [contexts[at // 2 % len(contexts)]], extent.steps, params)
 
-    for context in (contexts * extent.warm)[-extent.warm :]:
-        decode(engine, [context], extent.steps, params)
+    for warm in range(extent.warm):
+        decode(engine, [contexts[-1 - warm % len(contexts)]], extent.steps, params)
     ours, base = in_rounds(extent.rounds, lambda: burst(engine), lambda: burst(plain))
     return ours, base
 

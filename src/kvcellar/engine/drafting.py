@@ -75,7 +75,8 @@ class Drafting:
 
     def chain(self, completion: Completion, drafts: int = 0) -> Chain:
         """The chain that the next token of a completion is drawn with, and its first `drafts` drafts."""
-        chain = self._chains.get(completion) or self._chain(completion, 0)
+        if (chain := self._chains.get(completion)) is None:
+            return self._chain(completion, 0)
         chain.cut(drafts)
         return chain
 

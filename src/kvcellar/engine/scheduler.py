@@ -202,7 +202,7 @@ class Scheduler:
         """Where a waiting completion diverges was not known when the prompt that it waits for was scheduled."""
         self.current = one.completion
         most = self._manager.next_end(one.completion) - one.completion.computed
-        return one._replace(tokens=min(one.tokens, most)) if not one.drafts else one
+        return one if one.drafts or one.tokens <= most else one._replace(tokens=most)
 
     def _add_drafts(self, step: _Step) -> None:
         """Let the completions in decode have drafts, within a part of the token budget and what can be made free."""

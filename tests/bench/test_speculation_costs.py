@@ -46,9 +46,8 @@ def test_rounds_are_compared_with_forwards_of_their_width(capsys: pytest.Capture
 def test_acceptance_is_counted_on_texts_that_do_not_end(capsys: pytest.CaptureFixture[str]):
     table, last = measured(capsys, DRAFTS)
     found = last["drafts"]
-    assert [(one["drafter"], one["temperature"]) for one in found] == [
-        (drafter, temperature) for drafter in drafters() for temperature in (0.0, 0.8)
-    ]
+    assert "ngram" in drafters()
+    assert [one["drafter"] for one in found if one["temperature"] == 0.8] == drafters()
     for one in found:
         tried, accepted = one["fixed"]["tried"], one["fixed"]["accepted"]
         assert len(tried) == len(accepted) <= 4

@@ -1,6 +1,7 @@
 """decoding: the CPU time of some steps of a running engine, on its thread. Other load on the machine changes it less
 than the time that passes."""
 
+import math
 import time
 from collections.abc import Sequence
 from threading import Semaphore
@@ -32,15 +33,15 @@ def together(bursts: Sequence[Burst]) -> Burst:
 
 
 class _Listener:
-    """Receives the events of all requests on the engine's thread: the number of the step, the time, and the request of
-    every token."""
+    """Receives the events of all requests on the engine's thread."""
 
-    def __init__(self, engine: Engine, requests: int, steps: int) -> None:
+    def __init__(self, engine: Engine, requests: int, steps: int, tokens: float) -> None:
         self._loop = engine._loop  # pyright: ignore[reportPrivateUsage]
-        self._left, self._most = set(range(requests)), steps
-        self._start = 0
-        self._times: dict[int, float] = {}  # at the last token of each step
-        self._tokens: dict[int, int] = {}
+        self._left = set(range(requests))  # have no token yet
+        self._most_steps, self._most_tokens = steps, tokens
+        self._start = self._end = 0  # steps: the last one before the burst, and the last one of it so far
+        self._began = self._ended = 0.0  # at the last token of these
+        self._tokens = 0
         self.error: Exception | None = None
         self.done = Semaphore(0)
 
@@ -49,35 +50,39 @@ class _Listener:
             self._fail(event.error)
         if isinstance(event, Finished) and event.reason != "cancelled":
             self._fail(RuntimeError(f"a text ended with {event.reason} before all steps were measured"))
-        if not isinstance(event, Delta):
-            return
-        step = self._loop.steps
-        if self._left:
+        if isinstance(event, Delta):
+            self._count(request, self._loop.steps, len(event.token_ids))
+
+    def _count(self, request: int, step: int, tokens: int) -> None:
+        if self._left or step == self._start:
             self._left.discard(request)
-            self._start = step
-        elif step > self._start + self._most:
+            self._start = self._end = step
+            self._began = self._ended = time.thread_time()
+        elif step > self._end and (self._end - self._start >= self._most_steps or self._tokens >= self._most_tokens):
             self.done.release()
-        if step >= self._start:
-            self._times[step] = time.thread_time()
-            self._tokens[step] = self._tokens.get(step, 0) + len(event.token_ids)
+        else:
+            self._end, self._ended = step, time.thread_time()
+            self._tokens += tokens
 
     def _fail(self, error: Exception) -> None:
         self.error = self.error or error
         self.done.release()
 
     def burst(self) -> Burst:
-        start, end = self._start, self._start + self._most
-        assert {start, end} <= self._times.keys(), "steps without a token"
-        return Burst(
-            self._times[end] - self._times[start],
-            self._most,
-            sum(self._tokens.get(step, 0) for step in range(start + 1, end + 1)),
-        )
+        return Burst(self._ended - self._began, self._end - self._start, self._tokens)
 
 
-def decode(engine: Engine, prompts: Sequence[Sequence[int]], steps: int, params: SamplingParams = PARAMS) -> Burst:
-    """The first steps that give every prompt a token, after those that compute the prompts."""
-    listener = _Listener(engine, len(prompts), steps)
+def decode(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    steps: int,
+    params: SamplingParams = PARAMS,
+    *,
+    tokens: float = math.inf,
+) -> Burst:
+    """The first steps that give every prompt a token, after those that compute the prompts; fewer where these have so
+    many `tokens` together."""
+    listener = _Listener(engine, len(prompts), steps, tokens)
     tickets = [
         engine.submit(prompt, params, deliver=lambda event, number=number: listener.on_event(number, event))
         for number, prompt in enumerate(prompts)

@@ -1,8 +1,8 @@
 """drafts: what drafters are worth on library code that the embedded model was not trained on.
 
 The code is of the modules of this interpreter's standard library that the model's manifest does not list as trained on.
-The model continues it, greedily and sampled; texts that end, or end in a loop, are not counted, because n-grams predict
-a loop perfectly. Acceptance is of rounds with `DEPTH` drafts, by position: of the drafts whose predecessors in the
+The model continues it, greedily and sampled; texts that end or loop are not counted, because n-grams predict a loop
+perfectly. Acceptance is of rounds with `DEPTH` drafts, by position: of the drafts whose predecessors in the
 round were accepted. Then the depth controller chooses, and is compared with plain decoding of the same texts, in turn,
 in CPU time.
 
@@ -14,7 +14,7 @@ import json
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import count, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,8 +30,7 @@ from kvcellar.speculate.speculator import Speculator
 CACHE_BYTES = 64 << 20
 TEMPERATURES = (0.0, 0.8)
 DEPTH = 4
-LOOP = 48  # tokens at the end of a text that repeat a phrase make it a loop,
-PHRASE = 16  # if that has at most so many
+LOOP = 24  # tokens that occur twice in a text make it a loop
 TESTS = {"test", "tests", "idle_test"}
 MIN_OF_PLAIN = 0.97
 
@@ -44,13 +43,12 @@ class Extent:
 
     texts: int = 48
     context: int = 192  # tokens of code before a continuation
-    new: int = 128
-    steps: int = 48  # of a burst
-    rounds: int = 12  # of bursts
-    warm: int = 8  # bursts from which the controller learns before it is measured
+    new: int = 64  # a longer greedy text of so small a model nearly always loops
+    texts_compared: int = 12  # with plain decoding
+    warm: int = 8  # texts from which the controller learns before that
 
 
-SMALLEST = Extent(texts=3, context=32, new=8, steps=3, rounds=1, warm=1)  # to test the bench
+SMALLEST = Extent(texts=3, context=32, new=8, texts_compared=1, warm=1)  # to test the bench
 
 
 class Acceptance(NamedTuple):
@@ -82,11 +80,12 @@ def drafts(extent: Extent) -> list[Found]:
         contexts = _contexts(plain, extent)
         results = _continued(plain, contexts, extent, 0.0)
         greedy = [context for context, result in zip(contexts, results, strict=True) if _counts(result)]
-        texts = {temperature: contexts if temperature else greedy or contexts for temperature in TEMPERATURES}
+        texts = {temperature: contexts if temperature else greedy for temperature in TEMPERATURES}
         return [
             _found(plain, drafter, texts[temperature], extent, temperature)
             for drafter in drafters()
             for temperature in TEMPERATURES
+            if texts[temperature]
         ]
 
 
@@ -133,10 +132,10 @@ def _continued(engine: Engine, contexts: Contexts, extent: Extent, temperature: 
 
 
 def _counts(result: Result) -> bool:
-    """Whether a text neither ends nor ends in a loop."""
-    tail = result.token_ids[-LOOP:]
-    loops = len(tail) == LOOP and any(tail[size:] == tail[:-size] for size in range(1, PHRASE + 1))
-    return result.finish_reason == "length" and not loops
+    """Whether a text neither ends nor loops."""
+    ids = result.token_ids
+    phrases = {ids[at : at + LOOP] for at in range(len(ids) - LOOP + 1)}
+    return result.finish_reason == "length" and len(phrases) == max(0, len(ids) - LOOP + 1)
 
 
 def _acceptance(results: Sequence[Result]) -> Acceptance:
@@ -154,17 +153,17 @@ def _acceptance(results: Sequence[Result]) -> Acceptance:
 def _compared(
     plain: Engine, engine: Engine, contexts: Contexts, extent: Extent, params: SamplingParams
 ) -> tuple[list[Burst], list[Burst]]:
-    """Bursts of both on the same texts, in turn, after the controller has learnt."""
-    at = 0
+    """Both continue the same texts, in turn, after the controller has learnt."""
+    turn = count()
 
-    def burst(of: Engine) -> Burst:
-        nonlocal at
-        at += 1
-        return decode(of, [contexts[at // 2 % len(contexts)]], extent.steps, params)
+    def text(of: Engine, number: int) -> Burst:
+        return decode(of, [contexts[number % len(contexts)]], extent.new, params, tokens=extent.new - 2)
 
-    for warm in range(extent.warm):
-        decode(engine, [contexts[-1 - warm % len(contexts)]], extent.steps, params)
-    ours, base = in_rounds(extent.rounds, lambda: burst(engine), lambda: burst(plain))
+    for number in range(1, extent.warm + 1):
+        text(engine, -number)
+    ours, base = in_rounds(
+        extent.texts_compared, lambda: text(engine, next(turn) // 2), lambda: text(plain, next(turn) // 2)
+    )
     return ours, base
 
 

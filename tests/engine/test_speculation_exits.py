@@ -8,6 +8,7 @@ memory is compared bit for bit.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 from unittest import mock
 
@@ -16,9 +17,12 @@ import pytest
 from kvcellar import Engine, EngineFailed
 from kvcellar.engine import runner as runners
 from kvcellar.engine.request import Completion
+from kvcellar.events import Event
+from kvcellar.sample.params import SamplingParams
 from tests.engine.mixes import Ear, assert_at_rest, bytes_for, made
 from tests.engine.speculating import Oracle, Rounds, ask, report, speculates, told, watched
 from tests.engine.test_breaking import GREEDY, Fault, Mix, reads_what_it_sees
+from tests.engine.test_limits import held
 from tests.laws.watch import everything
 from tests.zoo import ARCHS, layers
 
@@ -325,3 +329,47 @@ def test_the_report_of_a_request_counts_what_was_proposed_and_what_the_text_has(
         assert len(found.depths) == min(8, found.rounds)
         assert max(deepest for _, deepest in found.depths) == max(len(of) for _, of in proposed)
     assert len(rounds.kept) == sum(report(ear).rounds for ear in ears)
+
+
+@pytest.mark.parametrize("at", [2, 3, 5])
+@pytest.mark.parametrize("right", [4, 0, None])
+def test_a_cancel_between_forward_and_commit_ends_one_request(large: Engine, known, at: int, right) -> None:
+    """The step is kept or not, for the others it is as if there had been no cancel."""
+    forward, loop, calls = large._built.guest.forward, large._loop, count(1)
+
+    def cancelling(*args: Any) -> Any:
+        made = forward(*args)
+        if next(calls) == at:
+            first = min(loop._requests)
+            loop.cancel(loop._requests[first])
+        return made
+
+    with mock.patch.object(large._built.guest, "forward", cancelling):
+        ears, rounds = drafted(large, known, right, max_tokens=24, **GREEDY)
+    assert [ear.reasons[0] for ear in ears] == ["cancelled", "length", "length"]
+    for prompt, ear, text in zip(PROMPTS, ears, known, strict=True):
+        assert (*prompt, *ear.ids()) == text[: len(prompt) + len(ear.ids())]
+    assert [len(ear.ids()) for ear in ears[1:]] == [24, 24]
+    assert all(text == full[: len(text)] for text in rounds.of_text for full in known if text[:1] == full[:1])
+    assert_at_rest(large)
+
+
+@pytest.mark.parametrize("at", [2, 4, 7])
+def test_a_client_that_is_gone_inside_of_accepted_drafts_ends_one_request(large: Engine, known, at: int) -> None:
+    """Its receiver raises; no other event is delivered, and nothing of it is left."""
+    speculates(large, Oracle(known, 4))
+    heard, others = list[Event](), [Ear(), Ear()]
+
+    def gone(event: Event) -> None:
+        heard.append(event)
+        if len(heard) == at:
+            raise ConnectionError("closed")
+
+    large.clear_cache()
+    with held(large):
+        for prompt, deliver in zip(PROMPTS, (gone, *others), strict=True):
+            large.submit(prompt, SamplingParams(max_tokens=24, **GREEDY), deliver=deliver)
+    for prompt, ear, text in zip(PROMPTS[1:], others, known[1:], strict=True):
+        assert (*prompt, *ear.wait().ids()) == text
+    assert len(heard) == at
+    assert_at_rest(large)

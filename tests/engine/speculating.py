@@ -124,7 +124,6 @@ class Rounds:
 
     of_text: dict[Text, Contents] = field(default_factory=dict)
     kept: list[int] = field(default_factory=list)
-    free: list[Mapping[str, int]] = field(default_factory=list)
 
     def assert_as_in(self, plain: "Rounds") -> None:
         """Every round has left what plain decoding leaves of the same text."""

@@ -276,7 +276,6 @@ def test_the_context_is_filled_to_its_last_token(large: Engine) -> None:
     assert {len(prompt) + len(ear.ids()) for prompt, ear in zip(PROMPTS, ears, strict=True)} == {49}
     for again, _ in assert_ends_alike(large, told(PROMPTS, ears), **how):
         assert {ear.reasons[0] for ear in again} == {"length"}
-        assert report(again[0]).accepted or again[0].done.speculation is not None
 
 
 def test_context_shifts_come_at_the_same_tokens(large: Engine) -> None:

@@ -1,6 +1,7 @@
 """What a drafter has computed is found by later and by simultaneous completions of the same namespace, and after a
 restart. Drafts are those that a drafter without any memory would make."""
 
+import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from kvcellar.engine.draft_memory import DraftMemory
 from kvcellar.plan import Batch
 from kvcellar.retention import RetentionOptions
-from tests.engine.drafting import VOCAB, Drafting, always_restored, chain, expected
+from tests.engine.drafting import PATIENCE, VOCAB, Drafting, always_restored, chain, expected
 from tests.engine.test_prefixes import KINDS, memory
 
 SPACES = ["", "b"]
@@ -228,22 +229,28 @@ def test_a_restarted_drafter_goes_on_where_the_last_one_was(kind, tmp_path: Path
     again.cache.shut_down()
 
 
-def test_a_round_never_waits_for_what_is_read(tmp_path: Path) -> None:
+def test_a_round_never_waits_for_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = text_of(5, 140)
-    world = Drafting("all", tmp_path)
+    world, gate = Drafting("all", tmp_path), threading.Event()
     stored(world, 1, text)
+    assert world.cache.store is not None
+    tier = world.cache.store.transfers.tiers[0]
+    read = tier.get
+    monkeypatch.setattr(tier, "get", lambda key: read(key) if gate.wait(PATIENCE) else None)
     world.drafter.forget(None)
-    first = world.drafts({2: text})
-    assert first == {2: []}, "its entries are being read"
+    assert world.drafts({2: text}) == {2: []}, "its entries are being read"
     assert world.network.computed == 140 + 2
+    gate.set()
     world.until(lambda: world.cache.open([chain(2, text, 3)]) != [None])
     assert world.drafts({2: text}) == {2: expected("all", text, 3)}
     world.close(2)
     world.drafter.forget(None)
+    gate.clear()
     assert world.drafts({3: text}) == {3: []}
     world.close(3)  # before it was read
-    assert world.is_empty()
+    gate.set()
     world.check()
+    assert world.is_empty()
     world.cache.shut_down()
 
 

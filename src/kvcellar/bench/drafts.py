@@ -157,6 +157,7 @@ def _compared(
     turn = count()
 
     def text(of: Engine, number: int) -> Burst:
+        of.clear_cache()  # n-grams must not find the text itself
         return decode(of, [contexts[number % len(contexts)]], extent.new, params, tokens=extent.new - 2)
 
     for number in range(1, extent.warm + 1):

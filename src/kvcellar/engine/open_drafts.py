@@ -140,12 +140,17 @@ def open_drafts(loaded: Loaded, guest: Guest, settings: Settings, context: int) 
     if draft is None:
         return None
     checks: dict[str, Check] = {"verification": lambda: _verifies(guest)}
-    if isinstance(draft, str | Path) and draft != "ngram":
+    if draft == "ngram":
+        return _guesses(NGramDrafter(), loaded, settings, checks)
+    if isinstance(draft, str | Path):
         head = open_head(draft, loaded, guest, settings, checks)
         return head if head is not None else _model(draft, loaded, guest, settings, checks)
     if is_network(draft):
         return _model(draft, loaded, guest, settings, checks)
-    drafter = NGramDrafter() if draft == "ngram" else _made(draft, loaded, guest, context)
+    return _guesses(_made(draft, loaded, guest, context), loaded, settings, checks)
+
+
+def _guesses(drafter: Drafter, loaded: Loaded, settings: Settings, checks: Mapping[str, Check]) -> Guesses:
     fit = fit_of(loaded.name, drafter.name, checks)
     fit.require()
     return Guesses(drafter, fit, min(drafter.deepest, settings.draft_depth or drafter.deepest))

@@ -146,7 +146,9 @@ def prove(
     end = bisect_left(range(1, context + 1), True, key=lambda end: not held(end))  # the longest that fits in all groups
     rows = min(step_tokens, end)
     writers = min(max_sequences, step_tokens) if guest.mode == "flat" else 1
-    steps = [(_prompts(guest, rows, end), None), (_writers(writers, end), None)] if end else []
+    steps: list[tuple[list[Feed], int | None]] = []
+    if end:
+        steps += [(_prompts(guest, rows, end), None), (_writers(writers, end), None)]
     if deepest and end > deepest:
         each = max(1, min(writers, step_tokens // (1 + deepest), ROUND // (1 + deepest)))
         drafts = [Feed(seq, Span(end - 1 - deepest, end), revertible=True) for seq in range(each)]

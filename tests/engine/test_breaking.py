@@ -147,7 +147,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, mix: Mix, part: str, name: str, faul
         "guest": built.guest, "runner": built.runner, "loop": loop, "completion": Completion,
         "compaction": loop.compaction, "prefixes": loop.manager.prefixes, "tree": loop.manager.prefixes.tree,
         "order": loop.manager.prefixes.tree._order,
-        "claims": built.memory.claims,
+        "claims": built.memory.claims, "drafting": loop.manager.drafting,
     }  # fmt: skip
     with monkeypatch.context() as patch:
         patch.setattr(parts[part], name, fault.wrap(getattr(parts[part], name)))
@@ -161,14 +161,18 @@ OF_ONE = {  # the request of the completion that they are given is the one that 
 }
 OF_MANY = {  # of a step, or of what a completion's operation needs: one request fails at most
     "manager": ["free", "available", "evict", "_publish", "_publish_needed"],
-    "scheduler": ["schedule", "_preempt", "preempt_youngest", "_admit", "_make_free", "_missing", "_shortened"],
+    "scheduler": [
+        "schedule", "_preempt", "preempt_youngest", "_admit", "_make_free", "_missing", "_shortened",
+        "_add_drafts", "_draft",
+    ],
+    "drafting": ["chain", "learn", "close", "fork", "report", "conclude"],
     "prefixes": [
         "restorable", "restore", "use", "fork", "want", "checkpoints", "publish", "release", "evict", "_insert",
         "_share", "_frees", "_add_checkpoint",
     ],
     "tree": [
         "root", "peek", "match", "touch", "share", "lock", "unlock", "insert", "evict_leaf", "evict_checkpoint",
-        "_lock", "_inserted", "_append", "_take_checkpoints", "_split", "_merge", "_cut", "_removed", "_settle",
+        "_lock", "_append", "_take_checkpoints", "_split", "_merge", "_cut", "_removed", "_settle",
         "_add_checkpoint", "_useful", "strengthen", "expire",
     ],
     "order": ["enter_leaf", "enter_lease"],
@@ -233,7 +237,6 @@ def test_an_error_of_several_ends_one_request_at_most(monkeypatch, mix, part, na
 
 
 OF_STATES = {
-    "manager": ["_free_rows"],
     "runner": ["_feeds", "_keep"],
     "prefixes": ["publish", "evict_row", "_frees"],
     "tree": ["insert", "evict_checkpoint"],

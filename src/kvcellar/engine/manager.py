@@ -214,19 +214,27 @@ class SequenceManager:
         positions = wanted if self._in_parts else tuple(pos for pos in wanted if pos == new.end)
         return Feed(seq, new, checkpoints=positions, revertible=scheduled.drafts > 0)
 
-    def keep(self, completion: Completion, tokens: int, claim: int | None) -> None:
-        """A step has computed so many tokens of the completion: those of its prompt are published at once, those that
-        it draws when a request needs them, or at its end. `claim` is what the step has left."""
+    def keep(self, completion: Completion, tokens: int, claim: int | None, drafts: Sequence[int] = ()) -> None:
+        """A step has computed so many tokens of the completion, of which `drafts` are not in its text yet: those of its
+        prompt are published at once, others when a request needs them, or at its end. `claim` is what the step has
+        left."""
         completion.computed += tokens
         found = self._running.get(completion.seq or 0)
         if found is not None and (claim is not None or completion.status is Status.PREFILL):
-            self._publish(*found, claim)
+            self._publish(*found, claim, drafts)
 
     def _publish(
-        self, completion: Completion, prefix: Prefix, claim: int | None = None, *, at: Sequence[int] = ()
+        self,
+        completion: Completion,
+        prefix: Prefix,
+        claim: int | None = None,
+        drafts: Sequence[int] = (),
+        *,
+        at: Sequence[int] = (),
     ) -> None:
         assert completion.seq is not None
-        self.prefixes.publish(completion.seq, prefix, completion.tokens, completion.computed, claim, at=at)
+        tokens = [*completion.tokens, *drafts] if drafts else completion.tokens
+        self.prefixes.publish(completion.seq, prefix, tokens, completion.computed, claim, at=at)
 
     def fork(self, completion: Completion, sibling: Completion) -> None:
         """Assign a sequence to `sibling` that shares all cells of `completion`."""

@@ -65,6 +65,7 @@ class Result:
 class Kept:
     """A step that was kept: how many rows of each sequence, its claims and its hidden states [T,H]."""
 
+    chains: Mapping[Completion, Chain]
     ready: Sequence[Ready]
     results: Sequence[Result]
     rows: Mapping[int, int]
@@ -79,7 +80,8 @@ Outcome = tuple[Result, FinishReason | Exception | None]  # why the completion e
 class Runner:
     """Runs steps of `guest` on `memory`. At the end of a prompt, `siblings` makes the other completions of the request
     and `fork` gives them the prompt's cells. `end` is called with every completion that ends. `feeds` are those of a
-    step, for which memory is made free; `keep` is called with what each completion has of a step that was kept."""
+    step, for which memory is made free; `keep` is called with what each completion has of a step that was kept: rows,
+    claim and drafts."""
 
     def __init__(
         self,
@@ -92,7 +94,7 @@ class Runner:
         fork: Fork,
         end: End,
         feeds: Callable[[Sequence[Scheduled]], tuple[Feed, ...]],
-        keep: Callable[[Completion, int, int | None], None],
+        keep: Callable[[Completion, int, int | None, Sequence[int]], None],
     ) -> None:
         self._guest, self._memory, self._drafting, self._context = guest, memory, drafting, context
         self._siblings, self._fork, self._end = siblings, fork, end
@@ -158,7 +160,7 @@ class Runner:
             )
             drafted = {_seq(one.completion): one.kept for one in results if one.completion.status is Status.DECODE}
             counts = {_seq(one.completion): one.tokens for one in scheduled} | drafted
-            return Kept(ready, results, counts, self._memory.commit(counts), hidden)
+            return Kept(chains, ready, results, counts, self._memory.commit(counts), hidden)
         except BaseException:
             if self._memory.step is not None:
                 self._memory.abandon()
@@ -201,19 +203,19 @@ class Runner:
     # -- after the commit ---------------------------------------------------------------------------------------
 
     def _emit(self, scheduled: Sequence[Scheduled], kept: Kept) -> Sequence[Outcome]:
-        """Append the drawn tokens. Accepted drafts are part of the text before the cells of the step are; prompts are
-        forked before their first token is appended."""
-        decoding = [one for one in kept.results if one.completion.status is Status.DECODE]
-        first = [one for one in kept.results if one.completion.status is not Status.DECODE]
-        outcomes: list[Outcome] = [(one, self._accept(one)) for one in decoding]
-        self._pass_on(scheduled, kept)
+        """Record what memory has, fork the prompts that are computed, and append the drawn tokens."""
         for one in scheduled:
             seq = _seq(one.completion)
-            self._keep(one.completion, kept.rows[seq], kept.claims.get(seq))
+            drafts = kept.chains[one.completion].tokens[: kept.rows[seq] - 1] if one.drafts else ()
+            self._keep(one.completion, kept.rows[seq], kept.claims.get(seq), drafts)
         for one in kept.ready:
             if one.completion.status is Status.PREFILL:
                 self._fork(one.completion, one.siblings)
-        return [*outcomes, *((one, self._accept(one)) for one in first if one.completion.status is Status.DECODE)]
+        # Another completion of its request may have failed just now.
+        going = [one for one in kept.results if one.completion.status is Status.DECODE]
+        outcomes: list[Outcome] = [(one, self._accept(one)) for one in going]
+        self._pass_on(scheduled, kept)
+        return outcomes
 
     def _pass_on(self, scheduled: Sequence[Scheduled], kept: Kept) -> None:
         """Let the drafter read the hidden states of what was kept."""
@@ -222,12 +224,11 @@ class Runner:
         news: list[Committed] = []
         row = 0
         for completion, tokens, drafts in scheduled:
-            count, start = kept.rows[_seq(completion)], completion.computed
-            hidden = kept.hidden[row : row + count]
-            request, text = completion.request, completion.tokens
-            new = text[start : start + count]
-            space, retention = request.namespace, request.retention
-            news.append(Committed(completion.key, space, text, start, new, hidden, retention))
+            if completion.seq is not None:  # unless its fork has failed
+                count, request, text = kept.rows[completion.seq], completion.request, completion.tokens
+                start, hidden = completion.computed - count, kept.hidden[row : row + count]
+                new, namespace = text[start : start + count], request.namespace
+                news.append(Committed(completion.key, namespace, text, start, new, hidden, request.retention))
             row += tokens + drafts
         self._drafting.committed(news)
 

@@ -208,14 +208,13 @@ class Runner:
             seq = _seq(one.completion)
             drafts = kept.chains[one.completion].tokens[: kept.rows[seq] - 1] if one.drafts else ()
             self._keep(one.completion, kept.rows[seq], kept.claims.get(seq), drafts)
+        self._pass_on(scheduled, kept)  # before forks, which begin with what drafters know of the prompt
         for one in kept.ready:
             if one.completion.status is Status.PREFILL:
                 self._fork(one.completion, one.siblings)
         # Another completion of its request may have failed just now.
         going = [one for one in kept.results if one.completion.status is Status.DECODE]
-        outcomes: list[Outcome] = [(one, self._accept(one)) for one in going]
-        self._pass_on(scheduled, kept)
-        return outcomes
+        return [(one, self._accept(one)) for one in going]
 
     def _pass_on(self, scheduled: Sequence[Scheduled], kept: Kept) -> None:
         """Let the drafter read the hidden states of what was kept."""
@@ -224,11 +223,10 @@ class Runner:
         news: list[Committed] = []
         row = 0
         for completion, tokens, drafts in scheduled:
-            if completion.seq is not None:  # unless its fork has failed
-                count, request, text = kept.rows[completion.seq], completion.request, completion.tokens
-                start, hidden = completion.computed - count, kept.hidden[row : row + count]
-                new, namespace = text[start : start + count], request.namespace
-                news.append(Committed(completion.key, namespace, text, start, new, hidden, request.retention))
+            count, request, text = kept.rows[_seq(completion)], completion.request, completion.tokens
+            start, hidden = completion.computed - count, kept.hidden[row : row + count]
+            new, namespace = [*text[start : start + count], *kept.chains[completion].tokens][:count], request.namespace
+            news.append(Committed(completion.key, namespace, text, start, new, hidden, request.retention))
             row += tokens + drafts
         self._drafting.committed(news)
 

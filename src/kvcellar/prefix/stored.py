@@ -79,6 +79,7 @@ class Catalogue:
         """The keys of the snapshots of one namespace, or of all, up to whose end a text begins with the tokens of
         `key`."""
         found: list[bytes] = []
+        rest: list[tuple[str, bytes | None, bytes]]
         rest = [(of, parent, key) for of, parent in self._after if parent is None and namespace in (None, of)]
         while rest:
             of, parent, left = rest.pop()

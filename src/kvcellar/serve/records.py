@@ -35,7 +35,7 @@ class Record:
     created: float = field(default_factory=time.time)
 
     def summary(self) -> Json:
-        return {"id": self.log.response_id, "created": self.created} | self.log.fields() | {"ms": self.ms}
+        return {"id": self.log.response_id, "created": self.created, **self.log.fields(), "ms": self.ms}
 
     def whole(self, engine: ServedEngine) -> Json:
         """With what an operator may know: `salted` is told to no client."""

@@ -21,7 +21,7 @@ class Committed:
 
     key: Key
     namespace: str
-    text: Sequence[int]  # of the completion, from its beginning: these tokens, and what is not in memory yet
+    text: Sequence[int]  # of the completion, from its beginning; drafts of this round are appended to it after the call
     start: int  # position of the first
     tokens: Sequence[int]
     hidden: Tensor  # [len(tokens),H]: the target's last hidden states at these tokens

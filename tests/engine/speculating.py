@@ -1,6 +1,6 @@
 """Drafters that are right as often as a test wants, and what memory has of every text after every round."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
@@ -137,14 +137,14 @@ class Rounds:
 def watched(engine: Engine) -> Iterator[Rounds]:
     """Look into memory after every commit."""
     runner, memory, rounds = engine._built.runner, engine._built.memory, Rounds()
-    keep: Callable[[Completion, int, int | None], None] = runner._keep
+    keep = runner._keep
 
-    def kept(completion: Completion, tokens: int, claim: int | None) -> None:
+    def kept(completion: Completion, tokens: int, claim: int | None, drafts: Sequence[int]) -> None:
         before = completion.status is Status.DECODE
-        keep(completion, tokens, claim)
+        keep(completion, tokens, claim, drafts)
         if before:
             assert completion.seq is not None
-            text = tuple(completion.tokens[: completion.computed])
+            text = (*completion.tokens, *drafts)[: completion.computed]
             assert memory.length(completion.seq) == len(text)
             rounds.of_text[text] = Contents.of(memory, completion.seq)
             rounds.kept.append(tokens)

@@ -107,7 +107,7 @@ class Runner:
         outcomes: list[Outcome] = []
         try:
             for part in [scheduled] if flat else [[one] for one in scheduled]:  # solo: one sequence per forward
-                outcomes += self._run(part)
+                self._run(part, outcomes)
             verified = {one.completion: one.verified for one, _ in outcomes if one.error is None}
             self._drafting.learn(verified, alone=not prompts)
         finally:
@@ -116,28 +116,31 @@ class Runner:
                 if reason is not None and one.completion.status is Status.DECODE:
                     self._end(one.completion, reason)
 
-    def _run(self, scheduled: Sequence[Scheduled]) -> Sequence[Outcome]:
-        """One step. If it raises, each completion gets a step of its own, so that only the one at fault ends."""
+    def _run(self, scheduled: Sequence[Scheduled], outcomes: list[Outcome]) -> None:
+        """One step, which adds what completions have accepted to `outcomes`. If it raises, each completion gets a step
+        of its own, so that only the one at fault ends."""
         # A completion may have ended with another one of its request since it was scheduled.
         scheduled = [one for one in scheduled if one.completion.status is not Status.DONE]
         if not scheduled:
-            return ()
+            return
         try:
             kept = self._transact(scheduled)
         except Exception as error:
             consistent = all(self._memory.length(_seq(one.completion)) == one.completion.computed for one in scheduled)
             if self._memory.step is not None or not consistent:
                 raise  # the loop recovers
-            return self._run_singly(scheduled, error)
-        return self._emit(scheduled, kept)
+            self._run_singly(scheduled, error, outcomes)
+        else:
+            self._emit(scheduled, kept, outcomes)
 
-    def _run_singly(self, scheduled: Sequence[Scheduled], error: Exception) -> Sequence[Outcome]:
+    def _run_singly(self, scheduled: Sequence[Scheduled], error: Exception, outcomes: list[Outcome]) -> None:
         if len(scheduled) == 1 and not scheduled[0].drafts:
             log.error("a step failed", exc_info=error)
             self._end(scheduled[0].completion, _failure("the step", error))
-            return ()
+            return
         log.warning("a step of %d sequences failed with %s: %s", len(scheduled), type(error).__name__, error)
-        return [outcome for one in scheduled for outcome in self._run([one._replace(drafts=0)])]
+        for one in scheduled:
+            self._run([one._replace(drafts=0)], outcomes)
 
     def _transact(self, scheduled: Sequence[Scheduled]) -> Kept:
         """begin, forward, draw, commit. If any of them raises, memory is as before.
@@ -202,7 +205,7 @@ class Runner:
 
     # -- after the commit ---------------------------------------------------------------------------------------
 
-    def _emit(self, scheduled: Sequence[Scheduled], kept: Kept) -> Sequence[Outcome]:
+    def _emit(self, scheduled: Sequence[Scheduled], kept: Kept, outcomes: list[Outcome]) -> None:
         """Record what memory has, fork the prompts that are computed, and append the drawn tokens."""
         for one in scheduled:
             seq = _seq(one.completion)
@@ -214,7 +217,7 @@ class Runner:
                 self._fork(one.completion, one.siblings)
         # Another completion of its request may have failed just now.
         going = [one for one in kept.results if one.completion.status is Status.DECODE]
-        return [(one, self._accept(one)) for one in going]
+        outcomes.extend((one, self._accept(one)) for one in going)
 
     def _pass_on(self, scheduled: Sequence[Scheduled], kept: Kept) -> None:
         """Let the drafter read the hidden states of what was kept."""

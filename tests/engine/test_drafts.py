@@ -180,6 +180,8 @@ def test_the_bytes_of_a_draft_model_can_be_set() -> None:
         own = made._built.draft_capacity
         assert own is not None
         assert own.budget == 5_000_000
+    with pytest.raises(BadRequest, match="what drafts has no memory of its own"):
+        engine("ngram", draft_bytes=1_000_000)
     with pytest.raises(BadRequest, match="draft_bytes is 20000000 of the 20000000 bytes of cache_bytes") as raised:
         engine(small(), draft_bytes=BYTES)
     assert raised.value.param == "draft_bytes"

@@ -12,6 +12,7 @@ import pytest
 from kvcellar import Engine
 from kvcellar.engine.loop import Loop
 from kvcellar.engine.restore_plan import LONGEST, SHORTEST, SLACK, Part, Planner
+from kvcellar.engine.restores import Fetch, Restores
 from kvcellar.engine.result import Collector
 from kvcellar.engine.store import Store
 from kvcellar.tiers.admission import Piece
@@ -192,3 +193,70 @@ def test_patience_is_within_its_bounds_and_grows_with_what_it_would_save() -> No
     assert patience(Piece(100, 0.0), Piece(900, 0.0), speed=100.0) == pytest.approx(10.0)
     assert patience(Piece(100, 3.0), Piece(100, 9.0), speed=None) == SLACK * 3.0
     assert patience(Piece(10**6, 1e6), speed=1.0) == LONGEST
+
+
+def test_a_read_that_ends_when_it_is_given_up_is_used(saved, tmp_path, clock, monkeypatch) -> None:  # noqa: F811
+    prompt = next(conversation("race", 1, 200))
+    with opened(saved["llama"], tmp_path / "store") as engine:
+        wanted = engine.generate(prompt, **GREEDY).token_ids
+        settled(engine)
+        engine.clear_cache()
+        with hangs(engine) as disk:
+            first = begun(engine, prompt)
+            assert disk.inside.acquire(timeout=SOON)
+            clock.now += 2 * SHORTEST
+            real = Restores._patience
+
+            def patience(self: Restores, fetch: Fetch, waited: float | None) -> float:
+                if fetch.reads and waited is not None:  # the read ends now, on its thread
+                    disk.go.set()
+                    assert self._staged[fetch.reads[0].snapshot.key].transfer.ended.wait(SOON)
+                return real(self, fetch, waited)
+
+            monkeypatch.setattr(Restores, "_patience", patience)
+            stepped(engine)
+            found = first.result()
+        assert (found.token_ids, dict(found.recall.sources)) == (wanted, {"disk": 199})
+        assert not engine.stats().store.tier("disk").down
+        settled(engine)
+
+
+def test_a_tier_that_fails_is_the_reason_of_the_record(saved, tmp_path, clock) -> None:  # noqa: F811
+    prompt = next(conversation("fails", 1, 200))
+    with opened(saved["llama"], tmp_path / "store") as engine:
+        wanted = engine.generate(prompt, **GREEDY).token_ids
+        settled(engine)
+        engine.clear_cache()
+
+        def get(key: bytes) -> None:
+            raise OSError(5, "Input/output error")
+
+        store_of(engine).transfers.tiers[0].get = get
+        found = begun(engine, prompt).result()
+        assert (found.token_ids, found.recall.reason) == (wanted, "tier unavailable")
+        assert "199 stored tokens could not be read" in found.recall.detail
+        settled(engine)
+
+
+def test_how_long_one_request_finds_no_staging_memory_does_not_count_for_another(saved, tmp_path, clock) -> None:  # noqa: F811
+    prompt = next(conversation("stale", 1, 200))
+    with opened(saved["llama"], tmp_path / "store") as engine:
+        engine.generate(prompt, **GREEDY)
+        settled(engine)
+        engine.clear_cache()
+        transfers = store_of(engine).transfers
+        fetch, transfers.fetch = transfers.fetch, lambda snapshot: None
+        gone = Collector(1)
+        ticket = engine.submit(prompt, engine.params(**GREEDY), deliver=gone.deliver)
+        stepped(engine)
+        ticket.cancel()
+        stepped(engine)
+        clock.now += 100.0
+        second = begun(engine, prompt)
+        stepped(engine)
+        assert engine.stats().waiting == 1, "it was given up at once"
+        transfers.fetch = fetch
+        clock.now += 100.0
+        stepped(engine)
+        second.result()
+        settled(engine)

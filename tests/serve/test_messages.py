@@ -554,6 +554,7 @@ ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
     "this model has no attention layers, so there are no keys and values to store": "start",
     "host_bytes is {} of the {} bytes of {}": "start",
     "draft_bytes is {} of the {} bytes of {}": "start",
+    "draft_bytes is set, but what drafts has no memory of its own; leave it out": "start",
     "{} is larger than {} bytes{}": "start: a file of keys or prompts",
     "{}, line {}: it is not UTF-8 text": "likewise",
     "dtype is {}, but the network that was given is in {}": "start",

@@ -232,3 +232,22 @@ def test_rates_forget_and_begin_with_those_of_all() -> None:
     for _ in range(100):
         common.add(1, 1)
     assert common.rate(0) > 0.95
+
+
+def test_rounds_in_which_the_drafter_catches_up_are_neither_plain_nor_free() -> None:
+    """A useless drafter that has to catch up with each new text, for 8 rounds of three plain steps each."""
+    controller, seconds, rounds = DepthController(catches_up=True), 0.0, 3000
+    behind = 0
+    for number in range(rounds):
+        if number % 200 == 0:
+            behind = 8
+        (depth,) = controller.choose([Limit((number // 200, 0), 8)])
+        late = depth > 0 and behind > 0
+        behind -= late
+        took = 3.0 if late else 1.0 + 0.1 * depth
+        drafted = 0 if late else depth
+        controller.observe([Outcome((number // 200, 0), drafted, min(1, drafted), 0)], took)
+        seconds += took
+    plain = controller.plain_seconds(1)
+    assert plain == pytest.approx(1.0, rel=0.01)
+    assert rounds / seconds > 0.965

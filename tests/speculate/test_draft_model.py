@@ -136,10 +136,9 @@ def test_sequences_that_are_not_in_use_make_room() -> None:
     assert len(draft._memory.sequences) == 5
 
 
-def test_a_memory_that_is_full_of_what_is_used_gives_no_drafts() -> None:
+def test_where_memory_is_full_of_what_is_used_those_that_fit_have_drafts() -> None:
     draft = drafter(step_tokens=1000)
-    assert one_call(draft, [[number] * 50 for number in range(6)]) == [0] * 6
-    assert one_call(draft, [[number] * 50 for number in range(5)]) == [2] * 5
+    assert one_call(draft, [[number] * 50 for number in range(6)]) == [2] * 5 + [0]
     assert one_call(draft, [[number] * 51 for number in range(5)], room=9) == [1] * 5
 
 
@@ -162,3 +161,9 @@ def test_an_error_in_the_draft_leaves_the_texts() -> None:
     fails = False
     draft.close((0, 0), keep=False)
     assert one_call(draft, [[1, 2, 3, 4, 5]]) == [3]
+
+
+def test_a_long_text_that_is_new_keeps_no_drafts_from_others() -> None:
+    draft = drafter(step_tokens=8)
+    assert one_call(draft, [[1, 2, 3]]) == [3]
+    assert one_call(draft, [[4] * 40, [1, 2, 3, 4]]) == [0, 3]

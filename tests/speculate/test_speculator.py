@@ -170,3 +170,41 @@ def test_a_tally_counts_by_position_and_over_time() -> None:
     assert (report.rounds, report.drafted, report.accepted, report.seconds_saved) == (4, 7, 3, 2.0)
     assert (report.tried_at, report.accepted_at) == ((3, 2), (3, 0))
     assert report.depths == ((0.0, 0), (3.0, 3), (3.0, 3), (1.0, 1))
+
+
+def test_a_drafter_that_cannot_read_what_was_committed_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    oracle = Oracle()
+    speculator = Speculator(oracle, fixed=0)
+    one = chain(sampler(temperature=0.0), 0)
+    with caplog.at_level(logging.CRITICAL):
+        for _ in range(FAILURES):
+            assert speculator.refused is None
+            speculator.draft([one])
+            oracle.fails = True
+            speculator.committed([Committed((3, 0), "", (1, 2, 3), 0, (1, 2), torch.zeros(2, 4))])
+            oracle.fails = False
+            speculator.learn([one], verify([one], TARGET([0])))
+    assert speculator.refused is not None
+
+
+def test_a_drafter_whose_drafts_make_steps_fail_is_given_up() -> None:
+    speculator = Speculator(Oracle(), fixed=2)
+    for _ in range(FAILURES):
+        assert speculator.refused is None
+        one = chain(sampler(temperature=0.0), 6)
+        speculator.draft([one])
+        assert one.drafts
+        speculator.step_failed(RuntimeError("too many rows"))
+        one.cut(0)
+        speculator.learn([one], verify([one], TARGET([0])))
+    assert speculator.refused is not None
+    assert "too many rows" in speculator.refused
+
+
+def test_weights_of_another_shape_or_type_are_refused_where_they_are_added() -> None:
+    one = chain(sampler(temperature=0.8), 3)
+    size = one.samplers[0].vocab_size
+    for weights in (torch.zeros(size + 1, dtype=torch.int64), torch.zeros(size)):
+        with pytest.raises(ValueError, match="int64"):
+            one.add(1, weights)
+    assert not one.drafts

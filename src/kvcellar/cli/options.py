@@ -126,12 +126,12 @@ def engine_options(function: F) -> F:
             help="Drafts of the next tokens: ngram, mtp, or a directory or name of a smaller model.",
         ),
         click.option(
-            "--draft-depth", type=int, help="Most drafts of a completion in a step. Default: 16 with ngram, else 8."
+            "--draft-depth", type=int, help="Most drafts of a completion in a step. Default: what the drafter allows."
         ),
         click.option(
             "--draft-bytes",
             type=Size(),
-            help="Bytes of the cache for a draft model. Default: a share by the bytes of a token.",
+            help="Bytes of the cache for a draft model or MTP layers. Default: a share by the bytes of a token.",
         ),
     )
 

@@ -68,6 +68,8 @@ def divided(
 ) -> tuple[Capacity, Capacity | None]:
     """Capacities of the model's memory and of what drafts. Raises `CapacityTooSmall`, `BadRequest`."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_cpu_bytes()
+    if draft is None and settings.draft is not None and settings.draft_bytes is not None:
+        raise BadRequest("draft_bytes is set, but what drafts has no memory of its own; leave it out", "draft_bytes")
     budget, because = _budget(settings, device.type, free)
     drafts = None if draft is None else _for_drafts(needs, draft, settings, budget, because)
     if drafts is not None:
@@ -95,19 +97,21 @@ def _for_drafts(needs: Needs, draft: Needs, settings: Settings, budget: int, bec
     size, what = settings.draft_bytes, "draft_bytes"
     if size is not None and size >= budget:
         raise BadRequest(f"draft_bytes is {size} of the {budget} bytes of {because}", "draft_bytes")
+    whole = _resolved(needs, settings, budget, because) if size is None else None
     try:
-        if size is None:
-            size, what = _share(needs, draft, settings, budget, because), f"a share of {because}"
+        if whole is not None:
+            size, what = _share(needs, draft, settings, budget, because, whole), f"a share of {because}"
+        assert size is not None
         return _resolved(draft, settings, size, what)
     except CapacityTooSmall as error:
         raise CapacityTooSmall(f"the memory of the draft model: {error} Or set draft_bytes.") from error
 
 
-def _share(needs: Needs, draft: Needs, settings: Settings, budget: int, because: str) -> int:
+def _share(needs: Needs, draft: Needs, settings: Settings, budget: int, because: str, whole: Capacity) -> int:
     """Bytes with which both hold about as many tokens: each has its steps and edits, and of the rest a part as large as
     its part of the bytes of a long sequence."""
     most = int(MOST_SHARE * budget)
-    whole, half = _resolved(needs, settings, budget, because), _resolved(draft, settings, most, f"half of {because}")
+    half = _resolved(draft, settings, most, f"half of {because}")
     tokens, steps = min(needs.context, draft.context), half.scratch + half.staging
     ours, theirs = needs.each(tokens), draft.each(tokens)
     rest = max(0, budget - whole.scratch - whole.staging - steps)

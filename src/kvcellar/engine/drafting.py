@@ -85,6 +85,11 @@ class Drafting:
         assert self.speculator is not None
         self.speculator.committed(news)
 
+    def failed(self, error: Exception) -> None:
+        """A step with drafts raised, and is run again without."""
+        if self.speculator is not None:
+            self.speculator.step_failed(error)
+
     def learn(self, verified: Mapping[Completion, Verified], *, alone: bool) -> None:
         """The step is over. `verified` are the completions of it that drew a token; unless those that were drafted for
         were `alone` in it, its time is not measured."""

@@ -312,6 +312,8 @@ class Loop:
         finally:
             for request, failure in failures:
                 if request is not None:
+                    for completion in request.completions:
+                        self.manager.drafting.close(completion)
                     request.fail(failure)
                     self._remove_if_done(request)
 

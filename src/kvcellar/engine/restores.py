@@ -22,14 +22,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from math import inf
 
-import torch
-from torch import Tensor
-
 from kvcellar.cache.memory import Memory
 from kvcellar.cache.readout import Record
 from kvcellar.cache.record import from_bytes
 from kvcellar.engine.prefixes import Prefixes
 from kvcellar.engine.restore_plan import Part, Planner
+from kvcellar.engine.restored_chunk import Chunk
 from kvcellar.errors import CacheFull, KvcellarError
 from kvcellar.prefix.node import TOKEN, Node
 from kvcellar.prefix.stored import Catalogue
@@ -71,8 +69,14 @@ class Fetch:
     tokens: Counter[str] = field(default_factory=Counter[str])  # that were brought back, by tier
     skipped: str = ""
     unavailable: str = ""
+    short: float | None = None  # since when its next snapshot finds too little staging memory
     began: float = 0.0
     seconds: float = 0.0  # from its turn until it was done
+
+    @property
+    def missing(self) -> int:
+        """Tokens to be brought back yet."""
+        return sum(part.piece.tokens for part in (*self.reads, *self.chain))
 
     @property
     def read_back(self) -> ReadBack:
@@ -102,8 +106,7 @@ class Restores:
         self._staged: dict[bytes, _Staged] = {}
         self._ahead = 0  # bytes staged for requests whose turn has not come
         self._left = STEP  # bytes that may still enter memory before the next step
-        self._chunk = _Chunk()
-        self._short: float | None = None  # since when the next snapshot finds too little staging memory
+        self._chunk = Chunk()
         self.restored = 0  # tokens
         self.declined = 0  # requests of which tokens were cheaper to recompute
 
@@ -118,7 +121,8 @@ class Restores:
 
     def freed(self) -> None:
         """Some staging memory has become free."""
-        self._short = None
+        for fetch in self._fetches:
+            fetch.short = None
 
     # -- for a request ------------------------------------------------------------------------------------------
 
@@ -142,13 +146,16 @@ class Restores:
                 self._read(fetch)
             if not (fetch.done or fetch.reads or fetch.chain):
                 self._end(fetch)
-            if not fetch.done and self._patience(fetch) <= 0:
-                self._give_up(fetch)
+            if not fetch.done:
+                self._limit(fetch)
         return not fetch.done
 
     def look_again(self) -> float | None:
         """Seconds after which `advance` may end a restore that makes no progress; None: there is none."""
-        left = min((self._patience(fetch) for fetch in self._fetches if fetch.node is not None), default=inf)
+        left = min(
+            (self._patience(fetch, self._waited(fetch)) for fetch in self._fetches if fetch.node is not None),
+            default=inf,
+        )
         return max(left, SOON) if left < inf else None
 
     def cancel(self, fetch: Fetch) -> None:
@@ -173,10 +180,10 @@ class Restores:
                     return
                 transfer = self._transfers.fetch(snapshot)
                 if transfer is None:
-                    if not ahead and self._short is None:
-                        self._short = self._clock()
+                    if not ahead and fetch.short is None:
+                        fetch.short = self._clock()
                     return
-                self._short = None
+                fetch.short = None
                 staged = self._staged[snapshot.key] = _Staged(transfer, set(), ahead)
                 self._ahead += transfer.need if ahead else 0
             self._use(fetch, staged)
@@ -208,25 +215,30 @@ class Restores:
     def _waited(self, fetch: Fetch) -> float | None:
         """Seconds for which what a restore needs next has made no progress; None if it is there."""
         if not fetch.reads:
-            return None if self._short is None else self._clock() - self._short
+            return None if fetch.short is None else self._clock() - fetch.short
         staged = self._staged.get(fetch.reads[0].snapshot.key)
         if staged is None or staged.transfer.outcome is not None:
             return None
         return self._transfers.waited(staged.transfer)
 
-    def _patience(self, fetch: Fetch) -> float:
-        """Seconds for which a restore goes on waiting."""
-        waited = self._waited(fetch)
+    def _patience(self, fetch: Fetch, waited: float | None) -> float:
+        """Seconds for which a restore that has waited so long goes on waiting."""
         return inf if waited is None else self.planner.patience([*fetch.reads, *fetch.chain]) - waited
 
-    def _give_up(self, fetch: Fetch) -> None:
-        """The request computes what was not read, and its tier is not used for a while."""
-        waited, tokens = self._waited(fetch), sum(part.piece.tokens for part in (*fetch.reads, *fetch.chain))
-        assert waited is not None, "it can go on"
+    def _limit(self, fetch: Fetch) -> None:
+        """End a restore that has waited too long: the request computes what was not read, and its tier is not used for
+        a while. Not if what it waits for has arrived just now."""
+        waited = self._waited(fetch)
+        if waited is None or self._patience(fetch, waited) > 0:
+            return
         what = "there was no staging memory"
         if fetch.reads:
-            what = f"the {self._transfers.overdue(self._staged[fetch.reads[0].snapshot.key].transfer)} tier did not end"
-        fetch.unavailable = f"{tokens} stored tokens were not read: {what} for {waited:.1f} s"
+            tier = self._transfers.overdue(self._staged[fetch.reads[0].snapshot.key].transfer)
+            if tier is None:
+                return
+            what = f"the {tier} tier did not end"
+        fetch.skipped = ""
+        fetch.unavailable = f"{fetch.missing} stored tokens were not read: {what} for {waited:.1f} s"
         self._end(fetch)
 
     # -- entering memory ----------------------------------------------------------------------------------------
@@ -235,6 +247,8 @@ class Restores:
         """The turn of a request has come: lock what memory has, and decide again, since both may have changed."""
         fetch.began = self._clock()
         fetch.reads.clear()
+        fetch.chain.clear()
+        fetch.skipped = fetch.unavailable = ""
         if len(self._catalogue):
             fetch.key = key()
             self._plan(fetch, fetch.key)
@@ -295,6 +309,8 @@ class Restores:
         loaded, began = transfer.loaded, self._clock()
         if loaded is None:
             self._missed()
+            if self._transfers.has(snapshot.key):  # not damaged, nor evicted
+                fetch.skipped, fetch.unavailable = "", f"{fetch.missing} stored tokens could not be read"
             return False
         try:
             if (loaded.snapshot.tokens, loaded.snapshot.span) != (snapshot.tokens, snapshot.span):
@@ -371,19 +387,3 @@ class Restores:
         assert self._ahead <= self._transfers.staging // AHEAD
         assert all(one.users and not any(fetch.done for fetch in one.users) for one in self._staged.values())
         assert all(one.ahead == all(fetch.node is None for fetch in one.users) for one in self._staged.values())
-
-
-class _Chunk:
-    """One chunk at a time as a tensor. A copy, since torch warns of tensors that share memory which must not be
-    written; always in the same memory, since the pages of a new allocation cost more than the copy."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def holding(self, chunk: bytes) -> Tensor:
-        """Until the next call."""
-        if len(chunk) > len(self._memory):
-            self._memory = torch.empty(len(chunk), dtype=torch.uint8)
-        made = self._memory[: len(chunk)]
-        made.numpy().data[:] = chunk
-        return made

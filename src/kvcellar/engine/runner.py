@@ -129,6 +129,8 @@ class Runner:
             consistent = all(self._memory.length(_seq(one.completion)) == one.completion.computed for one in scheduled)
             if self._memory.step is not None or not consistent:
                 raise  # the loop recovers
+            if any(one.drafts for one in scheduled):
+                self._drafting.failed(error)
             self._run_singly(scheduled, error, outcomes)
         else:
             self._emit(scheduled, kept, outcomes)
@@ -191,6 +193,11 @@ class Runner:
             return [self._judged(completion, one) for (_, _, completion), one in zip(rows, verified, strict=True)]
         except Exception as error:
             if len(rows) == 1:
+                chain, of, completion = rows[0]
+                if chain.drafts:
+                    self._drafting.failed(error)
+                    chain.cut(0)
+                    return self._draw([(chain, of[:1], completion)], logits)
                 log.exception("a draw failed")
                 return [Result(rows[0][2], NOTHING, 0, _failure("the draw", error))]
             log.warning("a draw of %d completions failed with %s: %s", len(rows), type(error).__name__, error)

@@ -71,10 +71,10 @@ class Settings:
     kv_events_topic: str = ""  # of all KV events
     kv_events_block: int = 16  # tokens of a block in KV events
     # what proposes drafts of the next tokens, which the model verifies: ngram; mtp, its own MTP layers; a directory or
-    # name of a smaller model; or a function that makes a drafter; None: nothing does
+    # name of a smaller model or assistant; or a function that makes a drafter; None: nothing does
     draft: str | Path | DrafterFactory | None = None
     draft_depth: int | None = None  # most drafts of a completion in a step; None: as many as the drafter allows
-    # bytes of `cache_bytes` for a draft model; None: a share by what a token takes in both models, at most half
+    # bytes of `cache_bytes` for a draft model or MTP layers; None: a share by what a token takes in both, at most half
     draft_bytes: int | None = None
     pack: bool = True  # on CPUs, reorder the weights of linear layers for oneDNN at load; a given network's are copied
 

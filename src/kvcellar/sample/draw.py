@@ -134,7 +134,7 @@ def _joined_drafts(
     """Drafts [R], the weights [R,V] that they were drawn from, and the noise [R] that accepts them."""
     drafts = [draft for _, _, draft in rows if draft is not None]
     tokens = torch.tensor([draft.token_id for draft in drafts], device=device)
-    drawn_from = torch.stack([draft.weights for draft in drafts if draft.weights is not None])
+    drawn_from = torch.stack([draft.weights.to(device) for draft in drafts if draft.weights is not None])
     return tokens, drawn_from, _floats([sampler.uniform(pos, "accept") for sampler, pos, _ in rows], device)
 
 

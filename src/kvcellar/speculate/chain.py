@@ -69,6 +69,8 @@ class Chain:
             raise ValueError(f"{len(self.drafts)} drafts of {self.room}: no other can follow")
         if not 0 <= token < sampler.vocab_size:
             raise ValueError(f"draft {token} is not a token; these are 0 to {sampler.vocab_size - 1}")
+        if weights is not None and (weights.dtype != torch.int64 or weights.shape != (sampler.vocab_size,)):
+            raise ValueError(f"weights of a draft are [{sampler.vocab_size}] int64, as `weights_of` makes them")
         self.drafts.append(Draft(token, weights))
         self.samplers.append(sampler.after(token))
         self._closed = sampler.ends_with(token)

@@ -209,7 +209,9 @@ class DepthController:
         catching_up = self._catches_up and drafts > 0 and not self._drafted
         self._drafted = drafts > 0
         unsure = catching_up
-        if not catching_up:
+        # Rounds in which the drafter was still catching up say nothing of a step without drafts, nor of one with fewer.
+        missed = self._catches_up and drafts < self._choice.drafts
+        if not (catching_up or missed):
             unsure = curve.add(sequences + drafts, seconds)
             self._seen[size, drafts] = self._round
             self._plain[size] = self._plain.get(size, 0) + (not drafts)
@@ -219,7 +221,10 @@ class DepthController:
         if self._purse is None:
             self._purse = _Purse(FIRST * plain, FIRST * plain)
         self._purse.fill(LOSS / 2 * min(seconds, 4 * plain), SAVED * plain)
-        if self._choice.probe and (drafts or not self._choice.drafts):
+        if missed and not drafts:
+            if self._choice.probe and self._rates.trusted:  # what was never tried is first caught up with, at any cost
+                self._pay(outcomes, seconds)
+        elif self._choice.probe and (drafts or not self._choice.drafts):
             self._pay(outcomes, seconds if catching_up else curve.seconds(sequences + drafts))
             if unsure:
                 self._again = drafts
@@ -235,7 +240,7 @@ class DepthController:
                 tokens += gain
         loss = max(0.0, seconds - tokens * self._choice.pace)
         assert self._purse is not None
-        if any(outcome.drafted for outcome in outcomes):
+        if self._choice.drafts:
             self._purse.other -= loss
         else:
             self._purse.plain -= loss

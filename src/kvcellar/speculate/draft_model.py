@@ -85,11 +85,15 @@ class ModelDrafter:
         """Compute what is missing of the texts, and add the first draft of those that are complete, which are
         returned with their sequences."""
         left, missing = self._step_tokens, list[tuple[Chain, int, Span]]()
-        for chain, seq in zip(chains, self.cache.open(chains), strict=True):
-            if seq is not None and left > 0 and (at := self._memory.length(seq)) < len(chain.text):
+        opened = [(one, seq) for one, seq in zip(chains, self.cache.open(chains), strict=True) if seq is not None]
+        # Those that lack the least are first, so that a long text does not keep drafts from others.
+        for chain, seq in sorted(opened, key=lambda one: len(one[0].text) - self._memory.length(one[1])):
+            if left > 0 and (at := self._memory.length(seq)) < len(chain.text):
                 missing.append((chain, seq, Span(at, self.cache.end(chain.key, min(len(chain.text), at + left)))))
                 left -= len(missing[-1][2])
-        if not missing or not self.cache.make_free(self._step_tokens - left, len(missing), keys):
+        while missing and not self.cache.make_free(self._step_tokens - left, len(missing), keys):
+            left += len(missing.pop()[2])
+        if not missing:
             return []
         began = time.perf_counter()
         logits = torch.cat([self._computed(part) for part in self._parts(missing)])

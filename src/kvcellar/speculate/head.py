@@ -109,10 +109,12 @@ class HeadDrafter:
         self.deepest = deepest if head.layers == 1 else min(deepest, head.layers)
         self._head, self._memory, self._context, self._step_tokens = head, cache.memory, context, step_tokens
         self._lines: dict[Key, _Line] = {}
+        self._lost: set[Key] = set()  # completions whose texts do not fit memory: they have no drafts any more
 
     # -- what the target has computed ---------------------------------------------------------------------------
 
     def committed(self, news: Sequence[Committed]) -> None:
+        news = [new for new in news if new.key not in self._lost]
         for new in news:
             line = self._lines.get(new.key)
             if line is not None and line.end != new.start:
@@ -125,6 +127,15 @@ class HeadDrafter:
             line.hidden = torch.cat([line.hidden, new.hidden[max(0, line.base - new.start) :]])
         due = [line for new in news if len((line := self._lines[new.key]).hidden) >= FLUSH]
         self._catch_up_all(due)
+        for line in due:
+            if len(line.hidden) >= FLUSH and self.cache.open([line])[0] is not None:  # None: its entries are being read
+                self._lose(line)
+
+    def _lose(self, line: _Line) -> None:
+        """Memory has no room for more of a text beside what others use: free what it has."""
+        del self._lines[line.key]
+        self._lost.add(line.key)
+        self.cache.close(line.key, keep=True)
 
     def fork(self, key: Key, other: Key) -> None:
         line = self._lines.get(key)
@@ -135,6 +146,7 @@ class HeadDrafter:
 
     def close(self, key: Key, *, keep: bool) -> None:
         line = self._lines.pop(key, None)
+        self._lost.discard(key)
         try:
             if line is not None and keep and line.apart is None:
                 self._catch_up_all([line])
@@ -247,7 +259,7 @@ class HeadDrafter:
             if (count := min(left, len(one))) > 0:
                 chosen.append(replace(one, stop=one.line.base + count, kept=count))
                 left -= count
-        if not chosen or not self._make_free(chosen, lines):
+        if not chosen or not self._make_free(chosen, [*self._lines.values(), *lines]):
             return False
         self._round(chosen)
         return True
@@ -286,6 +298,7 @@ class HeadDrafter:
 
     def check(self) -> None:
         """Assert what is always true between two calls."""
+        assert not self._lost & self._lines.keys()
         for line in self._lines.values():
             assert line.base > line.end or len(line.hidden) == line.end - line.base
             assert not line.first or line.apart is not None

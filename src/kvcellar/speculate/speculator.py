@@ -48,7 +48,8 @@ class Speculator:
         self.totals = Totals()
         self.refused: str | None = None
         self._clock = clock
-        self._failures = 0
+        self._failures = 0  # calls one after the other, without a round with drafts between them
+        self._failed = False  # in this round
         self._started = 0.0
         self._tallies: dict[int, Tally] = {}  # by number of the request
 
@@ -59,7 +60,7 @@ class Speculator:
 
     def draft(self, chains: Sequence[Chain]) -> None:
         """Begin a round. The `room` of a chain is the most drafts that are of use; it becomes the chosen depth."""
-        self._started = self._clock()
+        self._started, self._failed = self._clock(), False
         limit = 0 if self.refused is not None else self.deepest
         limits = [Limit(chain.key, min(chain.room, limit)) for chain in chains]
         if self._fixed is not None:
@@ -71,7 +72,6 @@ class Speculator:
         if asked := [chain for chain in chains if chain.left > 0]:
             try:
                 self.drafter.propose(asked)
-                self._failures = 0
             except Exception as error:  # noqa: BLE001 - drafts are not worth a failed request
                 for chain in asked:
                     chain.cut(0)
@@ -85,8 +85,14 @@ class Speculator:
             except Exception as error:  # noqa: BLE001 - drafts are not worth a failed request
                 self._fail(error, [new.key for new in news])
 
+    def step_failed(self, error: Exception) -> None:
+        """A step with drafts raised, and is run again without."""
+        self._fail(error, ())
+
     def learn(self, chains: Sequence[Chain], verified: Sequence[Verified], *, alone: bool = True) -> None:
         """End a round. Unless the completions were `alone` in the step, its time is not measured."""
+        if not self._failed and any(chain.drafts for chain in chains):
+            self._failures = 0
         seconds = self._clock() - self._started if alone else None
         plain = self.depth.plain_seconds(len(chains))
         outcomes: list[Outcome] = []
@@ -126,8 +132,10 @@ class Speculator:
         self._tallies.pop(request, None)
 
     def _fail(self, error: Exception, keys: Sequence[Key]) -> None:
-        """The drafter raised. What it keeps of these completions may be wrong, and is dropped."""
+        """The drafter raised, or its drafts made a step raise. What it keeps of these completions may be wrong, and is
+        dropped."""
         log.error("drafter %s failed", self.drafter.name, exc_info=error)
+        self._failed = True
         for key in keys:
             self._drop(key, keep=False)
         self._failures += 1

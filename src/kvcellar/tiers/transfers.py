@@ -176,10 +176,12 @@ class Transfers:
             since = transfer.since if transfer.running else max(transfer.since, transfer.lane.moved)
             return self._clock() - since
 
-    def overdue(self, transfer: Transfer) -> str:
-        """A transfer has taken too long: its tier is not used for a while. Returns the name of the tier. The transfer
-        goes on, and is to be cancelled."""
+    def overdue(self, transfer: Transfer) -> str | None:
+        """A transfer has taken too long: its tier is not used for a while. Returns the name of the tier; None if the
+        transfer has just ended. It goes on, and is to be cancelled."""
         with self._changed:
+            if transfer.outcome is not None:
+                return None
             assert transfer.lane is not None and transfer.lane.tier is not None, "it has not begun"
             tier = transfer.lane.tier
             if not transfer.overdue:

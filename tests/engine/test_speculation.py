@@ -6,13 +6,18 @@ from random import Random
 from typing import Any
 
 import pytest
+from torch import Tensor
 
-from kvcellar import Engine
+from kvcellar import Engine, EngineFailed
+from kvcellar.cache.memory import Memory
+from kvcellar.engine.request import Completion
 from kvcellar.events import Delta, Done, Event, Failed, Speculation
+from kvcellar.plan import Plan
 from kvcellar.sample.params import SamplingParams
 from kvcellar.speculate.chain import Chain, Key
 from kvcellar.speculate.drafter import Committed
-from kvcellar.speculate.speculator import Speculator
+from kvcellar.speculate.ngram import NGramDrafter
+from kvcellar.speculate.speculator import FAILURES, Speculator
 
 PROMPTS = ["def add(a, b):\n", "import os\n\n\nclass Path:\n    def __init__(self", "x = 1\nx = 1\nx = 1\nx"]
 
@@ -136,3 +141,42 @@ def test_whatever_is_accepted_the_events_are_those_of_plain_decoding(engine, kin
 
 def pairs(report: Speculation) -> list[tuple[int, int]]:
     return list(zip(report.tried_at, report.accepted_at, strict=True))
+
+
+def test_a_request_that_an_error_has_ended_is_closed_in_the_drafter(engine, monkeypatch) -> None:
+    drafter = NGramDrafter()
+    engine._built.loop.manager.drafting.speculator = Speculator(drafter, fixed=2)
+    manager, prompt = engine._built.loop.manager, engine.encode(PROMPTS[2])
+    next_end = manager.next_end
+
+    def fails(completion: Completion) -> int:
+        if len(completion.tokens) > len(prompt) + 8:
+            assert drafter._own
+            raise RuntimeError("at some point")
+        return next_end(completion)
+
+    monkeypatch.setattr(manager, "next_end", fails)
+    with pytest.raises(EngineFailed, match="at some point"):
+        engine.generate(prompt, max_tokens=40, temperature=0.0, ignore_eos=True)
+    assert not drafter._own
+    engine.check()
+
+
+def test_drafts_that_make_every_step_fail_are_given_up_and_the_text_is_the_same(engine, monkeypatch) -> None:
+    speculates(engine, None)
+    wanted = engine.generate(PROMPTS[0], max_tokens=20, temperature=0.0, ignore_eos=True).token_ids
+    oracle, built = Oracle(3), engine._built
+    speculates(engine, oracle)
+    forward, failed = built.guest.forward, list[int]()
+
+    def narrow(memory: Memory, plan: Plan, ids: Sequence[int], want: Sequence[int]) -> Tensor:
+        if any(feed.revertible for feed in plan.feeds):
+            failed.append(len(ids))
+            raise RuntimeError("too many rows")
+        return forward(memory, plan, ids, want)
+
+    monkeypatch.setattr(built.guest, "forward", narrow)
+    found = engine.generate(PROMPTS[0], max_tokens=20, temperature=0.0, ignore_eos=True)
+    assert found.token_ids == wanted
+    assert len(failed) == FAILURES
+    assert "too many rows" in (built.loop.manager.drafting.speculator.refused or "")

@@ -279,6 +279,22 @@ def test_without_cells_there_are_no_drafts_and_idle_texts_are_ended() -> None:
     assert not (one.tokens and three.tokens)
 
 
+def test_a_text_that_does_not_fit_beside_others_is_given_up_and_these_keep_what_they_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "FLUSH", 8)
+    world = World("glm4-moe", cells=40)
+    world.read(1, PROMPTS[1])
+    assert world.round([1], 2, [1])[0].tokens
+    world.read(3, PROMPTS[3], chunks=3)
+    assert not world.drafts([3], 2)[0].tokens
+    assert [*world.drafter._lines] == [(1, 0)], "its hidden states are kept"
+    assert world.round([1], 2, [1])[0].tokens
+    world.close(3)
+    world.close(1)
+    assert not world.drafter._lost
+
+
 def test_an_error_leaves_no_step_and_no_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World("glm4-moe")
     world.read(1, PROMPTS[1])

@@ -174,16 +174,17 @@ def test_a_tally_counts_by_position_and_over_time() -> None:
 
 def test_a_drafter_that_cannot_read_what_was_committed_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     oracle = Oracle()
-    speculator = Speculator(oracle, fixed=0)
-    one = chain(sampler(temperature=0.0), 0)
+    speculator = Speculator(oracle, fixed=2)
     with caplog.at_level(logging.CRITICAL):
         for _ in range(FAILURES):
             assert speculator.refused is None
+            one = chain(sampler(temperature=0.0), 6)
             speculator.draft([one])
+            assert one.drafts, "a round with drafts does not make up for the failure in it"
             oracle.fails = True
             speculator.committed([Committed((3, 0), "", (1, 2, 3), 0, (1, 2), torch.zeros(2, 4))])
             oracle.fails = False
-            speculator.learn([one], verify([one], TARGET([0])))
+            speculator.learn([one], verify([one], TARGET([one.text[-1], *one.tokens])))
     assert speculator.refused is not None
 
 

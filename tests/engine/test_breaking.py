@@ -184,7 +184,7 @@ OF_MANY = {  # of a step, or of what a completion's operation needs: one request
     "storage": ["used"],
     "guest": ["forward"],
     "runner": ["step", "_transact", "_ready", "_siblings", "_draw", "_emit", "_fork", "_accept", "_feeds", "_keep"],
-    "loop": ["_shift", "_free"],
+    "loop": ["_free"],
     "compaction": ["compact_some"],
     "completion": ["finish"],  # it has told the end already
 }  # fmt: skip
@@ -268,7 +268,7 @@ def test_where_memory_cannot_be_put_in_order_the_engine_ends_and_everybody_hears
             monkeypatch.setattr(loop.manager, "next_end", Fault(2, late=False).wrap(loop.manager.next_end))
             monkeypatch.setattr(loop.manager, "check", lambda _: 1 // 0)
         errors = [ear.wait().error for ear in ears]
-        loop._thread.join(240)
+        loop._device.wait_for(loop)
         assert not engine.healthy
         with pytest.raises(EngineClosed, match="open a new one"):
             engine.generate([5])

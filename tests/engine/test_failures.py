@@ -273,7 +273,7 @@ def test_if_the_thread_fails_everybody_is_told_and_later_callers_are_refused(mon
         for ear in ears:
             assert isinstance(ear.wait().error, EngineFailed)
             assert "ZeroDivisionError" in str(ear.error)
-        engine._loop._thread.join(240)
+        engine._loop._device.wait_for(engine._loop)
         assert not engine.healthy
         with pytest.raises(EngineClosed):
             engine.generate([5])

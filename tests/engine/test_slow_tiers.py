@@ -131,22 +131,18 @@ def test_an_engine_that_only_waits_for_a_read_wakes_by_itself(saved, tmp_path, c
         engine.generate(prompt, **GREEDY)
         settled(engine)
         engine.clear_cache()
-        inbox, waits = engine._loop._inbox, []
+        awake, waits = engine._loop._device._awake, []
 
-        def get(block: bool, timeout: float | None = None) -> Any:
-            if not block:
-                return inbox.get(block=False)
+        def wait(timeout: float | None) -> bool:
             waits.append(timeout)
             if timeout is not None:  # as if the time had passed
                 clock.now += timeout
                 timeout = 0.0
-            return inbox.get(timeout=timeout)
+            return awake.wait(timeout)
 
-        fake = SimpleNamespace(
-            get=get, put=inbox.put, empty=inbox.empty, qsize=inbox.qsize, get_nowait=inbox.get_nowait
-        )
+        fake = SimpleNamespace(wait=wait, set=awake.set, clear=awake.clear)
         with hangs(engine):
-            engine._loop.call(lambda: setattr(engine._loop, "_inbox", fake))
+            engine._loop.call(lambda: setattr(engine._loop._device, "_awake", fake))
             assert begun(engine, prompt).result().recall.reason == "tier unavailable"
             timed = [timeout for timeout in waits if timeout is not None]
             assert timed

@@ -13,6 +13,7 @@ from kvcellar.attention.choose import named
 from kvcellar.cache.memory import Memory
 from kvcellar.engine.allocate import Needs, allocated, divided
 from kvcellar.engine.capacity import Capacity
+from kvcellar.engine.device import DeviceThread
 from kvcellar.engine.draft_memory import DraftMemory
 from kvcellar.engine.drafting import Drafting
 from kvcellar.engine.intake import Intake, PromptMemory, TextCodec
@@ -70,7 +71,9 @@ class Built:
     draft_memory: DraftMemory | None = None
 
 
-def build(model: "str | Path | PreTrainedModel | None", settings: Settings) -> Built:
+def build(
+    model: "str | Path | PreTrainedModel | None", settings: Settings, thread: DeviceThread | None = None
+) -> Built:
     """Load and test the model, size its memory, make the parts. Raises what `load`, `build_guest` and
     `resolve_capacity` raise."""
     settings = _in_a_fork(settings)
@@ -83,7 +86,7 @@ def build(model: "str | Path | PreTrainedModel | None", settings: Settings) -> B
         _check_as_it_is(loaded.model, settings)
     packing = _packing(loaded, settings)
     guest = build_guest(loaded.model, named(settings.attention))
-    return _assembled(loaded, packing, guest, settings, threads, began)
+    return _assembled(loaded, packing, guest, settings, threads, thread or DeviceThread(), began)
 
 
 def _in_a_fork(settings: Settings) -> Settings:
@@ -113,7 +116,13 @@ def _packing(loaded: Loaded, settings: Settings) -> Packing | None:
 
 
 def _assembled(
-    loaded: Loaded, packing: Packing | None, guest: Guest, settings: Settings, threads: Threads, began: int
+    loaded: Loaded,
+    packing: Packing | None,
+    guest: Guest,
+    settings: Settings,
+    threads: Threads,
+    device: DeviceThread,
+    began: int,
 ) -> Built:
     """`began`: when the load began, in nanoseconds of the clock."""
     _check_defaults(loaded)
@@ -135,7 +144,7 @@ def _assembled(
     sequences: dict[Key, int | None] = {}
     speculator, cache = _speculator(drafts, own, settings, Reads(memory, sequences.get))
     drafting = Drafting(speculator, context=context, memory=cache, sequences=sequences)
-    loop, runner = _running(guest, memory, settings, intake, threads, drafting)
+    loop, runner = _running(guest, memory, settings, intake, threads, device, drafting)
     share = own.bytes / (capacity.bytes + own.bytes) if own is not None else 0.0
     try:
         loop.manager.store = store = open_store(loaded, loop.manager, settings, loop.post, share=1 - share)
@@ -184,9 +193,15 @@ def _intake(loaded: Loaded, memory: Memory, capacity: Capacity, settings: Settin
 
 
 def _running(
-    guest: Guest, memory: Memory, settings: Settings, intake: Intake, threads: Threads, drafting: Drafting
+    guest: Guest,
+    memory: Memory,
+    settings: Settings,
+    intake: Intake,
+    threads: Threads,
+    device: DeviceThread,
+    drafting: Drafting,
 ) -> tuple[Loop, Runner]:
-    """The parts that run on the engine's thread."""
+    """The parts that run on the device's thread."""
     context = intake.context
     shares = Shares(settings.pin_share, settings.tenant_share)
     manager = SequenceManager(
@@ -201,7 +216,7 @@ def _running(
         step_tokens=settings.step_tokens,
         draft=drafting.propose,
     )
-    loop = Loop(manager, scheduler, context=context, threads=threads.count)
+    loop = Loop(manager, scheduler, context=context, threads=threads.count, device=device)
     runner = Runner(
         guest,
         memory,

@@ -13,7 +13,6 @@ from functools import partial
 from importlib import import_module
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast, overload
 
 from kvcellar.engine import intake
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
 
     from kvcellar.engine.build import Built
     from kvcellar.engine.contents import Contents
+    from kvcellar.engine.device import DeviceThread
 
 Prompt = str | Sequence[int]
 Prompts = Sequence[str] | Sequence[Sequence[int]]
@@ -55,8 +55,9 @@ class Engine:
     for oneDNN, until the engine is freed; each engine on one model has its own packed copies, and with `pack=False`
     none. Answers are undefined once weights are written into: packed copies keep the old values.
     `progress` is called on the caller's thread with what is being done while the model is loaded, which may take
-    minutes; what it raises ends the load. The other keyword arguments are the fields of `Settings`. Raises
-    `ModelNotFound`, `ModelRefused`, `CapacityTooSmall`, `BadRequest`.
+    minutes; what it raises ends the load. Engines that are given one `thread` are stepped by it in turn; None: a thread
+    of its own. The other keyword arguments are the fields of `Settings`. Raises `ModelNotFound`, `ModelRefused`,
+    `CapacityTooSmall`, `BadRequest`.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Engine:
         model: "str | Path | PreTrainedModel | None" = None,
         *,
         progress: Callable[[Progress], None] | None = None,
+        thread: "DeviceThread | None" = None,
         **settings: Unpack[EngineOptions],
     ) -> None:
         checked = _settings(settings)
@@ -71,7 +73,7 @@ class Engine:
             import_needed()
             from kvcellar.engine.build import build  # imports torch, so not at the top
 
-            self._built: Built = build(model, checked)
+            self._built: Built = build(model, checked, thread)
         self._loop = self._built.loop
         self._sessions = count(1)
         self.model = model_card(self._built)
@@ -84,9 +86,7 @@ class Engine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

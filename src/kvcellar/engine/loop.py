@@ -1,4 +1,4 @@
-"""loop: the thread that owns the device. Completions, sequences and memory change on this thread only.
+"""loop: the work of one engine on the device's thread. Completions, sequences and memory change on that thread only.
 
 Other threads put callables into its inbox, which it runs between steps; it returns results through each request's
 `deliver`, and through futures.
@@ -27,14 +27,14 @@ from itertools import count
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-import torch
-
 from kvcellar.engine.compaction import Compaction
+from kvcellar.engine.context_shift import shift
+from kvcellar.engine.device import DeviceThread
 from kvcellar.engine.manager import SequenceManager
 from kvcellar.engine.request import Completion, Request, Status
 from kvcellar.engine.runner import Runner
 from kvcellar.engine.scheduler import Scheduled, Scheduler
-from kvcellar.errors import CacheFull, EngineClosed, EngineFailed, KvcellarError, WrongStage, forked_from
+from kvcellar.errors import EngineClosed, EngineFailed, KvcellarError, WrongStage, forked_from
 from kvcellar.events import FinishReason
 
 T = TypeVar("T")
@@ -42,12 +42,14 @@ log = logging.getLogger("kvcellar.engine")
 
 
 class Loop:
-    """Owns the thread. Call `start` once, and `close`."""
+    """Takes its turns on the thread of a device. Call `start` once, and `close`."""
 
-    def __init__(self, manager: SequenceManager, scheduler: Scheduler, *, context: int, threads: int) -> None:
-        self.manager, self.scheduler = manager, scheduler
+    def __init__(
+        self, manager: SequenceManager, scheduler: Scheduler, *, context: int, threads: int, device: DeviceThread
+    ) -> None:
+        self.manager, self.scheduler, self.threads = manager, scheduler, threads
         self.compaction = Compaction(manager.memory.storage)
-        self._context, self._threads = context, threads
+        self._context, self._device = context, device
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._requests: dict[int, Request] = {}
         self._failures: list[
@@ -56,21 +58,22 @@ class Loop:
         self._failed_at = -1  # number of steps at the last error that belongs to no request
         self._arrivals = count()
         self._stalled = False  # all waiting completions wait for what is read back
+        self._paused = False  # the last turn returned after how many seconds such a wait may end
         self._open = True
+        self.ended = False
         self._process = os.getpid()
         self._gate = threading.Lock()  # held while adding to the inbox, so that nothing is added after `_shut_down`
-        self._thread = threading.Thread(target=self._run, name="kvcellar-engine", daemon=True)
         self.steps = 0
 
     def start(self, runner: Runner) -> None:
         self._runner = runner
-        self._thread.start()
+        self._device.add(self)
 
     # -- from any thread ----------------------------------------------------------------------------------------
 
     @property
     def alive(self) -> bool:
-        return self._open and self._process == os.getpid() and self._thread.is_alive()
+        return self._open and self._process == os.getpid() and self._device.runs(self)
 
     @property
     def backlog(self) -> int:
@@ -85,6 +88,7 @@ class Loop:
             if not self._open:
                 raise EngineClosed("the engine is closed; open a new one")
             self._inbox.put(call)
+        self._device.wake()
 
     def call(self, function: Callable[[], T], *, changes: str = "") -> T:
         """Run `function` on the engine's thread, between two steps. Returns its result, or raises its exception.
@@ -107,17 +111,17 @@ class Loop:
 
     def check_caller(self) -> None:
         """Raise `WrongStage` on the engine's own thread, where waiting for the engine would be a deadlock."""
-        if threading.current_thread() is self._thread:
+        if self._device.current:
             raise WrongStage("an event's receiver runs on the engine's thread and must not wait for the engine")
 
     def close(self) -> None:
-        """End the thread. Requests that are not done get `EngineClosed`. Idempotent; does nothing in a fork."""
+        """End the engine. Requests that are not done get `EngineClosed`. Idempotent; does nothing in a fork."""
         if self._process != os.getpid():
             return
         with suppress(EngineClosed):
             self.post(self._stop)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        if not self._device.current:
+            self._device.wait_for(self)
 
     def submit(self, request: Request, completion: Completion) -> None:
         def take_in() -> None:
@@ -147,37 +151,48 @@ class Loop:
 
     # -- on the engine's thread ---------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        torch.set_num_threads(self._threads)
-        reason: Exception = EngineClosed("the engine was closed before the answer was complete")
+    def turn(self) -> float | None:
+        """Run the calls in the inbox; then a step or, without requests that can go on, a part of what waits to be
+        written or compacted. Returns the seconds until there is more to do: 0 for none, None for not before a call.
+        Raises nothing: an error of the engine itself is its end.
+        """
+        reason: BaseException | None = None
         try:
-            while self._open:
-                self._receive()
+            idle = not self._receive() and not self.scheduler.running and (not self.scheduler.waiting or self._stalled)
+            if self._open:
+                if idle:
+                    return self._rest()
                 self._step()
-        except Exception as error:
+                return 0.0
+        except BaseException as error:  # other engines are on this thread
             log.exception("the engine's thread met an error it did not expect; the engine is closed")
-            reason = EngineFailed(f"the engine stopped on {type(error).__name__}: {error}")
-        finally:
-            self._shut_down(reason)
+            reason = error
+        self._shut_down(reason)
+        return None
 
-    def _receive(self) -> None:
-        """Run the calls in the inbox. Without requests that can go on, write to the store and compact memory until
-        one arrives, or wait for one; where all wait for what is read back, only until a read takes too long."""
-        idle = not self.scheduler.running and (not self.scheduler.waiting or self._stalled)
-        while idle and self._inbox.empty() and (self._pump() or self._compact()):
-            pass
-        store = self.manager.store if idle and self._stalled else None
-        timeout = store.restores.look_again() if store is not None else None
-        try:
-            while True:
-                call = self._inbox.get(block=idle, timeout=timeout)
+    def _receive(self) -> bool:
+        """Run the calls in the inbox. Whether there was one."""
+        received = False
+        with suppress(Empty):
+            while self._open:
+                call = self._inbox.get_nowait()
+                received = True
                 self._guard("a call", None, call)
                 self._recover()
-                idle = False
-                if not self._open:
-                    return
-        except Empty:
-            return
+        return received
+
+    def _rest(self) -> float | None:
+        """A part of the idle work. Where all requests wait for what is read back, and there is nothing else to do, a
+        step once a read takes too long."""
+        if self._pump() or self._compact():
+            return 0.0
+        store = self.manager.store if self._stalled else None
+        pause = store.restores.look_again() if store is not None else None
+        if pause is not None and self._paused:
+            self._step()
+            return 0.0
+        self._paused = pause is not None
+        return pause
 
     def _pump(self) -> bool:
         """Read a bounded part of memory for the store. False if there is nothing to read, or after an error."""
@@ -198,35 +213,12 @@ class Loop:
             self._recover()
             return False
 
-    def _shift(self, completion: Completion) -> None:
-        """Context shift of a completion that has filled the context.
-
-        Whether K/V are moved or recomputed changes the text, so it must not depend on other requests. So if cells are
-        missing, what no sequence uses is evicted, and other completions are preempted.
-        """
-        span = completion.overflow(self._context)
-        while completion in self.scheduler.running:
-            self.scheduler.current = completion
-            try:
-                if (reason := self.manager.shift(completion, span)) is not None:
-                    self.manager.drop(completion, span, reason)
-                return
-            except CacheFull as full:
-                self.scheduler.current = None  # an error during eviction belongs to no completion
-                short = full.need - full.free
-                if self.manager.evict(full.group, short) or self.manager.clear_cache():
-                    continue
-                if not (self.scheduler.preempt_youngest(completion) or self.manager.unpin()):
-                    self.scheduler.current = completion
-                    self.manager.drop(completion, span, f"too few free cells in group {full.group}")
-                    return
-
     def _step(self) -> None:
-        self.scheduler.current, self._stalled = None, False
+        self.scheduler.current, self._stalled, self._paused = None, False, False
         try:
             for completion in list(self.scheduler.running):
                 if completion.full(self._context):
-                    self._shift(completion)
+                    shift(completion, self.manager, self.scheduler, self._context)
             self.scheduler.current = None
             scheduled, stuck = self.scheduler.schedule()
             self.scheduler.current = None
@@ -362,10 +354,13 @@ class Loop:
     def _stop(self) -> None:
         self._open = False
 
-    def _shut_down(self, reason: Exception) -> None:
-        """Fail all requests with `reason`, free all memory, and refuse later calls."""
+    def _shut_down(self, error: BaseException | None) -> None:
+        """Fail all requests, free all memory, and refuse later calls. `error` ended the engine, if any."""
         with self._gate:
-            self._open = False
+            self._open, self.ended = False, True
+        reason: Exception = EngineClosed("the engine was closed before the answer was complete")
+        if error is not None:
+            reason = EngineFailed(f"the engine stopped on {type(error).__name__}: {error}")
         try:
             self._run_remaining()
             for request in [

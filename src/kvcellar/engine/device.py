@@ -1,0 +1,103 @@
+"""device: the thread that computes on a device. It steps all engines on it in turn, so that their kernels do not
+compete for the same processors, and none waits for more than one step of each other engine.
+
+Always true:
+  * an engine is stepped by one thread, from `add` to its last turn;
+  * the thread exists while there is an engine on it. It ends with the last one, and `add` starts another;
+  * `_engines` and `_thread` change only while `_changed` is held.
+"""
+
+import threading
+from typing import Protocol
+
+import torch
+
+
+class Stepped(Protocol):
+    """What the thread steps."""
+
+    @property
+    def threads(self) -> int:
+        """How many threads torch computes its steps with."""
+        ...
+
+    @property
+    def ended(self) -> bool:
+        """Whether its last turn was taken."""
+        ...
+
+    def turn(self) -> float | None:
+        """A bounded part of its work. Returns the seconds until there is more: 0 for none, None for not before `wake`.
+        Raises nothing."""
+        ...
+
+
+class DeviceThread:
+    """Steps engines in turn. All methods may be called from any thread. An engine adds itself, and ends by itself."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._engines: list[Stepped] = []
+        self._thread: threading.Thread | None = None
+        self._awake = threading.Event()
+
+    def add(self, engine: Stepped) -> None:
+        with self._changed:
+            self._engines.append(engine)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kvcellar-engine", daemon=True)
+                self._thread.start()
+        self.wake()
+
+    def wake(self) -> None:
+        """There is something to do."""
+        self._awake.set()
+
+    @property
+    def current(self) -> bool:
+        """Whether the caller runs on this thread."""
+        return threading.current_thread() is self._thread
+
+    def runs(self, engine: Stepped) -> bool:
+        thread = self._thread
+        return thread is not None and thread.is_alive() and engine in self._engines
+
+    def wait_for(self, engine: Stepped) -> None:
+        """Wait for the last turn of `engine`; and for the end of the thread, if no other engine is on it."""
+        with self._changed:
+            thread = self._thread
+            self._changed.wait_for(lambda: engine not in self._engines)
+            if thread is None or thread is self._thread:
+                return
+        thread.join()
+
+    def check(self) -> None:
+        """Assert that the thread exists exactly while there are engines."""
+        with self._changed:
+            assert (self._thread is not None) == bool(self._engines)
+            assert len(set(map(id, self._engines))) == len(self._engines)
+
+    def _run(self) -> None:
+        threads = 0
+        while True:
+            self._awake.clear()
+            pauses: list[float] = []
+            for engine in list(self._engines):
+                if engine.threads != threads:
+                    torch.set_num_threads(threads := engine.threads)
+                if (pause := engine.turn()) is not None:
+                    pauses.append(pause)
+                if engine.ended and self._remove(engine):
+                    return
+            pause = min(pauses, default=None)
+            if pause != 0:
+                self._awake.wait(pause)
+
+    def _remove(self, engine: Stepped) -> bool:
+        """Whether it was the last one, with which the thread ends."""
+        with self._changed:
+            self._engines.remove(engine)
+            if not self._engines:
+                self._thread = None
+            self._changed.notify_all()
+            return not self._engines

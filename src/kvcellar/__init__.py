@@ -22,6 +22,7 @@ from kvcellar.errors import (
     UnknownSequence,
     WrongStage,
 )
+from kvcellar.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from kvcellar.attention.reference import Reference
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from kvcellar.shapes import Plane, Scoring, Storage
     from kvcellar.spans import Span
 
-__version__ = "0.1.0"
 
 __all__ = [
     "BadRequest",

@@ -1,8 +1,8 @@
 """places: the user's directories that kvcellar writes files to, by the XDG base directory rules.
 
-`$XDG_CACHE_HOME` and `$XDG_STATE_HOME` are used if they are absolute. Otherwise the directory is below the home
-directory: `$HOME`, or, if that is empty, unset or relative, the home directory in the password database. No path is
-relative to the working directory, a home directory is never created, and the root directory is never used.
+`$XDG_CACHE_HOME`, `$XDG_STATE_HOME` and `$XDG_DATA_HOME` are used if they are absolute. Otherwise the directory is
+below the home directory: `$HOME`, or, if that is empty, unset or relative, the home directory in the password database.
+No path is relative to the working directory, a home directory is never created, and the root directory is never used.
 """
 
 import os
@@ -26,17 +26,28 @@ def state(environment: Mapping[str, str]) -> Path:
     return _below(environment, "XDG_STATE_HOME", ".local/state")
 
 
-def make_private(directory: Path) -> None:
+def models(environment: Mapping[str, str]) -> Path:
+    """Directory of the library of models: `$KVCELLAR_MODELS`, else below the directory for data of the user. Does not
+    create it. Raises `NoPlace`."""
+    named = environment.get("KVCELLAR_MODELS", "")
+    if not named:
+        return _below(environment, "XDG_DATA_HOME", ".local/share") / "models"
+    if not os.path.isabs(named):
+        raise NoPlace(f"$KVCELLAR_MODELS is {named!r}; it must be the absolute path of a directory")
+    return _no_root(Path(named), "$KVCELLAR_MODELS", "KVCELLAR_MODELS")
+
+
+def make_private(directory: Path, variable: str = "XDG_CACHE_HOME") -> None:
     """Create `directory` and its parents where they do not exist, for this user only: files in it are executed or
     trusted.
 
-    Raises `OSError`, and `NoPlace` if other users can write into it.
+    Raises `OSError`, and `NoPlace` if other users can write into it: the message names `variable`.
     """
     for path in reversed([path for path in (directory, *directory.parents) if not path.exists()]):
         path.mkdir(0o700, exist_ok=True)
     about = directory.stat()
     if about.st_uid != os.geteuid() or about.st_mode & 0o022:
-        raise NoPlace(f"others can write into {directory}; take that away from them, or set $XDG_CACHE_HOME")
+        raise NoPlace(f"others can write into {directory}; take that away from them, or set ${variable}")
 
 
 def _below(environment: Mapping[str, str], variable: str, in_home: str) -> Path:

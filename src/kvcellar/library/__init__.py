@@ -1,0 +1,1 @@
+"""library: named models on disk: Modelfiles, content-addressed files, manifests, and model directories made of them."""

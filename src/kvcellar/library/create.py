@@ -1,0 +1,238 @@
+"""create: makes a model of the library from a Modelfile.
+
+Always true: nothing of the model is visible under its name before all of it is on the disk; a creation that fails or is
+killed leaves the name as it was, and its files are removed, at the latest by the next change of the library.
+
+What FROM names in the library is inherited, draft and adapters included: a command of the Modelfile replaces all of its
+kind, and PARAMETER those of its name.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvcellar.errors import BadRequest, KvcellarError, ModelRefused
+from kvcellar.library import sources
+from kvcellar.library.disk import Staging
+from kvcellar.library.library import Library, LibraryModel
+from kvcellar.library.manifest import Manifest, Message, Part
+from kvcellar.library.modelfile import Command, Modelfile
+from kvcellar.library.names import ModelName
+from kvcellar.library.parameters import parameters
+from kvcellar.library.requires import check_version, required
+from kvcellar.library.sources import Source, adapter_files, model_files
+from kvcellar.library.template import check_template
+from kvcellar.library.tools import Tools
+from kvcellar.progress import report
+
+
+@dataclass(frozen=True, slots=True)
+class Created:
+    """The model, and notes on what of the Modelfile is not used."""
+
+    model: LibraryModel
+    notes: tuple[str, ...]
+
+
+def create(
+    library: Library,
+    name: str,
+    modelfile: Modelfile,
+    *,
+    tools: Tools,
+    folders: Sequence[Path] = (),
+    quantize: str | None = None,
+    draft_quantize: str | None = None,
+) -> Created:
+    """Make `name` the model that a Modelfile describes, in place of the one that it was.
+
+    Relative paths are looked up in each of `folders`; without folders, no path is read. Raises `BadRequest`,
+    `ModelRefused` and `OSError`, and then the library is as it was.
+    """
+    target = ModelName.parse(name)
+    texts = _texts(modelfile)
+    kinds = [None if one is None else tools.kind(one) for one in (quantize, draft_quantize)]
+    one = _Creation(library, tools, modelfile, tuple(folders))
+    one.check_kinds(*kinds)
+    try:
+        with library.disk.staging() as staging:
+            manifest = one.manifest(staging, texts, *kinds)
+            report("writing manifest")
+            made = library.commit(target, manifest, staging)
+    except BaseException:
+        with suppress(OSError, KvcellarError):  # the first error is the one to report
+            library.collect()
+        raise
+    library.collect()
+    return Created(made, (*texts.notes, *one.notes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """What of a Modelfile needs no file. None and empty: nothing of the kind."""
+
+    parameters: dict[str, Any]
+    template: str | None
+    system: str | None
+    messages: tuple[Message, ...]
+    licenses: tuple[str, ...]
+    requires: str | None
+    notes: tuple[str, ...]
+
+
+def _texts(modelfile: Modelfile) -> _Texts:
+    for name in ("renderer", "parser"):
+        if (command := modelfile.last(name)) is not None:
+            raise command.error(
+                f"{name.upper()} names code that is a part of Ollama. Remove the line: the chat template renders "
+                f"conversations"
+            )
+    found, notes = parameters(modelfile.parameters)
+    template, system, requires = (modelfile.last(name) for name in ("template", "system", "requires"))
+    if template is not None:
+        _located(template, check_template)
+    messages = tuple(Message(*command.args.split(": ", 1)) for command in modelfile.all("message"))
+    licenses = tuple(command.args for command in modelfile.all("license"))
+    version = None if requires is None else _located(requires, required)
+    if requires is not None:
+        _located(requires, check_version)
+    return _Texts(found, _args(template), _args(system), messages, licenses, version, tuple(notes))
+
+
+def _args(command: Command | None) -> str | None:
+    return None if command is None else command.args
+
+
+def _located(command: Command, function: Callable[[str], Any]) -> Any:
+    """Call it with the value of a command, whose line its errors get."""
+    try:
+        return function(command.args)
+    except (BadRequest, ModelRefused) as error:
+        raise command.error(str(error)) from error
+
+
+class _Creation:
+    """One run of `create`. All sources are found before anything is written."""
+
+    def __init__(self, library: Library, tools: Tools, modelfile: Modelfile, folders: tuple[Path, ...]) -> None:
+        self._tools, self.notes = tools, list[str]()
+        for name in ("model", "draft"):
+            if len(lines := modelfile.all(name)) > 1:
+                keyword = "FROM" if name == "model" else "DRAFT"
+                raise lines[1].error(f"there is a second {keyword}; the first is in line {lines[0].line}")
+        self._from = modelfile.all("model")[0]
+        self._source = sources.found(self._from, library, tools, folders)
+        self._draft = next((sources.found(one, library, tools, folders) for one in modelfile.all("draft")), None)
+        self._adapters = [(one, sources.found(one, library, tools, folders)) for one in modelfile.all("adapter")]
+        if self._draft is not None and self._draft.same(self._source):
+            raise modelfile.all("draft")[0].error(
+                f"DRAFT must not reference the same local path as FROM: {self._draft.path}"
+            )
+        self._base = None if self._source.model is None else self._source.model.manifest
+
+    def check_kinds(self, quantize: str | None, draft_quantize: str | None) -> None:
+        """Raise `BadRequest` for a type of weights that cannot be had."""
+        if draft_quantize is not None and self._draft is None and (self._base is None or self._base.draft is None):
+            raise BadRequest("--draft-quantize requires a DRAFT model", "draft_quantize")
+        for kind, source, param in (
+            (quantize, self._source, "quantize"),
+            (draft_quantize, self._draft or self._source, "draft_quantize"),
+        ):
+            stored = None if source.model is None else source.model.manifest
+            inherited = param == "draft_quantize" and self._draft is None
+            has = None if stored is None else stored.draft_quantized if inherited else stored.quantized
+            if kind is not None and has is not None:
+                raise BadRequest(f"its weights are {has} already; quantize the model that it was made from", param)
+
+    def manifest(self, staging: Staging, texts: _Texts, quantize: str | None, draft_quantize: str | None) -> Manifest:
+        """Put all files into the library."""
+        old = self._base or Manifest(model=Part(()))
+        target = self._directory(self._source, staging, "model")
+        draft = None if self._draft is None else self._directory(self._draft, staging, "draft")
+        self._check(target, draft)
+        made = {"model": self._part(target, staging, quantize)}
+        if draft is None and self._source.model is not None and self._source.model.draft is not None:
+            draft = _Directory(self._source.model.draft, part=old.draft)
+        if draft is not None:
+            made["draft"] = self._part(draft, staging, draft_quantize, draft=True)
+        adapters = tuple(_put(staging, source.path, adapter_files(source.path)) for _, source in self._adapters)
+        inherited = dict(old.report or {}) if self._draft is None else {**(old.report or {}), "draft": None}
+        reports = {**inherited, **{name: one.report for name, one in made.items() if one.report is not None}}
+        for file in (file for part in old.adapters if not adapters for file in part.files):
+            staging.reuse(file)
+        return Manifest(
+            model=made["model"].part,
+            draft=made["draft"].part if "draft" in made else None,
+            adapters=adapters or old.adapters,
+            parameters={**old.parameters, **texts.parameters},
+            template=old.template if texts.template is None else texts.template,
+            system=old.system if texts.system is None else texts.system,
+            messages=texts.messages or old.messages,
+            licenses=texts.licenses or old.licenses,
+            requires=old.requires if texts.requires is None else texts.requires,
+            source=self._from.args,
+            quantized=quantize or old.quantized,
+            draft_quantized=draft_quantize or (old.draft_quantized if self._draft is None else self._drafts_own()),
+            report={name: one for name, one in reports.items() if one is not None} or None,
+        )
+
+    def _drafts_own(self) -> str | None:
+        """What the weights of a draft of the library have been quantized to."""
+        return None if self._draft is None or self._draft.model is None else self._draft.model.manifest.quantized
+
+    def _check(self, target: "_Directory", draft: "_Directory | None") -> None:
+        """Raise `ModelRefused` for what cannot be loaded or does not fit, before anything is copied."""
+        if target.part is None:
+            _located(self._from, lambda _: self._tools.check_model(target.path))
+        if draft is not None and self._draft is not None:
+            if draft.part is None:
+                self._tools.check_model(draft.path)
+            self._tools.check_draft(target.path, draft.path)
+        for command, source in self._adapters:
+            adapter_files(source.path)
+            _located(command, lambda _, adapter=source.path: self._tools.check_adapter(target.path, adapter))
+
+    def _directory(self, source: Source, staging: Staging, name: str) -> "_Directory":
+        if source.model is not None:
+            return _Directory(source.path, part=source.model.manifest.model)
+        if not source.is_gguf:
+            return _Directory(source.path)
+        into = staging.folder(f"{name}-gguf")
+        report(f"converting {source.path.name}")
+        self._tools.gguf(source.path, into)
+        return _Directory(into, made=True)
+
+    def _part(self, source: "_Directory", staging: Staging, kind: str | None, *, draft: bool = False) -> "_Made":
+        if kind is not None:
+            into = staging.folder("draft-quantized" if draft else "model-quantized")
+            found = self._tools.quantize(source.path, into, kind, draft=draft)
+            return _Made(_put(staging, into, model_files(into), made=True), found)
+        if source.part is not None:
+            for file in source.part.files:
+                staging.reuse(file)
+            return _Made(source.part, None)
+        return _Made(_put(staging, source.path, model_files(source.path), made=source.made), None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Directory:
+    """A model directory: `part` if its files are blobs, `made` if they are files of the staging itself."""
+
+    path: Path
+    part: Part | None = None
+    made: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A part, and the report of its quantization."""
+
+    part: Part
+    report: Mapping[str, Any] | None
+
+
+def _put(staging: Staging, directory: Path, names: Iterable[str], *, made: bool = False) -> Part:
+    put = staging.move if made else staging.put
+    return Part(tuple(put(directory / name, name) for name in names))

@@ -1,0 +1,174 @@
+"""manifest: what a model of the library consists of, as a file: canonical JSON without time stamps.
+
+Always true: the same model has the same bytes, and its id is their sha256. A manifest that was read is not trusted: its
+digests and paths are checked, so that none leads out of the library.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from kvcellar.errors import KvcellarError
+
+FORMAT = 1
+MOST_BYTES = 64 << 20
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_PATH = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+
+
+class ManifestDamaged(KvcellarError):
+    """The bytes are no manifest of this version."""
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """One file of a model: its name in the model directory, and its content by digest (`sha256:HEX`) and size."""
+
+    path: str
+    digest: str
+    size: int
+
+    @property
+    def blob(self) -> str:
+        """The name of the file that has the content."""
+        return self.digest.replace(":", "-")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The files of one model directory, ordered by path."""
+
+    files: tuple[File, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message that precedes each conversation."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A model of the library. `parameters` has fields of `SamplingParams`, and `context` and `draft_depth`."""
+
+    model: Part
+    draft: Part | None = None
+    adapters: tuple[Part, ...] = ()
+    parameters: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    template: str | None = None
+    system: str | None = None
+    messages: tuple[Message, ...] = ()
+    licenses: tuple[str, ...] = ()
+    requires: str | None = None  # the lowest version of kvcellar that can run it
+    source: str = ""  # FROM, as it was given
+    quantized: str | None = None
+    draft_quantized: str | None = None
+    report: Mapping[str, Any] | None = None  # of the quantization
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """Every part by its directory below that of the model, whose own is empty."""
+        draft = {} if self.draft is None else {"draft": self.draft}
+        return {"": self.model, **draft, **{f"adapters/{i}": part for i, part in enumerate(self.adapters)}}
+
+    @property
+    def files(self) -> dict[str, File]:
+        """Every file by its path below the directory of the model."""
+        return {f"{folder}/{file.path}".lstrip("/"): file for folder, part in self.parts.items() for file in part.files}
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files, of equal ones once."""
+        return sum({file.digest: file.size for file in self.files.values()}.values())
+
+    @property
+    def id(self) -> str:
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    @property
+    def base_id(self) -> str:
+        """Digest of model and draft alone: models of one base can share one network."""
+        draft = None if self.draft is None else _part(self.draft)
+        return hashlib.sha256(_canonical({"model": _part(self.model), "draft": draft})).hexdigest()
+
+    def to_bytes(self) -> bytes:
+        return _canonical({
+            "kvcellar": FORMAT,
+            "model": _part(self.model),
+            "draft": None if self.draft is None else _part(self.draft),
+            "adapters": [_part(part) for part in self.adapters],
+            "parameters": dict(self.parameters),
+            "template": self.template,
+            "system": self.system,
+            "messages": [{"role": one.role, "content": one.content} for one in self.messages],
+            "licenses": list(self.licenses),
+            "requires": self.requires,
+            "source": self.source,
+            "quantized": self.quantized,
+            "draft_quantized": self.draft_quantized,
+            "report": None if self.report is None else dict(self.report),
+        })  # fmt: skip
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> "Manifest":
+        """Raises `ManifestDamaged`."""
+        try:
+            raw = cast("dict[str, Any]", json.loads(content))
+            if raw["kvcellar"] != FORMAT:
+                raise ManifestDamaged(f"it has version {raw['kvcellar']!r}; this kvcellar reads version {FORMAT}")
+            return cls(
+                model=_read_part(raw["model"]),
+                draft=None if raw["draft"] is None else _read_part(raw["draft"]),
+                adapters=tuple(map(_read_part, _of(list, raw["adapters"]))),
+                parameters=_of(dict, raw["parameters"]),
+                template=_text(raw["template"]),
+                system=_text(raw["system"]),
+                messages=tuple(Message(_of(str, one["role"]), _of(str, one["content"])) for one in raw["messages"]),
+                licenses=tuple(_of(str, one) for one in _of(list, raw["licenses"])),
+                requires=_text(raw["requires"]),
+                source=_of(str, raw["source"]),
+                quantized=_text(raw["quantized"]),
+                draft_quantized=_text(raw["draft_quantized"]),
+                report=None if raw["report"] is None else _of(dict, raw["report"]),
+            )
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ManifestDamaged(f"it is no manifest: {type(error).__name__}: {error}") from error
+
+
+def _canonical(raw: Mapping[str, Any]) -> bytes:
+    return json.dumps(raw, sort_keys=True, indent=1, ensure_ascii=True, allow_nan=False).encode() + b"\n"
+
+
+def _part(part: Part) -> dict[str, Any]:
+    files = [{"path": file.path, "digest": file.digest, "size": file.size} for file in part.files]
+    return {"files": files}
+
+
+def _read_part(raw: dict[str, Any]) -> Part:
+    files = tuple(File(_of(str, one["path"]), _of(str, one["digest"]), _of(int, one["size"])) for one in raw["files"])
+    names = [file.path for file in files]
+    if names != sorted(set(names)):
+        raise ValueError("its files are not in order, or one occurs twice")
+    for file in files:
+        if not _PATH.fullmatch(file.path) or not _DIGEST.fullmatch(file.digest) or file.size < 0:
+            raise ValueError(f"a file is {file}")
+    return Part(files)
+
+
+def _of(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{value!r:.80} is not of type {kind.__name__}")
+    return value
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else _of(str, value)

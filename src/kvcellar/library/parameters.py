@@ -1,0 +1,158 @@
+"""parameters: what PARAMETER sets, by the names of Ollama and by those of kvcellar.
+
+A name of Ollama is stored as ours: fields of `SamplingParams`, `context` and `draft_depth`. What is not known or out of
+bounds is refused by name. What Ollama knows and kvcellar has no use for is refused if it would change what is
+generated, unless its value means "off"; if it only says how hardware is used, it is accepted with a note, and not
+stored.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+from kvcellar.errors import BadRequest, shown
+from kvcellar.library.modelfile import Command, ModelfileError
+from kvcellar.sample.params import SamplingParams
+
+MOST_CONTEXT, MOST_DEPTH = 1 << 30, 64
+OWN = {  # names of Ollama, and ours
+    "num_ctx": "context",
+    "num_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "draft_num_predict": "draft_depth",
+}
+_OLLAMAS = {ours: name for name, ours in OWN.items()}
+_UNUSED = (
+    "numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "use_mmap", "use_mlock", "num_thread",
+    "vocab_only", "logits_all", "embedding_only", "num_gqa",
+)  # fmt: skip
+_OFF: dict[str, tuple[str, ...]] = {  # what would change the text, and the values with which it does not
+    "mirostat": ("0",),
+    "mirostat_tau": (),
+    "mirostat_eta": (),
+    "tfs_z": ("1", "1.0"),
+    "penalize_newline": ("true",),
+    "rope_frequency_base": (),
+    "rope_frequency_scale": (),
+}
+_WHOLE = re.compile(r"[+-]?\d{1,20}")
+_TRUE, _FALSE = ("1", "t", "true"), ("0", "f", "false")
+
+
+def _whole(text: str) -> int:
+    if not _WHOLE.fullmatch(text):
+        raise ValueError("a whole number")
+    return int(text)
+
+
+def _real(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("a number") from None
+
+
+def _flag(text: str) -> bool:
+    if text.lower() not in _TRUE + _FALSE:
+        raise ValueError("true or false")
+    return text.lower() in _TRUE
+
+
+_WHOLE_NAMES = (
+    "context", "draft_depth", "max_tokens", "min_tokens", "min_length", "top_k", "repeat_last_n", "seed", "num_keep",
+    "no_repeat_ngram_size",
+)  # fmt: skip
+_REAL_NAMES = (
+    "temperature", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff", "repetition_penalty",
+    "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+_READ: Mapping[str, Callable[[str], Any]] = {
+    **dict.fromkeys(_WHOLE_NAMES, _whole),
+    **dict.fromkeys(_REAL_NAMES, _real),
+    **dict.fromkeys(("ignore_eos", "shift"), _flag),
+    "stop": str,
+}
+NAMES = (*_READ, *OWN)  # that PARAMETER takes
+
+
+def parameters(commands: Iterable[Command]) -> tuple[dict[str, Any], list[str]]:
+    """The values by our names, and notes on what is not used. Of the same name the last counts; `stop` adds one. Raises
+    `ModelfileError`."""
+    found: dict[str, Any] = {}
+    notes: list[str] = []
+    for command in commands:
+        if _is_unused(command):
+            notes.append(f"PARAMETER {command.name} is not used: kvcellar has no such setting of a model")
+            continue
+        name = OWN.get(command.name, command.name)
+        if name not in _READ:
+            raise command.error(f"there is no parameter {shown(command.name)}; there are {', '.join(sorted(NAMES))}")
+        value = _value(command, name)
+        if name == "max_tokens" and value in (-1, -2):
+            found.pop(name, None)  # without a limit of its own
+        else:
+            found[name] = [*found.get(name, []), value] if name == "stop" else value
+            _check(found, name, command)
+    return found, notes
+
+
+def from_json(given: Mapping[str, Any]) -> tuple[Command, ...]:
+    """Commands for the parameters of a JSON object, whose values may have their own type. Raises `ModelfileError`."""
+    made: list[Command] = []
+    for name, value in given.items():
+        for one in _each(value):
+            if not isinstance(one, str | int | float):
+                raise ModelfileError(f"parameter {shown(name)} is {shown(one)}; a text or a number is needed")
+            made.append(Command(name, one if isinstance(one, str) else json.dumps(one)))
+    return tuple(made)
+
+
+def commands(values: Mapping[str, Any]) -> tuple[Command, ...]:
+    """What sets these values, under the names that Ollama has, if it has one."""
+    return tuple(
+        Command(_OLLAMAS.get(name, name), one if isinstance(one, str) else json.dumps(one))
+        for name, value in sorted(values.items())
+        for one in _each(value)
+    )
+
+
+def _each(value: Any) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else [value]
+
+
+def sampling(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are fields of `SamplingParams`."""
+    names = {field.name for field in dataclasses.fields(SamplingParams)}
+    return {name: value for name, value in values.items() if name in names}
+
+
+def _is_unused(command: Command) -> bool:
+    if command.name not in _OFF:
+        return command.name in _UNUSED
+    if command.args.lower() in _OFF[command.name]:
+        return True
+    off = f", except for {_OFF[command.name][0]}" if _OFF[command.name] else ""
+    raise command.error(f"PARAMETER {command.name} is not supported{off}; remove it")
+
+
+def _value(command: Command, name: str) -> Any:
+    try:
+        return _READ[name](command.args)
+    except ValueError as error:
+        raise command.error(f"PARAMETER {command.name} is {shown(command.args)}; {error} is needed") from None
+
+
+def _check(found: Mapping[str, Any], name: str, command: Command) -> None:
+    """Raise `ModelfileError` if the value is out of its bounds."""
+    most = {"context": MOST_CONTEXT, "draft_depth": MOST_DEPTH}.get(name)
+    if most is not None:
+        if not 1 <= found[name] <= most:
+            raise command.error(f"PARAMETER {command.name} is {found[name]}; 1 to {most} is allowed")
+        return
+    try:
+        given: dict[str, Any] = {name: found[name], **({"max_tokens": 1} if name == "shift" else {})}
+        SamplingParams(**given)
+    except BadRequest as error:
+        raise command.error(f"PARAMETER {command.name}: {error.message}") from None

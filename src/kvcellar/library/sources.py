@@ -1,0 +1,162 @@
+"""sources: where the files of a model, a draft or an adapter come from, and which of them belong to it.
+
+A source is not trusted: only files that a model is loaded from are taken, by name, from the directory itself. What is
+pickled or is code is never taken. Everything here raises `ModelRefused` or `BadRequest` with the path and the reason.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from kvcellar.errors import BadRequest, ModelNotFound, ModelRefused, shown
+from kvcellar.library.library import Library, LibraryModel
+from kvcellar.library.modelfile import Command
+from kvcellar.library.names import RESERVED
+from kvcellar.library.tools import Tools
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+ADAPTER_FILES = ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MTP = "mtp.safetensors"
+MOST_INDEX = 64 << 20  # bytes
+MOST_TEXT = 256 << 20  # bytes of a file of a tokenizer
+_TEXT = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".vocab")  # of configs and tokenizers
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_NOT_TAKEN = (*ADAPTER_FILES, INDEX, "trainer_state.json", "optimizer.json", "training_args.json")
+_GGUF = ".gguf"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A directory with the files of a model or an adapter, or a GGUF file. `model`: it is one of the library."""
+
+    path: Path
+    model: LibraryModel | None = None
+
+    @property
+    def is_gguf(self) -> bool:
+        return self.model is None and self.path.suffix.lower() == _GGUF and self.path.is_file()
+
+    def same(self, other: "Source") -> bool:
+        """Whether both are one place on the disk."""
+        return os.path.realpath(self.path) == os.path.realpath(other.path)
+
+
+def found(command: Command, library: Library, tools: Tools, folders: Sequence[Path]) -> Source:
+    """The source that FROM, DRAFT or ADAPTER names: a path, absolute or in one of `folders` (without them, no path is
+    read), else `embedded`, a name of the library, or a name of the local Hugging Face cache."""
+    keyword = "FROM" if command.name == "model" else command.name.upper()
+    text = command.args
+    if not text or len(text) > 4096 or "\0" in text:
+        raise command.error(f"{keyword} is {shown(text)}; a directory, a .gguf file, or the name of a model is needed")
+    marker = ADAPTER_CONFIG if command.name == "adapter" else CONFIG
+    try:
+        path = _path(text, folders, marker)
+        if path is not None:
+            return Source(path)
+        if text != RESERVED and (model := library.find(text)) is not None:
+            return Source(model.directory, model)
+        return Source(tools.find(text))
+    except (ModelNotFound, OSError, RuntimeError) as error:
+        where = " or ".join(map(str, folders))
+        looked = f"there is no {text!r} in {where}, no model of that name in the library, and {error}"
+        raise command.error(f"{keyword} {text}: {looked if isinstance(error, ModelNotFound) else error}") from error
+    except (BadRequest, ModelRefused) as error:
+        raise command.error(f"{keyword} {text}: {error}") from error
+
+
+def _path(text: str, folders: Sequence[Path], marker: str) -> Path | None:
+    """The directory with the file `marker`, or the GGUF file, at this path; None if there is none, and the text may be
+    a name."""
+    explicit = text in (".", "..") or text.startswith(("/", "./", "../", "~"))
+    if not folders:
+        if explicit:
+            raise BadRequest("paths of this machine are not read here; give the name of a model")
+        return None
+    given = Path(text).expanduser()
+    paths = [given] if given.is_absolute() else [folder / given for folder in folders]
+    for path in paths:
+        if (path / marker).is_file() or (path.is_file() and path.suffix.lower() == _GGUF):
+            return path
+    if explicit:
+        raise ModelRefused(f"{paths[0]} {_lacking(paths[0], marker)}")
+    return None
+
+
+def _lacking(path: Path, marker: str) -> str:
+    """Why this is no source."""
+    os.stat(path)  # raises with the reason for what cannot be read, such as a loop of links
+    if not path.is_dir():
+        return f"is a file; a directory with {marker}, or a {_GGUF} file, is needed"
+    if marker == CONFIG and (inside := sorted(file.name for file in path.glob(f"*{_GGUF}"))):
+        return f"has no {marker}. Name the file: {path / inside[0]}"
+    return f"has no {marker}"
+
+
+# -- files --------------------------------------------------------------------------------------------------------
+
+
+def model_files(directory: Path) -> tuple[str, ...]:
+    """The names of the files that belong to the model of a directory, in order."""
+    weights = _weights(directory)
+    texts = [
+        entry.name
+        for entry in os.scandir(directory)
+        if entry.name.endswith(_TEXT) and not entry.name.startswith(".") and entry.name not in _NOT_TAKEN
+        if not entry.name.endswith(".index.json") and entry.is_file()
+    ]
+    for name in texts:
+        if (size := (directory / name).stat().st_size) > MOST_TEXT:
+            raise ModelRefused(f"{directory / name} has {size} bytes; {MOST_TEXT} are allowed")
+    return tuple(sorted({*weights, *texts}))
+
+
+def adapter_files(directory: Path) -> tuple[str, ...]:
+    """The names of the files of a peft adapter."""
+    for name in ADAPTER_FILES:
+        if not (directory / name).is_file():
+            raise ModelRefused(f"{directory} has no {name}, so it is no adapter of peft{_pickled(directory)}")
+    return ADAPTER_FILES
+
+
+def _weights(directory: Path) -> list[str]:
+    """Weights files, with their index, that the model is loaded from."""
+    mtp = [MTP] if (directory / MTP).is_file() else []
+    if (directory / SINGLE).is_file():
+        return [SINGLE, *mtp]
+    if not (directory / INDEX).is_file():
+        raise ModelRefused(f"{directory} has neither {SINGLE} nor {INDEX}{_pickled(directory)}")
+    shards = sorted(set(_index(directory / INDEX).values()))
+    for name in shards:
+        if not name.endswith(".safetensors") or Path(name).name != name or "\\" in name or name.startswith("."):
+            raise ModelRefused(
+                f"{directory / INDEX} lists {shown(name)}, which is no safetensors file of its directory"
+            )
+        if not (directory / name).is_file():
+            raise ModelRefused(f"{directory / INDEX} lists {name}, which is missing. Copy the whole model again")
+    return [INDEX, *shards, *mtp]
+
+
+def _index(path: Path) -> dict[str, str]:
+    """The file of each tensor."""
+    if (size := path.stat().st_size) > MOST_INDEX:
+        raise ModelRefused(f"{path} has {size} bytes; {MOST_INDEX} are allowed")
+    try:
+        raw: Any = json.loads(path.read_bytes())
+        listed: Any = raw["weight_map"]
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
+        raise ModelRefused(f"{path} is no index of weights files: {type(error).__name__}: {error}") from error
+    files: dict[str, Any] = cast("dict[str, Any]", listed) if isinstance(listed, dict) else {}
+    if not files or not all(isinstance(one, str) for one in files.values()):
+        raise ModelRefused(f"{path} lists no weights files")
+    return files
+
+
+def _pickled(directory: Path) -> str:
+    """What to say about pickled weights in a directory without others."""
+    names = sorted(file.name for file in directory.iterdir() if file.suffix in _PICKLED)
+    if not names:
+        return ""
+    return f". {', '.join(names[:3])}: pickled weights can run code when they are read; convert them to safetensors"

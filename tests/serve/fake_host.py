@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcellar.engine.conversations import Conversations, TokenSource
-from kvcellar.errors import ModelNotFound, ModelRefused
+from kvcellar.errors import ModelNotFound
 from kvcellar.serve.host import Host
 from kvcellar.serve.residents import Limits
 from kvcellar.serve.servable import Servable
@@ -33,8 +33,9 @@ class World:
     now: float = 0.0
     jobs: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
     engines: list[SizedEngine] = field(default_factory=list[SizedEngine])
-    failing: set[str] = field(default_factory=set[str])
+    errors: dict[str, Exception] = field(default_factory=dict[str, Exception])  # of loads, by name
     loads: int = 0
+    longest: int = 0
 
     def __post_init__(self) -> None:
         engines: Any = self.close
@@ -48,8 +49,8 @@ class World:
         def load(cache: int, going_on: Callable[[], None]) -> Any:
             assert least <= cache <= self.most_cache
             self.loads += 1
-            if name in self.failing:
-                raise ModelRefused("its weights are not numbers")
+            if name in self.errors:
+                raise self.errors[name]
             engine = SizedEngine(name, weights + cache)
             self.engines.append(engine)
             assert self.bytes <= self.limits.max_bytes, "the cap was exceeded"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcellar.errors import BadRequest, KvcellarError, ModelNotFound, Overloaded
+from kvcellar.errors import BadRequest, KvcellarError, ModelNotFound, ModelRefused, Overloaded
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.host import Lease
 from kvcellar.serve.residents import Limits
@@ -95,7 +95,9 @@ class Chance:
         self.world.host.step()
 
     def fail(self) -> None:
-        self.world.failing ^= {self.random.choice("abcd")}
+        name = self.random.choice("abcd")
+        if self.world.errors.pop(name, None) is None:
+            self.world.errors[name] = ModelRefused("its weights are not numbers")
         for engine in self.world.engines:
             engine.healthy = engine.healthy and self.random.random() < 0.9
 
@@ -234,7 +236,7 @@ def test_a_failed_load_is_an_error_of_those_who_wait_and_is_tried_again() -> Non
     async def play() -> None:
         made = world()
         requests = Requests(made)
-        made.failing = {"a"}
+        made.errors["a"] = ModelRefused("its weights are not numbers")
         requests.begin("a")
         requests.begin("a")
         await settle()
@@ -242,11 +244,45 @@ def test_a_failed_load_is_an_error_of_those_who_wait_and_is_tried_again() -> Non
         assert [str(error) for error in requests.errors] == [
             "the model a cannot be loaded: its weights are not numbers"
         ] * 2
-        made.failing = set()
+        made.errors = {}
         requests.begin("a")
         await settle()
         await all_jobs(made)
         assert len(requests.leases) == 1
+
+    run(play)
+
+
+def test_what_the_machine_refuses_is_tried_again_later() -> None:
+    async def play() -> None:
+        made = world()
+        requests = Requests(made)
+        made.errors["a"] = MemoryError()
+        requests.begin("a")
+        await settle()
+        await all_jobs(made)
+        (error,) = requests.errors
+        assert isinstance(error, ApiError)
+        assert (error.status, error.message) == (
+            503,
+            "the model a cannot be loaded now; the log of the server has the reason",
+        )
+        assert "retry-after" in error.headers
+
+    run(play)
+
+
+def test_only_a_model_that_is_loaded_can_be_looked_into() -> None:
+    async def play() -> None:
+        made = world()
+        with pytest.raises(ApiError, match="the model a is not loaded; send it a request first"):
+            made.host.loaded("a")
+        requests = Requests(made)
+        requests.begin("a")
+        await settle()
+        await all_jobs(made)
+        with made.host.loaded("a") as lease:
+            assert lease.engine.model.name == "a"
 
     run(play)
 

@@ -14,11 +14,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 
 from kvcellar.engine.conversations import Conversations
-from kvcellar.errors import EngineClosed, KvcellarError, Overloaded
+from kvcellar.errors import BadRequest, EngineClosed, KvcellarError, ModelNotFound, Overloaded
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.json_text import printable
 from kvcellar.serve.named_engine import NamedEngine
@@ -86,22 +87,57 @@ class Host:
         except BaseException:
             self.residents.add(resident, None)
             raise
+        self._stays(replace(servable, context=engine.model.context), resident, engine)
+        return engine
+
+    def _stays(self, servable: Servable, resident: Resident, engine: ServedEngine) -> None:
         self.residents.add(resident, engine)
         self._fixed[servable.name] = servable
-        return engine
 
     # -- in a thread ----------------------------------------------------------------------------------------------
 
     def find(self, name: str | None) -> Servable:
-        """The model of a name, or the default. Raises `ModelNotFound` and `BadRequest`."""
+        """The model of a name, or the default. Raises `ModelNotFound`."""
         if name is None:
             return next(iter(self._fixed.values()))
-        return self._fixed.get(name) or self._catalogue.find(name)
+        if (fixed := self._fixed.get(name)) is not None:
+            return fixed
+        try:
+            return self._catalogue.find(name)
+        except (ModelNotFound, BadRequest) as error:
+            shown = printable(repr(name))
+            raise ModelNotFound(f"the model {shown} is not served here; /v1/models lists what is") from error
 
     def all(self) -> list[Servable]:
         """What can be served, by name, the default first."""
         others = [one for one in self._catalogue.all() if one.name not in self._fixed]
         return [*self._fixed.values(), *others]
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of the context of any model."""
+        return max([self._catalogue.longest, *(one.context or 0 for one in self._fixed.values())])
+
+    @property
+    def default(self) -> NamedEngine:
+        """The engine of the default model, which stays."""
+        servable = self.find(None)
+        lease = self.take(servable)
+        assert lease is not None, "a model that stays is not loaded"
+        lease.release()
+        return lease.engine
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the engines that stay are."""
+        return all(one.engine is not None and one.engine.healthy for one in self.residents.all() if one.fixed)
+
+    def loaded(self, name: str | None) -> Lease:
+        """A lease on a model that must be loaded. Raises `ModelNotFound` and `ApiError`."""
+        if (lease := self.take(servable := self.find(name))) is None:
+            message = f"the model {servable.name} is not loaded; send it a request first"
+            raise ApiError(409, message, "model", "model_not_loaded")
+        return lease
 
     def take(self, servable: Servable, keep_alive: float | None = None) -> Lease | None:
         """A lease on a model that is loaded; None if `lease` has to be called. May be called from any thread."""
@@ -273,12 +309,31 @@ class Host:
         self.residents.check()
 
 
+class _Nothing:
+    """The catalogue of a server that loads no models."""
+
+    longest = 0
+
+    def find(self, name: str) -> Servable:
+        raise ModelNotFound(f"there is no model {name!r}")
+
+    def all(self) -> list[Servable]:
+        return []
+
+
+def hosting(engine: ServedEngine) -> Host:
+    """A host of one engine, which the caller closes."""
+    host = Host(_Nothing(), Limits(max_bytes=0, max_models=1), unload=lambda engine: None)
+    host.open(Servable(engine.model.name, engine.model.name, 0, 0, 0, lambda cache, going_on: engine))
+    return host
+
+
 def refused(servable: Servable, error: Exception) -> Exception:
     """The error of a load, as a client gets it."""
     if isinstance(error, MemoryError | OSError):
         message = f"the model {servable.name} cannot be loaded now; the log of the server has the reason"
         return ApiError(503, message, "model", "model_not_loaded", {"retry-after": "10"})
-    if isinstance(error, KvcellarError) and not isinstance(error, EngineClosed):
+    if isinstance(error, KvcellarError) and not isinstance(error, EngineClosed | ModelNotFound):
         message = printable(f"the model {servable.name} cannot be loaded: {error}", 2000)
         return ApiError(400, message, "model", "model_refused")
     return error

@@ -24,6 +24,7 @@ class Servable:
     cache: int
     least_cache: int
     load: Loader = field(compare=False, repr=False)
+    context: int | None = None  # most tokens of a sequence; None: not known before it is loaded
     id: str = ""  # of the model in the library; "": it is in none
 
     @property
@@ -44,4 +45,9 @@ class Catalogue(Protocol):
 
     def all(self) -> Sequence[Servable]:
         """By name."""
+        ...
+
+    @property
+    def longest(self) -> int:
+        """No model has a longer context, in tokens."""
         ...

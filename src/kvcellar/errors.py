@@ -103,6 +103,14 @@ class DraftRefused(ModelRefused):
         self.draft, self.found, self.refused = draft, dict(found), dict(refused)
 
 
+class AdapterRefused(ModelRefused):
+    """The adapter has a form that is not supported, or does not fit the model; the message gives the reason."""
+
+    def __init__(self, adapter: str, reason: str) -> None:
+        super().__init__(f"the adapter {adapter} cannot be used: {reason}")
+        self.adapter, self.reason = adapter, reason
+
+
 class CapacityTooSmall(KvcellarError):
     """The memory limit is too small for a single step. The message names the setting to change."""
 

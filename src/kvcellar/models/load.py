@@ -7,7 +7,7 @@ dropped, and what is missing or does not fit is refused with the reason.
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
@@ -56,16 +56,9 @@ class Loaded:
     notes: tuple[str, ...]  # what of its files is not used or not followed
 
 
-def load(
-    model: str | Path | PreTrainedModel | None,
-    *,
-    dtype: Dtype = "auto",
-    device: str = "auto",
-    check: Callable[[Loaded], object] | None = None,
-) -> Loaded:
+def load(model: str | Path | PreTrainedModel | None, *, dtype: Dtype = "auto", device: str = "auto") -> Loaded:
     """Build the network of a directory, a name, or (None) the embedded model. Raises `ModelNotFound`, `ModelRefused`,
-    and `BadRequest` for any other type. `check` is called with the model before its weights are read, which are on the
-    meta device then; what it raises ends the load.
+    and `BadRequest` for any other type.
 
     A network that is given stays as it is, on its device and in its dtype: what is loaded is a copy of its modules that
     shares its weights.
@@ -75,7 +68,7 @@ def load(
     if model is not None and not isinstance(model, str | Path):
         raise BadRequest(f"model is a directory, a name, or a model of transformers, not {shown(model)}", "model")
     place = _device(device)
-    name, path = locate("embedded" if model is None else model)
+    name, path = ("embedded", embedded.path()) if model in (None, "embedded") else find(model)
     with silence_transformers():
         fields = config_fields(path)
         generation = _generation_fields(path, fields)
@@ -83,24 +76,11 @@ def load(
         with opened(path) as weights:
             config = config_of(fields, weights)
             report(f"building {config.model_type}")  # transformers imports its module now
-            kind = _dtype(dtype, config, weights)
-            skeleton = _skeleton(config, kind)
-            skeleton.generation_config = _generation_config(path, generation)
-            defaults = generation_defaults(generation, context=context_of(skeleton))
-            text = text_assets(path, config)
-            check_shapes(skeleton, weights)
-            if check is not None:
-                check(_loaded(name, path, skeleton, defaults, text))
-            network, notes = _filled(path, skeleton, kind, weights)
-        network.generation_config = skeleton.generation_config
+            network, notes = _build(path, config, _dtype(dtype, config, weights), weights)
+        network.generation_config = _generation_config(path, generation)
         network.to(device=place)  # pyright: ignore[reportCallIssue, reportArgumentType] - its stub is of a decorator
-    return _noted(_loaded(name, path, network, defaults, text, notes))
-
-
-def locate(model: str | Path) -> tuple[str, Path]:
-    """Name and directory of a model that is named or given as a directory; "embedded" is that of the package. Raises
-    `ModelNotFound`, `ModelRefused`."""
-    return ("embedded", embedded.path()) if model == "embedded" else find(model)
+        text = text_assets(path, config)
+    return _loaded(name, path, network, generation_defaults(generation, context=context_of(network)), text, notes)
 
 
 def is_network(model: object) -> TypeGuard[PreTrainedModel]:
@@ -115,7 +95,7 @@ def _given(model: PreTrainedModel) -> Loaded:
     if config is not None:
         defaults = generation_defaults(vars(config), context=context_of(model))
     text = "the network was given without a tokenizer"
-    return _noted(_loaded(type(model).__name__, None, sharing_weights(model), defaults, text))
+    return _loaded(type(model).__name__, None, sharing_weights(model), defaults, text)
 
 
 def _loaded(
@@ -126,19 +106,14 @@ def _loaded(
     text: TextAssets | str,
     notes: Sequence[str] = (),
 ) -> Loaded:
-    """`text` is the reason if there is no tokenizer."""
+    """`text` is the reason if there is no tokenizer. Notes are logged."""
     why = text if isinstance(text, str) else ""
     defaults = defaults.without("stop", why) if why else defaults
+    for note in (notes := (*notes, *defaults.notes)):
+        log.warning("%s: %s", name, note)
     assets = None if isinstance(text, str) else text
-    end_ids, parameters, notes = _end_ids(network), _count(network), (*notes, *defaults.notes)
+    end_ids, parameters = _end_ids(network), _count(network)
     return Loaded(name, path, network, end_ids, defaults.sampling, parameters, assets, why, notes)
-
-
-def _noted(loaded: Loaded) -> Loaded:
-    """Log what of its files is not followed."""
-    for note in loaded.notes:
-        log.warning("%s: %s", loaded.name, note)
-    return loaded
 
 
 def _generation_fields(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,25 +169,25 @@ def _device(device: str) -> torch.device:
     return place
 
 
-def _skeleton(config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """The network without weights, on the meta device."""
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    except BUILD_ERRORS as error:
-        raise ModelRefused(f"transformers cannot build a {config.model_type} from config.json: {error}") from error
-
-
-def _filled(
-    path: Path, skeleton: PreTrainedModel, dtype: torch.dtype, weights: WeightsFiles
-) -> tuple[PreTrainedModel, list[str]]:
-    """The network with its weights, and notes on what of the weights files is not used as stored."""
+def _build(path: Path, config: Any, dtype: torch.dtype, weights: WeightsFiles) -> tuple[PreTrainedModel, list[str]]:
+    """The network, and notes on what of the weights files is not used as stored."""
+    skeleton = skeleton_of(config, dtype)
+    check_shapes(skeleton, weights)
     check_memory(_count(skeleton) * dtype.itemsize + sum(buffer.nbytes for buffer in skeleton.buffers()))
     try:
         return fill(skeleton, dtype, weights)
     except BUILD_ERRORS as error:
         weights.check_unchanged()  # a file that changed is the cause
         raise ModelRefused(f"transformers cannot build {path.name}: {error}") from error
+
+
+def skeleton_of(config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """The network of a config without memory for its weights."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except BUILD_ERRORS as error:
+        raise ModelRefused(f"transformers cannot build a {config.model_type} from config.json: {error}") from error
 
 
 def check_memory(size: int) -> None:

@@ -19,6 +19,7 @@ from kvcellar.errors import (
     NotSupported,
     Overloaded,
     PromptTooLong,
+    PullFailed,
     UnknownSequence,
     WrongStage,
 )
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from kvcellar.engine.result import Result
     from kvcellar.engine.session import Session
     from kvcellar.engine.settings import EngineOptions, Settings
+    from kvcellar.library.hub import Pulled, pull
     from kvcellar.plan import Batch, Feed, Plan
     from kvcellar.progress import Progress
     from kvcellar.retention import RetentionOptions
@@ -66,6 +68,8 @@ __all__ = [
     "Plane",
     "Progress",
     "PromptTooLong",
+    "PullFailed",
+    "Pulled",
     "Reference",
     "RequestOptions",
     "Result",
@@ -81,6 +85,7 @@ __all__ = [
     "Storage",
     "UnknownSequence",
     "WrongStage",
+    "pull",
 ]
 
 _NAMES = {  # the names that are not errors, by the module that defines them
@@ -94,6 +99,7 @@ _NAMES = {  # the names that are not errors, by the module that defines them
     "kvcellar.engine.result": ("Result",),
     "kvcellar.engine.session": ("Session",),
     "kvcellar.engine.settings": ("EngineOptions", "Settings"),
+    "kvcellar.library.hub": ("Pulled", "pull"),
     "kvcellar.plan": ("Batch", "Feed", "Plan"),
     "kvcellar.progress": ("Progress",),
     "kvcellar.retention": ("RetentionOptions",),

@@ -80,6 +80,10 @@ class ModelNotFound(KvcellarError):
     """No such directory, and no such name in the local Hugging Face cache."""
 
 
+class PullFailed(KvcellarError):
+    """A model could not be downloaded. What was on this machine before can still be loaded."""
+
+
 class ModelRefused(KvcellarError):
     """The model exists but cannot be served correctly; the message gives the reason."""
 

@@ -13,11 +13,13 @@ _listener: ContextVar["Listener | None"] = ContextVar("kvcellar_progress", defau
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The current stage, such as "loading weights"; `done` of `total` items, where `total` 0 means not counted."""
+    """The current stage, such as "loading weights"; `done` of `total` items, where `total` 0 means not counted. `unit`
+    is "B" where the items are bytes."""
 
     stage: str
     done: int = 0
     total: int = 0
+    unit: str = ""
 
 
 Listener = Callable[[Progress], None]

@@ -88,7 +88,7 @@ def test_a_snapshot_without_a_file_listing_is_found_and_served(fetched: Fetch, t
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json", *TEXT])
 def test_a_missing_config_or_tokenizer_file_is_named(file: str, fetched: Fetch) -> None:
     fetched("gpt2", {*BESIDE, file})
-    with pytest.raises(ModelRefused, match=f"gpt2 in the local Hugging Face cache lacks .*{file}.*allow_patterns must"):
+    with pytest.raises(ModelRefused, match=f"gpt2 in the local Hugging Face .* lacks .*{file}.*`kvcellar pull gpt2`"):
         find("gpt2")
 
 
@@ -121,10 +121,19 @@ def test_a_snapshot_without_weights_is_refused(fetched: Fetch, whole: Path) -> N
 
 def test_only_the_main_revision_is_used(fetched: Fetch) -> None:
     fetched("gpt2", revision="v1", commit=OTHER)
-    with pytest.raises(ModelNotFound, match=r"no main revision of a model of that name .* Nothing is downloaded"):
+    with pytest.raises(ModelNotFound, match=r"no main revision of a model of that name .* `kvcellar pull gpt2`"):
         find("gpt2")
     snapshot = fetched("gpt2")
     assert find("gpt2") == ("gpt2", snapshot)
+
+
+def test_a_revision_is_a_part_of_the_name(fetched: Fetch) -> None:
+    snapshot = fetched("gpt2", revision="v1", commit=OTHER)
+    assert find("gpt2@v1") == ("gpt2@v1", snapshot)
+    assert find(f"gpt2@{OTHER}") == (f"gpt2@{OTHER}", snapshot)
+    for missing in ("gpt2@v2", "gpt2@main", f"gpt2@{COMMIT}"):
+        with pytest.raises(ModelNotFound, match=f"no {missing.partition('@')[2]} revision"):
+            find(missing)
 
 
 def test_a_directory_of_that_name_is_preferred(

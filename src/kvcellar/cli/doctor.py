@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvcellar.cli.downloads import download_missing, pull_option
 from kvcellar.cli.options import Command, engine_options, given, quiet_option
 from kvcellar.cli.progress_line import show_progress
 from kvcellar.engine.capacity import sized
@@ -25,13 +26,15 @@ if TYPE_CHECKING:  # torch is imported when it is needed, so that --help is fast
     help="Measure how quantised K/V would change the predictions. Default: for small models.",
 )
 @engine_options
+@pull_option
 @quiet_option
-def command(model: str | None, as_json: bool, kv_quality: bool | None, quiet: bool, **options: Any) -> None:
+def command(model: str | None, as_json: bool, kv_quality: bool | None, pull: bool, quiet: bool, **options: Any) -> None:
     """Load MODEL, test it, and print its groups, bytes per token, how many tokens fit, which attention backend serves
     it and why others do not, how quantised K/V would change its predictions, and with --draft whether that fits it.
     Exit code 1 if it is refused, or if the draft does not fit.
     """
     settings = Settings(**given(**options))
+    download_missing(model, options["draft"], pull=pull, quiet=quiet)
     with show_progress(quiet=quiet):
         import_needed()
         from kvcellar.verify.diagnosis import diagnose

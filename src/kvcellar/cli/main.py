@@ -19,10 +19,12 @@ ENVIRONMENT = {  # environment variables for libraries; variables that are set a
     # Size of oneDNN's kernel cache (default 1024): one kernel per shape, of up to half a megabyte. kvcellar uses a few
     # hundred shapes; the code of a model can use any number.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "512",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
 }
 COMMANDS = {
     "run": "Chat with a model at the terminal, or complete one prompt.",
     "serve": "Serve a model over HTTP, with the OpenAI API.",
+    "pull": "Download a model from a hub.",
     "why": "Print why a request did not read more from memory.",
     "cache": "List, remove, verify, export and import what is cached.",
     "doctor": "Test a model and print how it would be served, and why.",

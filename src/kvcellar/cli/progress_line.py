@@ -7,9 +7,10 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-from kvcellar.progress import Progress, listening
+from kvcellar.progress import Listener, Progress, listening
 
 WITH_BAR = "{desc} {percentage:3.0f}%|{bar:30}| {n_fmt}/{total_fmt}"
+OF_BYTES = "{desc} {percentage:3.0f}%|{bar:10}| {n_fmt}B/{total_fmt}B, {rate_fmt}"
 
 
 class _Bar(tqdm):
@@ -33,7 +34,9 @@ class ProgressLine:
                 total=progress.total or None,
                 initial=progress.done,
                 desc=f"{progress.stage} ...",
-                bar_format=WITH_BAR if progress.total else "{desc}",
+                bar_format="{desc}" if not progress.total else OF_BYTES if progress.unit else WITH_BAR,
+                unit=progress.unit or "it",
+                unit_scale=bool(progress.unit),
                 file=sys.stderr,
                 leave=False,
                 ncols=_columns(),
@@ -57,14 +60,15 @@ def _columns() -> int:
 
 
 @contextmanager
-def show_progress(*, quiet: bool) -> Iterator[None]:
-    """Within the block, show progress reports if stderr is a terminal and not `quiet`. Erases the line at the end."""
+def show_progress(*, quiet: bool) -> Iterator[Listener | None]:
+    """Within the block, show progress reports if stderr is a terminal and not `quiet`. Erases the line at the end.
+    Yields what shows a report, for those of other threads."""
     if quiet or not sys.stderr.isatty():
-        yield
+        yield None
         return
     line = ProgressLine()
     try:
         with listening(line.show):
-            yield
+            yield line.show
     finally:
         line.close()

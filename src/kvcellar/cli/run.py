@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from kvcellar.cli.chat import Chat
+from kvcellar.cli.downloads import download_missing, pull_option
 from kvcellar.cli.options import Command, engine_options, given, quiet_option, sampling_options
 from kvcellar.cli.progress_line import show_progress
 from kvcellar.cli.prompts import PromptFormat, cost_line
@@ -28,9 +29,17 @@ from kvcellar.sample.params import SamplingParams
 @sampling_options
 @store_options
 @engine_options
+@pull_option
 @quiet_option
 def command(
-    model: str | None, prompt: str | None, as_json: bool, raw: bool, ids: bool, quiet: bool, **options: Any
+    model: str | None,
+    prompt: str | None,
+    as_json: bool,
+    raw: bool,
+    ids: bool,
+    pull: bool,
+    quiet: bool,
+    **options: Any,
 ) -> None:
     """Chat with MODEL: a directory, a name in the local Hugging Face cache, or (by default) the embedded model.
 
@@ -50,6 +59,7 @@ def command(
     stored(options)
     form = PromptFormat(ids)
     parsed = None if prompt is None else form.parse(prompt)  # before the model is loaded, because it may raise
+    download_missing(model, options["draft"], pull=pull, quiet=quiet)
     with show_progress(quiet=quiet):
         engine = Engine(model, **given(**options))
     with engine:

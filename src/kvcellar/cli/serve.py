@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import click
 
+from kvcellar.cli.downloads import download_missing, pull_option
 from kvcellar.cli.logs import LEVELS, Format, log_to_stderr
 from kvcellar.cli.options import Command, Size, engine_options, given, quiet_option
 from kvcellar.cli.pinned import pin_all, read_pinned
@@ -74,6 +75,7 @@ SERVER_OPTIONS = (
 @store_options
 @events_options
 @engine_options
+@pull_option
 @quiet_option
 def command(
     model: str | None,
@@ -82,6 +84,7 @@ def command(
     pin_file: Path | None,
     log_level: str,
     log_format: Format,
+    pull: bool,
     quiet: bool,
     **options: Any,
 ) -> None:
@@ -100,6 +103,7 @@ def command(
     )
     announce = partial(log.info, "%s") if log_format == "json" else partial(click.echo, err=True)
     pinned = read_pinned(pin_file) if pin_file is not None else []
+    download_missing(model, options["draft"], pull=pull, quiet=quiet)
     # The port is bound before the model is loaded, so that a port in use is an error at once.
     with log_to_stderr(log_level, log_format) as flush, bind(settings) as listener:
         for file in (api_key_file, admin_key_file):

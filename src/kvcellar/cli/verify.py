@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvcellar import progress
+from kvcellar.cli.downloads import download_missing, pull_option
 from kvcellar.cli.options import Command, given, model_options, quiet_option
 from kvcellar.cli.progress_line import show_progress
 from kvcellar.engine.engine import import_needed
@@ -29,8 +30,9 @@ if TYPE_CHECKING:  # torch is imported when it is needed, so that --help is fast
     help="Measure how quantised K/V would change the predictions. Default: for small models.",
 )
 @model_options
+@pull_option
 @quiet_option
-def command(model: str | None, as_json: bool, quiet: bool, **options: Any) -> None:
+def command(model: str | None, as_json: bool, pull: bool, quiet: bool, **options: Any) -> None:
     """Load MODEL and use its cache as serving does: shared prefixes, forks, prompts in chunks, mixed batches, rejected
     drafts, abandoned steps, removed spans. All logits are compared with those of the model's own forward, which uses no
     cache. Exit code 0 if they are equal in every check that applies.
@@ -41,6 +43,7 @@ def command(model: str | None, as_json: bool, quiet: bool, **options: Any) -> No
     """
     asked = {name: options.pop(name) for name in ("tokens", "seed", "quality")}
     settings = Settings(**given(**options))
+    download_missing(model, None, pull=pull, quiet=quiet)
     with show_progress(quiet=quiet):
         import_needed()
         from kvcellar.verify.run import verify

@@ -1,1 +1,2 @@
-"""library: named models on disk: Modelfiles, content-addressed files, manifests, and model directories made of them."""
+"""library: named models on disk (Modelfiles, content-addressed files, manifests, model directories made of them), and
+downloads into the local Hugging Face cache."""

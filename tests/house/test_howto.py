@@ -30,7 +30,13 @@ from kvcellar.serve import Server, ServeSettings
 ROOT = Path(__file__).parents[2]
 EMBEDDED = ROOT / "src/kvcellar/models/embedded"
 PAGES = sorted((ROOT / "docs/howto").glob("*.md"))
-NEEDS = {"a hub": "kvcellar pull", "systemd": "systemd", "a container runtime": "docker", "a CUDA device": "cuda", "minutes": "make"}
+NEEDS = {
+    "a hub": "kvcellar pull",
+    "systemd": "systemd",
+    "a container runtime": "docker",
+    "a CUDA device": "cuda",
+    "minutes": "make",
+}
 SHOWN = {"text", "json"}  # languages of what is neither a command nor a program
 FENCE = re.compile(r"(?:^\*Not run by the tests: it needs ([^\n]+)\.\*\n\n)?^```(\w*)\n(.*?)^```$", re.M | re.S)
 

@@ -71,13 +71,19 @@ def engine(draft: Any, model: PreTrainedModel | None = None, **settings: Any) ->
         ({"draft": "ngram", "draft_depth": True}, "draft_depth", "at least 1, not True"),
         ({"draft": "ngram", "draft_depth": MOST_DEPTH + 1}, "draft_depth", f"at most {MOST_DEPTH} are drafted"),
         ({"draft": "ngram", "draft_bytes": 0}, "draft_bytes", "at least 1, not 0"),
-        ({"draft_depth": 3}, "draft_depth", "draft_depth needs draft"),
-        ({"draft_bytes": 3}, "draft_bytes", "draft_bytes needs draft"),
     ],
 )
 def test_settings_out_of_bounds_are_named(settings: dict[str, Any], field: str, message: str) -> None:
     with pytest.raises(BadRequest, match=message) as raised:
         Settings(**settings)
+    assert raised.value.param == field
+
+
+@pytest.mark.parametrize("field", ["draft_depth", "draft_bytes"])
+@pytest.mark.parametrize("draft", [None, "none"])
+def test_settings_of_drafts_without_a_draft_are_refused(draft: str | None, field: str) -> None:
+    with pytest.raises(BadRequest, match=f"{field} needs draft") as raised:
+        engine(draft, **{field: 3})
     assert raised.value.param == field
 
 

@@ -24,6 +24,7 @@ from kvcellar.engine.manager import SequenceManager
 from kvcellar.engine.measures import measures_of
 from kvcellar.engine.open_drafts import Drafts, open_drafts
 from kvcellar.engine.open_heads import Reads
+from kvcellar.engine.open_model import Opened, open_model
 from kvcellar.engine.open_store import open_draft_store, open_store
 from kvcellar.engine.reserve import prove, scratch
 from kvcellar.engine.runner import Runner
@@ -35,7 +36,7 @@ from kvcellar.kernels.packed import Packing, pack
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.models.input_limits import context_of, context_reason, padding_token, vocabulary_of
-from kvcellar.models.load import Loaded, load
+from kvcellar.models.load import Loaded
 from kvcellar.progress import report
 from kvcellar.sample.params import SamplingParams, check_ids
 from kvcellar.shapes import StoredAs
@@ -81,12 +82,13 @@ def build(
     threads = threads_of(settings.threads, torch.get_num_threads())
     if threads.count != torch.get_num_threads():
         torch.set_num_threads(threads.count)
-    loaded = load(model, dtype=settings.dtype, device=settings.device)
+    opened = open_model(model, settings)
+    loaded, settings = opened.loaded, opened.settings
     if loaded.path is None:
         _check_as_it_is(loaded.model, settings)
     packing = _packing(loaded, settings)
     guest = build_guest(loaded.model, named(settings.attention))
-    return _assembled(loaded, packing, guest, settings, threads, thread or DeviceThread(), began)
+    return _assembled(opened, packing, guest, threads, thread or DeviceThread(), began)
 
 
 def _in_a_fork(settings: Settings) -> Settings:
@@ -116,15 +118,10 @@ def _packing(loaded: Loaded, settings: Settings) -> Packing | None:
 
 
 def _assembled(
-    loaded: Loaded,
-    packing: Packing | None,
-    guest: Guest,
-    settings: Settings,
-    threads: Threads,
-    device: DeviceThread,
-    began: int,
+    opened: Opened, packing: Packing | None, guest: Guest, threads: Threads, device: DeviceThread, began: int
 ) -> Built:
     """`began`: when the load began, in nanoseconds of the clock."""
+    loaded, settings = opened.loaded, opened.settings
     _check_defaults(loaded)
     guest = _storing(guest, settings)
     context = _context(settings, loaded.model)
@@ -140,7 +137,7 @@ def _assembled(
     memory = allocated(guest.memory, capacity, context, guest.device)
     if guest.device.type == "cuda":
         prove(guest, memory, max_sequences=capacity.states.sequences, **steps)
-    intake = _intake(loaded, memory, capacity, settings, context)
+    intake = _intake(opened, memory, capacity, context)
     sequences: dict[Key, int | None] = {}
     speculator, cache = _speculator(drafts, own, settings, Reads(memory, sequences.get))
     drafting = Drafting(speculator, context=context, memory=cache, sequences=sequences)
@@ -169,7 +166,8 @@ def _storing(guest: Guest, settings: Settings) -> Guest:
     return guest.storing(StoredAs.parse(settings.kv_dtype), named(settings.attention))
 
 
-def _intake(loaded: Loaded, memory: Memory, capacity: Capacity, settings: Settings, context: int) -> Intake:
+def _intake(opened: Opened, memory: Memory, capacity: Capacity, context: int) -> Intake:
+    loaded, settings = opened.loaded, opened.settings
     text_bytes = text_bytes_of(settings, context)
     codec = TextCodec(
         loaded.text,
@@ -178,6 +176,7 @@ def _intake(loaded: Loaded, memory: Memory, capacity: Capacity, settings: Settin
         context=context,
         text_bytes=text_bytes // 2,
         replay_bytes=settings.replay_bytes,
+        preamble=opened.preamble,
     )
     return Intake(
         codec=codec,
@@ -266,4 +265,4 @@ def _check_defaults(loaded: Loaded) -> None:
     try:
         check_ids(SamplingParams(**loaded.defaults), vocabulary_of(loaded.model))
     except BadRequest as error:
-        raise ModelRefused(f"the generation config of {loaded.name} cannot be followed: {error}") from error
+        raise ModelRefused(f"the default sampling parameters of {loaded.name} cannot be followed: {error}") from error

@@ -21,6 +21,7 @@ from kvcellar.sample.sampler import Sampler
 from kvcellar.spans import whole
 from kvcellar.text.meter import Caps
 from kvcellar.text.output import LONG_RUN, Output, Stops, open_stream
+from kvcellar.text.preamble import NO_PREAMBLE, Preamble
 from kvcellar.text.replay import Replays
 from kvcellar.text.template import ChatTemplate
 from kvcellar.text.tokens import TextTokenizer, longest_text
@@ -153,13 +154,14 @@ class TextCodec:
         context: int,
         text_bytes: int,
         replay_bytes: int,
+        preamble: Preamble = NO_PREAMBLE,
     ) -> None:
         """`why_not` is the reason where `assets` is None. `text_bytes` of memory are for tokenizing, `replay_bytes` for
-        the tokens of chats."""
+        the tokens of chats. `preamble` comes before all messages."""
         self._tokenizer: TextTokenizer | None = None
         self._template: ChatTemplate | None = None
         self.replays: Replays | None = None  # where there is a chat template
-        self._why_not = why_not
+        self._why_not, self._preamble = why_not, preamble
         if assets is not None:
             most = longest_text(text_bytes)
             self._tokenizer = TextTokenizer(
@@ -201,7 +203,7 @@ class TextCodec:
         tokenizer = self._checked()
         if self._template is None or self.replays is None:
             raise BadRequest("this model has no chat template; send a prompt instead of messages", "messages")
-        rendered = self._template.render(messages, **options)
+        rendered = self._template.render(self._preamble.before(messages), **options)
         if replay:
             return self.replays.encode(rendered, namespace, limit=limit)
         return rendered.encode(tokenizer, limit=limit)

@@ -16,6 +16,7 @@ from kvcellar.engine.allocate import Needs, allocated
 from kvcellar.engine.capacity import Capacity
 from kvcellar.engine.draft_memory import DraftMemory
 from kvcellar.engine.measures import Measures, measures_of
+from kvcellar.engine.open_model import located
 from kvcellar.engine.open_heads import Reads, open_head
 from kvcellar.engine.open_store import Source
 from kvcellar.engine.reserve import prove, scratch
@@ -143,8 +144,9 @@ def open_drafts(loaded: Loaded, guest: Guest, settings: Settings, context: int) 
     if draft == "ngram":
         return _guesses(NGramDrafter(), loaded, settings, checks)
     if isinstance(draft, str | Path):
-        head = open_head(draft, loaded, guest, settings, checks)
-        return head if head is not None else _model(draft, loaded, guest, settings, checks)
+        place = draft if draft == "mtp" else located(draft)
+        head = open_head(place, loaded, guest, settings, checks)
+        return head if head is not None else _model(place, loaded, guest, settings, checks)
     if is_network(draft):
         return _model(draft, loaded, guest, settings, checks)
     return _guesses(_made(draft, loaded, guest, context), loaded, settings, checks)

@@ -24,6 +24,7 @@ HOST_SHARE = 10  # the part of free CPU memory that what leaves a GPU may have
 MOST_PINNED = 0.9
 LEAST_QUOTA = 0.001  # so that few tenants at once are above it
 CONVERSATION_SHARE = 64  # this part of the bytes of a store is for named conversations
+NO_DRAFT = "none"
 MOST_DEPTH = 64  # drafts of a completion in a step
 SHARE_OF_FREE = {"cpu": 0.3, "cuda": 0.85}  # less of a CPU's memory, which other programs use too
 
@@ -71,7 +72,8 @@ class Settings:
     kv_events_topic: str = ""  # of all KV events
     kv_events_block: int = 16  # tokens of a block in KV events
     # what proposes drafts of the next tokens, which the model verifies: ngram; mtp, its own MTP layers; a directory or
-    # name of a smaller model or assistant; or a function that makes a drafter; None: nothing does
+    # name of a smaller model or assistant; or a function that makes a drafter; none: nothing does; None: what the model
+    # was created with, if anything
     draft: str | Path | DrafterFactory | None = None
     draft_depth: int | None = None  # most drafts of a completion in a step; None: as many as the drafter allows
     # bytes of `cache_bytes` for a draft model or MTP layers; None: a share by what a token takes in both, at most half
@@ -115,9 +117,6 @@ class Settings:
             self._whole("draft_depth", self.draft_depth, 1)
             if self.draft_depth > MOST_DEPTH:
                 raise BadRequest(f"draft_depth is {self.draft_depth}; at most {MOST_DEPTH} are drafted", "draft_depth")
-        for name in ("draft_depth", "draft_bytes"):
-            if draft is None and getattr(self, name) is not None:
-                raise BadRequest(f"{name} needs draft", name)
 
     def _tiers(self) -> None:
         """No message has a key or a URL, which may have a password."""

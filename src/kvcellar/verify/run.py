@@ -14,6 +14,7 @@ import torch
 
 from kvcellar.attention.choose import named
 from kvcellar.engine.machine import threads_of
+from kvcellar.engine.open_model import located
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import BadRequest, KvcellarError
 from kvcellar.models.build_guest import MODEL_ERRORS, build_guest
@@ -127,7 +128,7 @@ def verify(
     if isinstance(model, Guest):
         return _report(type(model.model).__name__, model, settings, tokens, seed, quality, watch)
     torch.set_num_threads(threads_of(settings.threads, torch.get_num_threads()).count)
-    loaded = load(model, dtype=settings.dtype, device=settings.device)
+    loaded = load(located(model), dtype=settings.dtype, device=settings.device)
     guest = build_guest(loaded.model, named(settings.attention))
     return _report(loaded.name, guest, settings, tokens, seed, quality, watch)
 

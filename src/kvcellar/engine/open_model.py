@@ -1,0 +1,96 @@
+"""open_model: loads what a name stands for: a directory, a model of the library, or one in the local Hugging Face cache.
+
+A model of the library comes with settings of its own. What the caller sets has precedence over them.
+"""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcellar.engine.settings import NO_DRAFT, Settings
+from kvcellar.errors import BadRequest, ModelRefused
+from kvcellar.library.library import Library, LibraryModel
+from kvcellar.library.names import LATEST
+from kvcellar.models.load import Loaded, load
+from kvcellar.places import NoPlace, models
+from kvcellar.text.preamble import NO_PREAMBLE, Preamble
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_SETTINGS = ("context", "draft_depth")  # parameters of a model that are settings of an engine
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A network, the messages in front of all conversations with it, and the settings of its engine."""
+
+    loaded: Loaded
+    preamble: Preamble
+    settings: Settings
+
+
+def open_model(model: "str | Path | PreTrainedModel | None", settings: Settings) -> Opened:
+    """Raises what `load` raises, and `ModelRefused` for a damaged model of the library."""
+    found = in_library(model)
+    settings = _settings(settings, found)
+    if found is None:
+        return Opened(load(model, dtype=settings.dtype, device=settings.device), NO_PREAMBLE, settings)
+    loaded = load(found.directory, dtype=settings.dtype, device=settings.device)
+    manifest = found.manifest
+    examples = tuple({"role": one.role, "content": one.content} for one in manifest.messages)
+    return Opened(_as_created(loaded, found), Preamble(manifest.system, examples), settings)
+
+
+def in_library(model: object) -> LibraryModel | None:
+    """The model of the library that has this name. None for what is there as a path, and for anything else. Raises
+    `ModelRefused` if the model is damaged."""
+    if not isinstance(model, str) or _is_path(model):
+        return None
+    try:
+        return Library(models(os.environ)).find(model)
+    except NoPlace:  # there is no home directory, and so no library
+        return None
+
+
+def located(model: Any) -> Any:
+    """The directory of a model of the library; anything else as it is."""
+    found = in_library(model)
+    return model if found is None else found.directory
+
+
+def _is_path(text: str) -> bool:
+    try:
+        return Path(text).expanduser().exists()
+    except (OSError, RuntimeError, ValueError):  # too long, the home of an unknown user, a null character
+        return False
+
+
+def _as_created(loaded: Loaded, found: LibraryModel) -> Loaded:
+    """With the name, the sampling parameters and the chat template that the model was created with."""
+    manifest, text = found.manifest, loaded.text
+    given = {name: value for name, value in manifest.parameters.items() if name not in _SETTINGS}
+    if text is None and (manifest.template is not None or "stop" in given):
+        what = "chat template" if manifest.template is not None else "stop texts"
+        raise ModelRefused(f"{found.name} was created with {what}, which need a tokenizer: {loaded.without_text}")
+    if text is not None and manifest.template is not None:
+        text = replace(text, chat_template=manifest.template)
+    return replace(loaded, name=found.name.removesuffix(f":{LATEST}"), defaults={**loaded.defaults, **given}, text=text)
+
+
+def _settings(settings: Settings, found: LibraryModel | None) -> Settings:
+    """What the caller has left open is as the model was created. Raises `BadRequest` for settings of drafts without a
+    draft."""
+    parameters = {} if found is None else found.manifest.parameters
+    if settings.context is None and "context" in parameters:
+        settings = replace(settings, context=parameters["context"])
+    if settings.draft is None and found is not None and found.draft is not None:
+        depth = parameters.get("draft_depth") if settings.draft_depth is None else settings.draft_depth
+        settings = replace(settings, draft=found.draft, draft_depth=depth)
+    elif settings.draft == NO_DRAFT:
+        settings = replace(settings, draft=None)
+    for name in ("draft_depth", "draft_bytes"):
+        if settings.draft is None and getattr(settings, name) is not None:
+            raise BadRequest(f"{name} needs draft", name)
+    return settings

@@ -46,7 +46,7 @@ class NoTools:
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     monkeypatch.setenv("KVCELLAR_MODELS", str(tmp_path / "models"))
-    yield Library(tmp_path / "models")
+    return Library(tmp_path / "models")
 
 
 def created(library: Library, name: str, text: str, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""open_model: loads what a name stands for: a directory, a model of the library, or one in the local Hugging Face cache.
+"""open_model: loads what a name stands for: a directory, a model of the library, or one in the Hugging Face cache.
 
 A model of the library comes with settings of its own. What the caller sets has precedence over them.
 """

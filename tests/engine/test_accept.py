@@ -1,5 +1,6 @@
 """Tokens that a completion is given several at once are as if it had been given them one by one, however they are
-split: the same events, end and usage, and none is taken behind the one that ends it."""
+split: the same text, end and usage, and none is taken behind the one that ends it. Those that it is given at once are
+delivered at once."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ import pytest
 
 from kvcellar import Engine
 from kvcellar.engine.request import Completion, Request, Status, Token
-from kvcellar.events import Done, Event, TokenLogprob
+from kvcellar.events import Delta, Done, Event, TokenLogprob
 from kvcellar.sample.params import SamplingParams
 
 TEXT = 'def f(x):\n    """naïve 🙂 ☕"""\n    return x + 1\n\n\ndef g(y):\n    return f(y)\n'
@@ -57,9 +58,13 @@ def given(engine: Engine, how: dict[str, Any], context: int, batches: Sequence[S
             completion.finish(found.reason)
             break
     completion.sampler.check()
-    told = [replace(event, timings=None) if isinstance(event, Done) else event for event in events]
+    deltas = [event for event in events if isinstance(event, Delta)]
+    assert len(deltas) <= len(batches) + 1, "several deltas for one batch, beside the text that was held back"
     return (
-        told,
+        [replace(event, timings=None) if isinstance(event, Done) else event for event in events[len(deltas) :]],
+        "".join(delta.text for delta in deltas),
+        [token for delta in deltas for token in delta.token_ids],
+        [entry for delta in deltas for entry in delta.logprobs or ()],
         taken,
         completion.tokens,
         completion.status,
@@ -79,13 +84,13 @@ def split(tokens: Sequence[Token], draw: Random, most: int) -> Iterator[Sequence
 
 @pytest.mark.parametrize("logprobs", [False, True])
 @pytest.mark.parametrize("kind", HOW)
-def test_however_drawn_tokens_are_split_the_events_are_those_of_one_at_a_time(engine, kind, logprobs) -> None:
+def test_however_drawn_tokens_are_split_what_is_delivered_is_that_of_one_at_a_time(engine, kind, logprobs) -> None:
     how = HOW[kind] | ({"logprobs": 0} if logprobs else {})
     ends_with = {"end of text": next(iter(engine._built.loaded.end_ids)), "stop token": 0}.get(kind)
     context = CONTEXT if kind == "context" else 10_000
     tokens = drawn(engine, ends_with, logprobs)
     expected = given(engine, how, context, [[token] for token in tokens])
-    assert (expected[1] < len(tokens)) == (kind not in ("nothing", "held back")), "it ends where it should"
+    assert (expected[4] < len(tokens)) == (kind not in ("nothing", "held back")), "it ends where it should"
     assert given(engine, how, context, [tokens]) == expected
     for seed in range(8):
         batches = list(split(tokens, Random(seed), most=2 + 2 * seed))
@@ -94,7 +99,7 @@ def test_however_drawn_tokens_are_split_the_events_are_those_of_one_at_a_time(en
 
 def test_the_token_that_ends_a_completion_is_taken_and_none_behind_it(engine) -> None:
     tokens = drawn(engine, None, logprobs=False)
-    events, taken, kept, *_ = given(engine, {"max_tokens": 7}, 10_000, [tokens])
+    _, _, ids, _, taken, kept, *_ = given(engine, {"max_tokens": 7}, 10_000, [tokens])
     assert taken == 7
     assert kept == [5, 6, 7, *(token for token, _ in tokens[:7])]
-    assert [token for event in events[:-2] for token in event.token_ids] == kept[3:]
+    assert ids == kept[3:]

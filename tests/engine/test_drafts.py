@@ -11,6 +11,7 @@ from kvcellar import BadRequest, CapacityTooSmall, Engine, ModelNotFound, ModelR
 from kvcellar.engine.settings import MOST_DEPTH, Settings
 from kvcellar.errors import DraftRefused
 from kvcellar.events import Speculation
+from kvcellar.models import load
 from kvcellar.speculate.chain import Chain, Key
 from kvcellar.speculate.drafter import Committed
 from kvcellar.speculate.factory import Target
@@ -214,9 +215,43 @@ def test_a_target_that_cannot_reject_drafts_is_refused(monkeypatch: pytest.Monke
             engine(draft, ARCHS["lfm2"].build())
 
 
-def test_a_draft_that_is_no_model_is_not_found() -> None:
-    with pytest.raises(ModelNotFound, match="there is no directory 'ngrams'"):
-        engine("ngrams")
+def test_a_draft_that_does_not_fit_is_refused_before_its_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small(vocab_size=64).save_pretrained(tmp_path / "draft")
+    monkeypatch.setattr(load, "_filled", lambda *_: pytest.fail("its weights are read"))
+    with pytest.raises(DraftRefused, match="draft does not fit LlamaForCausalLM as a draft") as raised:
+        engine(tmp_path / "draft")
+    assert list(raised.value.refused) == ["vocabulary"]
+    assert list(raised.value.found) == ["verification", "tokenizer", "end tokens", "size", "context"]
+
+
+def test_a_draft_from_files_that_fits_has_every_check(tmp_path: Path) -> None:
+    small().save_pretrained(tmp_path / "draft")
+    with engine(tmp_path / "draft") as made:
+        drafts = made._built.drafts
+    assert drafts is not None
+    checks = ["verification", "tokenizer", "vocabulary", "end tokens", "size", "context", "device"]
+    assert list(drafts.fit.found) == checks
+    assert not drafts.fit.refused
+
+
+@pytest.mark.parametrize("name", ["ngrams", "owner/typo", "no such draft"])
+def test_a_draft_that_is_not_found_is_named_with_what_it_can_be(name: str) -> None:
+    with pytest.raises(ModelNotFound, match=f"^draft '{name}' was not found: there is no directory") as raised:
+        engine(name)
+    for kind in ("ngram", "mtp", "the path of its directory", "owner/model", "embedded"):
+        assert kind in str(raised.value).partition(". draft is ")[2]
+
+
+def test_a_draft_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelRefused, match=r"^draft '.*' cannot be loaded: .* has no config.json"):
+        engine(tmp_path)
+
+
+def test_the_embedded_model_is_a_draft_by_its_name() -> None:
+    with pytest.raises(DraftRefused, match="embedded does not fit LlamaForCausalLM as a draft"):
+        engine("embedded")
 
 
 def test_a_factory_reads_what_the_target_is() -> None:

@@ -15,8 +15,10 @@ from kvcellar.serve import ServeSettings
 from kvcellar.serve.body import BodyBudget
 from kvcellar.serve.conversations import PATH, WHOLE, WholeHandler
 from kvcellar.serve.drain import Drain
-from kvcellar.serve.openai import SEND_BYTES, Shared
+from kvcellar.serve.host import hosting
+from kvcellar.serve.openai import SEND_BYTES
 from kvcellar.serve.reader_threads import ReaderThreads
+from kvcellar.serve.shared import Shared
 from kvcellar.tiers import archive
 from tests.serve.fake_engine import PATIENCE, FakeEngine
 from tests.serve.wire import CHAT, error_of
@@ -72,7 +74,7 @@ def test_a_client_that_does_not_read_holds_one_of_few_copies(engine, name) -> No
     given.messages = [{"role": "user", "content": "é" * 300_000}, {"role": "assistant", "content": "y"}]
     engine.conversations.save(name, given)
     settings, threads = ServeSettings(), ReaderThreads()
-    handler = WholeHandler(Shared(engine, settings, threads, BodyBudget(settings.bodies_bytes), Drain()))
+    handler = WholeHandler(Shared(hosting(engine), settings, threads, BodyBudget(settings.bodies_bytes), Drain()))
     scope: Scope = {"type": "http", "path_params": {"name": name}, "state": {}}
 
     async def clients() -> list[list[Message]]:

@@ -52,8 +52,8 @@ def run(play, *, prompts=1, limit=100, engine=None):
     engine = engine or Engine()
 
     async def main():
-        with HttpRequest(engine, limit) as request:
-            await asyncio.to_thread(request.submit, [[1]] * prompts, SamplingParams())
+        with HttpRequest(limit) as request:
+            await asyncio.to_thread(request.submit, engine, [[1]] * prompts, SamplingParams())
             await play(request, engine)
 
     asyncio.run(main())
@@ -193,8 +193,8 @@ def test_readers_of_long_queues_alternate():
     turns = []
 
     async def take(name, engine, together):
-        with HttpRequest(engine, 8) as request:
-            await asyncio.to_thread(request.submit, [[1]], SamplingParams())
+        with HttpRequest(8) as request:
+            await asyncio.to_thread(request.submit, engine, [[1]], SamplingParams())
             for number in range(1000):
                 engine.deliver[-1](piece(number))
             engine.deliver[-1](DONE)
@@ -233,8 +233,8 @@ def test_a_prompt_being_submitted_when_the_request_ends_is_cancelled(prompts):
 
     async def main():
         async def send():
-            with HttpRequest(engine, 100) as request:
-                await asyncio.to_thread(request.submit, [[1]] * prompts, SamplingParams())
+            with HttpRequest(100) as request:
+                await asyncio.to_thread(request.submit, engine, [[1]] * prompts, SamplingParams())
 
         task = asyncio.create_task(send())
         await asyncio.to_thread(entered.wait, 10)
@@ -261,8 +261,8 @@ def test_a_failure_during_submission_cancels_all_prompts():
     engine = Slow()
 
     async def main():
-        with HttpRequest(engine, 100) as request:
-            launching = asyncio.create_task(asyncio.to_thread(request.submit, [[1]] * 4, SamplingParams()))
+        with HttpRequest(100) as request:
+            launching = asyncio.create_task(asyncio.to_thread(request.submit, engine, [[1]] * 4, SamplingParams()))
             await asyncio.to_thread(entered.wait, 10)
             engine.deliver[0](Failed(failure))
             await settle()

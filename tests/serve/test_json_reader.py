@@ -195,8 +195,8 @@ def test_bodies_stay_within_the_budget_and_release_it(parts: list[tuple[int, int
         counted = sum(max(0, len(one.data) - SHORT_BODY) for one in bodies)
         assert budget.used == counted <= budget.limit
     for body in bodies:
-        body.request_ended()
-        body.request_ended()
+        body.release()
+        body.release()
     assert budget.used == 0
 
 

@@ -123,7 +123,7 @@ def engine_options(function: F) -> F:
         click.option("--step-tokens", type=int, default=512, show_default=True, help="Most new tokens in one step."),
         click.option(
             "--draft",
-            help="Drafts of the next tokens: ngram, mtp, or a directory or name of a smaller model.",
+            help="Drafts of the next tokens: ngram, mtp, or a directory or name of a smaller model, or embedded.",
         ),
         click.option(
             "--draft-depth", type=int, help="Most drafts of a completion in a step. Default: what the drafter allows."

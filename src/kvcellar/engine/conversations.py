@@ -15,7 +15,7 @@ import re
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from threading import Lock
 
@@ -109,6 +109,14 @@ class Conversations:
         self._archive, self._source = archive, source
         self._held: set[tuple[str, str]] = set()
         self._lock = Lock()
+
+    def beside(self, other: "Conversations", model: str) -> "Conversations":
+        """The conversations of `other`, continued with this one's model, which `model` identifies where its tokenizer
+        has no digest."""
+        source = self._source if self._source.tokenizer else replace(self._source, tokenizer=model)
+        made = Conversations(other._archive, source)
+        made._held, made._lock = other._held, other._lock
+        return made
 
     # -- one conversation ---------------------------------------------------------------------------------------
 

@@ -6,7 +6,8 @@ a memory of its own, for as many sequences.
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -22,10 +23,10 @@ from kvcellar.engine.open_store import Source
 from kvcellar.engine.reserve import prove, scratch
 from kvcellar.engine.settings import Settings
 from kvcellar.engine.shares import Shares
-from kvcellar.errors import BadRequest, ModelRefused, shown
+from kvcellar.errors import BadRequest, DraftRefused, ModelNotFound, ModelRefused, shown
 from kvcellar.kernels.packed import pack
 from kvcellar.models.build_guest import build_guest
-from kvcellar.models.draft_fit import Check, DraftFit, draft_fit, fit_of
+from kvcellar.models.draft_fit import Check, DraftFit, draft_fit, fit_of, outline_fit, placed
 from kvcellar.models.guest import Guest
 from kvcellar.models.input_limits import context_of, vocabulary_of
 from kvcellar.models.load import Loaded, is_network, load
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DEEPEST = 8  # drafts of a draft model in a round
+KINDS = (
+    "ngram (repetitions in the text), mtp (the model's own MTP layers), or a smaller model or assistant: the path of "
+    "its directory, its name (owner/model) in the local Hugging Face cache, or embedded"
+)
 
 
 class Drafts(Protocol):
@@ -145,11 +150,26 @@ def open_drafts(loaded: Loaded, guest: Guest, settings: Settings, context: int) 
         return _guesses(NGramDrafter(), loaded, settings, checks)
     if isinstance(draft, str | Path):
         place = draft if draft == "mtp" else located(draft)
-        head = open_head(place, loaded, guest, settings, checks)
-        return head if head is not None else _model(place, loaded, guest, settings, checks)
+        with _naming(draft):
+            head = open_head(place, loaded, guest, settings, checks)
+            return head if head is not None else _model(place, loaded, guest, settings, checks)
     if is_network(draft):
         return _model(draft, loaded, guest, settings, checks)
     return _guesses(_made(draft, loaded, guest, context), loaded, settings, checks)
+
+
+@contextmanager
+def _naming(draft: str | Path) -> Iterator[None]:
+    """Errors of finding and loading a draft name it, and what else `draft` can be."""
+    try:
+        yield
+    except DraftRefused:
+        raise  # names it
+    except ModelNotFound as error:
+        why = str(error).removesuffix(".")
+        raise ModelNotFound(f"draft {shown(str(draft))} was not found: {why}. draft is {KINDS}") from error
+    except ModelRefused as error:
+        raise ModelRefused(f"draft {shown(str(draft))} cannot be loaded: {error}") from error
 
 
 def _guesses(drafter: Drafter, loaded: Loaded, settings: Settings, checks: Mapping[str, Check]) -> Guesses:
@@ -185,9 +205,7 @@ def _model(
 ) -> DraftModel:
     began = time.time_ns()
     report("loading the draft model")
-    loaded = load(draft, dtype=settings.dtype, device=str(guest.device))
-    fit = draft_fit(target, loaded, checks)
-    fit.require()
+    loaded, fit = _loaded(draft, target, guest, settings, checks)
     if settings.pack and guest.device.type == "cpu":
         pack(loaded.model)
     own = build_guest(loaded.model, named(None))
@@ -196,6 +214,26 @@ def _model(
     ids = vocabulary_of(target.model)
     deepest, steps = settings.draft_depth or DEEPEST, settings.step_tokens
     return DraftModel(loaded.name, loaded.path, fit, deepest, own, measures, steps, ids)
+
+
+def _loaded(
+    draft: "str | Path | PreTrainedModel",
+    target: Loaded,
+    guest: Guest,
+    settings: Settings,
+    checks: Mapping[str, Check],
+) -> tuple[Loaded, DraftFit]:
+    """A draft model that fits. One that does not is refused before its weights are read."""
+    before: list[DraftFit] = []
+
+    def fits(outline: Loaded) -> None:
+        before.append(outline_fit(target, outline, checks))
+        before[0].require()
+
+    loaded = load(draft, dtype=settings.dtype, device=str(guest.device), check=fits)
+    fit = placed(before[0], target, loaded) if before else draft_fit(target, loaded, checks)
+    fit.require()
+    return loaded, fit
 
 
 def _limits(settings: Settings) -> dict[str, int]:

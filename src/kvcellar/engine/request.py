@@ -233,8 +233,8 @@ class Completion:
         return at_end or self.sampler.produced + count == params.max_tokens
 
     def accept(self, drawn: Sequence[Token], context: int) -> Accepted:
-        """Append drawn tokens in order, as many as it takes, and emit them. `tokens` has all of these, too, if that
-        raises."""
+        """Append drawn tokens in order, as many as it takes, and emit them as one `Delta`. `tokens` has all of these,
+        too, if that raises; those before the one at fault are emitted."""
         request = self.request
         now = time.perf_counter()
         request.first_token = request.first_token or now
@@ -246,22 +246,27 @@ class Completion:
         for token, _ in drawn:
             self.sampler.accept(token)
         self.tokens += (token for token, _ in texts)
-        for (token, logprob), may in zip(texts, may_stop, strict=False):
-            text = self.output.push(token, may_stop=may)
-            self._emit(text, (token,), (logprob,) if logprob is not None else ())
+        pushed = list[str]()
+        try:
+            for (token, _), may in zip(texts, may_stop, strict=False):
+                pushed.append(self.output.push(token, may_stop=may))
+        finally:
+            self._emit("".join(pushed), texts[: len(pushed)])
         if ends or self.output.met is not None:
             return Accepted(len(drawn), "stop")
         return Accepted(len(drawn), "length" if full else None)
 
-    def _emit(self, text: str, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> None:
+    def _emit(self, text: str, tokens: Sequence[Token] = ()) -> None:
         if text or tokens:
+            logprobs = tuple(logprob for _, logprob in tokens if logprob is not None)
             wanted = self.request.params.logprobs is not None
-            self.request.emit(Delta(self.sampler.index, text, tokens, logprobs if wanted else None))
+            ids = tuple(token for token, _ in tokens)
+            self.request.emit(Delta(self.sampler.index, text, ids, logprobs if wanted else None))
 
     def finish(self, reason: FinishReason) -> None:
         """Emit the text that was held back, and `Finished`; after the last completion of the request, `Done`."""
         self.become(Status.DONE)
-        self._emit(self.output.flush(), (), ())
+        self._emit(self.output.flush())
         self.request.emit(Finished(self.sampler.index, "stop" if self.output.met else reason, self.output.met))
         if all(completion.status is Status.DONE for completion in self.request.completions):
             self.request.conclude()

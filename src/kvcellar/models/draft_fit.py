@@ -5,7 +5,7 @@ can never change a text, only its speed: what does not make its proposals worse 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -46,19 +46,26 @@ class DraftFit:
 
 def draft_fit(target: Loaded, draft: Loaded, more: Mapping[str, Check] = MappingProxyType({})) -> DraftFit:
     """Whether a separate draft model fits; `more` are other checks of the target."""
-    return fit_of(
-        target.name,
-        draft.name,
-        {
-            **more,
-            "tokenizer": lambda: _tokenizers(target, draft),
-            "vocabulary": lambda: _vocabularies(target, draft),
-            "end tokens": lambda: _end_tokens(target, draft),
-            "size": lambda: _sizes(target, draft),
-            "context": lambda: _contexts(target, draft),
-            "device": lambda: _devices(target, draft),
-        },
-    )
+    return placed(outline_fit(target, draft, more), target, draft)
+
+
+def outline_fit(target: Loaded, draft: Loaded, more: Mapping[str, Check] = MappingProxyType({})) -> DraftFit:
+    """The checks that need no weights of the draft: all but that of its device."""
+    checks: dict[str, Check] = {
+        **more,
+        "tokenizer": lambda: _tokenizers(target, draft),
+        "vocabulary": lambda: _vocabularies(target, draft),
+        "end tokens": lambda: _end_tokens(target, draft),
+        "size": lambda: _sizes(target, draft),
+        "context": lambda: _contexts(target, draft),
+    }
+    return fit_of(target.name, draft.name, checks)
+
+
+def placed(fit: DraftFit, target: Loaded, draft: Loaded) -> DraftFit:
+    """The same, and the device of a draft whose weights were read."""
+    last = fit_of(target.name, draft.name, {"device": lambda: _devices(target, draft)})
+    return replace(fit, found={**fit.found, **last.found}, refused={**fit.refused, **last.refused})
 
 
 def fit_of(target: str, draft: str, checks: Mapping[str, Check]) -> DraftFit:

@@ -13,9 +13,8 @@ from kvcellar.contracts import Backend
 from kvcellar.errors import ModelRefused
 from kvcellar.models.assistant_head import ASSISTANTS, AssistantHead, load_assistant
 from kvcellar.models.config_file import read_object
-from kvcellar.models.find import find
 from kvcellar.models.guest import Guest
-from kvcellar.models.load import Loaded
+from kvcellar.models.load import Loaded, locate
 from kvcellar.models.mtp_head import MtpHead, build_mtp_head
 from kvcellar.models.mtp_weights import load_mtp
 
@@ -47,7 +46,7 @@ def find_head(
     """
     if draft == OWN:
         return _own(loaded, target, backends)
-    _, path = find(draft)
+    _, path = locate(draft)
     kind, why = _kind(path)
     if why is not None:
         raise ModelRefused(f"{path.name} cannot draft for {loaded.name}: it is {why}. {INSTEAD}")

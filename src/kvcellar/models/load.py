@@ -7,7 +7,7 @@ dropped, and what is missing or does not fit is refused with the reason.
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
@@ -56,9 +56,16 @@ class Loaded:
     notes: tuple[str, ...]  # what of its files is not used or not followed
 
 
-def load(model: str | Path | PreTrainedModel | None, *, dtype: Dtype = "auto", device: str = "auto") -> Loaded:
+def load(
+    model: str | Path | PreTrainedModel | None,
+    *,
+    dtype: Dtype = "auto",
+    device: str = "auto",
+    check: Callable[[Loaded], object] | None = None,
+) -> Loaded:
     """Build the network of a directory, a name, or (None) the embedded model. Raises `ModelNotFound`, `ModelRefused`,
-    and `BadRequest` for any other type.
+    and `BadRequest` for any other type. `check` is called with the model before its weights are read, which are on the
+    meta device then; what it raises ends the load.
 
     A network that is given stays as it is, on its device and in its dtype: what is loaded is a copy of its modules that
     shares its weights.
@@ -68,7 +75,7 @@ def load(model: str | Path | PreTrainedModel | None, *, dtype: Dtype = "auto", d
     if model is not None and not isinstance(model, str | Path):
         raise BadRequest(f"model is a directory, a name, or a model of transformers, not {shown(model)}", "model")
     place = _device(device)
-    name, path = ("embedded", embedded.path()) if model in (None, "embedded") else find(model)
+    name, path = locate("embedded" if model is None else model)
     with silence_transformers():
         fields = config_fields(path)
         generation = _generation_fields(path, fields)
@@ -76,11 +83,24 @@ def load(model: str | Path | PreTrainedModel | None, *, dtype: Dtype = "auto", d
         with opened(path) as weights:
             config = config_of(fields, weights)
             report(f"building {config.model_type}")  # transformers imports its module now
-            network, notes = _build(path, config, _dtype(dtype, config, weights), weights)
-        network.generation_config = _generation_config(path, generation)
+            kind = _dtype(dtype, config, weights)
+            skeleton = skeleton_of(config, kind)
+            skeleton.generation_config = _generation_config(path, generation)
+            defaults = generation_defaults(generation, context=context_of(skeleton))
+            text = text_assets(path, config)
+            check_shapes(skeleton, weights)
+            if check is not None:
+                check(_loaded(name, path, skeleton, defaults, text))
+            network, notes = _filled(path, skeleton, kind, weights)
+        network.generation_config = skeleton.generation_config
         network.to(device=place)  # pyright: ignore[reportCallIssue, reportArgumentType] - its stub is of a decorator
-        text = text_assets(path, config)
-    return _loaded(name, path, network, generation_defaults(generation, context=context_of(network)), text, notes)
+    return _noted(_loaded(name, path, network, defaults, text, notes))
+
+
+def locate(model: str | Path) -> tuple[str, Path]:
+    """Name and directory of a model that is named or given as a directory; "embedded" is that of the package. Raises
+    `ModelNotFound`, `ModelRefused`."""
+    return ("embedded", embedded.path()) if model == "embedded" else find(model)
 
 
 def is_network(model: object) -> TypeGuard[PreTrainedModel]:
@@ -95,7 +115,7 @@ def _given(model: PreTrainedModel) -> Loaded:
     if config is not None:
         defaults = generation_defaults(vars(config), context=context_of(model))
     text = "the network was given without a tokenizer"
-    return _loaded(type(model).__name__, None, sharing_weights(model), defaults, text)
+    return _noted(_loaded(type(model).__name__, None, sharing_weights(model), defaults, text))
 
 
 def _loaded(
@@ -106,14 +126,19 @@ def _loaded(
     text: TextAssets | str,
     notes: Sequence[str] = (),
 ) -> Loaded:
-    """`text` is the reason if there is no tokenizer. Notes are logged."""
+    """`text` is the reason if there is no tokenizer."""
     why = text if isinstance(text, str) else ""
     defaults = defaults.without("stop", why) if why else defaults
-    for note in (notes := (*notes, *defaults.notes)):
-        log.warning("%s: %s", name, note)
     assets = None if isinstance(text, str) else text
-    end_ids, parameters = _end_ids(network), _count(network)
+    end_ids, parameters, notes = _end_ids(network), _count(network), (*notes, *defaults.notes)
     return Loaded(name, path, network, end_ids, defaults.sampling, parameters, assets, why, notes)
+
+
+def _noted(loaded: Loaded) -> Loaded:
+    """Log what of its files is not followed."""
+    for note in loaded.notes:
+        log.warning("%s: %s", loaded.name, note)
+    return loaded
 
 
 def _generation_fields(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,25 +194,25 @@ def _device(device: str) -> torch.device:
     return place
 
 
-def _build(path: Path, config: Any, dtype: torch.dtype, weights: WeightsFiles) -> tuple[PreTrainedModel, list[str]]:
-    """The network, and notes on what of the weights files is not used as stored."""
-    skeleton = skeleton_of(config, dtype)
-    check_shapes(skeleton, weights)
+def skeleton_of(config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """The network without weights, on the meta device."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except BUILD_ERRORS as error:
+        raise ModelRefused(f"transformers cannot build a {config.model_type} from config.json: {error}") from error
+
+
+def _filled(
+    path: Path, skeleton: PreTrainedModel, dtype: torch.dtype, weights: WeightsFiles
+) -> tuple[PreTrainedModel, list[str]]:
+    """The network with its weights, and notes on what of the weights files is not used as stored."""
     check_memory(_count(skeleton) * dtype.itemsize + sum(buffer.nbytes for buffer in skeleton.buffers()))
     try:
         return fill(skeleton, dtype, weights)
     except BUILD_ERRORS as error:
         weights.check_unchanged()  # a file that changed is the cause
         raise ModelRefused(f"transformers cannot build {path.name}: {error}") from error
-
-
-def skeleton_of(config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """The network of a config without memory for its weights."""
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    except BUILD_ERRORS as error:
-        raise ModelRefused(f"transformers cannot build a {config.model_type} from config.json: {error}") from error
 
 
 def check_memory(size: int) -> None:

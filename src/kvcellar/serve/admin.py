@@ -10,31 +10,27 @@ from starlette.routing import Route
 from kvcellar.serve.admin_cache import cache_routes, whole
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.json_text import printable, to_json
-from kvcellar.serve.protocols import ServedEngine
-from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.records import MOST, Records
-from kvcellar.serve.settings import ServeSettings
+from kvcellar.serve.shared import Shared
 
 LISTED = 20  # requests, unless `limit` is sent
 
 
-def admin_routes(
-    engine: ServedEngine, records: Records, settings: ServeSettings, threads: ReaderThreads
-) -> list[Route]:
+def admin_routes(server: Shared, records: Records) -> list[Route]:
     """The records belong to the middleware."""
-    requests = RequestsHandler(engine, records)
+    requests = RequestsHandler(server, records)
     return [
         Route("/admin/requests", requests.list, methods=["GET"]),
         Route("/admin/requests/{id}", requests.get, methods=["GET"]),
-        *cache_routes(engine, settings, threads),
+        *cache_routes(server),
     ]
 
 
 class RequestsHandler:
     """What the last requests read from memory."""
 
-    def __init__(self, engine: ServedEngine, records: Records) -> None:
-        self._engine, self._records = engine, records
+    def __init__(self, server: Shared, records: Records) -> None:
+        self._host, self._records = server.host, records
 
     async def list(self, request: Request) -> Response:
         most = whole(request, "limit", LISTED, MOST)
@@ -45,7 +41,12 @@ class RequestsHandler:
         if (record := self._records.find(name)) is None:
             message = f"no request {printable(name, 100)!r} is recorded; /admin/requests lists the last ones"
             raise ApiError(404, message, code="not_found")
-        return answer(record.whole(self._engine))
+        lease = self._host.take(record.log.servable) if record.log.servable is not None else None
+        try:
+            return answer(record.whole(lease.engine if lease is not None else None))
+        finally:
+            if lease is not None:
+                lease.release()
 
 
 def answer(value: object) -> Response:

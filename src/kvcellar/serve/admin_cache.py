@@ -16,17 +16,18 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from kvcellar.errors import EngineClosed, KvcellarError
+from kvcellar.errors import EngineClosed, KvcellarError, ModelNotFound
 from kvcellar.serve.api_errors import ApiError, ClientDisconnected
-from kvcellar.serve.body import BodyBudget, RequestBody, receive_json
+from kvcellar.serve.body import RequestBody, receive_json
+from kvcellar.serve.host import Lease
 from kvcellar.serve.json_reader import Limits
 from kvcellar.serve.json_text import json_chunks, printable
 from kvcellar.serve.messages import StrictModel
 from kvcellar.serve.parsing import parse_object, validated
 from kvcellar.serve.protocols import ServedEngine
-from kvcellar.serve.reader_threads import ReaderThreads
-from kvcellar.serve.settings import ServeSettings
+from kvcellar.serve.shared import Shared
 from kvcellar.tiers.upkeep import check_named
 
 LISTED, MOST_LISTED = 200, 100_000  # entries, unless `limit` is sent; and at most
@@ -41,8 +42,8 @@ class RemoveBody(StrictModel):
     prefix: str | list[int] | None = None  # a text, or token ids
 
 
-def cache_routes(engine: ServedEngine, settings: ServeSettings, threads: ReaderThreads) -> list[Route]:
-    handler = CacheHandler(engine, settings, threads)
+def cache_routes(server: Shared) -> list[Route]:
+    handler = CacheHandler(server)
     return [
         Route("/admin/cache", handler.totals, methods=["GET"]),
         Route("/admin/cache/tree", handler.tree, methods=["GET"]),
@@ -57,15 +58,18 @@ def cache_routes(engine: ServedEngine, settings: ServeSettings, threads: ReaderT
 
 
 class CacheHandler:
-    def __init__(self, engine: ServedEngine, settings: ServeSettings, threads: ReaderThreads) -> None:
-        self._engine, self._settings, self._threads = engine, settings, threads
-        self._bodies = BodyBudget(settings.bodies_bytes)
+    """The caches of the model that `model` of the query names, which must be loaded; by default of the default model.
+    The disk is that of all models."""
+
+    def __init__(self, server: Shared) -> None:
+        self._host, self._settings, self._threads = server.host, server.settings, server.threads
+        self._bodies = server.bodies
 
     async def totals(self, request: Request) -> Response:
-        return await self._answer(self._totals)
+        return await self._answer(request, self._totals)
 
-    def _totals(self) -> object:
-        cache = self._engine.cache
+    def _totals(self, engine: ServedEngine) -> object:
+        cache = engine.cache
         device = {"namespaces": [asdict(one) for one in cache.namespaces()]}
         if (disk := cache.disk) is None:
             return {"device": device, "store": None}
@@ -75,61 +79,57 @@ class CacheHandler:
     async def tree(self, request: Request) -> Response:
         most, namespace = whole(request, "limit", LISTED, MOST_LISTED), request.query_params.get("namespace")
         name = tier(request)
-        return await self._answer(lambda: self._listed(self._engine.cache.listed(name, namespace), most))
+        return await self._answer(request, lambda engine: _listed(engine, engine.cache.listed(name, namespace), most))
 
     async def hot(self, request: Request) -> Response:
         most, name = whole(request, "limit", LISTED, MOST_LISTED), tier(request)
-        return await self._answer(lambda: self._listed(iter(self._engine.cache.hot(name, most)), most))
-
-    def _listed(self, entries: Iterator[dict[str, Any]], most: int) -> object:
-        """With the texts of the entries; `more` if there are more than `most`."""
-        found: list[dict[str, Any]] = []
-        for one in entries:
-            if len(found) == most:
-                return {"entries": found, "more": True}
-            tokens = one["tokens"]
-            text = None if tokens is None or not self._engine.model.has_text else self._engine.decode(tokens)
-            found.append(one | {"text": text})
-        return {"entries": found, "more": False}
+        return await self._answer(request, lambda engine: _listed(engine, iter(engine.cache.hot(name, most)), most))
 
     async def remove(self, request: Request) -> Response:
         body = validated(RemoveBody, await self._body(request))
 
-        def remove() -> object:
+        def remove(engine: ServedEngine) -> object:
             prefix = body.prefix
             check_named(body.namespace, body.entry, prefix)  # the text: a tokenizer may put a token in front of ""
-            ids = self._engine.encode(prefix) if isinstance(prefix, str) else prefix
-            return asdict(self._engine.cache.remove(namespace=body.namespace, entry=body.entry, prefix=ids))
+            ids = engine.encode(prefix) if isinstance(prefix, str) else prefix
+            return asdict(engine.cache.remove(namespace=body.namespace, entry=body.entry, prefix=ids))
 
-        return await self._answer(remove)
+        return await self._answer(request, remove)
 
     async def clear(self, request: Request) -> Response:
         await self._body(request)
-        return await self._answer(lambda: asdict(self._engine.cache.clear()))
+        return await self._answer(request, lambda engine: asdict(engine.cache.clear()))
 
     async def collect(self, request: Request) -> Response:
         await self._body(request)
-        return await self._answer(lambda: {"removed": self._engine.cache.collect()})
+        return await self._answer(request, lambda engine: {"removed": engine.cache.collect()})
 
     async def verify(self, request: Request) -> Response:
         await self._body(request)
-        return await self._answer(lambda: asdict(self._engine.cache.verify()))
+        return await self._answer(request, lambda engine: asdict(engine.cache.verify()))
 
     async def export(self, request: Request) -> Response:
         await self._body(request)
-        parts = await self._threads.for_admin(self._engine.cache.export)
+        lease = await self._threads.for_admin(partial(self._host.loaded, request.query_params.get("model")))
+        try:
+            parts = await self._threads.for_admin(lease.engine.cache.export)
+        except BaseException:
+            lease.release()
+            raise
 
         async def content() -> AsyncIterator[bytes]:
             while part := await self._threads.for_admin(partial(next, parts, b"")):
                 yield part
 
-        return StreamingResponse(content(), media_type=ARCHIVE)
+        return Exported(content(), lease)
 
     async def import_from(self, request: Request) -> Response:
         if request.headers.get("content-type") != ARCHIVE:
             raise ApiError(415, f"the body must be an archive; send it with Content-Type: {ARCHIVE}")
         arriving = Arriving(asyncio.get_running_loop())
-        reading = asyncio.ensure_future(self._answer(lambda: asdict(self._engine.cache.import_from(arriving))))
+        reading = asyncio.ensure_future(
+            self._answer(request, lambda engine: asdict(engine.cache.import_from(arriving)))
+        )
         reading.add_done_callback(lambda _: arriving.close())  # what still arrives is discarded
         parts = request.stream()
         try:
@@ -158,18 +158,46 @@ class CacheHandler:
         body = RequestBody(self._bodies)
         try:
             await receive_json(request.scope, request.receive, self._settings, body)
-            return parse_object(body.data, Limits(self._engine.model.context))
+            return parse_object(body.data, Limits(self._host.longest))
         finally:
-            body.request_ended()
+            body.release()
 
-    async def _answer(self, work: Callable[[], object]) -> Response:
+    async def _answer(self, request: Request, work: Callable[[ServedEngine], object]) -> Response:
+        def answered() -> bytes:
+            with self._host.loaded(request.query_params.get("model")) as lease:
+                return b"".join(json_chunks(work(lease.engine)))
+
         try:
-            found = await self._threads.for_admin(lambda: b"".join(json_chunks(work())))
-        except EngineClosed:
+            found = await self._threads.for_admin(answered)
+        except (EngineClosed, ModelNotFound):
             raise
         except KvcellarError as error:
             raise ApiError(400, printable(str(error), 2000), code="not_possible") from error
         return Response(found, media_type="application/json")
+
+
+class Exported(StreamingResponse):
+    """An archive; the model stays loaded while it is sent."""
+
+    def __init__(self, content: AsyncIterator[bytes], lease: Lease) -> None:
+        super().__init__(content, media_type=ARCHIVE)
+        self._lease = lease
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._lease:
+            await super().__call__(scope, receive, send)
+
+
+def _listed(engine: ServedEngine, entries: Iterator[dict[str, Any]], most: int) -> object:
+    """With the texts of the entries; `more` if there are more than `most`."""
+    found: list[dict[str, Any]] = []
+    for one in entries:
+        if len(found) == most:
+            return {"entries": found, "more": True}
+        tokens = one["tokens"]
+        text = None if tokens is None or not engine.model.has_text else engine.decode(tokens)
+        found.append(one | {"text": text})
+    return {"entries": found, "more": False}
 
 
 def tier(request: Request) -> str:

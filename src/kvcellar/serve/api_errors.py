@@ -20,6 +20,7 @@ from kvcellar.errors import (
     ConversationNotSaved,
     ConversationUnreadable,
     EngineClosed,
+    ModelNotFound,
     NotSupported,
     Overloaded,
     PromptTooLong,
@@ -69,6 +70,8 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(400, printable(error.message, 2000), error.param, code)
         case NotSupported():
             return ApiError(400, printable(error.reason, 2000), code="not_supported")
+        case ModelNotFound():
+            return ApiError(404, printable(str(error), 2000), "model", "model_not_found")
         case Overloaded():
             return overloaded(str(error))
         case CacheFull():

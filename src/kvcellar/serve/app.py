@@ -12,35 +12,34 @@ from kvcellar.serve.api_errors import ApiError, api_error
 from kvcellar.serve.body import BodyBudget
 from kvcellar.serve.conversations import conversation_routes
 from kvcellar.serve.drain import Drain
+from kvcellar.serve.host import Host
 from kvcellar.serve.json_text import to_json
 from kvcellar.serve.middleware import RequestMiddleware
-from kvcellar.serve.openai import Shared, openai_routes
-from kvcellar.serve.protocols import ServedEngine
+from kvcellar.serve.openai import openai_routes
 from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.records import Records
 from kvcellar.serve.settings import ServeSettings
+from kvcellar.serve.shared import Shared
 
 
-def build_app(
-    engine: ServedEngine, *, settings: ServeSettings, threads: ReaderThreads, drain: Drain | None = None
-) -> Starlette:
-    """The application for `engine`. Bodies are parsed on `threads`; `drain` ends requests at shutdown. The caller owns
-    all three and closes them."""
+def build_app(host: Host, *, settings: ServeSettings, threads: ReaderThreads, drain: Drain | None = None) -> Starlette:
+    """The application for the models of `host`. Bodies are parsed on `threads`; `drain` ends requests at shutdown. The
+    caller owns all three and closes them."""
     drain = drain or Drain()
     records = Records() if settings.admin_digests else None
-    shared = Shared(engine, settings, threads, BodyBudget(settings.bodies_bytes), drain)
+    shared = Shared(host, settings, threads, BodyBudget(settings.bodies_bytes), drain)
 
     async def health(request: Request) -> Response:
-        if not engine.healthy:
+        if not host.healthy:
             raise ApiError(503, "the engine has stopped; the server must be started again", code="engine_unhealthy")
-        return Response(to_json({"status": "ok", "model": engine.model.name}), media_type="application/json")
+        return Response(to_json({"status": "ok", "model": host.find(None).name}), media_type="application/json")
 
     app = Starlette(
         routes=[
             Route("/health", health, methods=["GET"]),
             *openai_routes(shared),
             *conversation_routes(shared),
-            *(admin_routes(engine, records, settings, threads) if records is not None else ()),
+            *(admin_routes(shared, records) if records is not None else ()),
         ],
         middleware=[Middleware(RequestMiddleware, settings=settings, drain=drain, records=records)],
         exception_handlers={HTTPException: _no_such_route},

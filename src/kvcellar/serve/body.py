@@ -38,13 +38,15 @@ class BodyBudget:
 
 
 class RequestBody:
-    """One body and its share of the budget. The share is released by the request, or, once the body is `in_thread`, by
-    the thread that parses it."""
+    """One body and its share of the budget. The share is released when the body was parsed, or at the end of the
+    request; but not while a thread reads the body."""
 
     def __init__(self, budget: BodyBudget) -> None:
-        self.data, self.in_thread = bytearray(), False
+        self.data = bytearray()
         self._budget = budget
         self._reserved = 0
+        self._lock = threading.Lock()  # orders the end of the request and the thread
+        self._in_thread = self._ended = False
 
     def add(self, data: bytes) -> None:
         """Raises `ApiError` 503 if the budget is exceeded."""
@@ -53,11 +55,23 @@ class RequestBody:
         self._reserved += more
         self.data += data
 
-    def request_ended(self) -> None:
-        if not self.in_thread:
-            self.free()
+    def enter_thread(self) -> None:
+        self._in_thread = True
 
-    def free(self) -> None:
+    def leave_thread(self) -> None:
+        with self._lock:
+            self._in_thread = False
+            if self._ended:
+                self._free()
+
+    def release(self) -> None:
+        """It is not needed any more: it was parsed, or its request has ended."""
+        with self._lock:
+            self._ended = True
+            if not self._in_thread:
+                self._free()
+
+    def _free(self) -> None:
         self._budget.release(self._reserved)
         self._reserved = 0
 

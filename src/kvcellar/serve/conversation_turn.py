@@ -25,8 +25,9 @@ class ConversationTurn:
     `begin_text` and `save` are called in a thread; the request may end meanwhile, and then they release the
     conversation."""
 
-    def __init__(self, engine: ServedEngine, owner: str) -> None:
-        self._engine, self._owner = engine, owner
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._engine: ServedEngine | None = None
         self._held: Held | None = None
         self._prompt: Prompt | None = None
         self._text: list[str] = []
@@ -41,28 +42,34 @@ class ConversationTurn:
         return self._prompt is not None
 
     def begin_chat(
-        self, name: str, messages: Sequence[dict[str, Any]], params: SamplingParams, render: Render
+        self,
+        engine: ServedEngine,
+        name: str,
+        messages: Sequence[dict[str, Any]],
+        params: SamplingParams,
+        render: Render,
     ) -> Prompt:
         """The prompt that continues a chat with more messages. Raises what `Conversations.hold` and `render` raise."""
         with self._work():
-            dialogue = self._hold(name, params, chat=True).dialogue
-            self._prompt = dialogue.chatted(messages, params, self._engine.model.context, render)
+            dialogue = self._hold(engine, name, params, chat=True).dialogue
+            self._prompt = dialogue.chatted(messages, params, engine.model.context, render)
             return self._prompt
 
-    def begin_text(self, name: str, text: str | list[int], params: SamplingParams) -> Prompt:
+    def begin_text(self, engine: ServedEngine, name: str, text: str | list[int], params: SamplingParams) -> Prompt:
         """The prompt that continues a text. Raises what `Conversations.hold` and `Engine.encode` raise."""
         with self._work():
-            dialogue, context = self._hold(name, params, chat=False).dialogue, self._engine.model.context
+            dialogue, context = self._hold(engine, name, params, chat=False).dialogue, engine.model.context
             if isinstance(text, str):
                 special = False if dialogue.tokens else None  # begin-of-text only at the beginning
-                text = self._engine.encode(text, special=special, limit=context)
+                text = engine.encode(text, special=special, limit=context)
             self._prompt = dialogue.continued(text, params, context)
             return self._prompt
 
-    def _hold(self, name: str, params: SamplingParams, *, chat: bool) -> Held:
+    def _hold(self, engine: ServedEngine, name: str, params: SamplingParams, *, chat: bool) -> Held:
         if params.n != 1:
             raise _invalid("n", f"n is {params.n}; a turn of a conversation has one completion. Fork the conversation")
-        self._held = held = self._stack.enter_context(self._engine.conversations.hold(name, owner=self._owner))
+        self._engine = engine
+        self._held = held = self._stack.enter_context(engine.conversations.hold(name, owner=self._owner))
         if held.dialogue.chat != chat:
             what, route = ("text", "/v1/completions") if chat else ("chat", "/v1/chat/completions")
             raise _invalid("conversation", f"the conversation {name} is a {what}; continue it with {route}")
@@ -83,7 +90,7 @@ class ConversationTurn:
     def save(self) -> None:
         """Add the turn, whose completion is whole, to the conversation. Raises what `Held.save` raises."""
         with self._work():
-            assert self._held is not None and self._prompt is not None, "no turn was begun"
+            assert self._engine and self._held and self._prompt is not None, "no turn was begun"
             text, tokens = "".join(self._text), self._tokens
             if self._stopped:
                 tokens = self._engine.encode(text, special=False) if text else []

@@ -22,10 +22,11 @@ from kvcellar.serve.json_reader import Limits
 from kvcellar.serve.json_text import json_chunks
 from kvcellar.serve.messages import Message, StrictModel, template_messages
 from kvcellar.serve.namespaces import owner
-from kvcellar.serve.openai import Shared, send_encoded, until_disconnected
+from kvcellar.serve.openai import send_encoded, until_disconnected
 from kvcellar.serve.parsing import parse_object, validated
 from kvcellar.serve.requests import MAX_MESSAGES, one_prompt
 from kvcellar.serve.responses import Json
+from kvcellar.serve.shared import Shared
 from kvcellar.text.conversation import checked
 from kvcellar.text.meter import Caps
 
@@ -66,7 +67,7 @@ class ConversationsHandler:
     """All of a request but receiving its body is done on the server's threads."""
 
     def __init__(self, server: Shared) -> None:
-        self._server, self._engine = server, server.engine
+        self._server, self._engine = server, server.host.default
 
     async def index(self, request: Request) -> Response:
         def work(owner: str, body: bytearray) -> Json:
@@ -111,7 +112,7 @@ class ConversationsHandler:
             owned = partial(work, owner(request.scope), body.data)
             encoded = await server.threads.for_conversation(body, lambda: b"".join(json_chunks(owned())))
         finally:
-            body.request_ended()
+            body.release()
         return Response(encoded, status, media_type="application/json")
 
     def _fields(self, raw: bytearray) -> dict[str, object]:
@@ -159,7 +160,7 @@ class WholeHandler:
 
     def _encoded(self, name: str, owner: str) -> bytes:
         """Encoded in pieces, so that other threads run meanwhile."""
-        info, dialogue = self._server.engine.conversations.read(name, owner=owner)
+        info, dialogue = self._server.host.default.conversations.read(name, owner=owner)
         content: Json = {"messages": dialogue.messages} if dialogue.chat else {"token_ids": iter(dialogue.tokens)}
         return b"".join(json_chunks(described(info) | content))
 

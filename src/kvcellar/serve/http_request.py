@@ -30,8 +30,7 @@ BATCH = 64  # events returned at once; then other tasks of the event loop run
 class HttpRequest:
     """A context manager: leaving it, normally or by an exception, cancels every prompt that is still open."""
 
-    def __init__(self, engine: ServedEngine, limit: int) -> None:
-        self._engine = engine
+    def __init__(self, limit: int) -> None:
         self._limit = limit
         self._loop = asyncio.get_running_loop()
         self._tickets: dict[int, Ticket] = {}  # by number of the prompt
@@ -46,6 +45,7 @@ class HttpRequest:
 
     def submit(
         self,
+        engine: ServedEngine,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         namespace: str = "",
@@ -64,7 +64,7 @@ class HttpRequest:
             if self._cancelled:
                 return
             deliver = partial(self._deliver, number)
-            ticket = self._engine.submit(prompt, params, deliver=deliver, namespace=namespace, retention=retention)
+            ticket = engine.submit(prompt, params, deliver=deliver, namespace=namespace, retention=retention)
             with self._lock:
                 self._tickets[number] = ticket
                 if not self._cancelled:

@@ -7,32 +7,29 @@ byte is sent; after that it is one more `data:` line, `{"error": ...}`, and the 
 """
 
 import asyncio
-import time
 from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from kvcellar.serve.api_errors import ClientDisconnected, api_error, shutting_down
-from kvcellar.serve.body import BodyBudget, RequestBody, receive_json
+from kvcellar.serve.body import RequestBody, receive_json
 from kvcellar.serve.conversation_turn import ConversationTurn
-from kvcellar.serve.drain import Drain
 from kvcellar.serve.http_request import Batch, HttpRequest
 from kvcellar.serve.json_text import CHUNK_ITEMS, json_chunks, to_json
+from kvcellar.serve.model_use import ModelUse
+from kvcellar.serve.models_list import ModelsHandler
 from kvcellar.serve.namespaces import namespace, owner
 from kvcellar.serve.protocols import ServedEngine
-from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.request_log import RequestLog
-from kvcellar.serve.requests import ParsedRequest, Parser, model_not_found, parse_chat, parse_completion
+from kvcellar.serve.requests import Fields, ParsedRequest, Parser, parse_chat, parse_completion
 from kvcellar.serve.responses import ChatFormat, CompletionFormat, Json, ResponseBuilder, ResponseFormat
 from kvcellar.serve.retained import allowed
-from kvcellar.serve.settings import ServeSettings
+from kvcellar.serve.shared import Shared
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -44,46 +41,14 @@ DONE = b"data: [DONE]\n\n"
 SEND_BYTES = 2**18  # of a response that are sent at once
 
 
-def openai_routes(server: "Shared") -> list[Route]:
-    models = ModelsHandler(server.engine)
+def openai_routes(server: Shared) -> list[Route]:
+    models = ModelsHandler(server)
     return [
         Route("/v1/models", models.list, methods=["GET"]),
         Route("/v1/models/{name:path}", models.get, methods=["GET"]),
         Route("/v1/completions", CompletionHandler(server, parse_completion, CompletionFormat()), methods=["POST"]),
         Route("/v1/chat/completions", CompletionHandler(server, parse_chat, ChatFormat()), methods=["POST"]),
     ]
-
-
-class ModelsHandler:
-    """The list of models, which has one entry. Its name may contain slashes."""
-
-    def __init__(self, engine: ServedEngine) -> None:
-        self._engine = engine
-        self._created = int(time.time())
-
-    async def list(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [self._model()]})
-
-    async def get(self, request: Request) -> Response:
-        if (name := request.path_params["name"]) != self._engine.model.name:
-            raise model_not_found(name)
-        return _json(self._model())
-
-    def _model(self) -> Json:
-        model = self._engine.model
-        fields: Json = {"id": model.name, "object": "model", "created": self._created, "owned_by": "kvcellar"}
-        return fields | {"max_model_len": model.context}
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """What the handlers of one server share."""
-
-    engine: ServedEngine
-    settings: ServeSettings
-    threads: ReaderThreads
-    bodies: BodyBudget
-    drain: Drain
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,26 +79,29 @@ class CompletionHandler:
             await server.drain.run_before(receive_json(scope, receive, server.settings, body))
             await until_disconnected(receive, self._respond(body, scope, send))
         finally:
-            body.request_ended()
+            body.release()
 
     async def _respond(self, body: RequestBody, scope: Scope, send: Send) -> None:
         server, log = self._server, RequestLog.of(scope)
         with ExitStack() as stack:
-            request = stack.enter_context(HttpRequest(server.engine, server.settings.max_backlog_events))
+            use = stack.enter_context(ModelUse(server.host, server.threads, body))
+            request = stack.enter_context(HttpRequest(server.settings.max_backlog_events))
             stack.enter_context(server.drain.on_start(request.refuse_if_queued))
-            turn = stack.enter_context(ConversationTurn(server.engine, owner(scope)))
+            turn = stack.enter_context(ConversationTurn(owner(scope)))
 
-            def parse_and_submit() -> ParsedRequest:
+            def submit(engine: ServedEngine, sent: Fields) -> ParsedRequest:
                 naming = partial(namespace, scope, server.settings.share_prefixes)
-                parsed, prompts = self._parse(server.engine, body.data, naming, turn)
+                log.servable = use.servable
+                parsed, prompts = self._parse(engine, sent, naming, turn)
                 log.set_prompts(prompts)
                 retention = allowed(parsed.retention, scope, server.settings)
-                request.submit(prompts, parsed.params, parsed.namespace, retention)
+                request.submit(engine, prompts, parsed.params, parsed.namespace, retention)
                 return parsed
 
-            parsed = await server.drain.run_before(server.threads.run(body, parse_and_submit))
+            engine, parsed = await server.drain.run_before(use.run(submit))
+            body.release()
             texts = not (server.settings.share_prefixes and server.settings.key_digests)
-            answer = Answer(ResponseBuilder(server.engine, parsed, self._format, texts), turn, log)
+            answer = Answer(ResponseBuilder(engine, parsed, self._format, texts), turn, log)
             log.response_id, log.namespace, log.owner = answer.builder.id, parsed.namespace, owner(scope)
             if parsed.stream:
                 await self._stream(request, answer, send)
@@ -220,10 +188,6 @@ async def send_encoded(send: Send, body: bytes | bytearray) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     for at in range(0, len(body), SEND_BYTES):
         await _send(send, bytes(body[at : at + SEND_BYTES]), more=at + SEND_BYTES < len(body))
-
-
-def _json(value: object) -> Response:
-    return Response(to_json(value), media_type="application/json")
 
 
 def _data(values: Sequence[Json]) -> bytes:

@@ -32,8 +32,8 @@ class ReaderThreads:
         self._admin = ThreadPoolExecutor(1, "kvcellar-admin")
 
     async def run(self, body: RequestBody, work: Callable[[], T]) -> T:
-        """The result of `work`, which reads `body`. The body is freed when `work` ends, even if the request was
-        cancelled meanwhile."""
+        """The result of `work`, which reads `body`. If the request is cancelled meanwhile, the body is released when
+        `work` ends."""
         if len(body.data) > SHORT_BODY:
             return await self._run(self._long, body, work)
         return await self._run(self._conversations if _CONVERSATION.search(body.data) else self._short, body, work)
@@ -44,9 +44,13 @@ class ReaderThreads:
 
     async def _run(self, pool: ThreadPoolExecutor, body: RequestBody, work: Callable[[], T]) -> T:
         future = pool.submit(work)
-        body.in_thread = True
-        future.add_done_callback(lambda _: body.free())
+        body.enter_thread()
+        future.add_done_callback(lambda _: body.leave_thread())
         return await asyncio.wrap_future(future)
+
+    async def for_short(self, work: Callable[[], T]) -> T:
+        """The result of `work`, which reads a few small files."""
+        return await asyncio.wrap_future(self._short.submit(work))
 
     async def for_admin(self, work: Callable[[], T]) -> T:
         """The result of `work`, which may take long; one after another."""

@@ -30,7 +30,7 @@ RECALL: Mapping[str, str] = MappingProxyType(  # meaning of the fields of `recal
 )
 
 
-def recall_fields(recall: Recall, engine: ServedEngine, *, texts: bool = True) -> Json:
+def recall_fields(recall: Recall, engine: ServedEngine | None, *, texts: bool = True) -> Json:
     """What a client gets: all but what other salts and users of its key have. `texts`: with what may be the text of
     other requests of its namespace."""
     if not texts:
@@ -44,7 +44,10 @@ def recall_fields(recall: Recall, engine: ServedEngine, *, texts: bool = True) -
     return dict(zip(RECALL, values, strict=True))
 
 
-def _side(tokens: Sequence[int], engine: ServedEngine) -> Json | None:
+def _side(tokens: Sequence[int], engine: ServedEngine | None) -> Json | None:
     if not tokens:
         return None
-    return {"tokens": list(tokens), "text": engine.decode(tokens) if engine.model.has_text else None}
+    return {
+        "tokens": list(tokens),
+        "text": engine.decode(tokens) if engine is not None and engine.model.has_text else None,
+    }

@@ -37,8 +37,9 @@ class Record:
     def summary(self) -> Json:
         return {"id": self.log.response_id, "created": self.created, **self.log.fields(), "ms": self.ms}
 
-    def whole(self, engine: ServedEngine) -> Json:
-        """With what an operator may know: `salted` is told to no client."""
+    def whole(self, engine: ServedEngine | None) -> Json:
+        """With what an operator may know: `salted` is told to no client. Without an engine, because the model has been
+        unloaded, tokens have no text."""
         prompts: list[Json] = []
         for number, done in sorted(self.log.done.items()):
             times = {"queued_ms": 1e3 * done.timings.queued, "first_token_ms": 1e3 * done.timings.first_token}

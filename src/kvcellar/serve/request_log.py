@@ -19,6 +19,7 @@ from urllib.parse import quote
 from starlette.types import Scope
 
 from kvcellar.events import Delta, Done, Event
+from kvcellar.serve.servable import Servable
 from kvcellar.serve.speculations import draft_counts
 
 log = logging.getLogger("kvcellar.serve")
@@ -33,6 +34,7 @@ LOG_FIELDS: Mapping[str, str] = MappingProxyType(  # meaning of the fields of a 
         "route": "path, escaped and cut",
         "status": "HTTP status; 0 if no response was sent",
         "outcome": "`ok`, the code of the error, or `client_gone`",
+        "model": "name of the model",
         "prompt_tokens": "tokens of the prompts",
         "cached_tokens": "prompt tokens that came from memory",
         "recall": "why no more prompt tokens came from memory; of several prompts, the first reason",
@@ -60,6 +62,7 @@ class RequestLog:
     namespace: str = ""
     owner: str = ""
     prompts: int = 0
+    servable: Servable | None = None  # the model, once it is known
     recorded: bool = False  # see `records`
     done: dict[int, Done] = field(default_factory=dict[int, Done])  # by number of the prompt
     _completion_tokens: dict[int, int] = field(default_factory=dict[int, int])  # by number of the prompt
@@ -117,6 +120,7 @@ class RequestLog:
         values = (
             *(self.request_id, self.method, self.route, self.status),
             self.outcome or ("ok" if 200 <= self.status < 400 else _code_of(self.status)),
+            self.servable.name if self.servable is not None else None,
             *(self.prompt_tokens, self.cached_tokens, self.recall),
             sum(self._completion_tokens.values()) if self.prompt_tokens is not None else None,
             *(draft_counts(self.done) or (None, None)),

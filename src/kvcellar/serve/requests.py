@@ -26,10 +26,9 @@ from kvcellar.sample.params import MAX_BIASES, MAX_LOGPROBS, SamplingParams, mer
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.conversation_turn import ConversationTurn
 from kvcellar.serve.ignored_fields import NEUTRAL, NO_EFFECT
-from kvcellar.serve.json_reader import Limits
 from kvcellar.serve.json_text import printable
 from kvcellar.serve.messages import Message, StrictModel, template_messages
-from kvcellar.serve.parsing import parse_object, unknown_parameter, validated
+from kvcellar.serve.parsing import unknown_parameter, validated
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.retained import options
 
@@ -168,13 +167,14 @@ class ParsedRequest:
 Prompts = list[list[int]]
 Naming = Callable[[str | None, Sequence[str | None]], str]  # the namespace of a salt and of names of users
 Parsed = tuple[ParsedRequest, Prompts]
-Parser = Callable[[ServedEngine, bytes | bytearray, Naming, ConversationTurn], Parsed]
+Fields = dict[str, object]  # a body
+Parser = Callable[[ServedEngine, Fields, Naming, ConversationTurn], Parsed]
 
 
-def parse_completion(engine: ServedEngine, raw: bytes | bytearray, naming: Naming, turn: ConversationTurn) -> Parsed:
+def parse_completion(engine: ServedEngine, sent: Fields, naming: Naming, turn: ConversationTurn) -> Parsed:
     """A body of `/v1/completions`; begins `turn` if it continues a conversation. Raises `ApiError` and `BadRequest`.
     Slow: call it in a thread."""
-    body = _checked(CompletionBody, engine, raw)
+    body = _checked(CompletionBody, sent)
     params = _params(body, engine, {"logprobs": body.logprobs, "max_tokens": body.max_tokens})
     if body.best_of not in (None, params.n):
         message = f"best_of is {body.best_of}, which is not supported; leave it out, or send n, which is {params.n}"
@@ -183,15 +183,15 @@ def parse_completion(engine: ServedEngine, raw: bytes | bytearray, naming: Namin
         params = replace(params, max_tokens=COMPLETION_TOKENS)
     namespace = _namespace(body, naming)
     if body.conversation is not None:
-        prompt = turn.begin_text(body.conversation, one_prompt(body.prompt), params)
+        prompt = turn.begin_text(engine, body.conversation, one_prompt(body.prompt), params)
         return _parsed(engine, body, prompt.params, [prompt.ids], namespace)
     return _parsed(engine, body, params, _prompts(engine, body.prompt, body.add_special_tokens), namespace)
 
 
-def parse_chat(engine: ServedEngine, raw: bytes | bytearray, naming: Naming, turn: ConversationTurn) -> Parsed:
+def parse_chat(engine: ServedEngine, sent: Fields, naming: Naming, turn: ConversationTurn) -> Parsed:
     """A body of `/v1/chat/completions`; begins `turn` if it continues a conversation. Raises `ApiError` and
     `BadRequest`. Slow: call it in a thread."""
-    body = _checked(ChatBody, engine, raw)
+    body = _checked(ChatBody, sent)
     if body.top_logprobs is not None and not body.logprobs:
         raise _invalid("top_logprobs", "top_logprobs needs logprobs to be true")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -209,7 +209,7 @@ def parse_chat(engine: ServedEngine, raw: bytes | bytearray, naming: Naming, tur
         return _parsed(engine, body, params, [render(messages, limit=engine.model.context)], namespace)
     if body.add_generation_prompt is False:
         raise _invalid("add_generation_prompt", "add_generation_prompt must not be false with conversation")
-    prompt = turn.begin_chat(body.conversation, messages, params, render)
+    prompt = turn.begin_chat(engine, body.conversation, messages, params, render)
     return _parsed(engine, body, prompt.params, [prompt.ids], namespace)
 
 
@@ -230,8 +230,8 @@ def _effort(body: ChatBody) -> Effort | None:
     return body.reasoning_effort or other
 
 
-def _checked(kind: type[AnyBody], engine: ServedEngine, raw: bytes | bytearray) -> AnyBody:
-    fields = parse_object(raw, Limits(context=engine.model.context))
+def _checked(kind: type[AnyBody], sent: Fields) -> AnyBody:
+    fields = dict(sent)
     for name in (fields.keys() & (NEUTRAL.keys() | NO_EFFECT.keys())) - kind.model_fields.keys():
         value = fields.pop(name)
         if name in NEUTRAL and not any(type(value) is type(same) and value == same for same in NEUTRAL[name]):
@@ -241,8 +241,6 @@ def _checked(kind: type[AnyBody], engine: ServedEngine, raw: bytes | bytearray) 
         if name not in kind.model_fields:
             raise unknown_parameter(name)
     body = validated(kind, fields)
-    if body.model not in (None, engine.model.name):
-        raise model_not_found(body.model or "")
     if body.stream_options is not None and not body.stream:
         raise _invalid("stream_options", "stream_options needs stream to be true")
     return body
@@ -334,11 +332,6 @@ def _usage_options(options: StreamOptions | None) -> tuple[bool, bool]:
     continuous = bool(options.continuous_usage_stats)
     include = continuous if options.include_usage is None else options.include_usage
     return include, include and continuous
-
-
-def model_not_found(name: str) -> ApiError:
-    message = f"the model {printable(repr(name))} is not served here; /v1/models lists what is"
-    return ApiError(404, message, "model", "model_not_found")
 
 
 def _invalid(param: str, message: str) -> ApiError:

@@ -23,6 +23,7 @@ from kvcellar.errors import BadRequest
 from kvcellar.serve.app import build_app
 from kvcellar.serve.connection import ServeConfig
 from kvcellar.serve.drain import Drain
+from kvcellar.serve.host import Host, hosting
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.settings import ServeSettings
@@ -33,7 +34,7 @@ SHUTDOWN_SECONDS = 1.5  # NOTIFY_SECONDS, and the time until uvicorn notices a s
 
 
 def run(
-    engine: ServedEngine,
+    models: ServedEngine | Host,
     settings: ServeSettings,
     *,
     listener: socket.socket | None = None,
@@ -46,23 +47,27 @@ def run(
     `listener` is a socket returned by `bind` for these settings; None: one is made. Raises `BadRequest` if the server
     cannot listen on the address.
     """
-    Server(engine, settings, listener=listener).serve(ready, signalled)
+    Server(models, settings, listener=listener).serve(ready, signalled)
 
 
 class Server:
     """One server. Either call `serve()` in the main thread, or use it as a context manager that runs it in a thread.
 
-    It listens from the constructor on: `url` has the actual port. Raises `BadRequest` if it cannot listen.
+    `models` is an engine, or a host of several; the caller closes it after the server. It listens from the constructor
+    on: `url` has the actual port. Raises `BadRequest` if it cannot listen.
     """
 
-    def __init__(self, engine: ServedEngine, settings: ServeSettings, *, listener: socket.socket | None = None) -> None:
+    def __init__(
+        self, models: ServedEngine | Host, settings: ServeSettings, *, listener: socket.socket | None = None
+    ) -> None:
+        host = models if isinstance(models, Host) else hosting(models)
         self._socket = listener or bind(settings)
         _listen(self._socket, settings)
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        address = f"[{settings.host}]" if ":" in settings.host else settings.host
         self.port: int = self._socket.getsockname()[1]
-        self.url = f"http://{host}:{self.port}"
+        self.url = f"http://{address}:{self.port}"
         drain, self._threads = Drain(), ReaderThreads()
-        app = _SuppressCancelled(build_app(engine, settings=settings, threads=self._threads, drain=drain))
+        app = _SuppressCancelled(build_app(host, settings=settings, threads=self._threads, drain=drain))
         self._uvicorn = _Uvicorn(ServeConfig(app, settings), drain)
         self._thread: threading.Thread | None = None
 

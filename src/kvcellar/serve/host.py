@@ -1,0 +1,346 @@
+"""host: the models of one server. Loads the one that a request names, and unloads those that are not used.
+
+`find` and `take` are called in a thread, because they may read files; a request that gets no lease there waits for one
+with `lease`, on the event loop. Every model is loaded, and every engine closed, on a thread of its own.
+
+Always true, on the event loop:
+  * every request that waits for a model gets a lease or an error, or leaves;
+  * what `Residents` promises: a cap on bytes that holds at any moment, and no engine closed under a request.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+
+from kvcellar.engine.conversations import Conversations
+from kvcellar.errors import BadRequest, EngineClosed, KvcellarError, ModelNotFound, Overloaded
+from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.json_text import printable
+from kvcellar.serve.named_engine import NamedEngine
+from kvcellar.serve.protocols import ServedEngine
+from kvcellar.serve.residents import FOREVER, Limits, Load, Resident, Residents, Work
+from kvcellar.serve.servable import Catalogue, Servable
+
+log = logging.getLogger("kvcellar.serve")
+
+Spawn = Callable[[Callable[[], None]], None]
+LONGEST_TIMER = 3600.0  # seconds
+
+
+class Lease:
+    """The use of a model by one request. While it is held, the model stays loaded."""
+
+    def __init__(self, resident: Resident, engine: NamedEngine, release: Callable[[Resident], None]) -> None:
+        self.engine = engine
+        self._resident, self._release = resident, release
+        self._lock, self._held = threading.Lock(), True
+
+    def release(self) -> None:
+        """May be called from any thread, and again."""
+        with self._lock:
+            held, self._held = self._held, False
+        if held:
+            self._release(self._resident)
+
+    def __enter__(self) -> "Lease":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.release()
+
+
+class Host:
+    """Close it after the server. `unload` closes an engine; it is called on a thread of its own."""
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        limits: Limits,
+        *,
+        unload: Callable[[ServedEngine], None],
+        clock: Callable[[], float] = time.monotonic,
+        spawn: Spawn | None = None,
+    ) -> None:
+        self.limits, self._catalogue, self._unload = limits, catalogue, unload
+        self.residents = Residents(limits)
+        self._clock, self._spawn = clock, spawn or self._thread
+        self._fixed: dict[str, Servable] = {}  # by name, the default first
+        self._waiting: dict[Load, list[asyncio.Future[Resident]]] = {}
+        self._conversations: Conversations | None = None  # of the first engine: all others use its archive
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._threads: set[threading.Thread] = set()
+        self._closed = False
+
+    def open(self, servable: Servable) -> ServedEngine:
+        """Load a model that stays, before the first request; the first one is the default. Raises what its load raises,
+        and `BadRequest` if it does not fit."""
+        resident = self.residents.reserved(servable)
+        try:
+            engine = servable.load(resident.size - servable.weights, self._going_on)
+        except BaseException:
+            self.residents.add(resident, None)
+            raise
+        self._stays(replace(servable, context=engine.model.context), resident, engine)
+        return engine
+
+    def _stays(self, servable: Servable, resident: Resident, engine: ServedEngine) -> None:
+        self.residents.add(resident, engine)
+        self._fixed[servable.name] = servable
+
+    # -- in a thread ----------------------------------------------------------------------------------------------
+
+    def find(self, name: str | None) -> Servable:
+        """The model of a name, or the default. Raises `ModelNotFound`."""
+        if name is None:
+            return next(iter(self._fixed.values()))
+        if (fixed := self._fixed.get(name)) is not None:
+            return fixed
+        try:
+            return self._catalogue.find(name)
+        except (ModelNotFound, BadRequest) as error:
+            shown = printable(repr(name))
+            raise ModelNotFound(f"the model {shown} is not served here; /v1/models lists what is") from error
+
+    def all(self) -> list[Servable]:
+        """What can be served, by name, the default first."""
+        others = [one for one in self._catalogue.all() if one.name not in self._fixed]
+        return [*self._fixed.values(), *others]
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of the context of any model."""
+        return max([self._catalogue.longest, *(one.context or 0 for one in self._fixed.values())])
+
+    @property
+    def default(self) -> NamedEngine:
+        """The engine of the default model, which stays."""
+        servable = self.find(None)
+        lease = self.take(servable)
+        assert lease is not None, "a model that stays is not loaded"
+        lease.release()
+        return lease.engine
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the engines that stay are."""
+        return all(one.engine is not None and one.engine.healthy for one in self.residents.all() if one.fixed)
+
+    def loaded(self, name: str | None) -> Lease:
+        """A lease on a model that must be loaded. Raises `ModelNotFound` and `ApiError`."""
+        if (lease := self.take(servable := self.find(name))) is None:
+            message = f"the model {servable.name} is not loaded; send it a request first"
+            raise ApiError(409, message, "model", "model_not_loaded")
+        return lease
+
+    def take(self, servable: Servable, keep_alive: float | None = None) -> Lease | None:
+        """A lease on a model that is loaded; None if `lease` has to be called. May be called from any thread."""
+        resident = self.residents.take(servable, self._clock(), keep_alive)
+        return None if resident is None else self._leased(resident, servable)
+
+    # -- on the event loop ----------------------------------------------------------------------------------------
+
+    async def lease(self, servable: Servable, keep_alive: float | None = None) -> Lease:
+        """Waits until the model is loaded. Raises `ApiError` if it cannot be, `Overloaded`, and `EngineClosed`."""
+        self._loop = asyncio.get_running_loop()
+        if (lease := self.take(servable, keep_alive)) is not None:
+            return lease
+        return self._leased(await self._resident(servable, keep_alive), servable)
+
+    def unload(self, servable: Servable) -> bool:
+        """Unload a model when its requests have ended. False if it is not loaded, or stays."""
+        self._loop = asyncio.get_running_loop()
+        found = self.residents.unload(servable.key)
+        self.step()
+        return found
+
+    def step(self) -> None:
+        """Do what is due: begin loads, close engines, give leases."""
+        work = self.residents.work(self._clock())
+        self._do(work)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if (due := self.residents.next_due) < FOREVER and self._loop is not None:
+            seconds = min(max(0.0, due - self._clock()), LONGEST_TIMER)
+            self._timer = self._loop.call_later(seconds, self.step)
+
+    def _do(self, work: Work) -> None:
+        for resident in work.close:
+            self._spawn(partial(self._close, resident))
+        for load in work.begin:
+            log.info("loading %s", load.servable.name)
+            self._spawn(partial(self._load, load))
+        for load in work.ready:
+            self._resolve(load)
+
+    async def _resident(self, servable: Servable, keep_alive: float | None) -> Resident:
+        if self._closed:
+            raise EngineClosed("the server is closed")
+        load = self.residents.enter(servable, keep_alive)
+        waiter: asyncio.Future[Resident] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(load, []).append(waiter)
+        try:
+            self.step()
+            await asyncio.wait((waiter,), timeout=self.limits.wait_seconds)
+            if not waiter.done() and load.resident is None:
+                seconds = f"{self.limits.wait_seconds:g} seconds"
+                raise Overloaded(f"other models have used the memory for this one for {seconds}; try again later")
+            return await waiter
+        except BaseException:
+            self._leave(load, waiter)
+            raise
+
+    def _leave(self, load: Load, waiter: asyncio.Future[Resident]) -> None:
+        """A request does not wait any more. If it has got a lease at this moment, that is returned."""
+        if waiter.done() and not waiter.cancelled():
+            if waiter.exception() is None:
+                self._release(waiter.result())
+            return
+        waiters = self._waiting.get(load, [])
+        if waiter in waiters:
+            waiters.remove(waiter)
+        self.residents.leave(load, self._clock())
+        self.step()
+
+    def _resolve(self, load: Load, error: Exception | None = None) -> None:
+        """The load has ended: those who wait get leases, or the error."""
+        for waiter in self._waiting.pop(load, ()):
+            if waiter.done():
+                continue
+            if error is not None:
+                waiter.set_exception(error)
+            else:
+                assert load.resident is not None
+                waiter.set_result(load.resident)
+
+    # -- on threads of their own ------------------------------------------------------------------------------------
+
+    def _load(self, load: Load) -> None:
+        assert load.resident is not None
+        servable, error = load.servable, None
+        began = self._clock()
+        try:
+            engine = servable.load(load.resident.size - servable.weights, self._going_on)
+        except Exception as failure:  # noqa: BLE001 - logged, and given to the requests that wait
+            error = failure
+            self.residents.failed(load)
+            _log_failure(servable, failure)
+        else:
+            self.residents.loaded(load, engine, self._clock())
+            log.info("loaded %s in %.1f s", servable.name, self._clock() - began)
+        self._post(partial(self._resolve, load, None if error is None else refused(servable, error)))
+
+    def _going_on(self) -> None:
+        if self._closed:
+            raise EngineClosed("the server was closed while the model was loaded")
+
+    def _close(self, resident: Resident) -> None:
+        engine = resident.engine
+        assert engine is not None
+        resident.engine = None  # so that its memory is free when it is closed
+        try:
+            self._unload(engine)
+        except Exception:  # its memory is taken to be free
+            log.exception("the engine of %s could not be closed", resident.servable.name)
+        del engine
+        self.residents.closed(resident)
+        log.info("unloaded %s", resident.servable.name)
+        self._post(lambda: None)
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _thread(self, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+            finally:
+                self._threads.discard(threading.current_thread())
+
+        thread = threading.Thread(target=run, name="kvcellar-models")
+        self._threads.add(thread)
+        thread.start()
+
+    def _post(self, call: Callable[[], None]) -> None:
+        """Call it on the event loop, and then do what is due. Nothing waits there once the loop is closed."""
+
+        def run() -> None:
+            call()
+            self.step()
+
+        if self._loop is not None:
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(run)
+
+    def _leased(self, resident: Resident, servable: Servable) -> Lease:
+        engine = resident.engine
+        assert engine is not None
+        return Lease(resident, NamedEngine(engine, servable.name, self._conversations_of(resident)), self._release)
+
+    def _release(self, resident: Resident) -> None:
+        self.residents.give_back(resident, self._clock())
+        if not resident.fixed:
+            self._post(lambda: None)
+
+    def _conversations_of(self, resident: Resident) -> Conversations:
+        assert resident.engine is not None
+        own = resident.engine.conversations
+        if self._conversations is None:
+            self._conversations = own
+        return own if own is self._conversations else own.beside(self._conversations, resident.key)
+
+    def close(self) -> None:
+        """After the event loop has ended: waits for loads that are running, and closes all engines."""
+        self._closed = True
+        self.residents.close()
+        for thread in list(self._threads):
+            thread.join()
+        for resident in self.residents.work(self._clock()).close:
+            self._close(resident)
+
+    def check(self) -> None:
+        """Assert what is always true."""
+        self.residents.check()
+
+
+class _Nothing:
+    """The catalogue of a server that loads no models."""
+
+    longest = 0
+
+    def find(self, name: str) -> Servable:
+        raise ModelNotFound(f"there is no model {name!r}")
+
+    def all(self) -> list[Servable]:
+        return []
+
+
+def hosting(engine: ServedEngine) -> Host:
+    """A host of one engine, which the caller closes."""
+    host = Host(_Nothing(), Limits(max_bytes=0, max_models=1), unload=lambda engine: None)
+    host.open(Servable(engine.model.name, engine.model.name, 0, 0, 0, lambda cache, going_on: engine))
+    return host
+
+
+def refused(servable: Servable, error: Exception) -> Exception:
+    """The error of a load, as a client gets it."""
+    if isinstance(error, MemoryError | OSError):
+        message = f"the model {servable.name} cannot be loaded now; the log of the server has the reason"
+        return ApiError(503, message, "model", "model_not_loaded", {"retry-after": "10"})
+    if isinstance(error, KvcellarError) and not isinstance(error, EngineClosed | ModelNotFound):
+        message = printable(f"the model {servable.name} cannot be loaded: {error}", 2000)
+        return ApiError(400, message, "model", "model_refused")
+    return error
+
+
+def _log_failure(servable: Servable, error: Exception) -> None:
+    if isinstance(error, KvcellarError):
+        log.error("%s cannot be loaded: %s", servable.name, error)
+    else:
+        log.error("%s cannot be loaded", servable.name, exc_info=error)

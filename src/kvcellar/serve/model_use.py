@@ -1,0 +1,77 @@
+"""model_use: the use of a model by one request, from when its body was parsed to the end of the request.
+
+Where the model is loaded, one thread parses the body and submits its prompts. Where it is not, the thread is free while
+it is loaded: the request waits on the event loop, and a second call submits the prompts.
+
+Always true:
+  * the lease of the request is released when the request has ended, also if a thread gets it later.
+"""
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import TypeVar
+
+from kvcellar.errors import EngineClosed
+from kvcellar.serve.body import RequestBody
+from kvcellar.serve.host import Host, Lease
+from kvcellar.serve.json_reader import Limits
+from kvcellar.serve.named_engine import NamedEngine
+from kvcellar.serve.parsing import parse_object
+from kvcellar.serve.reader_threads import ReaderThreads
+from kvcellar.serve.requests import Fields
+from kvcellar.serve.servable import Servable
+
+T = TypeVar("T")
+
+
+class ModelUse:
+    """A context manager on the event loop."""
+
+    def __init__(self, host: Host, threads: ReaderThreads, body: RequestBody) -> None:
+        self._host, self._threads, self._body = host, threads, body
+        self.servable: Servable | None = None
+        self._sent: Fields | None = None
+        self._lease: Lease | None = None
+        self._lock, self._ended = threading.Lock(), False  # orders the end of the request and the thread
+
+    async def run(self, submit: Callable[[NamedEngine, Fields], T]) -> tuple[NamedEngine, T]:
+        """The result of `submit`, which is called in a thread with the engine and the body, and the engine."""
+        if (done := await self._threads.run(self._body, lambda: self._submit(submit))) is not None:
+            return done
+        assert self.servable is not None
+        self._hold(await self._host.lease(self.servable))
+        done = await self._threads.run(self._body, lambda: self._submit(submit))
+        assert done is not None
+        return done
+
+    def _submit(self, submit: Callable[[NamedEngine, Fields], T]) -> tuple[NamedEngine, T] | None:
+        """None if the model has to be loaded first."""
+        if self._sent is None:
+            self._sent = parse_object(self._body.data, Limits(context=self._host.longest))
+            name = self._sent.get("model")
+            self.servable = self._host.find(name if isinstance(name, str) else None)
+            self._hold(self._host.take(self.servable))
+        if (lease := self._lease) is None:
+            return None
+        return lease.engine, submit(lease.engine, self._sent)
+
+    def _hold(self, lease: Lease | None) -> None:
+        with self._lock:
+            self._lease = lease
+            if not self._ended:
+                return
+        self._release()
+        raise EngineClosed("the request has ended")
+
+    def _release(self) -> None:
+        if self._lease is not None:
+            self._lease.release()
+
+    def __enter__(self) -> "ModelUse":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        with self._lock:
+            self._ended = True
+        self._release()

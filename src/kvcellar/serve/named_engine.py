@@ -1,0 +1,81 @@
+"""named_engine: an engine under the name of one model that it serves, with the adapter of that model."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvcellar.engine.conversations import Conversations
+from kvcellar.events import Event
+from kvcellar.retention import RetentionOptions
+from kvcellar.sample.params import SamplingParams
+from kvcellar.serve.protocols import ServedCache, ServedEngine, ServedModel, Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class NamedModel:
+    """A model under the name that clients know."""
+
+    name: str
+    context: int
+    vocab_size: int
+    has_text: bool
+    default_sampling: SamplingParams
+
+    @classmethod
+    def of(cls, model: ServedModel, name: str) -> "NamedModel":
+        return cls(name, model.context, model.vocab_size, model.has_text, model.default_sampling)
+
+
+class NamedEngine:
+    """A `ServedEngine`."""
+
+    def __init__(self, engine: ServedEngine, name: str, conversations: Conversations) -> None:
+        self._engine = engine
+        self.model: ServedModel = NamedModel.of(engine.model, name)
+        self.conversations = conversations
+
+    @property
+    def healthy(self) -> bool:
+        return self._engine.healthy
+
+    @property
+    def cache(self) -> ServedCache:
+        return self._engine.cache
+
+    def encode(self, text: str, *, special: bool | None = None, limit: int | None = None) -> list[int]:
+        return self._engine.encode(text, special=special, limit=limit)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._engine.decode(ids)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        variables: Mapping[str, Any] | None = None,
+        effort: str | None = None,
+        add_generation_prompt: bool = True,
+        limit: int | None = None,
+        namespace: str = "",
+        replay: bool = True,
+    ) -> list[int]:
+        return self._engine.render(
+            messages,
+            variables=variables,
+            effort=effort,
+            add_generation_prompt=add_generation_prompt,
+            limit=limit,
+            namespace=namespace,
+            replay=replay,
+        )
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        deliver: Callable[[Event], None],
+        namespace: str = "",
+        retention: RetentionOptions | None = None,
+    ) -> Ticket:
+        return self._engine.submit(prompt_ids, params, deliver=deliver, namespace=namespace, retention=retention)

@@ -1,0 +1,18 @@
+"""shared: what the handlers of one server share."""
+
+from dataclasses import dataclass
+
+from kvcellar.serve.body import BodyBudget
+from kvcellar.serve.drain import Drain
+from kvcellar.serve.host import Host
+from kvcellar.serve.reader_threads import ReaderThreads
+from kvcellar.serve.settings import ServeSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    host: Host
+    settings: ServeSettings
+    threads: ReaderThreads
+    bodies: BodyBudget
+    drain: Drain

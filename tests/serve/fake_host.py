@@ -1,0 +1,86 @@
+"""A host whose loads and closes run when the test says, over engines that only have a size."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvcellar.engine.conversations import Conversations, TokenSource
+from kvcellar.errors import ModelNotFound
+from kvcellar.serve.host import Host
+from kvcellar.serve.residents import Limits
+from kvcellar.serve.servable import Servable
+from kvcellar.tiers.archive import MemoryArchive
+from tests.serve.fake_engine import FakeModel
+
+
+class SizedEngine:
+    """What the host needs of an engine. `leases` are counted by the test."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.model = FakeModel(name)
+        self.size, self.healthy, self.closed, self.leases = size, True, False, 0
+        self.conversations = Conversations(MemoryArchive(), TokenSource(name, "", 256))
+
+
+@dataclass
+class World:
+    """All that was made, and the jobs that a thread would run."""
+
+    limits: Limits
+    sizes: dict[str, tuple[int, int]]  # by name of a model: weights, least cache
+    most_cache: int = 40
+    now: float = 0.0
+    jobs: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
+    engines: list[SizedEngine] = field(default_factory=list[SizedEngine])
+    errors: dict[str, Exception] = field(default_factory=dict[str, Exception])  # of loads, by name
+    loads: int = 0
+    longest: int = 0
+
+    def __post_init__(self) -> None:
+        engines: Any = self.close
+        self.host = Host(self, self.limits, unload=engines, clock=lambda: self.now, spawn=self.jobs.append)
+
+    def find(self, name: str) -> Servable:
+        if name not in self.sizes:
+            raise ModelNotFound(f"there is no model {name!r}")
+        weights, least = self.sizes[name]
+
+        def load(cache: int, going_on: Callable[[], None]) -> Any:
+            assert least <= cache <= self.most_cache
+            self.loads += 1
+            if name in self.errors:
+                raise self.errors[name]
+            engine = SizedEngine(name, weights + cache)
+            self.engines.append(engine)
+            assert self.bytes <= self.limits.max_bytes, "the cap was exceeded"
+            return engine
+
+        return Servable(name, f"key of {name}", weights, self.most_cache, least, load)
+
+    def all(self) -> Sequence[Servable]:
+        return [self.find(name) for name in sorted(self.sizes)]
+
+    def close(self, engine: SizedEngine) -> None:
+        assert not engine.leases, "an engine was closed under a request"
+        assert not engine.closed
+        engine.closed = True
+
+    @property
+    def bytes(self) -> int:
+        return sum(engine.size for engine in self.engines if not engine.closed)
+
+    def run_job(self, chance: random.Random) -> bool:
+        if not self.jobs:
+            return False
+        self.jobs.pop(chance.randrange(len(self.jobs)))()
+        return True
+
+    def check(self) -> None:
+        self.host.check()
+        assert self.bytes <= self.limits.max_bytes
+        assert self.bytes <= self.host.residents.bytes
+
+
+def engine_of(lease: Any) -> SizedEngine:
+    return lease.engine._engine

@@ -1,0 +1,341 @@
+"""Random requests, loads, failures and times: the cap holds, no engine is closed under a request, all requests end."""
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcellar.errors import BadRequest, KvcellarError, ModelNotFound, ModelRefused, Overloaded
+from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.host import Lease
+from kvcellar.serve.residents import Limits
+from tests.serve.fake_host import World, engine_of
+
+SIZES = {"a": (50, 10), "b": (60, 10), "c": (20, 5), "d": (30, 40)}
+
+
+def world(**limits: Any) -> World:
+    return World(Limits(**({"max_bytes": 140, "max_models": 3, "keep_alive": 100.0} | limits)), SIZES)
+
+
+def run(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(play())
+
+
+async def settle() -> None:
+    """Let all tasks and callbacks run."""
+    for _ in range(6):
+        await asyncio.sleep(0)
+
+
+async def all_jobs(made: World) -> None:
+    chance = random.Random(0)
+    while made.jobs:
+        made.run_job(chance)
+        await settle()
+
+
+class Requests:
+    """Requests that hold their leases until the test ends them."""
+
+    def __init__(self, made: World) -> None:
+        self.world, self.tasks = made, list[asyncio.Task[None]]()
+        self.leases: list[Lease] = []
+        self.errors: list[Exception] = []
+
+    def begin(self, name: str, keep_alive: float | None = None) -> asyncio.Task[None]:
+        async def request() -> None:
+            try:
+                lease = await self.world.host.lease(self.world.host.find(name), keep_alive)
+            except (ApiError, KvcellarError) as error:
+                self.errors.append(error)
+                return
+            engine_of(lease).leases += 1
+            assert not engine_of(lease).closed
+            self.leases.append(lease)
+
+        self.tasks.append(asyncio.create_task(request()))
+        return self.tasks[-1]
+
+    def end(self, lease: Lease) -> None:
+        self.leases.remove(lease)
+        engine_of(lease).leases -= 1
+        lease.release()
+        lease.release()  # has no effect
+
+
+class Chance:
+    """Random events in a world."""
+
+    def __init__(self, seed: int, made: World) -> None:
+        self.random, self.world, self.requests = random.Random(seed), made, Requests(made)
+        self.events = [self.begin, self.begin, self.work, self.end, self.cancel, self.wait]
+
+    def begin(self) -> None:
+        keep_alive = self.random.choice([None, None, 0.0, 5.0, float("inf")])
+        self.requests.begin(self.random.choice("aaabbcd"), keep_alive)
+
+    def work(self) -> None:
+        self.world.run_job(self.random)
+
+    def end(self) -> None:
+        if self.requests.leases:
+            self.requests.end(self.random.choice(self.requests.leases))
+
+    def cancel(self) -> None:
+        if self.requests.tasks:
+            self.random.choice(self.requests.tasks).cancel()
+
+    def wait(self) -> None:
+        self.world.now += self.random.choice([0.5, 10.0, 200.0])
+        self.world.host.step()
+
+    def fail(self) -> None:
+        name = self.random.choice("abcd")
+        if self.world.errors.pop(name, None) is None:
+            self.world.errors[name] = ModelRefused("its weights are not numbers")
+        for engine in self.world.engines:
+            engine.healthy = engine.healthy and self.random.random() < 0.9
+
+    async def happens(self) -> None:
+        self.random.choice(self.events)()
+        if self.random.random() < 0.7:
+            await settle()
+        self.world.check()
+
+    async def ends(self) -> None:
+        """Requests end until none is left."""
+        while self.world.jobs or self.requests.leases or not all(task.done() for task in self.requests.tasks):
+            for lease in list(self.requests.leases):
+                self.requests.end(lease)
+            self.work()
+            await settle()
+            self.world.check()
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), models=st.integers(1, 4), failures=st.booleans())
+def test_the_cap_holds_and_every_request_ends(seed: int, models: int, failures: bool) -> None:
+    async def play() -> None:
+        made = world(max_models=models, wait_seconds=1e6)
+        chance = Chance(seed, made)
+        chance.events += [chance.fail] * failures
+        for _ in range(60):
+            await chance.happens()
+        await chance.ends()
+        refused = [error.code for error in chance.requests.errors if isinstance(error, ApiError)]
+        assert refused == ["model_refused"] * len(chance.requests.errors)
+        made.host.close()
+        assert made.bytes == 0 == made.host.residents.bytes
+
+    run(play)
+
+
+def test_requests_of_one_model_share_one_load() -> None:
+    async def play() -> None:
+        made = world()
+        requests = Requests(made)
+        for _ in range(3):
+            requests.begin("a")
+        await settle()
+        assert not requests.leases
+        await all_jobs(made)
+        assert len(requests.leases) == 3
+        assert made.loads == 1
+        made.host.close()
+
+    run(play)
+
+
+def test_a_model_is_unloaded_when_it_was_not_used_for_long_enough() -> None:
+    async def play() -> None:
+        made = world()
+        requests = Requests(made)
+        for name, keep_alive in (("a", None), ("c", float("inf"))):
+            requests.begin(name, keep_alive)
+            await settle()
+            await all_jobs(made)
+            requests.end(requests.leases[0])
+        for now, left in ((99.0, ["a", "c"]), (101.0, ["c"]), (1e9, ["c"])):
+            made.now = now
+            made.host.step()
+            await all_jobs(made)
+            assert [engine.model.name for engine in made.engines if not engine.closed] == left
+        assert made.host.unload(made.find("c"))
+        await all_jobs(made)
+        assert made.bytes == 0
+
+    run(play)
+
+
+def test_a_model_leaves_for_another_when_its_requests_have_ended_and_later_ones_wait_behind() -> None:
+    async def play() -> None:
+        made = world()
+        requests = Requests(made)
+        requests.begin("a")
+        await settle()
+        await all_jobs(made)
+        requests.begin("b")
+        later = requests.begin("a")
+        await settle()
+        assert made.jobs == []
+        assert not later.done()
+        (running,) = requests.leases
+        requests.end(running)
+        await settle()
+        await all_jobs(made)
+        (other,) = requests.leases
+        assert engine_of(other).model.name == "b"
+        requests.end(other)
+        await settle()
+        await all_jobs(made)
+        assert [engine_of(lease).model.name for lease in requests.leases] == ["a"]
+
+    run(play)
+
+
+def test_where_the_client_that_waits_has_gone_the_model_stays() -> None:
+    async def play() -> None:
+        made = world()
+        requests = Requests(made)
+        requests.begin("a")
+        await settle()
+        await all_jobs(made)
+        waiting, later = requests.begin("b"), requests.begin("a")
+        await settle()
+        waiting.cancel()
+        await settle()
+        assert later.done()
+        assert len(requests.leases) == 2
+        assert made.loads == 1
+
+    run(play)
+
+
+def test_other_models_are_used_while_one_is_loaded() -> None:
+    async def play() -> None:
+        made = world()
+        requests = Requests(made)
+        requests.begin("a")
+        await settle()
+        await all_jobs(made)
+        requests.begin("c")
+        await settle()
+        assert len(made.jobs) == 1
+        assert made.host.take(made.find("a")) is not None
+        assert made.host.take(made.find("c")) is None
+
+    run(play)
+
+
+def test_a_failed_load_is_an_error_of_those_who_wait_and_is_tried_again() -> None:
+    async def play() -> None:
+        made = world()
+        requests = Requests(made)
+        made.errors["a"] = ModelRefused("its weights are not numbers")
+        requests.begin("a")
+        requests.begin("a")
+        await settle()
+        await all_jobs(made)
+        assert [str(error) for error in requests.errors] == [
+            "the model a cannot be loaded: its weights are not numbers"
+        ] * 2
+        made.errors = {}
+        requests.begin("a")
+        await settle()
+        await all_jobs(made)
+        assert len(requests.leases) == 1
+
+    run(play)
+
+
+def test_what_the_machine_refuses_is_tried_again_later() -> None:
+    async def play() -> None:
+        made = world()
+        requests = Requests(made)
+        made.errors["a"] = MemoryError()
+        requests.begin("a")
+        await settle()
+        await all_jobs(made)
+        (error,) = requests.errors
+        assert isinstance(error, ApiError)
+        assert (error.status, error.message) == (
+            503,
+            "the model a cannot be loaded now; the log of the server has the reason",
+        )
+        assert "retry-after" in error.headers
+
+    run(play)
+
+
+def test_only_a_model_that_is_loaded_can_be_looked_into() -> None:
+    async def play() -> None:
+        made = world()
+        with pytest.raises(ApiError, match="the model a is not loaded; send it a request first"):
+            made.host.loaded("a")
+        requests = Requests(made)
+        requests.begin("a")
+        await settle()
+        await all_jobs(made)
+        with made.host.loaded("a") as lease:
+            assert lease.engine.model.name == "a"
+
+    run(play)
+
+
+def test_what_never_fits_is_refused_at_once() -> None:
+    async def play() -> None:
+        made = world(max_bytes=59)
+        with pytest.raises(BadRequest, match="the model a needs 60 bytes, and this server has 59 bytes"):
+            await made.host.lease(made.find("a"))
+        with pytest.raises(ModelNotFound):
+            made.host.find("e")
+
+    run(play)
+
+
+def test_too_many_that_wait_are_refused_and_so_is_one_that_waits_too_long() -> None:
+    async def play() -> None:
+        made = world(max_waiting=1, wait_seconds=0.0)
+        requests = Requests(made)
+        requests.begin("c")
+        await settle()
+        with pytest.raises(Overloaded, match="1 requests are waiting"):
+            await made.host.lease(made.find("a"))
+        await all_jobs(made)
+        assert len(requests.leases) == 1, "it does not wait for memory, and so for no longer than its load takes"
+        requests.begin("d")
+        await settle()
+        await all_jobs(made)
+        with pytest.raises(Overloaded, match="other models have used the memory for this one for 0 seconds"):
+            await made.host.lease(made.find("b"))
+        made.check()
+
+    run(play)
+
+
+def test_a_model_that_stays_is_never_unloaded_and_its_bytes_are_taken() -> None:
+    async def play() -> None:
+        made = world()
+        made.host.open(made.find("b"))
+        requests = Requests(made)
+        assert made.host.find(None).name == "b"
+        requests.begin("c")
+        await settle()
+        await all_jobs(made)
+        assert made.bytes <= made.limits.max_bytes
+        with pytest.raises(BadRequest, match="models that stay loaded take 100 of them"):
+            await made.host.lease(made.find("a"))
+        assert not made.host.unload(made.find("b"))
+        for lease in list(requests.leases):
+            requests.end(lease)
+        made.now = 1e9
+        made.host.step()
+        await all_jobs(made)
+        assert [engine.model.name for engine in made.engines if not engine.closed] == ["b"]
+
+    run(play)

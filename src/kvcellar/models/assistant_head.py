@@ -30,6 +30,7 @@ from kvcellar.models.guest import Guest, Ints, Verdict
 from kvcellar.models.hf_logging import silence_transformers
 from kvcellar.models.input_limits import random_tokens, vocabulary_of
 from kvcellar.models.load import BUILD_ERRORS, check_memory, config_of
+from kvcellar.models.quantize.reading import decoded
 from kvcellar.models.seam import Binding, FlatDoor, Scorings, opened, our_attention, own_attention
 from kvcellar.models.selftest import TOLERANCE
 from kvcellar.models.weights_files import check_shapes
@@ -110,7 +111,8 @@ class AssistantHead:
 
 def load_assistant(path: Path, target: Guest) -> AssistantHead:
     """The assistant of a directory, for `target`. Raises `ModelRefused`, with every reason if it does not fit."""
-    with silence_transformers(), opened_weights(path) as weights:
+    with silence_transformers(), opened_weights(path) as files:
+        weights = decoded(files)
         config = config_of(config_fields(path), weights)
         _check_described(config, path.name)
         _check_fits(config, path.name, target)

@@ -13,6 +13,7 @@ from typing import Any
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvcellar.errors import ModelRefused
+from kvcellar.models.quantize.schemes import quantisation_of
 
 MOST_JSON = 64 << 20  # bytes of a config or an index, far above any real one
 
@@ -31,6 +32,7 @@ _COUNTS = (  # patterns of other names, and the maximum of each: so many modules
 _DROPPED = frozenset({
     "auto_map", "transformers_weights", "attn_implementation", "experts_implementation",  # other code, other files
     "return_dict", "use_return_dict", "torchscript", "output_attentions", "output_hidden_states",  # other outputs
+    "quantization_config", "compression_config", "quantization",  # of stored weights, which are decoded
 })  # fmt: skip
 
 
@@ -69,6 +71,7 @@ def config_fields(path: Path) -> dict[str, Any]:
     if not isinstance(model_type, str) or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         own_code = ". It has its own code (auto_map), which is never run" if "auto_map" in raw else ""
         raise ModelRefused(f"the installed transformers has no causal language model of type {model_type!r}{own_code}")
+    quantisation_of(raw)  # refuses what cannot be decoded
     _check_fields(raw, depth=0)
     return _cleaned(raw)
 
@@ -76,9 +79,6 @@ def config_fields(path: Path) -> dict[str, Any]:
 def _check_fields(raw: Mapping[str, Any], *, depth: int) -> None:
     if depth > 8:
         raise ModelRefused("config.json is nested deeper than any model's")
-    if quantised := raw.get("quantization_config") or raw.get("compression_config"):
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        raise ModelRefused(f"its weights are quantised ({method}); float32, bfloat16 and float16 weights are served")
     for key, value in raw.items():
         if isinstance(value, dict):
             _check_fields(value, depth=depth + 1)

@@ -24,6 +24,7 @@ from kvcellar.models.find import find
 from kvcellar.models.generation_defaults import FIELDS, GenerationDefaults, generation_defaults
 from kvcellar.models.hf_logging import silence_transformers
 from kvcellar.models.input_limits import context_of
+from kvcellar.models.quantize.reading import decoded
 from kvcellar.models.shared_weights import sharing_weights
 from kvcellar.models.text_assets import TextAssets, text_assets
 from kvcellar.models.weights_files import WeightsFiles, check_depth, check_shapes, opened
@@ -80,7 +81,8 @@ def load(
         fields = config_fields(path)
         generation = _generation_fields(path, fields)
         generation_defaults(generation)  # refuses invalid values before anything is built
-        with opened(path) as weights:
+        with opened(path) as files:
+            weights = decoded(files)
             config = config_of(fields, weights)
             report(f"building {config.model_type}")  # transformers imports its module now
             kind = _dtype(dtype, config, weights)

@@ -28,6 +28,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from kvcellar.errors import ModelRefused
 from kvcellar.models.hf_logging import silence_transformers
 from kvcellar.models.load import BUILD_ERRORS, check_memory
+from kvcellar.models.quantize.reading import decoded
 from kvcellar.models.weights_files import MTP_FILE, WeightsFiles, first_few, opened, opened_file
 from kvcellar.models.weights_loading import FLOATS, Source, is_finite, sequential_reads, stored_layers
 
@@ -68,7 +69,7 @@ def described(model: PreTrainedModel) -> Iterator[None]:
 @contextmanager
 def _weights(path: Path) -> Iterator[WeightsFiles]:
     with opened_file(path, MTP_FILE) if (path / MTP_FILE).is_file() else opened(path) as weights:
-        yield weights
+        yield decoded(weights)
 
 
 def _names(model: PreTrainedModel, weights: WeightsFiles) -> list[str]:

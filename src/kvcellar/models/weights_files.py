@@ -43,6 +43,7 @@ class WeightsFiles:
     slices: Mapping[str, Any]  # the lazy safetensors slice of each tensor
     stats: Mapping[str, tuple[int, ...]]  # of each file, when it was opened
     unlisted: tuple[str, ...]  # weights files of the directory that are not read
+    unused: tuple[str, ...] = ()  # tensors that are known, and not used
 
     @cached_property
     def elements(self) -> int:

@@ -46,7 +46,7 @@ def fill(skeleton: PreTrainedModel, dtype: torch.dtype, weights: WeightsFiles) -
     `ModelRefused` if tensors are missing, have another shape or no place in the network, or hold values that are not
     finite; and what transformers raises.
     """
-    targets = _targets(skeleton, weights)
+    targets = targets_of(skeleton, weights)
     _check_types(skeleton, weights, targets)
     sources = {name: Source(weights.slices, name) for name in weights.slices}
     with sequential_reads():
@@ -82,7 +82,7 @@ def sequential_reads() -> Iterator[None]:
                 os.environ[_READ_AS_NEEDED] = before
 
 
-def _targets(skeleton: PreTrainedModel, weights: WeightsFiles) -> dict[str, str]:
+def targets_of(skeleton: PreTrainedModel, weights: WeightsFiles) -> dict[str, str]:
     """The name under which transformers loads each stored tensor, by its own rules; the network may not have that name.
 
     Raises `ModelRefused` if two are loaded under one name and are not joined there.
@@ -169,6 +169,11 @@ def _notes(skeleton: PreTrainedModel, model: PreTrainedModel, weights: WeightsFi
     network = type(model).__name__
     if unread:
         notes.append(f"{len(unread)} stored tensors are not used: {network} ignores {first_few(unread)}")
+    if weights.unused:
+        notes.append(
+            f"{len(weights.unused)} stored tensors are not used, since activations are not quantised: "
+            f"{first_few(weights.unused)}"
+        )
     if weights.unlisted:
         notes.append(f"{first_few(weights.unlisted)}: not read, since {weights.files} hold the model's weights")
     if untied := sorted(set(skeleton.all_tied_weights_keys or ()) - set(model.all_tied_weights_keys or ())):

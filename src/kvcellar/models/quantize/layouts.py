@@ -1,0 +1,53 @@
+"""layouts: codes of weights, and how compressed-tensors packs them.
+
+Shapes: o outputs, i inputs, c scales of an output, w words of 32 bits. A word holds 32 // b codes of b bits, the first
+one in its lowest bits; a packed code is unsigned: its value plus 2^(b-1).
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+BLOCK = 1 << 20  # elements that are converted at once: they stay in the CPU's cache
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes I8 [o,i], i a multiple of 32 // bits -> words I32 [o,w]."""
+    per = 32 // bits
+    unsigned = (codes.to(torch.int64) + (1 << bits - 1)).view(len(codes), -1, per)  # [o,w,32/b]
+    shifted = unsigned << torch.arange(0, 32, bits)
+    words = shifted.sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """Words I32 [o,w] -> unsigned codes I32 [o, w * 32 / b]."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return ((words[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
+
+
+def decode(codes: Tensor, scales: Tensor, zeros: Tensor | None, columns: Tensor | None) -> Tensor:
+    """Codes [o,i], scales and zeros [o,c] (or one row, or one number) -> F32 [o,i]: (code - zero) * scale.
+
+    `columns` [i] is the scale of each input; None: inputs share them in c groups of equal size, in order.
+    """
+    values = codes.to(torch.float32)
+    if zeros is not None:
+        values -= _spread(zeros, values.shape[1], columns)
+    return values.mul_(_spread(scales, values.shape[1], columns))
+
+
+def _spread(scales: Tensor, inputs: int, columns: Tensor | None) -> Tensor:
+    """[o,c] -> F32 [o,i], or what broadcasts to it."""
+    scales = scales.to(torch.float32)
+    if columns is not None:
+        return scales[:, columns]
+    return scales if scales.shape[1] == 1 else scales.repeat_interleave(inputs // scales.shape[1], 1)
+
+
+def row_blocks(rows: int, columns: int) -> Iterator[slice]:
+    """Slices of rows with about `BLOCK` elements each."""
+    step = max(1, BLOCK // max(1, columns))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))

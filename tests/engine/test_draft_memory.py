@@ -237,7 +237,7 @@ def test_a_round_never_waits_for_what_is_read(tmp_path: Path, monkeypatch: pytes
     assert world.cache.store is not None
     tier = world.cache.store.transfers.tiers[0]
     read = tier.get
-    monkeypatch.setattr(tier, "get", lambda key: read(key) if gate.wait(PATIENCE) else None)
+    monkeypatch.setattr(tier, "get", lambda key, take: read(key, take) if gate.wait(PATIENCE) else None)
     world.drafter.forget(None)
     assert world.drafts({2: text}) == {2: []}, "its entries are being read"
     assert world.network.computed == 140 + 2

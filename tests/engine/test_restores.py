@@ -11,7 +11,7 @@ from kvcellar.engine.result import Collector
 from kvcellar.engine.store import Store
 from kvcellar.errors import CacheFull
 from kvcellar.prefix.node import key_of
-from kvcellar.tiers.transfers import Outcome, Transfer
+from kvcellar.tiers.transfer import Outcome, Transfer
 from tests.engine.test_slow_tiers import Clock
 from tests.engine.test_store import GREEDY, always, conversation, opened, saved  # noqa: F401
 from tests.engine.tiered import settled, store_of
@@ -134,7 +134,7 @@ def test_a_context_shift_takes_the_memory_that_a_restore_has_locked(saved, tmp_p
         engine.clear_cache()
         (disk,), go, shift, full = store.transfers.tiers, threading.Event(), manager.shift, []
         get, last = disk.get, {one.snapshot.key for one in disk.entries() if one.snapshot.span.start >= 128}
-        monkeypatch.setattr(disk, "get", lambda key: (key not in last or go.wait(LATE)) and get(key))
+        monkeypatch.setattr(disk, "get", lambda key, take: (key not in last or go.wait(LATE)) and get(key, take))
         monkeypatch.setattr(manager.prefixes, "evict", lambda *given: False)  # as if all that is in memory were locked
         monkeypatch.setattr(manager, "clear_cache", lambda: False)
 

@@ -41,11 +41,11 @@ class Hanging:
     inside: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     calls: int = 0
 
-    def __call__(self, key: bytes) -> Any:
+    def __call__(self, key: bytes, take: Any) -> Any:
         self.calls += 1
         self.inside.release()
         assert self.go.wait(SOON)
-        return self.get(key)
+        return self.get(key, take)
 
 
 @pytest.fixture(autouse=True)

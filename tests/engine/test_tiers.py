@@ -13,7 +13,7 @@ from kvcellar import BadRequest, Engine
 from kvcellar.engine.result import Collector
 from kvcellar.prefix.node import key_of
 from kvcellar.retention import RetentionOptions
-from kvcellar.tiers.transfers import Outcome, Transfer
+from kvcellar.tiers.transfer import Outcome, Transfer
 from tests.engine.mixes import bytes_for, tokens
 from tests.engine.test_store import GREEDY, always, conversation, opened, saved  # noqa: F401
 from tests.engine.tiered import Watch, acknowledged, settled, store_of
@@ -148,7 +148,7 @@ def test_requests_that_share_a_stored_beginning_read_it_once(saved, tmp_path) ->
         disk = store_of(engine).transfers.tiers[0]
         reads: list[bytes] = []
         get = disk.get
-        disk.get = lambda key: reads.append(key) or get(key)
+        disk.get = lambda key, take: reads.append(key) or get(key, take)
         collectors = [Collector(1) for _ in prompts]
         for prompt, collector in zip(prompts, collectors, strict=True):
             engine.submit(prompt, engine.params(**GREEDY), deliver=collector.deliver)
@@ -314,7 +314,7 @@ def test_a_cancelled_request_frees_what_was_read_for_it(saved, tmp_path, monkeyp
         engine.clear_cache()
         disk, go = store_of(engine).transfers.tiers[0], threading.Event()
         get = disk.get
-        monkeypatch.setattr(disk, "get", lambda key: go.wait(240) and get(key))
+        monkeypatch.setattr(disk, "get", lambda key, take: go.wait(240) and get(key, take))
         collector = Collector(1)
         ticket = engine.submit(prompt, engine.params(**GREEDY), deliver=collector.deliver)
         ticket.cancel()
@@ -337,7 +337,7 @@ def test_a_running_request_gets_the_memory_that_restores_of_waiting_ones_hold(sa
         engine.clear_cache()
         (disk,), go = store.transfers.tiers, threading.Event()
         get, last = disk.get, {one.snapshot.key for one in disk.entries() if one.snapshot.span.start >= 128}
-        monkeypatch.setattr(disk, "get", lambda key: (key not in last or go.wait(240)) and get(key))
+        monkeypatch.setattr(disk, "get", lambda key, take: (key not in last or go.wait(240)) and get(key, take))
         runs, waits = Collector(1), Collector(1)
         engine.submit([9] * 10, engine.params(**long), deliver=runs.deliver)
         engine.submit(prompt, engine.params(**GREEDY), deliver=waits.deliver)

@@ -11,8 +11,9 @@ from kvcellar.retention import DEFAULT, Retention
 from kvcellar.snapshot import Snapshot
 from kvcellar.tiers.host import HostTier
 from kvcellar.tiers.locations import Locations
-from kvcellar.tiers.tier import Loaded
-from kvcellar.tiers.transfers import Outcome, Transfer, Transfers
+from kvcellar.tiers.tier import Loaded, Take, fresh
+from kvcellar.tiers.transfer import Outcome, Transfer
+from kvcellar.tiers.transfers import Transfers
 from tests.tiers.made import made
 
 SOON = 120.0  # seconds after which a test fails
@@ -36,9 +37,9 @@ class Slow(HostTier):
         self._wait("put")
         return super().put(snapshot, chunks, retention)
 
-    def get(self, key: bytes) -> Loaded | None:
+    def get(self, key: bytes, take: Take = fresh) -> Loaded | None:
         self._wait("get")
-        return super().get(key)
+        return super().get(key, take)
 
     def used(self, keys: Iterable[bytes]) -> None:
         keys = list(keys)
@@ -117,7 +118,7 @@ def test_uses_are_counted_when_nothing_is_read() -> None:
     disk.put(*made(1))
     disk.put(*made(2))
     held, get = threading.Event(), disk.get
-    disk.get = lambda key: (key != second.key or held.wait(SOON)) and get(key)
+    disk.get = lambda key, take: (key != second.key or held.wait(SOON)) and get(key, take)
     with transfers(disk) as opened:
         slow, fast = opened.fetch(second), opened.fetch(first)
         assert ended(fast) is Outcome.FETCHED
@@ -224,7 +225,7 @@ def test_a_transfer_waits_while_its_job_runs_or_its_tier_begins_none() -> None:
     for seed in range(3):
         disk.put(*made(seed))
     get = disk.get
-    disk.get = lambda key: (inside.release(), turns.acquire(timeout=SOON)) and get(key)
+    disk.get = lambda key, take: (inside.release(), turns.acquire(timeout=SOON)) and get(key, take)
     with transfers(disk, threads=1, clock=lambda: now[0]) as opened:
         first, second, third = (opened.fetch(made(seed)[0]) for seed in range(3))
         assert inside.acquire(timeout=SOON)

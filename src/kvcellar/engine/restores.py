@@ -27,14 +27,15 @@ from kvcellar.cache.readout import Record
 from kvcellar.cache.record import from_bytes
 from kvcellar.engine.prefixes import Prefixes
 from kvcellar.engine.restore_plan import Part, Planner
-from kvcellar.engine.restored_chunk import Chunk
+from kvcellar.engine.restored_chunk import ChunkTensor
 from kvcellar.errors import CacheFull, KvcellarError
 from kvcellar.prefix.node import TOKEN, Node
 from kvcellar.prefix.stored import Catalogue
 from kvcellar.prefix.why import ReadBack
 from kvcellar.snapshot import Snapshot
 from kvcellar.tiers.tier import Loaded
-from kvcellar.tiers.transfers import Transfer, Transfers
+from kvcellar.tiers.transfer import Transfer
+from kvcellar.tiers.transfers import Transfers
 
 log = logging.getLogger("kvcellar.engine")
 
@@ -106,7 +107,7 @@ class Restores:
         self._staged: dict[bytes, _Staged] = {}
         self._ahead = 0  # bytes staged for requests whose turn has not come
         self._left = STEP  # bytes that may still enter memory before the next step
-        self._chunk = Chunk()
+        self._chunk = ChunkTensor()
         self.restored = 0  # tokens
         self.declined = 0  # requests of which tokens were cheaper to recompute
 

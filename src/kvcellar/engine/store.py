@@ -37,7 +37,8 @@ from kvcellar.spans import Span
 from kvcellar.tiers.disk import DiskTier
 from kvcellar.tiers.locations import Locations
 from kvcellar.tiers.tier import Entry, Tier, chains
-from kvcellar.tiers.transfers import Outcome, Transfer, Transfers
+from kvcellar.tiers.transfer import Outcome, Transfer
+from kvcellar.tiers.transfers import Transfers
 
 log = logging.getLogger("kvcellar.engine")
 
@@ -135,6 +136,7 @@ class Store:
         for identity, snapshot in self.disk.others(MOST_OTHERS) if self.disk is not None else ():
             self._others.note(snapshot.namespace, identity.hex(), snapshot.tokens)
         self._prefixes.know_others(self._others, self._identity.hex())
+        self.transfers.prepare(max((snapshot.size for snapshot in self.catalogue), default=0))
 
     def _learn(self, entry: Entry) -> None:
         snapshot = entry.snapshot
@@ -374,7 +376,7 @@ class Store:
         self.restores.check()
         self._locations.check()
         assert self._early.keys() <= self._on_way
-        assert self.transfers.staged() <= self.transfers.staging
+        self.transfers.check()
         assert self._open is None or self._open.writing is self._wanted[0]
 
 

@@ -209,8 +209,9 @@ class DiskArchive:
             if source is None:
                 return None
             found = document_of(source)
-        head = self._cipher.unseal(found.head, _place(file, "head"))
-        return Document(head, self._cipher.unseal(found.body, _place(file, "body")), found.seal)
+        parts = ((found.head, "head"), (found.body, "body"))
+        head, body = (bytes(self._cipher.unseal(part, _place(file, what))) for part, what in parts)
+        return Document(head, body, found.seal)
 
     @contextmanager
     def _opened(self, file: str) -> Generator[OpenFile | None]:
@@ -224,7 +225,8 @@ class DiskArchive:
 
     def put(self, owner: str, name: str, head: bytes, body: bytes, *, after: bytes | None = None) -> bytes:
         file = file_of(owner, name, self._secret)
-        head, body = (self._cipher.seal(part, _place(file, what)) for part, what in ((head, "head"), (body, "body")))
+        parts = ((head, "head"), (body, "body"))
+        head, body = (bytes(self._cipher.seal(part, _place(file, what))) for part, what in parts)
         content = encoded(head, body)
         make_private(self._directory)
         with self._locked():
@@ -255,7 +257,7 @@ class DiskArchive:
                 try:
                     with self._opened(file) as found:
                         if found is not None:
-                            yield self._cipher.unseal(head_of(found)[0], _place(file, "head"))
+                            yield bytes(self._cipher.unseal(head_of(found)[0], _place(file, "head")))
                 except (OSError, Damaged, Foreign) as error:
                     yield error
 

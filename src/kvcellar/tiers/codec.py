@@ -29,7 +29,7 @@ from kvcellar.retention import Retention
 from kvcellar.snapshot import KEY, Snapshot
 from kvcellar.spans import Span
 from kvcellar.tiers.files import Files
-from kvcellar.tiers.tier import checked
+from kvcellar.tiers.tier import Chunk, Take, checked, fresh
 
 MAGIC = b"kvcellar"
 VERSION = 3
@@ -58,9 +58,9 @@ class Cipher(Protocol):
     overhead: int  # bytes by which sealed content is longer
     mark: bytes  # one byte before a sealed description: what another kind of cipher has sealed is known
 
-    def seal(self, content: bytes, place: bytes) -> bytes: ...
+    def seal(self, content: Chunk, place: bytes) -> Chunk: ...
 
-    def unseal(self, content: bytes, place: bytes) -> bytes:
+    def unseal(self, content: Chunk, place: bytes) -> Chunk:
         """Raises `Foreign` if it was sealed with another key, or for another place."""
         ...
 
@@ -71,14 +71,14 @@ class Plain:
     overhead = 0
     mark = b"p"
 
-    def seal(self, content: bytes, place: bytes) -> bytes:
+    def seal(self, content: Chunk, place: bytes) -> Chunk:
         return content
 
-    def unseal(self, content: bytes, place: bytes) -> bytes:
+    def unseal(self, content: Chunk, place: bytes) -> Chunk:
         return content
 
 
-def digest(*parts: bytes) -> bytes:
+def digest(*parts: Chunk) -> bytes:
     found = blake2b(digest_size=DIGEST)
     for part in parts:
         found.update(part)
@@ -96,14 +96,14 @@ def sealed_meta(snapshot: Snapshot, cipher: Cipher) -> bytes:
     }
     words = json.dumps(described, separators=(",", ":")).encode()
     content = struct.pack("<I", len(words)) + words + snapshot.tokens + snapshot.record
-    return cipher.mark + cipher.seal(content, snapshot.key)
+    return cipher.mark + bytes(cipher.seal(content, snapshot.key))
 
 
 def unsealed_meta(key: bytes, parent: bytes | None, content: bytes, cipher: Cipher) -> Snapshot:
     """Raises `Damaged` for content that no snapshot has, `Foreign` for what was sealed with another key."""
     if content[:1] != cipher.mark:
         raise Foreign("it was sealed with another cipher, or with none")
-    content = cipher.unseal(content[1:], key)
+    content = bytes(cipher.unseal(content[1:], key))
     try:
         (length,) = struct.unpack_from("<I", content)
         found = json.loads(content[4 : 4 + length])
@@ -145,7 +145,7 @@ def head_of(identity: bytes, snapshot: Snapshot, retention: Retention, meta: byt
     return start + digest(start)
 
 
-def encoded(head: bytes, snapshot: Snapshot, chunks: Iterable[bytes], cipher: Cipher) -> Iterator[bytes]:
+def encoded(head: bytes, snapshot: Snapshot, chunks: Iterable[Chunk], cipher: Cipher) -> Iterator[Chunk]:
     """The file in parts; the last one ends with the seal. Raises `ValueError` for chunks of other sizes than the
     snapshot's."""
     yield head
@@ -161,9 +161,9 @@ def _place(key: bytes, number: int) -> bytes:
     return key + number.to_bytes(8, "little")
 
 
-def write(files: Files, path: Path, parts: Iterable[bytes]) -> bytes:
+def write(files: Files, path: Path, parts: Iterable[Chunk]) -> bytes:
     """Write a new file of `encoded` parts and make its content durable; returns its seal. Raises `OSError`."""
-    part = b""
+    part: Chunk = b""
     file = files.create(path)
     try:
         for part in parts:
@@ -171,17 +171,21 @@ def write(files: Files, path: Path, parts: Iterable[bytes]) -> bytes:
         files.sync(file)
     finally:
         files.close(file)
-    return part[-DIGEST:]
+    return bytes(part[-DIGEST:])
 
 
 class Source(Protocol):
-    """What a `Reader` reads. Both raise `OSError`."""
+    """What a `Reader` reads. All raise `OSError`."""
 
     @property
     def size(self) -> int: ...
 
     def read(self, n: int, at: int) -> bytes:
         """`n` bytes from `at` on, fewer at the end."""
+        ...
+
+    def read_into(self, memory: memoryview, at: int) -> int:
+        """As many bytes from `at` on as `memory` has, fewer at the end; returns how many."""
         ...
 
 
@@ -193,6 +197,11 @@ class Content:
 
     def read(self, n: int, at: int) -> bytes:
         return self._content[at : at + n]
+
+    def read_into(self, memory: memoryview, at: int) -> int:
+        found = memoryview(self._content)[at : at + len(memory)]
+        memory[: len(found)] = found
+        return len(found)
 
 
 class OpenFile:
@@ -208,6 +217,9 @@ class OpenFile:
 
     def read(self, n: int, at: int) -> bytes:
         return self._files.read(self._file, n, at)
+
+    def read_into(self, memory: memoryview, at: int) -> int:
+        return self._files.read_into(self._file, memory, at)
 
     def close(self) -> None:
         with suppress(OSError):  # Linux closes the file even then, and nothing was written
@@ -306,15 +318,21 @@ class Reader:
         if self.seal != digest(self.header.digest, *self._digests):
             raise Damaged("its digests were changed")
 
-    def chunks(self, snapshot: Snapshot, cipher: Cipher) -> Iterator[bytes]:
-        """In order, each verified; `snapshot` is that of the header. Raises `OSError`, `Damaged` and `Foreign`."""
+    def chunks(self, snapshot: Snapshot, cipher: Cipher, take: Take = fresh) -> Iterator[memoryview]:
+        """In order, each verified, in memory of `take`; `snapshot` is that of the header. Raises `OSError`, `Damaged`
+        and `Foreign`."""
         at = self.header.size
         for number, (size, expected) in enumerate(zip(snapshot.sizes, self._digests, strict=True)):
-            sealed = _read(self._source, size + cipher.overhead, at)
+            chunk = take(size)
+            sealed = fresh(size + cipher.overhead) if cipher.overhead else chunk
+            if self._source.read_into(sealed, at) != len(sealed):
+                raise Damaged("it was cut off")
             if digest(sealed) != expected:
                 raise Damaged(f"its chunk {number} was changed")
+            if sealed is not chunk:
+                chunk[:] = cipher.unseal(sealed, _place(snapshot.key, number))
             at += len(sealed)
-            yield cipher.unseal(sealed, _place(snapshot.key, number))
+            yield chunk
 
 
 class AesGcm:
@@ -333,11 +351,11 @@ class AesGcm:
 
         self._invalid, self._aes = InvalidTag, AESGCM(secret)
 
-    def seal(self, content: bytes, place: bytes) -> bytes:
+    def seal(self, content: Chunk, place: bytes) -> Chunk:
         nonce = os.urandom(12)
         return nonce + self._aes.encrypt(nonce, content, place)
 
-    def unseal(self, content: bytes, place: bytes) -> bytes:
+    def unseal(self, content: Chunk, place: bytes) -> Chunk:
         try:
             return self._aes.decrypt(content[:12], content[12:], place)
         except (self._invalid, ValueError) as error:

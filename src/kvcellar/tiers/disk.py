@@ -12,14 +12,15 @@ Always true:
   * an entry is in the index only after its file is complete and durable under its final name;
   * a file of a process that has ended is deleted, unless it is an entry's, when the store is next opened; no file of a
     process that has the store open ever is;
-  * a chunk is returned only after its digest was verified.
+  * a chunk is returned only after its digest was verified;
+  * to read an entry that this process knows of, no lock is taken and no transaction is waited for.
 """
 
 import logging
 import secrets
 import sqlite3
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from itertools import count
@@ -50,8 +51,9 @@ from kvcellar.tiers.codec import (
 from kvcellar.tiers.files import Files
 from kvcellar.tiers.folder import DATA, QUARANTINE, TEMPORARY, Folder
 from kvcellar.tiers.index import DAMAGED, Index, IndexDamaged, TooLittle, growth
-from kvcellar.tiers.rows import Dropped, Row
-from kvcellar.tiers.tier import Entry, Loaded, Removed, Why, unnoticed
+from kvcellar.tiers.known import Known
+from kvcellar.tiers.rows import Dropped, Row, parents_first
+from kvcellar.tiers.tier import Chunk, Entry, Loaded, Removed, Take, Why, fresh, unnoticed
 
 T = TypeVar("T")
 log = logging.getLogger("kvcellar.tiers")
@@ -91,6 +93,7 @@ class DiskTier:
         self._process, self._numbers = secrets.token_hex(8), count()
         self._folder = Folder(self._files, directory, self._process)
         self._breaker = Breaker(after=3)
+        self._known = Known(clock)
         self.failures: Counter[str] = Counter()
         with ExitStack() as opened:
             try:
@@ -125,6 +128,7 @@ class DiskTier:
         self._expire()
         found: list[Entry] = []
         for row in self._index.rows(self._identity):
+            self._known.add(row)
             try:
                 found.append(Entry(unsealed_meta(row.key, row.parent, row.meta, self.cipher), row.retention))
             except (Damaged, Foreign) as error:
@@ -134,13 +138,13 @@ class DiskTier:
     def contains(self, key: bytes) -> bool:
         return self._try("looking for a snapshot", lambda: self._found(key)) is not None
 
-    def put(self, snapshot: Snapshot, chunks: Iterable[bytes], retention: Retention = DEFAULT) -> bool:
+    def put(self, snapshot: Snapshot, chunks: Iterable[Chunk], retention: Retention = DEFAULT) -> bool:
         return bool(self._try("storing a snapshot", lambda: self._put(snapshot, chunks, retention)))
 
-    def _put(self, snapshot: Snapshot, chunks: Iterable[bytes], retention: Retention) -> bool:
+    def _put(self, snapshot: Snapshot, chunks: Iterable[Chunk], retention: Retention) -> bool:
         self._expire()
         if (row := self._index.find(snapshot.key)) is not None:
-            if self._is_readable(row) and self._index.renew([snapshot.key], retention):
+            if self._is_readable(row) and self._renew([snapshot.key], retention):
                 return True
             self._discard(self._index.remove(self._process, [snapshot.key]), "removed")
         meta = sealed_meta(snapshot, self.cipher)
@@ -157,7 +161,9 @@ class DiskTier:
                 snapshot.key, snapshot.parent, self._identity, name, seal, size, meta,
                 retention.saved(snapshot.span), retention,
             )  # fmt: skip
-            if not self._index.enter(row):
+            if self._index.enter(row):
+                self._known.add(row)
+            else:
                 self._erase([name])
         except BaseException:
             with suppress(sqlite3.Error):  # a transaction that has failed may still be durable
@@ -170,15 +176,16 @@ class DiskTier:
         """Whether it is sealed with the key of this store's cipher."""
         return self.described(row) is not None
 
-    def get(self, key: bytes) -> Loaded | None:
-        row = None
+    def get(self, key: bytes, take: Take = fresh) -> Loaded | None:
+        row, found = self._known.find(key), None
         try:
-            if (row := self._found(key)) is None:
-                return None
-            with OpenFile(self._files, self._folder.path(DATA, row.name)) as file:
-                reader = self._reader(file, row)
-                snapshot = reader.header.snapshot(self.cipher)
-                found = Loaded(snapshot, row.retention, tuple(reader.chunks(snapshot, self.cipher)))
+            if row is not None:
+                with suppress(FileNotFoundError):  # another process has evicted it, and may have stored it again
+                    found = self._read(row, take)
+            if found is None:
+                if (row := self._found(key)) is None:
+                    return None
+                found = self._read(row, take)
         except (OSError, sqlite3.Error, Damaged, Foreign) as error:
             self._miss(row, error)
             return None
@@ -186,11 +193,19 @@ class DiskTier:
         return found
 
     def _found(self, key: bytes) -> Row | None:
+        """What the index has of an entry."""
         row = self._index.find(key)
-        if row is None or row.identity != self._identity:
+        if row is None or row.identity != self._identity or row.expired(self._clock()):
+            self._known.forget(key)
             return None
-        expires = row.retention.expires
-        return row if expires is None or expires > self._clock() else None
+        self._known.add(row)
+        return row
+
+    def _read(self, row: Row, take: Take) -> Loaded:
+        with OpenFile(self._files, self._folder.path(DATA, row.name)) as file:
+            reader = self._reader(file, row)
+            snapshot = reader.header.snapshot(self.cipher)
+            return Loaded(snapshot, row.retention, tuple(reader.chunks(snapshot, self.cipher, take)))
 
     def _reader(self, file: Source, row: Row) -> Reader:
         reader = Reader(file)
@@ -203,7 +218,13 @@ class DiskTier:
         self._try("counting uses", lambda: self._index.used(keys))
 
     def renew(self, keys: Iterable[bytes], retention: Retention) -> None:
-        self._try("renewing", lambda: self._index.renew(keys, retention))
+        self._try("renewing", lambda: self._renew(list(keys), retention))
+
+    def _renew(self, keys: list[bytes], retention: Retention) -> int:
+        """Returns how many there are."""
+        found = self._index.renew(keys, retention)
+        self._known.renew(keys, retention)
+        return found
 
     def remove(self, keys: Iterable[bytes]) -> None:
         self._try("removing", lambda: self._discard(self._index.remove(self._process, keys), "removed"))
@@ -283,7 +304,7 @@ class DiskTier:
             except (OSError, Damaged, Foreign) as error:
                 self._failed(f"reading {name}", error)
                 self._folder.unlink(DATA, name)
-        index.adopt(_parents_first(found), lambda row: self._folder.unlink(DATA, row.name))
+        index.adopt(parents_first(found), lambda row: self._folder.unlink(DATA, row.name))
 
     def _recover(self) -> None:
         """Delete what processes that have ended left unfinished, and entries whose files are gone."""
@@ -318,6 +339,7 @@ class DiskTier:
         """Delete the files of entries that were removed, and of others; see `_erase`."""
         for one in dropped:
             if one.key is not None:
+                self._known.forget(one.key)
                 self._removed(one.key, why)
         return self._erase([one.name for one in dropped])
 
@@ -340,6 +362,7 @@ class DiskTier:
                 return  # it was evicted since the index was read
         self._failed("reading a snapshot", error)
         if row is not None and isinstance(error, Damaged | FileNotFoundError):
+            self._known.forget(row.key)
             self._removed(row.key, "damaged")
             with suppress(sqlite3.Error):
                 self._quarantine(row.name)
@@ -375,15 +398,3 @@ def _row_of(name: str, reader: Reader) -> Row:
     return Row(
         header.key, header.parent, header.identity, name, reader.seal, header.end, header.meta, worth, header.retention
     )
-
-
-def _parents_first(rows: Iterable[Row]) -> list[Row]:
-    """Each row after the one that it continues."""
-    found = list(rows)
-    keys, after = {row.key for row in found}, defaultdict[bytes, list[Row]](list)
-    order: list[Row] = []
-    for row in found:
-        (after[row.parent] if row.parent in keys else order).append(row)
-    for row in order:  # which grows while it is read
-        order += after.pop(row.key, [])
-    return order

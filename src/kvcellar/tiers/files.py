@@ -33,6 +33,17 @@ class Files:
             found += more
         return found
 
+    def read_into(self, file: int, memory: memoryview, at: int) -> int:
+        """As many bytes from `at` on as `memory` has, fewer at the end of the file; returns how many."""
+        done = 0
+        while done < len(memory) and (more := self.read_some(file, memory[done:], at + done)):
+            done += more
+        return done
+
+    def read_some(self, file: int, memory: memoryview, at: int) -> int:
+        """A part of it; returns how much."""
+        return os.preadv(file, [memory], at)
+
     def size(self, file: int) -> int:
         return os.fstat(file).st_size
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from kvcellar.retention import DEFAULT, Retention
 from kvcellar.snapshot import Snapshot
 from kvcellar.tiers.ledger import Kept, Ledger
-from kvcellar.tiers.tier import Entry, Loaded, Removed, Why, checked, unnoticed
+from kvcellar.tiers.tier import Chunk, Entry, Loaded, Removed, Take, Why, checked, fresh, unnoticed
 
 log = logging.getLogger("kvcellar.tiers")
 
@@ -46,7 +46,7 @@ class HostTier:
         with self._lock:
             return self._ledger.bytes
 
-    def put(self, snapshot: Snapshot, chunks: Iterable[bytes], retention: Retention = DEFAULT) -> bool:
+    def put(self, snapshot: Snapshot, chunks: Iterable[Chunk], retention: Retention = DEFAULT) -> bool:
         size = snapshot.size + len(snapshot.tokens) + len(snapshot.record) + OVERHEAD
         with self._lock:
             self._delete(self._ledger.expire(), "expired")
@@ -67,7 +67,7 @@ class HostTier:
             self._chunks.setdefault(snapshot.key, content)
         return True
 
-    def get(self, key: bytes) -> Loaded | None:
+    def get(self, key: bytes, take: Take = fresh) -> Loaded | None:
         with self._lock:
             kept = self._ledger.find(key)
             return None if kept is None else Loaded(kept.snapshot, kept.retention, self._chunks[key])

@@ -33,7 +33,7 @@ from kvcellar.tiers.codec import (
 )
 from kvcellar.tiers.ledger import Kept, Ledger
 from kvcellar.tiers.objects import Objects, RemoteFailed
-from kvcellar.tiers.tier import Entry, Loaded, Removed, Why, unnoticed
+from kvcellar.tiers.tier import Chunk, Entry, Loaded, Removed, Take, Why, fresh, unnoticed
 
 T = TypeVar("T")
 log = logging.getLogger("kvcellar.tiers")
@@ -89,10 +89,10 @@ class RemoteTier:
 
     # -- entries ------------------------------------------------------------------------------------------------
 
-    def put(self, snapshot: Snapshot, chunks: Iterable[bytes], retention: Retention = DEFAULT) -> bool:
+    def put(self, snapshot: Snapshot, chunks: Iterable[Chunk], retention: Retention = DEFAULT) -> bool:
         return bool(self._try("storing a snapshot", lambda: self._put(snapshot, chunks, retention)))
 
-    def _put(self, snapshot: Snapshot, chunks: Iterable[bytes], retention: Retention) -> bool:
+    def _put(self, snapshot: Snapshot, chunks: Iterable[Chunk], retention: Retention) -> bool:
         if not self._listed:
             self._list()
         with self._lock:
@@ -120,10 +120,10 @@ class RemoteTier:
             self._ledger.enter(snapshot, retention, size)
         return True
 
-    def get(self, key: bytes) -> Loaded | None:
-        return self._try("reading a snapshot", lambda: self._get(key))
+    def get(self, key: bytes, take: Take = fresh) -> Loaded | None:
+        return self._try("reading a snapshot", lambda: self._get(key, take))
 
-    def _get(self, key: bytes) -> Loaded | None:
+    def _get(self, key: bytes, take: Take) -> Loaded | None:
         content = self._objects.read(key.hex())
         if content is None:
             self._gone(key)
@@ -132,7 +132,7 @@ class RemoteTier:
             reader = Reader(Content(content))
             snapshot = self._snapshot(key, reader.header)
             retention = reader.header.retention
-            found = Loaded(snapshot, retention, tuple(reader.chunks(snapshot, self._cipher)))
+            found = Loaded(snapshot, retention, tuple(reader.chunks(snapshot, self._cipher, take)))
         except (Damaged, Foreign) as error:
             self._unusable(key, error)
             return None

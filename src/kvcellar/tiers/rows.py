@@ -1,7 +1,8 @@
 """rows: the tables of the index of a store, and their rows."""
 
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -62,6 +63,9 @@ class Row:
     value: float = 0.0
     hits: int = 1
 
+    def expired(self, now: float) -> bool:
+        return self.retention.expires is not None and self.retention.expires <= now
+
 
 class Dropped(NamedTuple):
     """A file that is going to be deleted: its bytes are reserved until then. `key`: that of its entry, if any."""
@@ -87,3 +91,15 @@ def row_of(found: Sequence[Any]) -> Row:
     key, parent, identity, name, seal, size, value, hits, worth, saves, priority, pinned, expires, owner, meta = found
     retention = Retention(saves, priority, bool(pinned), expires, owner)
     return Row(key, parent, identity, name, seal, size, meta, worth, retention, value, hits)
+
+
+def parents_first(rows: Iterable[Row]) -> list[Row]:
+    """Each row after the one that it continues."""
+    found = list(rows)
+    keys, after = {row.key for row in found}, defaultdict[bytes, list[Row]](list)
+    order: list[Row] = []
+    for row in found:
+        (after[row.parent] if row.parent in keys else order).append(row)
+    for row in order:  # which grows while it is read
+        order += after.pop(row.key, [])
+    return order

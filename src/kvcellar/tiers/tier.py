@@ -11,8 +11,15 @@ from typing import Literal, NamedTuple, Protocol
 from kvcellar.retention import DEFAULT, Retention
 from kvcellar.snapshot import Snapshot
 
+Chunk = bytes | memoryview
+Take = Callable[[int], memoryview]  # returns memory of so many bytes, to be written
 Why = Literal["evicted", "expired", "removed", "damaged", "gone"]
 Removed = Callable[[bytes, Why], None]  # is called with each key that a tier has no longer; it may hold a lock then
+
+
+def fresh(size: int) -> memoryview:
+    """Memory that is allocated for this call."""
+    return memoryview(bytearray(size))
 
 
 def unnoticed(key: bytes, why: Why) -> None:
@@ -27,11 +34,11 @@ class Entry(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """An entry with its chunks."""
+    """An entry with its chunks. They may be in memory that the caller of `get` has given."""
 
     snapshot: Snapshot
     retention: Retention
-    chunks: tuple[bytes, ...]
+    chunks: tuple[Chunk, ...]
 
 
 class Tier(Protocol):
@@ -67,7 +74,7 @@ class Tier(Protocol):
         """Bytes used now, as far as they are counted against `cap`."""
         ...
 
-    def put(self, snapshot: Snapshot, chunks: Iterable[bytes], retention: Retention = DEFAULT) -> bool:
+    def put(self, snapshot: Snapshot, chunks: Iterable[Chunk], retention: Retention = DEFAULT) -> bool:
         """Store an entry; False if that is not possible. May evict others.
 
         Where the key is stored already, `chunks` are not read, and the stronger retention applies. Raises `ValueError`
@@ -75,8 +82,8 @@ class Tier(Protocol):
         """
         ...
 
-    def get(self, key: bytes) -> Loaded | None:
-        """None on a miss."""
+    def get(self, key: bytes, take: Take = fresh) -> Loaded | None:
+        """None on a miss. `take` is called for the memory of each chunk that has to be read, in order."""
         ...
 
     def contains(self, key: bytes) -> bool:
@@ -104,7 +111,7 @@ class Tier(Protocol):
         ...
 
 
-def checked(snapshot: Snapshot, chunks: Iterable[bytes]) -> Iterator[bytes]:
+def checked(snapshot: Snapshot, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
     """The chunks as they are read. Raises `ValueError` for chunks of other sizes than the snapshot's."""
     sizes = iter(snapshot.sizes)
     for number, chunk in enumerate(chunks):

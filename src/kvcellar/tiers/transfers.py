@@ -11,57 +11,36 @@ thread of the transfers, which holds no lock. What is stored is written through 
 from one costs no transfer; what is fetched from a lower tier is put into those above it.
 
 Always true:
-  * the bytes of the chunks of all transfers are at most `staging`, and those of puts at most half of it: they are
-    reserved before any is read, and freed when the transfer has ended and, of a fetch, its chunks were released;
-  * a tier that is slow or hangs delays no transfer that does not need it: each has threads of its own, and is skipped
-    while it is down, or was too slow for a reader, or all its threads have hung for `patience` seconds.
+  * the bytes of the chunks of all transfers, and of the buffers that are kept for reading, are at most `staging`, and
+    those of puts at most half of it: they are reserved before any is read, and freed when the transfer has ended and,
+    of a fetch, its chunks were released; buffers are freed where bytes are to be reserved;
+  * a buffer is used again when no transfer has chunks in it;
+  * a tier that is slow or hangs delays no transfer that does not need it: each has threads of its own, is not looked
+    into for what others are known to have, and is skipped while it is down, or was too slow for a reader, or all its
+    threads have hung for `patience` seconds.
 """
 
 import logging
+import mmap
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum
 from functools import partial
 
 from kvcellar.retention import DEFAULT, Retention
 from kvcellar.snapshot import Snapshot
 from kvcellar.tiers.admission import Rate
+from kvcellar.tiers.buffers import Buffers, Space, allocated
 from kvcellar.tiers.lanes import Lane
 from kvcellar.tiers.locations import Locations
 from kvcellar.tiers.tier import Loaded, Tier
+from kvcellar.tiers.transfer import Outcome, Transfer
 
 log = logging.getLogger("kvcellar.tiers")
 
 
-class Outcome(Enum):
-    STORED = "in at least one tier"
-    FETCHED = "its chunks are in memory until they are released"
-    MISSED = "not in any tier that can be read now"
-    REFUSED = "no tier has stored it"
-    CANCELLED = "by the caller, or when the time for closing was over"
-    FAILED = "an error that no tier should raise"
-
-
-class Transfer:
-    """One snapshot on its way. The results are valid when `outcome` is set.
-
-    `tiers` are the names of those that it was stored in, or of the one that it came from; `seconds` were spent there.
-    """
-
-    def __init__(self, snapshot: Snapshot, need: int, *, stores: bool) -> None:
-        self.snapshot, self.need, self.stores = snapshot, need, stores  # `need`: bytes of memory on its way
-        self.outcome: Outcome | None = None
-        self.loaded: Loaded | None = None
-        self.tiers: tuple[str, ...] = ()
-        self.seconds = 0.0
-        self.ended = threading.Event()
-        self.cancelled = self.running = self.overdue = False
-        self.lane: Lane | None = None  # where its present job runs, or waits for a thread
-        self.since = 0.0  # when that began
-        self.promotions = 0  # into the tiers above the one that it came from
-        self.holders = 1  # of its bytes: the transfer, then the owner of what was fetched; and each promotion
+KEPT = 2  # the part of the staging memory that idle buffers may have
 
 
 Step = tuple[Lane, Callable[[], "Step | None"]]  # what to do next, and where
@@ -90,12 +69,14 @@ class Transfers:
         self._locations = locations if locations is not None else Locations()
         self._copies = 1 + max((tier.copies for tier in tiers), default=0)
         self._patience, self._completed, self._freed, self._clock = patience, completed, freed, clock
-        self._changed = threading.Condition(threading.RLock())  # held for all that follows
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)  # held for all that follows
         self._staged = {False: 0, True: 0}  # bytes, by `stores`
+        self._buffers = Buffers()
         self._live: set[Transfer] = set()  # that have not ended, or are being promoted
         self._open = True
-        self._events = Lane(1, self._changed, clock)
-        self._lanes = [Lane(threads, self._changed, clock, tier) for tier in tiers]
+        self._events = Lane(1, lock, clock)
+        self._lanes = [Lane(threads, lock, clock, tier) for tier in tiers]
         self._threads = [
             threading.Thread(target=self._work, args=(lane,), name="kvcellar-transfers", daemon=True)
             for lane in (self._events, *self._lanes)
@@ -137,6 +118,13 @@ class Transfers:
         with self._changed:
             staged = sum(self._staged.values())
             return min(self.staging - staged, self.staging // 2 - self._staged[True])
+
+    def prepare(self, size: int) -> None:
+        """Allocate buffers for reading snapshots of so many bytes: one for each thread, and as many that were read."""
+        with self._changed:
+            for _ in range(2 * self._lanes[-1].threads if size else 0):
+                if self._buffers.bytes + size <= self.staging // KEPT:
+                    self._buffers.give(allocated(size))
 
     def reserve(self, snapshot: Snapshot) -> Transfer | None:
         """Reserve memory for the chunks of a snapshot that is going to be stored. None if too little is free."""
@@ -231,8 +219,8 @@ class Transfers:
             self.cancel(transfer)
         with self._changed:
             for lane in (self._events, *self._lanes):
-                lane.stopping = True
-            self._changed.notify_all()
+                lane.stop()
+            self._buffers.trim(0)
         until = time.monotonic() + (0.0 if left else seconds)
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))  # those that hang end with the process
@@ -246,13 +234,32 @@ class Transfers:
             if not self._open or transfer.need > room:
                 return None
             self._staged[transfer.stores] += transfer.need
+            self._trim()
             return transfer
+
+    def _buffer(self, transfer: Transfer) -> mmap.mmap:
+        """Memory for what is read of a transfer: an idle buffer, else a new one."""
+        with self._changed:
+            if transfer.buffer is None and (found := self._buffers.take(transfer.snapshot.size)) is not None:
+                transfer.buffer, transfer.extra = found, max(0, len(found) - transfer.need)
+                self._staged[transfer.stores] += transfer.extra
+        if transfer.buffer is None:
+            transfer.buffer = allocated(transfer.snapshot.size)
+        return transfer.buffer
+
+    def _trim(self) -> None:
+        """Free idle buffers as far as their bytes are reserved, or too many to be kept."""
+        self._buffers.trim(min(self.staging // KEPT, self.staging - sum(self._staged.values())) if self._open else 0)
 
     def _drop(self, transfer: Transfer) -> None:
         """One holder less of its bytes."""
         transfer.holders -= 1
         if not transfer.holders:
-            self._staged[transfer.stores] -= transfer.need
+            self._staged[transfer.stores] -= transfer.need + transfer.extra
+            if transfer.buffer is not None:
+                self._buffers.give(transfer.buffer)
+                transfer.buffer = None
+                self._trim()
 
     def _end(self, transfer: Transfer, outcome: Outcome, loaded: Loaded | None = None) -> None:
         with self._changed:
@@ -272,6 +279,13 @@ class Transfers:
         if transfer.outcome is not None and not transfer.promotions:
             self._live.discard(transfer)
             self._changed.notify_all()
+
+    def check(self) -> None:
+        """Assert what is always true."""
+        with self._changed:
+            self._buffers.check()
+            assert sum(self._staged.values()) + self._buffers.bytes <= self.staging
+            assert self._staged[True] <= self.staging // 2
 
     # -- steps: each is done in the lane of a tier, and returns the next ------------------------------------------
 
@@ -296,14 +310,16 @@ class Transfers:
         return stored
 
     def _fetch_below(self, transfer: Transfer, first: int) -> Step | None:
-        if (number := self._usable_from(first)) is not None:
+        usable, have = self._usable(range(first, len(self.tiers))), self._locations.of(transfer.snapshot.key)
+        known = [number for number in usable if self.tiers[number].name in have]
+        if (number := next(iter(known or usable), None)) is not None:  # where no tier is known to have it, each may
             return self._lanes[number], lambda: self._fetch(transfer, number)
         self._end(transfer, Outcome.MISSED)
         return None
 
     def _fetch(self, transfer: Transfer, number: int) -> Step | None:
         tier, began = self.tiers[number], self._clock()
-        loaded = tier.get(transfer.snapshot.key)
+        loaded = tier.get(transfer.snapshot.key, Space(lambda: self._buffer(transfer)))
         seconds = self._clock() - began
         transfer.seconds += seconds
         if not transfer.overdue:
@@ -349,7 +365,7 @@ class Transfers:
         if step is not None:
             transfer.lane, act = step
             transfer.since = self._clock()
-            transfer.lane.push(lambda: self._do(transfer, act))
+            transfer.lane.push(lambda: self._do(transfer, act), reads=not transfer.stores)
 
     def _do(self, transfer: Transfer, act: Callable[[], Step | None]) -> None:
         """One step of a transfer, unless it has ended. An error of it ends the transfer."""

@@ -132,8 +132,8 @@ def lines(found: Restart) -> list[str]:
         f"{found.tokens} tokens, seconds to the first token of the next turn:",
         f"{'cold':30} {found.cold:8.3f}",
         f"{'warm, in memory':30} {found.warm:8.3f}",
-        f"{'after SIGKILL, from the store':30} {found.restarted:8.3f}   {found.restarted / found.bound:.2f} of the bound "
-        f"{found.bound:.3f}, cold is {found.cold / found.restarted:.1f} times that",
+        f"{'after SIGKILL, from the store':30} {found.restarted:8.3f}   {found.restarted / found.bound:.2f} of the "
+        f"bound {found.bound:.3f}, cold is {found.cold / found.restarted:.1f} times that",
         f"{'read and verified':30} {found.bytes / 1e6:8.1f} MB at {rate:.0f} MB/s",
     ]
 

@@ -43,7 +43,7 @@ def refused_before_a_model_is_loaded(monkeypatch, *words: str) -> str:
     def load(*_: object, **__: object) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("kvcellar.cli.serve.Engine", load)
+    monkeypatch.setattr("kvcellar.cli.hosting.Engine", load)
     ran = kvcellar("serve", *words)
     assert (ran.code, ran.out) == (2, "")
     assert "Traceback" not in ran.err

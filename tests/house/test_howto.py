@@ -13,7 +13,7 @@ import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,10 +22,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvcellar import Engine
+from kvcellar.cli.hosting import hosted
 from kvcellar.cli.main import cli
-from kvcellar.cli.options import given
-from kvcellar.serve import Server, ServeSettings
+from kvcellar.serve import Host, Server, ServeSettings
 
 ROOT = Path(__file__).parents[2]
 EMBEDDED = ROOT / "src/kvcellar/models/embedded"
@@ -94,11 +93,11 @@ class Page:
         return text
 
     @contextmanager
-    def loaded(self, model: str | None, *, quiet: bool, **options: Any) -> Iterator[Engine]:
-        yield self.stack.enter_context(Engine(model, **given(**options)))
+    def hosted(self, models: Sequence[str], **options: Any) -> Iterator[Any]:
+        yield self.stack.enter_context(hosted(models, **options))
 
-    def serve(self, engine: Engine, settings: ServeSettings, **_: object) -> None:
-        server = self.stack.enter_context(Server(engine, replace(settings, host="127.0.0.1", port=0)))
+    def serve(self, models: Host, settings: ServeSettings, **_: object) -> None:
+        server = self.stack.enter_context(Server(models, replace(settings, host="127.0.0.1", port=0)))
         self.served[f"http://127.0.0.1:{settings.port}"] = server.url
 
 
@@ -110,7 +109,7 @@ def page(monkeypatch, tmp_path) -> Iterator[Page]:
     (tmp_path / "my-model").symlink_to(EMBEDDED)
     with ExitStack() as stack:
         page = Page(monkeypatch, stack)
-        monkeypatch.setattr("kvcellar.cli.serve._loaded", page.loaded)
+        monkeypatch.setattr("kvcellar.cli.serve.hosted", page.hosted)
         monkeypatch.setattr("kvcellar.cli.serve.bind", lambda settings: nullcontext())
         monkeypatch.setattr("kvcellar.cli.serve.run", page.serve)
         yield page

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import click
 
+from kvcellar.durations import seconds_of
 from kvcellar.errors import BadRequest
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -27,6 +28,20 @@ class Size(click.ParamType):
             return int(float(number) * _UNITS[unit])
         except (KeyError, ValueError, OverflowError):
             self.fail(f"{value!r} is not a size like 800M, 1.5G or 512MiB", param, ctx)
+
+
+class KeepAlive(click.ParamType):
+    """A time: 30s, 1h30m, a number of seconds; negative: without end."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        try:
+            return seconds_of(value)
+        except BadRequest as error:
+            self.fail(error.message, param, ctx)
 
 
 class Bias(click.ParamType):

@@ -10,13 +10,12 @@ from typing import Any, get_args
 import click
 
 from kvcellar.cli.downloads import download_missing, pull_option
+from kvcellar.cli.hosting import hosted
 from kvcellar.cli.logs import LEVELS, Format, log_to_stderr
-from kvcellar.cli.options import Command, Size, engine_options, given, quiet_option
+from kvcellar.cli.options import Command, KeepAlive, Size, engine_options, quiet_option
 from kvcellar.cli.pinned import pin_all, read_pinned
-from kvcellar.cli.progress_line import show_progress
 from kvcellar.cli.shutdown import ShutdownTimer
 from kvcellar.cli.store_options import events_options, store_options, stored
-from kvcellar.engine.engine import Engine
 from kvcellar.serve.keys import admin_digests, key_digests, permission_warning
 from kvcellar.serve.server import SHUTDOWN_SECONDS, bind, run
 from kvcellar.serve.settings import ServeSettings
@@ -31,7 +30,7 @@ SERVER_OPTIONS = (
 
 
 @click.command("serve", cls=Command, epilog="Example: kvcellar serve ./my-model --port 8080 --api-key-file keys.txt")
-@click.argument("model", required=False)
+@click.argument("models", metavar="[MODEL]...", nargs=-1)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8080, show_default=True, help="Port to listen on; 0: any free port.")
 @click.option(
@@ -72,13 +71,22 @@ SERVER_OPTIONS = (
     help='Prompts to compute before serving and not to evict: a JSON object with "prompt" or "messages" per line.',
 )
 @click.option("--pin-share", type=float, help="Part of the cache that pinned prompts may hold. Default: 0.5.")
+@click.option("--memory", type=Size(), help="Bytes of all models with their caches. Default: 90 % of the free memory.")
+@click.option("--max-models", type=int, default=3, show_default=True, help="Most models that are loaded at once.")
+@click.option(
+    "--keep-alive",
+    type=KeepAlive(),
+    default="5m",
+    show_default=True,
+    help="Unload a model that was not named here after this time without requests, like 30s or 1h; -1: never.",
+)
 @store_options
 @events_options
 @engine_options
 @pull_option
 @quiet_option
 def command(
-    model: str | None,
+    models: tuple[str, ...],
     api_key_file: Path | None,
     admin_key_file: Path | None,
     pin_file: Path | None,
@@ -88,7 +96,9 @@ def command(
     quiet: bool,
     **options: Any,
 ) -> None:
-    """Serve MODEL (a directory, a name in the local Hugging Face cache, or the embedded model) with the OpenAI API.
+    """Serve models with the OpenAI API: each MODEL (a directory, a name of the library or of the local Hugging Face
+    cache; without one, the embedded model), which stays loaded, and the models of the library, which are loaded when
+    requests name them. Requests without a name get the first MODEL.
 
     SIGTERM or SIGINT refuses requests that have not started, waits up to --drain-timeout for running ones, and closes
     the engine at most 3 seconds later. Exit code 0; or 1 if the engine's current step takes longer than that. A second
@@ -103,27 +113,24 @@ def command(
     )
     announce = partial(log.info, "%s") if log_format == "json" else partial(click.echo, err=True)
     pinned = read_pinned(pin_file) if pin_file is not None else []
-    download_missing(model, options["draft"], pull=pull, quiet=quiet)
+    for model in models or (None,):
+        download_missing(model, options["draft"], pull=pull, quiet=quiet)
     # The port is bound before the model is loaded, so that a port in use is an error at once.
     with log_to_stderr(log_level, log_format) as flush, bind(settings) as listener:
         for file in (api_key_file, admin_key_file):
             if file is not None and (warning := permission_warning(file)) is not None:
                 log.warning("%s", warning)
         timer = ShutdownTimer(settings.drain_seconds + SHUTDOWN_SECONDS + LAST_STEP, flush=flush)
-        with timer, _loaded(model, quiet=quiet or log_format == "json", **options) as engine:
-            name = engine.model.name
-            announce(f"{name}: {engine.capacity()}")
+        with timer, hosted(models, quiet=quiet or log_format == "json", **options) as (host, engines):
+            for engine in engines:
+                announce(f"{engine.model.name}: {engine.capacity()}")
             if pinned:
-                announce(pin_all(engine, pinned))
+                announce(pin_all(engines[0], pinned))
+            names = ", ".join(engine.model.name for engine in engines)
             gc.collect()
             gc.freeze()  # excludes all objects of torch and transformers from the collections during requests
 
             def ready(url: str) -> None:
-                announce(f"Serving {name} at {url}/v1")
+                announce(f"Serving {names} at {url}/v1")
 
-            run(engine, settings, listener=listener, ready=ready, signalled=timer.signalled)
-
-
-def _loaded(model: str | None, *, quiet: bool, **options: Any) -> Engine:
-    with show_progress(quiet=quiet):
-        return Engine(model, **given(**options))
+            run(host, settings, listener=listener, ready=ready, signalled=timer.signalled)

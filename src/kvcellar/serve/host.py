@@ -9,6 +9,7 @@ Always true, on the event loop:
 """
 
 import asyncio
+import gc
 import logging
 import threading
 import time
@@ -17,6 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
+from typing import Any
 
 from kvcellar.engine.conversations import Conversations
 from kvcellar.errors import BadRequest, EngineClosed, KvcellarError, ModelNotFound, Overloaded
@@ -56,18 +58,20 @@ class Lease:
 
 
 class Host:
-    """Close it after the server. `unload` closes an engine; it is called on a thread of its own."""
+    """Close it after the server. `unload` closes an engine, and `free` frees the memory of engines that are closed and
+    not referred to; both are called on a thread of their own."""
 
     def __init__(
         self,
         catalogue: Catalogue,
         limits: Limits,
         *,
-        unload: Callable[[ServedEngine], None],
+        unload: Callable[[Any], None],
+        free: Callable[[], object] = gc.collect,
         clock: Callable[[], float] = time.monotonic,
         spawn: Spawn | None = None,
     ) -> None:
-        self.limits, self._catalogue, self._unload = limits, catalogue, unload
+        self.limits, self._catalogue, self._unload, self._free = limits, catalogue, unload, free
         self.residents = Residents(limits)
         self._clock, self._spawn = clock, spawn or self._thread
         self._fixed: dict[str, Servable] = {}  # by name, the default first
@@ -87,12 +91,12 @@ class Host:
         except BaseException:
             self.residents.add(resident, None)
             raise
-        self._stays(replace(servable, context=engine.model.context), resident, engine)
-        return engine
-
-    def _stays(self, servable: Servable, resident: Resident, engine: ServedEngine) -> None:
         self.residents.add(resident, engine)
-        self._fixed[servable.name] = servable
+        name = engine.model.name
+        if name in self._fixed:
+            raise BadRequest(f"two models have the name {name}; give one of them another", "models")
+        self._fixed[name] = replace(servable, name=name, context=engine.model.context)
+        return engine
 
     # -- in a thread ----------------------------------------------------------------------------------------------
 
@@ -250,6 +254,8 @@ class Host:
         except Exception:  # its memory is taken to be free
             log.exception("the engine of %s could not be closed", resident.servable.name)
         del engine
+        if not self._closed:
+            self._free()
         self.residents.closed(resident)
         log.info("unloaded %s", resident.servable.name)
         self._post(lambda: None)

@@ -1,0 +1,129 @@
+"""hosting: makes the host of `kvcellar serve`: its models, their engines on one device thread, and the cap on bytes."""
+
+import gc
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from kvcellar.cli.options import given
+from kvcellar.cli.progress_line import show_progress
+from kvcellar.engine.device import DeviceThread
+from kvcellar.engine.engine import Engine, import_needed
+from kvcellar.engine.machine import free_cpu_bytes
+from kvcellar.engine.open_model import in_library, located
+from kvcellar.engine.settings import SHARE_OF_FREE
+from kvcellar.library.library import Library
+from kvcellar.models import embedded
+from kvcellar.models.find import find
+from kvcellar.models.weights_bytes import bytes_in_memory
+from kvcellar.places import NoPlace
+from kvcellar.places import models as library_directory
+from kvcellar.serve.host import Host
+from kvcellar.serve.library_models import Caches, LibraryModels
+from kvcellar.serve.protocols import ServedEngine
+from kvcellar.serve.residents import Limits
+from kvcellar.serve.servable import Servable
+
+log = logging.getLogger("kvcellar.serve")
+
+MEMORY_SHARE = 0.9  # of the free memory, for all models
+OF_ONE_MODEL = ("context", "draft", "draft_depth", "draft_bytes")  # settings for models of the command line only
+OF_ONE_ENGINE = ("kv_events", "kv_events_replay", "kv_events_topic", "kv_events_block")  # and for the first one only
+NO_FILES = ("ngram", "mtp", "none")  # drafts without weights files of their own
+
+
+@contextmanager
+def hosted(
+    models: Sequence[str],
+    *,
+    quiet: bool,
+    memory: int | None,
+    max_models: int,
+    keep_alive: float,
+    cache_bytes: int | None,
+    **options: Any,
+) -> Iterator[tuple[Host, list[Engine]]]:
+    """A host, and the engines of the models of the command line, the default first. Closes all engines at the end."""
+    with show_progress(quiet=quiet):
+        import_needed()
+    kind, free = _device(options["device"])
+    max_bytes = int(MEMORY_SHARE * free) if memory is None else memory
+    limits = Limits(max_bytes, max(max_models, len(models)), keep_alive=keep_alive)
+    caches = Caches(max_bytes, min(SHARE_OF_FREE[kind], MEMORY_SHARE / max(1, len(models))), cache_bytes)
+    made = Engines(options, quiet=quiet)
+    library = LibraryModels(_library(), made.on_demand, caches, dtype=options["dtype"])
+    with closing(Host(library, limits, unload=Engine.close, free=_free)) as host:
+        for model in models or (None,):
+            host.open(_of_library(model, library, made) or _of_files(model, made, caches))
+        yield host, made.of_command
+
+
+class Engines:
+    """Makes engines, all on one device thread."""
+
+    def __init__(self, options: Mapping[str, Any], *, quiet: bool) -> None:
+        self.options, self._quiet = options, quiet
+        self._thread = DeviceThread()
+        self.of_command: list[Engine] = []
+
+    def on_demand(self, name: str, cache: int, going_on: Callable[[], None]) -> Engine:
+        settings = {key: value for key, value in self.options.items() if key not in (*OF_ONE_MODEL, *OF_ONE_ENGINE)}
+        return Engine(name, progress=lambda _: going_on(), thread=self._thread, **given(**settings, cache_bytes=cache))
+
+    def stays(self, model: str | None, cache: int) -> Engine:
+        first = not self.of_command
+        settings = {key: value for key, value in self.options.items() if first or key not in OF_ONE_ENGINE}
+        with show_progress(quiet=self._quiet):
+            engine = Engine(model, thread=self._thread, **given(**settings, cache_bytes=cache))
+        self.of_command.append(engine)
+        return engine
+
+
+def _of_library(model: str | None, library: LibraryModels, made: Engines) -> Servable | None:
+    """The model of the library of this name, unless there is a file of the name."""
+    if (found := in_library(model)) is None:
+        return None
+    return replace(library.find(found.name), load=lambda cache, going_on: made.stays(model, cache))
+
+
+def _of_files(model: str | None, made: Engines, caches: Caches) -> Servable:
+    """A directory, a name in the local Hugging Face cache, or the embedded model."""
+    paths = [embedded.path() if model in (None, "embedded") else find(model)[1]]
+    draft = made.options["draft"]
+    if draft is not None and draft not in NO_FILES:
+        paths.append(find(located(draft))[1])
+    weights = sum(bytes_in_memory(path, dtype=made.options["dtype"]) for path in paths)
+    least, most = caches.of(weights)
+
+    def load(cache: int, going_on: Callable[[], None]) -> ServedEngine:
+        return made.stays(model, cache)
+
+    return Servable(str(model), str(paths[0]), weights, most, least, load)
+
+
+def _library() -> Library | None:
+    try:
+        return Library(library_directory(os.environ))
+    except NoPlace as error:
+        log.warning("running without a library of models: %s", error)
+        return None
+
+
+def _device(device: str) -> tuple[str, int]:
+    """The kind of device that is meant, and its free bytes."""
+    torch = sys.modules["torch"]
+    if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
+        return "cuda", torch.cuda.mem_get_info(None if device == "auto" else device)[0]
+    return "cpu", free_cpu_bytes()
+
+
+def _free() -> None:
+    """Free what engines that were closed had: they are in cycles."""
+    gc.collect()
+    torch = sys.modules["torch"]
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,107 @@
+"""weights_bytes: the bytes that the weights of a model directory take in memory, from its files, before anything is
+loaded. Neither torch nor transformers is needed.
+
+It is an upper bound: every tensor of every safetensors file counts, in the type that it is computed in; tensors that
+are packed on a CPU while their plain form stays count twice.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from kvcellar.errors import ModelRefused
+
+MOST_HEADER = 100_000_000  # bytes, the limit of safetensors itself
+MOST_CONFIG = 64 << 20
+MARGIN_SHARE, MARGIN = 50, 8 << 20  # a fiftieth, and some bytes: buffers, padding of packed weights
+_WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}  # types of computation
+_STORED = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # floating-point types of files
+PACKED = ".weight_packed"  # integers that hold several weights each
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+def bytes_in_memory(directory: Path, *, dtype: str = "auto") -> int:
+    """Raises `ModelRefused` for files that are damaged or missing."""
+    tensors = [one for file in sorted(directory.glob("*.safetensors")) for one in _tensors(file)]
+    if not tensors:
+        raise ModelRefused(f"{directory.name} has no safetensors files")
+    config = _config(directory / "config.json")
+    width = _width(config, tensors, dtype)
+    in_each = 32 // _bits(config)
+    elements = sum(one.elements * (in_each if one.name.endswith(PACKED) else 1) for one in tensors)
+    # an embedding that is the output layer too is packed for that, and plain for lookups
+    elements += max((one.elements for one in tensors if len(one.shape) == 2), default=0)
+    size = width * elements
+    return size + size // MARGIN_SHARE + MARGIN
+
+
+def _width(config: Mapping[str, Any], tensors: list[_Tensor], dtype: str) -> int:
+    """Bytes of an element in the type of computation."""
+    if dtype in _WIDTHS:
+        return _WIDTHS[dtype]
+    text = config.get("text_config")
+    for part in (config, cast("Mapping[str, Any]", text) if isinstance(text, dict) else {}):
+        for key in ("dtype", "torch_dtype"):
+            if (named := part.get(key)) in _WIDTHS:
+                return _WIDTHS[cast(str, named)]
+    return max((_STORED[one.dtype] for one in tensors if one.dtype in _STORED), default=4)
+
+
+def _bits(config: Mapping[str, Any]) -> int:
+    """The fewest bits of a weight in packed tensors."""
+    found: list[int] = []
+
+    def search(value: object) -> None:
+        if isinstance(value, dict):
+            for key, inner in cast("dict[str, object]", value).items():
+                if key == "num_bits" and type(inner) is int and inner in (2, 3, 4, 8):
+                    found.append(inner)
+                search(inner)
+
+    search(config.get("quantization_config"))
+    return min(found, default=4)
+
+
+def _config(file: Path) -> Mapping[str, Any]:
+    try:
+        if file.stat().st_size > MOST_CONFIG:
+            raise ModelRefused(f"{file.name} has more than {MOST_CONFIG} bytes")
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelRefused(f"{file.name} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ModelRefused(f"{file.name} is not a JSON object")
+    return cast("dict[str, Any]", found)
+
+
+def _tensors(file: Path) -> Iterator[_Tensor]:
+    """The tensors of a file, by its header."""
+    try:
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            if length > min(MOST_HEADER, file.stat().st_size - 8):
+                raise ModelRefused(f"{file.name} is not a whole safetensors file: its header has {length} bytes")
+            header = json.loads(opened.read(length))
+        for name, about in header.items():
+            if name == "__metadata__":
+                continue
+            shape = tuple(about["shape"])
+            if not all(type(size) is int and 0 <= size < 2**48 for size in shape):
+                raise ValueError(f"the shape of {name}")
+            yield _Tensor(name, str(about["dtype"]), shape)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error) as error:
+        raise ModelRefused(f"{file.name} is not a whole safetensors file: {error}") from error

@@ -1,0 +1,88 @@
+"""library_models: the models of the library as what a server can load, with the bytes that each takes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvcellar.errors import KvcellarError, ModelNotFound, ModelRefused
+from kvcellar.library.library import Library, LibraryModel
+from kvcellar.library.names import LATEST, ModelName
+from kvcellar.models.weights_bytes import bytes_in_memory
+from kvcellar.serve.protocols import ServedEngine
+from kvcellar.serve.servable import Servable
+
+LONGEST = 2**20  # tokens of a prompt that a body may have, before the model is known
+KEPT = 1024  # names whose models are remembered
+LEAST_SHARE = 8  # of the cache: with less, a model waits until others are unloaded
+
+Make = Callable[[str, int, Callable[[], None]], ServedEngine]  # an engine of a name, as `servable.Loader`
+
+
+@dataclass(frozen=True, slots=True)
+class Caches:
+    """Bytes of the cache of an engine: `fixed`, or a share of what the limit leaves beside its weights."""
+
+    max_bytes: int
+    share: float
+    fixed: int | None = None
+
+    def of(self, weights: int) -> tuple[int, int]:
+        """The least bytes of the cache of a model, and the most."""
+        if self.fixed is not None:
+            return self.fixed, self.fixed
+        most = max(0, int(self.share * (self.max_bytes - weights)))
+        return most // LEAST_SHARE, most
+
+
+def shown(name: str) -> str:
+    """A name as it is listed."""
+    return name.removesuffix(f":{LATEST}")
+
+
+class LibraryModels:
+    """A `Catalogue`. Thread-safe."""
+
+    longest = LONGEST
+
+    def __init__(self, library: Library | None, make: Make, caches: Caches, *, dtype: str = "auto") -> None:
+        self._library, self._make, self._caches, self._dtype = library, make, caches, dtype
+        self._known: dict[str, tuple[float, Servable]] = {}  # by name, with the time of its manifest
+
+    def find(self, name: str) -> Servable:
+        whole = str(ModelName.parse(name))
+        if self._library is None:
+            raise ModelNotFound(f"there is no model {name!r}, because there is no library")
+        modified = self._library.modified(whole)
+        if (known := self._known.get(whole)) is not None and known[0] == modified:
+            return known[1]
+        made = self._servable(self._library, self._library.resolve(whole))
+        if len(self._known) >= KEPT:
+            self._known.clear()
+        self._known[whole] = modified, made
+        return made
+
+    def all(self) -> list[Servable]:
+        """Those that can be served."""
+        found: list[Servable] = []
+        for name in self._library.names() if self._library is not None else ():
+            try:
+                found.append(self.find(str(name)))
+            except KvcellarError:
+                continue  # removed meanwhile, or damaged: a request for it gets the reason
+        return found
+
+    def _servable(self, library: Library, model: LibraryModel) -> Servable:
+        weights = sum(self._bytes(path) for path in (model.directory, model.draft) if path is not None)
+        weights += sum(file.size for part in model.manifest.adapters for file in part.files)
+        least, most = self._caches.of(weights)
+
+        def load(cache: int, going_on: Callable[[], None]) -> ServedEngine:
+            engine = self._make(model.name, cache, going_on)
+            if library.manifest(model.name).id != model.id:
+                raise ModelRefused("it was created again while it was loaded; try again")
+            return engine
+
+        return Servable(shown(model.name), model.id, weights, most, least, load, id=model.id)
+
+    def _bytes(self, directory: Path) -> int:
+        return bytes_in_memory(directory, dtype=self._dtype)

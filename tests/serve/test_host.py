@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvcellar.errors import BadRequest, KvcellarError, ModelNotFound, ModelRefus
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.host import Lease
 from kvcellar.serve.residents import Limits
+from kvcellar.serve.short_switches import SHORT, ShortSwitches
 from tests.serve.fake_host import World, engine_of
 
 SIZES = {"a": (50, 10), "b": (60, 10), "c": (20, 5), "d": (30, 40)}
@@ -285,6 +287,15 @@ def test_only_a_model_that_is_loaded_can_be_looked_into() -> None:
             assert lease.engine.model.name == "a"
 
     run(play)
+
+
+def test_threads_take_turns_more_often_only_while_a_model_is_loaded() -> None:
+    before, switches = sys.getswitchinterval(), ShortSwitches()
+    with switches:
+        with switches:
+            assert sys.getswitchinterval() == pytest.approx(SHORT)
+        assert sys.getswitchinterval() == pytest.approx(SHORT)
+    assert sys.getswitchinterval() == before
 
 
 def test_what_never_fits_is_refused_at_once() -> None:

@@ -28,6 +28,7 @@ from kvcellar.serve.named_engine import NamedEngine
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.residents import FOREVER, Limits, Load, Resident, Residents, Work
 from kvcellar.serve.servable import Catalogue, Servable
+from kvcellar.serve.short_switches import ShortSwitches
 
 log = logging.getLogger("kvcellar.serve")
 
@@ -80,6 +81,7 @@ class Host:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._threads: set[threading.Thread] = set()
+        self._short_switches = ShortSwitches()
         self._closed = False
 
     def open(self, servable: Servable) -> ServedEngine:
@@ -231,7 +233,8 @@ class Host:
         servable, error = load.servable, None
         began = self._clock()
         try:
-            engine = servable.load(load.resident.size - servable.weights, self._going_on)
+            with self._short_switches:
+                engine = servable.load(load.resident.size - servable.weights, self._going_on)
         except Exception as failure:  # noqa: BLE001 - logged, and given to the requests that wait
             error = failure
             self.residents.failed(load)

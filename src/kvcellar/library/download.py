@@ -132,7 +132,7 @@ def _append(url: str, headers: dict[str, str], partial: _Partial, size: int) -> 
         asked["Range"] = f"bytes={partial.size}-"
     with get_session().stream("GET", url, headers=asked, timeout=HF_HUB_DOWNLOAD_TIMEOUT) as response:
         hf_raise_for_status(response)
-        if partial.size and response.status_code != httpx2.codes.PARTIAL_CONTENT:
+        if partial.size and response.status_code != int(httpx2.codes.PARTIAL_CONTENT):
             partial.restart()
         for block in response.iter_raw():
             partial.append(block)

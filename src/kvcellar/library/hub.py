@@ -1,3 +1,4 @@
+# pyright: standard
 """hub: fetches a model from a hub into the local Hugging Face cache.
 
 Nothing of the package calls `look_up` or `pull` by itself: they are called for a command or a request that says so.
@@ -10,7 +11,7 @@ import glob
 import re
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -288,7 +289,7 @@ class _NoBar(tqdm):
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> Generator[None]:
     """Within the block, huggingface_hub logs only errors."""
     before = hub_logging.get_verbosity()
     hub_logging.set_verbosity_error()

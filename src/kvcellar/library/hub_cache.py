@@ -2,7 +2,7 @@
 
 import fcntl
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +78,7 @@ def existing(path: Path) -> Path:
 
 
 @contextmanager
-def locked(storage: Path, repository: Repository, progress: Listener | None) -> Iterator[None]:
+def locked(storage: Path, repository: Repository, progress: Listener | None) -> Generator[None]:
     """One pull of a repository at a time, of all processes and threads; others wait."""
     locks = _locks(storage)
     locks.mkdir(parents=True, exist_ok=True)

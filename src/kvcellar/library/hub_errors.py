@@ -1,6 +1,6 @@
 """hub_errors: what went wrong with a hub, in one sentence each, and what to do about it."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import httpx2
@@ -23,7 +23,7 @@ _KEPT = "What was downloaded is kept: pull it again to continue"
 
 
 @contextmanager
-def explained(repository: Repository, endpoint: str | None) -> Iterator[None]:
+def explained(repository: Repository, endpoint: str | None) -> Generator[None]:
     """Within the block, errors of huggingface_hub and of the network become `ModelNotFound` and `PullFailed`."""
     hub = endpoint or constants.ENDPOINT
     try:
@@ -56,7 +56,7 @@ def explained(repository: Repository, endpoint: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def not_of_a_hub(repository: Repository, endpoint: str | None) -> Iterator[None]:
+def not_of_a_hub(repository: Repository, endpoint: str | None) -> Generator[None]:
     """Within the block, what is no listing of a hub raises `PullFailed`."""
     try:
         yield

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 _SYSTEM = ("system", "developer")
 
@@ -14,15 +14,17 @@ class Preamble:
     system: str | None = None
     examples: tuple[Mapping[str, Any], ...] = ()
 
-    def before(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    def before(self, messages: Sequence[Any]) -> Sequence[Any]:
         """The conversation with its preamble. What is not a conversation is returned as it is, to be refused."""
         if not (self.system or self.examples) or not isinstance(messages, list | tuple):
             return messages
-        own = 0
-        while own < len(messages) and isinstance(one := messages[own], Mapping) and one.get("role") in _SYSTEM:
-            own += 1
+        own = next((at for at, one in enumerate(messages) if _role(one) not in _SYSTEM), len(messages))
         system = messages[:own] or ([{"role": "system", "content": self.system}] if self.system else [])
         return [*system, *self.examples, *messages[own:]]
+
+
+def _role(message: Any) -> Any:
+    return cast("Mapping[str, Any]", message).get("role") if isinstance(message, Mapping) else None
 
 
 NO_PREAMBLE = Preamble()

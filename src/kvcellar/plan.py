@@ -36,6 +36,8 @@ class Feed(NamedTuple):
 
     `checkpoints` are positions in (pos.start, pos.end], in order: the commit makes a claim of the kept tokens, with a
     checkpoint at each of these positions that is not behind the kept tokens.
+
+    `adapter` is the number of the adapter that the tokens are computed with; 0: none.
     """
 
     seq: int
@@ -44,6 +46,7 @@ class Feed(NamedTuple):
     keep_state: bool = False
     revertible: bool = False
     checkpoints: tuple[int, ...] = ()
+    adapter: int = 0
 
     @property
     def between(self) -> tuple[int, ...]:

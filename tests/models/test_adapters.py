@@ -128,7 +128,7 @@ def test_the_digest_tells_adapters_by_what_they_compute(llama: PreTrainedModel, 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_matrices_are_read_in_the_type_of_the_layer(llama: PreTrainedModel, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_matrices_are_read_as_float32(llama: PreTrainedModel, tmp_path: Path, dtype: torch.dtype) -> None:
     path = saved(tmp_path / "a", layers_of(llama, ends_with("q_proj", "v_proj")), dtype=dtype)
     lora = read(llama, path).loras[Q0]
     assert {lora.a.dtype, lora.b.dtype} == {torch.float32}

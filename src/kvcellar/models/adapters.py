@@ -75,8 +75,8 @@ class Adapter:
 
 
 def read_adapter(directories: Sequence[Path], network: PreTrainedModel, *, most_bytes: Callable[[], int]) -> Adapter:
-    """The sum of the adapters in these directories, for a network, in CPU memory. Raises `AdapterRefused` before
-    anything is read if one of them does not fit, or if they take more than `most_bytes`."""
+    """The sum of the adapters in these directories, for a network, in float32 on the CPU. Raises `AdapterRefused`,
+    before anything is read if one of them does not fit, or if they take more than `most_bytes`."""
     layers = linear_layers(network)
     with ExitStack() as files:
         parts = [files.enter_context(_opened(directory, network, layers)) for directory in directories]
@@ -116,10 +116,6 @@ def sizes_of(layer: nn.Module) -> tuple[int, int]:
     return layer.in_features, layer.out_features
 
 
-def _dtype_of(layer: nn.Module) -> torch.dtype:
-    return (layer.packed if isinstance(layer, PackedLinear) else layer.weight).dtype  # type: ignore[return-value]
-
-
 def _joined(parts: Sequence[Lora]) -> Lora:
     if len(parts) == 1:
         return parts[0]
@@ -151,25 +147,19 @@ class _Part:
 
     @property
     def bytes(self) -> int:
-        return sum(
-            rank * sum(sizes_of(self.layers[name])) * _dtype_of(self.layers[name]).itemsize
-            for name, rank in self.ranks.items()
-        )
+        """In float32."""
+        return sum(4 * rank * sum(sizes_of(self.layers[name])) for name, rank in self.ranks.items())
 
     def read(self, name: str) -> Lora:
-        """The matrices of a layer in its dtype."""
-        dtype = _dtype_of(self.layers[name])
-        a, b = self._read(name + _A), self._read(name + _B)
-        lora = Lora(a.to(dtype).contiguous(), (b.float() * self.config.scale_of(name)).to(dtype).contiguous())
-        for values, tensor in ((lora.a, _A), (lora.b, _B)):
-            if not is_finite(values):
-                raise AdapterRefused(
-                    self.name, f"{self.tensors[name + tensor]} holds NaN or infinity as {dtype}: it is damaged"
-                )
-        return lora
+        """The matrices of a layer, in float32."""
+        return Lora(self._read(name + _A, 1.0), self._read(name + _B, self.config.scale_of(name)))
 
-    def _read(self, tensor: str) -> Tensor:
-        return self.weights.slices[self.tensors[tensor]][:]
+    def _read(self, tensor: str, scale: float) -> Tensor:
+        name = self.tensors[tensor]
+        values = (self.weights.slices[name][:].float() * scale).contiguous()
+        if not is_finite(values):
+            raise AdapterRefused(self.name, f"{name} holds NaN or infinity: it is damaged")
+        return values
 
     def check_unchanged(self) -> None:
         try:

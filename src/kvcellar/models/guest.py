@@ -22,9 +22,11 @@ from kvcellar.attention.choose import Chosen, choose
 from kvcellar.cache.memory import Memory
 from kvcellar.contracts import Backend
 from kvcellar.errors import ModelRefused, NotSupported
+from kvcellar.models.adapted import AdaptedNetwork
+from kvcellar.models.adapter_rows import AdapterRows
 from kvcellar.models.input_limits import first_position
 from kvcellar.models.own_layers import fresh_layers
-from kvcellar.models.seam import Door, FlatDoor, Scorings, SoloDoor, cache_argument, opened
+from kvcellar.models.seam import Door, FlatDoor, Scorings, SoloDoor, StepDoor, cache_argument, opened
 from kvcellar.models.shape import Shape
 from kvcellar.plan import Plan
 from kvcellar.shapes import StoredAs
@@ -69,6 +71,7 @@ class Guest:
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
         self._first = first_position(model)
         self._scorings: Scorings = {}
+        self.adapted = AdaptedNetwork(model)
 
     @property
     def device(self) -> torch.device:
@@ -118,20 +121,30 @@ class Guest:
 
         Raises `NotSupported` for a feed of which a part may be kept, if `no_partial_commit` is set.
         """
-        return self._forward(memory, plan, ids, memory.tables.fill("wanted rows", want))
+        head = want if "logits_to_keep" in self._accepts else None
+        return self._forward(memory, plan, ids, memory.tables.fill("wanted rows", want), head)
 
-    def _forward(self, memory: Memory, plan: Plan, ids: Ints, want: Tensor | None) -> Tensor:
-        """Logits of the rows in `want`, or of all that the output head computes."""
+    def _forward(self, memory: Memory, plan: Plan, ids: Ints, want: Tensor | None, head: Ints | None) -> Tensor:
+        """Logits of the rows in `want`, or of all that the output head computes. `head` are the rows that it reads, if
+        not all."""
         if self.no_partial_commit is not None and any(feed.in_parts for feed in plan.feeds):
             raise NotSupported(f"a part of a feed cannot be kept, nor be a checkpoint: {self.no_partial_commit}")
         rows = memory.tables.fill("ids", ids), memory.tables.fill("positions", plan.positions)
         if self.mode == "flat":
-            past = self.past_length(rows[1])
-            return self._run(FlatDoor(memory, plan, past, self.shape.bindings, self._scorings), *rows, want)
+            door = FlatDoor(memory, plan, self.past_length(rows[1]), self.shape.bindings, self._scorings)
+            self._adapt(door, plan, head)
+            return self._run(door, *rows, want)
         door = SoloDoor(memory, plan, fresh_layers(self.model))
+        self._adapt(door, plan, head)
         logits = self._run(door, *rows, want)
         door.put()
         return logits
+
+    def _adapt(self, door: StepDoor, plan: Plan, head: Ints | None) -> None:
+        """Let the rows of sequences with an adapter have it."""
+        if self.adapted.adapters and self.adapted.begin(plan):
+            wanted = head.tolist() if isinstance(head, Tensor) else head
+            door.adapted = AdapterRows(plan, lambda: door.mixer, self.device, wanted)
 
     @torch.inference_mode()
     def forward_with_hidden(self, memory: Memory, plan: Plan, ids: Ints, want: Ints) -> tuple[Tensor, Tensor]:
@@ -148,7 +161,7 @@ class Guest:
         with ExitStack() as hooked:
             if head is not None:
                 hooked.callback(head.register_forward_pre_hook(only_wanted).remove)
-            logits = self._forward(memory, plan, ids, None)
+            logits = self._forward(memory, plan, ids, None, want)
         if len(read) != 1:
             raise ModelRefused(
                 f"{type(self.model).__name__} calls its output head {len(read)} times in a forward, not once, so its "

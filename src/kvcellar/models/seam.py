@@ -27,6 +27,7 @@ from transformers.cache_utils import Cache
 
 from kvcellar.cache.memory import Memory
 from kvcellar.errors import ModelRefused, NotSupported, WrongStage
+from kvcellar.models.adapter_rows import AdapterRows
 from kvcellar.models.mixers import Forward, Mixing, StateView, conv
 from kvcellar.models.own_layers import INDEX, OWN, OwnLayer, OwnLayers
 from kvcellar.models.scan import Call, recurrent
@@ -52,6 +53,8 @@ Extras = Mapping[str, Any]
 
 class Door(ABC):
     """Handles the model's calls during one forward. A call that a door does not override is refused."""
+
+    adapted: AdapterRows | None = None  # which rows have an adapter; None: none
 
     @abstractmethod
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -264,6 +267,11 @@ class StepDoor(Door):
     def _view(self, layer: int) -> StateView:
         """The view of the running mixer, which `layer` belongs to."""
 
+    @property
+    @abstractmethod
+    def mixer(self) -> StateView | None:
+        """The view of the running mixer, if it gets other rows than those of the step."""
+
     def state(self, layer: int, name: str) -> Tensor | None:
         return self._view(layer).state(layer, name)
 
@@ -339,6 +347,10 @@ class FlatDoor(StepDoor):
             raise ModelRefused(f"layer {layer} reads its state outside of its mixer, unlike when the model was probed")
         return self._mixing.view
 
+    @property
+    def mixer(self) -> StateView | None:
+        return self._mixing.view
+
     def mix(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         return self._mixing.mix(forward, args, kwargs)
 
@@ -379,6 +391,10 @@ class SoloDoor(StepDoor):
 
     def _view(self, layer: int) -> StateView:
         return self._states
+
+    @property
+    def mixer(self) -> StateView | None:
+        return None
 
     def state(self, layer: int, name: str) -> Tensor | None:
         return super().state(layer, name) if self._past else None

@@ -8,7 +8,7 @@ Always true:
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass
@@ -25,8 +25,9 @@ from kvcellar.errors import ModelRefused, NotSupported
 from kvcellar.models.adapted import AdaptedNetwork
 from kvcellar.models.adapter_rows import AdapterRows
 from kvcellar.models.input_limits import first_position
+from kvcellar.models.mixers import StateView
 from kvcellar.models.own_layers import fresh_layers
-from kvcellar.models.seam import Door, FlatDoor, Scorings, SoloDoor, StepDoor, cache_argument, opened
+from kvcellar.models.seam import Door, FlatDoor, Scorings, SoloDoor, cache_argument, opened
 from kvcellar.models.shape import Shape
 from kvcellar.plan import Plan
 from kvcellar.shapes import StoredAs
@@ -132,19 +133,19 @@ class Guest:
         rows = memory.tables.fill("ids", ids), memory.tables.fill("positions", plan.positions)
         if self.mode == "flat":
             door = FlatDoor(memory, plan, self.past_length(rows[1]), self.shape.bindings, self._scorings)
-            self._adapt(door, plan, head)
+            self._adapt(door, plan, lambda: door.mixing.view, head)
             return self._run(door, *rows, want)
         door = SoloDoor(memory, plan, fresh_layers(self.model))
-        self._adapt(door, plan, head)
+        self._adapt(door, plan, lambda: None, head)
         logits = self._run(door, *rows, want)
         door.put()
         return logits
 
-    def _adapt(self, door: StepDoor, plan: Plan, head: Ints | None) -> None:
-        """Let the rows of sequences with an adapter have it."""
+    def _adapt(self, door: Door, plan: Plan, mixer: Callable[[], StateView | None], head: Ints | None) -> None:
+        """Let the rows of sequences with an adapter have it. `mixer` returns the view of the one that is running."""
         if self.adapted.adapters and self.adapted.begin(plan):
             wanted = head.tolist() if isinstance(head, Tensor) else head
-            door.adapted = AdapterRows(plan, lambda: door.mixer, self.device, wanted)
+            door.adapted = AdapterRows(plan, mixer, self.device, wanted)
 
     @torch.inference_mode()
     def forward_with_hidden(self, memory: Memory, plan: Plan, ids: Ints, want: Ints) -> tuple[Tensor, Tensor]:

@@ -267,11 +267,6 @@ class StepDoor(Door):
     def _view(self, layer: int) -> StateView:
         """The view of the running mixer, which `layer` belongs to."""
 
-    @property
-    @abstractmethod
-    def mixer(self) -> StateView | None:
-        """The view of the running mixer, if it gets other rows than those of the step."""
-
     def state(self, layer: int, name: str) -> Tensor | None:
         return self._view(layer).state(layer, name)
 
@@ -302,7 +297,7 @@ class FlatDoor(StepDoor):
         self._expanded = frozenset(b.layer for b in bindings.values() if not b.direct)
         self._storing = None if plan.stored == plan.tokens else memory.tables.fill("storing rows", plan.storing)
         revertible = frozenset(feed.seq for feed in plan.feeds if feed.in_parts)
-        self._mixing = Mixing(memory, plan.states, plan.tokens, lambda: opened(self), revertible)
+        self.mixing = Mixing(memory, plan.states, plan.tokens, lambda: opened(self), revertible)
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         history = self._layers.get(layer)
@@ -343,16 +338,12 @@ class FlatDoor(StepDoor):
         return self._past
 
     def _view(self, layer: int) -> StateView:
-        if self._mixing.view is None:
+        if self.mixing.view is None:
             raise ModelRefused(f"layer {layer} reads its state outside of its mixer, unlike when the model was probed")
-        return self._mixing.view
-
-    @property
-    def mixer(self) -> StateView | None:
-        return self._mixing.view
+        return self.mixing.view
 
     def mix(self, forward: Forward, args: Any, kwargs: Any) -> Any:
-        return self._mixing.mix(forward, args, kwargs)
+        return self.mixing.mix(forward, args, kwargs)
 
 
 class SoloDoor(StepDoor):
@@ -391,10 +382,6 @@ class SoloDoor(StepDoor):
 
     def _view(self, layer: int) -> StateView:
         return self._states
-
-    @property
-    def mixer(self) -> StateView | None:
-        return None
 
     def state(self, layer: int, name: str) -> Tensor | None:
         return super().state(layer, name) if self._past else None

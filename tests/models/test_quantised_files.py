@@ -36,7 +36,7 @@ def written(source: Path) -> dict[str, Path]:
     """Its directories in int8 and int4."""
     into = {kind: source.with_name(kind) for kind in ("int8", "int4", "mixed")}
     for kind, path in into.items():
-        quantize_directory(source, path, kind)
+        quantize_directory(source, path, kind, measure=False)
     return into
 
 

@@ -5,8 +5,9 @@ them from embeddings, convolutions and tables of the same shape; names tell rout
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -33,13 +34,15 @@ class Choice:
     """What happens to the weights of a source: names of stored tensors by kind, and reasons for those that are left.
 
     `promoted` is a target that matches the modules in 8 bits of a mixed file, and `others` names quantised modules that
-    are not linear layers."""
+    are not linear layers. `modules` are the names of linear layers in the network, by their stored weights.
+    """
 
     kinds: Mapping[str, str]  # `INT8` or `INT4`
     left: Mapping[str, str]
     ignore: tuple[str, ...]  # full names of modules that are left
     promoted: str | None = None
     others: tuple[str, ...] = ()
+    modules: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def choose(skeleton: PreTrainedModel, weights: WeightsFiles, kind: str, *, draft: bool = False) -> Choice:
@@ -63,12 +66,12 @@ def choose(skeleton: PreTrainedModel, weights: WeightsFiles, kind: str, *, draft
         else:
             left[name] = why
     kinds, promoted = _kinds(quantised, kind, skeleton)
-    others = tuple(
-        name.removesuffix(".weight")
-        for name in kinds
-        if modules.get(targets[name].removesuffix(".weight")) is embedding
-    )
-    return Choice(kinds, left, _ignored(skeleton, weights, kinds), promoted, others)
+    places = {name: targets[name].removesuffix(".weight") for name in kinds}
+    others = tuple(name.removesuffix(".weight") for name in kinds if modules.get(places[name]) is embedding)
+    linear = {name: place for name, place in places.items() if isinstance(modules.get(place), nn.Linear)}
+    parts = Counter(linear.values())
+    once = {name: place for name, place in linear.items() if parts[place] == 1}
+    return Choice(kinds, left, _ignored(skeleton, weights, kinds), promoted, others, once)
 
 
 def _unfit(name: str, stored: Stored) -> str | None:

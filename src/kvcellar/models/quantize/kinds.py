@@ -14,7 +14,7 @@ _NAMES = {
     "f32": ("f32",),
 }
 _KINDS = {name: kind for kind, names in _NAMES.items() for name in names}
-METHODS = ("signed-max",)
+METHODS = (SIGNED_MAX, GPTQ) = ("signed-max", "gptq")
 
 
 def canonical_kind(text: str) -> str:

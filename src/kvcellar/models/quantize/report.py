@@ -1,0 +1,50 @@
+"""report: what quantising a model directory did, as text."""
+
+from collections.abc import Mapping
+from typing import Any
+
+_SHOWN = 3  # names of a list
+
+
+def report_lines(report: Mapping[str, Any]) -> list[str]:
+    """The report of `quantize_directory`, in lines to print."""
+    kind, requested = report["kind"], report["requested"]
+    named = kind if requested == kind else f"{requested} ({_meaning(requested, kind)})"
+    before, after = report["source_bytes"], report["bytes"]
+    by = f" by {report['method']}" if report["weights"].get("int4") else ""
+    lines = [f"{named}{by}: {before / 1e6:,.1f} MB became {after / 1e6:,.1f} MB ({after / before:.0%})"]
+    lines.append("weights: " + ", ".join(f"{count:,} {name}" for name, count in report["weights"].items()))
+    if report["left"]:
+        lines.append("tensors left: " + ", ".join(f"{count} {why}" for why, count in report["left"].items()))
+    if (calibration := report.get("calibration")) is not None:
+        lines += _calibration(calibration)
+    if (harm := report.get("harm")) is not None:
+        lines += _harm(harm)
+    return lines
+
+
+def _meaning(requested: str, kind: str) -> str:
+    return "8-bit integers, as in Ollama" if requested == "fp8" else f"here {kind}"
+
+
+def _calibration(calibration: Mapping[str, Any]) -> list[str]:
+    lines = [f"calibrated on {calibration['tokens']:,} tokens: {calibration['text']}"]
+    if names := calibration["by_the_rule"]:
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        lines.append(
+            f"{len(names)} tensors by signed-max, since calibration does not help them: "
+            f"{', '.join(names[:_SHOWN])}{more}"
+        )
+    return lines
+
+
+def _harm(harm: Mapping[str, Any]) -> list[str]:
+    source, own = (_number(harm[name]) for name in ("source_perplexity", "perplexity"))
+    return [
+        f"predictions on {harm['tokens']:,} tokens ({harm['text']}): KL {harm['kl']:.2g} nats, "
+        f"same most likely token {harm['top1']:.1%}, perplexity {source} became {own}"
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "no number" if value is None else f"{value:.4g}"

@@ -51,9 +51,10 @@ class FakeTools:
         return {"q8": "int8"}.get(text.lower(), text.lower())
 
     def gguf(self, file: Path, into: Path) -> None:
-        model(into, len(file.read_bytes()))
+        model(into, len(file.read_bytes()))  # creates the directory
 
     def quantize(self, source: Path, into: Path, kind: str, *, draft: bool) -> Mapping[str, Any]:
+        into.mkdir()
         for file in source.iterdir():
             if file.is_file():
                 content = file.read_bytes()

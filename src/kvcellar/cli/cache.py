@@ -14,6 +14,7 @@ from urllib.parse import quote
 import click
 
 from kvcellar.cli.client import PART, AdminClient, server_options
+from kvcellar.cli.models import size
 from kvcellar.cli.options import Command, Size
 from kvcellar.errors import BadRequest
 from kvcellar.tiers import upkeep
@@ -107,26 +108,17 @@ def _totals(found: Json) -> Iterator[str]:
         yield f"in memory: {len(device['namespaces'])} namespaces"
         for one in device["namespaces"]:
             counts = f"{one['entries']} entries, {one['tokens']} tokens, {one['checkpoints']} checkpoints"
-            yield f"  {_namespace(one)}: {counts}, {_size(one['bytes'])}; {one['in_use']} tokens in use"
+            yield f"  {_namespace(one)}: {counts}, {size(one['bytes'])}; {one['in_use']} tokens in use"
     if (store := found["store"]) is not None:
-        limit = "" if store["limit_bytes"] is None else f" of {_size(store['limit_bytes'])}"
-        yield f"in the store {store['directory']}: {_size(store['bytes'])}{limit}"
+        limit = "" if store["limit_bytes"] is None else f" of {size(store['limit_bytes'])}"
+        yield f"in the store {store['directory']}: {size(store['bytes'])}{limit}"
         for one in store["namespaces"]:
-            counts = f"{one['entries']} entries, {one['tokens']} tokens, {_size(one['bytes'])}"
+            counts = f"{one['entries']} entries, {one['tokens']} tokens, {size(one['bytes'])}"
             yield f"  {_namespace(one)} of model {one['identity']}: {counts}"
 
 
 def _namespace(one: Json) -> str:
     return "(sealed with another key)" if one["namespace"] is None else one["namespace"] or "(no namespace)"
-
-
-def _size(n: int) -> str:
-    value, unit = float(n), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, larger
-    return f"{value:.3g} {unit}"
 
 
 def list_options(function: F) -> F:
@@ -176,7 +168,7 @@ def _entry(one: Json) -> str:
             f"{one['users']} users, used {'again' if one['reused'] else 'once'}, {len(one['checkpoints'])} checkpoints"
         )
     else:
-        about = f"{one['uses']} uses, {_size(one['bytes'])}" + (", pinned" if one["pinned"] else "")
+        about = f"{one['uses']} uses, {size(one['bytes'])}" + (", pinned" if one["pinned"] else "")
     return f"{one['name']}{span}, {about}: {text}"
 
 
@@ -264,7 +256,7 @@ def gc(as_json: bool, **target: Any) -> None:
 def verify(as_json: bool, **target: Any) -> None:
     """Read every entry of the store. What is damaged is removed. Exit code 1 if anything was."""
     found = Target(**target).ask("POST", "/admin/cache/verify", lambda disk: asdict(upkeep.verified(disk)))
-    lines = [f"{found['read']} entries of {_size(found['bytes'])} are as they were written"]
+    lines = [f"{found['read']} entries of {size(found['bytes'])} are as they were written"]
     if found["damaged"]:
         lines.append(f"{found['damaged']} were damaged, and are removed")
     if found["unreadable"]:
@@ -291,7 +283,7 @@ def export(file: Path, as_json: bool, **target: Any) -> None:
     else:
         found = chosen.ask("POST", "", lambda disk: write(upkeep.exported(disk)))
     if not to_stdout:
-        _print(found, as_json, iter([f"wrote {_size(found['bytes'])} to {file}"]))
+        _print(found, as_json, iter([f"wrote {size(found['bytes'])} to {file}"]))
 
 
 @contextmanager

@@ -25,12 +25,20 @@ COMMANDS = {
     "run": "Chat with a model at the terminal, or complete one prompt.",
     "serve": "Serve a model over HTTP, with the OpenAI API.",
     "pull": "Download a model from a hub.",
+    "create": "Make a model of the library from a Modelfile.",
+    "list": "List the models of the library.",
+    "show": "Print what is known about a model of the library.",
+    "cp": "Give a model of the library a second name.",
+    "rm": "Remove models from the library.",
     "why": "Print why a request did not read more from memory.",
     "cache": "List, remove, verify, export and import what is cached.",
     "doctor": "Test a model and print how it would be served, and why.",
     "verify": "Check on this machine that using the cache does not change a model's logits.",
     "bench": "Measure kvcellar and transformers in one run.",
 }
+
+
+ALIASES = {"ls": "list"}
 
 
 class Commands(click.Group):
@@ -40,9 +48,10 @@ class Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
+        name = ALIASES.get(cmd_name, cmd_name)
+        if name not in COMMANDS:
             return None
-        command: click.Command = importlib.import_module(f"kvcellar.cli.{cmd_name}").command
+        command: click.Command = importlib.import_module(f"kvcellar.cli.{name}").command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -65,7 +65,6 @@ def create(
         with suppress(OSError, KvcellarError):  # the first error is the one to report
             library.collect()
         raise
-    library.collect()
     return Created(made, (*texts.notes, *one.notes))
 
 
@@ -86,7 +85,7 @@ def _texts(modelfile: Modelfile) -> _Texts:
     for name in ("renderer", "parser"):
         if (command := modelfile.last(name)) is not None:
             raise command.error(
-                f"{name.upper()} names code that is a part of Ollama. Remove the line: the chat template renders "
+                f"{command.keyword} names code that is a part of Ollama. Remove the line: the chat template renders "
                 f"conversations"
             )
     found, notes = parameters(modelfile.parameters)
@@ -97,7 +96,7 @@ def _texts(modelfile: Modelfile) -> _Texts:
     licenses = tuple(command.args for command in modelfile.all("license"))
     version = None if requires is None else _located(requires, required)
     if requires is not None:
-        _located(requires, check_version)
+        _located(requires, lambda text: check_version(required(text)))
     return _Texts(found, _args(template), _args(system), messages, licenses, version, tuple(notes))
 
 
@@ -113,6 +112,14 @@ def _located(command: Command, function: Callable[[str], Any]) -> Any:
         raise command.error(str(error)) from error
 
 
+def _fitting(command: Command, check: Callable[[], object]) -> None:
+    """Run a check of what a command names; its errors get the command and its line."""
+    try:
+        check()
+    except (BadRequest, ModelRefused) as error:
+        raise command.error(f"{command.keyword} {command.args}: {error}") from error
+
+
 class _Creation:
     """One run of `create`. All sources are found before anything is written."""
 
@@ -120,11 +127,11 @@ class _Creation:
         self._tools, self.notes = tools, list[str]()
         for name in ("model", "draft"):
             if len(lines := modelfile.all(name)) > 1:
-                keyword = "FROM" if name == "model" else "DRAFT"
-                raise lines[1].error(f"there is a second {keyword}; the first is in line {lines[0].line}")
+                raise lines[1].error(f"there is a second {lines[0].keyword}; the first is in line {lines[0].line}")
         self._from = modelfile.all("model")[0]
         self._source = sources.found(self._from, library, tools, folders)
-        self._draft = next((sources.found(one, library, tools, folders) for one in modelfile.all("draft")), None)
+        self._draft_command = modelfile.last("draft")
+        self._draft = self._draft_command and sources.found(self._draft_command, library, tools, folders)
         self._adapters = [(one, sources.found(one, library, tools, folders)) for one in modelfile.all("adapter")]
         if self._draft is not None and self._draft.same(self._source):
             raise modelfile.all("draft")[0].error(
@@ -185,14 +192,15 @@ class _Creation:
     def _check(self, target: "_Directory", draft: "_Directory | None") -> None:
         """Raise `ModelRefused` for what cannot be loaded or does not fit, before anything is copied."""
         if target.part is None:
-            _located(self._from, lambda _: self._tools.check_model(target.path))
-        if draft is not None and self._draft is not None:
+            _fitting(self._from, lambda: model_files(target.path))
+            _fitting(self._from, lambda: self._tools.check_model(target.path))
+        if draft is not None and self._draft_command is not None:
             if draft.part is None:
-                self._tools.check_model(draft.path)
-            self._tools.check_draft(target.path, draft.path)
+                _fitting(self._draft_command, lambda: model_files(draft.path))
+            _fitting(self._draft_command, lambda: self._tools.check_draft(target.path, draft.path))
         for command, source in self._adapters:
-            adapter_files(source.path)
-            _located(command, lambda _, adapter=source.path: self._tools.check_adapter(target.path, adapter))
+            _fitting(command, lambda directory=source.path: adapter_files(directory))
+            _fitting(command, lambda directory=source.path: self._tools.check_adapter(target.path, directory))
 
     def _directory(self, source: Source, staging: Staging, name: str) -> "_Directory":
         if source.model is not None:

@@ -137,9 +137,9 @@ class Disk:
         return None if digest == file.digest else f"{file.blob} has other content: {digest}"
 
     def digest(self, opened: int, stage: str, copy: int | None = None) -> str:
-        """Of an open file, which is also written to `copy`."""
+        """Of an open file, as long as it is now, which is also written to `copy`."""
         size, done, found = self.files.size(opened), 0, hashlib.sha256()
-        while chunk := self.files.read(opened, _CHUNK, done):
+        while chunk := self.files.read(opened, min(_CHUNK, size - done), done):
             found.update(chunk)
             if copy is not None:
                 self.files.write(copy, chunk)
@@ -176,10 +176,8 @@ class Staging:
         self._disk, self.directory = disk, directory
 
     def folder(self, name: str) -> Path:
-        """A new directory for files that are made."""
-        made = self.directory / name
-        made.mkdir(mode=0o700)
-        return made
+        """Path of a directory for files that are made, which does not exist yet."""
+        return self.directory / name
 
     def put(self, source: Path, name: str) -> File:
         """Copy a file into the library, unless its content is there. Raises `OSError`, and `ModelRefused` if it is no

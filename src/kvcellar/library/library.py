@@ -8,6 +8,7 @@ again.
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +70,9 @@ class Library:
             self._refuse_damaged(name, manifest, self._compared(manifest))
             with self.disk.staging() as staging, self.disk.locked():
                 self.disk.place_view(manifest, staging)
+        return self._model(name, manifest)
+
+    def _model(self, name: ModelName, manifest: Manifest) -> LibraryModel:
         view = self.disk.view(manifest)
         adapters = tuple(view / "adapters" / str(i) for i in range(len(manifest.adapters)))
         draft = None if manifest.draft is None else view / "draft"
@@ -108,7 +112,8 @@ class Library:
             self.disk.files.sync_directory(self.root / BLOBS)
             self.disk.place_view(manifest, staging)
             self._write(name, manifest, staging)
-        return self.resolve(str(name))
+        self._collect_now_or_later()
+        return self._model(name, manifest)
 
     def copy(self, source: str, target: str) -> None:
         """Make `target` the same model, in place of the one that it was. Raises as `resolve` and `commit`."""
@@ -117,7 +122,7 @@ class Library:
             manifest = self.manifest(source)
             self._refuse_other_case(name)
             self._write(name, manifest, staging)
-        self.collect()
+        self._collect_now_or_later()
 
     def remove(self, text: str) -> None:
         """Remove a model, and what only it has. What a process has loaded or opened stays readable for it. Raises
@@ -132,7 +137,7 @@ class Library:
                     os.rmdir(self.root / MANIFESTS / folder)
                 except OSError:
                     break  # it has other models
-        self.collect()
+        self._collect_now_or_later()
 
     def collect(self) -> int:
         """Remove blobs and views that belong to no model and to nothing that is being created, and what killed
@@ -150,6 +155,11 @@ class Library:
             for one in set(self.disk.files.names(self.root / VIEWS)) - views:
                 self._remove_view(one)
             return sum(self._remove_blob(one) for one in set(self.disk.files.names(self.root / BLOBS)) - needed)
+
+    def _collect_now_or_later(self) -> None:
+        """After a change that is complete: what cannot be removed now is removed after the next one."""
+        with suppress(OSError):
+            self.collect()
 
     # -- names --------------------------------------------------------------------------------------------------
 
@@ -206,7 +216,7 @@ class Library:
             if len(content) > MOST_BYTES:
                 raise ManifestDamaged(f"it has more than {MOST_BYTES} bytes")
             return Manifest.from_bytes(content)
-        except (OSError, ManifestDamaged) as error:
+        except ManifestDamaged as error:
             raise ModelRefused(
                 f"the manifest of {name} is damaged: {error}. Create the model again, or remove it: kvcellar rm {name}"
             ) from error

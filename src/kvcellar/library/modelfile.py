@@ -53,6 +53,12 @@ class Command:
     def is_parameter(self) -> bool:
         return self.name not in _NAMES
 
+    @property
+    def keyword(self) -> str:
+        if self.is_parameter:
+            return f"PARAMETER {self.name}"
+        return "FROM" if self.name == "model" else self.name.upper()
+
     def error(self, message: str) -> ModelfileError:
         """With the line of this command."""
         return ModelfileError(message, self.line)
@@ -61,8 +67,7 @@ class Command:
         if self.name == "message":
             role, _, text = self.args.partition(": ")
             return f"MESSAGE {role} {_quoted(text)}"
-        keyword = "FROM" if self.name == "model" else self.name.upper()
-        return f"{f'PARAMETER {self.name}' if self.is_parameter else keyword} {_quoted(self.args)}"
+        return f"{self.keyword} {_quoted(self.args)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,10 +47,11 @@ class Source:
 def found(command: Command, library: Library, tools: Tools, folders: Sequence[Path]) -> Source:
     """The source that FROM, DRAFT or ADAPTER names: a path, absolute or in one of `folders` (without them, no path is
     read), else `embedded`, a name of the library, or a name of the local Hugging Face cache."""
-    keyword = "FROM" if command.name == "model" else command.name.upper()
     text = command.args
     if not text or len(text) > 4096 or "\0" in text:
-        raise command.error(f"{keyword} is {shown(text)}; a directory, a .gguf file, or the name of a model is needed")
+        raise command.error(
+            f"{command.keyword} is {shown(text)}; a directory, a {_GGUF} file, or the name of a model is needed"
+        )
     marker = ADAPTER_CONFIG if command.name == "adapter" else CONFIG
     try:
         path = _path(text, folders, marker)
@@ -62,9 +63,11 @@ def found(command: Command, library: Library, tools: Tools, folders: Sequence[Pa
     except (ModelNotFound, OSError, RuntimeError) as error:
         where = " or ".join(map(str, folders))
         looked = f"there is no {text!r} in {where}, no model of that name in the library, and {error}"
-        raise command.error(f"{keyword} {text}: {looked if isinstance(error, ModelNotFound) else error}") from error
+        raise command.error(
+            f"{command.keyword} {text}: {looked if isinstance(error, ModelNotFound) else error}"
+        ) from error
     except (BadRequest, ModelRefused) as error:
-        raise command.error(f"{keyword} {text}: {error}") from error
+        raise command.error(f"{command.keyword} {text}: {error}") from error
 
 
 def _path(text: str, folders: Sequence[Path], marker: str) -> Path | None:
@@ -90,7 +93,7 @@ def _lacking(path: Path, marker: str) -> str:
     os.stat(path)  # raises with the reason for what cannot be read, such as a loop of links
     if not path.is_dir():
         return f"is a file; a directory with {marker}, or a {_GGUF} file, is needed"
-    if marker == CONFIG and (inside := sorted(file.name for file in path.glob(f"*{_GGUF}"))):
+    if marker == CONFIG and (inside := sorted(one.name for one in path.iterdir() if one.suffix.lower() == _GGUF)):
         return f"has no {marker}. Name the file: {path / inside[0]}"
     return f"has no {marker}"
 

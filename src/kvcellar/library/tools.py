@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 
 class Tools(Protocol):
-    """Everything here raises `ModelRefused` with the reason; directories `into` exist and are empty."""
+    """Everything here raises `ModelRefused` with the reason; the directories `into` do not exist yet."""
 
     def find(self, name: str) -> Path:
         """The directory of `embedded`, or of a model in the local Hugging Face cache. Raises `ModelNotFound`."""

@@ -25,7 +25,7 @@ from kvcellar.cache.memory import Memory
 from kvcellar.errors import KvcellarError, ModelRefused
 from kvcellar.models.build_guest import MODEL_ERRORS
 from kvcellar.models.config_file import config_fields
-from kvcellar.models.draft_fit import fit_of
+from kvcellar.models.draft_fit import Check, fit_of
 from kvcellar.models.guest import Guest, Ints, Verdict
 from kvcellar.models.hf_logging import silence_transformers
 from kvcellar.models.input_limits import random_tokens, vocabulary_of
@@ -33,7 +33,7 @@ from kvcellar.models.load import BUILD_ERRORS, check_memory, config_of
 from kvcellar.models.quantize.reading import decoded
 from kvcellar.models.seam import Binding, FlatDoor, Scorings, opened, our_attention, own_attention
 from kvcellar.models.selftest import TOLERANCE
-from kvcellar.models.weights_files import check_shapes
+from kvcellar.models.weights_files import WeightsFiles, check_shapes
 from kvcellar.models.weights_files import opened as opened_weights
 from kvcellar.models.weights_loading import fill
 from kvcellar.plan import Batch, Feed, Plan
@@ -113,17 +113,9 @@ def load_assistant(path: Path, target: Guest) -> AssistantHead:
     """The assistant of a directory, for `target`. Raises `ModelRefused`, with every reason if it does not fit."""
     with silence_transformers(), opened_weights(path) as files:
         weights = decoded(files)
-        config = config_of(config_fields(path), weights)
-        _check_described(config, path.name)
+        config = _config(path, weights)
         _check_fits(config, path.name, target)
-        queries_only(config)
-        kind = ASSISTANTS[config.model_type]
-        try:
-            with torch.device("meta"):
-                skeleton = kind._from_config(config, dtype=target.dtype)
-        except BUILD_ERRORS as error:
-            raise ModelRefused(f"transformers cannot build a {config.model_type} from config.json: {error}") from error
-        check_shapes(skeleton, weights)
+        skeleton = _skeleton(config, target.dtype, weights)
         check_memory(sum(parameter.numel() for parameter in skeleton.parameters()) * target.dtype.itemsize)
         try:
             network, _ = fill(skeleton, target.dtype, weights)
@@ -132,6 +124,34 @@ def load_assistant(path: Path, target: Guest) -> AssistantHead:
             raise ModelRefused(f"transformers cannot build {path.name}: {error}") from error
     network.to(device=target.device)  # pyright: ignore[reportCallIssue, reportArgumentType] - its stub is of a decorator
     return build_assistant(network, target)
+
+
+def _config(path: Path, weights: WeightsFiles) -> Any:
+    """The config of an assistant. Raises `ModelRefused`."""
+    config = config_of(config_fields(path), weights)
+    _check_described(config, path.name)
+    return config
+
+
+def check_assistant(path: Path, target: PreTrainedModel) -> None:
+    """Raise `ModelRefused` if the assistant of a directory cannot be one for the target, which may have no weights."""
+    with silence_transformers(), opened_weights(path) as files:
+        weights = decoded(files)
+        config = _config(path, weights)
+        fit_of(type(target).__name__, path.name, _shape_checks(config, target)).require()
+        _skeleton(config, target.dtype, weights)
+
+
+def _skeleton(config: Any, dtype: torch.dtype, weights: WeightsFiles) -> PreTrainedModel:
+    """The network without weights."""
+    queries_only(config)
+    try:
+        with torch.device("meta"):
+            skeleton = ASSISTANTS[config.model_type]._from_config(config, dtype=dtype)
+    except BUILD_ERRORS as error:
+        raise ModelRefused(f"transformers cannot build a {config.model_type} from config.json: {error}") from error
+    check_shapes(skeleton, weights)
+    return skeleton
 
 
 def build_assistant(network: Any, target: Guest) -> AssistantHead:
@@ -166,17 +186,27 @@ def _check_described(config: Any, name: str) -> None:
 
 def _check_fits(config: Any, name: str, target: Guest) -> None:
     """Raise `DraftRefused` unless the assistant was made for models of the target's shape."""
-    text = target.model.config.get_text_config(decoder=True)
-
-    def family() -> str:
-        if not str(text.model_type).startswith("gemma4"):
-            raise ModelRefused(f"it is made for Gemma 4, and the target is a {text.model_type}")
-        return f"for a {text.model_type}"
 
     def attention() -> str:
         if target.mode != "flat":
             raise ModelRefused(f"the target is not run with our attention: {target.refused}")
         return "runs on the target's cells"
+
+    def keys() -> str:
+        return _check_keys(config, target) if target.mode == "flat" else "not compared"
+
+    checks = {**_shape_checks(config, target.model), "attention": attention, "keys": keys}
+    fit_of(type(target.model).__name__, name, checks).require()
+
+
+def _shape_checks(config: Any, target: PreTrainedModel) -> dict[str, Check]:
+    """The checks of an assistant's config that need no weights of the target."""
+    text = target.config.get_text_config(decoder=True)
+
+    def family() -> str:
+        if not str(text.model_type).startswith("gemma4"):
+            raise ModelRefused(f"it is made for Gemma 4, and the target is a {text.model_type}")
+        return f"for a {text.model_type}"
 
     def hidden_size() -> str:
         if config.backbone_hidden_size != text.hidden_size:
@@ -186,22 +216,12 @@ def _check_fits(config: Any, name: str, target: Guest) -> None:
         return f"{text.hidden_size} values in both"
 
     def vocabulary() -> str:
-        ours, theirs = vocabulary_of(target.model), config.text_config.vocab_size
+        ours, theirs = vocabulary_of(target), config.text_config.vocab_size
         if ours != theirs:
             raise ModelRefused(f"it has {theirs} tokens, and the target has {ours}")
         return f"{ours} tokens in both"
 
-    def keys() -> str:
-        return _check_keys(config, target) if target.mode == "flat" else "not compared"
-
-    checks = {
-        "family": family,
-        "attention": attention,
-        "hidden size": hidden_size,
-        "vocabulary": vocabulary,
-        "keys": keys,
-    }
-    fit_of(type(target.model).__name__, name, checks).require()
+    return {"family": family, "hidden size": hidden_size, "vocabulary": vocabulary}
 
 
 def _read_layers(config: Any, target: Guest) -> dict[str, int]:

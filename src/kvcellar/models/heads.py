@@ -47,7 +47,7 @@ def find_head(
     if draft == OWN:
         return _own(loaded, target, backends)
     _, path = locate(draft)
-    kind, why = _kind(path)
+    kind, why = kind_of(path)
     if why is not None:
         raise ModelRefused(f"{path.name} cannot draft for {loaded.name}: it is {why}. {INSTEAD}")
     if kind not in ASSISTANTS:
@@ -70,7 +70,7 @@ def _own(loaded: Loaded, target: Guest, backends: Sequence[Backend]) -> MtpHead:
         raise ModelRefused(f"{refused}. {INSTEAD}") from refused
 
 
-def _kind(path: Path) -> tuple[str | None, str | None]:
+def kind_of(path: Path) -> tuple[str | None, str | None]:
     """The model type of a directory, and what its config says it is if that is a head that is not used."""
     if not (path / "config.json").is_file():
         return None, None

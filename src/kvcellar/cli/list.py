@@ -1,0 +1,49 @@
+"""list: the subcommand that prints the models of the library."""
+
+import json
+import sys
+from typing import Any
+
+import click
+
+from kvcellar.cli.models import date, library, size, table
+from kvcellar.cli.options import Command, quiet_option
+from kvcellar.cli.progress_line import show_progress
+from kvcellar.errors import ModelRefused
+from kvcellar.library.library import Library
+
+
+@click.command("list", cls=Command, epilog="Example: kvcellar list --json")
+@click.option("--verify", is_flag=True, help="Read every file. Exit code 1 if one is damaged.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@quiet_option
+def command(verify: bool, as_json: bool, quiet: bool) -> None:
+    """List the models of the library: name, id, bytes on disk, and when each was created. Also: kvcellar ls."""
+    models = library()
+    with show_progress(quiet=quiet):
+        found = [_entry(models, str(name), verify=verify) for name in models.names()]
+    if as_json:
+        click.echo(json.dumps({"directory": str(models.root), "models": found}))
+    else:
+        click.echo(table([("NAME", "ID", "SIZE", "MODIFIED"), *map(_row, found)]))
+        for one in found:
+            for damage in one["damage"]:
+                click.echo(f"{one['name']} is damaged: {damage}", err=True)
+    if any(one["damage"] for one in found):
+        sys.exit(1)
+
+
+def _entry(models: Library, name: str, *, verify: bool) -> dict[str, Any]:
+    """What is printed about one model. `damage` is empty unless something is wrong with it."""
+    entry: dict[str, Any] = {"name": name, "modified": date(models.modified(name))}
+    try:
+        manifest = models.manifest(name)
+    except ModelRefused as error:
+        return {**entry, "id": None, "size": None, "quantized": None, "damage": [str(error)]}
+    entry |= {"id": manifest.id, "size": manifest.size, "quantized": manifest.quantized}
+    return {**entry, "damage": list(models.verify(name)) if verify else []}
+
+
+def _row(entry: dict[str, Any]) -> tuple[str, ...]:
+    known = ("-", "-") if entry["id"] is None else (entry["id"][:12], size(entry["size"]))
+    return (entry["name"], *known, entry["modified"][:16].replace("T", " "))

@@ -1,0 +1,68 @@
+"""create_tools: what making a model of the library needs of the code that loads models: conversion and checks.
+
+The checks read configs, headers of weights files and tokenizers, and no weights.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from kvcellar.errors import ModelRefused
+from kvcellar.models.adapters import check_adapter
+from kvcellar.models.assistant_head import ASSISTANTS, check_assistant
+from kvcellar.models.draft_fit import draft_fit
+from kvcellar.models.heads import kind_of
+from kvcellar.models.load import Loaded, load, locate
+from kvcellar.models.quantize.directory import quantize_directory
+from kvcellar.models.quantize.kinds import canonical_kind
+
+
+class CreateTools:
+    """The tools of `library/create.py`, as `library/tools.py` describes them."""
+
+    def find(self, name: str) -> Path:
+        return locate(name)[1]
+
+    def kind(self, text: str) -> str:
+        return canonical_kind(text)
+
+    def gguf(self, file: Path, into: Path) -> None:
+        raise ModelRefused(f"{file} is a GGUF file, which is not read; convert it to safetensors")
+
+    def quantize(self, source: Path, into: Path, kind: str, *, draft: bool) -> Mapping[str, Any]:
+        return quantize_directory(source, into, kind, draft=draft)
+
+    def check_model(self, directory: Path) -> None:
+        _described(directory)
+
+    def check_draft(self, directory: Path, draft: Path) -> None:
+        kind, why = kind_of(draft)
+        if why is not None:
+            raise ModelRefused(f"it cannot draft: it is {why}")
+        target = replace(_described(directory), name="the target")
+        if kind in ASSISTANTS:
+            check_assistant(draft, target.model)
+        else:
+            draft_fit(target, replace(_described(draft), name="it")).require()
+
+    def check_adapter(self, directory: Path, adapter: Path) -> None:
+        check_adapter(directory, adapter)
+
+
+class _Described(Exception):  # ends a load before weights are read
+    def __init__(self, loaded: Loaded) -> None:
+        super().__init__()
+        self.loaded = loaded
+
+
+def _described(directory: Path) -> Loaded:
+    """The model of a directory, whose network has shapes and no weights."""
+
+    def end(loaded: Loaded) -> NoReturn:
+        raise _Described(loaded)
+
+    try:
+        return load(directory, device="cpu", check=end)
+    except _Described as found:
+        return found.loaded

@@ -151,7 +151,7 @@ class _Creation:
             inherited = param == "draft_quantize" and self._draft is None
             has = None if stored is None else stored.draft_quantized if inherited else stored.quantized
             if kind is not None and has is not None:
-                raise BadRequest(f"its weights are {has} already; quantize the model that it was made from", param)
+                raise BadRequest(f"its weights are {has} already; quantise the model that it was made from", param)
 
     def manifest(self, staging: Staging, texts: _Texts, quantize: str | None, draft_quantize: str | None) -> Manifest:
         """Put all files into the library."""

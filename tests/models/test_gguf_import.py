@@ -79,6 +79,9 @@ def test_factors_of_rotary_frequencies_are_llama3_scaling(tmp_path: Path) -> Non
     tensors["rope_freqs.weight"] = gguf.stored(factors, gguf.F32)
     file = gguf.write(tmp_path / "m.gguf", gguf.metadata(model), tensors)
     assert same(model, loaded(file, tmp_path))
+    tensors["rope_freqs.weight"] = gguf.stored(factors[1:], gguf.F32)
+    with pytest.raises(ModelRefused, match=r"has the shape \(7,\), not half of a head's"):
+        import_gguf(gguf.write(file, gguf.metadata(model), tensors), tmp_path)
     tensors["rope_freqs.weight"] = gguf.stored(factors**2, gguf.F32)
     with pytest.raises(ModelRefused, match=r"rope_freqs\.weight is not of llama3 scaling"):
         import_gguf(gguf.write(file, gguf.metadata(model), tensors), tmp_path)
@@ -151,6 +154,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"llama.rope.scaling.type": "longrope"}, "none, linear, and yarn"),
     ({"llama.rope.scaling.type": "yarn"}, "YaRN needs it"),
     ({"llama.embedding_length": 0}, "embedding_length is 0; a whole number from 1"),
+    ({"llama.block_count": 10_001}, "a whole number from 1 to 10000"),
     ({"llama.block_count": "four"}, "block_count is 'four'; a whole number"),
     ({"llama.block_count": 3}, r"blk\.3\..* which llama does not have"),
     ({"llama.attention.head_count": 8}, "64 rows, not those of 8 heads|only 8 is supported"),
@@ -158,9 +162,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tokenizer.ggml.model": "bert"}, "tokenizer of type 'bert'; these types are imported: gpt2, llama"),
     ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "new"}, "splits text as 'new' does"),
     ({"tokenizer.ggml.model": "llama"}, r"tokenizer\.ggml\.tokens is no list of str"),
+    ({**TOKENIZER, "tokenizer.ggml.tokens": ["a" * 4097]}, "more than 4096 characters"),
     ({**TOKENIZER, "tokenizer.ggml.scores": [0.0, 1.0]}, "2 elements for 1 tokens"),
     ({**TOKENIZER, "tokenizer.ggml.eos_token_id": 9}, "eos_token_id is 9; there are 1 tokens"),
 ]  # fmt: skip
+
+
+def test_too_many_experts_are_refused(tmp_path: Path) -> None:
+    more = {**MODELS["qwen3-moe"], "expert_count": 4096, "block_count": 33}
+    file = gguf.convert(ARCHS["qwen3-moe"].build(), tmp_path / "m.gguf", **more)
+    with pytest.raises(ModelRefused, match="135168 in all layers are too many"):
+        import_gguf(file, tmp_path)
 
 
 @pytest.mark.parametrize(("extra", "why"), REFUSED, ids=lambda one: str(one)[:40])

@@ -9,6 +9,7 @@ from kvcellar.errors import ModelRefused, shown
 from kvcellar.models.gguf_file import Header
 
 _MOST = 1 << 24  # of a whole number
+_LESS = {"block_count": 10_000, "expert_count": 1 << 12}  # of others: so many records are made for a file
 _WITHOUT_EFFECT = frozenset({"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"})
 
 
@@ -35,8 +36,9 @@ class Fields:
             found = found[0]
         if found is None and default is not None:
             return default
-        if not isinstance(found, int) or isinstance(found, bool) or not 1 <= found <= _MOST:
-            raise self.wrong(key, found, f"a whole number from 1 to {_MOST} is needed")
+        most = _LESS.get(key, _MOST)
+        if not isinstance(found, int) or isinstance(found, bool) or not 1 <= found <= most:
+            raise self.wrong(key, found, f"a whole number from 1 to {most} is needed")
         return found
 
     def number(self, key: str, default: float | None = None) -> float:

@@ -7,10 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvcellar.errors import ModelRefused
 from kvcellar.models.gguf_decode import Tensors
 from kvcellar.models.gguf_file import Header, read_header
-from kvcellar.models.gguf_models import Part, imported, with_factors
+from kvcellar.models.gguf_models import imported, with_factors
 from kvcellar.models.gguf_tokenizer import write_tokenizer
 from kvcellar.models.hf_logging import silence_transformers
 from kvcellar.models.quantize.tensor_file import Entry, tensor_file
@@ -27,7 +26,6 @@ def import_gguf(file: Path, into: Path) -> None:
     """
     header = read_header(file)
     found = imported(header)
-    _check_names(header, found.parts)
     with silence_transformers():
         write_tokenizer(header, into)
     entries = {part.name: Entry("BF16", part.shape) for part in found.parts}
@@ -41,12 +39,6 @@ def import_gguf(file: Path, into: Path) -> None:
             report("decoding weights", done, len(found.parts))
             values = tensors.read(part.stored, part.change)
             written.put(part.name, (values if part.order is None else part.order(values)).reshape(part.shape))
-
-
-def _check_names(header: Header, parts: tuple[Part, ...]) -> None:
-    names = [part.name for part in parts]
-    if twice := {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else None:
-        raise ModelRefused(f"{header.name} has {', '.join(sorted(twice))} twice")
 
 
 def _generation(header: Header, config: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from kvcellar.models.gguf_rope import llama3_parameters, rope_parameters
 _BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.(\w+(?:\.\w+)?)\.(weight|bias)")
 _EXPERTS = re.compile(r"ffn_(gate|up|down)_exps")
 _FREQUENCIES = "rope_freqs.weight"
+_MOST_EXPERTS = 1 << 17  # of all layers
 _ATTENTION = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
@@ -92,7 +93,10 @@ def imported(header: Header) -> Imported:
     fields.check_all_read()
     parts = tuple(part for stored in header.tensors.values() for part in _parts(stored, found, config, header))
     _check_complete(header, found, config)
-    return Imported(config, parts, header.tensors.get(_FREQUENCIES))
+    factors = header.tensors.get(_FREQUENCIES)
+    if factors is not None and factors.shape != (config["head_dim"] // 2,):
+        raise ModelRefused(f"{header.name}: {_FREQUENCIES} has the shape {factors.shape}, not half of a head's")
+    return Imported(config, parts, factors)
 
 
 def with_factors(config: dict[str, Any], factors: list[float], name: str) -> dict[str, Any]:
@@ -118,7 +122,7 @@ def _check_complete(header: Header, found: _Architecture, config: Mapping[str, A
     has = {(int(block[1]), f"{block[2]}.{block[3]}") for block in blocks if block}
     layers = range(config["num_hidden_layers"])
     kinds = config["layer_types"] if found.model_type == "lfm2" else [""] * len(layers)
-    all_of = {kind: {name for layer, name in has if kinds[layer] == kind} for kind in kinds}
+    all_of = {kind: {name for layer, name in has if kinds[layer] == kind} for kind in set(kinds)}
     names = [
         f"blk.{layer}.{name}" for layer in layers for name in sorted(all_of[kinds[layer]]) if (layer, name) not in has
     ]
@@ -200,6 +204,8 @@ def _qwen(fields: Fields, header: Header) -> dict[str, Any]:
 
 
 def _qwen3_moe(fields: Fields, header: Header) -> dict[str, Any]:
+    if (count := fields.whole("expert_count") * fields.whole("block_count")) > _MOST_EXPERTS:
+        raise fields.wrong("expert_count", fields.whole("expert_count"), f"{count} in all layers are too many")
     experts = {
         "num_experts": fields.whole("expert_count"),
         "num_experts_per_tok": fields.whole("expert_used_count"),

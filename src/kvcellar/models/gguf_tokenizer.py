@@ -25,6 +25,7 @@ _NAMES = {  # in transformers, and in the file
     "token_type": "token_type", "merges": "merges", "bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id",
     "unk_token_id": "unknown_token_id", "pad_token_id": "padding_token_id", "add_prefix_space": "add_space_prefix",
 }  # fmt: skip
+_MOST_TOKEN = 1 << 12  # characters: merges are recovered in a time that grows with their square
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
@@ -85,6 +86,8 @@ def _checked_tokens(header: Header, fields: dict[str, Any]) -> list[str]:
             continue
         if not isinstance(found, list) or not all(isinstance(one, kind) for one in found):
             raise wrong(name, f"is no list of {kind.__name__}")
+        if kind is str and max(map(len, found), default=0) > _MOST_TOKEN:
+            raise wrong(name, f"has an element of more than {_MOST_TOKEN} characters")
         if name in ("scores", "token_type") and len(found) != len(tokens):
             raise wrong(name, f"has {len(found)} elements for {len(tokens)} tokens")
     for name in _ROLES.values():

@@ -156,8 +156,10 @@ class _Creation:
     def manifest(self, staging: Staging, texts: _Texts, quantize: str | None, draft_quantize: str | None) -> Manifest:
         """Put all files into the library."""
         old = self._base or Manifest(model=Part(()))
-        target = self._directory(self._source, staging, "model")
-        draft = None if self._draft is None else self._directory(self._draft, staging, "draft")
+        target = self._directory(self._from, self._source, staging, "model")
+        draft = None
+        if self._draft is not None and self._draft_command is not None:
+            draft = self._directory(self._draft_command, self._draft, staging, "draft")
         self._check(target, draft)
         made = {"model": self._part(target, staging, quantize)}
         if draft is None and self._source.model is not None and self._source.model.draft is not None:
@@ -202,14 +204,14 @@ class _Creation:
             _fitting(command, lambda directory=source.path: adapter_files(directory))
             _fitting(command, lambda directory=source.path: self._tools.check_adapter(target.path, directory))
 
-    def _directory(self, source: Source, staging: Staging, name: str) -> "_Directory":
+    def _directory(self, command: Command, source: Source, staging: Staging, name: str) -> "_Directory":
         if source.model is not None:
             return _Directory(source.path, part=source.model.manifest.model)
         if not source.is_gguf:
             return _Directory(source.path)
         into = staging.folder(f"{name}-gguf")
         report(f"converting {source.path.name}")
-        self._tools.gguf(source.path, into)
+        _fitting(command, lambda: self._tools.gguf(source.path, into))
         return _Directory(into, made=True)
 
     def _part(self, source: "_Directory", staging: Staging, kind: str | None, *, draft: bool = False) -> "_Made":

@@ -12,6 +12,7 @@ from kvcellar.errors import ModelRefused
 from kvcellar.models.adapters import check_adapter
 from kvcellar.models.assistant_head import ASSISTANTS, check_assistant
 from kvcellar.models.draft_fit import draft_fit
+from kvcellar.models.gguf_import import import_gguf
 from kvcellar.models.heads import kind_of
 from kvcellar.models.load import Loaded, load, locate
 from kvcellar.models.quantize.directory import quantize_directory
@@ -28,7 +29,7 @@ class CreateTools:
         return canonical_kind(text)
 
     def gguf(self, file: Path, into: Path) -> None:
-        raise ModelRefused(f"{file} is a GGUF file, which is not read; convert it to safetensors")
+        import_gguf(file, into)
 
     def quantize(self, source: Path, into: Path, kind: str, *, draft: bool) -> Mapping[str, Any]:
         return quantize_directory(source, into, kind, draft=draft)

@@ -19,13 +19,14 @@ _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p":
 
 
 def import_gguf(file: Path, into: Path) -> None:
-    """Write the model of a GGUF file into a directory that exists and is empty.
+    """Write the model of a GGUF file into a directory, which is made.
 
     Raises `ModelRefused`, before any tensor is read where the architecture, a type, a field or a tensor is not
     supported, and `OSError`. What is in the directory then is of no use.
     """
     header = read_header(file)
     found = imported(header)
+    into.mkdir(exist_ok=True)
     with silence_transformers():
         write_tokenizer(header, into)
     entries = {part.name: Entry("BF16", part.shape) for part in found.parts}

@@ -106,6 +106,7 @@ def page(monkeypatch, tmp_path) -> Iterator[Page]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("KVCELLAR_MODELS", str(tmp_path / "models"))
     (tmp_path / "my-model").symlink_to(EMBEDDED)
     with ExitStack() as stack:
         page = Page(monkeypatch, stack)

@@ -21,6 +21,7 @@ from kvcellar.models.quantize.chosen import choose
 from kvcellar.models.quantize.directory import quantize_directory
 from kvcellar.models.quantize.kinds import canonical_kind
 from kvcellar.models.quantize.layouts import pack, unpack
+from kvcellar.models.quantize.report import report_lines
 from kvcellar.models.quantize.rules import int4_groups, int8_rows
 from kvcellar.progress import Progress
 from tests.models.quantised import decoded, densified, quantization, saved, stored, types
@@ -299,7 +300,9 @@ def test_the_report_has_sizes_and_counts(tmp_path: Path) -> None:
     source, seen = saved(tmp_path / "m", vocab_size=128), list[Progress]()
     report = quantize_directory(source, tmp_path / "q", "q4", measure=False, progress=seen.append)
     assert json.loads(json.dumps(report)) == report
-    assert (report["kind"], report["requested"]) == ("int4", "q4")
+    assert (report["kind"], report["method"]) == ("int4", "signed-max")
+    first, *_ = report_lines(report, "Q4")
+    assert first.startswith("Q4 (4-bit integers) by signed-max: 0.6 MB became 0.")
     assert report["source_bytes"] == (source / "model.safetensors").stat().st_size
     assert report["bytes"] == (tmp_path / "q" / "model.safetensors").stat().st_size < report["source_bytes"] / 2
     counted = sum(tensor.numel() for name, tensor in stored(source).items())

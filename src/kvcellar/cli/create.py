@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -14,8 +15,10 @@ from kvcellar.library.create import Created, create
 from kvcellar.library.details import details
 from kvcellar.library.modelfile import MOST_BYTES, Modelfile, parse
 from kvcellar.models.create_tools import CreateTools
+from kvcellar.models.quantize.report import report_lines
 
 DEFAULT = "Modelfile"
+MOST_TEXT = 1 << 20  # characters of a text to calibrate on
 
 
 @click.command("create", cls=Command, epilog="Example: kvcellar create my-model -f Modelfile --quantize int8")
@@ -28,16 +31,32 @@ DEFAULT = "Modelfile"
 )
 @click.option("--quantize", "-q", metavar="TYPE", help="Type of the weights that are stored, like int8 or int4.")
 @click.option("--draft-quantize", "--quantize-draft", metavar="TYPE", help="The same for those of the draft.")
+@click.option("--calibrate", is_flag=True, help="Choose codes of 4 bits by GPTQ, on samples of the model.")
+@click.option(
+    "--calibration-text",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="The same, on the first tokens of this text file.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @quiet_option
 def command(
-    name: str, file: Path | None, quantize: str | None, draft_quantize: str | None, as_json: bool, quiet: bool
+    name: str,
+    file: Path | None,
+    quantize: str | None,
+    draft_quantize: str | None,
+    calibrate: bool,
+    calibration_text: Path | None,
+    as_json: bool,
+    quiet: bool,
 ) -> None:
     """Make NAME, as [owner/]name[:tag], a model of the library, in place of the model that it was.
 
     FROM, DRAFT and ADAPTER name directories, relative to the Modelfile or to the working directory, GGUF files, models
     of the library, or models in the local Hugging Face cache. Nothing is downloaded.
     """
+    if quantize is None and (calibrate or calibration_text is not None):
+        raise BadRequest("weights are calibrated when they are quantized; add --quantize int4 or mixed", "calibrate")
+    text = None if calibration_text is None else _text(calibration_text)
     modelfile, folder = _read(file)
     here = Path.cwd()
     with show_progress(quiet=quiet):
@@ -45,12 +64,18 @@ def command(
             library(),
             name,
             modelfile,
-            tools=CreateTools(),
+            tools=CreateTools(calibrate=calibrate, calibration_text=text),
             folders=tuple(dict.fromkeys((folder, here))),
             quantize=quantize,
             draft_quantize=draft_quantize,
         )
-    _print(made, as_json=as_json)
+    _print(made, {"model": quantize, "draft": draft_quantize}, as_json=as_json)
+
+
+def _text(file: Path) -> str:
+    """The beginning of a text, which has more tokens than are read."""
+    with open(file, encoding="utf-8", errors="replace") as opened:
+        return opened.read(MOST_TEXT)
 
 
 def _read(file: Path | None) -> tuple[Modelfile, Path]:
@@ -68,10 +93,14 @@ def _read(file: Path | None) -> tuple[Modelfile, Path]:
         return parse(opened.read(2 * MOST_BYTES + 1)), file.absolute().parent
 
 
-def _print(made: Created, *, as_json: bool) -> None:
+def _print(made: Created, kinds: Mapping[str, str | None], *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({**details(made.model), "notes": list(made.notes)}))
         return
     for note in made.notes:
         click.echo(f"note: {note}", err=True)
+    reports = made.model.manifest.report or {}
+    for part in (part for part, kind in kinds.items() if kind is not None):
+        for line in report_lines(reports[part], kinds[part]):
+            click.echo(f"{part}: {line}")
     click.echo(f"created {made.model.name}, {size(made.model.manifest.size)}, id {made.model.id[:12]}")

@@ -16,11 +16,16 @@ from kvcellar.models.gguf_import import import_gguf
 from kvcellar.models.heads import kind_of
 from kvcellar.models.load import Loaded, load, locate
 from kvcellar.models.quantize.directory import quantize_directory
-from kvcellar.models.quantize.kinds import canonical_kind
+from kvcellar.models.quantize.kinds import GPTQ, canonical_kind
 
 
 class CreateTools:
     """The tools of `library/create.py`, as `library/tools.py` describes them."""
+
+    def __init__(self, *, calibrate: bool = False, calibration_text: str | None = None) -> None:
+        """`calibrate`: codes of 4 bits of a model, not those of a draft, are chosen by GPTQ, on this text or on samples
+        of the model."""
+        self._calibrate, self._text = calibrate or calibration_text is not None, calibration_text
 
     def find(self, name: str) -> Path:
         return locate(name)[1]
@@ -32,7 +37,9 @@ class CreateTools:
         import_gguf(file, into)
 
     def quantize(self, source: Path, into: Path, kind: str, *, draft: bool) -> Mapping[str, Any]:
-        return quantize_directory(source, into, kind, draft=draft)
+        if draft or not self._calibrate:
+            return quantize_directory(source, into, kind, draft=draft)
+        return quantize_directory(source, into, kind, method=GPTQ, calibrate=self._text)
 
     def check_model(self, directory: Path) -> None:
         _described(directory)

@@ -92,12 +92,13 @@ class Calibration:
     def _hooks(self, acts: Mapping[str, Callable[[Tensor], None]]) -> Iterator[None]:
         """Within the block, these are called with what the modules read."""
         modules = dict(self._model.named_modules())
+
+        def calling(act: Callable[[Tensor], None]) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+            return lambda _, read: act(read[0]) if read else None
+
         with ExitStack() as hooks:
             for name, act in acts.items():
-                handle = modules[name].register_forward_pre_hook(
-                    lambda _, read, act=act: act(read[0]) if read else None
-                )
-                hooks.callback(handle.remove)
+                hooks.callback(modules[name].register_forward_pre_hook(calling(act)).remove)
             yield
 
 

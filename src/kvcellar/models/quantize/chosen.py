@@ -76,6 +76,8 @@ def choose(skeleton: PreTrainedModel, weights: WeightsFiles, kind: str, *, draft
 
 def _unfit(name: str, stored: Stored) -> str | None:
     """Why a tensor is left by its name, type or shape."""
+    if len(stored.shape) == 3 and "experts" in name.split("."):
+        return "experts of a layer in one tensor"
     if len(stored.shape) != 2 or not name.endswith(".weight") or stored.dtype not in FLOATS:
         return "not a matrix of weights"
     for why, pattern in _LEFT_NAMES.items():

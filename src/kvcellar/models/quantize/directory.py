@@ -59,7 +59,7 @@ def quantize_directory(
 
     Raises `BadRequest` and `ModelRefused`; `into` is removed then.
     """
-    requested, kind = kind.strip().lower(), canonical_kind(kind)
+    kind = canonical_kind(kind)
     _check_method(kind, method, calibrate)
     with silence_transformers(), listening(progress), _created(into):
         with ExitStack() as files:
@@ -69,7 +69,7 @@ def quantize_directory(
                 weights.append(files.enter_context(opened_file(source, MTP_FILE)))
             config, found = _chosen(source, fields, weights[0], kind, draft)
             writer = Writer(into, weights, found, kind if kind in CASTS else None)
-            report: dict[str, Any] = {"requested": requested, "kind": kind, "method": method}
+            report: dict[str, Any] = {"kind": kind, "method": method}
             with writer.opened():
                 report |= _written(writer, found, None if method == SIGNED_MAX else Calibration(source, calibrate))
             report["source_bytes"], report["bytes"] = writer.bytes()

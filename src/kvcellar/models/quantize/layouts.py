@@ -14,11 +14,13 @@ BLOCK = 1 << 20  # elements that are converted at once: they stay in the CPU's c
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Codes I8 [o,i], i a multiple of 32 // bits -> words I32 [o,w]."""
-    per = 32 // bits
-    unsigned = (codes.to(torch.int64) + (1 << bits - 1)).view(len(codes), -1, per)  # [o,w,32/b]
-    shifted = unsigned << torch.arange(0, 32, bits)
-    words = shifted.sum(-1)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    per, half = 32 // bits, 1 << bits - 1
+    words = torch.zeros(len(codes), codes.shape[1] // per, dtype=torch.int32)
+    for rows in row_blocks(*codes.shape):
+        unsigned = (codes[rows].to(torch.int32) + half).view(len(codes[rows]), -1, per)  # [n,w,32/b]
+        for at in range(per):
+            words[rows] |= unsigned[..., at] << bits * at
+    return words
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:

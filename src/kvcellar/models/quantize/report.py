@@ -6,10 +6,10 @@ from typing import Any
 _SHOWN = 3  # names of a list
 
 
-def report_lines(report: Mapping[str, Any]) -> list[str]:
-    """The report of `quantize_directory`, in lines to print."""
-    kind, requested = report["kind"], report["requested"]
-    named = kind if requested == kind else f"{requested} ({_meaning(requested, kind)})"
+def report_lines(report: Mapping[str, Any], requested: str | None = None) -> list[str]:
+    """The report of `quantize_directory`, in lines to print. `requested` is the name that the type was given by."""
+    kind = report["kind"]
+    named = kind if requested is None or requested.strip().lower() == kind else f"{requested} ({_meaning(kind)})"
     before, after = report["source_bytes"], report["bytes"]
     by = f" by {report['method']}" if report["weights"].get("int4") else ""
     lines = [f"{named}{by}: {before / 1e6:,.1f} MB became {after / 1e6:,.1f} MB ({after / before:.0%})"]
@@ -23,8 +23,8 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _meaning(requested: str, kind: str) -> str:
-    return "8-bit integers, as in Ollama" if requested == "fp8" else f"here {kind}"
+def _meaning(kind: str) -> str:
+    return {"int8": "8-bit integers", "int4": "4-bit integers", "mixed": "4-bit and 8-bit integers"}.get(kind, kind)
 
 
 def _calibration(calibration: Mapping[str, Any]) -> list[str]:
@@ -41,7 +41,7 @@ def _calibration(calibration: Mapping[str, Any]) -> list[str]:
 def _harm(harm: Mapping[str, Any]) -> list[str]:
     source, own = (_number(harm[name]) for name in ("source_perplexity", "perplexity"))
     return [
-        f"predictions on {harm['tokens']:,} tokens ({harm['text']}): KL {harm['kl']:.2g} nats, "
+        f"predictions on {harm['tokens']:,} tokens ({harm['text']}): KL {harm['kl']:.3g} nats, "
         f"same most likely token {harm['top1']:.1%}, perplexity {source} became {own}"
     ]
 

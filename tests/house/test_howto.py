@@ -31,6 +31,7 @@ EMBEDDED = ROOT / "src/kvcellar/models/embedded"
 PAGES = sorted((ROOT / "docs/howto").glob("*.md"))
 NEEDS = {
     "a hub": "kvcellar pull",
+    "a GGUF file": ".gguf",
     "systemd": "systemd",
     "a container runtime": "docker",
     "a CUDA device": "cuda",

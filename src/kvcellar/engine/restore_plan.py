@@ -83,6 +83,12 @@ class Planner:
         count, skipped = self._admitted([part.piece for part in parts])
         return Plan(tuple(parts[:count]), skipped, "" if skipped else unavailable)
 
+    def misses(self, namespace: str, key: bytes) -> bool:
+        """Whether so many tokens are neither in memory nor known to be stored that others may have stored them."""
+        last = len(key) // TOKEN - 1
+        least = self._prefixes.restorable(namespace, key) + LEAST
+        return last >= least and last >= self._catalogue.match(namespace, key, last).resume + LEAST
+
     def own(self, namespace: str, key: bytes) -> int:
         """Where a key can be resumed from what its namespace has in memory: the tree drops a claim behind that, even
         where the namespace of all has the tokens before it."""

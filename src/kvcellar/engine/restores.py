@@ -25,6 +25,7 @@ from math import inf
 from kvcellar.cache.memory import Memory
 from kvcellar.cache.readout import Record
 from kvcellar.cache.record import from_bytes
+from kvcellar.engine.news import Look, News
 from kvcellar.engine.prefixes import Prefixes
 from kvcellar.engine.restore_plan import Part, Planner
 from kvcellar.engine.restored_chunk import ChunkTensor
@@ -70,6 +71,7 @@ class Fetch:
     tokens: Counter[str] = field(default_factory=Counter[str])  # that were brought back, by tier
     skipped: str = ""
     unavailable: str = ""
+    look: Look | None = None  # for what others have stored
     short: float | None = None  # since when its next snapshot finds too little staging memory
     began: float = 0.0
     seconds: float = 0.0  # from its turn until it was done
@@ -97,11 +99,13 @@ class Restores:
         evict: Evict,
         wake: Callable[[], None],
         missed: Callable[[], None],
+        news: News,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`missed` is called when a snapshot could not be read."""
         self._transfers, self._catalogue, self._memory, self._prefixes = transfers, catalogue, memory, prefixes
         self._evict, self._wake, self._missed, self._clock = evict, wake, missed, clock
+        self._news = news
         self.planner = Planner(transfers, catalogue, prefixes)
         self._fetches: set[Fetch] = set()
         self._staged: dict[bytes, _Staged] = {}
@@ -131,6 +135,7 @@ class Restores:
         """A request waits: begin to read what it needs, as far as there is staging memory."""
         fetch = Fetch(namespace, deque())
         self._fetches.add(fetch)
+        fetch.look = self._news.ask(lambda: self.planner.misses(namespace, key()))
         if len(self._catalogue):
             self._plan(fetch, key())
         self._read(fetch)
@@ -138,6 +143,10 @@ class Restores:
 
     def advance(self, fetch: Fetch, key: Callable[[], bytes], *, enters: bool) -> bool:
         """Go on with a restore; False when it is done. Its turn comes with the first call with `enters`."""
+        if fetch.look is not None and not fetch.done:
+            if self._news.waits(fetch.look):
+                return True
+            fetch.look = None
         if not fetch.done and fetch.node is None and enters:
             self._begin(fetch, key)
         if not fetch.done:
@@ -153,10 +162,9 @@ class Restores:
 
     def look_again(self) -> float | None:
         """Seconds after which `advance` may end a restore that makes no progress; None: there is none."""
-        left = min(
-            (self._patience(fetch, self._waited(fetch)) for fetch in self._fetches if fetch.node is not None),
-            default=inf,
-        )
+        waiting = (fetch for fetch in self._fetches if fetch.node is not None)
+        left = min((self._patience(fetch, self._waited(fetch)) for fetch in waiting), default=inf)
+        left = min(left, self._news.left())
         return max(left, SOON) if left < inf else None
 
     def cancel(self, fetch: Fetch) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from kvcellar.cache.memory import Memory
 from kvcellar.cache.readout import Reading
 from kvcellar.cache.record import positions, to_bytes
+from kvcellar.engine.news import News
 from kvcellar.engine.prefixes import Prefixes
 from kvcellar.engine.restore_plan import LEAST
 from kvcellar.engine.restores import Evict, Restores
@@ -110,6 +111,7 @@ class Store:
             evict=evict,
             wake=lambda: self._posted(self.restores.go_on),
             missed=self._forget_gone,
+            news=News(self.transfers, post=self._posted, learn=self.learn, clock=clock),
             clock=clock,
         )
         self._wanted: deque[_Writing] = deque()
@@ -347,10 +349,10 @@ class Store:
 
     def learn(self, tier: str, entries: Iterable[Entry]) -> None:
         """A tier has these entries, of which others may have been stored by other engines."""
-        found = chains(entries)
-        self._locations.stored(tier, [entry.snapshot for entry in found])
-        for entry in found:
-            self._learn(entry)
+        for entry in sorted(entries, key=lambda entry: entry.snapshot.span.start):
+            if entry.snapshot.parent is None or entry.snapshot.parent in self.catalogue:
+                self._locations.stored(tier, [entry.snapshot])
+                self._learn(entry)
 
     def remove_all(self, keys: Iterable[bytes] | None = None) -> int:
         """Remove these snapshots, or all, from all tiers; returns how many. May be called from any thread."""

@@ -52,7 +52,7 @@ from kvcellar.tiers.files import Files
 from kvcellar.tiers.folder import DATA, QUARANTINE, TEMPORARY, Folder
 from kvcellar.tiers.index import DAMAGED, Index, IndexDamaged, TooLittle, growth
 from kvcellar.tiers.known import Known
-from kvcellar.tiers.rows import Dropped, Row, parents_first
+from kvcellar.tiers.rows import Dropped, Row, parents_first, row_of_file
 from kvcellar.tiers.tier import Chunk, Entry, Loaded, Removed, Take, Why, fresh, unnoticed
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class StoreUnusable(KvcellarError):
 
 
 class DiskTier:
-    """A store of the snapshots of one identity, in a directory that may have those of others, too."""
+    """The snapshots of one identity in a directory that may have others. `shared`: other processes may use it now."""
 
     name = "disk"
     copies = 0
@@ -89,11 +89,9 @@ class DiskTier:
         `quota` is for the entries of one owner. Raises `StoreUnusable`."""
         self._identity, self._max, self._share, self._quota = identity, max_bytes, share_of_free, quota
         self.directory, self.cipher, self._files, self._clock = directory, cipher or Plain(), files or Files(), clock
-        self._removed = removed
         self._process, self._numbers = secrets.token_hex(8), count()
         self._folder = Folder(self._files, directory, self._process)
-        self._breaker = Breaker(after=3)
-        self._known = Known(clock)
+        self._removed, self._breaker, self._known = removed, Breaker(after=3), Known(clock)
         self.failures: Counter[str] = Counter()
         with ExitStack() as opened:
             try:
@@ -103,6 +101,7 @@ class DiskTier:
                     self._index = self._opened_index()
                     opened.callback(self._index.close)
                     self._recover()
+                    self.shared = self._folder.shared()
             except (OSError, sqlite3.Error, NoPlace, IndexDamaged, TooLittle) as error:
                 raise StoreUnusable(f"{directory} cannot be a store: {error}") from error
             self._opened = opened.pop_all()
@@ -126,8 +125,21 @@ class DiskTier:
 
     def _entries(self) -> list[Entry]:
         self._expire()
+        self._index.changed()
+        return self._readable(self._index.rows(self._identity))
+
+    def news(self) -> list[Entry]:
+        """Entries that other processes have stored since this, or `entries`, was called last."""
+        return self._try("looking for new entries", self._news) or []
+
+    def _news(self) -> list[Entry]:
+        new = self._index.keys(self._identity) - self._known.keys() if self._index.changed() else ()
+        return self._readable(row for key in new if (row := self._found(key)) is not None)
+
+    def _readable(self, rows: Iterable[Row]) -> list[Entry]:
+        """Those that this cipher can read."""
         found: list[Entry] = []
-        for row in self._index.rows(self._identity):
+        for row in rows:
             self._known.add(row)
             try:
                 found.append(Entry(unsealed_meta(row.key, row.parent, row.meta, self.cipher), row.retention))
@@ -142,9 +154,10 @@ class DiskTier:
         return bool(self._try("storing a snapshot", lambda: self._put(snapshot, chunks, retention)))
 
     def _put(self, snapshot: Snapshot, chunks: Iterable[Chunk], retention: Retention) -> bool:
+        self.shared = self._folder.shared()
         self._expire()
         if (row := self._index.find(snapshot.key)) is not None:
-            if self._is_readable(row) and self._renew([snapshot.key], retention):
+            if self.described(row) is not None and self._renew([snapshot.key], retention):
                 return True
             self._discard(self._index.remove(self._process, [snapshot.key]), "removed")
         meta = sealed_meta(snapshot, self.cipher)
@@ -171,10 +184,6 @@ class DiskTier:
                     self._erase([name])
             raise
         return True
-
-    def _is_readable(self, row: Row) -> bool:
-        """Whether it is sealed with the key of this store's cipher."""
-        return self.described(row) is not None
 
     def get(self, key: bytes, take: Take = fresh) -> Loaded | None:
         row, found = self._known.find(key), None
@@ -235,7 +244,7 @@ class DiskTier:
         return self._try("listing entries", lambda: self._index.rows(None)) or []
 
     def others(self, most: int) -> list[tuple[bytes, Snapshot]]:
-        """Up to `most` snapshots that begin sequences, of other identities, with these: as far as they can be read."""
+        """Up to `most` readable snapshots that begin sequences, of other identities, with these."""
         rows = self._try("listing others", lambda: self._index.rows(self._identity, others=most)) or []
         return [(row.identity, snapshot) for row in rows if (snapshot := self.described(row)) is not None]
 
@@ -249,7 +258,7 @@ class DiskTier:
     def content(self, row: Row) -> bytes | None:
         """The whole file of an entry, of any identity, verified; None on a miss. What is damaged is removed; what was
         sealed with another key is not."""
-        if not self._is_readable(row):
+        if self.described(row) is None:
             self.failures["foreign"] += 1
             return None
         try:
@@ -300,7 +309,7 @@ class DiskTier:
             try:
                 with OpenFile(self._files, self._folder.path(DATA, name)) as file:
                     reader = Reader(file)
-                    found.append(_row_of(name, reader))
+                    found.append(row_of_file(name, reader))
             except (OSError, Damaged, Foreign) as error:
                 self._failed(f"reading {name}", error)
                 self._folder.unlink(DATA, name)
@@ -318,8 +327,7 @@ class DiskTier:
             for name in names - known:
                 if name.partition("-")[0] not in alive:
                     self._folder.unlink(folder, name)
-        lost = {name for name, process in reserved.items() if process == DAMAGED} - there[QUARANTINE]
-        self._erase(lost)
+        self._erase({name for name, process in reserved.items() if process == DAMAGED} - there[QUARANTINE])
         self._folder.leave_dead(alive)
         if not self._reserve("", 0, ""):
             raise TooLittle(f"{self.cap} bytes are too few for the entries that are pinned, and the index")
@@ -390,11 +398,3 @@ class DiskTier:
         if not damaged and not isinstance(error, FileNotFoundError):
             self._breaker.failed()
         log.warning("%s failed: %s", what, error)
-
-
-def _row_of(name: str, reader: Reader) -> Row:
-    header = reader.header
-    worth = header.retention.saves or len(header.meta) // 8  # its tokens are part of its description, 8 bytes each
-    return Row(
-        header.key, header.parent, header.identity, name, reader.seal, header.end, header.meta, worth, header.retention
-    )

@@ -72,6 +72,10 @@ class Folder:
         """The processes that have the store open. One that cannot be tested counts as alive."""
         return {name for name in self.names(PROCESSES) if name == self._process or self._is_locked(name)}
 
+    def shared(self) -> bool:
+        """Whether other processes may have the store open: those that have ended without leaving it count, too."""
+        return len(self.names(PROCESSES)) > 1
+
     def _is_locked(self, process: str) -> bool:
         try:
             file = self._files.open(self.path(PROCESSES, process))

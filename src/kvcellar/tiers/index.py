@@ -69,6 +69,7 @@ class Index:
         Raises `IndexDamaged`, `TooLittle`, and `OSError` and `sqlite3.Error` where it can be neither read nor made.
         """
         self.cap, self._quota = cap, quota
+        self._version: int | None = None  # what SQLite changes where another connection has changed the index
         self._lock = threading.Lock()
         if cap < JOURNAL + _taken(16 + SPARE):
             raise TooLittle(f"{cap} bytes are too few: the index alone takes {JOURNAL + _taken(16 + SPARE)}")
@@ -128,6 +129,15 @@ class Index:
     def find(self, key: bytes) -> Row | None:
         found = self._read(f"SELECT {COLUMNS} FROM entries WHERE key=?", key)
         return row_of(found[0]) if found else None
+
+    def changed(self) -> bool:
+        """Whether another process has changed the index since the last call."""
+        (version,) = self._read("PRAGMA data_version")[0]
+        changed, self._version = version != self._version, version
+        return changed
+
+    def keys(self, identity: bytes) -> set[bytes]:
+        return {key for (key,) in self._read("SELECT key FROM entries WHERE identity=?", identity)}
 
     @property
     def complete(self) -> bool:

@@ -30,6 +30,9 @@ class Known:
     def add(self, row: Row) -> None:
         self._rows[row.key] = replace(row, meta=b"")
 
+    def keys(self) -> set[bytes]:
+        return set(self._rows)
+
     def renew(self, keys: Iterable[bytes], retention: Retention) -> None:
         """These entries are kept at least as long as `retention` says."""
         for key in keys:

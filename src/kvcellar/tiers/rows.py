@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from kvcellar.policy import value
 from kvcellar.retention import Retention
+from kvcellar.tiers.codec import Reader
 
 VERSION = 3
 PAGE = 1024
@@ -85,6 +86,14 @@ def insert(do: Do, row: Row) -> None:
         (row.key, row.parent, row.identity, row.name, row.seal, row.size, worth, row.hits, row.worth, kept.saves,
          kept.priority, kept.pinned, kept.expires, kept.owner, row.meta),
     )  # fmt: skip
+
+
+def row_of_file(name: str, reader: Reader) -> Row:
+    header = reader.header
+    worth = header.retention.saves or len(header.meta) // 8  # its tokens are part of its description, 8 bytes each
+    return Row(
+        header.key, header.parent, header.identity, name, reader.seal, header.end, header.meta, worth, header.retention
+    )
 
 
 def row_of(found: Sequence[Any]) -> Row:

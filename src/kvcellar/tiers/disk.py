@@ -125,7 +125,7 @@ class DiskTier:
 
     def _entries(self) -> list[Entry]:
         self._expire()
-        self._index.changed()
+        self._index.changed(self._identity)
         return self._readable(self._index.rows(self._identity))
 
     def news(self) -> list[Entry]:
@@ -133,7 +133,7 @@ class DiskTier:
         return self._try("looking for new entries", self._news) or []
 
     def _news(self) -> list[Entry]:
-        new = self._index.keys(self._identity) - self._known.keys() if self._index.changed() else ()
+        new = self._index.changed(self._identity) - self._known.keys()
         return self._readable(row for key in new if (row := self._found(key)) is not None)
 
     def _readable(self, rows: Iterable[Row]) -> list[Entry]:

@@ -130,14 +130,11 @@ class Index:
         found = self._read(f"SELECT {COLUMNS} FROM entries WHERE key=?", key)
         return row_of(found[0]) if found else None
 
-    def changed(self) -> bool:
-        """Whether another process has changed the index since the last call."""
+    def changed(self, identity: bytes) -> set[bytes]:
+        """The keys of all entries of an identity, if another process has changed the index since the last call."""
         (version,) = self._read("PRAGMA data_version")[0]
         changed, self._version = version != self._version, version
-        return changed
-
-    def keys(self, identity: bytes) -> set[bytes]:
-        return {key for (key,) in self._read("SELECT key FROM entries WHERE identity=?", identity)}
+        return {key for (key,) in self._read("SELECT key FROM entries WHERE identity=?", identity)} if changed else set()
 
     @property
     def complete(self) -> bool:

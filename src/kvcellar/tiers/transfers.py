@@ -106,14 +106,9 @@ class Transfers:
         """Whether any tier has an entry, as far as is known, usable now or not."""
         return bool(self._locations.of(key))
 
-    @property
-    def usable(self) -> bool:
-        """Whether any tier can be used now."""
-        return bool(self._usable(range(len(self.tiers))))
-
     def room(self) -> int:
         """Bytes of memory that are free now for what is going to be stored; 0 if no tier can be used."""
-        if not self.usable:
+        if not self._usable(range(len(self.tiers))):
             return 0
         with self._changed:
             staged = sum(self._staged.values())

@@ -133,8 +133,10 @@ class Index:
     def changed(self, identity: bytes) -> set[bytes]:
         """The keys of all entries of an identity, if another process has changed the index since the last call."""
         (version,) = self._read("PRAGMA data_version")[0]
-        changed, self._version = version != self._version, version
-        return {key for (key,) in self._read("SELECT key FROM entries WHERE identity=?", identity)} if changed else set()
+        if version == self._version:
+            return set()
+        self._version = version
+        return {key for (key,) in self._read("SELECT key FROM entries WHERE identity=?", identity)}
 
     @property
     def complete(self) -> bool:

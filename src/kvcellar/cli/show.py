@@ -11,6 +11,7 @@ from kvcellar.cli.options import Command
 from kvcellar.errors import BadRequest
 from kvcellar.library.details import details, modelfile_of
 from kvcellar.library.parameters import commands
+from kvcellar.models.quantize.report import report_lines
 
 PARTS = ("modelfile", "template", "system", "parameters", "license")
 
@@ -61,7 +62,7 @@ def _parameters(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:
-    draft, report = found["draft"], found["report"]
+    draft, report = found["draft"], found["report"] or {}
     rows = {
         "name": found["name"],
         "id": found["id"][:12],
@@ -85,7 +86,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         ("System", (found["system"] or "").splitlines()),
         ("Messages", [f"{one['role']}: {one['content']}" for one in found["messages"]]),
         ("License", [text.strip().splitlines()[0] for text in found["licenses"] if text.strip()]),
-        ("Quantization", [] if report is None else json.dumps(report, indent=1).splitlines()),
+        ("Quantization", [f"{name}: {line}" for name, one in report.items() for line in report_lines(one)]),
     ):
         if lines:
             yield f"\n{title}"

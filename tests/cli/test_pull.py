@@ -97,6 +97,28 @@ def test_a_failure_is_one_line(
     assert code == 2 or (ran.err.count("\n") == 1 and ran.err.startswith("kvcellar: "))
 
 
+def test_pulled_models_are_listed_if_asked_for(
+    hub: FakeHub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KVCELLAR_MODELS", str(tmp_path / "models"))
+    commit = hub.add(NAME, files, "v1")
+    kvcellar("pull", f"{NAME}@v1")
+    assert json.loads(kvcellar("list", "--json").out)["models"] == []
+    (found,) = json.loads(kvcellar("list", "--cached", "--json").out)["cached"]
+    assert (found["name"], found["id"], Path(found["directory"]).name) == (f"{NAME}@v1", commit, commit)
+    row = kvcellar("list", "--cached").out.splitlines()[1].split()
+    assert (row[0], row[1]) == (f"{NAME}@v1", commit[:12])
+
+
+def test_without_a_home_directory_a_missing_model_is_still_named(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVCELLAR_MODELS", raising=False)
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/nonexistent")
+    ran = kvcellar("doctor", NAME)
+    assert ran.code == 1
+    assert f"`kvcellar pull {NAME}`" in ran.err
+
+
 @pytest.mark.parametrize("verb", ["run", "serve", "doctor", "verify"])
 def test_without_a_terminal_nothing_is_asked_or_downloaded(hub: FakeHub, files: dict[str, bytes], verb: str) -> None:
     hub.add(NAME, files)

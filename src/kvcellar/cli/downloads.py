@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -12,7 +13,7 @@ from kvcellar.cli.progress_line import show_progress
 from kvcellar.errors import BadRequest, ModelNotFound
 from kvcellar.library.library import Library
 from kvcellar.library.names import RESERVED
-from kvcellar.places import models
+from kvcellar.places import NoPlace, models
 from kvcellar.repository import Repository
 
 if TYPE_CHECKING:
@@ -78,11 +79,13 @@ def _is_missing(model: str) -> bool:
 
     try:
         Repository.parse(model)
-        if model == RESERVED or Library(models(os.environ)).find(model) is not None:
-            return False
-        find(model)
     except BadRequest:
         return False
+    with suppress(NoPlace):  # there is no home directory, and so no library
+        if Library(models(os.environ)).find(model) is not None:
+            return False
+    try:
+        find(model)
     except ModelNotFound:
-        return True
+        return model != RESERVED
     return False

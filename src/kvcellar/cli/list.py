@@ -2,6 +2,7 @@
 
 import json
 import sys
+from datetime import UTC, datetime
 from typing import Any
 
 import click
@@ -15,22 +16,42 @@ from kvcellar.library.library import Library
 
 @click.command("list", cls=Command, epilog="Example: kvcellar list --json")
 @click.option("--verify", is_flag=True, help="Read every file. Exit code 1 if one is damaged.")
+@click.option("--cached", is_flag=True, help="Also models in the local Hugging Face cache, like pulled ones.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @quiet_option
-def command(verify: bool, as_json: bool, quiet: bool) -> None:
+def command(verify: bool, cached: bool, as_json: bool, quiet: bool) -> None:
     """List the models of the library: name, id, bytes on disk, and when each was created. Also: kvcellar ls."""
     models = library()
     with show_progress(quiet=quiet):
         found = [_entry(models, str(name), verify=verify) for name in models.names()]
+    pulled = _pulled() if cached else []
     if as_json:
-        click.echo(json.dumps({"directory": str(models.root), "models": found}))
+        click.echo(
+            json.dumps({"directory": str(models.root), "models": found, **({"cached": pulled} if cached else {})})
+        )
     else:
-        click.echo(table([("NAME", "ID", "SIZE", "MODIFIED"), *map(_row, found)]))
+        click.echo(table([("NAME", "ID", "SIZE", "MODIFIED"), *map(_row, [*found, *pulled])]))
         for one in found:
             for damage in one["damage"]:
                 click.echo(f"{one['name']} is damaged: {damage}", err=True)
     if any(one["damage"] for one in found):
         sys.exit(1)
+
+
+def _pulled() -> list[dict[str, Any]]:
+    """What is printed about the models of the local Hugging Face cache; the commit takes the place of an id."""
+    from kvcellar.library.hub_cache import cached_models  # not at the top: it imports huggingface_hub
+
+    return [
+        {
+            "name": one.name,
+            "modified": datetime.fromtimestamp(int(one.modified), UTC).isoformat(),
+            "id": one.commit,
+            "size": one.bytes,
+            "directory": str(one.directory),
+        }
+        for one in cached_models()
+    ]
 
 
 def _entry(models: Library, name: str, *, verify: bool) -> dict[str, Any]:

@@ -2,13 +2,17 @@
 
 import json
 import math
+import random
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -265,6 +269,56 @@ def test_configs_that_cannot_be_read_are_refused_by_name(what: str, where: str) 
     with pytest.raises(ModelRefused) as refusal:
         quantisation_of({where: {"quantization_config": config} if where == "text_config" else config})
     assert named in str(refusal.value)
+
+
+WORDS = st.sampled_from([
+    *("targets", "weights", "format", "config_groups", "g", "num_bits", "symmetric", "strategy", "group_size", "type"),
+    *("Linear", "re:.*mlp.*", "re:(", "pack-quantized", "int-quantized", "group", "channel", "tensor", "int", "float"),
+    *("quant_method", "compressed-tensors", "ignore", "transform_config", "sparsity_config", "dense", ""),
+])  # fmt: skip
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.sampled_from([-1, 0, 4, 8, 32, 1 << 70]) | st.floats() | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=6),
+    max_leaves=20,
+)
+
+
+@given(VALUES, VALUES, VALUES)
+def test_any_config_is_read_or_refused(weights: Any, targets: Any, raw: Any) -> None:
+    groups = {"g": {"targets": targets, "weights": weights, "format": "pack-quantized"}}
+    base = {"quant_method": "compressed-tensors"}
+    more = raw if isinstance(raw, dict) else {}
+    for one in (raw, {**base, **more}, {**base, "config_groups": groups}, {**base, "config_groups": raw}):
+        try:
+            found = quantisation_of({"quantization_config": one})
+        except ModelRefused:
+            continue
+        assert found is None or found.schemes
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_file_with_any_tensor_changed_is_loaded_or_refused(
+    kind: str, seed: int, written: dict[str, Path], tmp_path: Path
+) -> None:
+    """Never another error, and never an allocation that its size does not suggest."""
+    draw = random.Random(seed)
+    tensors = load_file(written[kind] / "model.safetensors")
+    for name in draw.sample(sorted(tensors), 2):
+        one = tensors[name]
+        tensors[name] = draw.choice([
+            *(one.flatten()[: draw.randrange(1, 9)].clone(), one[None].clone(), one[:0].clone()),
+            *(one.reshape(one.shape[::-1]), one.to(torch.float32), one.to(torch.int32), torch.cat([one, one])),
+            torch.full_like(one, 3),
+        ])  # fmt: skip
+        if draw.random() < 0.3:
+            tensors[draw.choice([f"{name}_scale", f"{name.removesuffix('_scale')}_zero_point", f"x.{name}"])] = (
+                tensors.pop(name)
+            )
+    groups = json.loads((written[kind] / "config.json").read_text())["quantization_config"]["config_groups"]
+    path = directory(written[kind], tmp_path / "q", tensors, *groups.values())
+    with suppress(ModelRefused):
+        assert load(path).model.dtype in (torch.bfloat16, torch.float32)
 
 
 def test_two_different_descriptions_are_refused() -> None:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from kvcellar.bench.network import SMALL, TINY, write
 from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.models import embedded
+from kvcellar.models.assistant_head import load_assistant
 from kvcellar.models.hf_logging import silence_transformers
 from kvcellar.models.load import load
 from kvcellar.models.quantize.chosen import choose
@@ -24,6 +25,8 @@ from kvcellar.models.quantize.layouts import pack, unpack
 from kvcellar.models.quantize.report import report_lines
 from kvcellar.models.quantize.rules import int4_groups, int8_rows
 from kvcellar.progress import Progress
+from tests.models.assistants import saved as assistant
+from tests.models.assistants import target as assistant_target
 from tests.models.quantised import decoded, densified, quantization, saved, stored, types
 from tests.zoo import reference_logits
 
@@ -215,6 +218,47 @@ def test_routers_are_left(tmp_path: Path) -> None:
     assert "model.layers.0.mlp.experts.63.down_proj.weight_packed" in stored(into)
 
 
+@pytest.mark.parametrize("name", ["qwen3.5-moe", "lfm2-moe"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_in_one_tensor_are_stored_one_by_one(name: str, kind: str, tmp_path: Path) -> None:
+    """As those of a source that has them one by one."""
+    single = saved(tmp_path / "single", name)
+    joined = copied(single, tmp_path / "joined")
+    model = load(single).model
+    kept = {name: one for name, one in model.named_buffers() if name in model.state_dict()}
+    save_file(dict(model.named_parameters()) | kept, joined / "model.safetensors", metadata={"format": "pt"})
+    assert any(tensor.dim() == 3 for name, tensor in stored(joined).items() if ".experts." in name)
+    into = quantised(joined, kind)
+    expected = stored(quantised(single, kind))
+    found = stored(into)
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert not [name for name in quantization(into)["ignore"] if "experts" in name and "shared" not in name]
+    same_network(into, tmp_path / "single-mixed" if kind == "mixed" else tmp_path / f"single-{kind}")
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "granitemoe"])
+def test_joined_experts_without_names_of_their_own_are_left(name: str, tmp_path: Path) -> None:
+    source = saved(tmp_path / "m", name)
+    into = tmp_path / "q"
+    report = quantize_directory(source, into, "int4", measure=False)
+    assert sum(report["left"].values()) + len([1 for name in stored(into) if name.endswith("_packed")]) == len(
+        stored(source)
+    )
+    same_network(into, densified(into, source, tmp_path / "dense"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_assistant_of_another_model_is_quantised(kind: str, tmp_path: Path) -> None:
+    source = assistant(tmp_path / "m", "gemma4_assistant", text={"hidden_size": 64})
+    report = quantize_directory(source, tmp_path / "q", kind, draft=True)
+    assert "harm" not in report
+    assert sum(count for one, count in report["weights"].items() if one.startswith("int")) > 10_000
+    dense = densified(tmp_path / "q", source, tmp_path / "dense")
+    ours, theirs = (load_assistant(path, assistant_target()).network for path in (tmp_path / "q", dense))
+    assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in ours.state_dict().items())
+
+
 def test_a_tied_head_is_left(tmp_path: Path) -> None:
     into = quantised(saved(tmp_path / "m", vocab=128, tie_word_embeddings=True), "int8")
     assert types(into)["model.embed_tokens.weight"] == "BF16"
@@ -302,7 +346,7 @@ def test_the_report_has_sizes_and_counts(tmp_path: Path) -> None:
     assert json.loads(json.dumps(report)) == report
     assert (report["kind"], report["method"]) == ("int4", "signed-max")
     first, *_ = report_lines(report, "Q4")
-    assert first.startswith("Q4 (4-bit integers) by signed-max: 0.6 MB became 0.")
+    assert first.startswith("Q4 (4-bit integers) by signed-max: 0.3 MB became 0.")
     assert report["source_bytes"] == (source / "model.safetensors").stat().st_size
     assert report["bytes"] == (tmp_path / "q" / "model.safetensors").stat().st_size < report["source_bytes"] / 2
     counted = sum(tensor.numel() for name, tensor in stored(source).items())

@@ -31,6 +31,7 @@ from kvcellar.models.quantize.harm import measure_harm
 from kvcellar.models.quantize.kinds import CASTS, GPTQ, INT4, INT8, METHODS, SIGNED_MAX, canonical_kind
 from kvcellar.models.quantize.rules import int4_groups
 from kvcellar.models.quantize.schemes import quantisation_of
+from kvcellar.models.quantize.separate import separated
 from kvcellar.models.quantize.writing import INDEX, Writer
 from kvcellar.models.weights_files import MTP_FILE, WeightsFiles, opened, opened_file
 from kvcellar.progress import Listener, listening
@@ -67,7 +68,10 @@ def quantize_directory(
             weights = [files.enter_context(opened(source))]
             if (source / MTP_FILE).is_file():
                 weights.append(files.enter_context(opened_file(source, MTP_FILE)))
-            config, found = _chosen(source, fields, weights[0], kind, draft)
+            skeleton = _skeleton(source, weights[0])
+            if kind not in CASTS:
+                weights[0] = separated(weights[0], skeleton)
+            config, found = _chosen(skeleton, fields, weights[0], kind, draft)
             writer = Writer(into, weights, found, kind if kind in CASTS else None)
             report: dict[str, Any] = {"kind": kind, "method": method}
             with writer.opened():
@@ -117,10 +121,9 @@ def _unquantised(source: Path) -> dict[str, Any]:
 
 
 def _chosen(
-    source: Path, fields: Mapping[str, Any], weights: WeightsFiles, kind: str, draft: bool
+    skeleton: PreTrainedModel, fields: Mapping[str, Any], weights: WeightsFiles, kind: str, draft: bool
 ) -> tuple[dict[str, Any], Choice]:
     """The new fields of config.json, and what happens to each tensor."""
-    skeleton = _skeleton(source, weights)
     if kind in CASTS:
         return cast_config(fields, kind), Choice({}, {}, ())
     choice = choose(skeleton, weights, kind, draft=draft)

@@ -54,7 +54,7 @@ def serving(tiny: Path, **options: Any) -> Iterator[tuple[Host, Server]]:
     settings = ServeSettings(port=0, admin_digests=(key_digest("operator-1"),))
     gc.freeze()  # as the command does: collections after a model was unloaded are short
     try:
-        with hosted((str(tiny),), **(OPTIONS | options)) as (host, _), Server(host, settings) as server:
+        with hosted((str(tiny),), **(OPTIONS | options)) as (host, *_), Server(host, settings) as server:
             yield host, server
     finally:
         gc.unfreeze()

@@ -46,20 +46,22 @@ def hosted(
     keep_alive: float,
     cache_bytes: int | None,
     **options: Any,
-) -> Iterator[tuple[Host, list[Engine]]]:
-    """A host, and the engines of the models of the command line, the default first. Closes all engines at the end."""
+) -> Iterator[tuple[Host, Library | None, list[Engine]]]:
+    """A host, its library, and the engines of the models of the command line, the default first. Closes all engines at
+    the end."""
     with show_progress(quiet=quiet):
         import_needed()
     kind, free = _device(options["device"])
     max_bytes = int(MEMORY_SHARE * free) if memory is None else memory
-    limits = Limits(max_bytes, max(max_models, len(models)), keep_alive=keep_alive)
+    limits = Limits(max_bytes, max(max_models, len(models)), keep_alive=keep_alive, device=kind)
     caches = Caches(max_bytes, min(SHARE_OF_FREE[kind], MEMORY_SHARE / max(1, len(models))), cache_bytes)
     made = Engines(options, quiet=quiet)
-    library = LibraryModels(_library(), made.on_demand, caches, dtype=options["dtype"])
-    with closing(Host(library, limits, unload=Engine.close, free=_free)) as host:
+    library = _library()
+    catalogue = LibraryModels(library, made.on_demand, caches, dtype=options["dtype"])
+    with closing(Host(catalogue, limits, unload=Engine.close, free=_free)) as host:
         for model in models or (None,):
-            host.open(_of_library(model, library, made) or _of_files(model, made, caches))
-        yield host, made.of_command
+            host.open(_of_library(model, catalogue, made) or _of_files(model, made, caches))
+        yield host, library, made.of_command
 
 
 class Engines:
@@ -83,11 +85,11 @@ class Engines:
         return engine
 
 
-def _of_library(model: str | None, library: LibraryModels, made: Engines) -> Servable | None:
+def _of_library(model: str | None, catalogue: LibraryModels, made: Engines) -> Servable | None:
     """The model of the library of this name, unless there is a file of the name."""
     if (found := in_library(model)) is None:
         return None
-    return replace(library.find(found.name), load=lambda cache, going_on: made.stays(model, cache))
+    return replace(catalogue.find(found.name), load=lambda cache, going_on: made.stays(model, cache))
 
 
 def _of_files(model: str | None, made: Engines, caches: Caches) -> Servable:

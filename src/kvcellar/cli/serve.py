@@ -16,6 +16,7 @@ from kvcellar.cli.options import Command, KeepAlive, Size, engine_options, quiet
 from kvcellar.cli.pinned import pin_all, read_pinned
 from kvcellar.cli.shutdown import ShutdownTimer
 from kvcellar.cli.store_options import events_options, store_options, stored
+from kvcellar.models.create_tools import CreateTools
 from kvcellar.serve.keys import admin_digests, key_digests, permission_warning
 from kvcellar.serve.server import SHUTDOWN_SECONDS, bind, run
 from kvcellar.serve.settings import ServeSettings
@@ -25,7 +26,7 @@ log = logging.getLogger("kvcellar.serve")
 LAST_STEP = 1.5  # seconds for the engine's current step when the server has stopped
 SERVER_OPTIONS = (
     *("host", "port", "allow_open", "allowed_hosts", "max_body_bytes", "drain_seconds"),
-    *("share_prefixes", "client_pins"),
+    *("share_prefixes", "client_pins", "allow_pull"),
 )
 
 
@@ -62,6 +63,7 @@ SERVER_OPTIONS = (
 @click.option(
     "--log-format", type=click.Choice(get_args(Format)), default="text", show_default=True, help="Format of the log."
 )
+@click.option("--allow-pull", is_flag=True, help="The route /api/pull downloads models from the hub.")
 @click.option("--client-pins", is_flag=True, help="Requests may set cache_pin, and cache_priority above 0.")
 @click.option("--share-prefixes", is_flag=True, help="Requests of different API keys and users share memory.")
 @click.option(
@@ -121,7 +123,7 @@ def command(
             if file is not None and (warning := permission_warning(file)) is not None:
                 log.warning("%s", warning)
         timer = ShutdownTimer(settings.drain_seconds + SHUTDOWN_SECONDS + LAST_STEP, flush=flush)
-        with timer, hosted(models, quiet=quiet or log_format == "json", **options) as (host, engines):
+        with timer, hosted(models, quiet=quiet or log_format == "json", **options) as (host, library, engines):
             for engine in engines:
                 announce(f"{engine.model.name}: {engine.capacity()}")
             if pinned:
@@ -133,4 +135,12 @@ def command(
             def ready(url: str) -> None:
                 announce(f"Serving {names} at {url}/v1")
 
-            run(host, settings, listener=listener, ready=ready, signalled=timer.signalled)
+            run(
+                host,
+                settings,
+                library=library,
+                tools=CreateTools(),
+                listener=listener,
+                ready=ready,
+                signalled=timer.signalled,
+            )

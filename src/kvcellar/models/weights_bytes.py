@@ -34,6 +34,16 @@ class _Tensor:
         return math.prod(self.shape)
 
 
+def elements_of(directory: Path) -> int:
+    """The number of parameters in the files of a model. Raises `ModelRefused`."""
+    in_each = 32 // _bits(_config(directory / "config.json"))
+    return sum(_elements(one, in_each) for file in sorted(directory.glob("*.safetensors")) for one in _tensors(file))
+
+
+def _elements(tensor: "_Tensor", in_each: int) -> int:
+    return tensor.elements * (in_each if tensor.name.endswith(PACKED) else 1)
+
+
 def bytes_in_memory(directory: Path, *, dtype: str = "auto") -> int:
     """Raises `ModelRefused` for files that are damaged or missing."""
     tensors = [one for file in sorted(directory.glob("*.safetensors")) for one in _tensors(file)]
@@ -42,7 +52,7 @@ def bytes_in_memory(directory: Path, *, dtype: str = "auto") -> int:
     config = _config(directory / "config.json")
     width = _width(config, tensors, dtype)
     in_each = 32 // _bits(config)
-    elements = sum(one.elements * (in_each if one.name.endswith(PACKED) else 1) for one in tensors)
+    elements = sum(_elements(one, in_each) for one in tensors)
     # an embedding that is the output layer too is packed for that, and plain for lookups
     elements += max((one.elements for one in tensors if len(one.shape) == 2), default=0)
     size = width * elements

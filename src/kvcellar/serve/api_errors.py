@@ -1,7 +1,8 @@
 """api_errors: errors in the format of OpenAI's API, and the conversion of exceptions to them.
 
-The format is `{"error": {"message", "type", "param", "code"}}`, with status 4xx for what the client can correct and 5xx
-for what it cannot; clients retry 408, 429 and 5xx themselves. Details of unexpected errors are only in the log.
+The format is `{"error": {"message", "type", "param", "code"}}`, below /api/ `{"error": message}`, with status 4xx for
+what the client can correct and 5xx for what it cannot; clients retry 408, 429 and 5xx themselves. Details of unexpected
+errors are only in the log.
 
 Messages name fields of the API, never options of the command line or names in Python; tests/serve/test_messages.py
 contains every message.
@@ -29,6 +30,7 @@ from kvcellar.errors import (
 from kvcellar.serve.json_text import printable, to_json
 
 RETRY_SECONDS = "1"
+OLLAMA = "/api/"  # the routes below it have errors in the format of Ollama's API
 
 
 @dataclass(eq=False)
@@ -44,12 +46,15 @@ class ApiError(Exception):
     def __post_init__(self) -> None:
         super().__init__(self.message)
 
-    def body(self) -> dict[str, object]:
+    def body(self, path: str = "") -> dict[str, object]:
+        if path.startswith(OLLAMA):
+            return {"error": self.message}
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        return Response(to_json(self.body()), self.status, self.headers, "application/json")
+    def response(self, path: str = "") -> Response:
+        """For a request to `path`."""
+        return Response(to_json(self.body(path)), self.status, self.headers, "application/json")
 
 
 class ClientDisconnected(Exception):

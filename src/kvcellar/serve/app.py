@@ -9,25 +9,20 @@ from starlette.routing import Route
 
 from kvcellar.serve.admin import admin_routes
 from kvcellar.serve.api_errors import ApiError, api_error
-from kvcellar.serve.body import BodyBudget
 from kvcellar.serve.conversations import conversation_routes
-from kvcellar.serve.drain import Drain
-from kvcellar.serve.host import Host
 from kvcellar.serve.json_text import to_json
 from kvcellar.serve.middleware import RequestMiddleware
+from kvcellar.serve.ollama import ollama_routes
+from kvcellar.serve.ollama_library import library_routes
 from kvcellar.serve.openai import openai_routes
-from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.records import Records
-from kvcellar.serve.settings import ServeSettings
 from kvcellar.serve.shared import Shared
 
 
-def build_app(host: Host, *, settings: ServeSettings, threads: ReaderThreads, drain: Drain | None = None) -> Starlette:
-    """The application for the models of `host`. Bodies are parsed on `threads`; `drain` ends requests at shutdown. The
-    caller owns all three and closes them."""
-    drain = drain or Drain()
+def build_app(shared: Shared) -> Starlette:
+    """The application for the models of a host. The caller closes what is shared."""
+    host, settings = shared.host, shared.settings
     records = Records() if settings.admin_digests else None
-    shared = Shared(host, settings, threads, BodyBudget(settings.bodies_bytes), drain)
 
     async def health(request: Request) -> Response:
         if not host.healthy:
@@ -39,9 +34,11 @@ def build_app(host: Host, *, settings: ServeSettings, threads: ReaderThreads, dr
             Route("/health", health, methods=["GET"]),
             *openai_routes(shared),
             *conversation_routes(shared),
+            *ollama_routes(shared),
+            *library_routes(shared),
             *(admin_routes(shared, records) if records is not None else ()),
         ],
-        middleware=[Middleware(RequestMiddleware, settings=settings, drain=drain, records=records)],
+        middleware=[Middleware(RequestMiddleware, settings=settings, drain=shared.drain, records=records)],
         exception_handlers={HTTPException: _no_such_route},
     )
     app.router.redirect_slashes = False  # a redirect would be a response without the API's error format
@@ -49,4 +46,4 @@ def build_app(host: Host, *, settings: ServeSettings, threads: ReaderThreads, dr
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
-    return api_error(error).response()
+    return api_error(error).response(request.url.path)

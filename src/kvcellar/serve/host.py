@@ -166,6 +166,10 @@ class Host:
         self.step()
         return found
 
+    def seconds_left(self, resident: Resident) -> float:
+        """Until it is unloaded, if no request comes, or its running ones end now."""
+        return max(0.0, resident.keep_alive - (0.0 if resident.leases else self._clock() - resident.used))
+
     def step(self) -> None:
         """Do what is due: begin loads, close engines, give leases."""
         work = self.residents.work(self._clock())

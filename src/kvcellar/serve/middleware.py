@@ -1,10 +1,10 @@
 """middleware: checks every request before it is routed, and turns every exception into a response.
 
 Checks, in this order: too many or too long headers (431), a Host header that does not name this server (403), no valid
-API key (401), shutdown (503). Routes below `/admin/` need an admin key instead, if the server has any. Unknown routes
-are checked too, so a client without a key cannot find out which routes exist. No CORS headers are sent, so a web page
-of another origin cannot read a response; and as bodies need the content type JSON, it cannot send a request that has an
-effect.
+API key (401), shutdown (503). Routes below `/admin/`, and those that change the library, need an admin key instead, if
+the server has any. Unknown routes are checked too, so a client without a key cannot find out which routes exist. No
+CORS headers are sent, so a web page of another origin cannot read a response; and as bodies need the content type JSON,
+it cannot send a request that has an effect.
 
 Every response has the API's format and an `x-request-id`, and every request has one line in the log (`request_log`).
 """
@@ -22,7 +22,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvcellar.errors import KvcellarError
-from kvcellar.serve.api_errors import ApiError, ClientDisconnected, api_error, shutting_down
+from kvcellar.serve.api_errors import OLLAMA, ApiError, ClientDisconnected, api_error, shutting_down
 from kvcellar.serve.drain import Drain
 from kvcellar.serve.namespaces import set_api_key
 from kvcellar.serve.records import Records
@@ -32,6 +32,7 @@ from kvcellar.serve.settings import ServeSettings
 log = logging.getLogger("kvcellar.serve")
 
 ADMIN = "/admin/"
+CHANGING = tuple(f"/api/{name}" for name in ("create", "copy", "delete", "pull", "push", "blobs"))
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:@/\\\s]+)(:[0-9]{1,5})?")
 
 
@@ -79,12 +80,12 @@ class RequestMiddleware:
         if names is not None and not all(_name_of(host) in names for host in headers.getlist("host")):
             raise ApiError(403, "the header Host does not name this server", code="host_not_allowed")
         authorizations = headers.getlist("authorization")
-        if self._settings.admin_digests and scope["path"].startswith(ADMIN):
-            if _valid_key(authorizations, self._settings.admin_digests) is None:
-                message = "a valid admin key is needed: Authorization: Bearer KEY"
-                raise ApiError(401, message, code="invalid_admin_key", headers={"www-authenticate": "Bearer"})
-        elif self._settings.key_digests:
-            key = _valid_key(authorizations, self._settings.key_digests)
+        settings, path = self._settings, scope["path"]
+        if (settings.admin_digests and path.startswith(ADMIN)) or path.startswith(CHANGING):
+            self._check_admin(authorizations)
+        elif settings.key_digests:
+            keys = settings.key_digests + (settings.admin_digests if path.startswith(OLLAMA) else ())
+            key = _valid_key(authorizations, keys)
             if key is None:
                 message = "a valid API key is needed: Authorization: Bearer KEY"
                 raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
@@ -92,11 +93,23 @@ class RequestMiddleware:
         if self._drain.started:
             raise shutting_down()
 
+    def _check_admin(self, authorizations: list[str]) -> None:
+        """Raises `ApiError` without an admin key. A server without any keys, which only this machine can reach, allows
+        what changes its library."""
+        settings = self._settings
+        if settings.admin_digests:
+            if _valid_key(authorizations, settings.admin_digests) is None:
+                message = "a valid admin key is needed: Authorization: Bearer KEY"
+                raise ApiError(401, message, code="invalid_admin_key", headers={"www-authenticate": "Bearer"})
+        elif settings.key_digests or not settings.loopback:
+            message = "this server has no admin key, so its models cannot be changed by requests"
+            raise ApiError(403, message, code="not_allowed")
+
     async def _send_error(self, error: ApiError, scope: Scope, receive: Receive, response: "ResponseSend") -> None:
         """Sends nothing if a response has begun: a stream reports its own error, other responses are cut off."""
         response.request.set_error(error.status, error.code)
         if not response.started:
-            await error.response()(scope, receive, response)
+            await error.response(scope["path"])(scope, receive, response)
 
 
 class ResponseSend:

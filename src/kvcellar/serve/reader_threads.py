@@ -29,6 +29,7 @@ class ReaderThreads:
         self._short = ThreadPoolExecutor(SHORT, "kvcellar-read")
         self._long = ThreadPoolExecutor(LONG, "kvcellar-read-long")
         self._conversations = ThreadPoolExecutor(CONVERSATIONS, "kvcellar-conversation")
+        self._library = ThreadPoolExecutor(1, "kvcellar-library")
         self._admin = ThreadPoolExecutor(1, "kvcellar-admin")
 
     async def run(self, body: RequestBody, work: Callable[[], T]) -> T:
@@ -52,10 +53,14 @@ class ReaderThreads:
         """The result of `work`, which reads a few small files."""
         return await asyncio.wrap_future(self._short.submit(work))
 
+    async def for_library(self, work: Callable[[], T]) -> T:
+        """The result of `work`, which changes the library; one after another."""
+        return await asyncio.wrap_future(self._library.submit(work))
+
     async def for_admin(self, work: Callable[[], T]) -> T:
         """The result of `work`, which may take long; one after another."""
         return await asyncio.wrap_future(self._admin.submit(work))
 
     def close(self) -> None:
-        for pool in (self._short, self._long, self._conversations, self._admin):
+        for pool in (self._short, self._long, self._conversations, self._library, self._admin):
             pool.shutdown(wait=False, cancel_futures=True)

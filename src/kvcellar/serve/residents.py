@@ -38,6 +38,7 @@ class Limits:
     max_waiting: int = 512  # requests that wait for a model
     wait_seconds: float = 300.0  # until a request that waits for the memory of others is refused
     keep_alive: float = 300.0  # seconds without requests until a model is unloaded
+    device: str = "cpu"  # kind of the device whose bytes these are
 
 
 @dataclass(eq=False, slots=True)

@@ -20,13 +20,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import HANDLED_SIGNALS
 
 from kvcellar.errors import BadRequest
+from kvcellar.library.library import Library
+from kvcellar.library.tools import Tools
 from kvcellar.serve.app import build_app
+from kvcellar.serve.body import BodyBudget
 from kvcellar.serve.connection import ServeConfig
 from kvcellar.serve.drain import Drain
 from kvcellar.serve.host import Host, hosting
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.settings import ServeSettings
+from kvcellar.serve.shared import Shared
 
 BACKLOG = 512  # connections that wait to be accepted
 NOTIFY_SECONDS = 1.0  # to send the error to clients whose requests were cancelled
@@ -37,6 +41,8 @@ def run(
     models: ServedEngine | Host,
     settings: ServeSettings,
     *,
+    library: Library | None = None,
+    tools: Tools | None = None,
     listener: socket.socket | None = None,
     ready: Callable[[str], None] | None = None,
     signalled: Callable[[int], None] = lambda number: None,
@@ -47,18 +53,25 @@ def run(
     `listener` is a socket returned by `bind` for these settings; None: one is made. Raises `BadRequest` if the server
     cannot listen on the address.
     """
-    Server(models, settings, listener=listener).serve(ready, signalled)
+    Server(models, settings, library=library, tools=tools, listener=listener).serve(ready, signalled)
 
 
 class Server:
     """One server. Either call `serve()` in the main thread, or use it as a context manager that runs it in a thread.
 
-    `models` is an engine, or a host of several; the caller closes it after the server. It listens from the constructor
+    `models` is an engine, or a host of several, which has its models from `library`; `tools` create models there. The
+    caller closes it after the server. It listens from the constructor
     on: `url` has the actual port. Raises `BadRequest` if it cannot listen.
     """
 
     def __init__(
-        self, models: ServedEngine | Host, settings: ServeSettings, *, listener: socket.socket | None = None
+        self,
+        models: ServedEngine | Host,
+        settings: ServeSettings,
+        *,
+        library: Library | None = None,
+        tools: Tools | None = None,
+        listener: socket.socket | None = None,
     ) -> None:
         host = models if isinstance(models, Host) else hosting(models)
         self._socket = listener or bind(settings)
@@ -67,7 +80,8 @@ class Server:
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://{address}:{self.port}"
         drain, self._threads = Drain(), ReaderThreads()
-        app = _SuppressCancelled(build_app(host, settings=settings, threads=self._threads, drain=drain))
+        shared = Shared(host, settings, self._threads, BodyBudget(settings.bodies_bytes), drain, library, tools)
+        app = _SuppressCancelled(build_app(shared))
         self._uvicorn = _Uvicorn(ServeConfig(app, settings), drain)
         self._thread: threading.Thread | None = None
 

@@ -46,6 +46,7 @@ class ServeSettings:
     ping_seconds: float = 15.0  # a stream without data for this long sends a comment line
     idle_seconds: int = 75  # limit for an idle connection
     share_prefixes: bool = False  # requests of different API keys and users find each other's prefixes in memory
+    allow_pull: bool = False  # Ollama's route /api/pull downloads models from the hub
     client_pins: bool = False  # requests may set cache_pin, and cache_priority above 0
     drain_seconds: float = 5.0  # limit for running requests after the first SIGTERM
 

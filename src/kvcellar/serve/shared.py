@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from kvcellar.library.library import Library
+from kvcellar.library.tools import Tools
 from kvcellar.serve.body import BodyBudget
 from kvcellar.serve.drain import Drain
 from kvcellar.serve.host import Host
@@ -16,3 +18,5 @@ class Shared:
     threads: ReaderThreads
     bodies: BodyBudget
     drain: Drain
+    library: Library | None = None
+    tools: Tools | None = None  # that create models of the library

@@ -1,0 +1,133 @@
+"""ollama_library: routes of Ollama's API that change the library: create, copy, delete, pull.
+
+The middleware lets them pass with an admin key only, or, where no keys are set, on a loopback address. No route reads a
+path of this machine.
+"""
+
+from collections.abc import Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from kvcellar.errors import BadRequest
+from kvcellar.library import hub
+from kvcellar.library.create import create
+from kvcellar.library.library import Library
+from kvcellar.library.modelfile import Command, Modelfile
+from kvcellar.library.names import ModelName
+from kvcellar.library.parameters import from_json
+from kvcellar.progress import Listener
+from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.ollama import answer, read
+from kvcellar.serve.ollama_fields import CopyBody, CreateBody, NamedBody, PullBody
+from kvcellar.serve.progress_lines import ProgressLines, Work
+from kvcellar.serve.servable import Servable
+from kvcellar.serve.shared import Shared
+
+NDJSON = "application/x-ndjson"
+UPLOAD = "files cannot be uploaded to this server; create from a model that it has"
+
+
+def library_routes(server: Shared) -> list[Route]:
+    handler = LibraryHandler(server)
+    return [
+        Route("/api/create", handler.create, methods=["POST"]),
+        Route("/api/copy", handler.copy, methods=["POST"]),
+        Route("/api/delete", handler.delete, methods=["DELETE"]),
+        Route("/api/pull", handler.pull, methods=["POST"]),
+        Route("/api/push", handler.push, methods=["POST"]),
+        Route("/api/blobs/{digest}", handler.blob, methods=["HEAD", "POST"]),
+    ]
+
+
+class LibraryHandler:
+    def __init__(self, server: Shared) -> None:
+        self._server, self._lines = server, ProgressLines()
+
+    @property
+    def _library(self) -> Library:
+        if (library := self._server.library) is None:
+            raise ApiError(503, "this server has no library of models", code="no_library")
+        return library
+
+    async def copy(self, request: Request) -> Response:
+        body, library = await read(self._server, request, CopyBody), self._library
+        await self._server.threads.for_library(lambda: library.copy(self._owned(body.source).name, body.destination))
+        return Response()
+
+    async def delete(self, request: Request) -> Response:
+        body, library = await read(self._server, request, NamedBody), self._library
+
+        def work() -> Servable:
+            servable = self._owned(body.named)
+            library.remove(servable.name)
+            return servable
+
+        self._server.host.unload(await self._server.threads.for_library(work))
+        return Response()
+
+    def _owned(self, name: str) -> Servable:
+        """A model of the library. Raises `ModelNotFound` and `ApiError`."""
+        if not (servable := self._server.host.find(name)).id:
+            raise ApiError(400, f"the model {servable.name} is not in the library of this server", "model")
+        return servable
+
+    async def create(self, request: Request) -> Response:
+        body, library = await read(self._server, request, CreateBody), self._library
+        tools = self._server.tools
+        if body.files or body.adapters:
+            raise ApiError(400, UPLOAD, "files" if body.files else "adapters")
+        if tools is None:
+            raise ApiError(503, "this server cannot create models", code="no_library")
+        name, modelfile = str(ModelName.parse(body.named)), modelfile_of(body)
+
+        kinds = {"quantize": body.quantize, "draft_quantize": body.draft_quantize}
+        return await self._long(lambda _: discard(create(library, name, modelfile, tools=tools, **kinds)), body.stream)
+
+    async def pull(self, request: Request) -> Response:
+        body = await read(self._server, request, PullBody)
+        if not self._server.settings.allow_pull:
+            raise ApiError(403, "this server does not download models", code="not_allowed")
+        name = body.named
+
+        def work(listener: Listener) -> None:
+            hub.pull(name, progress=listener)
+
+        return await self._long(work, body.stream)
+
+    async def push(self, request: Request) -> Response:
+        raise ApiError(400, "models cannot be pushed from this server", code="not_supported")
+
+    async def blob(self, request: Request) -> Response:
+        raise ApiError(404 if request.method == "HEAD" else 400, UPLOAD, code="not_supported")
+
+    async def _long(self, work: Work, stream: bool | None) -> Response:
+        """Lines by default, as Ollama."""
+        if stream is False:
+            await self._lines.result(work)
+            return answer({"status": "success"})
+        return StreamingResponse(self._lines.lines(work), media_type=NDJSON)
+
+
+def modelfile_of(body: CreateBody) -> Modelfile:
+    """The Modelfile that a body describes. Raises `BadRequest`."""
+    if not body.from_:
+        raise BadRequest("from is required: the name of a model", "from")
+    texts: Sequence[tuple[str, str | None]] = (
+        ("model", body.from_),
+        ("draft", body.draft),
+        ("template", body.template),
+        ("system", body.system),
+        ("requires", body.requires),
+    )
+    licenses = [body.license] if isinstance(body.license, str) else body.license or []
+    for message in body.messages or ():
+        if message.role not in ("system", "user", "assistant"):
+            raise BadRequest("the role of a message must be system, user or assistant", "messages")
+    return Modelfile((
+        *(Command(name, text) for name, text in texts if text),
+        *from_json(body.parameters or {}),
+        *(Command("license", text) for text in licenses),
+        *(Command("message", f"{one.role}: {one.content}") for one in body.messages or ()),
+    ))  # fmt: skip

@@ -21,7 +21,7 @@ from kvcellar.progress import Listener
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.ollama import answer, read
 from kvcellar.serve.ollama_fields import CopyBody, CreateBody, NamedBody, PullBody
-from kvcellar.serve.progress_lines import ProgressLines, Work
+from kvcellar.serve.progress_lines import Work, lines, result
 from kvcellar.serve.servable import Servable
 from kvcellar.serve.shared import Shared
 
@@ -43,7 +43,7 @@ def library_routes(server: Shared) -> list[Route]:
 
 class LibraryHandler:
     def __init__(self, server: Shared) -> None:
-        self._server, self._lines = server, ProgressLines()
+        self._server = server
 
     @property
     def _library(self) -> Library:
@@ -82,8 +82,12 @@ class LibraryHandler:
             raise ApiError(503, "this server cannot create models", code="no_library")
         name, modelfile = str(ModelName.parse(body.named)), modelfile_of(body)
 
-        kinds = {"quantize": body.quantize, "draft_quantize": body.draft_quantize}
-        return await self._long(lambda _: discard(create(library, name, modelfile, tools=tools, **kinds)), body.stream)
+        kinds = body.quantize, body.draft_quantize
+
+        def work(_: Listener) -> None:
+            create(library, name, modelfile, tools=tools, quantize=kinds[0], draft_quantize=kinds[1])
+
+        return await self._long(work, body.stream)
 
     async def pull(self, request: Request) -> Response:
         body = await read(self._server, request, PullBody)
@@ -105,9 +109,9 @@ class LibraryHandler:
     async def _long(self, work: Work, stream: bool | None) -> Response:
         """Lines by default, as Ollama."""
         if stream is False:
-            await self._lines.result(work)
+            await result(self._server.threads, work)
             return answer({"status": "success"})
-        return StreamingResponse(self._lines.lines(work), media_type=NDJSON)
+        return StreamingResponse(lines(self._server.threads, work), media_type=NDJSON)
 
 
 def modelfile_of(body: CreateBody) -> Modelfile:

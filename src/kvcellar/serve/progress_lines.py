@@ -6,81 +6,69 @@ Always true:
 """
 
 import asyncio
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from types import TracebackType
 
 from kvcellar.errors import KvcellarError
 from kvcellar.progress import Listener, Progress, listening
 from kvcellar.serve.api_errors import ApiError, ClientDisconnected, api_error
 from kvcellar.serve.json_text import to_json
+from kvcellar.serve.reader_threads import ReaderThreads
 
 SECONDS = 0.1  # between two lines of one stage
 Json = dict[str, object]
 Work = Callable[[Listener], None]  # calls the listener, or `progress.report`
 
 
-class ProgressLines:
-    """The work of one server."""
+async def lines(threads: ReaderThreads, work: Work) -> AsyncIterator[bytes]:
+    """A line for each report of `work`, then one with success or the error."""
+    with Run(threads, work) as run:
+        while (line := await run.next()) is not None:
+            yield to_json(line) + b"\n"
+        yield to_json({"status": "success"} if run.error is None else {"error": run.error.message}) + b"\n"
 
-    def __init__(self) -> None:
-        self._one = asyncio.Lock()
 
-    async def lines(self, work: Work) -> AsyncIterator[bytes]:
-        """A line for each report of `work`, then one with success or the error."""
-        async with self._one:
-            run = Run(asyncio.get_running_loop(), work)
-            try:
-                while (line := await run.next()) is not None:
-                    yield to_json(line) + b"\n"
-                yield to_json({"status": "success"} if run.error is None else {"error": run.error.message}) + b"\n"
-            finally:
-                run.abandon()
-                await run.ended.wait()
-
-    async def result(self, work: Work) -> None:
-        """The same without lines. Raises `ApiError`."""
-        async with self._one:
-            run = Run(asyncio.get_running_loop(), work)
-            try:
-                while await run.next() is not None:
-                    pass
-            finally:
-                run.abandon()
-                await run.ended.wait()
-            if run.error is not None:
-                raise run.error
+async def result(threads: ReaderThreads, work: Work) -> None:
+    """The same without lines. Raises `ApiError`."""
+    with Run(threads, work) as run:
+        while await run.next() is not None:
+            pass
+    if run.error is not None:
+        raise run.error
 
 
 class Run:
-    """One work, on a thread of its own."""
+    """One work, on the thread for long ones. Leaving the block ends it, at its next report."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, work: Work) -> None:
-        self._loop, self._work = loop, work
+    def __init__(self, threads: ReaderThreads, work: Work) -> None:
+        self._loop, self._work = asyncio.get_running_loop(), work
         self._lines: asyncio.Queue[Json | None] = asyncio.Queue()
         self._abandoned, self._last, self._stage = False, 0.0, ""
         self.error: ApiError | None = None
-        self.ended = asyncio.Event()
-        threading.Thread(target=self._run, name="kvcellar-library").start()
+        threads.begin_long(self._run)
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._abandoned = True
 
     async def next(self) -> Json | None:
         """The next line; None after the last."""
         return await self._lines.get()
 
-    def abandon(self) -> None:
-        """The next report raises."""
-        self._abandoned = True
-
     def _run(self) -> None:
         try:
             with listening(self.report):
+                self.report(Progress("starting"))
                 self._work(self.report)
         except ClientDisconnected:
             pass
         except Exception as error:  # noqa: BLE001 - returned to the client
             self.error = failure(error)
-        self._post(lambda: (self.ended.set(), self._lines.put_nowait(None)))
+        self._post(None)
 
     def report(self, progress: Progress) -> None:
         """May be called from any thread."""
@@ -93,11 +81,11 @@ class Run:
         line: Json = {"status": progress.stage}
         if progress.total:
             line |= {"total": progress.total, "completed": progress.done}
-        self._post(lambda: self._lines.put_nowait(line))
+        self._post(line)
 
-    def _post(self, call: Callable[[], object]) -> None:
+    def _post(self, line: Json | None) -> None:
         with suppress(RuntimeError):  # the loop has been closed
-            self._loop.call_soon_threadsafe(call)
+            self._loop.call_soon_threadsafe(self._lines.put_nowait, line)
 
 
 def failure(error: Exception) -> ApiError:

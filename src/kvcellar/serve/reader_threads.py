@@ -30,6 +30,7 @@ class ReaderThreads:
         self._long = ThreadPoolExecutor(LONG, "kvcellar-read-long")
         self._conversations = ThreadPoolExecutor(CONVERSATIONS, "kvcellar-conversation")
         self._library = ThreadPoolExecutor(1, "kvcellar-library")
+        self._long_work = ThreadPoolExecutor(1, "kvcellar-create")
         self._admin = ThreadPoolExecutor(1, "kvcellar-admin")
 
     async def run(self, body: RequestBody, work: Callable[[], T]) -> T:
@@ -57,10 +58,14 @@ class ReaderThreads:
         """The result of `work`, which changes the library; one after another."""
         return await asyncio.wrap_future(self._library.submit(work))
 
+    def begin_long(self, work: Callable[[], None]) -> None:
+        """Run `work`, which may take hours and raises nothing; one after another."""
+        self._long_work.submit(work)
+
     async def for_admin(self, work: Callable[[], T]) -> T:
         """The result of `work`, which may take long; one after another."""
         return await asyncio.wrap_future(self._admin.submit(work))
 
     def close(self) -> None:
-        for pool in (self._short, self._long, self._conversations, self._library, self._admin):
+        for pool in (self._short, self._long, self._conversations, self._library, self._long_work, self._admin):
             pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,309 @@
+"""Ollama's package, and plain HTTP, against the routes that list, load, create and remove models."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvcellar import __version__
+from kvcellar.library.library import Library
+from kvcellar.progress import Progress, report
+from kvcellar.serve import Host, Server, ServeSettings, key_digest
+from kvcellar.serve.library_models import Caches, LibraryModels
+from kvcellar.serve.residents import Limits
+from kvcellar.serve.servable import Servable
+from kvcellar.serve.server import bind
+from tests.library.made import FakeTools, made, model
+from tests.serve.fake_engine import PATIENCE, FakeEngine, FakeModel
+
+ollama: Any = pytest.importorskip("ollama")
+
+CONFIG = {"model_type": "llama", "max_position_embeddings": 512, "hidden_size": 8, "num_hidden_layers": 2}
+NAMES = ("one", "owner/two:small")
+
+
+class World:
+    """A server whose engines are fakes and whose models are files of the library."""
+
+    def __init__(self, root: Path, tools: Any = None, **settings: Any) -> None:
+        self.library, self.loaded, self.tools = Library(root), list[str](), tools or FakeTools()
+        self.limits = Limits(10**9, max_models=3)
+        self.catalogue = LibraryModels(self.library, self.make, Caches(10**9, 0.3, 1000))
+        self.host = Host(self.catalogue, self.limits, unload=FakeEngine.close, free=lambda: None)
+        self.host.open(Servable("fake", "fake", 0, 0, 0, lambda cache, going_on: FakeEngine(FakeModel("fake"))))
+        self.settings = ServeSettings(port=0, **settings)
+
+    def make(self, name: str, cache: int, going_on: Callable[[], None]) -> FakeEngine:
+        self.loaded.append(name)
+        return FakeEngine(FakeModel(name))
+
+    @contextmanager
+    def serving(self, listener: socket.socket | None = None) -> Iterator[Server]:
+        served: dict[str, Any] = {"library": self.library, "tools": self.tools, "listener": listener}
+        try:
+            with Server(self.host, self.settings, **served) as server:
+                yield server
+        finally:
+            self.host.close()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A directory with a config and one tensor."""
+    folder = model(tmp_path / "source")
+    header = json.dumps({"a": {"dtype": "F32", "shape": [1000, 1200], "data_offsets": [0, 4_800_000]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
+
+
+@pytest.fixture
+def world(tmp_path: Path, source: Path) -> World:
+    world = World(tmp_path / "models")
+    for number, name in enumerate(NAMES):
+        made(world.library, name, f"FROM {source}\nPARAMETER top_k {number + 5}\nSYSTEM Be {name}.", source.parent)
+    return world
+
+
+@pytest.fixture
+def server(world: World) -> Iterator[Server]:
+    with world.serving() as server:
+        yield server
+
+
+@contextmanager
+def connected(server: Server) -> Iterator[Any]:
+    with ollama.Client(host=server.url, timeout=PATIENCE, trust_env=False) as client:
+        yield client
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Any]:
+    with connected(server) as client:
+        yield client
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+        yield client
+
+
+def test_models_are_listed_with_their_files(client: Any, world: World) -> None:
+    found = {one.model: one for one in client.list().models}
+    assert list(found) == ["fake", "one:latest", "owner/two:small"]
+    one = found["one:latest"]
+    assert one.digest == world.library.manifest("one").id
+    assert one.size == world.library.manifest("one").size
+    assert one.details is not None
+    assert (one.details.format, one.details.family, one.details.parameter_size) == ("safetensors", "llama", "1.2M")
+
+
+def test_a_model_is_shown(client: Any, http: httpx.Client) -> None:
+    shown = client.show("one")
+    assert shown.modelinfo is not None
+    assert shown.modelinfo["general.architecture"] == "llama"
+    assert shown.modelinfo["llama.context_length"] == 512
+    assert shown.template == "{{ messages }}"
+    assert shown.capabilities == ["completion"]
+    raw = http.post("/api/show", json={"name": "one:latest"}).json()
+    assert raw["system"] == "Be one."
+    assert raw["parameters"].split() == ["top_k", "5"]
+    assert "FROM one:latest" in raw["modelfile"]
+    assert http.post("/api/show", json={"model": "fake"}).json()["modelfile"] == ""
+
+
+def test_a_model_is_loaded_listed_and_unloaded(client: Any, world: World) -> None:
+    assert [one.model for one in client.ps().models] == ["fake"]
+    loaded = client.generate("one", keep_alive="1h")
+    assert (loaded.done, loaded.done_reason, loaded.response) == (True, "load", "")
+    (running,) = [one for one in client.ps().models if one.model == "one:latest"]
+    assert running.context_length == FakeModel().context
+    assert running.size is not None
+    assert running.size > 4_800_000
+    assert client.generate("one:latest", keep_alive=0).done_reason == "unload"
+    assert client.chat("owner/two:small").done_reason == "load"
+    assert world.loaded == ["one:latest", "owner/two:small"]
+
+
+def test_text_is_generated_elsewhere(http: httpx.Client) -> None:
+    for route, field in (("generate", {"prompt": "a"}), ("chat", {"messages": [{"role": "user", "content": "a"}]})):
+        response = http.post(f"/api/{route}", json={"model": "one"} | field)
+        assert response.status_code == 400
+        assert response.json() == {
+            "error": "this route loads and unloads models; send prompts to /v1/completions or /v1/chat/completions"
+        }
+
+
+def test_models_are_created_copied_and_deleted(client: Any, world: World) -> None:
+    lines = list(client.create("three", from_="one", system="Be short.", parameters={"temperature": 0.5}, stream=True))
+    assert lines[-1].status == "success"
+    assert len(lines) > 1
+    manifest = world.library.manifest("three")
+    assert (manifest.system, manifest.parameters) == ("Be short.", {"top_k": 5, "temperature": 0.5})
+    client.copy("three", "owner/four")
+    client.delete("three")
+    assert [one.model for one in client.list().models] == ["fake", "one:latest", "owner/four:latest", "owner/two:small"]
+    client.generate("owner/four")
+    client.delete("owner/four")
+    assert "owner/four:latest" not in [one.model for one in client.list().models]
+    world.library.check()
+
+
+def test_a_name_that_gets_another_model_gets_another_engine(client: Any, world: World) -> None:
+    client.generate("one")
+    client.create("one", from_="owner/two:small", stream=False)
+    client.generate("one")
+    assert world.loaded == ["one:latest", "one:latest"]
+
+
+def test_a_creation_has_texts_messages_and_quantization(http: httpx.Client, world: World) -> None:
+    body = {
+        "model": "new", "from": "one", "template": "{{ messages }}!", "license": ["MIT", "BSD"], "quantize": "int8",
+        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}], "stream": False,
+        "unknown": 1,
+    }  # fmt: skip
+    assert http.post("/api/create", json=body).json() == {"status": "success"}
+    manifest = world.library.manifest("new")
+    assert manifest.template == "{{ messages }}!"
+    assert manifest.licenses == ("MIT", "BSD")
+    assert [(one.role, one.content) for one in manifest.messages] == [("user", "Hi"), ("assistant", "Yes")]
+    assert manifest.quantized == "int8"
+
+
+REFUSED: list[tuple[str, str, dict[str, Any], int, str]] = [
+    ("POST", "show", {}, 400, "model is required"),
+    ("POST", "show", {"model": 5}, 400, "model must be a string"),
+    ("POST", "show", {"model": "none"}, 404, "the model 'none' is not served here; /v1/models lists what is"),
+    ("POST", "show", {"model": "../../etc/passwd"}, 404, "the model '../../etc/passwd' is not served here"),
+    ("POST", "generate", {"model": "none"}, 404, "the model 'none' is not served here"),
+    ("POST", "generate", {"model": "one", "keep_alive": "1e99h"}, 400, "keep_alive must be a time like 30s"),
+    ("POST", "generate", {"model": "one", "keep_alive": "abc"}, 400, "keep_alive must be a time like 30s"),
+    ("POST", "copy", {"source": "none", "destination": "a"}, 404, "the model 'none' is not served here"),
+    ("POST", "copy", {"source": "fake", "destination": "a"}, 400, "the model fake is not in the library"),
+    ("POST", "copy", {"source": "one", "destination": "../a"}, 400, "'../a' is not the name of a model"),
+    ("DELETE", "delete", {"model": "fake"}, 400, "the model fake is not in the library of this server"),
+    ("DELETE", "delete", {"model": "none"}, 404, "the model 'none' is not served here"),
+    ("POST", "create", {"model": "new"}, 400, "from is required: the name of a model"),
+    ("POST", "create", {"model": "..", "from": "one"}, 400, "'..' is not the name of a model"),
+    ("POST", "create", {"model": "new", "from": "/etc", "stream": False}, 400, "paths of this machine are not read"),
+    ("POST", "create", {"model": "new", "from": "gone", "stream": False}, 400, "there is no 'gone'"),
+    ("POST", "create", {"model": "new", "from": "one", "files": {"a": "sha256:0"}}, 400, "files cannot be uploaded"),
+    ("POST", "create", {"model": "new", "from": "one", "quantize": "q9", "stream": False}, 400, "is no type"),
+    (
+        "POST",
+        "create",
+        {"model": "new", "from": "one", "messages": [{"role": "x", "content": "a"}]},
+        400,
+        "the role of a message must be system, user or assistant",
+    ),
+    ("POST", "create", {"model": "new", "from": "one", "parameters": {"top_q": 1}}, 400, "there is no parameter"),
+    ("POST", "pull", {"model": "owner/name"}, 403, "this server does not download models"),
+    ("POST", "push", {"model": "one"}, 400, "models cannot be pushed from this server"),
+    ("POST", "blobs/sha256:00", {}, 400, "files cannot be uploaded to this server"),
+    ("GET", "nothing", {}, 404, "there is no such route"),
+]
+
+
+@pytest.mark.parametrize(("method", "route", "body", "status", "message"), REFUSED)
+def test_what_is_wrong_is_refused_in_ollamas_form(
+    http: httpx.Client, world: World, method: str, route: str, body: dict[str, Any], status: int, message: str
+) -> None:
+    before = world.library.names()
+    response = http.request(method, f"/api/{route}", json=None if method == "GET" else body)
+    found = response.json() if response.status_code != 200 else json.loads(response.text.splitlines()[-1])
+    assert list(found) == ["error"]
+    assert message in found["error"]
+    assert response.status_code == (200 if "parameters" in body else status)
+    assert world.library.names() == before
+
+
+def test_the_server_is_found(http: httpx.Client) -> None:
+    assert http.get("/api/version").json() == {"version": __version__}
+    assert http.get("/").text == "kvcellar is running"
+    assert http.head("/").status_code == 200
+    assert http.head("/api/blobs/sha256:00").status_code == 404
+
+
+KEYS = {"key_digests": (key_digest("client-1"),)}
+ADMIN = {"admin_digests": (key_digest("operator-1"),)}
+RIGHTS = [
+    ({}, None, 200, 200),
+    (ADMIN, None, 200, 401),
+    (ADMIN, "operator-1", 200, 200),
+    (KEYS, "client-1", 200, 403),
+    (KEYS | ADMIN, "client-1", 200, 401),
+    (KEYS | ADMIN, "operator-1", 200, 200),
+    (KEYS | ADMIN, None, 401, 401),
+    ({"host": "0.0.0.0", "allow_open": True}, None, 200, 403),
+]
+
+
+@pytest.mark.parametrize(("settings", "key", "looks", "changes"), RIGHTS)
+def test_only_an_operator_changes_the_library(
+    tmp_path: Path, source: Path, settings: dict[str, Any], key: str | None, looks: int, changes: int
+) -> None:
+    world = World(tmp_path / "models", **settings)
+    made(world.library, "one", f"FROM {source}", source.parent)
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    with world.serving(bind(ServeSettings(port=0))) as server:
+        url = f"http://127.0.0.1:{server.port}"
+        assert httpx.get(f"{url}/api/tags", headers=headers).status_code == looks
+        body = {"source": "one", "destination": "two"}
+        assert httpx.post(f"{url}/api/copy", json=body, headers=headers).status_code == changes
+
+
+def test_a_model_is_pulled_where_that_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: World) -> None:
+    asked: list[str] = []
+
+    def pull(name: str, *, progress: Callable[[Progress], None]) -> None:
+        asked.append(name)
+        for done in (0, 5, 10):
+            progress(Progress("downloading", done, 10))
+
+    monkeypatch.setattr("kvcellar.library.hub.pull", pull)
+    allowing = World(tmp_path / "others", allow_pull=True)
+    with allowing.serving() as server, connected(server) as client:
+        lines = list(client.pull("owner/name", stream=True))
+    assert asked == ["owner/name"]
+    assert (lines[1].status, lines[1].total, lines[1].completed) == ("downloading", 10, 0)
+    assert lines[-1].status == "success"
+
+
+class Endless(FakeTools):
+    """Quantizes until a report raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended = threading.Event()
+
+    def quantize(self, *args: Any, **options: Any) -> Any:
+        try:
+            while True:
+                report("quantizing", 1, 10)
+                time.sleep(0.01)
+        finally:
+            self.ended.set()
+
+
+def test_a_client_that_leaves_ends_the_creation(tmp_path: Path, source: Path) -> None:
+    tools = Endless()
+    world = World(tmp_path / "models", tools)
+    made(world.library, "one", f"FROM {source}", source.parent)
+    with world.serving() as server:
+        body = {"model": "two", "from": "one", "quantize": "int8"}
+        with httpx.stream("POST", f"{server.url}/api/create", json=body, timeout=PATIENCE) as response:
+            assert any("quantizing" in line for line in response.iter_lines())
+        assert tools.ended.wait(PATIENCE)
+        other = {"model": "three", "from": "gone", "stream": False}  # runs after what has ended
+        assert httpx.post(f"{server.url}/api/create", json=other, timeout=PATIENCE).status_code == 400
+    assert list(map(str, world.library.names())) == ["one:latest"]
+    world.library.check()

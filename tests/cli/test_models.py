@@ -100,6 +100,18 @@ def test_notes_go_to_stderr(library):
     assert ran.out.startswith("created small:latest, ")
 
 
+def test_a_name_that_is_a_path_here_too_is_noted(library):
+    ran = run("create", "m")
+    assert ran.err == "note: m is also a path here, which has precedence; m:latest names the model\n"
+
+
+def test_a_type_that_there_is_not_is_an_error_of_its_option(library):
+    assert "Invalid value for '--quantize' / '-q': weights cannot" in run("create", "a", "-q", "x", code=2).err
+    ran = run("create", "a", "--quantize-draft", "x", code=2)
+    assert "Invalid value for '--draft-quantize' / '--quantize-draft': weights cannot" in ran.err
+    assert "--draft-quantize requires a DRAFT model" in run("create", "a", "--draft-quantize", "int8", code=2).err
+
+
 @pytest.mark.parametrize(
     ("modelfile", "message"),
     [

@@ -166,7 +166,15 @@ def test_a_view_is_made_again_from_verified_blobs(tmp_path, library):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b'{"kvcellar": 2}', b"\xff", b"[" * 100000, b'{"kvcellar": 1, "model": {"files": 3}}'],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"kvcellar": 2}',
+        b"\xff",
+        b"[" * 100000,
+        b'{"kvcellar": 1, "model": {"files": 3}}',
+    ],
 )
 def test_a_damaged_manifest_is_refused_by_name_and_keeps_blobs_until_it_is_removed(tmp_path, library, content):
     model(tmp_path / "m", 1)
@@ -180,6 +188,23 @@ def test_a_damaged_manifest_is_refused_by_name_and_keeps_blobs_until_it_is_remov
     assert len(list((library.root / "blobs").iterdir())) == 3
     library.remove("a")
     assert tree(library) == {}
+
+
+def test_a_view_in_use_is_not_replaced_when_its_model_is_created_again(tmp_path, library):
+    model(tmp_path / "m", 1)
+    before = made(library, "a", "FROM ./m", tmp_path).model.directory.stat().st_ino
+    assert made(library, "a", "FROM ./m", tmp_path).model.directory.stat().st_ino == before
+
+
+def test_numbers_that_are_none_are_no_manifest(tmp_path, library):
+    model(tmp_path / "m", 1)
+    made(library, "a", "FROM ./m\nPARAMETER temperature 0.5", tmp_path)
+    file = library.root / "manifests/a/latest.json"
+    content = file.read_bytes().replace(b"0.5", b"NaN")
+    file.chmod(0o600)
+    file.write_bytes(content)
+    with pytest.raises(ModelRefused, match="NaN is no number of JSON"):
+        library.resolve("a")
 
 
 @pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a/b", ".", "", "a\\b"])

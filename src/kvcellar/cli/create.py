@@ -14,6 +14,7 @@ from kvcellar.errors import BadRequest
 from kvcellar.library.create import Created, create
 from kvcellar.library.details import details
 from kvcellar.library.modelfile import MOST_BYTES, Modelfile, parse
+from kvcellar.library.names import LATEST
 from kvcellar.models.create_tools import CreateTools
 from kvcellar.models.quantize.report import report_lines
 
@@ -99,6 +100,11 @@ def _print(made: Created, kinds: Mapping[str, str | None], *, as_json: bool) -> 
         return
     for note in made.notes:
         click.echo(f"note: {note}", err=True)
+    name = made.model.name.removesuffix(f":{LATEST}")
+    if Path(name).exists():
+        click.echo(
+            f"note: {name} is also a path here, which has precedence; {made.model.name} names the model", err=True
+        )
     reports = made.model.manifest.report or {}
     for part in (part for part, kind in kinds.items() if kind is not None):
         for line in report_lines(reports[part], kinds[part]):

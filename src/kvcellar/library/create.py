@@ -53,7 +53,7 @@ def create(
     """
     target = ModelName.parse(name)
     texts = _texts(modelfile)
-    kinds = [None if one is None else tools.kind(one) for one in (quantize, draft_quantize)]
+    kinds = [_kind(tools, quantize, "quantize"), _kind(tools, draft_quantize, "draft_quantize")]
     one = _Creation(library, tools, modelfile, tuple(folders))
     one.check_kinds(*kinds)
     try:
@@ -66,6 +66,13 @@ def create(
             library.collect()
         raise
     return Created(made, (*texts.notes, *one.notes))
+
+
+def _kind(tools: Tools, text: str | None, param: str) -> str | None:
+    try:
+        return None if text is None else tools.kind(text)
+    except BadRequest as error:
+        raise BadRequest(error.message, param, hint=error.hint) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,8 @@ class Library:
             if missing:
                 raise ModelRefused(f"{name} cannot be created: {missing[0]}. Something else removed it; try again")
             self.disk.files.sync_directory(self.root / BLOBS)
-            self.disk.place_view(manifest, staging)
+            if not self.disk.is_whole(manifest):  # a whole one may be in use
+                self.disk.place_view(manifest, staging)
             self._write(name, manifest, staging)
         self._collect_now_or_later()
         return self._model(name, manifest)

@@ -122,7 +122,7 @@ class Manifest:
     def from_bytes(cls, content: bytes) -> "Manifest":
         """Raises `ManifestDamaged`."""
         try:
-            raw = cast("dict[str, Any]", json.loads(content))
+            raw = cast("dict[str, Any]", json.loads(content, parse_constant=_no_number))
             if raw["kvcellar"] != FORMAT:
                 raise ManifestDamaged(f"it has version {raw['kvcellar']!r}; this kvcellar reads version {FORMAT}")
             return cls(
@@ -162,6 +162,10 @@ def _read_part(raw: dict[str, Any]) -> Part:
         if not _PATH.fullmatch(file.path) or not _DIGEST.fullmatch(file.digest) or file.size < 0:
             raise ValueError(f"a file is {file}")
     return Part(files)
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number of JSON")
 
 
 def _of(kind: type, value: Any) -> Any:

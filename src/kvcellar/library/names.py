@@ -35,7 +35,9 @@ class ModelName:
             _check(text, part)
         found = cls(owner, name, tag or LATEST)
         if not owner and name.lower() == RESERVED:
-            raise BadRequest(f"{RESERVED!r} is the name of the model that comes with kvcellar; choose another", "model")
+            raise BadRequest(
+                f"{RESERVED!r} is the model that comes with kvcellar; no model of the library has that name", "model"
+            )
         return found
 
     @property

@@ -42,7 +42,7 @@ class FakeHub:
     status: int | None = None  # of every response
     body: bytes | None = None  # of every response
     elsewhere: str | None = None  # where the content of large files is
-    empty: threading.Event = field(default_factory=threading.Event)  # set when a connection has ended without a byte
+    dripped: threading.Event = field(default_factory=threading.Event)  # set when a connection has ended after a byte
 
     def add(self, name: str, files: dict[str, bytes], revision: str = "main") -> str:
         """Add a commit and make `revision` name it. Returns the commit."""
@@ -133,8 +133,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body[:cut])
-        if cut == 0:
-            self.hub.empty.set()
+        if cut == 1:
+            self.hub.dripped.set()
 
 
 def _git(content: bytes) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from datetime import UTC, datetime
 from typing import Any
 
 import click
@@ -45,7 +44,7 @@ def _pulled() -> list[dict[str, Any]]:
     return [
         {
             "name": one.name,
-            "modified": datetime.fromtimestamp(int(one.modified), UTC).isoformat(),
+            "modified": date(one.modified),
             "id": one.commit,
             "size": one.bytes,
             "directory": str(one.directory),

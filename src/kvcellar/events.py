@@ -84,7 +84,8 @@ class Recall:
     restored: int  # of these, tokens that were used
     sources: tuple[tuple[str, int], ...]  # restored tokens by the tier that had them when the request arrived
     seconds: float  # seconds that the request waited for tokens to be read back
-    # complete, no checkpoint, diverged, new, evicted, damaged, other weights, cheaper to recompute or tier unavailable
+    # complete, no checkpoint, diverged, new, evicted, damaged, other weights, other adapter, cheaper to recompute or
+    # tier unavailable
     reason: str
     detail: str  # what the reason means here, in words
     entry: str = ""  # where it diverged: the name of the entry of the tree that goes on in another way

@@ -3,6 +3,9 @@
 A snapshot is of the tokens [start,end) of a sequence; `parent` is the snapshot of the tokens before it, so that the
 snapshots of a sequence are a chain. Its key is a digest of everything that decides its bytes: the identity of the
 memory (weights, storage, shape of the groups), the namespace, and all tokens from the first one to the last.
+
+What was computed with an adapter is in a namespace of its own, which is made of the digest of the adapter and of the
+namespace of the requests. So everything that is kept by namespace is kept by adapter, too.
 """
 
 from array import array
@@ -13,6 +16,7 @@ from hashlib import blake2b
 from kvcellar.spans import Span
 
 KEY = 32  # bytes of a key
+ADAPTED = "\0adapter:"  # how a namespace begins of what was computed with an adapter; those of requests do not
 MOST_AHEAD = 8  # tokens behind its own that an entry may depend on
 
 
@@ -33,6 +37,21 @@ class Snapshot:
     def size(self) -> int:
         """Bytes of all chunks."""
         return sum(self.sizes)
+
+
+def with_adapter(namespace: str, digest: str) -> str:
+    """The namespace of what requests of a namespace compute with the adapter of this digest; "": none."""
+    return f"{ADAPTED}{digest}:{namespace}" if digest else namespace
+
+
+def requested(namespace: str) -> str:
+    """The namespace that requests name, without their adapter."""
+    return namespace.removeprefix(ADAPTED).partition(":")[2] if namespace.startswith(ADAPTED) else namespace
+
+
+def adapter_of(namespace: str) -> str:
+    """The digest of the adapter of a namespace; "": none."""
+    return namespace.removeprefix(ADAPTED).partition(":")[0] if namespace.startswith(ADAPTED) else ""
 
 
 def key_after(parent: bytes | None, *, identity: bytes, namespace: str, tokens: bytes, secret: bytes = b"") -> bytes:

@@ -17,7 +17,7 @@ from kvcellar.engine.store import Store
 from kvcellar.errors import BadRequest
 from kvcellar.prefix.listing import Listed, Walk
 from kvcellar.prefix.node import TOKEN, Node, key_of, key_to, root_of
-from kvcellar.snapshot import Snapshot
+from kvcellar.snapshot import Snapshot, requested
 from kvcellar.tiers import upkeep
 from kvcellar.tiers.disk import DiskTier
 from kvcellar.tiers.upkeep import Imported, Readable, Verified
@@ -61,7 +61,7 @@ class Contents:
             yield from (_fields(listed) for listed, _ in self._walked(namespace))
         else:
             for one in upkeep.entries(self._needed()):
-                if namespace is None or (one.snapshot is not None and one.snapshot.namespace == namespace):
+                if namespace is None or (one.snapshot is not None and requested(one.snapshot.namespace) == namespace):
                     yield upkeep.fields(one)
 
     def hot(self, tier: str, most: int) -> list[dict[str, Any]]:
@@ -158,7 +158,7 @@ class Contents:
             removed = self._drop(store, self._stored(store, namespace, entry, key))
         nodes = self._selected(namespace, entry, key)
         if entry is not None:
-            texts += self._loop.call(lambda: [(root_of(node).namespace, key_to(node)) for node in nodes])
+            texts += self._loop.call(lambda: [(requested(root_of(node).namespace), key_to(node)) for node in nodes])
         removed += self._remove_drafts(texts, entry)
         return Removed(sum(map(self._discard, nodes)), removed)
 
@@ -217,7 +217,7 @@ class Contents:
 
         def find() -> list[Node]:
             tree = self._loop.manager.prefixes.tree
-            roots = [root for root in tree.roots() if namespace in (None, root.namespace)]
+            roots = [root for root in tree.roots() if namespace in (None, requested(root.namespace))]
             reached = [tree.reached(root.namespace, key) for root in roots]
             return [node for node, offset in reached if node.start + offset == len(key) // TOKEN]
 

@@ -30,7 +30,7 @@ from kvcellar.engine.store import BUSY, Store
 from kvcellar.plan import Feed
 from kvcellar.prefix.node import TOKEN, Node, common
 from kvcellar.retention import RetentionOptions
-from kvcellar.snapshot import looking_ahead
+from kvcellar.snapshot import looking_ahead, requested
 from kvcellar.spans import Span
 from kvcellar.speculate.chain import Key
 from kvcellar.speculate.draft_cache import Text
@@ -244,7 +244,7 @@ class DraftMemory:
         tree = self.prefixes.tree
         key = self._elements(tokens, 0).tobytes()
         for root in tree.roots():
-            if namespace in (None, root.namespace):
+            if namespace in (None, requested(root.namespace)):
                 node, offset = tree.reached(root.namespace, key)
                 if node.start + offset == len(key) // TOKEN:
                     self.prefixes.discard(node, ALL)

@@ -68,7 +68,7 @@ class Drafting:
             completion.sampler,
             completion.pos,
             room,
-            namespace=request.namespace,
+            namespace=request.space,
             shared=request.cached,
             retention=request.retention,
         )
@@ -129,7 +129,7 @@ class Drafting:
     def expect(self, completion: Completion) -> None:
         """A completion waits: what tiers have of its text is read meanwhile."""
         request = completion.request
-        self._try(lambda memory: memory.expect(completion.key, request.namespace, completion.tokens))
+        self._try(lambda memory: memory.expect(completion.key, request.space, completion.tokens))
 
     def pump(self) -> bool:
         """Read a bounded part of it for its store. False if there is nothing to read."""

@@ -18,6 +18,7 @@ from kvcellar.layout import Layout
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.sample.params import SamplingParams, check_ids
 from kvcellar.sample.sampler import Sampler
+from kvcellar.snapshot import ADAPTED
 from kvcellar.spans import whole
 from kvcellar.text.meter import Caps
 from kvcellar.text.output import LONG_RUN, Output, Stops, open_stream
@@ -291,6 +292,8 @@ def session_number(session: Any) -> int | None:
 
 
 def namespace_name(namespace: Any) -> str:
+    if isinstance(namespace, str) and namespace.startswith(ADAPTED):
+        raise BadRequest(f"a namespace cannot begin with {ADAPTED!r}: such names are for what adapters compute")
     if not isinstance(namespace, str) or len(namespace) > MOST_NAMESPACE:
         raise BadRequest(f"a namespace is a text of up to {MOST_NAMESPACE} characters, not {shown(namespace)}")
     return str.__str__(namespace)

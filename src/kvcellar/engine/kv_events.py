@@ -11,7 +11,8 @@ MessagePack: `[time, events, 0]`, where an event is an array that begins with it
 A ROUTER socket replays: a request is an empty frame and the number of the first batch that is wanted; the answers are
 empty frame, number and batch, and at the end the number -1 with an empty batch. Batch 0 has `AllBlocksCleared`: a
 subscriber that sees numbers begin again has missed a restart. The device is the medium "GPU", of whatever kind it is.
-`extra keys` has the namespace at the first block of a sequence.
+`extra keys` has the namespace at the first block of a sequence. Of what was computed with an adapter, the null after
+`medium` (vLLM's name of a LoRA) is the digest of the adapter's weights.
 
 The engine's thread and those of tiers only put what has changed into a queue; one thread makes events of it, and owns
 the sockets.
@@ -40,7 +41,7 @@ from kvcellar.errors import BadRequest, shown
 from kvcellar.prefix.blocks import START, Block, Place, blocks_of
 from kvcellar.prefix.node import Node, root_of
 from kvcellar.prefix.why import path_key
-from kvcellar.snapshot import Snapshot
+from kvcellar.snapshot import Snapshot, adapter_of, requested
 
 log = logging.getLogger("kvcellar.engine")
 
@@ -127,10 +128,10 @@ class Mirror:
     def _stored(self, run: Sequence[Block], medium: str, namespace: str) -> Event:
         tokens = [token for block in run for token in block.tokens]
         extra = None
-        if namespace:
-            extra = [[namespace] if block.parent is None else None for block in run]
-        hashes = [block.hash for block in run]
-        return ["BlockStored", hashes, run[0].parent, tokens, self._size, None, medium, None, extra]
+        if requests := requested(namespace):
+            extra = [[requests] if block.parent is None else None for block in run]
+        hashes, adapter = [block.hash for block in run], adapter_of(namespace) or None
+        return ["BlockStored", hashes, run[0].parent, tokens, self._size, None, medium, adapter, extra]
 
     def _remove(self, medium: str, hashes: Iterable[int]) -> None:
         there, gone = self._there[medium], list[int]()

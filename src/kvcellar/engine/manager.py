@@ -109,7 +109,7 @@ class SequenceManager:
     def _pin(self, completion: Completion) -> None:
         """Pin the prompt of a completion, as far as it is in memory."""
         request = completion.request
-        namespace, key, tree = request.namespace, key_of(request.prompt), self.prefixes.tree
+        namespace, key, tree = request.space, key_of(request.prompt), self.prefixes.tree
         if not tree.pin(tree.peek(namespace), key) and self.prefixes.restorable(namespace, key):
             self.pins_refused += 1
             log.warning("a prompt of %d tokens was not pinned: too much is pinned already", len(request.prompt))
@@ -120,7 +120,7 @@ class SequenceManager:
         """A completion waits from now on: what tiers have of its tokens is read meanwhile."""
         if self.store is not None:
             self._fetches[completion] = self.store.restores.prefetch(
-                completion.request.namespace, lambda: key_of(completion.tokens)
+                completion.request.space, lambda: key_of(completion.tokens)
             )
             self.drafting.expect(completion)
 
@@ -136,7 +136,7 @@ class SequenceManager:
         the store."""
         if self._read_back(completion, next_in=next_in):
             return True
-        namespace, tokens, key = completion.request.namespace, completion.tokens, b""
+        namespace, tokens, key = completion.request.space, completion.tokens, b""
         for other, prefix in self._running.values():
             at = other.computed
             if other.status is not Status.PREFILL or prefix.root.namespace != namespace or at >= len(tokens) - 1:
@@ -163,9 +163,9 @@ class SequenceManager:
         """Assign a sequence to `completion`, with the prefix of its tokens that is in memory. At least one token is
         left to compute."""
         request, key = completion.request, key_of(completion.tokens)
-        self._publish_needed(request.namespace, key)
+        self._publish_needed(request.space, key)
         seq = next(self._numbers)
-        prefix = self.prefixes.restore(seq, request.namespace, key, request.checkpoint_positions, request.retention)
+        prefix = self.prefixes.restore(seq, request.space, key, request.checkpoint_positions, request.retention)
         self._running[seq] = completion, prefix
         completion.seq, completion.computed = seq, prefix.restored
 
@@ -212,7 +212,8 @@ class SequenceManager:
         new, found = Span(completion.computed, completion.computed + scheduled.rows), self._running.get(seq)
         wanted = self.prefixes.checkpoints(found[1], new) if found is not None else ()
         positions = wanted if self._in_parts else tuple(pos for pos in wanted if pos == new.end)
-        return Feed(seq, new, checkpoints=positions, revertible=scheduled.drafts > 0)
+        adapter = use.number if (use := completion.request.adapter) is not None else 0
+        return Feed(seq, new, checkpoints=positions, revertible=scheduled.drafts > 0, adapter=adapter)
 
     def keep(self, completion: Completion, tokens: int, claim: int | None, drafts: Sequence[int] = ()) -> None:
         """A step has computed so many tokens of the completion, of which `drafts` are not in its text yet: those of its
@@ -308,7 +309,7 @@ class SequenceManager:
     def _place(self, completion: Completion) -> Prefix:
         """A place in the tree for a completion that has lost its own."""
         request = completion.request
-        return self.prefixes.begin(request.namespace, key_of(completion.tokens), request.retention)
+        return self.prefixes.begin(request.space, key_of(completion.tokens), request.retention)
 
     def _recompute(self, completion: Completion, span: Span) -> None:
         self.release(completion, at=span.start)

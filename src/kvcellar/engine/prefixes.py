@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from kvcellar.cache.memory import Memory
 from kvcellar.engine.shares import USUAL, Shares, part, windows
 from kvcellar.events import Recall
-from kvcellar.prefix.node import EVERYONE, TOKEN, Kept, Match, Node, Watch, key_of
+from kvcellar.prefix.node import TOKEN, Kept, Match, Node, Watch, everyone, key_of
 from kvcellar.prefix.tree import Tree
 from kvcellar.prefix.why import Elsewhere, Losses, ReadBack, Sightings, explained
 from kvcellar.retention import DEFAULT, NO_OPTIONS, Retention, RetentionOptions
@@ -79,10 +79,10 @@ class Prefixes:
         """How many tokens of a key `restore` would find in memory now. Changes nothing."""
         most = len(key) // TOKEN - 1
         own = self.tree.match(self.tree.peek(namespace), key, most)
-        return max(own.resume, self._for_everyone(key, most).resume)
+        return max(own.resume, self._for_everyone(namespace, key, most).resume)
 
-    def _for_everyone(self, key: bytes, most: int) -> Match:
-        return self.tree.match(self.tree.peek(EVERYONE), key, most)
+    def _for_everyone(self, namespace: str, key: bytes, most: int) -> Match:
+        return self.tree.match(self.tree.peek(everyone(namespace)), key, most)
 
     def restore(
         self,
@@ -99,7 +99,7 @@ class Prefixes:
         """
         self.expire()
         length, root = len(key) // TOKEN, self.tree.root(namespace)
-        match, pinned = self.tree.match(root, key, length - 1), self._for_everyone(key, length - 1)
+        match, pinned = self.tree.match(root, key, length - 1), self._for_everyone(namespace, key, length - 1)
         if pinned.resume > match.resume:
             self._adopt(seq, root, key, pinned)
             match = self.tree.match(root, key, length - 1)._replace(matched=max(match.matched, pinned.matched))

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypedDict, cast
 
 from kvcellar.events import (
     Delta,
@@ -34,19 +34,42 @@ from kvcellar.events import (
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.sample.params import SamplingOptions, SamplingParams
 from kvcellar.sample.sampler import Sampler
+from kvcellar.snapshot import with_adapter
 from kvcellar.spans import Span
 from kvcellar.text.output import Output, Stops
 
 
-class RequestOptions(SamplingOptions, total=False):
-    """The fields of `SamplingParams`, and `retention`: how what the request uses and computes is kept."""
+class HowOptions(TypedDict, total=False):
+    """`retention`: how what the request uses and computes is kept. `adapter`: the name of the adapter that it is
+    computed with; "": none; None: that of the engine's settings."""
 
     retention: RetentionOptions | None
+    adapter: str | None
+
+
+class RequestOptions(SamplingOptions, HowOptions, total=False):
+    """The fields of `SamplingParams` and of `HowOptions`."""
 
 
 def sampling_of(options: RequestOptions) -> SamplingOptions:
-    """All of them but the retention."""
-    return cast(SamplingOptions, {name: value for name, value in options.items() if name != "retention"})
+    """Those of `SamplingParams`."""
+    own = HowOptions.__annotations__
+    return cast(SamplingOptions, {name: value for name, value in options.items() if name not in own})
+
+
+def how_of(options: RequestOptions) -> HowOptions:
+    """Those of `HowOptions`."""
+    own = HowOptions.__annotations__
+    return cast(HowOptions, {name: value for name, value in options.items() if name in own})
+
+
+class AdapterUse(NamedTuple):
+    """The adapter of a request: `number` tells it from others that are loaded, `digest` from all that compute anything
+    else."""
+
+    name: str
+    number: int
+    digest: str
 
 
 class Status(Enum):
@@ -70,8 +93,8 @@ NEXT = {
 class Request:
     """One submission. `number` is its place in the order of arrival, set on the engine's thread. `session` is the
     number of its session. `checkpoint_positions` are positions of the prompt, ascending, from which later requests may
-    resume. It shares memory with the requests of its `namespace` only; `retention` is how what it uses and computes is
-    kept."""
+    resume. It shares memory with the requests of its `namespace` and its adapter only: these of its `space`.
+    `retention` is how what it uses and computes is kept."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -81,6 +104,8 @@ class Request:
     namespace: str = ""
     retention: RetentionOptions = NO_OPTIONS
     rewrite: Rewrite | None = None  # what the prompt has in another form than an earlier one of the same chat
+    adapter: AdapterUse | None = None
+    space: str = field(init=False)
     stops: Stops = field(init=False)  # shared by its completions
     number: int = -1
     completions: list["Completion"] = field(default_factory=list["Completion"])
@@ -97,6 +122,8 @@ class Request:
 
     def __post_init__(self) -> None:
         self.stops = Stops(self.params.stop)
+        digest = self.adapter.digest if self.adapter is not None else ""
+        self.space = with_adapter(self.namespace, digest) if digest else self.namespace
 
     def emit(self, event: Event) -> None:
         if self.done or self.unreachable:

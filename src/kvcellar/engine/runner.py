@@ -235,7 +235,7 @@ class Runner:
         for completion, tokens, drafts in scheduled:
             count, request, text = kept.rows[_seq(completion)], completion.request, completion.tokens
             start, hidden = completion.computed - count, kept.hidden[row : row + count]
-            new, namespace = [*text[start : start + count], *kept.chains[completion].tokens][:count], request.namespace
+            new, namespace = [*text[start : start + count], *kept.chains[completion].tokens][:count], request.space
             news.append(Committed(completion.key, namespace, text, start, new, hidden, request.retention))
             row += tokens + drafts
         self._drafting.committed(news)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from kvcellar.prefix.node import TOKEN, Node, digest_begun
 from kvcellar.prefix.tree import Tree
 from kvcellar.prefix.why import NAME
+from kvcellar.snapshot import adapter_of, requested
 
 SHOWN = 16  # tokens of an entry
 
@@ -36,6 +37,7 @@ class Listed(NamedTuple):
     pinned: bool
     expires: float | None  # seconds of the wall clock
     owner: str
+    adapter: str  # the digest of the one that it was computed with; "": none
 
 
 class _Place(NamedTuple):
@@ -50,10 +52,10 @@ class _Place(NamedTuple):
 
 class Walk:
     def __init__(self, tree: Tree, namespace: str | None = None) -> None:
-        """Of one namespace, or of all."""
+        """Of what requests of one namespace have computed, or of all."""
         self._rest: list[_Place] = []
         for root in tree.roots():
-            if namespace is None or root.namespace == namespace:
+            if namespace is None or requested(root.namespace) == namespace:
                 self._enter(root.namespace, "", root, digest_begun(root.namespace))
 
     def _enter(self, namespace: str, name: str, node: Node, before: "blake2b") -> None:
@@ -81,9 +83,10 @@ class Walk:
         tokens = tuple(memoryview(edge[: SHOWN * TOKEN]).cast("q"))
         places = tuple(sorted(node.checkpoints))
         return Listed(
-            *(place.namespace, name, place.parent, place.start, node.end, tokens, places),
+            *(requested(place.namespace), name, place.parent, place.start, node.end, tokens, places),
             *(node.users, node.use is not None and node.use.again, node.value, not node.children),
             *(node.retention.pinned, node.retention.expires, node.retention.owner),
+            adapter_of(place.namespace),
         )
 
 

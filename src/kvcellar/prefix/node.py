@@ -8,9 +8,15 @@ from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
 from kvcellar.retention import DEFAULT, Retention
+from kvcellar.snapshot import ADAPTED, adapter_of, with_adapter
 
 TOKEN = 8  # bytes of a token in a key
 EVERYONE = "\0"  # the namespace of what requests of all namespaces find
+
+
+def everyone(namespace: str) -> str:
+    """The namespace of what requests of all namespaces find that have the same adapter as this one."""
+    return with_adapter(EVERYONE, adapter_of(namespace)) if namespace.startswith(ADAPTED) else EVERYONE
 
 
 def key_of(tokens: Iterable[int]) -> bytes:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvcellar.prefix.node import TOKEN
 from kvcellar.prefix.siblings import Siblings
-from kvcellar.snapshot import Snapshot
+from kvcellar.snapshot import Snapshot, requested
 
 
 class Found(NamedTuple):
@@ -80,7 +80,9 @@ class Catalogue:
         `key`."""
         found: list[bytes] = []
         rest: list[tuple[str, bytes | None, bytes]]
-        rest = [(of, parent, key) for of, parent in self._after if parent is None and namespace in (None, of)]
+        rest = [
+            (of, parent, key) for of, parent in self._after if parent is None and namespace in (None, requested(of))
+        ]
         while rest:
             of, parent, left = rest.pop()
             for snapshot in self._after.get((of, parent), ()):

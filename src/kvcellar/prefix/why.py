@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 from kvcellar.events import Recall
 from kvcellar.prefix.node import TOKEN, Node, digest_of, path_digest
 from kvcellar.prefix.tree import Tree
+from kvcellar.snapshot import requested
 
 KEPT = 4096
 SEEN, LEAST = 16384, 64  # beginnings; tokens of the shortest
@@ -81,12 +82,13 @@ class Sightings:
         while len(self._known) > SEEN:
             self._known.popitem(last=False)
 
-    def elsewhere(self, owner: str, namespace: str, key: bytes) -> int:
+    def elsewhere(self, owner: str, namespace: str, key: bytes, *, adapters: bool = False) -> int:
         """How many of its first tokens, at least, a text has in common with one of the same owner in another
-        namespace."""
+        namespace, or, with `adapters`, in the same one with another adapter."""
         found = 0
         for tokens, digest in _beginnings(owner, key):
-            if any(one != namespace for one in self._known.get(digest, ())):
+            others = [one for one in self._known.get(digest, ()) if one != namespace]
+            if any((requested(one) == requested(namespace)) == adapters for one in others):
                 found = tokens
         return found
 
@@ -160,6 +162,9 @@ def explained(
     if (tokens := elsewhere.namespaces.elsewhere(namespace, elsewhere.identity, key)) > found:
         detail = f"at least {tokens} tokens are stored by other weights, settings or versions, which cannot be used"
         return record("other weights", detail)
+    if (tokens := elsewhere.owners.elsewhere(elsewhere.owner, namespace, key, adapters=True)) > found:
+        detail = f"at least {tokens} tokens were computed with another adapter, or without one, and cannot be used"
+        return record("other adapter", detail)
     if (other := _diverging(tree, namespace, key)) is not None:
         entry, theirs = other
         ours = _tokens(key[matched * TOKEN : (matched + SHOWN) * TOKEN])

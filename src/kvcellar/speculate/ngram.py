@@ -10,6 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvcellar.snapshot import requested
 from kvcellar.speculate.chain import Chain, Key
 from kvcellar.speculate.drafter import Committed
 from kvcellar.speculate.suffixes import BREAK, LONGEST, Match, Suffixes
@@ -90,7 +91,8 @@ class NGramDrafter:
         if namespace is None:
             self._ended.clear()
         else:
-            self._ended.pop(namespace, None)
+            for one in [one for one in self._ended if requested(one) == namespace]:
+                del self._ended[one]
 
     def _follow(self, chain: Chain, most: int) -> int:
         """Index up to `most` new tokens of a completion; returns how many."""

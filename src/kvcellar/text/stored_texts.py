@@ -7,7 +7,7 @@ are used without their K/V. Never changes; safe to use from several threads.
 from collections.abc import Callable, Iterable
 from itertools import chain
 
-from kvcellar.snapshot import Snapshot
+from kvcellar.snapshot import Snapshot, requested
 
 MOST_COMPARED = 2**17  # tokens that one text is compared with: some 50 ms
 Spell = Callable[[int], bytes]  # the bytes of a token
@@ -22,7 +22,7 @@ class StoredTexts:
             most_bytes -= len(snapshot.tokens)
             if most_bytes < 0:
                 break
-            self._after.setdefault((snapshot.namespace, snapshot.parent), []).append(snapshot)
+            self._after.setdefault((requested(snapshot.namespace), snapshot.parent), []).append(snapshot)
 
     def longest(self, namespace: str, text: bytes, spell: Spell) -> list[int]:
         """The tokens of the longest chain of snapshots with whose text the text begins."""

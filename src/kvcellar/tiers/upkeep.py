@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvcellar.errors import BadRequest, KvcellarError
-from kvcellar.snapshot import MOST_AHEAD, Snapshot, looking_ahead
+from kvcellar.snapshot import MOST_AHEAD, Snapshot, adapter_of, looking_ahead, requested
 from kvcellar.tiers.codec import CHUNK_LIMIT, MOST_TOKEN, Cipher, Content, Damaged, Foreign, Plain, Reader
 from kvcellar.tiers.disk import DiskTier
 from kvcellar.tiers.rows import Row
@@ -103,7 +103,7 @@ def selected(stored: Sequence[Stored], *, namespace: str | None, entry: str | No
     return [
         one.row.key
         for one in stored
-        if (namespace is None or (one.snapshot is not None and one.snapshot.namespace == namespace))
+        if (namespace is None or (one.snapshot is not None and requested(one.snapshot.namespace) == namespace))
         and (not prefix or texts.get(one.row.key, b"").startswith(prefixes))
     ]
 
@@ -119,7 +119,7 @@ def beginnings(stored: Sequence[Stored], entry: str) -> list[tuple[str, bytes]]:
     """The namespace and the first tokens, up to and including the first one of its own, of each entry of this name."""
     texts = paths(stored)
     return [
-        (one.snapshot.namespace, texts[one.row.key][: 8 * (one.snapshot.span.start + 1)])
+        (requested(one.snapshot.namespace), texts[one.row.key][: 8 * (one.snapshot.span.start + 1)])
         for one in stored
         if one.snapshot is not None and one.row.key in texts and one.row.key.hex().startswith(entry)
     ]
@@ -297,11 +297,11 @@ def fields(one: Stored) -> dict[str, object]:
     """An entry as JSON. Of what was sealed with another key, neither namespace, span nor tokens are known."""
     row, snapshot = one.row, one.snapshot
     kept = row.retention
-    known: dict[str, object] = {"namespace": None, "start": None, "end": None, "tokens": None}
+    known: dict[str, object] = {"namespace": None, "start": None, "end": None, "tokens": None, "adapter": None}
     if snapshot is not None:
         tokens = list(memoryview(snapshot.tokens[: SHOWN * 8]).cast("q"))
-        known = {"namespace": snapshot.namespace, "start": snapshot.span.start, "end": snapshot.span.end}
-        known["tokens"] = tokens
+        known = {"namespace": requested(snapshot.namespace), "start": snapshot.span.start, "end": snapshot.span.end}
+        known |= {"tokens": tokens, "adapter": adapter_of(snapshot.namespace)}
     return {
         "tier": "disk",
         "name": row.key.hex()[:NAME],
@@ -320,7 +320,7 @@ def totals(stored: Iterable[Stored]) -> list[dict[str, object]]:
     """Entries, tokens and bytes of each identity and namespace, the largest first."""
     found: dict[tuple[bytes, str | None], Counter[str]] = {}
     for one in stored:
-        namespace = one.snapshot.namespace if one.snapshot is not None else None
+        namespace = requested(one.snapshot.namespace) if one.snapshot is not None else None
         into = found.setdefault((one.row.identity, namespace), Counter())
         into.update(entries=1, tokens=len(one.snapshot.span) if one.snapshot is not None else 0, bytes=one.row.size)
     ordered = sorted(found.items(), key=lambda item: -item[1]["bytes"])

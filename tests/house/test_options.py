@@ -40,9 +40,10 @@ def test_functions_that_sample_say_which_options_there_are(function: Any) -> Non
 
 
 @pytest.mark.parametrize("function", REQUESTS, ids=lambda function: function.__qualname__)
-def test_functions_that_submit_requests_also_take_a_retention(function: Any) -> None:
+def test_functions_that_submit_requests_also_take_a_retention_and_an_adapter(function: Any) -> None:
     assert inspect.signature(function).parameters["options"].annotation == Unpack[RequestOptions]
-    assert get_type_hints(RequestOptions) == get_type_hints(SamplingOptions) | {"retention": RetentionOptions | None}
+    own = {"retention": RetentionOptions | None, "adapter": str | None}
+    assert get_type_hints(RequestOptions) == get_type_hints(SamplingOptions) | own
 
 
 def test_the_error_of_an_engine_lists_its_options() -> None:

@@ -32,7 +32,10 @@ log = logging.getLogger("kvcellar.serve")
 
 MEMORY_SHARE = 0.9  # of the free memory, for all models
 OF_ONE_MODEL = ("context", "draft", "draft_depth", "draft_bytes")  # settings for models of the command line only
-OF_ONE_ENGINE = ("kv_events", "kv_events_replay", "kv_events_topic", "kv_events_block")  # and for the first one only
+OF_ONE_ENGINE = (  # and for the first one only
+    *("kv_events", "kv_events_replay", "kv_events_topic", "kv_events_block"),
+    *("adapters", "adapter"),
+)
 NO_FILES = ("ngram", "mtp", "none")  # drafts without weights files of their own
 
 

@@ -78,6 +78,20 @@ class Ids(click.ParamType):
             self.fail(f"{value!r} is not token ids like {'12,7=-5' if self.biased else '12,7'}", param, ctx)
 
 
+class NamedPath(click.ParamType):
+    """A name and a path: style=./adapters/style."""
+
+    name = "name=path"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        if isinstance(value, tuple):
+            return value
+        name, _, path = value.partition("=")
+        if not name or not path:
+            self.fail(f"{value!r} is not a name and a path, like style=./adapters/style", param, ctx)
+        return name, path
+
+
 class Command(click.Command):
     """Reports a `BadRequest` that was raised for the value of an option as an error of that option."""
 
@@ -95,6 +109,29 @@ def _with(function: F, *options: Callable[[F], F]) -> F:
     for option in reversed(options):
         function = option(function)
     return function
+
+
+def adapter_option(function: F) -> F:
+    """Adds --adapter. Requests that name no adapter have the first one."""
+
+    def by_name(ctx: click.Context, param: click.Parameter, pairs: tuple[tuple[str, str], ...]) -> Any:
+        if not pairs:
+            return None
+        ctx.params["adapter"] = pairs[0][0]
+        paths: dict[str, list[str]] = {}
+        for name, path in pairs:
+            paths.setdefault(name, []).append(path)
+        return paths
+
+    return click.option(
+        "--adapter",
+        "adapters",
+        type=NamedPath(),
+        multiple=True,
+        callback=by_name,
+        help="A LoRA adapter (a directory as peft saves it) and its name: style=./style. May be repeated; paths of one "
+        "name are added up. Requests that name none have the first.",
+    )(function)
 
 
 def quiet_option(function: F) -> F:

@@ -9,7 +9,7 @@ import click
 
 from kvcellar.cli.chat import Chat
 from kvcellar.cli.downloads import download_missing, pull_option
-from kvcellar.cli.options import Command, engine_options, given, quiet_option, sampling_options
+from kvcellar.cli.options import Command, adapter_option, engine_options, given, quiet_option, sampling_options
 from kvcellar.cli.progress_line import show_progress
 from kvcellar.cli.prompts import PromptFormat, cost_line
 from kvcellar.cli.store_options import store_options, stored
@@ -29,6 +29,7 @@ from kvcellar.sample.params import SamplingParams
 @sampling_options
 @store_options
 @engine_options
+@adapter_option
 @pull_option
 @quiet_option
 def command(

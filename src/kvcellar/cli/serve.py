@@ -12,7 +12,7 @@ import click
 from kvcellar.cli.downloads import download_missing, pull_option
 from kvcellar.cli.hosting import hosted
 from kvcellar.cli.logs import LEVELS, Format, log_to_stderr
-from kvcellar.cli.options import Command, KeepAlive, Size, engine_options, quiet_option
+from kvcellar.cli.options import Command, KeepAlive, Size, adapter_option, engine_options, quiet_option
 from kvcellar.cli.pinned import pin_all, read_pinned
 from kvcellar.cli.shutdown import ShutdownTimer
 from kvcellar.cli.store_options import events_options, store_options, stored
@@ -85,6 +85,7 @@ SERVER_OPTIONS = (
 @store_options
 @events_options
 @engine_options
+@adapter_option
 @pull_option
 @quiet_option
 def command(

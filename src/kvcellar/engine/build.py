@@ -11,6 +11,7 @@ import torch
 
 from kvcellar.attention.choose import named
 from kvcellar.cache.memory import Memory
+from kvcellar.engine.adapters import Adapters, open_adapters
 from kvcellar.engine.allocate import Needs, allocated, divided
 from kvcellar.engine.capacity import Capacity
 from kvcellar.engine.device import DeviceThread
@@ -67,6 +68,7 @@ class Built:
     intake: Intake
     loop: Loop
     runner: Runner
+    adapters: Adapters
     drafts: Drafts | None = None
     draft_capacity: Capacity | None = None  # of the memory that drafts have, if they have one
     draft_memory: DraftMemory | None = None
@@ -123,7 +125,10 @@ def _assembled(
     """`began`: when the load began, in nanoseconds of the clock."""
     loaded, settings = opened.loaded, opened.settings
     _check_defaults(loaded)
-    guest = _storing(guest, settings)
+    plain, guest = guest, _storing(guest, settings)
+    adapters = open_adapters(
+        guest, plain, settings.adapters or {}, most_bytes=settings.adapter_bytes, default=settings.adapter
+    )
     context = _context(settings, loaded.model)
     limits = {"context": context, "step_tokens": settings.step_tokens, "max_sequences": settings.max_sequences}
     measures = measures_of(guest, loaded.path, began=began, limits=limits, environment=os.environ)
@@ -137,11 +142,12 @@ def _assembled(
     memory = allocated(guest.memory, capacity, context, guest.device)
     if guest.device.type == "cuda":
         prove(guest, memory, max_sequences=capacity.states.sequences, **steps)
-    intake = _intake(opened, memory, capacity, context)
+    intake = _intake(opened, memory, capacity, context, adapters)
     sequences: dict[Key, int | None] = {}
     speculator, cache = _speculator(drafts, own, settings, Reads(memory, sequences.get))
     drafting = Drafting(speculator, context=context, memory=cache, sequences=sequences)
     loop, runner = _running(guest, memory, settings, intake, threads, device, drafting)
+    adapters.loop = loop
     share = own.bytes / (capacity.bytes + own.bytes) if own is not None else 0.0
     try:
         loop.manager.store = store = open_store(loaded, loop.manager, settings, loop.post, share=1 - share)
@@ -153,7 +159,7 @@ def _assembled(
         raise
     if store is not None and intake.codec.replays is not None:
         intake.codec.replays.stored = StoredTexts(store.catalogue, settings.replay_bytes)
-    found = (settings, loaded, guest, packing, threads, memory, capacity, intake, loop, runner)
+    found = (settings, loaded, guest, packing, threads, memory, capacity, intake, loop, runner, adapters)
     return Built(*found, drafts=drafts, draft_capacity=own, draft_memory=cache)
 
 
@@ -166,7 +172,7 @@ def _storing(guest: Guest, settings: Settings) -> Guest:
     return guest.storing(StoredAs.parse(settings.kv_dtype), named(settings.attention))
 
 
-def _intake(opened: Opened, memory: Memory, capacity: Capacity, context: int) -> Intake:
+def _intake(opened: Opened, memory: Memory, capacity: Capacity, context: int, adapters: Adapters) -> Intake:
     loaded, settings = opened.loaded, opened.settings
     text_bytes = text_bytes_of(settings, context)
     codec = TextCodec(
@@ -188,6 +194,7 @@ def _intake(opened: Opened, memory: Memory, capacity: Capacity, context: int) ->
         groups={group.name: (group.layout, capacity.cells[group.name]) for group in memory.storage.groups},
         most_completions=capacity.states.sequences,
         max_sequences=settings.max_sequences,
+        adapters=adapters,
     )
 
 

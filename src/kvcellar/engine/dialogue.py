@@ -52,15 +52,16 @@ class Turn:
 class Dialogue:
     """The state of a session. Not thread-safe."""
 
-    def __init__(self, *, chat: bool) -> None:
-        self.chat = chat
+    def __init__(self, *, chat: bool, adapter: str | None = None) -> None:
+        """`adapter` is the name of the one that turns are computed with (see `HowOptions`)."""
+        self.chat, self.adapter = chat, adapter
         self.tokens: list[int] = []  # the whole text; in a chat, the last turn's prompt and completion
         self.messages: list[dict[str, Any]] = []  # all messages of a chat
         self.omitted = 0  # messages after those of the system that prompts omit, counted from the first message
         self.turns: list[Turn] = []
 
     def copy(self) -> "Dialogue":
-        other = Dialogue(chat=self.chat)
+        other = Dialogue(chat=self.chat, adapter=self.adapter)
         other.tokens, other.messages, other.turns = list(self.tokens), list(self.messages), list(self.turns)
         other.omitted = self.omitted
         return other
@@ -140,7 +141,8 @@ class Dialogue:
 
     def to_json(self) -> dict[str, Any]:
         turns = [[turn.prompt, turn.common, list(turn.rest), turn.messages, turn.omitted] for turn in self.turns]
-        return {"tokens": self.tokens, "messages": self.messages, "omitted": self.omitted, "turns": turns}
+        text = {"tokens": self.tokens, "messages": self.messages, "omitted": self.omitted, "turns": turns}
+        return text if self.adapter is None else text | {"adapter": self.adapter}
 
     @classmethod
     def from_json(cls, value: Any, *, chat: bool, vocab_size: int) -> "Dialogue":
@@ -148,11 +150,11 @@ class Dialogue:
         dialogue = cls(chat=chat)
         try:
             dialogue.tokens, dialogue.messages = list(value["tokens"]), list(value["messages"])
-            dialogue.omitted = value["omitted"]
+            dialogue.omitted, dialogue.adapter = value["omitted"], value.get("adapter")
             turns = value["turns"]
             dialogue.turns = [Turn(prompt, common, tuple(rest), *ends) for prompt, common, rest, *ends in turns]
-            valid = dialogue._is_valid(vocab_size)
-        except (LookupError, TypeError) as error:
+            valid = dialogue._is_valid(vocab_size) and isinstance(dialogue.adapter, str | None)
+        except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"it is no conversation: {error}") from error
         if not valid:
             raise ValueError("it contradicts itself")

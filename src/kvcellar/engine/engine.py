@@ -6,7 +6,6 @@ with Engine() as engine:
 
 import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
@@ -16,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast, overload
 
 from kvcellar.engine import intake
+from kvcellar.engine.batches import together
 from kvcellar.engine.conversations import Conversations
 from kvcellar.engine.dialogue import Dialogue
 from kvcellar.engine.open_conversations import open_conversations
 from kvcellar.engine.pinning import chat_prefix, check_pinned, is_chat
-from kvcellar.engine.request import Request, RequestOptions, fresh_seed, sampling_of
+from kvcellar.engine.request import HowOptions, Request, RequestOptions, fresh_seed, how_of, sampling_of
 from kvcellar.engine.result import Collector, Result, Stream, Ticket
 from kvcellar.engine.session import Session
 from kvcellar.engine.settings import EngineOptions, Settings
@@ -31,17 +31,18 @@ from kvcellar.prefix.node import EVERYONE
 from kvcellar.progress import Progress, listening, report
 from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingOptions, SamplingParams, merged
+from kvcellar.snapshot import with_adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from kvcellar.engine.adapters import Adapters
     from kvcellar.engine.build import Built
     from kvcellar.engine.contents import Contents
     from kvcellar.engine.device import DeviceThread
 
 Prompt = str | Sequence[int]
 Prompts = Sequence[str] | Sequence[Sequence[int]]
-Started = tuple[Collector, Ticket]
 NEEDED = {"torch": "torch", "transformers": "kvcellar.engine.build"}  # each name, and what imports it
 _OPTIONAL = frozenset(field.name for field in fields(SamplingParams) if field.default is None)
 
@@ -79,6 +80,7 @@ class Engine:
         self.model = model_card(self._built)
         # what sessions were saved as, by name; it outlives the engine where that has a store
         self.conversations: Conversations = open_conversations(self._built.settings, self.model)
+        self.adapters: Adapters = self._built.adapters  # those that requests can name
         self._loop.start(self._built.runner)
         # A thread inside torch must not outlive the interpreter, so an engine that is not closed is closed at its end.
         self._closing = weakref.finalize(self, self._loop.close)
@@ -159,7 +161,7 @@ class Engine:
         session: int | None = None,
         checkpoint_positions: Sequence[int] | None = None,
         namespace: str = "",
-        retention: RetentionOptions | None = None,
+        **how: Unpack[HowOptions],
     ) -> Ticket:
         """Submit a request, and return at once. `deliver` is called with every event, on the engine's thread; it must
         not block.
@@ -167,7 +169,7 @@ class Engine:
         The request begins with what others of its `namespace` have computed of the same tokens, and leaves what it
         computes for them. `checkpoint_positions` are positions of the prompt, ascending, from which later requests may
         resume; None: where messages begin. A model with windows or recurrent layers keeps checkpoints there when the
-        prompt is prefilled; others can resume anywhere. `retention` is how what the request uses and computes is kept.
+        prompt is prefilled; others can resume anywhere.
 
         Raises `BadRequest`, `PromptTooLong`, `Overloaded` or `EngineClosed`; then no event is delivered.
         """
@@ -177,20 +179,22 @@ class Engine:
         positions = self._built.intake.borders(prompt)
         if checkpoint_positions is not None:
             positions = intake.positions(checkpoint_positions, len(prompt))
-        namespace, kept = intake.namespace_name(namespace), intake.retention_options(retention)
+        namespace, kept = intake.namespace_name(namespace), intake.retention_options(how.get("retention"))
         if self._loop.backlog >= self._built.settings.max_waiting:
             raise Overloaded(f"{self._loop.backlog} requests are waiting already; try again later")
         seed = params.seed if params.seed is not None else fresh_seed()
         rewrite = self._built.intake.rewrite(namespace, prompt)
-        request = Request(prompt, params, deliver, session, positions, namespace, kept, rewrite)
-        prompts = self._built.intake.prompts
-        size = prompts.take(len(prompt), params.n)
+        prompts, named = self._built.intake.prompts, (how.get("adapter"), self.adapters.default) != (None, None)
+        size, use = prompts.take(len(prompt), params.n), None
         try:
+            use = self.adapters.take(how.get("adapter")) if named else None
+            request = Request(prompt, params, deliver, session, positions, namespace, kept, rewrite, use)
             completion = self._built.intake.completion(request, seed)
             request.on_done = partial(self._built.intake.ended, request, size)
             self._loop.submit(request, completion)
         except BaseException:
             prompts.give(size)
+            self.adapters.give(use)
             raise
         return Ticket(lambda: self._loop.cancel(request), lambda: request.admitted is not None)
 
@@ -203,24 +207,24 @@ class Engine:
     def generate(self, prompt: Any, **options: Unpack[RequestOptions]) -> Result | list[Result]:
         """Continue a text or token ids; a list of them as one batch, with one result each. Blocks until the end.
 
-        Keyword arguments are the fields of `SamplingParams`, where the others have the model's defaults, and
-        `retention`. Raises `BadRequest`, `PromptTooLong`, `Overloaded`, `EngineClosed`, `EngineFailed`.
+        Keyword arguments are the fields of `SamplingParams`, where the others have the model's defaults, and those of
+        `HowOptions`. Raises `BadRequest`, `PromptTooLong`, `Overloaded`, `EngineClosed`, `EngineFailed`.
         """
-        params, retention = self.params(**sampling_of(options)), options.get("retention")
+        params, how = self.params(**sampling_of(options)), how_of(options)
         if not _is_batch(prompt):
-            return self._wait(self._ids(prompt), params, retention)
+            return self._wait(self._ids(prompt), params, how)
         every = [self._ids(one) for one in prompt]
         for ids in every:
             self._built.intake.prompt(ids, params)
-        return self._together([partial(self.start, ids, params, retention=retention) for ids in every])
+        return together([partial(self.start, ids, params, **how) for ids in every], self._built.settings.max_waiting)
 
     def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Stream:
         """The completion as it is generated, with `for` or `async for`. Leaving the iteration cancels the request."""
-        params, retention = self.params(**sampling_of(options)), options.get("retention")
+        params, how = self.params(**sampling_of(options)), how_of(options)
 
         def submit(deliver: Callable[[Event], None]) -> Ticket:
             self._loop.check_caller()
-            return self.submit(self._ids(prompt), params, deliver=deliver, retention=retention)
+            return self.submit(self._ids(prompt), params, deliver=deliver, **how)
 
         return Stream(submit, params.n)
 
@@ -228,25 +232,34 @@ class Engine:
         """The assistant's next message of a conversation. Blocks until the end; raises what `generate` and
         `render` raise."""
         params = self.params(**sampling_of(options))
-        return self._wait(self.render(messages, limit=self.model.context), params, options.get("retention"))
+        return self._wait(self.render(messages, limit=self.model.context), params, how_of(options))
 
     def pin(
-        self, prompt: Prompt | Sequence[Mapping[str, Any]], *, namespace: str | None = None, ttl: float | None = None
+        self,
+        prompt: Prompt | Sequence[Mapping[str, Any]],
+        *,
+        namespace: str | None = None,
+        ttl: float | None = None,
+        adapter: str | None = None,
     ) -> Usage:
         """Compute a prompt, or read it back from the store, and let it not be evicted: later requests that begin with
         it need not compute it. Blocks until it is in memory; returns how many tokens came from memory or the store.
 
         Of messages, what is pinned is what all chats that begin with them have in common. Requests of all namespaces
-        find it, or only those of `namespace`; for `ttl` seconds after the last use, or without a limit. `clear_cache`
-        evicts what is pinned, too, and the oldest pin is released where a request that runs alone needs its memory.
-        Raises `BadRequest` if more than `pin_share` of the cache would be pinned.
+        that have this `adapter` find it, or only those of `namespace`; for `ttl` seconds after the last use, or without
+        a limit. `clear_cache` evicts what is pinned, too, and the oldest pin is released where a request that runs
+        alone needs its memory. Raises `BadRequest` if more than `pin_share` of the cache would be pinned.
         """
         ids = chat_prefix(self, prompt) if is_chat(prompt) else self._ids(cast(Prompt, prompt))
-        space, retention = EVERYONE if namespace is None else namespace, RetentionOptions(pinned=True, ttl=ttl)
-        collector = Collector(1)
+        namespace, how = EVERYONE if namespace is None else namespace, RetentionOptions(pinned=True, ttl=ttl)
+        space, params = (
+            with_adapter(namespace, self.adapters.digest(adapter)),
+            self.params(max_tokens=1, temperature=0.0),
+        )
         self._loop.check_caller()
-        params = self.params(max_tokens=1, temperature=0.0)
-        ticket = self.submit(ids, params, deliver=collector.deliver, namespace=space, retention=retention)
+        collector = Collector(1)
+        submit = partial(self.submit, ids, params, deliver=collector.deliver)
+        ticket = submit(namespace=namespace, retention=how, adapter=adapter)
         try:
             usage = collector.result().usage
         finally:
@@ -254,12 +267,15 @@ class Engine:
         self._loop.call(partial(check_pinned, self._loop.manager.prefixes.tree, space, ids))
         return usage
 
-    def session(self, *, chat: bool = True, retention: RetentionOptions | None = None) -> Session:
-        """A conversation whose K/V stay in memory: each `send` prefills only what is new. `retention` is that of turns.
+    def session(
+        self, *, chat: bool = True, retention: RetentionOptions | None = None, adapter: str | None = None
+    ) -> Session:
+        """A conversation whose K/V stay in memory: each `send` prefills only what is new. `retention` is that of turns,
+        `adapter` the name of theirs.
 
         With `chat`, and a chat template, what is sent are the user's messages; otherwise it is text to continue.
         """
-        return self._session(Dialogue(chat=chat and self.model.has_chat), retention)
+        return self._session(Dialogue(chat=chat and self.model.has_chat, adapter=adapter), retention)
 
     def load(self, name: str, *, retention: RetentionOptions | None = None) -> Session:
         """A session that continues a conversation which one was saved as (`Session.save`). What it adds is kept under
@@ -305,10 +321,11 @@ class Engine:
     def check(self) -> None:
         """Assert every invariant of the scheduler and of memory, between two steps."""
         self._loop.call(self._loop.check)
+        self._loop.call(self.adapters.check)
 
     def capacity(self) -> str:
         """What fits into the granted bytes, in words."""
-        return str(self._built.capacity)
+        return str(self._built.capacity) + self.adapters.sized
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -318,53 +335,23 @@ class Engine:
         params: SamplingParams,
         session: int | None = None,
         checkpoint_positions: Sequence[int] | None = None,
-        retention: RetentionOptions | None = None,
+        **how: Unpack[HowOptions],
     ) -> tuple[Collector, Ticket]:
         """Submit a request whose result the caller waits for."""
         self._loop.check_caller()
         collector = Collector(params.n)
         submit = partial(self.submit, ids, params, deliver=collector.deliver, session=session)
-        return collector, submit(checkpoint_positions=checkpoint_positions, retention=retention)
+        return collector, submit(checkpoint_positions=checkpoint_positions, **how)
 
     def _session(self, dialogue: Dialogue, retention: RetentionOptions | None) -> Session:
         return Session(self, self._loop, self._sessions, dialogue, intake.retention_options(retention))
 
-    def _wait(self, ids: Sequence[int], params: SamplingParams, retention: RetentionOptions | None) -> Result:
-        collector, ticket = self.start(ids, params, retention=retention)
+    def _wait(self, ids: Sequence[int], params: SamplingParams, how: HowOptions) -> Result:
+        collector, ticket = self.start(ids, params, **how)
         try:
             return collector.result()
         finally:
             ticket.cancel()  # after an interrupted wait
-
-    def _together(self, starts: Sequence[Callable[[], Started]]) -> list[Result]:
-        """The results of all prompts; an error of one cancels the others."""
-        results: list[Result] = []
-        running: deque[Started] = deque()
-        try:
-            for start in starts:
-                while not self._joins(running, start):
-                    results.append(running[0][0].result())
-                    running.popleft()
-            while running:
-                results.append(running[0][0].result())
-                running.popleft()
-        finally:
-            for _, ticket in running:
-                ticket.cancel()
-        return results
-
-    def _joins(self, running: deque[Started], start: Callable[[], Started]) -> bool:
-        """Submit one more prompt of a batch. False if some of the batch have to end first, so that it does not fill the
-        queue."""
-        if len(running) > self._built.settings.max_waiting // 2:
-            return False
-        try:
-            running.append(start())
-        except Overloaded:
-            if not running:
-                raise
-            return False
-        return True
 
     def _ids(self, prompt: Prompt) -> Sequence[int]:
         if isinstance(prompt, str):

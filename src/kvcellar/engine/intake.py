@@ -28,6 +28,7 @@ from kvcellar.text.template import ChatTemplate
 from kvcellar.text.tokens import TextTokenizer, longest_text
 
 if TYPE_CHECKING:  # imports transformers
+    from kvcellar.engine.adapters import Adapters
     from kvcellar.models.text_assets import TextAssets
 
 FIELDS = frozenset(field.name for field in fields(SamplingParams))
@@ -52,6 +53,7 @@ class Intake:
     groups: Mapping[str, tuple[Layout, int]]  # layout and cells of each
     most_completions: int  # that can run at once
     max_sequences: int  # as set; more than `most_completions` where state rows are fewer
+    adapters: "Adapters"
 
     def prompt(self, ids: Any, params: SamplingParams) -> tuple[int, ...]:
         """The prompt as a tuple. Raises `BadRequest` or `PromptTooLong` if this model cannot serve it with `params`."""
@@ -102,6 +104,8 @@ class Intake:
     def ended(self, request: Request, size: int) -> None:
         """A request is over, whose prompt took `size` bytes: its replies are known from now on."""
         self.prompts.give(size)
+        if request.adapter is not None:
+            self.adapters.give(request.adapter)
         replays = self.codec.replays
         if replays is None or not replays.used:
             return

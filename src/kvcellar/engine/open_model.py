@@ -43,6 +43,11 @@ def open_model(model: "str | Path | PreTrainedModel | None", settings: Settings)
     return Opened(_as_created(loaded, found), Preamble(manifest.system, examples), settings)
 
 
+def shown_name(found: LibraryModel) -> str:
+    """The name of a model, and of the adapter that it was created with."""
+    return found.name.removesuffix(f":{LATEST}")
+
+
 def in_library(model: object) -> LibraryModel | None:
     """The model of the library that has this name. None for what is there as a path, and for anything else. Raises
     `ModelRefused` if the model is damaged."""
@@ -76,7 +81,7 @@ def _as_created(loaded: Loaded, found: LibraryModel) -> Loaded:
         raise ModelRefused(f"{found.name} was created with {what}, which need a tokenizer: {loaded.without_text}")
     if text is not None and manifest.template is not None:
         text = replace(text, chat_template=manifest.template)
-    return replace(loaded, name=found.name.removesuffix(f":{LATEST}"), defaults={**loaded.defaults, **given}, text=text)
+    return replace(loaded, name=shown_name(found), defaults={**loaded.defaults, **given}, text=text)
 
 
 def _settings(settings: Settings, found: LibraryModel | None) -> Settings:
@@ -85,6 +90,9 @@ def _settings(settings: Settings, found: LibraryModel | None) -> Settings:
     parameters = {} if found is None else found.manifest.parameters
     if settings.context is None and "context" in parameters:
         settings = replace(settings, context=parameters["context"])
+    if settings.adapters is None and found is not None and found.adapters:
+        name = shown_name(found) if settings.adapter is None else settings.adapter
+        settings = replace(settings, adapters={shown_name(found): found.adapters}, adapter=name)
     if settings.draft is None and found is not None and found.draft is not None:
         depth = parameters.get("draft_depth") if settings.draft_depth is None else settings.draft_depth
         settings = replace(settings, draft=found.draft, draft_depth=depth)

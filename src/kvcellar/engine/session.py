@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Unpack
 from kvcellar.engine import intake
 from kvcellar.engine.conversations import Conversations
 from kvcellar.engine.dialogue import Dialogue, Prompt
+from kvcellar.engine.request import HowOptions
 from kvcellar.engine.result import Collector, Result, Ticket
 from kvcellar.engine.stats import ModelCard
 from kvcellar.errors import BadRequest
@@ -46,7 +47,7 @@ class Host(Protocol):
         params: SamplingParams,
         session: int,
         checkpoint_positions: Sequence[int],
-        retention: RetentionOptions,
+        **how: Unpack[HowOptions],
     ) -> tuple[Collector, Ticket]: ...
 
 
@@ -133,8 +134,8 @@ class Session:
                 raise BadRequest(f"n is {params.n}; a turn of a session has one answer. Fork the session instead.", "n")
             prompt = self._prompt(text, params)
             positions = self._dialogue.checkpoint_positions(prompt.ids)
-            start = self._engine.start
-            collector, ticket = start(prompt.ids, prompt.params, self._number, positions, self._retention)
+            how = HowOptions(retention=self._retention, adapter=self._dialogue.adapter)
+            collector, ticket = self._engine.start(prompt.ids, prompt.params, self._number, positions, **how)
             try:
                 yield collector
                 yield from collector.deltas()

@@ -1,7 +1,7 @@
 """settings: the settings of an engine, and the memory for texts that follows from them."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypedDict
@@ -78,6 +78,11 @@ class Settings:
     draft_depth: int | None = None  # most drafts of a completion in a step; None: as many as the drafter allows
     # bytes of `cache_bytes` for a draft model or MTP layers; None: a share by what a token takes in both, at most half
     draft_bytes: int | None = None
+    # LoRA adapters in the form of peft, by the name that requests give: a directory, or a list of some that are added
+    # up; None: none, or what the model was created with
+    adapters: Mapping[str, str | Path | Sequence[str | Path]] | None = None
+    adapter: str | None = None  # name of the adapter of requests that name none; None: they have none
+    adapter_bytes: int = 2**30  # most bytes of adapters, beside those of the model's weights
     pack: bool = True  # on CPUs, reorder the weights of linear layers for oneDNN at load; a given network's are copied
 
     def __post_init__(self) -> None:
@@ -85,7 +90,7 @@ class Settings:
             raise BadRequest(f"dtype must be auto, float32, bfloat16 or float16, not {shown(self.dtype)}", "dtype")
         if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
             raise BadRequest(f"device must be auto, cpu, cuda or cuda:N, not {shown(self.device)}", "device")
-        for name in ("attention", "kv_dtype", "store", "store_remote", "kv_events", "kv_events_replay"):
+        for name in ("adapter", "attention", "kv_dtype", "store", "store_remote", "kv_events", "kv_events_replay"):
             if not isinstance(value := getattr(self, name), str | None):
                 raise BadRequest(f"{name} must be text, not {shown(value)}", name)
         self._tiers()
@@ -104,6 +109,12 @@ class Settings:
         self._shares()
         self._threads()
         self._draft()
+        self._adapters()
+
+    def _adapters(self) -> None:
+        self._whole("adapter_bytes", self.adapter_bytes, 0)
+        if not isinstance(self.adapters, Mapping | None):
+            raise BadRequest(f"adapters are directories by name, not {shown(self.adapters)}", "adapters")
 
     def _draft(self) -> None:
         draft = self.draft
@@ -182,6 +193,9 @@ class EngineOptions(TypedDict, total=False):
     draft: str | Path | DrafterFactory | None
     draft_depth: int | None
     draft_bytes: int | None
+    adapters: Mapping[str, str | Path | Sequence[str | Path]] | None
+    adapter: str | None
+    adapter_bytes: int
     pack: bool
 
 

@@ -114,6 +114,7 @@ class EngineStats:
     shifts: int  # context shifts that rotated keys
     recomputes: Mapping[str, int]  # context shifts that recomputed text instead, by reason
     compacted: int  # cells moved by compaction
+    adapter_bytes: int  # bytes of adapters, those included that only running requests use
     kv_events_lost: int  # how often subscribers of KV events were told to forget all blocks, as changes were lost
 
     @property
@@ -144,21 +145,8 @@ def model_card(built: "Built") -> ModelCard:
 
 def stats(built: "Built") -> EngineStats:
     """To be called on the engine's thread, between two steps."""
-    loop, memory, scheduler, guest = built.loop, built.memory, built.loop.scheduler, built.guest
-    free, capacity, used = memory.free(), memory.storage.capacity(), memory.storage.used()
+    loop, memory, scheduler = built.loop, built.memory, built.loop.scheduler
     rows_used = memory.rows.used
-    groups = tuple(
-        GroupStats(
-            group.name,
-            len(group.layers),
-            capacity[group.name],
-            used[group.name],
-            capacity[group.name] - free[group.name] - used[group.name],
-            group.bytes(capacity[group.name], guest.dtype.itemsize, guest.backends[group.name]),
-            guest.backends[group.name].name if guest.mode == "flat" else None,
-        )
-        for group in memory.storage.groups
-    )
     return EngineStats(
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),
@@ -169,7 +157,7 @@ def stats(built: "Built") -> EngineStats:
         scratch_bytes=memory.storage.scratch,
         staging_bytes=memory.storage.staging,
         limit_bytes=built.capacity.budget,
-        groups=groups,
+        groups=_groups(built),
         store=_store_stats(loop.manager.store),
         speculation=_speculation_stats(built),
         rows=(rows := memory.rows.capacity or 0),
@@ -182,7 +170,25 @@ def stats(built: "Built") -> EngineStats:
         shifts=loop.manager.shifts,
         recomputes=dict(loop.manager.recomputes),
         compacted=loop.compaction.moved,
+        adapter_bytes=built.adapters.bytes,
         kv_events_lost=loop.manager.events.lost_changes if loop.manager.events is not None else 0,
+    )
+
+
+def _groups(built: "Built") -> tuple[GroupStats, ...]:
+    memory, guest = built.memory, built.guest
+    free, capacity, used = memory.free(), memory.storage.capacity(), memory.storage.used()
+    return tuple(
+        GroupStats(
+            group.name,
+            len(group.layers),
+            capacity[group.name],
+            used[group.name],
+            capacity[group.name] - free[group.name] - used[group.name],
+            group.bytes(capacity[group.name], guest.dtype.itemsize, guest.backends[group.name]),
+            guest.backends[group.name].name if guest.mode == "flat" else None,
+        )
+        for group in memory.storage.groups
     )
 
 

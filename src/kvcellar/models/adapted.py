@@ -15,7 +15,6 @@ Always true:
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -65,28 +64,21 @@ class _Layer:
 
 
 def _add(x: Tensor, lora: Lora, out: Tensor, rows: slice | Tensor) -> None:
-    """x [T,in], out [T,out]: add the product of some rows."""
-    added = _product(x[rows], lora).to(out.dtype)
+    """x [T,in], out [T,out]: add the products of some rows, block by block, which bounds the memory that it takes."""
     if isinstance(rows, slice):
-        out[rows] += added
+        for some, into in zip(x[rows].split(BLOCK), out[rows].split(BLOCK), strict=True):
+            into += _product(some, lora).to(out.dtype)
     else:
-        out.index_add_(0, rows, added)
+        for some in rows.split(BLOCK):
+            out.index_add_(0, some, _product(x[some], lora).to(out.dtype))
 
 
 def _product(x: Tensor, lora: Lora) -> Tensor:
     """x [n,in] -> [n,out]. On a CPU with few numbers of rows, as in `kernels/packed.py`."""
-    if x.device.type != "cpu":
-        return x @ lora.a.T @ lora.b.T
-    x = x.to(lora.a.dtype)
-    blocks = x.split(BLOCK)
-    return torch.cat([_block(block, lora) for block in blocks]) if len(blocks) > 1 else _block(x, lora)
-
-
-def _block(x: Tensor, lora: Lora) -> Tensor:
     n = len(x)
-    if n and (size := padded(n)) > n:
+    if x.device.type == "cpu" and (size := padded(n)) > n:
         x = nn.functional.pad(x, (0, 0, 0, size - n))
-    return (x @ lora.a.T @ lora.b.T)[:n]
+    return (x.to(lora.a.dtype) @ lora.a.T @ lora.b.T)[:n]
 
 
 class AdaptedNetwork:

@@ -68,10 +68,15 @@ class Adapter:
         """The largest."""
         return max(len(one.a) for one in self.loras.values())
 
-    def to(self, device: torch.device) -> "Adapter":
-        return Adapter(
-            {name: Lora(one.a.to(device), one.b.to(device)) for name, one in self.loras.items()}, self.digest
-        )
+    def on(self, device: torch.device, dtype: torch.dtype) -> "Adapter":
+        """The same on the device of a network of this dtype: on a CPU in float32, elsewhere in the dtype. Raises
+        `ModelRefused` if values are too large for that."""
+        if device.type == "cpu":
+            return self
+        loras = {name: Lora(one.a.to(device, dtype), one.b.to(device, dtype)) for name, one in self.loras.items()}
+        if large := [name for name, one in loras.items() if not (is_finite(one.a) and is_finite(one.b))]:
+            raise ModelRefused(f"its matrices of {first_few(large)} are too large for {dtype}")
+        return Adapter(loras, self.digest)
 
 
 def read_adapter(directories: Sequence[Path], network: PreTrainedModel, *, most_bytes: Callable[[], int]) -> Adapter:

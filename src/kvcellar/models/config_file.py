@@ -61,8 +61,8 @@ def config_fields(path: Path) -> dict[str, Any]:
     """The fields of config.json that a transformers config may be built from."""
     if (path / "adapter_config.json").exists():
         raise ModelRefused(
-            f"{path} holds an adapter (adapter_config.json), and adapters are not supported. Merge it into the weights "
-            f"(peft: merge_and_unload), or remove adapter_config.json to serve the model without it."
+            f"{path} holds an adapter (adapter_config.json). Load the model that it is for, and the adapter beside it "
+            f"(adapters={{'name': directory}}), or remove adapter_config.json to serve the model without it."
         )
     if not (path / "config.json").is_file():
         raise ModelRefused(f"{path} has no config.json, so it is not a model directory")

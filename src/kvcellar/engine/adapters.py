@@ -1,0 +1,234 @@
+"""adapters: the adapters of an engine, by name: added, replaced and removed while requests run.
+
+Always true:
+  * a name has at most one adapter; a request keeps the one that its name had when it was submitted, until it ends;
+  * an adapter that was removed or replaced is loaded until no request uses it, and is freed between two steps;
+  * what is loaded, and what is being read, takes at most `adapter_bytes`.
+
+What was computed with an adapter is found again by requests with the same weights only: by the digest of these, not by
+the name (see `snapshot.py`).
+"""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvcellar.engine.loop import Loop
+from kvcellar.engine.request import AdapterUse
+from kvcellar.errors import AdapterRefused, BadRequest, EngineClosed, ModelRefused, shown
+from kvcellar.models.adapter_test import check_adapted
+from kvcellar.models.adapters import Adapter, read_adapter
+from kvcellar.models.guest import Guest
+
+T = TypeVar("T")
+PARAM = "adapter"  # of errors
+MOST_NAME = 256  # characters
+Place = str | Path
+Places = Place | Sequence[Place]  # of one adapter; several are added up
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """One adapter of an engine."""
+
+    name: str
+    digest: str  # of its weights
+    rank: int  # the largest of its layers
+    layers: int  # that it changes
+    bytes: int
+    requests: int  # that use it
+
+
+@dataclass(eq=False, slots=True)
+class _Loaded:
+    """An adapter that is loaded; `current`: requests can name it."""
+
+    use: AdapterUse
+    adapter: Adapter
+    requests: int = 0
+    current: bool = False
+
+
+class Adapters:
+    """Of one engine. All methods may be called from any thread but the engine's; `take` and `give` from that, too."""
+
+    def __init__(self, guest: Guest, plain: Guest, *, most_bytes: int, default: str | None = None) -> None:
+        """`plain` is the guest with K/V stored as computed, in which an adapter is tested. `default` is the name of the
+        one that requests have which name none."""
+        self._guest, self._plain, self._most, self.default = guest, plain, most_bytes, default
+        self._numbers = count(1)
+        self._loaded: dict[int, _Loaded] = {}  # by number
+        self._named: dict[str, _Loaded] = {}
+        self._lock = threading.Lock()  # of the fields above
+        self._adding = threading.Lock()  # held while one is added
+        self.loop: Loop | None = None  # None: nothing runs yet
+
+    # -- by name ------------------------------------------------------------------------------------------------
+
+    def add(self, name: str, path: Places) -> AdapterInfo:
+        """Load the LoRA adapter of a directory, or the sum of several, under a name. If there is one of that name,
+        requests that run keep it, and later ones have the new one. Blocks while it is read and tested.
+
+        Raises `AdapterRefused` with the reason, and `BadRequest`; then nothing has changed.
+        """
+        name, directories = checked_name(name), directories_of(path)
+        with self._adding:
+            adapter = read_adapter(directories, self._guest.model, most_bytes=lambda: self._most - self.bytes)
+            try:
+                number = self._run(lambda: self._install(adapter), "loading an adapter")
+            except ModelRefused as error:
+                raise AdapterRefused(name, str(error)) from error
+            with self._lock:
+                loaded, before = self._loaded[number], self._named.pop(name, None)
+                self._named[name] = loaded
+                loaded.use, loaded.current = loaded.use._replace(name=name), True
+        self._retire(before)
+        return _info(loaded)
+
+    def remove(self, name: str) -> None:
+        """Let no later request have the adapter of this name. It is freed when those that run with it have ended.
+        Raises `BadRequest` if there is none."""
+        with self._lock:
+            if name not in self._named:
+                raise self._unknown(name)
+            before = self._named.pop(name)
+        self._retire(before)
+
+    def list(self) -> list[AdapterInfo]:
+        """Those that requests can name, by name."""
+        with self._lock:
+            return [_info(self._named[name]) for name in sorted(self._named)]
+
+    @property
+    def bytes(self) -> int:
+        """Of all that are loaded, those included that only running requests use."""
+        with self._lock:
+            return sum(one.adapter.bytes for one in self._loaded.values())
+
+    @property
+    def sized(self) -> str:
+        """What they take, in words; "" without any."""
+        size = self.bytes
+        return f"; adapters take {size} of {self._most} bytes" if size else ""
+
+    # -- of a request -------------------------------------------------------------------------------------------
+
+    def take(self, name: Any) -> AdapterUse | None:
+        """The adapter of a request, which stays loaded until `give`; None: the request has none. Raises
+        `BadRequest`."""
+        if name is None:
+            name = self.default
+        if name is None or name == "":
+            return None
+        with self._lock:
+            if not isinstance(name, str) or name not in self._named:
+                raise self._unknown(name)
+            loaded = self._named[name]
+            loaded.requests += 1
+            return loaded.use
+
+    def give(self, use: AdapterUse | None) -> None:
+        """A request that has taken an adapter is over."""
+        if use is None:
+            return
+        with self._lock:
+            loaded = self._loaded[use.number]
+            loaded.requests -= 1
+            assert loaded.requests >= 0, "an adapter was given back twice"
+            unused = not (loaded.current or loaded.requests)
+        if unused:
+            self._free(loaded)
+
+    def digest(self, name: Any) -> str:
+        """Of the adapter that a request of this name would have; "": none. Raises `BadRequest`."""
+        use = self.take(name)
+        self.give(use)
+        return use.digest if use is not None else ""
+
+    def check(self) -> None:
+        """Assert what is always true, on the engine's thread."""
+        self._guest.adapted.check()
+        with self._lock:
+            assert self._named.keys() == {one.use.name for one in self._loaded.values() if one.current}
+            assert self._guest.adapted.adapters.keys() == self._loaded.keys()
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _unknown(self, name: object) -> BadRequest:
+        known = sorted(self._named) or "none"
+        return BadRequest(f"there is no adapter {shown(name)}; there are {known}", PARAM)
+
+    def _run(self, act: Callable[[], T], changes: str) -> T:
+        """On the engine's thread, between two steps."""
+        return act() if self.loop is None else self.loop.call(act, changes=changes)
+
+    def _install(self, adapter: Adapter) -> int:
+        """Returns its number. What raises leaves nothing of it."""
+        adapted, number = self._guest.adapted, next(self._numbers)
+        adapted.add(number, adapter.on(self._guest.device, self._guest.dtype))
+        try:
+            check_adapted(self._plain, number)
+        except BaseException:
+            adapted.remove(number)
+            raise
+        with self._lock:
+            self._loaded[number] = _Loaded(AdapterUse("", number, adapter.digest), adapted.adapters[number])
+        return number
+
+    def _retire(self, before: _Loaded | None) -> None:
+        """An adapter has no name any more."""
+        if before is None:
+            return
+        with self._lock:
+            before.current = False
+            unused = not before.requests
+        if unused:
+            self._free(before)
+
+    def _free(self, loaded: _Loaded) -> None:
+        """Drop the matrices of an adapter, between two steps."""
+
+        def drop() -> None:
+            with self._lock:
+                found = self._loaded.pop(loaded.use.number, None)
+            if found is not None:
+                self._guest.adapted.remove(found.use.number)
+
+        if self.loop is None:
+            drop()
+            return
+        with suppress(EngineClosed):
+            self.loop.post(drop)
+
+
+def open_adapters(guest: Guest, plain: Guest, given: Mapping[str, Places], **options: Any) -> Adapters:
+    """With the adapters of the settings. `options` are those of `Adapters`. Raises what `Adapters.add` raises."""
+    adapters = Adapters(guest, plain, **options)
+    for name, path in given.items():
+        adapters.add(name, path)
+    adapters.digest(None)  # there is one of the default's name
+    return adapters
+
+
+def checked_name(name: Any) -> str:
+    """Raises `BadRequest` for what is no name."""
+    if not isinstance(name, str) or not 0 < len(name) <= MOST_NAME or not name.isprintable():
+        raise BadRequest(f"the name of an adapter has 1 to {MOST_NAME} characters, not {shown(name)}", PARAM)
+    return name
+
+
+def directories_of(path: Any) -> list[Path]:
+    """Raises `BadRequest` for what is no directory, and no list of some."""
+    several = list(path) if isinstance(path, Sequence) and not isinstance(path, str) else [path]
+    if not several or not all(isinstance(one, str | Path) and str(one) for one in several):
+        raise BadRequest(f"an adapter is a directory, or a list of some that are added up, not {shown(path)}", PARAM)
+    return [Path(one).expanduser() for one in several]
+
+
+def _info(loaded: _Loaded) -> AdapterInfo:
+    use, adapter = loaded.use, loaded.adapter
+    return AdapterInfo(use.name, use.digest, adapter.rank, len(adapter.loras), adapter.bytes, loaded.requests)

@@ -140,6 +140,7 @@ def test_a_setting_is_refused_or_plain(field) -> None:
     for value in JUNK:
         made = tried(lambda value=value: Settings(**{field: value}))
         kept = getattr(made, field, None)
+        kept = tuple(kept.items()) if field == "adapters" and kept is not None else kept
         assert isinstance(kept, str) or plain(kept) or (field == "draft" and callable(kept)), value
 
 

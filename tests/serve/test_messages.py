@@ -554,6 +554,7 @@ ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
     "there is no sampling parameter {}; there are {}": "Python: over HTTP it is an unknown parameter",
     "text is a string, not {}": "Python",
     "a namespace is a text of up to {} characters, not {}": "Python: over HTTP it is a digest",
+    "a namespace cannot begin with {}: such names are for what adapters compute": "Python: over HTTP it is a digest",
     "params is SamplingParams(...), not {}": "Python",
     "retention is RetentionOptions(...), not {}": "Python",
     "deliver is called with every event, and {} cannot be": "Python",

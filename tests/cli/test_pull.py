@@ -185,4 +185,4 @@ def test_an_interrupted_pull_ends_and_the_next_one_continues(
     assert process(here, "pull", NAME).returncode == 0
     (continued,) = hub.ranges()
     assert continued is not None
-    assert int(continued.removeprefix("bytes=").rstrip("-")) > 500_000
+    assert int(continued.removeprefix("bytes=").rstrip("-")) >= 500_000

@@ -1,6 +1,7 @@
 """The controller finds a good depth on simulated machines, is never much slower than plain decoding, and limits what it
 loses to probes."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -251,3 +252,48 @@ def test_rounds_in_which_the_drafter_catches_up_are_neither_plain_nor_free() -> 
     plain = controller.plain_seconds(1)
     assert plain == pytest.approx(1.0, rel=0.01)
     assert rounds / seconds > 0.965
+
+
+@pytest.mark.parametrize("accept", [0.3, 0.8])
+def test_a_machine_that_becomes_slower_and_faster_is_not_taken_for_a_change_of_depths(accept: float) -> None:
+    """The speed of all steps changes by a factor of three, in waves, while each depth costs as much as before."""
+    machine, controller = Machine(medium, [accept], noise=0.1), DepthController(catches_up=False)
+    limits, seconds, tokens = [Limit((0, 0), 8)], 0.0, 0.0
+    for number in range(2400):
+        slower = 3 ** math.sin(number / 150)
+        (depth,) = controller.choose(limits)
+        got = machine.accepted(depth)
+        controller.observe([Outcome((0, 0), depth, min(got + 1, depth), got)], slower * machine.seconds([depth]))
+        if number >= 400:
+            seconds, tokens = seconds + machine.seconds([depth], noisy=False), tokens + machine.tokens(depth)
+    assert tokens / seconds > 0.93 * machine.best(1, 8)
+    assert tokens / seconds > 0.96 * machine.plain(1)
+
+
+def test_probes_in_steps_with_other_rows_are_limited_too() -> None:
+    """Useless drafts on a server where every step has rows of a prompt, too."""
+    controller, machine = DepthController(catches_up=False), Machine(steep, [0.0])
+    play(controller, machine, 100)
+    limits, lost = [Limit((0, 0), 8)], 0.0
+    for _ in range(1000):
+        (depth,) = controller.choose(limits)
+        controller.observe([Outcome((0, 0), depth, min(1, depth), 0)], None)
+        lost += machine.seconds([depth]) - machine.seconds([0])
+    assert lost < 0.012 * 1000 * machine.seconds([0]) + 4 * machine.seconds([0])
+
+
+def test_what_a_round_has_won_is_reckoned_with_what_its_drafter_took_to_catch_up() -> None:
+    controller, machine = DepthController(catches_up=True), Machine(flat, [1.0])
+    play(controller, machine, 200)
+    key = (0, 0)
+    controller.choose([Limit(key, 4)])
+    plain = controller.plain_seconds(1)
+    assert plain is not None
+    controller.choose([Limit(key, 4)])
+    won = controller.observe([Outcome(key, 4, 4, 4)], flat(5), proposed=0.1)
+    assert won == pytest.approx(5 * flat(1) - flat(5), rel=0.05)
+    other = (9, 0)
+    controller.choose([Limit(other, 4)])
+    late = controller.observe([Outcome(other, 4, 4, 4)], 3 + flat(5), proposed=3.0)
+    assert late == pytest.approx(won - 3.0, rel=0.05)
+    assert controller.observe([Outcome(key, 0, 0, 0)], flat(1), proposed=2.0) <= 0.01

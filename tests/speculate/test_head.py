@@ -64,14 +64,17 @@ class Line:
 class World:
     """A target and a drafter with the MTP layers of the target's family."""
 
-    def __init__(self, name: str, *, cells: int = 400, deepest: int = 4, step_tokens: int = 512) -> None:
+    def __init__(
+        self, name: str, *, cells: int = 400, deepest: int = 4, step_tokens: int = 512, history: int = 0
+    ) -> None:
         self.head: MtpHead
         self.guest: Guest
         self.head, self.guest, self.layers = head_and_reference(name)
         self.memory: Memory = small_memory(self.guest, 100, sequences=6)
         memory = self.head.memory({group.name: cells for group in self.head.shape.groups})
         self.cache = DraftMemory(memory, ahead=self.head.layers)
-        self.drafter = HeadDrafter(name, self.head, self.cache, context=200, deepest=deepest, step_tokens=step_tokens)
+        how = {"history": history, "deepest": deepest, "step_tokens": step_tokens}
+        self.drafter = HeadDrafter(name, self.head, self.cache, context=200, **how)
         self.lines: dict[int, Line] = {}
         self.steps = 0  # of the head
 
@@ -316,3 +319,17 @@ def test_an_error_leaves_no_step_and_no_fork(monkeypatch: pytest.MonkeyPatch) ->
     world.close(1)
     world.read(1, PROMPTS[1])
     assert len(world.drafts([1], 4)[0].tokens) == 4
+
+
+def test_behind_a_gap_it_drafts_once_it_has_read_enough() -> None:
+    world = World("glm4-moe", history=12)
+    world.read(1, PROMPTS[1], gap=13)
+    world.read(2, PROMPTS[3])
+    drafted: list[int] = []
+    while not drafted or not drafted[-1]:
+        behind, whole = world.round([1, 2], 2, [2, 0])
+        assert whole.tokens
+        drafted.append(len(world.lines[1].hidden) - 13 if behind.tokens else 0)
+        assert len(drafted) < 12
+    assert drafted[-1] >= 12
+    assert len(drafted) > 3

@@ -8,6 +8,7 @@ import torch
 
 from kvcellar.speculate.chain import Chain, Key
 from kvcellar.speculate.drafter import Committed
+from kvcellar.speculate.parking import IDLE, SHORTEST
 from kvcellar.speculate.report import Tally
 from kvcellar.speculate.speculator import FAILURES, Speculator
 from kvcellar.speculate.verify import verify
@@ -209,3 +210,68 @@ def test_weights_of_another_shape_or_type_are_refused_where_they_are_added() -> 
         with pytest.raises(ValueError, match="int64"):
             one.add(1, weights)
     assert not one.drafts
+
+
+def parked(speculator: Speculator, clock: Clock) -> None:
+    """Let it find out that drafts do not pay."""
+    for _ in range(IDLE + 8):
+        if not speculator.parked:
+            chains = [chain(sampler(temperature=0.0), 6)]
+            speculator.draft(chains)
+            clock.now += 1 + 5 * len(chains[0].drafts)
+            speculator.learn(chains, verify(chains, torch.cat([TARGET([0, *one.tokens]) for one in chains])))
+    assert speculator.parked
+
+
+def test_a_drafter_that_does_not_pay_reads_nothing_until_a_trial() -> None:
+    clock, oracle = Clock(), Oracle()
+    speculator = Speculator(oracle, clock=clock)
+    new = Committed((0, 0), "", (1, 2, 3), 0, (1, 2), torch.zeros(2, 4))
+    speculator.committed([new])
+    parked(speculator, clock)
+    assert oracle.closed == [(0, 0)], "what it has read is not dropped"
+    assert not oracle.kept
+    assert not speculator.reads_hidden
+    rounds = 0
+    while speculator.parked:
+        speculator.committed([new])
+        speculator.rest([(0, 0), (1, 0)])
+        rounds += 1
+    assert oracle.news == [new]
+    assert rounds >= SHORTEST
+    assert speculator.reads_hidden
+    report = speculator.report(1)
+    assert report is not None
+    assert (report.rounds, report.drafted) == (rounds, 0)
+
+
+def test_what_the_drafter_takes_to_read_and_to_end_texts_counts() -> None:
+    """Rounds with drafts are twice as fast as plain ones, but each text costs ten plain steps to read and to end."""
+    for costs, pays in ((10.0, False), (0.1, True)):
+        clock, oracle = Clock(), Oracle()
+        speculator = Speculator(oracle, clock=clock)
+
+        def slow(*_: object, clock: Clock = clock, costs: float = costs, **__: object) -> None:
+            clock.now += costs / 2
+
+        oracle.committed = oracle.close = slow  # type: ignore[method-assign]
+        for number in range(60):
+            if speculator.parked:
+                break
+            speculator.committed([Committed((number, 0), "", (1, 2, 3), 0, (1, 2), torch.zeros(2, 4))])
+            for _ in range(4):
+                chains = [chain(sampler(temperature=0.0), 6, number=number)]
+                speculator.draft(chains)
+                clock.now += 1 + 0.01 * chains[0].rows
+                speculator.learn(chains, verify(chains, torch.cat([TARGET([0, *one.tokens]) for one in chains])))
+            speculator.close((number, 0))
+        assert speculator.parked != pays
+
+
+def test_a_set_depth_is_drafted_whether_it_pays_or_not() -> None:
+    clock = Clock()
+    speculator = Speculator(Oracle(), clock=clock)
+    parked(speculator, clock)
+    speculator._fixed = 2
+    assert not speculator.parked
+    assert set(rounds(speculator, clock, 5)) == {2}

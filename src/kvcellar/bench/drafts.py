@@ -3,25 +3,29 @@
 The code is of the modules of this interpreter's standard library that the model's manifest does not list as trained on.
 The model continues it, greedily and sampled; texts that end or loop are not counted, because n-grams predict a loop
 perfectly. Acceptance is of rounds with `DEPTH` drafts, by position: of the drafts whose predecessors in the
-round were accepted. Then the depth controller chooses, and is compared with plain decoding of the same texts, in turn,
-in CPU time.
+round were accepted. Then the depth controller chooses, and is compared with an engine without a drafter, which decodes
+the same texts. Both take turns of `TURN` tokens, since the speed of a shared machine changes within a text, and what is
+compared is the CPU time of all texts together, with the standard error over the texts.
 
 The model is so small that its forward takes no longer than the rest of a step: this shows how often drafts are
 accepted, and that the controller notices when they do not pay, but not what a real model gains.
 """
 
 import json
+import math
 import sysconfig
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import count, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
 from kvcellar.bench.decoding import PARAMS, Burst, decode, together
-from kvcellar.bench.interleave import in_rounds
+from kvcellar.bench.interleave import Side, sides
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.result import Result
+from kvcellar.events import Delta, Event, Failed, Finished
 from kvcellar.models import embedded
 from kvcellar.models.weights_files import MTP_FILE
 from kvcellar.sample.params import SamplingParams
@@ -32,6 +36,7 @@ TEMPERATURES = (0.0, 0.8)
 DEPTH = 4
 LOOP = 24  # tokens that occur twice in a text make it a loop
 TESTS = {"test", "tests", "idle_test"}
+TURN = 4  # tokens of a turn of each engine
 MIN_OF_PLAIN = 0.97
 
 Contexts = Sequence[Sequence[int]]
@@ -44,7 +49,7 @@ class Extent:
     texts: int = 48
     context: int = 192  # tokens of code before a continuation
     new: int = 64  # a longer greedy text of so small a model nearly always loops
-    texts_compared: int = 12  # with plain decoding
+    texts_compared: int = 32  # with plain decoding
     warm: int = 8  # texts from which the controller learns before that
 
 
@@ -73,6 +78,7 @@ class Found(NamedTuple):
     fixed: Acceptance
     tokens: float  # in a round of the depth that the controller chose
     of_plain: float  # tokens per second with these, over those of plain decoding
+    error: float  # standard error of that
 
 
 def drafts(extent: Extent) -> list[Found]:
@@ -124,7 +130,16 @@ def _found(plain: Engine, drafter: str, contexts: Contexts, extent: Extent, temp
         drafting.speculator = chooses
         ours, base = _compared(plain, engine, contexts, extent, replace(PARAMS, temperature=temperature))
     mine, other = together(ours), together(base)
-    return Found(drafter, temperature, fixed, mine.tokens / mine.steps, other.per_token / mine.per_token)
+    of_plain = other.per_token / mine.per_token
+    error = _error(of_plain, [two.per_token / one.per_token for one, two in zip(ours, base, strict=True)])
+    return Found(drafter, temperature, fixed, mine.tokens / mine.steps, of_plain, error)
+
+
+def _error(mean: float, ratios: Sequence[float]) -> float:
+    """The standard error of the mean of so many texts' ratios."""
+    if len(ratios) < 2:
+        return 0.0
+    return math.sqrt(sum((ratio - mean) ** 2 for ratio in ratios) / (len(ratios) - 1) / len(ratios))
 
 
 def _continued(engine: Engine, contexts: Contexts, extent: Extent, temperature: float) -> list[Result]:
@@ -154,18 +169,64 @@ def _compared(
     plain: Engine, engine: Engine, contexts: Contexts, extent: Extent, params: SamplingParams
 ) -> tuple[list[Burst], list[Burst]]:
     """Both continue the same texts, in turn, after the controller has learnt."""
-    turn = count()
-
-    def text(of: Engine, number: int) -> Burst:
-        of.clear_cache()  # n-grams must not find the text itself
-        return decode(of, [contexts[number % len(contexts)]], extent.new, params, tokens=extent.new - 2)
-
     for number in range(1, extent.warm + 1):
-        text(engine, -number)
-    ours, base = in_rounds(
-        extent.texts_compared, lambda: text(engine, next(turn) // 2), lambda: text(plain, next(turn) // 2)
-    )
-    return ours, base
+        engine.clear_cache()  # n-grams must not find the text itself
+        decode(engine, [contexts[-number % len(contexts)]], extent.new, params, tokens=extent.new - 2)
+    pairs = [
+        _pair(engine, plain, contexts[number % len(contexts)], replace(params, max_tokens=extent.new))
+        for number in range(extent.texts_compared)
+    ]
+    return [ours for ours, _ in pairs], [base for _, base in pairs]
+
+
+def _pair(ours: Engine, base: Engine, context: Sequence[int], params: SamplingParams) -> tuple[Burst, Burst]:
+    """Both continue a text, in turns."""
+    listeners = [_Listener(side) for side in sides(TURN)]
+    for engine in (ours, base):
+        engine.clear_cache()
+    tickets = [
+        engine.submit(context, params, deliver=listener)
+        for engine, listener in zip((ours, base), listeners, strict=True)
+    ]
+    try:
+        for listener in listeners:
+            listener.side.wait_ready()
+        listeners[0].side.go()
+        for listener in listeners:
+            listener.over.wait()
+    finally:
+        for ticket, listener in zip(tickets, listeners, strict=True):
+            listener.side.end()
+            ticket.cancel()
+    for engine, listener in zip((ours, base), listeners, strict=True):
+        if listener.error is not None:
+            raise listener.error
+        engine.stats()  # waits until the engine's thread has done what follows a text
+    one, two = (listener.burst() for listener in listeners)
+    return one, two
+
+
+class _Listener:
+    """Receives the events of a text on the engine's thread. Each delta is a step of its side."""
+
+    def __init__(self, side: Side) -> None:
+        self.side, self.over = side, threading.Event()
+        self.error: Exception | None = None
+        self._tokens: list[int] = []
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Delta) and event.token_ids:
+            self._tokens.append(len(event.token_ids))
+            self.side.step(self._tokens[-1])
+        elif isinstance(event, Finished | Failed):
+            self.error = event.error if isinstance(event, Failed) else None
+            self.side.end()
+            self.over.set()
+
+    def burst(self) -> Burst:
+        """All steps but the first, which computes the prompt."""
+        steps = len(self.side.cpu)
+        return Burst(sum(self.side.cpu), steps, sum(self._tokens[1 : steps + 1]))
 
 
 # -- report -------------------------------------------------------------------------------------------------------
@@ -181,9 +242,9 @@ def lines(found: Sequence[Found]) -> list[str]:
             for one in found
         ),
         *(
-            f"chosen        {one.of_plain:6.2f}x  of plain decoding with drafts of {one.drafter} at temperature "
-            f"{one.temperature}, {one.tokens:.2f} tokens a round; target {MIN_OF_PLAIN}. No speed-up is claimed: this "
-            f"model is too small"
+            f"chosen        {one.of_plain:6.2f}x  (+-{one.error:.2f}) of plain decoding with drafts of {one.drafter} "
+            f"at temperature {one.temperature}, {one.tokens:.2f} tokens a round; target {MIN_OF_PLAIN}. No speed-up is "
+            f"claimed: this model is too small"
             for one in found
         ),
     ]

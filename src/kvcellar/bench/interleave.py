@@ -1,7 +1,7 @@
 """interleave: what is compared is measured in turn, so that other load on the machine slows all sides down alike.
 
-Two decoders take turns of a few steps each: each runs in its own thread and calls `step()` after each of its steps, and
-both finish prefill before the first turn. Anything else is called by `in_rounds`.
+Two decoders take turns of a few tokens each: each runs in its own thread and calls `step()` after each of its steps,
+and both finish prefill before the first turn. Anything else is called by `in_rounds`.
 """
 
 import threading
@@ -26,8 +26,9 @@ class Side:
         self._since: tuple[float, float] | None = None
         self._ended = False
 
-    def step(self) -> None:
-        """Called on the decoder's thread. The first call only reports the end of prefill."""
+    def step(self, tokens: int = 1) -> None:
+        """Called on the decoder's thread after a step that gave so many tokens, which a turn is counted in. The first
+        call only reports the end of prefill."""
         if self._ended:
             return
         if self._since is None:
@@ -37,9 +38,9 @@ class Side:
         now = _clocks()
         self.seconds.append(now[0] - self._since[0])
         self.cpu.append(now[1] - self._since[1])
-        self._left -= 1
-        if self._left == 0:
-            assert self.other is not None
+        self._left -= tokens
+        assert self.other is not None
+        if self._left <= 0 and not self.other._ended:
             self.other._go.release()
             self._wait()
         else:
@@ -60,7 +61,7 @@ class Side:
         self._go.release()
 
     def end(self) -> None:
-        """Take no more turns. Releases every thread that waits for this side or in it."""
+        """Take no more turns; the other side goes on. Releases every thread that waits for this side or in it."""
         self._ended = True
         self._ready.set()
         self._go.release()

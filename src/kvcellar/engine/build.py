@@ -42,6 +42,7 @@ from kvcellar.progress import report
 from kvcellar.sample.params import SamplingParams, check_ids
 from kvcellar.shapes import StoredAs
 from kvcellar.speculate.chain import Key
+from kvcellar.speculate.cost import step_clock
 from kvcellar.speculate.speculator import Speculator
 from kvcellar.text.stored_texts import StoredTexts
 
@@ -144,7 +145,7 @@ def _assembled(
         prove(guest, memory, max_sequences=capacity.states.sequences, **steps)
     intake = _intake(opened, memory, capacity, context, adapters)
     sequences: dict[Key, int | None] = {}
-    speculator, cache = _speculator(drafts, own, settings, Reads(memory, sequences.get))
+    speculator, cache = _speculator(drafts, own, settings, Reads(memory, sequences.get), guest.device.type)
     drafting = Drafting(speculator, context=context, memory=cache, sequences=sequences)
     loop, runner = _running(guest, memory, settings, intake, threads, device, drafting)
     adapters.loop = loop
@@ -238,13 +239,13 @@ def _running(
 
 
 def _speculator(
-    drafts: Drafts | None, capacity: Capacity | None, settings: Settings, reads: Reads
+    drafts: Drafts | None, capacity: Capacity | None, settings: Settings, reads: Reads, device: str
 ) -> tuple[Speculator | None, DraftMemory | None]:
     """With its memory, of that capacity, if it needs one."""
     if drafts is None:
         return None, None
     drafter, cache = drafts.made(capacity, Shares(settings.pin_share, settings.tenant_share), reads)
-    return Speculator(drafter, deepest=drafts.deepest), cache
+    return Speculator(drafter, deepest=drafts.deepest, clock=step_clock(device)), cache
 
 
 def _check_as_it_is(network: "PreTrainedModel", settings: Settings) -> None:

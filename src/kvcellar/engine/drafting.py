@@ -2,6 +2,7 @@
 
 Always true:
   * only completions in decode have drafts, and only between `propose` and the end of their step;
+  * while the drafter is parked, rounds are plain and no chain is made for it;
   * all accepted drafts of a completion, and the token that follows them, fit its context and its `max_tokens`.
 """
 
@@ -37,6 +38,7 @@ class Drafting:
         self.speculator, self._context, self.memory = speculator, context, memory
         self._sequences = {} if sequences is None else sequences
         self._chains: dict[Completion, Chain] = {}
+        self._resting: Sequence[Completion] = ()  # of a round for which the drafter is parked
 
     @property
     def reads_hidden(self) -> bool:
@@ -46,7 +48,8 @@ class Drafting:
     def propose(self, completions: Sequence[Completion], most: int) -> list[int]:
         """Draft for completions in decode, up to `most` for each. Returns how many drafts each has."""
         self._chains.clear()
-        if self.speculator is None or not completions:
+        self._resting = completions if self.speculator is not None and self.speculator.parked else ()
+        if self.speculator is None or self._resting or not completions:
             return [0] * len(completions)
         chains = [self._chain(completion, min(most, self._room(completion))) for completion in completions]
         self._sequences.clear()
@@ -93,6 +96,9 @@ class Drafting:
     def learn(self, verified: Mapping[Completion, Verified], *, alone: bool) -> None:
         """The step is over. `verified` are the completions of it that drew a token; unless those that were drafted for
         were `alone` in it, its time is not measured."""
+        resting, self._resting = self._resting, ()
+        if self.speculator is not None and resting:
+            self.speculator.rest([completion.key for completion in resting if completion in verified])
         chains, self._chains = self._chains, {}
         kept = {completion: chain for completion, chain in chains.items() if completion in verified}
         if self.speculator is not None and kept:

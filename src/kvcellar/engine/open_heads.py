@@ -25,7 +25,7 @@ from kvcellar.progress import report
 from kvcellar.speculate.assistant import AssistantDrafter
 from kvcellar.speculate.chain import Key
 from kvcellar.speculate.drafter import Drafter
-from kvcellar.speculate.head import FLUSH, HeadDrafter
+from kvcellar.speculate.head import FLUSH, HISTORY, HeadDrafter
 
 DEEPEST = 8  # drafts of a head with one layer in a round
 
@@ -86,10 +86,16 @@ class MtpDrafts:
         assert capacity is not None, "MTP layers have a memory"
         memory = allocated(self.head.memory, capacity, self.context, self.head.device)
         cache = DraftMemory(memory, ahead=self.head.layers, shares=shares)
-        deepest, context = self.deepest, self.context
-        return HeadDrafter(
-            self.name, self.head, cache, context=context, deepest=deepest, step_tokens=self.step_tokens
-        ), cache
+        drafter = HeadDrafter(
+            self.name,
+            self.head,
+            cache,
+            context=self.context,
+            history=HISTORY,
+            deepest=self.deepest,
+            step_tokens=self.step_tokens,
+        )
+        return drafter, cache
 
 
 def open_head(

@@ -7,14 +7,24 @@ Always true of a `Curve`:
   * between measured numbers of rows it is linear.
 """
 
+import math
+import os
+import time
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
-RATE = 0.2  # weight of a new measurement
+RATE = 0.05  # weight of a new measurement, or as much as that of each of so few
 CLAMP = 0.25  # a measurement counts as at most this share away from the value: one long pause changes little,
 CHANGED = 3  # but so many that are all further off, to one side, replace it
+OFTEN = 8  # measurements from which on a value is compared with
 EXACT = 32  # numbers of rows up to this are measured one by one, larger ones in groups of similar size
 STEPS = 16  # groups in a doubling of the rows
+
+
+def step_clock(device: str) -> Callable[[], float]:
+    """The clock that steps on a kind of device are measured with: on a CPU, the CPU time of the thread, which takes
+    part in every parallel region, so that what else the machine does is not measured."""
+    return time.thread_time if device == "cpu" and os.name == "posix" else time.perf_counter
 
 
 def rounded(rows: int) -> int:
@@ -23,33 +33,52 @@ def rounded(rows: int) -> int:
     return rows if rows <= EXACT else rows // width * width
 
 
-@dataclass(slots=True)
+class Track:
+    """Follows a positive number that is measured with noise: a mean of logarithms, with deviations cut at `CLAMP`."""
+
+    __slots__ = ("outside", "value")
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+        self.outside: list[float] = []  # the last measurements, if all are far off, to one side
+
+    def add(self, found: float, rate: float) -> bool:
+        """Enter a measurement with this weight. True: the number has changed, and is that of the last ones."""
+        off = math.log(found / self.value)
+        if abs(off) <= CLAMP:
+            self.outside.clear()
+        elif self.outside and (self.outside[-1] > self.value) != (off > 0):
+            self.outside = [found]
+        else:
+            self.outside.append(found)
+        if len(self.outside) == CHANGED:
+            self.value = min(self.outside, key=lambda each: abs(each - self.value))
+            self.outside.clear()
+            return True
+        self.value *= math.exp(rate * min(max(off, -CLAMP), CLAMP))
+        return False
+
+
 class _Point:
-    value: float
-    count: int = 1
-    outside: list[float] = field(default_factory=list[float])  # the last measurements, if all are far off, to one side
+    __slots__ = ("count", "track")
+
+    def __init__(self, seconds: float) -> None:
+        self.track, self.count = Track(seconds), 1
+
+    @property
+    def value(self) -> float:
+        return self.track.value
 
     @property
     def settled(self) -> bool:
-        return self.count > 1 and not self.outside
+        return self.count > 1 and not self.track.outside
 
     def add(self, seconds: float) -> None:
         self.count += 1
         if self.count == 2:
-            self.value = min(self.value, seconds)
-            return
-        off, most = seconds - self.value, CLAMP * self.value
-        if abs(off) <= most:
-            self.outside.clear()
-        elif self.outside and (self.outside[-1] > self.value) != (off > 0):
-            self.outside = [seconds]
-        else:
-            self.outside.append(seconds)
-        if len(self.outside) == CHANGED:
-            self.value = min(self.outside, key=lambda each: abs(each - self.value))
-            self.outside.clear()
-        else:
-            self.value += RATE * min(max(off, -most), most)
+            self.track.value = min(self.track.value, seconds)
+        elif self.track.add(seconds, max(RATE, 1 / self.count)):
+            self.count = 2
 
 
 class Curve:
@@ -89,6 +118,11 @@ class Curve:
             blocks.append((mean, min(weight, 20), size))
         self._seconds = [mean for mean, _, size in blocks for _ in range(size)]
 
+    def measured(self, rows: int) -> float | None:
+        """The value of this number of rows, if it was measured often."""
+        point = self._points.get(rounded(rows))
+        return point.value if point is not None and point.settled and point.count >= OFTEN else None
+
     def seconds(self, rows: int) -> float:
         """Expected seconds. Below what was measured as the fewest rows; above it, as if every row cost as much more as
         it does on average, but at least as half the cost of a row of the largest."""
@@ -108,7 +142,7 @@ class Curve:
         return (self._seconds[-1] - self._seconds[0]) / (self._rows[-1] - self._rows[0])
 
     def check(self) -> None:
-        """Assert what is always true."""
+        """Assert what is always true of it."""
         assert self._rows == sorted(self._rows)
         assert len(self._seconds) == len(self._rows)
         assert self._seconds == sorted(self._seconds)

@@ -7,11 +7,14 @@ whatever their completions; the controller takes the d with the most tokens per 
 compared, and drafting has to be better than plain decoding by a margin.
 
 What is not chosen is measured in probes: no drafts, fewer, more. What probes cost, in seconds beyond what the choice
-would have taken for as many tokens, is limited to a share of the time so far.
+would have taken for as many tokens, is limited to a share of the time so far. All steps may become slower or faster
+between two probes, by other load or longer texts. So rounds of the choice tell how fast the machine is now (`drift`),
+and a probe is compared with the rounds around it: seconds are divided by the drift before they enter a curve.
 
 Always true:
   * between probes, the depths have more tokens per second than plain decoding, by what was measured, or are 0;
-  * the seconds lost to probes are at most `LOSS` of all seconds, twice `FIRST` plain steps, and one probe of each kind.
+  * the seconds lost to probes are at most `LOSS` of all seconds, twice `FIRST` plain steps, `TRIAL` for each trial, and
+    one probe of each kind.
 """
 
 from collections.abc import Sequence
@@ -19,14 +22,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvcellar.speculate.chain import Key
-from kvcellar.speculate.cost import Curve, rounded
+from kvcellar.speculate.cost import Curve, Track, rounded
 from kvcellar.speculate.rates import Rates
 
 LOSS = 0.01  # share of all seconds that probes may lose
 FIRST = 1.5  # plain steps that those of plain decoding and the others may each lose before that
+TRIAL = 6.0  # plain steps that probes may lose where a drafter is tried that has first to read texts
 SAVED = 8.0  # plain steps of unused allowance that are kept
 MARGIN = 1.02  # that drafting has to gain
 WORST = 1.25  # a row of a wider step costs at most so many times a row of a plain one
+DRIFT = 0.2  # weight of a round of the choice in how fast the machine is
 EVERY = 2  # rounds from one probe to the next, at least
 NEVER = 1000  # rounds since the last measurement of what was never measured
 PLAIN = 3  # measurements of plain decoding before anything is drafted
@@ -60,12 +65,13 @@ class _Place(NamedTuple):
 
 @dataclass(slots=True)
 class _Choice:
-    """What the last `choose` returned: drafts, and whether they are a probe. `pace` is the seconds per token without
-    it."""
+    """What the last `choose` returned: drafts, whether they are a probe, and whether drafts are the best choice. `pace`
+    is the seconds per token without a probe."""
 
     drafts: int
     probe: bool
     pace: float
+    drafting: bool = False
 
 
 @dataclass(slots=True)
@@ -96,7 +102,9 @@ class DepthController:
         self._probed = 0  # the round of the last probe
         self._purse: _Purse | None = None  # None: nothing is measured
         self._again: int | None = None  # drafts of a probe that is repeated: one was not enough
-        self._drafted = False  # whether the last round had drafts
+        self._drafted: set[Key] = set()  # completions that had drafts since the last round without any
+        self._funds = catches_up  # whether probes may lose `TRIAL` plain steps from now on
+        self._drift = Track(1.0)  # how many times as long steps take as the curves have it
         self._choice = _Choice(0, False, 0.0)
 
     # -- before a round -----------------------------------------------------------------------------------------
@@ -109,10 +117,10 @@ class DepthController:
             return [0] * len(limits)
         places = self._places(limits, self._rates.trusted)
         drafts, pace = self._best(len(limits), places, curve)
-        self._choice = _Choice(drafts, False, pace)
+        self._choice = _Choice(drafts, False, pace, drafts > 0)
         if (probe := self._probe(limits, drafts, pace, curve)) is not None:
             places = self._places(limits, self._reach)
-            self._choice = _Choice(probe, True, pace)
+            self._choice = _Choice(probe, True, pace, drafts > 0)
             drafts = probe
         depths = [0] * len(limits)
         for place in places[:drafts]:
@@ -163,7 +171,7 @@ class DepthController:
             return 0
         places = self._places(limits, self._reach)
         few = max(1, n // 2)  # a step takes about as long with less
-        counts = {few, n, drafts // 2, drafts - few, drafts + few, min(2 * drafts + n, most)} - {0, drafts}
+        counts = {few, n, 2 * n, drafts // 2, drafts - few, drafts + few, min(2 * drafts + n, most)} - {0, drafts}
         found = [
             (self._due(_size(n), count, loss, curve.seconds(n)), count, loss)
             for count in counts
@@ -192,42 +200,69 @@ class DepthController:
 
     # -- after a round ------------------------------------------------------------------------------------------
 
-    def observe(self, outcomes: Sequence[Outcome], seconds: float | None) -> None:
-        """What became of a round, and how long it took with its drafts. Without `seconds` (the step had other rows,
-        too) only acceptance is learnt."""
+    def observe(self, outcomes: Sequence[Outcome], seconds: float | None, *, proposed: float = 0.0) -> float:
+        """What became of a round, and how long it took with its drafts, of which `proposed` seconds in the drafter.
+        Without `seconds` (the step had other rows, too) only acceptance is learnt. Returns the seconds that plain
+        decoding of the same tokens would have taken longer, by what was measured: negative if drafts were a loss."""
         for outcome in outcomes:
             if outcome.tried:
                 self._own.setdefault(outcome.key, Rates(self._rates)).add(outcome.tried, outcome.accepted)
                 self._rates.add(outcome.tried, outcome.accepted)
-        if seconds is not None and seconds > 0 and outcomes:
-            self._measure(outcomes, seconds)
+        if not outcomes or (seconds is not None and seconds <= 0):
+            return 0.0
+        self._round += 1
+        curve, rows = self._curve(len(outcomes)), sum(1 + outcome.drafted for outcome in outcomes)
+        late = self._is_late(outcomes)
+        if seconds is not None:
+            self._measure(outcomes, seconds, late)
+        elif curve.most and self._choice.probe and self._purse is not None:  # as much as where it is alone
+            self._pay(outcomes, curve.seconds(rows))
+        if not curve.most:
+            return 0.0
+        tokens = sum(1 + outcome.accepted for outcome in outcomes)
+        won = tokens / len(outcomes) * curve.seconds(len(outcomes)) - curve.seconds(rows)
+        return self._drift.value * won - (proposed if late else 0.0)
 
-    def _measure(self, outcomes: Sequence[Outcome], seconds: float) -> None:
+    def _is_late(self, outcomes: Sequence[Outcome]) -> bool:
+        """Whether the drafter was catching up: a completion has its first drafts, or none that were chosen."""
+        drafted = {outcome.key for outcome in outcomes if outcome.drafted}
+        first, self._drafted = not drafted <= self._drafted, self._drafted | drafted if drafted else drafted
+        return self._catches_up and (first or self._missed(outcomes))
+
+    def _missed(self, outcomes: Sequence[Outcome]) -> bool:
+        return sum(outcome.drafted for outcome in outcomes) < self._choice.drafts
+
+    def _measure(self, outcomes: Sequence[Outcome], seconds: float, late: bool) -> None:
         sequences, drafts = len(outcomes), sum(outcome.drafted for outcome in outcomes)
         size, curve = _size(sequences), self._curve(sequences)
-        self._round += 1
-        catching_up = self._catches_up and drafts > 0 and not self._drafted
-        self._drafted = drafts > 0
-        unsure = catching_up
+        known, unsure = curve.measured(sequences + drafts), late
         # Rounds in which the drafter was still catching up say nothing of a step without drafts, nor of one with fewer.
-        missed = self._catches_up and drafts < self._choice.drafts
-        if not (catching_up or missed):
-            unsure = curve.add(sequences + drafts, seconds)
+        if not late and known is not None and not self._choice.probe:
+            self._drift.add(seconds / known, DRIFT)
+        seconds /= self._drift.value
+        if not late:
+            if known is None or self._choice.probe or drafts != self._choice.drafts:
+                unsure = curve.add(sequences + drafts, seconds)
             self._seen[size, drafts] = self._round
             self._plain[size] = self._plain.get(size, 0) + (not drafts)
         if not curve.most:
             return
-        plain = curve.seconds(sequences)
-        if self._purse is None:
-            self._purse = _Purse(FIRST * plain, FIRST * plain)
-        self._purse.fill(LOSS / 2 * min(seconds, 4 * plain), SAVED * plain)
-        if missed and not drafts:
+        self._fill_purse(seconds, curve.seconds(sequences))
+        if late and not drafts:
             if self._choice.probe and self._rates.trusted:  # what was never tried is first caught up with, at any cost
                 self._pay(outcomes, seconds)
         elif self._choice.probe and (drafts or not self._choice.drafts):
-            self._pay(outcomes, seconds if catching_up else curve.seconds(sequences + drafts))
+            self._pay(outcomes, seconds if late else curve.seconds(sequences + drafts))
             if unsure:
                 self._again = drafts
+
+    def _fill_purse(self, seconds: float, plain: float) -> None:
+        """Allow probes to lose a share of a round's seconds; `plain` are those of a plain step."""
+        if self._purse is None:
+            self._purse = _Purse(FIRST * plain, FIRST * plain)
+        if self._funds:
+            self._purse.other, self._funds = max(self._purse.other, TRIAL * plain), False
+        self._purse.fill(LOSS / 2 * min(seconds, 4 * plain), SAVED * plain)
 
     def _pay(self, outcomes: Sequence[Outcome], seconds: float) -> None:
         """Take what a probe has lost from the allowance."""
@@ -245,12 +280,21 @@ class DepthController:
         else:
             self._purse.plain -= loss
 
+    def begin_trial(self) -> None:
+        """The drafter is used again after a while: find out soon whether that pays."""
+        self._funds = True
+
     # -- beside -------------------------------------------------------------------------------------------------
 
     def plain_seconds(self, sequences: int) -> float | None:
         """Expected seconds of a step of so many completions without drafts; None: not measured yet."""
         curve = self._curves.get(_size(sequences))
-        return curve.seconds(sequences) if curve is not None and curve.most else None
+        return self._drift.value * curve.seconds(sequences) if curve is not None and curve.most else None
+
+    @property
+    def drafting(self) -> bool:
+        """Whether drafts were the last choice, probes apart."""
+        return self._choice.drafting
 
     def acceptance(self) -> tuple[float, ...]:
         """The rate at which each draft is accepted if those before it were, where that is known."""
@@ -259,6 +303,7 @@ class DepthController:
     def forget(self, key: Key) -> None:
         """A completion has ended."""
         self._own.pop(key, None)
+        self._drafted.discard(key)
 
     def _curve(self, sequences: int) -> Curve:
         return self._curves.setdefault(_size(sequences), Curve())

@@ -8,7 +8,8 @@ single layer, later drafts come from that layer too, which then reads its own ou
 
 A prefix of n tokens that the target restores ends L entries before n for the head, since the last L read tokens that
 follow; and the target's states there are not computed again. So few entries are made with states of zeros: drafts that
-read them may be a little worse, and are verified like others. Behind a longer gap the head begins anew, apart.
+read them may be a little worse, and are verified like others. Behind a longer gap the head begins anew, apart, and
+drafts once it has read some of the text: few drafts from less would be accepted.
 
 Always true between two calls, for each line:
   * its sequence holds entries of the true text only, at consecutive positions from `first` up to `base`;
@@ -33,6 +34,7 @@ from kvcellar.speculate.chain import Chain, Key, extend
 from kvcellar.speculate.draft_cache import DraftCache, Text
 from kvcellar.speculate.drafter import Committed
 
+HISTORY = 48  # tokens behind a gap from which on drafts of the embedded model's head are about as good as without one
 FLUSH = 256  # hidden states of a text that wait before they are computed without a draft
 
 
@@ -92,7 +94,8 @@ class _Rows:
 
 
 class HeadDrafter:
-    """Drafts that `head` draws. `context` is the most tokens of a text that it can read.
+    """Drafts that `head` draws. `context` is the most tokens of a text that it can read, `history` the fewest behind a
+    gap.
 
     Entries are computed when it drafts, when `FLUSH` hidden states of a text wait, and when a completion ends: up to
     `step_tokens` of all texts in a step. Texts for which more wait have no drafts in that round. Where memory is full
@@ -103,11 +106,20 @@ class HeadDrafter:
     reads_hidden = True
 
     def __init__(
-        self, name: str, head: Head, cache: DraftCache, *, context: int, deepest: int = 8, step_tokens: int = 512
+        self,
+        name: str,
+        head: Head,
+        cache: DraftCache,
+        *,
+        context: int,
+        history: int = 0,
+        deepest: int = 8,
+        step_tokens: int = 512,
     ) -> None:
         self.name, self.cache = name, cache
         self.deepest = deepest if head.layers == 1 else min(deepest, head.layers)
         self._head, self._memory, self._context, self._step_tokens = head, cache.memory, context, step_tokens
+        self._history = history
         self._lines: dict[Key, _Line] = {}
         self._lost: set[Key] = set()  # completions whose texts do not fit memory: they have no drafts any more
 
@@ -165,10 +177,11 @@ class HeadDrafter:
             if line is not None and line.end + 1 == len(chain.text) <= self._context - chain.left:
                 line.text = chain.text
                 asked[line] = chain
-        layers, seqs = self._head.layers, self._opened([*asked])
+        layers = self._head.layers
+        seqs = [(line, seq) for line, seq in self._opened([*asked]) if self._knows(line)]
         rows = [_Rows(line, seq, line.end, max(0, len(line.text) - layers - line.base)) for line, seq in seqs]
         if not (within := self._within(rows)):
-            self._catch_up([*asked])
+            self._catch_up([line for line, _ in seqs])
         elif self._make_free(within, chains):
             drafting = [asked[one.line] for one in within]
             began, tokens = time.perf_counter(), sum(map(len, within))
@@ -176,6 +189,10 @@ class HeadDrafter:
             self.cache.stepped(tokens, time.perf_counter() - began)
             if layers == 1:
                 self._deepen(within, drafting, last)
+
+    def _knows(self, line: _Line) -> bool:
+        """Whether it has read enough of a text to draft for it."""
+        return not line.first or line.end - line.first >= self._history
 
     def _round(self, rows: Sequence[_Rows], chains: Sequence[Chain] = ()) -> Tensor:
         """Compute rows, and keep entries of them. With `chains`, each layer adds a draft to those that want one, which

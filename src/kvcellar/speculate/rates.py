@@ -1,6 +1,6 @@
 """rates: the probability that draft k of a round is accepted if those before it were, learnt from the rounds so far."""
 
-FORGET = 0.95  # weight of what was known when a draft is tried: about the last 20 count
+FORGET = 0.97  # weight of what was known when a draft is tried: about the last 30 count
 PRIOR = 6.0  # a completion begins as if it had tried so many drafts, with the rate of all completions
 TRUSTED = 6  # tries from which on a rate is used to choose a depth
 

@@ -1,7 +1,7 @@
 """speculator: one drafter with its depth control and its reports: all that the engine calls.
 
     chains = [Chain(...), ...]             # one for each completion in decode
-    speculator.draft(chains)               # adds drafts, or none
+    speculator.draft(chains)               # adds drafts, or none; not while it is `parked`: `rest` then
     verified = verify(chains, logits)      # in the step, with the logits of all rows of the chains
     speculator.learn(chains, verified)     # at the end of the step
     speculator.close(key)                  # the completion ended, was preempted, or its text was changed
@@ -10,17 +10,20 @@
 Always true:
   * `draft` never raises: a drafter that does proposes nothing in this round, and nothing more after `FAILURES` such
     rounds one after the other; `refused` is the reason then;
-  * a step that fails between `draft` and `learn` leaves no trace: it is not counted, and the chains are dropped.
+  * a step that fails between `draft` and `learn` leaves no trace: it is not counted, and the chains are dropped;
+  * a drafter that is parked (`parking.py`) is not called but to drop texts, and reads none.
 """
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from kvcellar.events import Speculation
 from kvcellar.speculate.chain import Chain, Key
 from kvcellar.speculate.depth import DepthController, Limit, Outcome
 from kvcellar.speculate.drafter import Committed, Drafter
+from kvcellar.speculate.parking import Parking
 from kvcellar.speculate.report import Tally, Totals
 from kvcellar.speculate.verify import Verified
 
@@ -41,7 +44,7 @@ class Speculator:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`deepest`: the most drafts of a round, if fewer than the drafter's own limit. `fixed`: the depth of every
-        round, where that many drafts are of use; None: the depth controller chooses."""
+        round, where that many drafts are of use; None: the depth controller chooses. `clock` measures steps."""
         self.drafter, self._fixed = drafter, fixed
         self.deepest = drafter.deepest if deepest is None else min(deepest, drafter.deepest)
         self.depth = DepthController(catches_up=drafter.catches_up)
@@ -50,17 +53,24 @@ class Speculator:
         self._clock = clock
         self._failures = 0  # calls one after the other, without a round with drafts between them
         self._failed = False  # in this round
-        self._started = 0.0
+        self._started = self._proposed = 0.0  # when the round began, and seconds of `propose` in it
+        self._parking = Parking() if drafter.reads_hidden or drafter.catches_up else None
+        self._read: set[Key] = set()  # completions whose hidden states the drafter has read
         self._tallies: dict[int, Tally] = {}  # by number of the request
+
+    @property
+    def parked(self) -> bool:
+        """Whether the drafter is not used for now, because that does not pay."""
+        return self._parking is not None and self._parking.parked and self._fixed is None
 
     @property
     def reads_hidden(self) -> bool:
         """Whether `committed` is to be called."""
-        return self.drafter.reads_hidden and self.refused is None
+        return self.drafter.reads_hidden and self.refused is None and not self.parked
 
     def draft(self, chains: Sequence[Chain]) -> None:
         """Begin a round. The `room` of a chain is the most drafts that are of use; it becomes the chosen depth."""
-        self._started, self._failed = self._clock(), False
+        self._started, self._proposed, self._failed = self._clock(), 0.0, False
         limit = 0 if self.refused is not None else self.deepest
         limits = [Limit(chain.key, min(chain.room, limit)) for chain in chains]
         if self._fixed is not None:
@@ -70,20 +80,33 @@ class Speculator:
         for chain, depth in zip(chains, depths, strict=True):
             chain.room = depth
         if asked := [chain for chain in chains if chain.left > 0]:
+            began = self._clock()
             try:
                 self.drafter.propose(asked)
             except Exception as error:  # noqa: BLE001 - drafts are not worth a failed request
                 for chain in asked:
                     chain.cut(0)
                 self._fail(error, [chain.key for chain in asked])
+            self._proposed = self._clock() - began
 
     def committed(self, news: Sequence[Committed]) -> None:
         """Pass on what has entered the target's memory, to a drafter that reads hidden states."""
         if self.reads_hidden:
-            try:
-                self.drafter.committed(news)
-            except Exception as error:  # noqa: BLE001 - drafts are not worth a failed request
-                self._fail(error, [new.key for new in news])
+            self._read.update(new.key for new in news)
+            with self._spending():
+                try:
+                    self.drafter.committed(news)
+                except Exception as error:  # noqa: BLE001 - drafts are not worth a failed request
+                    self._fail(error, [new.key for new in news])
+
+    @contextmanager
+    def _spending(self) -> Iterator[None]:
+        """Around what the drafter does beside its rounds."""
+        began = self._clock()
+        yield
+        if self._parking is not None:
+            self._parking.spend(self._clock() - began)
+            self._stop_reading_if_parked()
 
     def step_failed(self, error: Exception) -> None:
         """A step with drafts raised, and is run again without."""
@@ -103,12 +126,32 @@ class Speculator:
             tally = self._tallies.setdefault(chain.key[0], Tally())
             tally.add(drafted, one.tried, one.accepted, saved)
             self.totals.add(drafted, one.accepted, saved)
-        self.depth.observe(outcomes, seconds)
+        won = self.depth.observe(outcomes, seconds, proposed=self._proposed)
+        if self._parking is not None and plain and not self._parking.parked:
+            self._parking.observe(won, plain, drafting=self.depth.drafting)
+            self._stop_reading_if_parked()
+
+    def rest(self, keys: Sequence[Key]) -> None:
+        """A round of these completions is over for which the drafter was parked, in place of `draft` and `learn`."""
+        for key in keys:
+            self._tallies.setdefault(key[0], Tally()).add(0, 0, 0, 0.0)
+            self.totals.add(0, 0, 0.0)
+        if self._parking is not None and self._parking.rest():
+            self.depth.begin_trial()
+
+    def _stop_reading_if_parked(self) -> None:
+        """Drop what the drafter has of texts that it would have to go on reading."""
+        if self.parked:
+            keys, self._read = self._read, set[Key]()
+            for key in keys:
+                self._drop(key, keep=False)
 
     def close(self, key: Key) -> None:
         """Drop what is kept of a completion, except for its part of the report."""
         self.depth.forget(key)
-        self._drop(key, keep=True)
+        self._read.discard(key)
+        with self._spending():
+            self._drop(key, keep=True)
 
     def forget(self, namespace: str | None, tokens: Sequence[int] = ()) -> None:
         """Drop what is kept of texts that have ended (see `Drafter`). What the drafter raises is raised: it may still
@@ -117,10 +160,13 @@ class Speculator:
 
     def fork(self, key: Key, other: Key) -> None:
         """The completion `other` begins with the text of `key`."""
-        try:
-            self.drafter.fork(key, other)
-        except Exception as error:  # noqa: BLE001 - drafts are not worth a failed request
-            self._fail(error, [key, other])
+        if key in self._read:
+            self._read.add(other)
+        with self._spending():
+            try:
+                self.drafter.fork(key, other)
+            except Exception as error:  # noqa: BLE001 - drafts are not worth a failed request
+                self._fail(error, [key, other])
 
     def report(self, request: int) -> Speculation | None:
         """What drafts have done for a request so far; None if it had no round."""

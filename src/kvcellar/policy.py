@@ -71,7 +71,7 @@ def value(clock: float, *, hits: float, saves: int, costs: int, priority: int = 
     return clock + hits * saves * 2.0**priority / costs
 
 
-USUAL, FAINT, ALIKE = 0.1, 16.0, 16.0
+USUAL, FAINT, ALIKE, EVEN = 0.1, 16.0, 32.0, 4.0
 
 
 def worth_by_age(
@@ -84,8 +84,10 @@ def worth_by_age(
     which the thing is kept, if it is kept as long as that is best. So of things that come back in turn the one goes
     that has just been used, and of things that come back at random, or not at all, the one that was used last of all.
 
-    While little was seen, the classes are taken to be alike (as if `ALIKE` things of each had behaved like all), and
-    every age to bring back a tenth (as if `FAINT` had), which is the order of last use.
+    While little was seen of a class, its chance at each age is taken to be that of all classes, times the ratio of the
+    class's uses to those that all classes would have had at these ages (as if `ALIKE` things of each had behaved so,
+    with `EVEN` uses more that are like all); and every age to bring back a tenth (as if `FAINT` things had), which is
+    the order of last use.
     """
     ages = range(len(widths))
     of_all = [
@@ -93,7 +95,9 @@ def worth_by_age(
     ]
     found: list[list[float]] = []
     for came, were in zip(returned, reached, strict=True):
-        chance = [(came[age] + ALIKE * of_all[age]) / (were[age] + ALIKE) for age in ages]
+        usual = sum(many * chance for many, chance in zip(were, of_all, strict=True))
+        ratio = (sum(came) + EVEN) / (usual + EVEN)
+        chance = [(came[age] + ALIKE * min(1.0, ratio * of_all[age])) / (were[age] + ALIKE) for age in ages]
         found.append([_index(chance[age:], widths[age:]) for age in ages])
     return found
 

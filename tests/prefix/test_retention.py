@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcellar.prefix.node import Node, key_of
+from kvcellar.prefix.node import Node, Use, key_of
 from kvcellar.prefix.order import Part
 from kvcellar.prefix.tree import Tree
 from kvcellar.retention import DEFAULT, Retention, stronger
@@ -265,12 +265,12 @@ def test_a_flood_of_one_owner_leaves_what_others_have_within_their_quota() -> No
     assert mine <= set(world.nodes())
 
 
-def entered(world: World, token: int, retention: Retention = DEFAULT, *, recurring: bool = False) -> None:
+def entered(world: World, token: int, retention: Retention = DEFAULT, last: Use | None = None) -> None:
     """A leaf of one token, of the request that began last."""
     root = world.tree.root("")
     claim = world.claims.make([token], 0, set())
     world.tree.share(root)
-    node, _ = world.tree.insert(root, key_of([token]), claim, 0, root, retention, recurring=recurring)
+    node, _ = world.tree.insert(root, key_of([token]), claim, 0, root, retention, last=last)
     world.tree.unlock(node)
 
 
@@ -296,10 +296,12 @@ def test_what_is_announced_to_recur_is_worth_as_much_as_what_was_used_again() ->
         world.known[(9,)] = DEFAULT
         world.tree.evict_leaf(1)
         world.check()
-    for token, recurring in ((2, False), (3, True)):
-        entered(world, token, recurring=recurring)
+    last = world.tree.touch(world.tree.root(""), recurring=True)
+    for token, before in ((2, None), (3, last)):
+        entered(world, token, last=before)
     values = {tokens: node.value for tokens, node in world.nodes().items()}
-    once, again = (returns.worth(returns.use(again=kind)) for kind in (False, True))
+    first = returns.use()
+    once, again = returns.worth(first), returns.worth(returns.use(first))
     assert (values[(2,)], values[(3,)]) == (once, again)
     assert once != again
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.policy import worth_by_age
-from kvcellar.prefix.node import Node, key_of
-from kvcellar.prefix.returns import AGES, LONGEST, STARTS, WIDTHS, Returns
+from kvcellar.prefix.node import Node, Use, key_of
+from kvcellar.prefix.returns import AGES, GAPS, KINDS, LONGEST, STARTS, WIDTHS, Returns
 from kvcellar.prefix.tree import LEAST, Tree
 from tests.prefix.claims import TokenClaims
 
@@ -43,11 +43,25 @@ def test_of_two_classes_the_one_that_comes_back_more_often_is_worth_more() -> No
     assert all(few < many for few, many in zip(rarely, often, strict=True))
 
 
-def leaf_of(returns: Returns, start: int, tokens: list[int], parent: Node, *, again: bool = False) -> Node:
-    node = Node(parent, start, key_of(tokens), use=returns.use(again=again))
+def test_a_class_that_comes_back_less_than_others_is_worth_less_at_ages_that_it_has_not_reached() -> None:
+    young = [100.0 if age < 4 else 0.0 for age in range(AGES)]
+    reached, returned = [young, [100.0] * AGES], [[0.2 * many for many in young], [40.0] * AGES]
+    rarely, often = worth_by_age(returned, reached, WIDTHS)
+    unknown, _ = worth_by_age([NONE, returned[1]], [NONE, reached[1]], WIDTHS)
+    assert all(few < same <= many for few, same, many in zip(rarely[4:], unknown[4:], often[4:], strict=True))
+
+
+def leaf_of(returns: Returns, start: int, tokens: list[int], parent: Node, last: Use | None = None) -> Node:
+    node = Node(parent, start, key_of(tokens), use=returns.use(last))
     assert node.use is not None
     node.use.leaf = node
     return node
+
+
+def kind_of(uses: list[int]) -> int:
+    """The class of what these requests have used."""
+    mean = (uses[-1] - uses[0]) / (len(uses) - 1) if len(uses) > 1 else None
+    return 0 if mean is None else 1 + sum(mean >= gap for gap in GAPS)
 
 
 @given(st.lists(st.one_of(st.integers(1, 40), st.tuples(st.integers(0, 9), st.booleans())), max_size=60))
@@ -55,13 +69,12 @@ def test_what_is_counted_is_what_all_uses_say(steps) -> None:
     """Numbers let requests begin; pairs use one of ten things again, after it was evicted or not."""
     returns, root = Returns(lambda node: None), Node(None, 0, b"", namespace="a")
     leaves = {n: leaf_of(returns, 0, [n] * 20, root) for n in range(10)}
-    began = dict.fromkeys(range(10), 0)
-    again = dict.fromkeys(range(10), False)
-    reached, returned = Counter[tuple[bool, int]](), Counter[tuple[bool, int]]()
+    used = {n: [0] for n in range(10)}
+    reached, returned = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
 
     def passed(n: int, upto: int) -> None:
         for age in range(upto):
-            reached[again[n], age] += 1
+            reached[kind_of(used[n]), age] += 1
 
     for step in steps:
         if isinstance(step, int):
@@ -79,19 +92,19 @@ def test_what_is_counted_is_what_all_uses_say(steps) -> None:
                 assert returns.lost("a", key, 5) is None
             returns.returned(use)
             assert returns.lost("a", key_of([n] * 20), 4) is None
-            age = age_of(returns.now - began[n])
+            age = age_of(returns.now - used[n][-1])
             passed(n, age + 1)
-            returned[again[n], age] += 1
-            leaves[n] = leaf_of(returns, 0, [n] * 20, root, again=True)
-            began[n], again[n] = returns.now, True
+            returned[kind_of(used[n]), age] += 1
+            leaves[n] = leaf_of(returns, 0, [n] * 20, root, use)
+            used[n].append(returns.now)
         returns.check()
     for n in range(10):
-        passed(n, age_of(returns.now - began[n]))
+        passed(n, age_of(returns.now - used[n][-1]))
     if returns.now < 1024:  # what was counted before is worth half then
-        for kind in (False, True):
-            assert returns.counts(again=kind) == (
-                [reached[kind, age] for age in range(AGES)],
-                [returned[kind, age] for age in range(AGES)],
+        for one in range(KINDS):
+            assert returns.counts(one) == (
+                [reached[one, age] for age in range(AGES)],
+                [returned[one, age] for age in range(AGES)],
             )
 
 
@@ -120,13 +133,13 @@ class Cache:
         root, key = self.tree.root(""), key_of(text)
         match = self.tree.match(root, key, len(text) - 1)
         node = self.tree.lock(root, match)
-        again = self.tree.touch(node, key, match.matched)
+        last = self.tree.touch(node, key, match.matched)
         new = len(text) - match.resume
         self.computed += new
         while sum(map(len, self.claims.spans.values())) + new > self.cells and self.tree.evict_leaf(new):
             pass
         claim = self.claims.make(text, match.resume, set())
-        node, _ = self.tree.insert(root, key, claim, match.resume, node, recurring=again)
+        node, _ = self.tree.insert(root, key, claim, match.resume, node, last=last)
         self.tree.unlock(node)
         self.tree.check()
 
@@ -155,6 +168,33 @@ def test_what_comes_once_does_not_push_out_what_comes_back() -> None:
             cache.ask([100 + n] * 120)
             once += 120
     assert cache.computed < 1.15 * (once + 4 * 150)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_popular_documents_stay_and_questions_on_them_go_first(seed) -> None:
+    """The same requests are served by the order of last use, and by what was learned."""
+    draw = random.Random(seed)
+    documents = [[1 + n] * 120 for n in range(30)]
+    asked = draw.choices(documents, [1 / (n + 1) for n in range(30)], k=200)
+    learned, by_last_use = Cache(900), Cache(900)
+    returns = by_last_use.tree._order.returns
+    returns.worth = lambda use: 1 / (1 + returns.now - use.at)
+    for cache in (learned, by_last_use):
+        for n, document in enumerate(asked):
+            cache.ask([*document, *[100 + n] * 60])
+    questions = 200 * 60
+    assert learned.computed - questions < 0.9 * (by_last_use.computed - questions)
+
+
+def test_a_document_keeps_its_class_when_one_question_on_it_is_left() -> None:
+    cache = Cache(1000)
+    for n in range(3):
+        cache.ask([*[1] * 100, *[10 + n] * 50])
+    while cache.tree.evict_leaf(50) and len(list(cache.tree.nodes())) > 2:
+        pass
+    document, question = cache.tree.nodes()
+    assert (document.tokens, question.parent) == (100, document)
+    assert [use.before for use in (document.use, question.use) if use is not None] == [2, 0]
 
 
 def test_few_tokens_are_evicted_together() -> None:

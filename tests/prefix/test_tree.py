@@ -170,8 +170,22 @@ def test_a_locked_node_stays_apart_from_its_only_child() -> None:
     world.run(Run("", [(1,), (2,)], [], [], keep=True))
     world.run(Run("", [(1,), (2,), (3,), (3,)], [], [], keep=False))  # its end settles the child
     (_, _, node) = world.locked.pop()
-    assert (node.start, node.end, node.users) == (0, 2, 1)
+    assert (node.start, node.end, node.users) == (1, 2, 1)
     world.check()
     world.tree.unlock(node)
-    assert [(one.start, one.end, one.users) for one in world.tree.nodes()] == [(0, 4, 0)]
+    assert [(one.start, one.end, one.users) for one in world.tree.nodes()] == [(0, 1, 0), (1, 4, 0)]
+    world.check()
+
+
+def test_nodes_of_one_class_become_one_when_the_last_branch_but_one_goes() -> None:
+    world = World(anywhere=True)
+    for token in (3, 4):
+        world.run(Run("", [(1,), (2,), (token,)], [], [], keep=False))
+    (above,) = [node for node in world.tree.nodes() if node.children]
+    for node in world.tree.nodes():
+        assert above.use is not None
+        assert node.use is not None
+        node.use.kind = above.use.kind
+    assert world.tree.evict_leaf(1) == 1
+    assert [(one.start, one.end) for one in world.tree.nodes()] == [(0, 3)]
     world.check()

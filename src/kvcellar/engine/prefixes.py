@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from kvcellar.cache.memory import Memory
 from kvcellar.engine.shares import USUAL, Shares, part, windows
 from kvcellar.events import Recall
-from kvcellar.prefix.node import TOKEN, Kept, Match, Node, Watch, everyone, key_of
+from kvcellar.prefix.node import TOKEN, Kept, Match, Node, Use, Watch, everyone, key_of
 from kvcellar.prefix.tree import Tree
 from kvcellar.prefix.why import Elsewhere, Losses, ReadBack, Sightings, explained
 from kvcellar.retention import DEFAULT, NO_OPTIONS, Retention, RetentionOptions
@@ -38,7 +38,7 @@ class Prefix:
     published: int
     wanted: list[int]
     options: RetentionOptions = NO_OPTIONS
-    again: bool = False  # what it goes on with was in the tree before
+    last: Use | None = None  # that of what it goes on with, if that was in the tree before
 
 
 class Prefixes:
@@ -127,7 +127,8 @@ class Prefixes:
 
     def use(self, prefix: Prefix) -> None:
         """The sequence begins to run: what was restored is of the value that it has now, and is kept as it states."""
-        prefix.again = self.tree.touch(prefix.node, prefix.key, prefix.matched)
+        recurring = prefix.options.recurring
+        prefix.last = self.tree.touch(prefix.node, prefix.key, prefix.matched, recurring=recurring)
         self.tree.strengthen(prefix.node, self._retention(prefix))
 
     def _retention(self, prefix: Prefix) -> Retention:
@@ -224,14 +225,8 @@ class Prefixes:
 
     def _insert(self, seq: int, prefix: Prefix, claim: int, end: int) -> None:
         start = self._memory.claims.of(claim).span.start
-        key, retention, recurring = (
-            prefix.key[: end * TOKEN],
-            self._retention(prefix),
-            prefix.options.recurring or prefix.again,
-        )
-        prefix.node, known = self.tree.insert(
-            prefix.root, key, claim, start, prefix.node, retention, recurring=recurring
-        )
+        key, retention = prefix.key[: end * TOKEN], self._retention(prefix)
+        prefix.node, known = self.tree.insert(prefix.root, key, claim, start, prefix.node, retention, last=prefix.last)
         prefix.published = end
         if known > start:
             self._share(seq, prefix.node, Span(start, known))

@@ -84,7 +84,7 @@ class Walk:
         places = tuple(sorted(node.checkpoints))
         return Listed(
             *(requested(place.namespace), name, place.parent, place.start, node.end, tokens, places),
-            *(node.users, node.use is not None and node.use.again, node.value, not node.children),
+            *(node.users, node.use is not None and node.use.before > 0, node.value, not node.children),
             *(node.retention.pinned, node.retention.expires, node.retention.owner),
             adapter_of(place.namespace),
         )

@@ -82,8 +82,10 @@ class Lease:
 class Use:
     """When something was last used: its tokens by a request, number `at`. `age` is the number of its span of ages."""
 
-    again: bool  # it was used before
     at: int
+    first: int  # request that used it first
+    before: int = 0  # how often it was used before
+    kind: int = 0  # its class
     age: int = 0
     returned: bool = False  # it was used once more
     leaf: "Node | None" = None  # the last node of this use that could be evicted

@@ -1,14 +1,15 @@
 """returns: how long after a use the tokens of a prefix tree are used again, and what keeping them is worth by that.
 
     returns.begin(node, key, matched)     # a request begins: it uses a node again, and everything is one request older
-    use = returns.use(again=False)        # something is used now for the first time
+    use = returns.use()                   # something is used now for the first time
     returns.worth(use)                    # what keeping it is worth now
     returns.lose(leaf, pos)               # it is evicted
 
-Ages are counted in requests, in spans that are each about 1.4 times as long as the one before. For each age, and for
-what was used once or more often, it is counted how many uses have reached that age and how many of them were followed
-by another one then. Of tokens that were evicted, the use stays known by some tokens on both sides of the cut: else
-nothing could be learned of what comes back later than a small memory keeps it.
+Ages are counted in requests, in spans that are each about 1.4 times as long as the one before. What was used once is a
+class; what was used more often is in one of four, by the mean number of requests between its uses. For each class and
+age it is counted how many uses have reached that age and how many of them were followed by another one then. Of tokens
+that were evicted, the use stays known by some tokens on both sides of the cut: else nothing could be learned of what
+comes back later than a small memory keeps it.
 
 Always true:
   * only uses of tokens that can be evicted, or were, are counted: a node inside the tree stays for those below it;
@@ -16,6 +17,7 @@ Always true:
     forgotten.
 """
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Hashable
 from math import ceil
@@ -27,6 +29,8 @@ LONGEST = 4096  # requests
 STARTS = sorted({ceil(2 ** (n / 2)) - 1 for n in range(2 * LONGEST.bit_length() - 1)})  # of each span of ages
 AGES = len(STARTS)
 WIDTHS = [float(end - start) for start, end in zip(STARTS, [*STARTS[1:], 2 * LONGEST], strict=True)]
+GAPS = (4, 16, 64)  # mean requests between the uses of a thing: where classes of what was used again part
+KINDS = 2 + len(GAPS)
 AROUND = 8  # tokens on each side of a cut that tell what was evicted there
 EVERY = 8  # requests after which worths are computed anew
 HALVED = 1024  # requests after which what was counted is worth half
@@ -40,22 +44,25 @@ class Returns:
         self.now = 0
         self._waiting: list[deque[Use]] = [deque() for _ in STARTS]
         self._lost: dict[Hashable, Use] = {}
-        self._reached = [[0.0] * AGES for _ in range(2)]  # by whether it was used before, and age
-        self._returned = [[0.0] * AGES for _ in range(2)]
+        self._reached = [[0.0] * AGES for _ in range(KINDS)]  # by class and age
+        self._returned = [[0.0] * AGES for _ in range(KINDS)]
         self._worth, self._until = worth_by_age(self._returned, self._reached, WIDTHS), EVERY
 
-    def begin(self, node: Node, key: bytes, matched: int) -> bool:
+    def begin(self, node: Node, key: bytes, matched: int) -> Use | None:
         """A request begins, and uses the tokens up to the end of a node; the tree has the first `matched` tokens of
-        its key. Whether it goes on with what was evicted behind them."""
+        its key. Returns the last use of what was evicted behind them, if the request goes on with that."""
         self.tick()
         lost = self.lost(root_of(node).namespace, key, matched)
         if (last := lost or node.use) is not None:
             self.returned(last)
-        if node.parent is not None:
-            node.use, shared, above = self.use(again=True), self.use(again=True), node.parent
-            while above.parent is not None:
-                above.use, above = shared, above.parent
-        return lost is not None
+        if node.use is not None:
+            shared, above = dict[Use, Use](), node.parent
+            while above is not None and (before := above.use) is not None:
+                if before not in shared:
+                    shared[before] = self.use(before)
+                above.use, above = shared[before], above.parent
+            node.use = self.use(node.use)
+        return lost
 
     def tick(self) -> None:
         """Everything is one request older."""
@@ -72,7 +79,7 @@ class Returns:
         """A use reaches the next span of ages."""
         evictable = use.leaf is not None and use.leaf.use is use and use.leaf.evictable
         if not use.returned and (evictable or use.lost is not None):
-            self._reached[use.again][age] += 1
+            self._reached[use.kind][age] += 1
         use.age = age + 1
         if use.age < AGES - 1:
             self._waiting[use.age].append(use)
@@ -81,29 +88,36 @@ class Returns:
         if evictable and use.leaf is not None:
             self._aged(use.leaf)
 
-    def use(self, *, again: bool) -> Use:
-        """A use that begins now; `again`: of what was used before."""
-        use = Use(again, self.now)
+    def use(self, last: Use | None = None) -> Use:
+        """A use that begins now, of what was used last by `last`."""
+        use = Use(self.now, self.now)
+        if last is not None:
+            use.first, use.before = last.first, last.before + 1
+            use.kind = 1 + bisect_right(GAPS, (use.at - use.first) / use.before)
         self._waiting[0].append(use)
         return use
+
+    def expected(self) -> Use:
+        """Stands for the last use of what is stated to be used again: as if it had been used by each request."""
+        return Use(self.now - 1, self.now - 1)
 
     def returned(self, use: Use) -> None:
         """What was used is used again now. Counts once, and only what could have been evicted since."""
         if not use.returned and use.leaf is not None:
             use.returned = True
-            self._reached[use.again][use.age] += 1
-            self._returned[use.again][use.age] += 1
+            self._reached[use.kind][use.age] += 1
+            self._returned[use.kind][use.age] += 1
         self._forget(use)
 
     def worth(self, use: Use) -> float:
         """What keeping something since a use is worth: uses to come in each request for which it is kept."""
         if self.now >= self._until:
             self._worth, self._until = worth_by_age(self._returned, self._reached, WIDTHS), self.now + EVERY
-        return self._worth[use.again][use.age]
+        return self._worth[use.kind][use.age]
 
-    def counts(self, *, again: bool) -> tuple[list[float], list[float]]:
-        """For each age, how many uses have reached its end or returned in it, and how many have returned."""
-        return list(self._reached[again]), list(self._returned[again])
+    def counts(self, kind: int) -> tuple[list[float], list[float]]:
+        """For each age, how many uses of a class have reached its end or returned in it, and how many have returned."""
+        return list(self._reached[kind]), list(self._returned[kind])
 
     # -- what was evicted ---------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain, islice
 
 from kvcellar.policy import value
-from kvcellar.prefix.node import TOKEN, ClaimStore, Kept, Lookup, Match, Node, Watch, below, path_digest
+from kvcellar.prefix.node import TOKEN, ClaimStore, Kept, Lookup, Match, Node, Use, Watch, below, path_digest
 from kvcellar.prefix.order import UNLIMITED, Next, Order, Part
 from kvcellar.prefix.pins import Pins
 from kvcellar.retention import DEFAULT, Retention, stronger
@@ -56,16 +56,17 @@ class Tree(Lookup):
 
     # -- use ----------------------------------------------------------------------------------------------------
 
-    def touch(self, node: Node, key: bytes = b"", matched: int = 0) -> bool:
+    def touch(self, node: Node, key: bytes = b"", matched: int = 0, *, recurring: bool = False) -> Use | None:
         """A request resumes at the end of a node that it has locked; the tree has the first `matched` tokens of its
-        key. What it uses is of the value that it has now. Whether it goes on with what was evicted behind them."""
+        key. What it uses is of the value that it has now. Returns the last use of what it goes on with: of what was
+        evicted behind them, or, if it is `recurring`, one that stands for it."""
         lost = self._order.returns.begin(node, key, matched)
         if node.parent is not None:
             self._order.enter_leaf(node)
         if (kept := node.checkpoints.get(node.end)) is not None:
             kept.hits += 1
             self._order.enter_checkpoint(kept)
-        return lost
+        return self._order.returns.expected() if lost is None and recurring else lost
 
     def strengthen(self, node: Node, retention: Retention) -> None:
         """What a request has used up to the end of a node is kept at least as long as `retention` says, which pins
@@ -133,7 +134,7 @@ class Tree(Lookup):
         own: Node,
         retention: Retention = DEFAULT,
         *,
-        recurring: bool = False,
+        last: Use | None = None,
     ) -> tuple[Node, int]:
         """Give the tree a claim on the tokens [start, end of the key) of a sequence that has locked the node `own`;
         returns the last node whose tokens are all of the key, which is locked now instead, and how many tokens of the
@@ -141,8 +142,8 @@ class Tree(Lookup):
 
         What the tree has of these tokens already stays as it is, and takes the checkpoints that it does not have. Where
         it has less than the first `start` tokens (they were evicted), or parts from the claim inside a span that looked
-        ahead, the claim is dropped. All of it is kept as `retention` says, and, if it is `recurring`, of the value of
-        what was used again.
+        ahead, the claim is dropped. All of it is kept as `retention` says. `last` is the last use of what is new, if it
+        was in the tree before.
         """
         path, matched = self._walk(root, key, expired=True)
         node, end = path[-1] if path else root, len(key) // TOKEN
@@ -155,8 +156,7 @@ class Tree(Lookup):
                 node = self._split(node, matched)
             self.strengthen(node, retention)
             if rest is not None:
-                again = recurring or (own.use is not None and own.use.again)
-                node = self._append(node, key[matched * TOKEN :], rest, own, retention, again)
+                node = self._append(node, key[matched * TOKEN :], rest, own, retention, last)
         self._lock(node)
         self.unlock(own)
         return node, matched
@@ -176,13 +176,13 @@ class Tree(Lookup):
         self._claims.drop(claim)
         return rest
 
-    def _append(self, parent: Node, edge: bytes, claim: int, own: Node, retention: Retention, again: bool) -> Node:
+    def _append(self, parent: Node, edge: bytes, claim: int, own: Node, retention: Retention, last: Use | None) -> Node:
         """The node becomes longer, or gets a child: a root, one with children, one that others have locked, and one
         that is kept in another way."""
         positions = self._claims.of(claim).positions
         apart = parent.users > (parent is own) or parent.retention != retention
         if parent.parent is None or parent.children or apart:
-            node = Node(parent, parent.end, edge, claim, retention=retention, use=self._order.returns.use(again=again))
+            node = Node(parent, parent.end, edge, claim, retention=retention, use=self._order.returns.use(last))
             parent.children[edge[:TOKEN]] = node
             self._order.enter_lease(node)
         else:
@@ -233,16 +233,17 @@ class Tree(Lookup):
 
     def _merge(self, node: Node) -> None:
         """Let the only child of a node have the node's tokens, if no sequence has locked the node itself, and both are
-        kept in the same way."""
+        kept in the same way and of the same class: else a document would be evicted with the last question on it."""
         if node.parent is None or len(node.children) != 1 or node in self.pins:
             return
         (child,) = node.children.values()
-        if child.users != node.users or child.retention != node.retention:
+        assert node.use is not None and child.use is not None
+        alike = child.retention == node.retention and child.use.kind == node.use.kind
+        if child.users != node.users or not alike:
             return
         self._claims.join(node.claim, child.claim)
         for kept in node.checkpoints.values():
             kept.node = child
-        assert node.use is not None and child.use is not None
         child.use = max(child.use, node.use, key=lambda use: use.at)
         child.parent, child.start, child.claim = node.parent, node.start, node.claim
         child.edge, child.checkpoints = node.edge + child.edge, node.checkpoints | child.checkpoints

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvcellar.policy import worth_by_age
 from kvcellar.prefix.node import Node, Use, key_of
-from kvcellar.prefix.returns import AGES, GAPS, KINDS, LONGEST, STARTS, WIDTHS, Returns
+from kvcellar.prefix.returns import AGAIN, AGES, KINDS, LONGEST, OFTEN, ONCE, RARELY, STARTS, WIDTHS, Returns
 from kvcellar.prefix.tree import LEAST, Tree
 from tests.prefix.claims import TokenClaims
 
@@ -60,8 +60,9 @@ def leaf_of(returns: Returns, start: int, tokens: list[int], parent: Node, last:
 
 def kind_of(uses: list[int]) -> int:
     """The class of what these requests have used."""
-    mean = (uses[-1] - uses[0]) / (len(uses) - 1) if len(uses) > 1 else None
-    return 0 if mean is None else 1 + sum(mean >= gap for gap in GAPS)
+    if len(uses) == 1:
+        return ONCE
+    return AGAIN if (uses[-1] - uses[0]) / (len(uses) - 1) < OFTEN else RARELY
 
 
 @given(st.lists(st.one_of(st.integers(1, 40), st.tuples(st.integers(0, 9), st.booleans())), max_size=60))
@@ -101,7 +102,7 @@ def test_what_is_counted_is_what_all_uses_say(steps) -> None:
     for n in range(10):
         passed(n, age_of(returns.now - used[n][-1]))
     if returns.now < 1024:  # what was counted before is worth half then
-        for one in range(KINDS):
+        for one in KINDS:
             assert returns.counts(one) == (
                 [reached[one, age] for age in range(AGES)],
                 [returned[one, age] for age in range(AGES)],

@@ -56,6 +56,7 @@ class Counts(NamedTuple):
     ideal: int
     clairvoyant: int | None  # None without a limit
     share: float  # of the cells that the whole trace takes
+    cells: int
 
     @property
     def ratio(self) -> float:
@@ -288,12 +289,12 @@ def replay(name: str, kind: str, *, share: float = 1.0, scale: float = 1.0, seed
         free.serve(turn)
     tokens, best = sum(len(turn.prompt) for turn in turns), ideal(turns)
     if share == 1.0:
-        return Counts(tokens, free.computed, best, None, share)
+        return Counts(tokens, free.computed, best, None, share, cells)
     limited = max(int(share * cells), longest + STEP_TOKENS)
     ours = Replay(kind, cells=limited, rows=2 + max(2, int(share * free.checkpoints)))
     for turn in turns:
         ours.serve(turn)
-    return Counts(tokens, ours.computed, best, clairvoyant(turns, limited), limited / cells)
+    return Counts(tokens, ours.computed, best, clairvoyant(turns, limited), limited / cells, limited)
 
 
 def lines(found: dict[tuple[str, str], tuple[Counts, Counts]]) -> list[str]:

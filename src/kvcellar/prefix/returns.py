@@ -6,7 +6,7 @@
     returns.lose(leaf, pos)               # it is evicted
 
 Ages are counted in requests, in spans that are each about 1.4 times as long as the one before. What was used once is a
-class; what was used more often is in one of four, by the mean number of requests between its uses. For each class and
+class; what was used more often is in one of two, by the mean number of requests between its uses. For each class and
 age it is counted how many uses have reached that age and how many of them were followed by another one then. Of tokens
 that were evicted, the use stays known by some tokens on both sides of the cut: else nothing could be learned of what
 comes back later than a small memory keeps it.
@@ -17,7 +17,6 @@ Always true:
     forgotten.
 """
 
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Hashable
 from math import ceil
@@ -29,8 +28,8 @@ LONGEST = 4096  # requests
 STARTS = sorted({ceil(2 ** (n / 2)) - 1 for n in range(2 * LONGEST.bit_length() - 1)})  # of each span of ages
 AGES = len(STARTS)
 WIDTHS = [float(end - start) for start, end in zip(STARTS, [*STARTS[1:], 2 * LONGEST], strict=True)]
-GAPS = (4, 16, 64)  # mean requests between the uses of a thing: where classes of what was used again part
-KINDS = 2 + len(GAPS)
+OFTEN = 20  # mean requests between the uses of a thing: what was used again more often than so is a class of its own
+ONCE, AGAIN, RARELY = KINDS = range(3)
 AROUND = 8  # tokens on each side of a cut that tell what was evicted there
 EVERY = 8  # requests after which worths are computed anew
 HALVED = 1024  # requests after which what was counted is worth half
@@ -44,8 +43,8 @@ class Returns:
         self.now = 0
         self._waiting: list[deque[Use]] = [deque() for _ in STARTS]
         self._lost: dict[Hashable, Use] = {}
-        self._reached = [[0.0] * AGES for _ in range(KINDS)]  # by class and age
-        self._returned = [[0.0] * AGES for _ in range(KINDS)]
+        self._reached = [[0.0] * AGES for _ in KINDS]  # by class and age
+        self._returned = [[0.0] * AGES for _ in KINDS]
         self._worth, self._until = worth_by_age(self._returned, self._reached, WIDTHS), EVERY
 
     def begin(self, node: Node, key: bytes, matched: int) -> Use | None:
@@ -93,7 +92,7 @@ class Returns:
         use = Use(self.now, self.now)
         if last is not None:
             use.first, use.before = last.first, last.before + 1
-            use.kind = 1 + bisect_right(GAPS, (use.at - use.first) / use.before)
+            use.kind = AGAIN if use.at - use.first < OFTEN * use.before else RARELY
         self._waiting[0].append(use)
         return use
 

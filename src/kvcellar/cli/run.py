@@ -42,7 +42,8 @@ def command(
     quiet: bool,
     **options: Any,
 ) -> None:
-    """Chat with MODEL: a directory, a name in the local Hugging Face cache, or (by default) the embedded model.
+    """Chat with MODEL: a directory, a name of the library or of the local Hugging Face cache, or (by default) the
+    embedded model.
 
     With PROMPT, or text from a pipe, it completes that and ends. The chat template of the model is used if it has one.
     To pass a prompt to the embedded model, name it: `kvcellar run embedded 'import os'`. A chat has a store unless

@@ -356,6 +356,6 @@ def test_an_adapter_in_the_directory_is_refused(tmp_path: Path) -> None:
     (saved(tmp_path) / "adapter_config.json").write_text("{}")
     message = refused(tmp_path)
     assert "adapter_config.json" in message
-    assert "merge_and_unload" in message
+    assert "adapters={'name': directory}" in message
     (tmp_path / "config.json").unlink()
     assert "adapter_config.json" in refused(tmp_path)

@@ -1,7 +1,6 @@
 """Ollama's package, and plain HTTP, against the routes that list, load, create and remove models."""
 
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,56 +12,21 @@ import httpx
 import pytest
 
 from kvcellar import __version__
-from kvcellar.library.library import Library
 from kvcellar.progress import Progress, report
-from kvcellar.serve import Host, Server, ServeSettings, key_digest
-from kvcellar.serve.library_models import Caches, LibraryModels
-from kvcellar.serve.residents import Limits
-from kvcellar.serve.servable import Servable
+from kvcellar.serve import Server, ServeSettings, key_digest
 from kvcellar.serve.server import bind
-from tests.library.made import FakeTools, made, model
-from tests.serve.fake_engine import PATIENCE, FakeEngine, FakeModel
+from tests.library.made import FakeTools, made
+from tests.serve.fake_engine import PATIENCE, FakeModel
+from tests.serve.fake_library import World, source_in
 
 ollama: Any = pytest.importorskip("ollama")
 
-CONFIG = {"model_type": "llama", "max_position_embeddings": 512, "hidden_size": 8, "num_hidden_layers": 2}
 NAMES = ("one", "owner/two:small")
-
-
-class World:
-    """A server whose engines are fakes and whose models are files of the library."""
-
-    def __init__(self, root: Path, tools: Any = None, **settings: Any) -> None:
-        self.library, self.loaded, self.tools = Library(root), list[str](), tools or FakeTools()
-        self.limits = Limits(10**9, max_models=3)
-        self.catalogue = LibraryModels(self.library, self.make, Caches(10**9, 0.3, 1000))
-        self.host = Host(self.catalogue, self.limits, unload=FakeEngine.close, free=lambda: None)
-        self.host.open(Servable("fake", "fake", 0, 0, 0, lambda cache, going_on: FakeEngine(FakeModel("fake"))))
-        self.settings = ServeSettings(port=0, **settings)
-
-    def make(self, name: str, cache: int, going_on: Callable[[], None]) -> FakeEngine:
-        self.loaded.append(name)
-        return FakeEngine(FakeModel(name))
-
-    @contextmanager
-    def serving(self, listener: socket.socket | None = None) -> Iterator[Server]:
-        served: dict[str, Any] = {"library": self.library, "tools": self.tools, "listener": listener}
-        try:
-            with Server(self.host, self.settings, **served) as server:
-                yield server
-        finally:
-            self.host.close()
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A directory with a config and one tensor."""
-    folder = model(tmp_path / "source")
-    header = json.dumps({"a": {"dtype": "F32", "shape": [1000, 1200], "data_offsets": [0, 4_800_000]}}).encode()
-    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    (folder / "chat_template.jinja").write_text("{{ messages }}")
-    return folder
+    return source_in(tmp_path)
 
 
 @pytest.fixture
@@ -187,6 +151,13 @@ REFUSED: list[tuple[str, str, dict[str, Any], int, str]] = [
     ("POST", "generate", {"model": "none"}, 404, "the model 'none' is not served here"),
     ("POST", "generate", {"model": "one", "keep_alive": "1e99h"}, 400, "keep_alive must be a time like 30s"),
     ("POST", "generate", {"model": "one", "keep_alive": "abc"}, 400, "keep_alive must be a time like 30s"),
+    (
+        "POST",
+        "generate",
+        {"model": "fake", "keep_alive": 0},
+        409,
+        "the model fake was named when the server",
+    ),
     ("POST", "copy", {"source": "none", "destination": "a"}, 404, "the model 'none' is not served here"),
     ("POST", "copy", {"source": "fake", "destination": "a"}, 400, "the model fake is not in the library"),
     ("POST", "copy", {"source": "one", "destination": "../a"}, 400, "'../a' is not the name of a model"),

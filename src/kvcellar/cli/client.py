@@ -86,7 +86,7 @@ class AdminClient:
             connection.request(method, parts.path.rstrip("/") + path, body, headers, encode_chunked=chunked)
             response = connection.getresponse()
             if response.status != 200:
-                raise KvcellarError(_message(response))
+                raise KvcellarError(_message(response, path))
             yield response
         except (OSError, http.client.HTTPException) as error:
             raise KvcellarError(f"{parts.netloc}: {error or type(error).__name__}. {self._advice}") from error
@@ -94,9 +94,11 @@ class AdminClient:
             connection.close()
 
 
-def _message(response: http.client.HTTPResponse) -> str:
+def _message(response: http.client.HTTPResponse, path: str) -> str:
     try:
-        message = json.loads(response.read())["error"]["message"]
+        found = json.loads(response.read())["error"]
+        message = found if isinstance(found, str) else found["message"]
     except (ValueError, KeyError, TypeError):
         message = response.reason
-    return f"{message}. {ADVICE.get(response.status, '')}".rstrip(". ") + "."
+    advice = "" if response.status == 404 and not path.startswith("/admin/") else ADVICE.get(response.status, "")
+    return f"{message}. {advice}".rstrip(". ") + "."

@@ -23,13 +23,15 @@ ENVIRONMENT = {  # environment variables for libraries; variables that are set a
 }
 COMMANDS = {
     "run": "Chat with a model at the terminal, or complete one prompt.",
-    "serve": "Serve a model over HTTP, with the OpenAI API.",
+    "serve": "Serve models over HTTP, with the OpenAI API.",
     "pull": "Download a model from a hub.",
     "create": "Make a model of the library from a Modelfile.",
     "list": "List the models of the library.",
     "show": "Print what is known about a model of the library.",
     "cp": "Give a model of the library a second name.",
     "rm": "Remove models from the library.",
+    "ps": "List the models that a running server has loaded.",
+    "stop": "Let a running server unload a model.",
     "why": "Print why a request did not read more from memory.",
     "cache": "List, remove, verify, export and import what is cached.",
     "doctor": "Test a model and print how it would be served, and why.",

@@ -159,6 +159,10 @@ class Host:
             return lease
         return self._leased(await self._resident(servable, keep_alive), servable)
 
+    def stays(self, servable: Servable) -> bool:
+        """Whether it is never unloaded."""
+        return any(one.fixed and one.key == servable.key for one in self.residents.all())
+
     def unload(self, servable: Servable) -> bool:
         """Unload a model when its requests have ended. False if it is not loaded, or stays."""
         self._loop = asyncio.get_running_loop()

@@ -109,6 +109,9 @@ class OllamaHandler:
         keep_alive = None if body.keep_alive is None else seconds_of(body.keep_alive)
         servable: Servable = await self._server.threads.for_short(lambda: self._host.find(body.named))
         if keep_alive == 0:
+            if self._host.stays(servable):
+                message = f"the model {servable.name} was named when the server was started, and stays loaded"
+                raise ApiError(409, message, "model", "model_stays")
             self._host.unload(servable)
         else:
             (await self._server.drain.run_before(self._host.lease(servable, keep_alive))).release()

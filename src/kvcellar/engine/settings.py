@@ -113,8 +113,11 @@ class Settings:
 
     def _adapters(self) -> None:
         self._whole("adapter_bytes", self.adapter_bytes, 0)
-        if not isinstance(self.adapters, Mapping | None):
+        if self.adapters is None:
+            return
+        if not isinstance(self.adapters, Mapping):
             raise BadRequest(f"adapters are directories by name, not {shown(self.adapters)}", "adapters")
+        object.__setattr__(self, "adapters", {name: _places(name, path) for name, path in self.adapters.items()})
 
     def _draft(self) -> None:
         draft = self.draft
@@ -160,6 +163,15 @@ class Settings:
         if not least <= plain < 2**63:
             raise BadRequest(f"{name} must be a whole number of at least {least}, not {shown(value)}", name)
         object.__setattr__(self, name, plain)  # an int of a subclass may compare as it likes
+
+
+def _places(name: object, path: object) -> tuple[str, ...]:
+    """The directories of an adapter, as plain texts."""
+    places = path if isinstance(path, list | tuple) else (path,)
+    if type(name) is not str or not places or not all(isinstance(one, str | Path) for one in places):
+        found = f"{shown(name)}: {shown(path)}"
+        raise BadRequest(f"adapters are directories by name, or lists of some, not {found}", "adapters")
+    return tuple(str.__str__(one) if isinstance(one, str) else str(one) for one in places)
 
 
 class EngineOptions(TypedDict, total=False):

@@ -191,6 +191,15 @@ def test_profile_reports_every_part_of_a_step(capsys: pytest.CaptureFixture[str]
         run_profile("prefill-2048")
 
 
+def test_the_stalls_of_a_stream_beside_a_load_are_measured(capsys: pytest.CaptureFixture[str]):
+    run(quick=True, only="two-models")
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["two_models"]
+    assert found["tokens"] > 0
+    assert 0 < found["median"] <= found["worst"]
+    assert 0 < found["worst_loading"]
+    assert found["load_seconds"] > 0
+
+
 def test_unknown_workload_is_refused_by_name():
     with pytest.raises(BadRequest, match="ragged-8"):
         run(quick=True, only="ragged")

@@ -14,7 +14,7 @@ from kvcellar.errors import BadRequest, KvcellarError, ModelNotFound, ModelRefus
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.host import Lease
 from kvcellar.serve.residents import Limits
-from kvcellar.serve.short_switches import SHORT, ShortSwitches
+from kvcellar.short_switches import SHORT, ShortSwitches
 from tests.serve.fake_host import World, engine_of
 
 SIZES = {"a": (50, 10), "b": (60, 10), "c": (20, 5), "d": (30, 40)}

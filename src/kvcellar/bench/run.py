@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from kvcellar.bench import against, drafts, report, speculate, start
+from kvcellar.bench import against, drafts, report, speculate, start, two_models
 from kvcellar.bench.bookkeeping import bookkeeping
 from kvcellar.bench.conversation import QUICK, Script, conversation
 from kvcellar.bench.counts import all_counts
@@ -34,10 +34,10 @@ CACHE_BYTES = 1 << 30
 BOOKKEEPING = "bookkeeping"
 TURNS, REVERTIBLE, START, FRAGMENTED = "turns", "revertible", "start", "fragmented"
 RESTART, REPLAY, PREFIX = "restart", "replay", "prefix"
-SPECULATE, DRAFTS = "speculate", "drafts"
+SPECULATE, DRAFTS, TWO_MODELS = "speculate", "drafts", "two-models"
 NAMES = (
     *(*WORKLOADS, BOOKKEEPING, TURNS, REVERTIBLE, PREFIX),
-    *(START, FRAGMENTED, RESTART, REPLAY, SPECULATE, DRAFTS),
+    *(START, FRAGMENTED, RESTART, REPLAY, SPECULATE, DRAFTS, TWO_MODELS),
 )
 
 
@@ -45,8 +45,8 @@ def run(*, quick: bool = False, only: str | None = None, threads: int = 1, besid
     """Print a line for each workload when it has been measured, and one line of JSON at the end.
 
     `quick` uses tiny sizes, to test the bench: its numbers mean nothing. `only` is one of `NAMES`. `start`,
-    `restart`, `replay`, `fragmented`, `speculate` and `drafts` are measured only if named, because they take longer or
-    run processes. `beside` is another system whose cache is counted on the traces of `replay`.
+    `restart`, `replay`, `fragmented`, `speculate`, `drafts` and `two-models` are measured only if named, because they
+    take longer or run processes. `beside` is another system whose cache is counted on the traces of `replay`.
     """
     if only not in (None, *NAMES):
         raise BadRequest(f"there is no workload {only!r}; there are {', '.join(NAMES)}", "only")
@@ -66,6 +66,8 @@ def run(*, quick: bool = False, only: str | None = None, threads: int = 1, besid
         run_speculate(quick=quick)
     elif only == DRAFTS:
         run_drafts(quick=quick)
+    elif only == TWO_MODELS:
+        run_two_models(quick=quick, threads=threads)
     else:
         torch.set_num_threads(threads)
         _run_compared(quick, only, threads)
@@ -114,6 +116,15 @@ def run_starts(*, quick: bool = False) -> None:
     about = report.about(parameters=0, threads=torch.get_num_threads(), quick=quick)
     about = {name: about[name] for name in about if name not in ("parameters", "dtype")}
     print(json.dumps({**about, "start": {name: asdict(one) for name, one in found.items()}}), flush=True)
+
+
+def run_two_models(*, quick: bool = False, threads: int = 1) -> None:
+    """Print how long a stream stalls while another model is loaded, and the same as one line of JSON."""
+    with tempfile.TemporaryDirectory() as directory:
+        found = two_models.two_models(Path(directory), quick=quick, threads=threads)
+    _print(list(two_models.lines(found)))
+    about = report.about(parameters=0, threads=threads, quick=quick)
+    print(json.dumps({**about, "two_models": asdict(found)}), flush=True)
 
 
 def run_fragmented(*, quick: bool = False, threads: int = 1) -> None:

@@ -28,7 +28,7 @@ from kvcellar.serve.named_engine import NamedEngine
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.residents import FOREVER, Limits, Load, Resident, Residents, Work
 from kvcellar.serve.servable import Catalogue, Servable
-from kvcellar.serve.short_switches import ShortSwitches
+from kvcellar.short_switches import ShortSwitches
 
 log = logging.getLogger("kvcellar.serve")
 

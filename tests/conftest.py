@@ -20,6 +20,7 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
     HF_HUB_OFFLINE="1",
     TRANSFORMERS_OFFLINE="1",
+    KVCELLAR_MODELS="/nonexistent/kvcellar/models",  # so that no test finds the models of the user
 )
 
 hypothesis.settings.register_profile("ci", max_examples=50, derandomize=True, deadline=None, database=None)

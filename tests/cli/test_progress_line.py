@@ -70,7 +70,7 @@ def test_ctrl_c_during_a_load_ends_the_command(tmp_path: Path, stage: str) -> No
 
 
 @pytest.mark.parametrize(
-    "place", ["models.load._build", "engine.build.pack", "models.build_guest.whole_step_test", "engine.reserve._tried"]
+    "place", ["models.load._filled", "engine.build.pack", "models.build_guest.whole_step_test", "engine.reserve._tried"]
 )
 def test_an_interrupt_during_a_load_erases_the_line(folder: str, place: str) -> None:
     with mock.patch(f"kvcellar.{place}", side_effect=KeyboardInterrupt):
@@ -102,7 +102,17 @@ def test_progress_is_not_written_to_stdout(tmp_path: Path, folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["--help", "--version", "run --help", "serve --help", "doctor --help", "verify --help"]
+    "words",
+    [
+        "--help",
+        "--version",
+        "run --help",
+        "serve --help",
+        "doctor --help",
+        "verify --help",
+        "create --help",
+        "list --help",
+    ],
 )
 def test_help_needs_neither_torch_nor_transformers(words: str) -> None:
     code = (

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvcellar import Engine
-from kvcellar.engine.open_model import in_library
+from kvcellar.engine.in_library import in_library
 from kvcellar.errors import KvcellarError
 from kvcellar.library.create import Created, create
 from kvcellar.library.library import Library

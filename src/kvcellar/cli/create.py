@@ -10,12 +10,12 @@ import click
 from kvcellar.cli.models import library, size
 from kvcellar.cli.options import Command, quiet_option
 from kvcellar.cli.progress_line import show_progress
+from kvcellar.engine.engine import import_needed
 from kvcellar.errors import BadRequest
 from kvcellar.library.create import Created, create
 from kvcellar.library.details import details
 from kvcellar.library.modelfile import MOST_BYTES, Modelfile, parse
 from kvcellar.library.names import LATEST
-from kvcellar.models.create_tools import CreateTools
 from kvcellar.models.quantize.report import report_lines
 
 DEFAULT = "Modelfile"
@@ -61,6 +61,9 @@ def command(
     modelfile, folder = _read(file)
     here = Path.cwd()
     with show_progress(quiet=quiet):
+        import_needed()
+        from kvcellar.models.create_tools import CreateTools  # imports torch, so not at the top
+
         made = create(
             library(),
             name,

@@ -13,8 +13,8 @@ from kvcellar.cli.options import given
 from kvcellar.cli.progress_line import show_progress
 from kvcellar.engine.device import DeviceThread
 from kvcellar.engine.engine import Engine, import_needed
+from kvcellar.engine.in_library import in_library, located
 from kvcellar.engine.machine import free_cpu_bytes
-from kvcellar.engine.open_model import in_library, located
 from kvcellar.engine.settings import SHARE_OF_FREE
 from kvcellar.library.library import Library
 from kvcellar.models import embedded

@@ -16,7 +16,6 @@ from kvcellar.cli.options import Command, KeepAlive, Size, adapter_option, engin
 from kvcellar.cli.pinned import pin_all, read_pinned
 from kvcellar.cli.shutdown import ShutdownTimer
 from kvcellar.cli.store_options import events_options, store_options, stored
-from kvcellar.models.create_tools import CreateTools
 from kvcellar.serve.keys import admin_digests, key_digests, permission_warning
 from kvcellar.serve.server import SHUTDOWN_SECONDS, bind, run
 from kvcellar.serve.settings import ServeSettings
@@ -135,6 +134,8 @@ def command(
 
             def ready(url: str) -> None:
                 announce(f"Serving {names} at {url}/v1")
+
+            from kvcellar.models.create_tools import CreateTools  # imports torch, so not at the top
 
             run(
                 host,

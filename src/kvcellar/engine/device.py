@@ -10,8 +10,6 @@ Always true:
 import threading
 from typing import Protocol
 
-import torch
-
 
 class Stepped(Protocol):
     """What the thread steps."""
@@ -78,6 +76,8 @@ class DeviceThread:
             assert len(set(map(id, self._engines))) == len(self._engines)
 
     def _run(self) -> None:
+        import torch  # not at the top: commands that compute nothing import this module, too
+
         threads = 0
         while True:
             self._awake.clear()

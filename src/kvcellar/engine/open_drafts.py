@@ -16,9 +16,9 @@ from kvcellar.attention.choose import named
 from kvcellar.engine.allocate import Needs, allocated
 from kvcellar.engine.capacity import Capacity
 from kvcellar.engine.draft_memory import DraftMemory
+from kvcellar.engine.in_library import located
 from kvcellar.engine.measures import Measures, measures_of
 from kvcellar.engine.open_heads import Reads, open_head
-from kvcellar.engine.open_model import located
 from kvcellar.engine.open_store import Source
 from kvcellar.engine.reserve import prove, scratch
 from kvcellar.engine.settings import Settings

@@ -3,17 +3,16 @@
 A model of the library comes with settings of its own. What the caller sets has precedence over them.
 """
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from kvcellar.engine.in_library import in_library
 from kvcellar.engine.settings import NO_DRAFT, Settings
 from kvcellar.errors import BadRequest, ModelRefused
-from kvcellar.library.library import Library, LibraryModel
+from kvcellar.library.library import LibraryModel
 from kvcellar.library.names import LATEST
 from kvcellar.models.load import Loaded, load
-from kvcellar.places import NoPlace, models
 from kvcellar.text.preamble import NO_PREAMBLE, Preamble
 
 if TYPE_CHECKING:
@@ -46,30 +45,6 @@ def open_model(model: "str | Path | PreTrainedModel | None", settings: Settings)
 def shown_name(found: LibraryModel) -> str:
     """The name of a model, and of the adapter that it was created with."""
     return found.name.removesuffix(f":{LATEST}")
-
-
-def in_library(model: object) -> LibraryModel | None:
-    """The model of the library that has this name. None for what is there as a path, and for anything else. Raises
-    `ModelRefused` if the model is damaged."""
-    if not isinstance(model, str) or _is_path(model):
-        return None
-    try:
-        return Library(models(os.environ)).find(model)
-    except NoPlace:  # there is no home directory, and so no library
-        return None
-
-
-def located(model: Any) -> Any:
-    """The directory of a model of the library; anything else as it is."""
-    found = in_library(model)
-    return model if found is None else found.directory
-
-
-def _is_path(text: str) -> bool:
-    try:
-        return Path(text).expanduser().exists()
-    except (OSError, RuntimeError, ValueError):  # too long, the home of an unknown user, a null character
-        return False
 
 
 def _as_created(loaded: Loaded, found: LibraryModel) -> Loaded:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from kvcellar.attention.choose import named
+from kvcellar.engine.in_library import located
 from kvcellar.engine.machine import threads_of
-from kvcellar.engine.open_model import located
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import BadRequest, KvcellarError
 from kvcellar.models.build_guest import MODEL_ERRORS, build_guest

@@ -103,6 +103,7 @@ class FakeEngine:
         self.retentions: list[RetentionOptions | None] = []
         self.cancels = 0  # requests cancelled before their end
         self.rejected = 0
+        self.adapters: list[str | None] = []  # of all requests
         self.rendered: list[dict[str, Any]] = []  # options of each call
         self._running: list[Run] = []
         self._turn = threading.Condition()
@@ -147,7 +148,9 @@ class FakeEngine:
         deliver: Callable[[Event], None],
         namespace: str = "",
         retention: RetentionOptions | None = None,
+        adapter: str | None = None,
     ) -> FakeTicket:
+        self.adapters.append(adapter)
         script = self.script
         if script.reject is not None and self.rejected != script.rejections:
             self.rejected += 1

@@ -4,6 +4,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ import pytest
 
 from kvcellar import Engine
 from kvcellar.cli.hosting import Engines, hosted
+from kvcellar.errors import BadRequest
 from kvcellar.library.library import Library
+from kvcellar.models.load import load
 from kvcellar.serve import Host, Server, ServeSettings, key_digest
 from tests.library.made import made
+from tests.models.lora import layers_of, merged, saved
 from tests.serve.fake_engine import PATIENCE
 from tests.text import made as text
 from tests.zoo import ARCHS
@@ -165,3 +169,37 @@ def test_the_operator_sees_the_cache_of_a_model_that_is_loaded(tiny: Path, libra
         assert [one["model"] for one in http.get("/admin/requests").json()["requests"]] == ["one"]
         record = http.get("/admin/requests").json()["requests"][0]["id"]
         assert http.get(f"/admin/requests/{record}").status_code == 200
+
+
+def projections(network: Any) -> dict[str, tuple[int, int]]:
+    return layers_of(network, lambda name: name.endswith(("q_proj", "v_proj")))
+
+
+def test_adapters_are_models_of_their_names_in_one_batch_with_the_model_without(tiny: Path, tmp_path: Path) -> None:
+    network = load(tiny, device="cpu", dtype="float32").model
+    adapters = {
+        name: saved(tmp_path / name, projections(network), seed=seed) for seed, name in enumerate(("poet", "pirate"))
+    }
+    merges = {"tiny": network, **{name: merged(network, path) for name, path in adapters.items()}}
+    wanted = {}
+    for name, one in merges.items():
+        with Engine(one, cache_bytes=CACHE, threads=1) as engine, Engine(tiny, cache_bytes=CACHE, threads=1) as text:
+            wanted[name] = engine.generate(text.encode(PROMPT), max_tokens=8, temperature=0.0).token_ids
+            wanted[name] = text.decode(wanted[name])
+    assert len(set(wanted.values())) == 3, "the adapters change nothing"
+    paths = {name: [str(path)] for name, path in adapters.items()}
+    with serving(tiny, adapters=paths) as (host, server):
+        listed = [one["id"] for one in httpx.get(f"{server.url}/v1/models").json()["data"]]
+        assert listed[:3] == ["tiny", "poet", "pirate"]
+        assert len(host.residents.all()) == 1
+        with ThreadPoolExecutor(6) as pool:
+            asked = [name for _ in range(4) for name in wanted]
+            found = list(pool.map(lambda name: completed(server, name), asked))
+        assert found == [wanted[name] for name in asked]
+
+
+def test_an_adapter_with_the_name_of_a_model_is_refused(tiny: Path, tmp_path: Path) -> None:
+    path = saved(tmp_path / "a", projections(load(tiny, device="cpu", dtype="float32").model))
+    name = "a name that is taken"
+    with serving(tiny, adapters={name: [str(path)]}) as (host, _), pytest.raises(BadRequest, match=f"name '{name}'"):
+        host.name_adapter(name)

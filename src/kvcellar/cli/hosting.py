@@ -58,12 +58,14 @@ def hosted(
     max_bytes = int(MEMORY_SHARE * free) if memory is None else memory
     limits = Limits(max_bytes, max(max_models, len(models)), keep_alive=keep_alive, device=kind)
     caches = Caches(max_bytes, min(SHARE_OF_FREE[kind], MEMORY_SHARE / max(1, len(models))), cache_bytes)
-    made = Engines(options, quiet=quiet)
+    made = Engines({**options, "adapter": None}, quiet=quiet)  # adapters are models with names of their own
     library = _library()
     catalogue = LibraryModels(library, made.on_demand, caches, dtype=options["dtype"])
     with closing(Host(catalogue, limits, unload=Engine.close, free=_free)) as host:
         for model in models or (None,):
             host.open(_of_library(model, catalogue, made) or _of_files(model, made, caches))
+        for name in options.get("adapters") or ():
+            host.name_adapter(name)
         yield host, library, made.of_command
 
 

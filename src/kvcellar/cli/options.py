@@ -112,7 +112,7 @@ def _with(function: F, *options: Callable[[F], F]) -> F:
 
 
 def adapter_option(function: F) -> F:
-    """Adds --adapter. Requests that name no adapter have the first one."""
+    """Adds --adapter. The first one is that of requests which name none."""
 
     def by_name(ctx: click.Context, param: click.Parameter, pairs: tuple[tuple[str, str], ...]) -> Any:
         if not pairs:
@@ -130,7 +130,7 @@ def adapter_option(function: F) -> F:
         multiple=True,
         callback=by_name,
         help="A LoRA adapter (a directory as peft saves it) and its name: style=./style. May be repeated; paths of one "
-        "name are added up. Requests that name none have the first.",
+        "name are added up. What is run has the first; served, each is a model of its name, beside the one without.",
     )(function)
 
 

@@ -100,6 +100,16 @@ class Host:
         self._fixed[name] = replace(servable, name=name, context=engine.model.context)
         return engine
 
+    def name_adapter(self, name: str) -> None:
+        """Serve the default model with an adapter of its engine, as a model of the adapter's name. Raises `BadRequest`
+        if another model has the name."""
+        default = self.find(None)
+        if name in self._fixed:
+            raise BadRequest(
+                f"a model and an adapter both have the name {printable(repr(name))}; rename one", "adapters"
+            )
+        self._fixed[name] = replace(default, name=name, adapter=name)
+
     # -- in a thread ----------------------------------------------------------------------------------------------
 
     def find(self, name: str | None) -> Servable:
@@ -298,7 +308,8 @@ class Host:
     def _leased(self, resident: Resident, servable: Servable) -> Lease:
         engine = resident.engine
         assert engine is not None
-        return Lease(resident, NamedEngine(engine, servable.name, self._conversations_of(resident)), self._release)
+        named = NamedEngine(engine, servable.name, self._conversations_of(resident), servable.adapter)
+        return Lease(resident, named, self._release)
 
     def _release(self, resident: Resident) -> None:
         self.residents.give_back(resident, self._clock())

@@ -29,8 +29,10 @@ class NamedModel:
 class NamedEngine:
     """A `ServedEngine`."""
 
-    def __init__(self, engine: ServedEngine, name: str, conversations: Conversations) -> None:
-        self._engine = engine
+    def __init__(
+        self, engine: ServedEngine, name: str, conversations: Conversations, adapter: str | None = None
+    ) -> None:
+        self._engine, self._adapter = engine, adapter
         self.model: ServedModel = NamedModel.of(engine.model, name)
         self.conversations = conversations
 
@@ -77,5 +79,9 @@ class NamedEngine:
         deliver: Callable[[Event], None],
         namespace: str = "",
         retention: RetentionOptions | None = None,
+        adapter: str | None = None,
     ) -> Ticket:
-        return self._engine.submit(prompt_ids, params, deliver=deliver, namespace=namespace, retention=retention)
+        use = self._adapter if adapter is None else adapter
+        return self._engine.submit(
+            prompt_ids, params, deliver=deliver, namespace=namespace, retention=retention, adapter=use
+        )

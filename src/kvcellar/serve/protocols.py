@@ -105,6 +105,7 @@ class ServedEngine(Protocol):
         deliver: Callable[[Event], None],
         namespace: str = "",
         retention: RetentionOptions | None = None,
+        adapter: str | None = None,
     ) -> Ticket:
         """`deliver` is called on the engine's thread. Raises `BadRequest`, `Overloaded` or `EngineClosed`."""
         ...

@@ -26,6 +26,7 @@ class Servable:
     load: Loader = field(compare=False, repr=False)
     context: int | None = None  # most tokens of a sequence; None: not known before it is loaded
     id: str = ""  # of the model in the library; "": it is in none
+    adapter: str | None = None  # of its requests; None: what the engine has for requests that name none
 
     @property
     def least(self) -> int:

@@ -247,7 +247,8 @@ class DraftMemory:
             if namespace in (None, requested(root.namespace)):
                 node, offset = tree.reached(root.namespace, key)
                 if node.start + offset == len(key) // TOKEN:
-                    self.prefixes.discard(node, ALL)
+                    while self.prefixes.discard(node, ALL):  # leaves, and then what has become one
+                        pass
 
     # -- the whole ----------------------------------------------------------------------------------------------
 

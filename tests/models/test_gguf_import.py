@@ -14,6 +14,7 @@ from kvcellar.models.gguf_decode import decode
 from kvcellar.models.gguf_file import TYPES
 from kvcellar.models.gguf_import import import_gguf
 from kvcellar.models.gguf_models import ARCHITECTURES
+from kvcellar.models.gguf_rope import llama3_parameters
 from kvcellar.models.load import load
 from tests.models import gguf_files as gguf
 from tests.zoo import ARCHS, reference_logits
@@ -87,6 +88,12 @@ def test_factors_of_rotary_frequencies_are_llama3_scaling(tmp_path: Path) -> Non
         import_gguf(gguf.write(file, gguf.metadata(model), tensors), tmp_path)
 
 
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
+def test_factors_that_cannot_be_are_refused(factor: float) -> None:
+    with pytest.raises(ModelRefused, match=r"m: its rope_freqs\.weight has a factor that is not a number above 0"):
+        llama3_parameters(10000.0, [1.0, factor], "m")
+
+
 @pytest.mark.parametrize("kind", [gguf.F16, gguf.BF16, gguf.Q8_0, gguf.Q4_0])
 def test_decoded_weights_are_those_that_the_blocks_hold(kind: int, tmp_path: Path) -> None:
     model = rounded("llama")
@@ -142,6 +149,8 @@ def test_a_tied_head_is_not_written_twice(tmp_path: Path) -> None:
 
 
 TOKENIZER = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a"]}
+BPE = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": ["a", "b", "ab"]}
+SCALED = {"llama.rope.scaling.original_context_length": 64, "llama.rope.scaling.factor": 0.0}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"general.architecture": "mamba"}, r"has the architecture mamba; these are imported: llama, .*lfm2"),
     ({"general.architecture": 5}, r"no general\.architecture"),
@@ -165,6 +174,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**TOKENIZER, "tokenizer.ggml.tokens": ["a" * 4097]}, "more than 4096 characters"),
     ({**TOKENIZER, "tokenizer.ggml.scores": [0.0, 1.0]}, "2 elements for 1 tokens"),
     ({**TOKENIZER, "tokenizer.ggml.eos_token_id": 9}, "eos_token_id is 9; there are 1 tokens"),
+    ({**TOKENIZER, "tokenizer.ggml.model": ["x"]}, r"ggml\.model is \['x'\]; a text is needed"),
+    (TOKENIZER, r"ggml\.scores is missing; a tokenizer of type llama needs it"),
+    ({**TOKENIZER, "tokenizer.ggml.merges": ["a a"]}, r"has 'a a', and 'aa' is no token of the file"),
+    ({**BPE, "tokenizer.ggml.pre": ["x"]}, r"ggml\.pre is \['x'\]; a text is needed"),
+    (BPE, r"ggml\.merges is missing; a tokenizer of type gpt2 needs it"),
+    ({**BPE, "tokenizer.ggml.merges": ["a b", "b a"]}, "has 'b a', and 'ba' is no token of the file"),
+    ({**BPE, "tokenizer.ggml.merges": ["a c"]}, "has 'a c', and 'c' is no token of the file"),
+    ({**BPE, "tokenizer.ggml.merges": ["ab"]}, "has 'ab', which is not two tokens with a space between them"),
+    ({**BPE, "tokenizer.ggml.merges": ["a b"], "tokenizer.ggml.add_bos_token": "yes"}, "'yes'; true or false is"),
+    ({"llama.rope.freq_base": 0.0}, r"freq_base is 0\.0; a number above 0"),
+    ({"llama.rope.freq_base": -5.0}, r"freq_base is -5\.0; a number above 0"),
+    ({**SCALED, "llama.rope.scaling.type": "linear"}, r"scaling\.factor is 0\.0; a number above 0"),
+    ({**SCALED, "llama.rope.scaling.type": "yarn"}, r"scaling\.factor is 0\.0; a number above 0"),
 ]  # fmt: skip
 
 

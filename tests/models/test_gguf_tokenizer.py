@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from kvcellar.models.gguf_file import read_header
 from kvcellar.models.gguf_import import import_gguf
+from kvcellar.models.gguf_tokenizer import write_tokenizer
 from kvcellar.models.load import Loaded, load
 from tests.models import gguf_files as gguf
 from tests.zoo import ARCHS
@@ -76,6 +78,26 @@ def test_a_first_token_is_added_where_the_file_says_so(tmp_path: Path) -> None:
     found = imported(fields_of(tokenizer, "gpt-2", bos_token_id=bos, add_bos_token=True), tmp_path)
     assert found.text is not None
     assert found.text.tokenizer.encode("def x").ids == [bos, *tokenizer.encode("def x").ids]
+
+
+@pytest.mark.parametrize("split", ["llama-bpe", "llama3", "falcon3", "lfm2", "tekken"])
+def test_splits_of_llama_3_take_words_whole_and_start_a_text(split: str, tmp_path: Path) -> None:
+    """The word abc is a token that no merge makes."""
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "abc", "<|end|>"]
+    fields = {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": split, "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * 258 + [3], "tokenizer.ggml.merges": ["a b"],
+    }  # fmt: skip
+    for more, first in (({"bos_token_id": 258}, [258]), ({}, []), ({"bos_token_id": 258, "add_bos_token": False}, [])):
+        given = fields | {f"tokenizer.ggml.{key}": one for key, one in more.items()}
+        file = gguf.write(tmp_path / "m.gguf", {"general.architecture": "llama", **given}, {})
+        write_tokenizer(read_header(file), tmp_path)
+        found = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        assert found.encode("abc").ids == [*first, tokens.index("abc")]
+    given = {"general.architecture": "llama", **fields, "tokenizer.ggml.pre": "gpt-2"}
+    write_tokenizer(read_header(gguf.write(tmp_path / "m.gguf", given, {})), tmp_path)
+    plain = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert plain.encode("abc").tokens == ["ab", "c"]
 
 
 def test_a_sentencepiece_vocabulary_is_merged_by_its_scores(tmp_path: Path) -> None:

@@ -14,19 +14,23 @@ _LOW, _HIGH = 1.0, 4.0  # of all models with llama3 scaling
 def rope_parameters(fields: Fields, *, default_theta: float = 10000.0) -> dict[str, Any]:
     """What the fields say, without the tensors of factors."""
     theta = fields.number("rope.freq_base", default_theta)
+    if theta <= 0:
+        raise fields.wrong("rope.freq_base", theta, "a number above 0 is needed")
     linear = fields.number("rope.scale_linear", 1.0)  # of files before `rope.scaling.factor`
     factor = fields.number("rope.scaling.factor", linear)
     kind = fields.raw("rope.scaling.type") or ("linear" if factor not in (0.0, 1.0) else "none")
     original = fields.raw("rope.scaling.original_context_length")
     if kind == "none":
         return {"rope_type": "default", "rope_theta": theta}
+    if kind in ("linear", "yarn") and factor <= 0:
+        raise fields.wrong("rope.scaling.factor", factor, "a number above 0 is needed")
     if kind == "linear":
         return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
     if kind == "yarn":
         if original is None:
             raise fields.wrong("rope.scaling.original_context_length", None, "YaRN needs it")
         found = {"rope_type": "yarn", "rope_theta": theta, "factor": factor}
-        found["original_max_position_embeddings"] = original
+        found["original_max_position_embeddings"] = fields.whole("rope.scaling.original_context_length")
         fields.must_be("rope.scaling.yarn_ext_factor", 1.0)
         fields.must_be("rope.scaling.yarn_log_multiplier", 0.0)
         for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
@@ -40,6 +44,8 @@ def rope_parameters(fields: Fields, *, default_theta: float = 10000.0) -> dict[s
 
 def llama3_parameters(theta: float, factors: Sequence[float], name: str) -> dict[str, Any]:
     """The llama3 scaling that has these factors: a GGUF file stores them in a tensor, without what they come from."""
+    if not all(math.isfinite(one) and one > 0 for one in factors):
+        raise ModelRefused(f"{name}: its rope_freqs.weight has a factor that is not a number above 0")
     factor = max(factors)
     for power in range(4, 24):
         found = {

@@ -39,7 +39,7 @@ class Drafter(Protocol):
     name: str
     deepest: int  # the most drafts of a completion in a round
     catches_up: bool  # whether `propose` first computes what it has missed: then a round after a pause takes longer
-    reads_hidden: bool  # whether `committed` is called
+    reads_hidden: bool  # whether `committed` is called; not while the drafter is parked, so texts may have gaps
 
     def propose(self, chains: Sequence[Chain]) -> None:
         """Add up to `chain.left` drafts to each chain: `chain.add(token)` for a guess, `extend(chains, logits)` for

@@ -3,7 +3,9 @@
 import asyncio
 import random
 import sys
+import weakref
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from kvcellar.errors import BadRequest, KvcellarError, ModelNotFound, ModelRefused, Overloaded
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.host import Lease
-from kvcellar.serve.residents import Limits
+from kvcellar.serve.residents import Limits, Load
 from kvcellar.short_switches import SHORT, ShortSwitches
 from tests.serve.fake_host import World, engine_of
 
@@ -167,7 +169,7 @@ def test_a_model_is_unloaded_when_it_was_not_used_for_long_enough() -> None:
             made.host.step()
             await all_jobs(made)
             assert [engine.model.name for engine in made.engines if not engine.closed] == left
-        assert made.host.unload(made.find("c"))
+        assert made.host.unload("key of c")
         await all_jobs(made)
         assert made.bytes == 0
 
@@ -341,12 +343,73 @@ def test_a_model_that_stays_is_never_unloaded_and_its_bytes_are_taken() -> None:
         assert made.bytes <= made.limits.max_bytes
         with pytest.raises(BadRequest, match="models that stay loaded take 100 of them"):
             await made.host.lease(made.find("a"))
-        assert not made.host.unload(made.find("b"))
+        assert not made.host.unload("key of b")
         for lease in list(requests.leases):
             requests.end(lease)
         made.now = 1e9
         made.host.step()
         await all_jobs(made)
         assert [engine.model.name for engine in made.engines if not engine.closed] == ["b"]
+
+    run(play)
+
+
+def test_the_bytes_of_a_failed_load_are_given_back_when_its_half_of_an_engine_is_gone() -> None:
+    class Half:
+        def __init__(self) -> None:
+            self.itself = self
+
+    async def play() -> None:
+        made = world()
+        halves: list[weakref.ref[Half]] = []
+
+        def begin() -> None:
+            half = Half()
+            halves.append(weakref.ref(half))
+            raise ValueError("no such weights")
+
+        def load(cache: int, going_on: Callable[[], None]) -> Any:
+            inner = Half()
+            halves.append(weakref.ref(inner))
+            try:
+                begin()
+            except ValueError as error:
+                raise ModelRefused("its weights are not numbers") from error
+
+        alive: list[int] = []
+        failed = made.host.residents.failed
+
+        def noted(load: Load) -> None:
+            alive.append(sum(half() is not None for half in halves))
+            failed(load)
+
+        made.host.residents.failed = noted  # type: ignore[method-assign]
+        waiting = asyncio.create_task(made.host.lease(replace(made.find("a"), load=load)))
+        await settle()
+        await all_jobs(made)
+        with pytest.raises(ApiError, match="its weights are not numbers"):
+            await waiting
+        assert len(halves) == 2
+        assert alive == [0]
+        assert made.host.residents.bytes == 0
+
+    run(play)
+
+
+def test_a_model_that_is_unloaded_while_it_is_loaded_leaves_after_its_requests() -> None:
+    async def play() -> None:
+        made = world()
+        requests = Requests(made)
+        requests.begin("a")
+        await settle()
+        assert made.host.unload("key of a")
+        assert not made.host.unload("key of c")
+        await all_jobs(made)
+        (lease,) = requests.leases
+        assert not engine_of(lease).closed
+        requests.end(lease)
+        await settle()
+        await all_jobs(made)
+        assert made.bytes == 0 == made.host.residents.bytes
 
     run(play)

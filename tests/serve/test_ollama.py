@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import pytest
 from kvcellar import __version__
 from kvcellar.progress import Progress, report
 from kvcellar.serve import Server, ServeSettings, key_digest
+from kvcellar.serve.ollama_details import Details
 from kvcellar.serve.server import bind
 from tests.library.made import FakeTools, made
-from tests.serve.fake_engine import PATIENCE, FakeModel
+from tests.serve.fake_engine import PATIENCE, FakeEngine, FakeModel
 from tests.serve.fake_library import World, source_in
 
 ollama: Any = pytest.importorskip("ollama")
@@ -278,3 +280,56 @@ def test_a_client_that_leaves_ends_the_creation(tmp_path: Path, source: Path) ->
         assert httpx.post(f"{server.url}/api/create", json=other, timeout=PATIENCE).status_code == 400
     assert list(map(str, world.library.names())) == ["one:latest"]
     world.library.check()
+
+
+def damage(world: World, name: str) -> None:
+    for file in world.library.manifest(name).files.values():
+        world.library.disk.blob(file).unlink()
+
+
+def test_a_damaged_model_is_refused_without_paths_and_can_be_deleted(http: httpx.Client, world: World) -> None:
+    damage(world, "one")
+    for route, body in (("/v1/completions", {"prompt": "a"}), ("/api/show", {}), ("/api/generate", {})):
+        response = http.post(route, json=body | {"model": "one"})
+        assert response.status_code == 400, route
+        assert "the model 'one' is damaged or cannot be loaded here; the log of the server has" in response.text
+        assert str(world.library.root.parent) not in response.text
+    assert http.request("DELETE", "/api/delete", json={"model": "one"}).status_code == 200
+    assert list(map(str, world.library.names())) == ["owner/two:small"]
+
+
+def test_a_model_whose_manifest_is_damaged_can_be_deleted(http: httpx.Client, world: World) -> None:
+    path = world.library.root / "manifests/one/latest.json"
+    path.chmod(0o600)
+    path.write_text("{")
+    assert http.post("/api/show", json={"model": "one"}).status_code == 400
+    assert http.request("DELETE", "/api/delete", json={"model": "one"}).status_code == 200
+    assert list(map(str, world.library.names())) == ["owner/two:small"]
+
+
+def test_a_model_that_stays_and_is_removed_is_listed_with_its_size(tmp_path: Path, source: Path) -> None:
+    world = World(tmp_path / "models")
+    made(world.library, "one", f"FROM {source}", source.parent)
+    made(world.library, "two", f"FROM {source}\nSYSTEM a", source.parent)
+    for name in ("one", "two"):
+        world.host.open(replace(world.catalogue.find(name), load=lambda *_, name=name: FakeEngine(FakeModel(name))))
+    world.library.remove("one")
+    damage(world, "two")
+    with world.serving() as server, httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
+        tags = {one["name"]: one for one in http.get("/api/tags").json()["models"]}
+        assert list(tags) == ["fake", "one:latest", "two:latest"]
+        assert tags["one:latest"]["size"] > 4_800_000
+        assert [one["name"] for one in http.get("/api/ps").json()["models"]] == list(tags)
+        assert http.post("/api/show", json={"model": "one"}).status_code == 404
+        response = http.post("/api/show", json={"model": "two"})
+        assert response.status_code == 400
+        assert str(tmp_path) not in response.text
+
+
+def test_details_are_those_of_the_model_that_is_meant(world: World) -> None:
+    details, old = Details(world.library), world.catalogue.find("one")
+    world.library.copy("owner/two:small", "one")
+    assert details.named(old)["details"]["family"] == "unknown"
+    world.library.copy("one", "three")
+    assert details.named(world.catalogue.find("three"))["details"]["family"] == "llama"
+    assert details.named(old)["details"]["family"] == "unknown"

@@ -113,6 +113,12 @@ def overloaded(message: str) -> ApiError:
     return ApiError(503, message, code="overloaded", headers={"retry-after": RETRY_SECONDS})
 
 
+def model_refused(name: str) -> ApiError:
+    """The reason may name files of the server, so it is only in the log."""
+    message = f"the model {name} is damaged or cannot be loaded here; the log of the server has the reason"
+    return ApiError(400, message, "model", "model_refused")
+
+
 def shutting_down() -> ApiError:
     headers = {"retry-after": RETRY_SECONDS, "connection": "close"}
     return ApiError(503, "the server is shutting down; try again later", code="shutting_down", headers=headers)

@@ -21,8 +21,9 @@ from types import TracebackType
 from typing import Any
 
 from kvcellar.engine.conversations import Conversations
-from kvcellar.errors import BadRequest, EngineClosed, KvcellarError, ModelNotFound, Overloaded
-from kvcellar.serve.api_errors import ApiError
+from kvcellar.errors import BadRequest, EngineClosed, ModelNotFound, ModelRefused, Overloaded
+from kvcellar.serve.api_errors import ApiError, model_refused
+from kvcellar.serve.failed_loads import forget, log_failure, refused
 from kvcellar.serve.json_text import printable
 from kvcellar.serve.named_engine import NamedEngine
 from kvcellar.serve.protocols import ServedEngine
@@ -108,12 +109,12 @@ class Host:
             raise BadRequest(
                 f"a model and an adapter both have the name {printable(repr(name))}; rename one", "adapters"
             )
-        self._fixed[name] = replace(default, name=name, adapter=name)
+        self._fixed[name] = replace(default, name=name, adapter=name, id="")  # the library has no model of it
 
     # -- in a thread ----------------------------------------------------------------------------------------------
 
     def find(self, name: str | None) -> Servable:
-        """The model of a name, or the default. Raises `ModelNotFound`."""
+        """The model of a name, or the default. Raises `ModelNotFound`, and `ApiError` if it is damaged."""
         if name is None:
             return next(iter(self._fixed.values()))
         if (fixed := self._fixed.get(name)) is not None:
@@ -121,8 +122,15 @@ class Host:
         try:
             return self._catalogue.find(name)
         except (ModelNotFound, BadRequest) as error:
+            raise not_served(name) from error
+        except ModelRefused as error:
             shown = printable(repr(name))
-            raise ModelNotFound(f"the model {shown} is not served here; /v1/models lists what is") from error
+            log.error("%s cannot be loaded: %s", shown, error)
+            raise model_refused(shown) from error
+
+    def fixed(self, name: str) -> Servable | None:
+        """The model of a name, if it stays."""
+        return self._fixed.get(name)
 
     def all(self) -> list[Servable]:
         """What can be served, by name, the default first."""
@@ -173,10 +181,10 @@ class Host:
         """Whether it is never unloaded."""
         return any(one.fixed and one.key == servable.key for one in self.residents.all())
 
-    def unload(self, servable: Servable) -> bool:
-        """Unload a model when its requests have ended. False if it is not loaded, or stays."""
+    def unload(self, key: str) -> bool:
+        """Unload a model when its requests have ended. False if it is neither loaded nor being loaded, or stays."""
         self._loop = asyncio.get_running_loop()
-        found = self.residents.unload(servable.key)
+        found = self.residents.unload(key)
         self.step()
         return found
 
@@ -254,13 +262,17 @@ class Host:
             with self._short_switches:
                 engine = servable.load(load.resident.size - servable.weights, self._going_on)
         except Exception as failure:  # noqa: BLE001 - logged, and given to the requests that wait
-            error = failure
-            self.residents.failed(load)
-            _log_failure(servable, failure)
+            log_failure(servable, failure)
+            error = refused(servable, failure)
+            forget(failure)
         else:
             self.residents.loaded(load, engine, self._clock())
             log.info("loaded %s in %.1f s", servable.name, self._clock() - began)
-        self._post(partial(self._resolve, load, None if error is None else refused(servable, error)))
+        if error is not None:
+            if not self._closed:
+                self._free()  # what was made before it failed; only then are its bytes given back
+            self.residents.failed(load)
+        self._post(partial(self._resolve, load, error))
 
     def _going_on(self) -> None:
         if self._closed:
@@ -337,6 +349,10 @@ class Host:
         self.residents.check()
 
 
+def not_served(name: str) -> ModelNotFound:
+    return ModelNotFound(f"the model {printable(repr(name))} is not served here; /v1/models lists what is")
+
+
 class _Nothing:
     """The catalogue of a server that loads no models."""
 
@@ -354,21 +370,3 @@ def hosting(engine: ServedEngine) -> Host:
     host = Host(_Nothing(), Limits(max_bytes=0, max_models=1), unload=lambda engine: None)
     host.open(Servable(engine.model.name, engine.model.name, 0, 0, 0, lambda cache, going_on: engine))
     return host
-
-
-def refused(servable: Servable, error: Exception) -> Exception:
-    """The error of a load, as a client gets it."""
-    if isinstance(error, MemoryError | OSError):
-        message = f"the model {servable.name} cannot be loaded now; the log of the server has the reason"
-        return ApiError(503, message, "model", "model_not_loaded", {"retry-after": "10"})
-    if isinstance(error, KvcellarError) and not isinstance(error, EngineClosed | ModelNotFound):
-        message = printable(f"the model {servable.name} cannot be loaded: {error}", 2000)
-        return ApiError(400, message, "model", "model_refused")
-    return error
-
-
-def _log_failure(servable: Servable, error: Exception) -> None:
-    if isinstance(error, KvcellarError):
-        log.error("%s cannot be loaded: %s", servable.name, error)
-    else:
-        log.error("%s cannot be loaded", servable.name, exc_info=error)

@@ -52,7 +52,10 @@ class LibraryModels:
         whole = str(ModelName.parse(name))
         if self._library is None:
             raise ModelNotFound(f"there is no model {name!r}, because there is no library")
-        modified = self._library.modified(whole)
+        try:
+            modified = self._library.modified(whole)
+        except FileNotFoundError as error:
+            raise ModelNotFound(f"the model {name!r} was removed at this moment") from error
         if (known := self._known.get(whole)) is not None and known[0] == modified:
             return known[1]
         made = self._servable(self._library, self._library.resolve(whole))
@@ -67,7 +70,7 @@ class LibraryModels:
         for name in self._library.names() if self._library is not None else ():
             try:
                 found.append(self.find(str(name)))
-            except KvcellarError:
+            except (KvcellarError, OSError):
                 continue  # removed meanwhile, or damaged: a request for it gets the reason
         return found
 

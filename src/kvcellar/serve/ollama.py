@@ -112,7 +112,7 @@ class OllamaHandler:
             if self._host.stays(servable):
                 message = f"the model {servable.name} was named when the server was started, and stays loaded"
                 raise ApiError(409, message, "model", "model_stays")
-            self._host.unload(servable)
+            self._host.unload(servable.key)
         else:
             (await self._server.drain.run_before(self._host.lease(servable, keep_alive))).release()
         return {

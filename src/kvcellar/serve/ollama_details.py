@@ -1,16 +1,21 @@
 """ollama_details: what Ollama's API shows of a model, from its files."""
 
+import logging
 from datetime import UTC, datetime
 from typing import Any
 
-from kvcellar.errors import KvcellarError
+from kvcellar.errors import KvcellarError, ModelNotFound, ModelRefused
 from kvcellar.library.details import details, modelfile_of, template_of
 from kvcellar.library.library import Library, LibraryModel
 from kvcellar.library.names import LATEST
 from kvcellar.library.parameters import commands
 from kvcellar.models.weights_bytes import elements_of
+from kvcellar.serve.api_errors import model_refused
+from kvcellar.serve.host import not_served
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.servable import Servable
+
+log = logging.getLogger("kvcellar.serve")
 
 Json = dict[str, Any]
 KEPT = 1024  # models whose details are remembered
@@ -34,8 +39,7 @@ class Details:
         return {"name": name, "model": name, "digest": servable.id, "details": self._of(servable)["details"]}
 
     def listed(self, servable: Servable) -> Json:
-        modified = self._library.modified(servable.name) if self._library is not None and servable.id else 0.0
-        about = {"modified_at": _time(modified), "size": self._of(servable)["size"]}
+        about = {"modified_at": _time(self._modified(servable)), "size": self._of(servable)["size"]}
         return self.named(servable) | about
 
     def shown(self, servable: Servable, engine: ServedEngine | None, *, verbose: bool) -> Json:
@@ -43,13 +47,19 @@ class Details:
             context = engine.model.context if engine is not None else None
             info = {"general.architecture": WHOLE, f"{WHOLE}.context_length": context}
             return self._parts(servable, None) | {"model_info": info, "modified_at": _time(0.0)}
-        model = self._library.resolve(servable.name)
+        try:
+            model = self._library.resolve(servable.name)
+        except ModelRefused as error:
+            log.error("%s cannot be shown: %s", servable.name, error)
+            raise model_refused(servable.name) from error
+        except (ModelNotFound, FileNotFoundError) as error:
+            raise not_served(servable.name) from error
         info = self._of(servable)["model_info"]
         if verbose:
             info = info | {"kvcellar.report": None if model.manifest.report is None else dict(model.manifest.report)}
         return self._parts(servable, model) | {
             "model_info": info,
-            "modified_at": _time(self._library.modified(servable.name)),
+            "modified_at": _time(self._modified(servable)),
         }
 
     def _parts(self, servable: Servable, model: LibraryModel | None) -> Json:
@@ -70,16 +80,31 @@ class Details:
         return found | texts
 
     def _of(self, servable: Servable) -> Json:
-        """`details`, `model_info` and `size` of a model."""
+        """`details`, `model_info` and `size` of a model. What was removed or damaged while it is loaded has only its
+        size in memory."""
         if self._library is None or not servable.id:
             return _plain(WHOLE, "", servable.weights)
         if (known := self._known.get(servable.id)) is not None:
             return known
-        model = self._library.resolve(servable.name)
+        try:
+            model = self._library.resolve(servable.name)
+            made = _described(model)
+        except (KvcellarError, OSError):
+            return _plain(WHOLE, "", servable.weights)
+        if model.id != servable.id:  # the name has another model since this one was loaded
+            return _plain(WHOLE, "", servable.weights)
         if len(self._known) >= KEPT:
             self._known.clear()
-        self._known[servable.id] = made = _described(model)
+        self._known[servable.id] = made
         return made
+
+    def _modified(self, servable: Servable) -> float:
+        if self._library is None or not servable.id:
+            return 0.0
+        try:
+            return self._library.modified(servable.name)
+        except (KvcellarError, OSError):
+            return 0.0  # removed while it is loaded
 
 
 def _plain(family: str, quantized: str, size: int) -> Json:

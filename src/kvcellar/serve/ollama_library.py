@@ -5,12 +5,13 @@ path of this machine.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from kvcellar.errors import BadRequest
+from kvcellar.errors import BadRequest, ModelNotFound, ModelRefused
 from kvcellar.library import hub
 from kvcellar.library.create import create
 from kvcellar.library.library import Library
@@ -19,6 +20,7 @@ from kvcellar.library.names import ModelName
 from kvcellar.library.parameters import from_json
 from kvcellar.progress import Listener
 from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.host import not_served
 from kvcellar.serve.ollama import answer, read
 from kvcellar.serve.ollama_fields import CopyBody, CreateBody, NamedBody, PullBody
 from kvcellar.serve.progress_lines import Work, lines, result
@@ -59,13 +61,25 @@ class LibraryHandler:
     async def delete(self, request: Request) -> Response:
         body, library = await read(self._server, request, NamedBody), self._library
 
-        def work() -> Servable:
-            servable = self._owned(body.named)
-            library.remove(servable.name)
-            return servable
+        def work() -> str | None:
+            return self._removed(library, body.named)
 
-        self._server.host.unload(await self._server.threads.for_library(work))
+        if (key := await self._server.threads.for_library(work)) is not None:
+            self._server.host.unload(key)
         return Response()
+
+    def _removed(self, library: Library, name: str) -> str | None:
+        """Remove a model, which may be damaged. The key of its engine; None if its manifest cannot be read."""
+        host, key = self._server.host, None
+        if host.fixed(name) is not None:
+            self._owned(name)
+        try:
+            with suppress(ModelRefused):
+                key = library.manifest(name).id
+            library.remove(name)
+        except (ModelNotFound, BadRequest, FileNotFoundError) as error:
+            raise not_served(name) from error
+        return key
 
     def _owned(self, name: str) -> Servable:
         """A model of the library. Raises `ModelNotFound` and `ApiError`."""

@@ -282,12 +282,16 @@ class Residents:
         return closing
 
     def unload(self, key: str) -> bool:
-        """Unload an engine when its requests have ended; those that arrive meanwhile use it. Whether there is one that
-        can be unloaded."""
+        """Unload an engine when its requests have ended, those too that wait for its load; requests that arrive
+        meanwhile use it. Whether there is one that can be unloaded, or will be."""
         with self._lock:
-            found = self._residents.get(key)
-            if found is None or found.fixed or not found.ready:
+            found, load = self._residents.get(key), self._loads.get(key)
+            if found is not None and found.fixed:
                 return False
+            if load is not None:
+                load.keep_alive = 0.0
+            if found is None or found.stage is Stage.CLOSING:
+                return load is not None
             found.keep_alive = 0.0
             return True
 

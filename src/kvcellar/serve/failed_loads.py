@@ -1,0 +1,44 @@
+"""failed_loads: the error of a load that has failed, for the log and for the clients that wait for it."""
+
+import logging
+import traceback
+
+from kvcellar.errors import EngineClosed, KvcellarError, ModelNotFound
+from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.json_text import printable
+from kvcellar.serve.servable import Servable
+
+log = logging.getLogger("kvcellar.serve")
+
+
+def refused(servable: Servable, error: Exception) -> Exception:
+    """The error of a load, as a client gets it."""
+    if isinstance(error, MemoryError | OSError):
+        message = f"the model {servable.name} cannot be loaded now; the log of the server has the reason"
+        return ApiError(503, message, "model", "model_not_loaded", {"retry-after": "10"})
+    if isinstance(error, KvcellarError) and not isinstance(error, EngineClosed | ModelNotFound):
+        message = printable(f"the model {servable.name} cannot be loaded: {error}", 2000)
+        return ApiError(400, message, "model", "model_refused")
+    return error
+
+
+def log_failure(servable: Servable, error: Exception) -> None:
+    if isinstance(error, KvcellarError):
+        log.error("%s cannot be loaded: %s", servable.name, error)
+    else:
+        log.error("%s cannot be loaded", servable.name, exc_info=error)
+
+
+def forget(error: BaseException) -> None:
+    """Free the local variables of the functions that an error went through: the half of an engine. Those of its causes,
+    too."""
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        one = left.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        left += [one.__cause__, one.__context__]
+        traceback.clear_frames(one.__traceback__)
+        one.__traceback__ = None

@@ -5,13 +5,16 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from kvcellar.errors import ModelNotFound
 from kvcellar.library.library import Library
 from kvcellar.library.manifest import Manifest
+from kvcellar.tiers.files import Files
 from tests.library.made import FakeTools, adapter, made, model, tree
 from tests.tiers.faults import Counting, Killing, Recording, after_power_loss
 
@@ -43,8 +46,9 @@ def in_child(work: Callable[[], object]) -> int:
     if not child:  # nothing of pytest may run here
         try:
             work()
-        finally:
-            os._exit(0)
+        except BaseException:  # noqa: BLE001 - the parent sees the code alone
+            os._exit(1)
+        os._exit(0)
     return child
 
 
@@ -233,3 +237,58 @@ def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_stay(here):
     assert not any("stray" in path or path.startswith("tmp/") for path in tree(library))
     assert not (library.root / "blobs" / put.blob).exists()
     library.check()
+
+
+def test_a_staging_that_ends_while_others_look_for_the_dead_is_no_error(here):
+    class Late(Files):
+        def names(self, directory: Path) -> Iterator[str]:
+            yield from (*super().names(directory), *(["1-ended"] if directory.name == "tmp" else []))
+
+    made(Library(here / "library", Late()), "a", "FROM ./m", here)
+    Library(here / "library").check()
+
+
+def test_a_blob_that_is_removed_while_one_of_its_size_is_looked_for_is_no_error(here, monkeypatch):
+    class Gone:
+        def stat(self, *, follow_symlinks: bool) -> os.stat_result:
+            raise FileNotFoundError
+
+    scan = os.scandir
+
+    def scandir(path):
+        return nullcontext([Gone()]) if Path(path).name == "blobs" else scan(path)
+
+    library = Library(here / "library")
+    with library.disk.staging() as staging, monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", scandir)
+        put = staging.put(here / "m/config.json", "config.json")
+    assert library.disk.damage(put) is None
+
+
+def test_a_model_that_is_replaced_while_it_is_resolved_is_the_new_one(here):
+    class Replacing(Files):
+        times = 0
+
+        def close(self, opened: int) -> None:
+            super().close(opened)
+            self.times += 1
+            if self.times == 1:  # the manifest was read
+                made(Library(here / "library"), "a", "FROM ./m", here)
+
+    made(Library(here / "library"), "a", "FROM ./old", here)
+    found = Library(here / "library", Replacing()).resolve("a")
+    assert found == Library(here / "library").resolve("a")
+    assert found.manifest.source == "./m"
+
+
+def test_a_model_that_is_removed_after_its_name_was_read_is_not_found(here):
+    class Removing(Library):
+        def _existing(self, name):
+            found = super()._existing(name)
+            Library(self.root).remove(str(name))
+            return found
+
+    for read in (Removing.resolve, Removing.manifest, Removing.modified):
+        made(Library(here / "library"), "a", "FROM ./m", here)
+        with pytest.raises(ModelNotFound, match="there is no model 'a:latest' in the library"):
+            read(Removing(here / "library"), "a")

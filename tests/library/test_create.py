@@ -10,7 +10,9 @@ import pytest
 from kvcellar.errors import BadRequest, KvcellarError, ModelRefused
 from kvcellar.library.create import Created
 from kvcellar.library.library import Library
+from kvcellar.library.manifest import Manifest, Part
 from kvcellar.library.modelfile import ModelfileError
+from kvcellar.library.names import ModelName
 from kvcellar.progress import Progress, listening
 from tests.library.made import FakeTools, adapter, files, made, model, tree
 from tests.tiers.faults import Counting, Failing, Short
@@ -148,10 +150,28 @@ def test_without_folders_no_path_is_read(here, library, monkeypatch):
         with pytest.raises(BadRequest, match="paths of this machine are not read here"):
             made(library, "a", f"FROM {path}")
     monkeypatch.chdir(here)
-    with pytest.raises(BadRequest, match="no model of that name in the library"):
+    with pytest.raises(BadRequest, match="FROM m: there is no model of that name in the library"):
         made(library, "a", "FROM m")
     made(library, "a", "FROM m", here)
     made(library, "b", "FROM a")
+
+
+def test_files_whose_names_a_manifest_cannot_have_are_left_out_and_such_shards_refused(here, library):
+    files(here / "m", {"_notes.txt": b"x", "read me.txt": b"x", "x" * 201 + ".txt": b"x"})
+    found = made(library, "a", "FROM ./m", here).model
+    assert sorted(found.manifest.files) == ["config.json", "model.safetensors", "tokenizer.json"]
+    library.check()
+    index = json.dumps({"weight_map": {"a": "a b.safetensors"}}).encode()
+    files(here / "s", {"config.json": b"{}", "model.safetensors.index.json": index, "a b.safetensors": b"x"})
+    refused(library, here, "FROM ./s", "lists 'a b.safetensors'. Names of files of a model have")
+
+
+def test_a_manifest_that_could_not_be_read_again_is_not_written(here, library):
+    with library.disk.staging() as staging:
+        file = staging.put(here / "m/config.json", "_x.json")
+        with pytest.raises(ModelRefused, match="a:latest cannot be created: its manifest could not be read: "):
+            library.commit(ModelName.parse("a"), Manifest(model=Part((file,))), staging)
+    assert library.names() == ()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from kvcellar.engine.engine import Engine
 from kvcellar.errors import BadRequest, ModelRefused
@@ -127,3 +128,24 @@ def test_a_damaged_directory_is_refused_before_it_is_copied(library, tmp_path):
     with pytest.raises(BadRequest, match=r"\(line 1\): FROM ./m: model.safetensors is not a whole safetensors file"):
         made(library, "a", "FROM ./m", tmp_path)
     assert not any((library.root / "blobs").iterdir())
+
+
+def test_without_folders_no_directory_is_looked_at(library, tmp_path, monkeypatch):
+    """What is a directory of the working directory and what is nothing have the same message."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    directory(tmp_path / "here1", "llama")
+    (tmp_path / "private").mkdir()
+    for there, absent in (
+        ("here1", "gone1"),
+        ("private/../here1", "private/../gone1"),
+        ("private/../../x", "nothing/../../x"),
+    ):
+        texts: list[str] = []
+        for name in (there, absent):
+            for line in (f"FROM {name}", f"FROM embedded\nDRAFT {name}"):
+                with pytest.raises(BadRequest, match="there is no model of that name in the library, and ") as raised:
+                    create(library, "a", parse(line), tools=CreateTools())
+                texts.append(str(raised.value).replace(name, "NAME"))
+        assert texts[:2] == texts[2:]
+    assert CreateTools().find("embedded").is_dir()

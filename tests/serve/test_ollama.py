@@ -168,7 +168,13 @@ REFUSED: list[tuple[str, str, dict[str, Any], int, str]] = [
     ("POST", "create", {"model": "new"}, 400, "from is required: the name of a model"),
     ("POST", "create", {"model": "..", "from": "one"}, 400, "'..' is not the name of a model"),
     ("POST", "create", {"model": "new", "from": "/etc", "stream": False}, 400, "paths of this machine are not read"),
-    ("POST", "create", {"model": "new", "from": "gone", "stream": False}, 400, "there is no 'gone'"),
+    (
+        "POST",
+        "create",
+        {"model": "new", "from": "gone", "stream": False},
+        400,
+        "there is no model of that name in the library",
+    ),
     ("POST", "create", {"model": "new", "from": "one", "files": {"a": "sha256:0"}}, 400, "files cannot be uploaded"),
     ("POST", "create", {"model": "new", "from": "one", "quantize": "q9", "stream": False}, 400, "is no type"),
     (

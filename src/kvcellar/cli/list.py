@@ -2,6 +2,8 @@
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -9,7 +11,7 @@ import click
 from kvcellar.cli.models import date, library, size, table
 from kvcellar.cli.options import Command, quiet_option
 from kvcellar.cli.progress_line import show_progress
-from kvcellar.errors import ModelRefused
+from kvcellar.errors import ModelNotFound, ModelRefused
 from kvcellar.library.library import Library
 
 
@@ -22,7 +24,7 @@ def command(verify: bool, cached: bool, as_json: bool, quiet: bool) -> None:
     """List the models of the library: name, id, bytes on disk, and when each was created. Also: kvcellar ls."""
     models = library()
     with show_progress(quiet=quiet):
-        found = [_entry(models, str(name), verify=verify) for name in models.names()]
+        found = list(_entries(models, verify=verify))
     pulled = _pulled() if cached else []
     if as_json:
         click.echo(
@@ -51,6 +53,13 @@ def _pulled() -> list[dict[str, Any]]:
         }
         for one in cached_models()
     ]
+
+
+def _entries(models: Library, *, verify: bool) -> Iterator[dict[str, Any]]:
+    """What is printed about each model, without those that are removed meanwhile."""
+    for name in models.names():
+        with suppress(ModelNotFound):
+            yield _entry(models, str(name), verify=verify)
 
 
 def _entry(models: Library, name: str, *, verify: bool) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvcellar.errors import ModelRefused
-from kvcellar.library.manifest import File, Manifest
+from kvcellar.library.manifest import File, Manifest, Part
 from kvcellar.places import make_private
 from kvcellar.progress import report
 from kvcellar.tiers.files import Files
@@ -92,7 +92,8 @@ class Disk:
             elif directory.is_dir() and not directory.is_symlink():
                 shutil.rmtree(directory, ignore_errors=True)
             else:
-                self.files.unlink(directory)
+                with suppress(FileNotFoundError):  # its staging has removed it
+                    self.files.unlink(directory)
         return needed
 
     def _runs(self, directory: Path) -> bool:
@@ -213,6 +214,15 @@ class Staging:
         if (damage := self._disk.damage(file)) is not None:
             raise ModelRefused(f"{file.path} is damaged: {damage}. Create its model again from the source")
 
+    def linked(self, name: str, part: Part) -> Path:
+        """A directory of links to the blobs of a part of another model, which are kept. Raises as `reuse`."""
+        folder = self.folder(name)
+        folder.mkdir()
+        for file in part.files:
+            self.reuse(file)
+            os.symlink(self._disk.blob(file).absolute(), folder / file.path)
+        return folder
+
     def write(self, name: str, content: bytes) -> Path:
         """A file of the staging itself, on the disk."""
         path = self.directory / name
@@ -233,7 +243,7 @@ class Staging:
         size = self._disk.files.size(opened)
         blobs = self._disk.root / BLOBS
         with os.scandir(blobs) as entries:
-            if all(entry.stat(follow_symlinks=False).st_size != size for entry in entries):
+            if not any(_has_size(entry, size) for entry in entries):
                 return None
         file = File(name, self._disk.digest(opened, f"reading {name}"), size)
         self._need(file.blob)
@@ -260,6 +270,13 @@ class Staging:
         """Give it its name, in place of an equal or a damaged one."""
         self._need(file.blob)
         self._disk.files.rename(path, self._disk.blob(file))
+
+
+def _has_size(entry: os.DirEntry[str], size: int) -> bool:
+    try:
+        return entry.stat(follow_symlinks=False).st_size == size
+    except FileNotFoundError:  # removed since its name was read
+        return False
 
 
 def _links(manifest: Manifest) -> Mapping[str, str]:

@@ -64,6 +64,15 @@ class Library:
         later kvcellar."""
         name = self._existing(ModelName.parse(text))
         manifest = self._manifest(name)
+        while True:
+            try:
+                return self._resolved(name, manifest)
+            except ModelRefused:
+                before, manifest = manifest.id, self._manifest(name)
+                if manifest.id == before:  # else it was replaced meanwhile, and its files were removed
+                    raise
+
+    def _resolved(self, name: ModelName, manifest: Manifest) -> LibraryModel:
         check_version(manifest.requires)
         self._refuse_damaged(name, manifest, ((path, self.disk.damage(f)) for path, f in manifest.files.items()))
         if not self.disk.is_whole(manifest):
@@ -84,7 +93,11 @@ class Library:
 
     def modified(self, text: str) -> float:
         """When the model of this name was created, in seconds since 1970."""
-        return self._path(self._existing(ModelName.parse(text))).stat().st_mtime
+        name = self._existing(ModelName.parse(text))
+        try:
+            return self._path(name).stat().st_mtime
+        except FileNotFoundError as error:
+            raise self._absent(name) from error
 
     def verify(self, text: str) -> tuple[str, ...]:
         """What of a model's files is damaged. Reads all of them."""
@@ -104,6 +117,7 @@ class Library:
     def commit(self, name: ModelName, manifest: Manifest, staging: Staging) -> LibraryModel:
         """Make `name` this model, whose files have been put there by `staging`, in place of the one that it was. Raises
         `BadRequest` if there is a name that differs in case only, and `OSError`."""
+        _refuse_unreadable(name, manifest)
         with self.disk.locked():
             self._refuse_other_case(name)
             missing = [why for file in manifest.files.values() if (why := self.disk.damage(file)) is not None]
@@ -149,7 +163,7 @@ class Library:
             for name in self.names():
                 try:
                     manifest = self._manifest(name)
-                except ModelRefused:
+                except (ModelNotFound, ModelRefused):
                     return 0
                 needed |= {file.blob for file in manifest.files.values()}
                 views.add(manifest.id)
@@ -190,10 +204,13 @@ class Library:
     def _existing(self, name: ModelName) -> ModelName:
         if (stored := self._stored(name)) is not None:
             return stored
+        raise self._absent(name)
+
+    def _absent(self, name: ModelName) -> ModelNotFound:
         names = [str(one) for one in self.names()]
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         has = f"It has {', '.join(names[:_SHOWN])}{more}" if names else "It has none"
-        raise ModelNotFound(f"there is no model {str(name)!r} in the library {self.root}. {has}")
+        return ModelNotFound(f"there is no model {str(name)!r} in the library {self.root}. {has}")
 
     def _refuse_other_case(self, name: ModelName) -> None:
         stored = self._stored(name)
@@ -214,9 +231,9 @@ class Library:
                 content = self.disk.files.read(opened, MOST_BYTES + 1, 0)
             finally:
                 self.disk.files.close(opened)
-            if len(content) > MOST_BYTES:
-                raise ManifestDamaged(f"it has more than {MOST_BYTES} bytes")
             return Manifest.from_bytes(content)
+        except FileNotFoundError as error:  # removed since its name was read
+            raise self._absent(name) from error
         except ManifestDamaged as error:
             raise ModelRefused(
                 f"the manifest of {name} is damaged: {error}. Create the model again, or remove it: kvcellar rm {name}"
@@ -255,3 +272,13 @@ class Library:
         size = path.lstat().st_size
         self.disk.files.unlink(path)
         return size
+
+
+def _refuse_unreadable(name: ModelName, manifest: Manifest) -> None:
+    """Raise `ModelRefused` for a manifest that could not be read again."""
+    try:
+        same = Manifest.from_bytes(manifest.to_bytes()).id == manifest.id
+    except (ManifestDamaged, ValueError) as error:
+        raise ModelRefused(f"{name} cannot be created: its manifest could not be read: {error}") from error
+    if not same:
+        raise ModelRefused(f"{name} cannot be created: its manifest could not be read as it is written")

@@ -19,6 +19,11 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _PATH = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
+def is_file_name(text: str) -> bool:
+    """Whether a file of a model may have this name."""
+    return _PATH.fullmatch(text) is not None
+
+
 class ManifestDamaged(KvcellarError):
     """The bytes are no manifest of this version."""
 
@@ -121,6 +126,8 @@ class Manifest:
     @classmethod
     def from_bytes(cls, content: bytes) -> "Manifest":
         """Raises `ManifestDamaged`."""
+        if len(content) > MOST_BYTES:
+            raise ManifestDamaged(f"it has more than {MOST_BYTES} bytes")
         try:
             raw = cast("dict[str, Any]", json.loads(content, parse_constant=_no_number))
             if raw["kvcellar"] != FORMAT:
@@ -159,7 +166,7 @@ def _read_part(raw: dict[str, Any]) -> Part:
     if names != sorted(set(names)):
         raise ValueError("its files are not in order, or one occurs twice")
     for file in files:
-        if not _PATH.fullmatch(file.path) or not _DIGEST.fullmatch(file.digest) or file.size < 0:
+        if not is_file_name(file.path) or not _DIGEST.fullmatch(file.digest) or file.size < 0:
             raise ValueError(f"a file is {file}")
     return Part(files)
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from kvcellar.errors import BadRequest, ModelNotFound, ModelRefused, shown
 from kvcellar.library.library import Library, LibraryModel
+from kvcellar.library.manifest import is_file_name
 from kvcellar.library.modelfile import Command
 from kvcellar.library.names import RESERVED
 from kvcellar.library.tools import Tools
@@ -61,8 +62,8 @@ def found(command: Command, library: Library, tools: Tools, folders: Sequence[Pa
             return Source(model.directory, model)
         return Source(tools.find(text))
     except (ModelNotFound, OSError, RuntimeError) as error:
-        where = " or ".join(map(str, folders))
-        looked = f"there is no {text!r} in {where}, no model of that name in the library, and {error}"
+        where = f"no {text!r} in {' or '.join(map(str, folders))}, " if folders else ""
+        looked = f"there is {where}no model of that name in the library, and {error}"
         raise command.error(
             f"{command.keyword} {text}: {looked if isinstance(error, ModelNotFound) else error}"
         ) from error
@@ -108,7 +109,7 @@ def model_files(directory: Path) -> tuple[str, ...]:
         entry.name
         for entry in os.scandir(directory)
         if entry.name.endswith(_TEXT) and not entry.name.startswith(".") and entry.name not in _NOT_TAKEN
-        if not entry.name.endswith(".index.json") and entry.is_file()
+        if not entry.name.endswith(".index.json") and is_file_name(entry.name) and entry.is_file()
     ]
     for name in texts:
         if (size := (directory / name).stat().st_size) > MOST_TEXT:
@@ -136,6 +137,11 @@ def _weights(directory: Path) -> list[str]:
         if not name.endswith(".safetensors") or Path(name).name != name or "\\" in name or name.startswith("."):
             raise ModelRefused(
                 f"{directory / INDEX} lists {shown(name)}, which is no safetensors file of its directory"
+            )
+        if not is_file_name(name):
+            raise ModelRefused(
+                f"{directory / INDEX} lists {shown(name)}. Names of files of a model have up to 200 letters, digits, "
+                f"- _ and ., and begin with a letter or a digit; rename it"
             )
         if not (directory / name).is_file():
             raise ModelRefused(f"{directory / INDEX} lists {name}, which is missing. Copy the whole model again")

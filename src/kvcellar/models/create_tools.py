@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kvcellar.errors import ModelRefused
+from kvcellar.models import embedded
 from kvcellar.models.adapters import check_adapter
 from kvcellar.models.assistant_head import ASSISTANTS, check_assistant
 from kvcellar.models.draft_fit import draft_fit
+from kvcellar.models.find import cached
 from kvcellar.models.gguf_import import import_gguf
 from kvcellar.models.heads import kind_of
-from kvcellar.models.load import Loaded, load, locate
+from kvcellar.models.load import Loaded, load
 from kvcellar.models.quantize.directory import quantize_directory
 from kvcellar.models.quantize.kinds import GPTQ, canonical_kind
 
@@ -28,7 +30,7 @@ class CreateTools:
         self._calibrate, self._text = calibrate or calibration_text is not None, calibration_text
 
     def find(self, name: str) -> Path:
-        return locate(name)[1]
+        return embedded.path() if name == "embedded" else cached(name)[1]
 
     def kind(self, text: str) -> str:
         return canonical_kind(text)

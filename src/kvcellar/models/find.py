@@ -31,15 +31,24 @@ def find(model: str | Path) -> tuple[str, Path]:
     if (path := _directory(model)) is not None:
         return path.name, path
     try:
+        return cached(text)
+    except ModelNotFound as error:
+        raise ModelNotFound(f"there is no directory {text!r}, and {error}") from error
+
+
+def cached(text: str) -> tuple[str, Path]:
+    """(name, directory) of a model in the local Hugging Face cache, by its name alone: no other directory is looked at.
+    Raises `ModelNotFound`, `ModelRefused`."""
+    try:
         repository = Repository.parse(text)
     except BadRequest as error:
-        raise ModelNotFound(f"there is no directory {text!r}, and {error}") from error
+        raise ModelNotFound(str(error)) from error
     try:
         return str(repository), _snapshot(repository)
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
         raise ModelNotFound(
-            f"there is no directory {text!r}, and no {repository.revision} revision of a model of that name in the "
-            f"local Hugging Face cache. Nothing is downloaded by itself: `kvcellar pull {repository}` does that."
+            f"no {repository.revision} revision of a model of that name in the local Hugging Face cache. Nothing is "
+            f"downloaded by itself: `kvcellar pull {repository}` does that."
         ) from error
 
 

@@ -39,7 +39,9 @@ class World:
 
     def __post_init__(self) -> None:
         engines: Any = self.close
-        self.host = Host(self, self.limits, unload=engines, free=lambda: None, clock=lambda: self.now, spawn=self.jobs.append)
+        self.host = Host(
+            self, self.limits, unload=engines, free=lambda: None, clock=lambda: self.now, spawn=self.jobs.append
+        )
 
     def find(self, name: str) -> Servable:
         if name not in self.sizes:

@@ -131,6 +131,24 @@ def test_a_name_that_gets_another_model_gets_another_engine(client: Any, world: 
     assert world.loaded == ["one:latest", "one:latest"]
 
 
+def test_a_model_that_is_replaced_while_it_is_loaded_is_not_served_in_its_place(http: Any, world: World) -> None:
+    made_engines: list[FakeEngine] = []
+    make = world.make
+
+    def replaced(*args: Any) -> FakeEngine:
+        world.library.copy("owner/two:small", "one")
+        made_engines.append(make(*args))
+        return made_engines[-1]
+
+    world.catalogue._make = replaced
+    response = http.post("/api/generate", json={"model": "one"})
+    assert response.status_code == 400
+    assert "it was created again while it was loaded; try again" in response.json()["error"]
+    assert [engine._closed for engine in made_engines] == [True]
+    world.catalogue._make = make
+    assert http.post("/api/generate", json={"model": "one"}).status_code == 200
+
+
 def test_a_creation_has_texts_messages_and_quantization(http: httpx.Client, world: World) -> None:
     body = {
         "model": "new", "from": "one", "template": "{{ messages }}!", "license": ["MIT", "BSD"], "quantize": "int8",

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from kvcellar.cli.options import given
@@ -19,7 +20,7 @@ from kvcellar.engine.settings import SHARE_OF_FREE
 from kvcellar.library.library import Library
 from kvcellar.models import embedded
 from kvcellar.models.find import find
-from kvcellar.models.weights_bytes import bytes_in_memory
+from kvcellar.models.weights_bytes import adapter_bytes, bytes_in_memory
 from kvcellar.places import NoPlace
 from kvcellar.places import models as library_directory
 from kvcellar.serve.host import Host
@@ -94,22 +95,31 @@ def _of_library(model: str | None, catalogue: LibraryModels, made: Engines) -> S
     """The model of the library of this name, unless there is a file of the name."""
     if (found := in_library(model)) is None:
         return None
-    return replace(catalogue.find(found.name), load=lambda cache, going_on: made.stays(model, cache))
+    servable = catalogue.find(found.name)
+    weights = servable.weights + _beside(made)
+    return replace(servable, weights=weights, load=lambda cache, going_on: made.stays(model, cache))
 
 
 def _of_files(model: str | None, made: Engines, caches: Caches) -> Servable:
     """A directory, a name in the local Hugging Face cache, or the embedded model."""
-    paths = [embedded.path() if model in (None, "embedded") else find(model)[1]]
-    draft = made.options["draft"]
-    if draft is not None and draft not in NO_FILES:
-        paths.append(find(located(draft))[1])
-    weights = sum(bytes_in_memory(path, dtype=made.options["dtype"]) for path in paths)
+    path = embedded.path() if model in (None, "embedded") else find(model)[1]
+    weights = bytes_in_memory(path, dtype=made.options["dtype"]) + _beside(made)
     least, most = caches.of(weights)
 
     def load(cache: int, going_on: Callable[[], None]) -> ServedEngine:
         return made.stays(model, cache)
 
-    return Servable(str(model), str(paths[0]), weights, most, least, load)
+    return Servable(str(model), str(path), weights, most, least, load)
+
+
+def _beside(made: Engines) -> int:
+    """Bytes of what the command line adds to the next of its models: a draft, and adapters to the first one."""
+    draft, size = made.options["draft"], 0
+    if draft is not None and draft not in NO_FILES:
+        size += bytes_in_memory(find(located(draft))[1], dtype=made.options["dtype"])
+    adapters = made.options.get("adapters") or {} if not made.of_command else {}
+    files = [file for paths in adapters.values() for path in paths for file in Path(path).glob("*.safetensors")]
+    return size + sum(adapter_bytes(file.stat().st_size) for file in files)
 
 
 def _library() -> Library | None:

@@ -59,6 +59,11 @@ def bytes_in_memory(directory: Path, *, dtype: str = "auto") -> int:
     return size + size // MARGIN_SHARE + MARGIN
 
 
+def adapter_bytes(size: int) -> int:
+    """Bytes in memory of an adapter whose file has `size`: on a CPU, 16-bit elements become float32."""
+    return 2 * size
+
+
 def _width(config: Mapping[str, Any], tensors: list[_Tensor], dtype: str) -> int:
     """Bytes of an element in the type of computation."""
     if dtype in _WIDTHS:

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from kvcellar.errors import KvcellarError, ModelNotFound, ModelRefused
 from kvcellar.library.library import Library, LibraryModel
 from kvcellar.library.names import LATEST, ModelName
-from kvcellar.models.weights_bytes import bytes_in_memory
+from kvcellar.models.weights_bytes import adapter_bytes, bytes_in_memory
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.servable import Servable
 
@@ -15,7 +16,12 @@ LONGEST = 2**20  # tokens of a prompt that a body may have, before the model is 
 KEPT = 1024  # names whose models are remembered
 LEAST_SHARE = 8  # of the cache: with less, a model waits until others are unloaded
 
-Make = Callable[[str, int, Callable[[], None]], ServedEngine]  # an engine of a name, as `servable.Loader`
+
+class MadeEngine(ServedEngine, Protocol):
+    def close(self) -> None: ...
+
+
+Make = Callable[[str, int, Callable[[], None]], MadeEngine]  # an engine of a name, as `servable.Loader`
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +82,13 @@ class LibraryModels:
 
     def _servable(self, library: Library, model: LibraryModel) -> Servable:
         weights = sum(self._bytes(path) for path in (model.directory, model.draft) if path is not None)
-        weights += sum(file.size for part in model.manifest.adapters for file in part.files)
+        weights += sum(adapter_bytes(file.size) for part in model.manifest.adapters for file in part.files)
         least, most = self._caches.of(weights)
 
         def load(cache: int, going_on: Callable[[], None]) -> ServedEngine:
             engine = self._make(model.name, cache, going_on)
             if library.manifest(model.name).id != model.id:
+                engine.close()
                 raise ModelRefused("it was created again while it was loaded; try again")
             return engine
 

@@ -24,6 +24,7 @@ from transformers.models.gemma4_unified_assistant.modeling_gemma4_unified_assist
 from kvcellar.cache.memory import Memory
 from kvcellar.errors import KvcellarError, ModelRefused
 from kvcellar.models.build_guest import MODEL_ERRORS
+from kvcellar.models.building import building
 from kvcellar.models.config_file import config_fields
 from kvcellar.models.draft_fit import Check, fit_of
 from kvcellar.models.guest import Guest, Ints, Verdict
@@ -146,7 +147,7 @@ def _skeleton(config: Any, dtype: torch.dtype, weights: WeightsFiles) -> PreTrai
     """The network without weights."""
     queries_only(config)
     try:
-        with torch.device("meta"):
+        with building(), torch.device("meta"):
             skeleton = ASSISTANTS[config.model_type]._from_config(config, dtype=dtype)
     except BUILD_ERRORS as error:
         raise ModelRefused(f"transformers cannot build a {config.model_type} from config.json: {error}") from error

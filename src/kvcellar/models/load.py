@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from kvcellar.errors import BadRequest, ModelRefused, shown
 from kvcellar.models import embedded
+from kvcellar.models.building import building
 from kvcellar.models.config_file import config_fields, read_object
 from kvcellar.models.find import find
 from kvcellar.models.generation_defaults import FIELDS, GenerationDefaults, generation_defaults
@@ -199,7 +200,7 @@ def _device(device: str) -> torch.device:
 def skeleton_of(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     """The network without weights, on the meta device."""
     try:
-        with torch.device("meta"):
+        with building(), torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except BUILD_ERRORS as error:
         raise ModelRefused(f"transformers cannot build a {config.model_type} from config.json: {error}") from error

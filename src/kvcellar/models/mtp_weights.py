@@ -26,6 +26,7 @@ from transformers.modeling_layers import MtpModel
 from transformers.modeling_utils import LoadStateDictConfig
 
 from kvcellar.errors import ModelRefused
+from kvcellar.models.building import building
 from kvcellar.models.hf_logging import silence_transformers
 from kvcellar.models.load import BUILD_ERRORS, check_memory
 from kvcellar.models.quantize.reading import decoded
@@ -122,7 +123,7 @@ def _filled(model: PreTrainedModel, weights: WeightsFiles, names: Sequence[str])
         raise ModelRefused(
             f"config.json: num_mtp_layers is {count}; {weights.files} holds {len(names)} of their tensors"
         )
-    with ExitStack() as contexts:
+    with building(), ExitStack() as contexts:
         for context in MtpModel.get_init_context(model.dtype, False, False, None):
             contexts.enter_context(context)
         network = MtpModel(model, count)

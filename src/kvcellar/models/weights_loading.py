@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from threading import Lock
 from typing import Any
 
 import torch
@@ -17,10 +16,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from kvcellar.errors import ModelRefused
+from kvcellar.models.building import building
 from kvcellar.models.weights_files import WeightsFiles, first_few
 
 _READ_AS_NEEDED = "HF_DEACTIVATE_ASYNC_LOAD"  # an environment variable that transformers reads for each load
-_LOADING = Lock()
 FLOATS = ("F64", "F32", "BF16", "F16")  # named as in safetensors
 
 
@@ -68,9 +67,9 @@ def fill(skeleton: PreTrainedModel, dtype: torch.dtype, weights: WeightsFiles) -
 @contextmanager
 def sequential_reads() -> Iterator[None]:
     """Within the block, transformers reads a tensor when it needs it. Its threads would read ahead without a bound: all
-    experts before the first are joined, which is a second copy of the model. One load at a time, since the switch is an
-    environment variable of the process."""
-    with _LOADING:
+    experts before the first are joined, which is a second copy of the model. Nothing else is built meanwhile, as in
+    `building`: the switch is an environment variable of the process."""
+    with building():
         before = os.environ.get(_READ_AS_NEEDED)
         os.environ[_READ_AS_NEEDED] = "1"
         try:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from kvcellar.errors import BadRequest, ModelRefused, shown
 from kvcellar.models.assistant_head import ASSISTANTS, queries_only
+from kvcellar.models.building import building
 from kvcellar.models.config_file import config_fields, read_object
 from kvcellar.models.hf_logging import silence_transformers
 from kvcellar.models.load import config_of, skeleton_of
@@ -137,7 +138,7 @@ def _skeleton(source: Path, weights: WeightsFiles) -> PreTrainedModel:
     if config.model_type not in ASSISTANTS:
         return skeleton_of(config, torch.bfloat16)
     queries_only(config)
-    with torch.device("meta"):
+    with building(), torch.device("meta"):
         return ASSISTANTS[config.model_type]._from_config(config, dtype=torch.bfloat16)
 
 

@@ -149,3 +149,11 @@ def test_without_folders_no_directory_is_looked_at(library, tmp_path, monkeypatc
                 texts.append(str(raised.value).replace(name, "NAME"))
         assert texts[:2] == texts[2:]
     assert CreateTools().find("embedded").is_dir()
+
+
+def test_a_report_without_a_measurement_loads_no_model(library, tmp_path, monkeypatch):
+    directory(tmp_path / "m", "llama")
+    monkeypatch.setattr("kvcellar.models.quantize.directory.measure_harm", lambda *_, **__: pytest.fail("it measures"))
+    tools = CreateTools(measure=False)
+    model = create(library, "a", parse("FROM ./m"), tools=tools, folders=[tmp_path], quantize="int8").model
+    assert model.manifest.quantized == "int8"

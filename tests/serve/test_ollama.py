@@ -1,8 +1,13 @@
 """Ollama's package, and plain HTTP, against the routes that list, load, create and remove models."""
 
+import asyncio
+import gc
 import json
+import socket
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,8 +20,10 @@ import pytest
 from kvcellar import __version__
 from kvcellar.progress import Progress, report
 from kvcellar.serve import Server, ServeSettings, key_digest
+from kvcellar.serve import openai as openai_routes
 from kvcellar.serve.ollama_details import Details
 from kvcellar.serve.server import bind
+from kvcellar.short_switches import SHORT
 from tests.library.made import FakeTools, made
 from tests.serve.fake_engine import PATIENCE, FakeEngine, FakeModel
 from tests.serve.fake_library import World, source_in
@@ -357,3 +364,80 @@ def test_details_are_those_of_the_model_that_is_meant(world: World) -> None:
     world.library.copy("one", "three")
     assert details.named(world.catalogue.find("three"))["details"]["family"] == "llama"
     assert details.named(old)["details"]["family"] == "unknown"
+
+
+def comes(condition: Callable[[], bool]) -> bool:
+    """Whether it is true in the end."""
+    end = time.monotonic() + PATIENCE
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_a_response_that_is_sent_refers_to_no_engine(
+    http: httpx.Client, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines: list[weakref.ref[Any]] = []
+    make, send = world.host._leased, openai_routes._send_json
+
+    def leased(*args: Any) -> Any:
+        lease = make(*args)
+        engines.append(weakref.ref(lease.engine))
+        return lease
+
+    left: list[bool] = []
+
+    async def sent(*args: Any) -> None:
+        def gone() -> bool:
+            gc.collect()
+            return all(engine() is None for engine in engines)
+
+        left.append(await asyncio.to_thread(comes, gone))
+        await send(*args)
+
+    monkeypatch.setattr(world.host, "_leased", leased)
+    monkeypatch.setattr(openai_routes, "_send_json", sent)
+    body = {"model": "one", "prompt": "a", "max_tokens": 2}
+    assert http.post("/v1/completions", json=body).status_code == 200
+    assert engines
+    assert left == [True]
+
+
+def test_a_client_that_leaves_does_not_wait_for_a_load(tmp_path: Path, source: Path) -> None:
+    world, begun, go_on = World(tmp_path / "models"), threading.Event(), threading.Event()
+    made(world.library, "one", f"FROM {source}", source.parent)
+    make = world.make
+
+    def held(*args: Any) -> FakeEngine:
+        begun.set()
+        assert go_on.wait(PATIENCE)
+        return make(*args)
+
+    world.catalogue._make = held
+    with world.serving() as server:
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            body = b'{"model": "one"}'
+            client.sendall(
+                b"POST /api/generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+            )
+            assert begun.wait(PATIENCE)
+        (load,) = world.host._waiting
+        assert comes(lambda: load.waiting == 0)
+        go_on.set()
+
+
+def test_a_creation_lets_other_threads_take_turns(tmp_path: Path, source: Path) -> None:
+    intervals: list[float] = []
+
+    class Noting(FakeTools):
+        def quantize(self, *args: Any, **options: Any) -> Any:
+            intervals.append(sys.getswitchinterval())
+            return super().quantize(*args, **options)
+
+    world = World(tmp_path / "models", Noting())
+    made(world.library, "one", f"FROM {source}", source.parent)
+    with world.serving() as server:
+        body = {"model": "two", "from": "one", "quantize": "int8", "stream": False}
+        assert httpx.post(f"{server.url}/api/create", json=body, timeout=PATIENCE).status_code == 200
+    assert intervals == [pytest.approx(SHORT)]

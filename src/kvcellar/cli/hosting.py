@@ -64,7 +64,7 @@ def hosted(
     catalogue = LibraryModels(library, made.on_demand, caches, dtype=options["dtype"])
     with closing(Host(catalogue, limits, unload=Engine.close, free=_free)) as host:
         for model in models or (None,):
-            host.open(_of_library(model, catalogue, made) or _of_files(model, made, caches))
+            host.open(_of_library(model, catalogue, made, caches) or _of_files(model, made, caches))
         for name in options.get("adapters") or ():
             host.name_adapter(name)
         yield host, library, made.of_command
@@ -91,13 +91,18 @@ class Engines:
         return engine
 
 
-def _of_library(model: str | None, catalogue: LibraryModels, made: Engines) -> Servable | None:
+def _of_library(model: str | None, catalogue: LibraryModels, made: Engines, caches: Caches) -> Servable | None:
     """The model of the library of this name, unless there is a file of the name."""
     if (found := in_library(model)) is None:
         return None
     servable = catalogue.find(found.name)
     weights = servable.weights + _beside(made)
-    return replace(servable, weights=weights, load=lambda cache, going_on: made.stays(model, cache))
+    least, most = caches.of(weights)
+
+    def load(cache: int, going_on: Callable[[], None]) -> ServedEngine:
+        return made.stays(model, cache)
+
+    return replace(servable, weights=weights, cache=most, least_cache=least, load=load)
 
 
 def _of_files(model: str | None, made: Engines, caches: Caches) -> Servable:

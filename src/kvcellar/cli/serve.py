@@ -141,7 +141,7 @@ def command(
                 host,
                 settings,
                 library=library,
-                tools=CreateTools(),
+                tools=CreateTools(measure=False),  # models beside those of the host would exceed --memory
                 listener=listener,
                 ready=ready,
                 signalled=timer.signalled,

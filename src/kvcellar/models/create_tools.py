@@ -24,10 +24,12 @@ from kvcellar.models.quantize.kinds import GPTQ, canonical_kind
 class CreateTools:
     """The tools of `library/create.py`, as `library/tools.py` describes them."""
 
-    def __init__(self, *, calibrate: bool = False, calibration_text: str | None = None) -> None:
+    def __init__(self, *, calibrate: bool = False, calibration_text: str | None = None, measure: bool = True) -> None:
         """`calibrate`: codes of 4 bits of a model, not those of a draft, are chosen by GPTQ, on this text or on samples
-        of the model."""
+        of the model. `measure`: the report of a quantisation has the error of predictions, for which both models are
+        loaded, one after the other."""
         self._calibrate, self._text = calibrate or calibration_text is not None, calibration_text
+        self._measure = measure
 
     def find(self, name: str) -> Path:
         return embedded.path() if name == "embedded" else cached(name)[1]
@@ -40,8 +42,8 @@ class CreateTools:
 
     def quantize(self, source: Path, into: Path, kind: str, *, draft: bool) -> Mapping[str, Any]:
         if draft or not self._calibrate:
-            return quantize_directory(source, into, kind, draft=draft)
-        return quantize_directory(source, into, kind, method=GPTQ, calibrate=self._text)
+            return quantize_directory(source, into, kind, draft=draft, measure=self._measure)
+        return quantize_directory(source, into, kind, method=GPTQ, calibrate=self._text, measure=self._measure)
 
     def check_model(self, directory: Path) -> None:
         _described(directory)

@@ -82,7 +82,7 @@ class Host:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._threads: set[threading.Thread] = set()
-        self._short_switches = ShortSwitches()
+        self.short_switches = ShortSwitches()  # for all long work beside requests
         self._closed = False
 
     def open(self, servable: Servable) -> ServedEngine:
@@ -259,7 +259,7 @@ class Host:
         servable, error = load.servable, None
         began = self._clock()
         try:
-            with self._short_switches:
+            with self.short_switches:
                 engine = servable.load(load.resident.size - servable.weights, self._going_on)
         except Exception as failure:  # noqa: BLE001 - logged, and given to the requests that wait
             log_failure(servable, failure)

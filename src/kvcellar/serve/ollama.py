@@ -19,6 +19,7 @@ from kvcellar.serve.json_reader import Limits
 from kvcellar.serve.json_text import to_json
 from kvcellar.serve.ollama_details import Details, whole_name
 from kvcellar.serve.ollama_fields import GenerateBody, ShowBody
+from kvcellar.serve.openai import until_disconnected
 from kvcellar.serve.parsing import parse_object, validated
 from kvcellar.serve.residents import FOREVER, Resident
 from kvcellar.serve.servable import Servable
@@ -97,15 +98,15 @@ class OllamaHandler:
         body = await read(self._server, request, GenerateBody)
         if body.prompt:
             raise not_generated()
-        return answer(await self._load(body) | {"response": ""})
+        return answer(await self._load(request, body) | {"response": ""})
 
     async def chat(self, request: Request) -> Response:
         body = await read(self._server, request, GenerateBody)
         if body.messages:
             raise not_generated()
-        return answer(await self._load(body) | {"message": {"role": "assistant", "content": ""}})
+        return answer(await self._load(request, body) | {"message": {"role": "assistant", "content": ""}})
 
-    async def _load(self, body: GenerateBody) -> Json:
+    async def _load(self, request: Request, body: GenerateBody) -> Json:
         keep_alive = None if body.keep_alive is None else seconds_of(body.keep_alive)
         servable: Servable = await self._server.threads.for_short(lambda: self._host.find(body.named))
         if keep_alive == 0:
@@ -114,7 +115,11 @@ class OllamaHandler:
                 raise ApiError(409, message, "model", "model_stays")
             self._host.unload(servable.key)
         else:
-            (await self._server.drain.run_before(self._host.lease(servable, keep_alive))).release()
+
+            async def load() -> None:
+                (await self._host.lease(servable, keep_alive)).release()
+
+            await self._server.drain.run_before(until_disconnected(request.receive, load()))
         return {
             "model": whole_name(servable),
             "created_at": datetime.now(UTC).isoformat(),

@@ -99,7 +99,8 @@ class LibraryHandler:
         kinds = body.quantize, body.draft_quantize
 
         def work(_: Listener) -> None:
-            create(library, name, modelfile, tools=tools, quantize=kinds[0], draft_quantize=kinds[1])
+            with self._server.host.short_switches:
+                create(library, name, modelfile, tools=tools, quantize=kinds[0], draft_quantize=kinds[1])
 
         return await self._long(work, body.stream)
 

@@ -82,6 +82,12 @@ class CompletionHandler:
             body.release()
 
     async def _respond(self, body: RequestBody, scope: Scope, send: Send) -> None:
+        response = await self._answered(body, scope, send)
+        if response is not None:  # sent without a reference to the engine, which may be unloaded meanwhile
+            await _send_json(send, response)
+
+    async def _answered(self, body: RequestBody, scope: Scope, send: Send) -> Json | None:
+        """The response, when the model is not used any more; None if it was sent as a stream."""
         server, log = self._server, RequestLog.of(scope)
         with ExitStack() as stack:
             use = stack.enter_context(ModelUse(server.host, server.threads, body))
@@ -105,13 +111,13 @@ class CompletionHandler:
             log.response_id, log.namespace, log.owner = answer.builder.id, parsed.namespace, owner(scope)
             if parsed.stream:
                 await self._stream(request, answer, send)
-                return
+                return None
             while not request.finished:
                 batch = await request.next_batch()
                 answer.note(batch)
                 answer.builder.add(batch)
             await self._save(turn)
-        await _send_json(send, answer.builder.response())
+            return answer.builder.response()
 
     async def _save(self, turn: ConversationTurn) -> None:
         """Add the turn to the conversation that the request continues, if there is one."""

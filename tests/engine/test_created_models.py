@@ -49,6 +49,14 @@ def test_a_target_with_its_assistant_is_created_from_directories_and_runs(quanti
     assert statistics.rounds > 0
 
 
+def test_a_model_that_was_created_without_drafts_does_not_load_its_draft(library, tmp_path) -> None:
+    target(tmp_path / "target")
+    saved(tmp_path / "assistant", "gemma4_assistant", **ORDERED)
+    made(library, "gemma", "FROM ./target\nDRAFT ./assistant\nPARAMETER draft_num_predict 0", tmp_path)
+    with Engine("gemma", **LIMITS) as engine:
+        assert engine.stats().speculation is None
+
+
 def test_a_draft_that_does_not_fit_is_refused_before_anything_is_stored(library, tmp_path) -> None:
     target(tmp_path / "target")
     saved(tmp_path / "assistant", "gemma4_assistant", backbone_hidden_size=80)

@@ -156,6 +156,49 @@ def test_without_folders_no_path_is_read(here, library, monkeypatch):
     made(library, "b", "FROM a")
 
 
+def test_parameters_are_merged_with_those_of_from_and_then_checked(here, library):
+    made(library, "a", "FROM ./m\nPARAMETER num_predict 5\nPARAMETER top_k 3", here)
+    assert made(library, "b", "FROM a\nPARAMETER num_predict -1", here).model.manifest.parameters == {"top_k": 3}
+    refused(library, here, "FROM b\nPARAMETER shift true", r"\(line 2\): PARAMETER shift: shift needs max_tokens")
+    pattern = r"\(line 2\): PARAMETER min_tokens: min_tokens 6 is more than max_tokens 5"
+    refused(library, here, "FROM a\nPARAMETER min_tokens 6\nPARAMETER top_k 4", pattern)
+    shifted = made(library, "c", "FROM a\nPARAMETER shift true", here).model.manifest
+    assert shifted.parameters == {"max_tokens": 5, "shift": True, "top_k": 3}
+
+
+def test_an_empty_template_is_that_of_the_weights(here, library):
+    made(library, "a", "FROM ./m\nTEMPLATE x", here)
+    assert made(library, "b", 'FROM a\nTEMPLATE ""', here).model.manifest.template is None
+    assert made(library, "c", "FROM a", here).model.manifest.template == "x"
+
+
+def test_weights_that_were_cast_can_be_quantized(here, library):
+    class Casting(FakeTools):
+        def kind(self, text: str) -> str:
+            return text
+
+    made(library, "a", "FROM ./m", here, quantize="bf16", tools=Casting())
+    assert made(library, "b", "FROM a", here, quantize="int8", tools=Casting()).model.manifest.quantized == "int8"
+    refused(library, here, "FROM b", "its weights are int8 already", quantize="bf16", tools=Casting())
+
+
+@pytest.mark.parametrize("text", ["FROM a", "FROM ./m\nDRAFT a"])
+def test_a_model_may_be_removed_while_its_weights_are_quantized(here, library, text):
+    class Removing(FakeTools):
+        def quantize(self, source, into, kind, *, draft):
+            other = Library(library.root)
+            if other.find("a"):
+                other.remove("a")
+            return super().quantize(source, into, kind, draft=draft)
+
+    made(library, "a", "FROM ./d\nDRAFT ./m\nADAPTER ./p", here)
+    kinds = {"draft_quantize": "int8"} if "DRAFT" in text else {"quantize": "int8", "draft_quantize": "int4"}
+    made(library, "b", text, here, tools=Removing(), **kinds)
+    assert list(map(str, library.names())) == ["b:latest"]
+    assert library.resolve("b").draft
+    library.check()
+
+
 def test_files_whose_names_a_manifest_cannot_have_are_left_out_and_such_shards_refused(here, library):
     files(here / "m", {"_notes.txt": b"x", "read me.txt": b"x", "x" * 201 + ".txt": b"x"})
     found = made(library, "a", "FROM ./m", here).model

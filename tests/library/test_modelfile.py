@@ -160,20 +160,25 @@ def test_names_of_ollama_are_stored_as_ours():
 
 
 def test_the_last_value_counts():
-    assert values("PARAMETER num_predict 5\nPARAMETER num_predict -1\nPARAMETER top_k 1\nPARAMETER top_k 2") == {
-        "top_k": 2
-    }
+    text = "PARAMETER num_predict 5\nPARAMETER num_predict -1\nPARAMETER top_k 1\nPARAMETER top_k 2"
+    assert values(text) == {"max_tokens": None, "top_k": 2}
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "-9"])
+def test_no_drafts_are_a_depth_of_zero(value):
+    assert values(f"PARAMETER draft_num_predict {value}") == {"draft_depth": 0}
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("temperature hot", "temperature is 'hot'; a number is needed"),
+        ("temperature 1_0", "temperature is '1_0'; a number is needed"),
         ("temperature nan", "temperature: temperature must be a finite number from 0 to 100"),
         ("num_ctx 0", "num_ctx is 0; 1 to "),
         ("num_ctx 4096.5", "num_ctx is '4096.5'; a whole number is needed"),
         ("num_ctx " + "9" * 30, "a whole number is needed"),
-        ("draft_num_predict 65", "draft_num_predict is 65; 1 to 64"),
+        ("draft_num_predict 65", "draft_num_predict is 65; 0 to 64"),
         ("repeat_penalty 0", "repeat_penalty: repetition_penalty must be a finite number above 0"),
         ("top_k -2", "top_k: top_k must be a whole number"),
         ("num_predict -3", "num_predict: max_tokens must be a whole number"),
@@ -202,6 +207,12 @@ def test_values_of_json_that_are_no_parameters_are_refused():
     for value in (None, {}, [[1]], [None]):
         with pytest.raises(ModelfileError, match="parameter 'stop' is"):
             from_json({"stop": value})
+
+
+@pytest.mark.parametrize("name", ["model", "message", "system", "adapter", "draft", "license"])
+def test_commands_are_no_parameters_of_json(name):
+    with pytest.raises(ModelfileError, match=f"there is no parameter '{name}'; there are context, "):
+        from_json({name: "x"})
 
 
 def test_names_of_parameters_are_letters():

@@ -68,8 +68,8 @@ def _settings(settings: Settings, found: LibraryModel | None) -> Settings:
     if settings.adapters is None and found is not None and found.adapters:
         name = shown_name(found) if settings.adapter is None else settings.adapter
         settings = replace(settings, adapters={shown_name(found): found.adapters}, adapter=name)
-    if settings.draft is None and found is not None and found.draft is not None:
-        depth = parameters.get("draft_depth") if settings.draft_depth is None else settings.draft_depth
+    depth = parameters.get("draft_depth") if settings.draft_depth is None else settings.draft_depth
+    if settings.draft is None and found is not None and found.draft is not None and depth != 0:
         settings = replace(settings, draft=found.draft, draft_depth=depth)
     elif settings.draft == NO_DRAFT:
         settings = replace(settings, draft=None)

@@ -20,11 +20,11 @@ from kvcellar.library.library import Library, LibraryModel
 from kvcellar.library.manifest import Manifest, Message, Part
 from kvcellar.library.modelfile import Command, Modelfile
 from kvcellar.library.names import ModelName
-from kvcellar.library.parameters import parameters
+from kvcellar.library.parameters import merged, parameters
 from kvcellar.library.requires import check_version, required
 from kvcellar.library.sources import Source, adapter_files, model_files
 from kvcellar.library.template import check_template
-from kvcellar.library.tools import Tools
+from kvcellar.library.tools import CASTS, Tools
 from kvcellar.progress import report
 
 
@@ -54,7 +54,7 @@ def create(
     target = ModelName.parse(name)
     texts = _texts(modelfile)
     kinds = [_kind(tools, quantize, "quantize"), _kind(tools, draft_quantize, "draft_quantize")]
-    one = _Creation(library, tools, modelfile, tuple(folders))
+    one = _Creation(library, tools, modelfile, texts, tuple(folders))
     one.check_kinds(*kinds)
     try:
         with library.disk.staging() as staging:
@@ -130,7 +130,9 @@ def _fitting(command: Command, check: Callable[[], object]) -> None:
 class _Creation:
     """One run of `create`. All sources are found before anything is written."""
 
-    def __init__(self, library: Library, tools: Tools, modelfile: Modelfile, folders: tuple[Path, ...]) -> None:
+    def __init__(
+        self, library: Library, tools: Tools, modelfile: Modelfile, texts: _Texts, folders: tuple[Path, ...]
+    ) -> None:
         self._tools, self.notes = tools, list[str]()
         for name in ("model", "draft"):
             if len(lines := modelfile.all(name)) > 1:
@@ -145,6 +147,8 @@ class _Creation:
                 f"DRAFT must not reference the same local path as FROM: {self._draft.path}"
             )
         self._base = None if self._source.model is None else self._source.model.manifest
+        inherited = {} if self._base is None else self._base.parameters
+        self._parameters = merged(inherited, texts.parameters, modelfile.parameters)
 
     def check_kinds(self, quantize: str | None, draft_quantize: str | None) -> None:
         """Raise `BadRequest` for a type of weights that cannot be had."""
@@ -157,33 +161,33 @@ class _Creation:
             stored = None if source.model is None else source.model.manifest
             inherited = param == "draft_quantize" and self._draft is None
             has = None if stored is None else stored.draft_quantized if inherited else stored.quantized
-            if kind is not None and has is not None:
+            if kind is not None and has is not None and has not in CASTS:
                 raise BadRequest(f"its weights are {has} already; quantise the model that it was made from", param)
 
     def manifest(self, staging: Staging, texts: _Texts, quantize: str | None, draft_quantize: str | None) -> Manifest:
         """Put all files into the library."""
         old = self._base or Manifest(model=Part(()))
+        for file in old.files.values():
+            staging.reuse(file)  # before the checks, which take time: the model may be removed meanwhile
         target = self._directory(self._from, self._source, staging, "model")
         draft = None
         if self._draft is not None and self._draft_command is not None:
             draft = self._directory(self._draft_command, self._draft, staging, "draft")
         self._check(target, draft)
         made = {"model": self._part(target, staging, quantize)}
-        if draft is None and self._source.model is not None and self._source.model.draft is not None:
-            draft = _Directory(self._source.model.draft, part=old.draft)
+        if draft is None and old.draft is not None:
+            draft = _Directory(staging.linked("draft", old.draft), part=old.draft)
         if draft is not None:
             made["draft"] = self._part(draft, staging, draft_quantize, draft=True)
         adapters = tuple(_put(staging, source.path, adapter_files(source.path)) for _, source in self._adapters)
         inherited = dict(old.report or {}) if self._draft is None else {**(old.report or {}), "draft": None}
         reports = {**inherited, **{name: one.report for name, one in made.items() if one.report is not None}}
-        for file in (file for part in old.adapters if not adapters for file in part.files):
-            staging.reuse(file)
         return Manifest(
             model=made["model"].part,
             draft=made["draft"].part if "draft" in made else None,
             adapters=adapters or old.adapters,
-            parameters={**old.parameters, **texts.parameters},
-            template=old.template if texts.template is None else texts.template,
+            parameters=self._parameters,
+            template=old.template if texts.template is None else texts.template or None,
             system=old.system if texts.system is None else texts.system,
             messages=texts.messages or old.messages,
             licenses=texts.licenses or old.licenses,
@@ -213,7 +217,8 @@ class _Creation:
 
     def _directory(self, command: Command, source: Source, staging: Staging, name: str) -> "_Directory":
         if source.model is not None:
-            return _Directory(source.path, part=source.model.manifest.model)
+            part = source.model.manifest.model
+            return _Directory(staging.linked(name, part), part=part)
         if not source.is_gguf:
             return _Directory(source.path)
         into = staging.folder(f"{name}-gguf")
@@ -227,8 +232,6 @@ class _Creation:
             found = self._tools.quantize(source.path, into, kind, draft=draft)
             return _Made(_put(staging, into, model_files(into), made=True), found)
         if source.part is not None:
-            for file in source.part.files:
-                staging.reuse(file)
             return _Made(source.part, None)
         return _Made(_put(staging, source.path, model_files(source.path), made=source.made), None)
 

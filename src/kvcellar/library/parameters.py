@@ -9,7 +9,7 @@ stored.
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from kvcellar.errors import BadRequest, shown
@@ -37,7 +37,8 @@ _OFF: dict[str, tuple[str, ...]] = {  # what would change the text, and the valu
     "rope_frequency_base": (),
     "rope_frequency_scale": (),
 }
-_WHOLE = re.compile(r"[+-]?\d{1,20}")
+_WHOLE = re.compile(r"[+-]?\d{1,20}", re.ASCII)
+_REAL = re.compile(r"[+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|nan|inf)", re.ASCII | re.IGNORECASE)
 _TRUE, _FALSE = ("1", "t", "true"), ("0", "f", "false")
 
 
@@ -48,10 +49,9 @@ def _whole(text: str) -> int:
 
 
 def _real(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError("a number") from None
+    if not _REAL.fullmatch(text):
+        raise ValueError("a number")
+    return float(text)
 
 
 def _flag(text: str) -> bool:
@@ -78,8 +78,8 @@ NAMES = (*_READ, *OWN)  # that PARAMETER takes
 
 
 def parameters(commands: Iterable[Command]) -> tuple[dict[str, Any], list[str]]:
-    """The values by our names, and notes on what is not used. Of the same name the last counts; `stop` adds one. Raises
-    `ModelfileError`."""
+    """The values by our names, and notes on what is not used. Of the same name the last counts; `stop` adds one. None
+    lifts an inherited limit, and a `draft_depth` of 0 is without drafts. Raises `ModelfileError`."""
     found: dict[str, Any] = {}
     notes: list[str] = []
     for command in commands:
@@ -90,18 +90,37 @@ def parameters(commands: Iterable[Command]) -> tuple[dict[str, Any], list[str]]:
         if name not in _READ:
             raise command.error(f"there is no parameter {shown(command.name)}; there are {', '.join(sorted(NAMES))}")
         value = _value(command, name)
+        if name == "draft_depth":
+            value = max(value, 0)
         if name == "max_tokens" and value in (-1, -2):
-            found.pop(name, None)  # without a limit of its own
+            found[name] = None
         else:
             found[name] = [*found.get(name, []), value] if name == "stop" else value
             _check(found, name, command)
     return found, notes
 
 
+def merged(old: Mapping[str, Any], new: Mapping[str, Any], given: Sequence[Command]) -> dict[str, Any]:
+    """Inherited values with `new` ones, which the commands `given` set, in their place. Raises `BadRequest` if they do
+    not fit together, with the line of the last command that is a part of it."""
+    found = {name: value for name, value in {**old, **new}.items() if value is not None}
+    try:
+        SamplingParams(**sampling(found))
+    except BadRequest as error:
+        names = [OWN.get(one.name, one.name) for one in given]
+        at = max((i for i, name in enumerate(names) if name in error.message), default=None)
+        if at is None:
+            raise BadRequest(f"with the parameters of FROM: {error.message}", error.param) from error
+        raise given[at].error(f"PARAMETER {given[at].name}: {error.message}") from error
+    return found
+
+
 def from_json(given: Mapping[str, Any]) -> tuple[Command, ...]:
     """Commands for the parameters of a JSON object, whose values may have their own type. Raises `ModelfileError`."""
     made: list[Command] = []
     for name, value in given.items():
+        if not Command(name, "").is_parameter:
+            raise ModelfileError(f"there is no parameter {shown(name)}; there are {', '.join(sorted(NAMES))}")
         for one in _each(value):
             if not isinstance(one, str | int | float):
                 raise ModelfileError(f"parameter {shown(name)} is {shown(one)}; a text or a number is needed")
@@ -146,10 +165,11 @@ def _value(command: Command, name: str) -> Any:
 
 def _check(found: Mapping[str, Any], name: str, command: Command) -> None:
     """Raise `ModelfileError` if the value is out of its bounds."""
-    most = {"context": MOST_CONTEXT, "draft_depth": MOST_DEPTH}.get(name)
-    if most is not None:
-        if not 1 <= found[name] <= most:
-            raise command.error(f"PARAMETER {command.name} is {found[name]}; 1 to {most} is allowed")
+    bounds = {"context": (1, MOST_CONTEXT), "draft_depth": (0, MOST_DEPTH)}.get(name)
+    if bounds is not None:
+        least, most = bounds
+        if not least <= found[name] <= most:
+            raise command.error(f"PARAMETER {command.name} is {found[name]}; {least} to {most} is allowed")
         return
     try:
         given: dict[str, Any] = {name: found[name], **({"max_tokens": 1} if name == "shift" else {})}

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+CASTS = ("bf16", "f16", "f32")  # kinds of `Tools.quantize` whose weights can be quantized again
+
 
 class Tools(Protocol):
     """Everything here raises `ModelRefused` with the reason; the directories `into` do not exist yet."""

@@ -144,9 +144,11 @@ def modelfile_of(body: CreateBody) -> Modelfile:
     for message in body.messages or ():
         if message.role not in ("system", "user", "assistant"):
             raise BadRequest("the role of a message must be system, user or assistant", "messages")
-    return Modelfile((
+    modelfile = Modelfile((
         *(Command(name, text) for name, text in texts if text),
         *from_json(body.parameters or {}),
         *(Command("license", text) for text in licenses),
         *(Command("message", f"{one.role}: {one.content}") for one in body.messages or ()),
     ))  # fmt: skip
+    str(modelfile)  # /api/show and `kvcellar show` write it, so a value that no Modelfile can have is refused here
+    return modelfile

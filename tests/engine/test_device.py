@@ -1,6 +1,9 @@
 """One thread steps all engines on a device."""
 
+import gc
 import threading
+import time
+import weakref
 from typing import Any
 
 import pytest
@@ -160,3 +163,41 @@ def test_a_receiver_must_not_wait_for_another_engine_of_its_thread(pair) -> None
     first.submit([5, 6], first.params(max_tokens=2), deliver=waits)
     assert done.wait(PATIENCE)
     assert "must not wait" in str(errors[0])
+
+
+def test_nothing_refers_to_an_engine_that_has_ended() -> None:
+    thread = DeviceThread()
+    own: Any = {"cache_bytes": 400_000, "threads": 1, "thread": thread}
+    with Engine(ARCHS["llama"].build(), **own) as first:
+        second = Engine(ARCHS["llama"].build(), **own)
+        second.generate([5, 6], max_tokens=2, **GREEDY)
+        network, loop = weakref.ref(second._built.loaded.model), weakref.ref(second._loop)
+        second.close()
+        del second
+        until = time.monotonic() + PATIENCE
+        while (network() is not None or loop() is not None) and time.monotonic() < until:
+            gc.collect()  # modules are in cycles
+        assert (network(), loop()) == (None, None), "the thread, which is idle, holds the engine"
+        assert first.healthy
+
+
+def test_the_tiers_of_an_engine_are_closed_by_the_thread_that_closes_it(tmp_path, monkeypatch) -> None:
+    ARCHS["llama"].build().save_pretrained(tmp_path / "model")
+    closed: list[int] = []
+    thread = DeviceThread()
+    own: Any = {"cache_bytes": 4_000_000, "threads": 1, "thread": thread}
+    with (
+        Engine(ARCHS["llama"].build(), **own) as other,
+        Engine(tmp_path / "model", store=str(tmp_path / "store"), **own) as engine,
+    ):
+        engine.generate(list(range(5, 95)), max_tokens=4, **GREEDY)
+        transfers = engine._loop.manager.store.transfers
+        close = transfers.close
+        monkeypatch.setattr(transfers, "close", lambda seconds: closed.append(threading.get_ident()) or close(seconds))
+        engine.close()
+        assert closed == [threading.get_ident()]
+        engine.close()
+        assert len(closed) == 1
+        assert other.healthy
+    with Engine(tmp_path / "model", store=str(tmp_path / "store"), **own) as engine:
+        assert engine.generate(list(range(5, 95)), max_tokens=1, **GREEDY).recall.restored > 0

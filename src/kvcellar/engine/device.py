@@ -8,7 +8,10 @@ Always true:
 """
 
 import threading
+from collections.abc import Callable
 from typing import Protocol
+
+DONE = float("inf")  # there is no engine left
 
 
 class Stepped(Protocol):
@@ -38,6 +41,7 @@ class DeviceThread:
         self._engines: list[Stepped] = []
         self._thread: threading.Thread | None = None
         self._awake = threading.Event()
+        self._threads = 0  # of torch, on this thread
 
     def add(self, engine: Stepped) -> None:
         with self._changed:
@@ -78,20 +82,24 @@ class DeviceThread:
     def _run(self) -> None:
         import torch  # not at the top: commands that compute nothing import this module, too
 
-        threads = 0
-        while True:
-            self._awake.clear()
-            pauses: list[float] = []
-            for engine in list(self._engines):
-                if engine.threads != threads:
-                    torch.set_num_threads(threads := engine.threads)
-                if (pause := engine.turn()) is not None:
-                    pauses.append(pause)
-                if engine.ended and self._remove(engine):
-                    return
-            pause = min(pauses, default=None)
+        self._threads = 0
+        while (pause := self._round(torch.set_num_threads)) is not DONE:
             if pause != 0:
                 self._awake.wait(pause)
+
+    def _round(self, set_threads: Callable[[int], None]) -> float | None:
+        """A turn of each engine. Nothing of an engine that has ended is referred to between two rounds."""
+        self._awake.clear()
+        pauses: list[float] = []
+        for engine in list(self._engines):
+            if engine.threads != self._threads:
+                set_threads(engine.threads)
+                self._threads = engine.threads
+            if (pause := engine.turn()) is not None:
+                pauses.append(pause)
+            if engine.ended and self._remove(engine):
+                return DONE
+        return min(pauses, default=None)
 
     def _remove(self, engine: Stepped) -> bool:
         """Whether it was the last one, with which the thread ends."""

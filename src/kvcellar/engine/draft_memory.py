@@ -276,11 +276,9 @@ class DraftMemory:
             self.store.reset(self.prefixes)
 
     def shut_down(self) -> None:
-        """Write what is to be stored, and free all memory, at the end."""
+        """Free all memory, at the end. Its store has stopped."""
         for key in [*self._places, *self._fetches]:
             self.close(key, keep=False)
-        if self.store is not None:
-            self.store.close()
         self.prefixes.clear()
 
     def check(self) -> None:

@@ -30,6 +30,7 @@ from typing import TypeVar
 from kvcellar.engine.compaction import Compaction
 from kvcellar.engine.context_shift import shift
 from kvcellar.engine.device import DeviceThread
+from kvcellar.engine.ending import Ending
 from kvcellar.engine.manager import SequenceManager
 from kvcellar.engine.request import Completion, Request, Status
 from kvcellar.engine.runner import Runner
@@ -60,7 +61,7 @@ class Loop:
         self._stalled = False  # all waiting completions wait for what is read back
         self._paused = False  # the last turn returned after how many seconds such a wait may end
         self._open = True
-        self.ended = False
+        self.ending, self.ended = Ending(manager), False
         self._process = os.getpid()
         self._gate = threading.Lock()  # held while adding to the inbox, so that nothing is added after `_shut_down`
         self.steps = 0
@@ -118,10 +119,13 @@ class Loop:
         """End the engine. Requests that are not done get `EngineClosed`. Idempotent; does nothing in a fork."""
         if self._process != os.getpid():
             return
+        if not self._device.current:
+            self.ending.wait()
         with suppress(EngineClosed):
             self.post(self._stop)
         if not self._device.current:
             self._device.wait_for(self)
+            self.ending.close()
 
     def submit(self, request: Request, completion: Completion) -> None:
         def take_in() -> None:
@@ -156,6 +160,8 @@ class Loop:
         written or compacted. Returns the seconds until there is more to do: 0 for none, None for not before a call.
         Raises nothing: an error of the engine itself is its end.
         """
+        if not self._open:
+            return self._end()
         reason: BaseException | None = None
         try:
             idle = not self._receive() and not self.scheduler.running and (not self.scheduler.waiting or self._stalled)
@@ -168,7 +174,12 @@ class Loop:
             log.exception("the engine's thread met an error it did not expect; the engine is closed")
             reason = error
         self._shut_down(reason)
-        return None
+        return 0.0
+
+    def _end(self) -> float | None:
+        pause = self.ending.turn()
+        self.ended = pause is None
+        return pause
 
     def _receive(self) -> bool:
         """Run the calls in the inbox. Whether there was one."""
@@ -355,9 +366,9 @@ class Loop:
         self._open = False
 
     def _shut_down(self, error: BaseException | None) -> None:
-        """Fail all requests, free all memory, and refuse later calls. `error` ended the engine, if any."""
+        """Fail all requests, and refuse later calls. `error` ended the engine, if any."""
         with self._gate:
-            self._open, self.ended = False, True
+            self._open = False
         reason: Exception = EngineClosed("the engine was closed before the answer was complete")
         if error is not None:
             reason = EngineFailed(f"the engine stopped on {type(error).__name__}: {error}")
@@ -371,14 +382,8 @@ class Loop:
             self._requests.clear()
             self.scheduler.running.clear()
             self.scheduler.waiting.clear()
-            if self.manager.store is not None:
-                self.manager.store.close()
-            self.manager.clear()
-            self.manager.drafting.shut_down()
-            if self.manager.events is not None:
-                self.manager.events.close()
         except Exception:
-            log.exception("the engine has ended, and its memory could not be freed")
+            log.exception("the requests of an engine that has ended could not be ended")
 
     def _run_remaining(self) -> None:
         """Run the calls that were in the inbox at the end: threads may be waiting for their results."""

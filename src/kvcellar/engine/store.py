@@ -47,6 +47,7 @@ SEGMENT = 512  # tokens of one snapshot, at most
 BUSY = 4 << 20  # bytes that are read out of memory between two steps of running requests
 MOST_OTHERS = 1024  # snapshots of other identities that are looked at to say that they cannot be used
 MOST_WANTED = 256  # sequences that wait to be written: a tier that is slow or down costs no more memory
+STAGING_PAUSE = 0.005  # seconds between two looks for free staging memory, at the end
 WAIT = 2.0  # seconds for unwritten snapshots at the end
 
 
@@ -122,6 +123,7 @@ class Store:
         self._expiring: set[bytes] = set()  # snapshots that have a TTL, or had one
         self._early: dict[bytes | None, list[Transfer]] = {}  # that were written before the one that they continue
         self._closed = False
+        self._until: float | None = None  # when nothing more is written, at the end
         self._others = Sightings()  # of other identities
         self.written = 0  # tokens
         self.failures: Counter[str] = Counter()  # snapshots that were not written, by kind
@@ -315,17 +317,26 @@ class Store:
         self._prefixes = prefixes
         prefixes.know_others(self._others, self._identity.hex())
 
-    def close(self) -> None:
-        """Write what is left, for `WAIT` seconds at most."""
-        until = time.monotonic() + WAIT
-        while time.monotonic() < until and (self._wanted or self._open):
-            if not self.pump(1 << 30):
-                if not self._wanted:
-                    break
-                time.sleep(0.005)  # for staging memory
+    def flush(self) -> float | None:
+        """At the end: read a part of what is left out of memory. Returns the seconds until there is more; None if
+        nothing is left, and `WAIT` seconds after the first call."""
+        self._until = self._until or time.monotonic() + WAIT
+        if not (self._wanted or self._open) or time.monotonic() >= self._until:
+            return None
+        if self.pump():
+            return 0.0
+        return STAGING_PAUSE if self._wanted else None
+
+    def stop(self) -> None:
+        """Read no more of memory; what was read is still written."""
         self._closed = True
         self.reset(self._prefixes)
-        if not self.transfers.close(max(0.0, until - time.monotonic())):
+
+    def close(self) -> None:
+        """After `stop`: wait until what was read is written, as long as `flush` has left of its time, and close the
+        tiers. May be called from any thread."""
+        left = (self._until or time.monotonic()) - time.monotonic()
+        if not self.transfers.close(max(0.0, left)):
             log.warning("some snapshots could not be written in %g seconds", WAIT)
         for tier in self.transfers.tiers:
             tier.close()

@@ -8,16 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from kvcellar.errors import BadRequest
+from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.models import embedded
 from kvcellar.models.load import load
 from kvcellar.models.quantize import calibrate, harm
 from kvcellar.models.quantize.calibrate import Calibration
 from kvcellar.models.quantize.directory import quantize_directory
 from kvcellar.models.quantize.gptq import int4_gptq
-from kvcellar.models.quantize.harm import measure_harm
+from kvcellar.models.quantize.harm import _compare, _Sums, measure_harm
 from kvcellar.models.quantize.report import report_lines
 from kvcellar.models.quantize.rules import int4_groups
 from kvcellar.models.quantize.windows import of_text, sampled
@@ -246,6 +247,34 @@ def test_numbers_are_those_of_their_definitions(tmp_path: Path) -> None:
     for name, one in (("source_perplexity", p), ("perplexity", q)):
         nats = -float(one[:, :-1].gather(2, nexts).mean())
         assert found[name] == pytest.approx(math.exp(nats), rel=0.02)
+
+
+def test_weights_that_compute_nan_are_refused(tmp_path: Path) -> None:
+    """Their squares are infinite in float16, not the weights."""
+    source = saved(tmp_path / "m", num_hidden_layers=2)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"] *= 2.0**15 / tensors["model.layers.0.mlp.up_proj.weight"].abs().max()
+    tensors["model.layers.0.mlp.gate_proj.weight"] *= 2.0**15
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelRefused, match="with the new weights it computes NaN"):
+        quantize_directory(source, tmp_path / "q", "f16")
+    assert not (tmp_path / "q").exists()
+
+
+def test_what_cannot_be_compared_is_refused_and_a_share_of_zero_is_not() -> None:
+    ids, own = torch.tensor([0, 1]), torch.tensor([[0.0, -math.inf], [0.0, 1.0]])
+    sums = _Sums()
+    _compare(ids, own, own, sums)
+    _compare(ids, own, torch.zeros(2, 2), sums)
+    assert (sums.kl > 0, math.isfinite(sums.kl), sums.rows) == (True, True, 4)
+    nan = torch.tensor([[0.0, math.nan], [0.0, 1.0]])
+    for expected, found, why in (
+        (own, nan, "with the new weights it computes NaN"),
+        (nan, own, "the source computes NaN"),
+        (torch.zeros(2, 2), own, "cannot predict tokens"),
+    ):
+        with pytest.raises(ModelRefused, match=why):
+            _compare(ids, expected, found, sums)
 
 
 def test_fewer_bits_do_more_harm(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
 
 from kvcellar.engine.engine import Engine
 from kvcellar.errors import BadRequest, ModelRefused
@@ -119,6 +121,16 @@ def test_adapters_are_checked_and_stored(library, tmp_path):
     with pytest.raises(BadRequest, match=r"\(line 2\): ADAPTER ./bad: the adapter bad cannot be used"):
         made(library, "b", "FROM ./m\nADAPTER ./bad", tmp_path)
     assert len(library.names()) == 1
+
+
+@pytest.mark.parametrize("quantize", [None, "int8", "bf16"])
+def test_floats_of_eight_bits_without_a_description_are_refused(library, tmp_path, quantize):
+    file, name = directory(tmp_path / "m", "llama") / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(file)
+    save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, file, metadata={"format": "pt"})
+    with pytest.raises((BadRequest, ModelRefused), match=rf"model.safetensors holds {name} as F8_E4M3; float32"):
+        made(library, "a", "FROM ./m", tmp_path, quantize=quantize)
+    assert not library.names()
 
 
 def test_a_damaged_directory_is_refused_before_it_is_copied(library, tmp_path):

@@ -36,7 +36,7 @@ from kvcellar.models.seam import Binding, FlatDoor, Scorings, opened, our_attent
 from kvcellar.models.selftest import TOLERANCE
 from kvcellar.models.weights_files import WeightsFiles, check_shapes
 from kvcellar.models.weights_files import opened as opened_weights
-from kvcellar.models.weights_loading import fill
+from kvcellar.models.weights_loading import check_types, fill, targets_of
 from kvcellar.plan import Batch, Feed, Plan
 from kvcellar.spans import Span
 
@@ -140,7 +140,8 @@ def check_assistant(path: Path, target: PreTrainedModel) -> None:
         weights = decoded(files)
         config = _config(path, weights)
         fit_of(type(target).__name__, path.name, _shape_checks(config, target)).require()
-        _skeleton(config, target.dtype, weights)
+        skeleton = _skeleton(config, target.dtype, weights)
+        check_types(skeleton, weights, targets_of(skeleton, weights))
 
 
 def _skeleton(config: Any, dtype: torch.dtype, weights: WeightsFiles) -> PreTrainedModel:

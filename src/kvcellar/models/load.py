@@ -29,7 +29,7 @@ from kvcellar.models.quantize.reading import decoded
 from kvcellar.models.shared_weights import sharing_weights
 from kvcellar.models.text_assets import TextAssets, text_assets
 from kvcellar.models.weights_files import WeightsFiles, check_depth, check_shapes, opened
-from kvcellar.models.weights_loading import fill
+from kvcellar.models.weights_loading import check_types, fill, targets_of
 from kvcellar.progress import report
 
 log = logging.getLogger("kvcellar.models")
@@ -93,6 +93,7 @@ def load(
             text = text_assets(path, config)
             check_shapes(skeleton, weights)
             if check is not None:
+                check_types(skeleton, weights, targets_of(skeleton, weights))
                 check(_loaded(name, path, skeleton, defaults, text))
             network, notes = _filled(path, skeleton, kind, weights)
         network.generation_config = skeleton.generation_config

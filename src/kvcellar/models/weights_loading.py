@@ -17,7 +17,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from kvcellar.errors import ModelRefused
 from kvcellar.models.building import building
-from kvcellar.models.weights_files import WeightsFiles, first_few
+from kvcellar.models.weights_files import Stored, WeightsFiles, first_few
 
 _READ_AS_NEEDED = "HF_DEACTIVATE_ASYNC_LOAD"  # an environment variable that transformers reads for each load
 FLOATS = ("F64", "F32", "BF16", "F16")  # named as in safetensors
@@ -46,7 +46,7 @@ def fill(skeleton: PreTrainedModel, dtype: torch.dtype, weights: WeightsFiles) -
     finite; and what transformers raises.
     """
     targets = targets_of(skeleton, weights)
-    _check_types(skeleton, weights, targets)
+    check_types(skeleton, weights, targets)
     sources = {name: Source(weights.slices, name) for name in weights.slices}
     with sequential_reads():
         built: Any = type(skeleton).from_pretrained(
@@ -105,15 +105,27 @@ def targets_of(skeleton: PreTrainedModel, weights: WeightsFiles) -> dict[str, st
     return targets
 
 
-def _check_types(skeleton: PreTrainedModel, weights: WeightsFiles, targets: Mapping[str, str]) -> None:
-    """Refuse integers and eight-bit floats for float parameters: a cast would ignore their scales."""
+def check_types(skeleton: PreTrainedModel, weights: WeightsFiles, targets: Mapping[str, str]) -> None:
+    """Refuse integers and eight-bit floats for float parameters: a cast would ignore their scales. `targets` is what
+    `targets_of` returns."""
     own = skeleton.state_dict()
     for name, target in targets.items():
         stored = weights.tensors[name]
         if target in own and own[target].is_floating_point() and stored.dtype not in FLOATS:
-            raise ModelRefused(
-                f"{stored.file} holds {name} as {stored.dtype}; float32, bfloat16 and float16 weights are served"
-            )
+            raise _unserved(name, stored)
+
+
+def check_floats(weights: WeightsFiles) -> None:
+    """Refuse floats of eight bits and fewer, wherever they belong: they have scales."""
+    for name, stored in weights.tensors.items():
+        if stored.dtype.startswith("F") and stored.dtype not in FLOATS:
+            raise _unserved(name, stored)
+
+
+def _unserved(name: str, stored: Stored) -> ModelRefused:
+    return ModelRefused(
+        f"{stored.file} holds {name} as {stored.dtype}; float32, bfloat16 and float16 weights are served"
+    )
 
 
 def _check_report(

@@ -35,6 +35,7 @@ from kvcellar.models.quantize.schemes import quantisation_of
 from kvcellar.models.quantize.separate import separated
 from kvcellar.models.quantize.writing import INDEX, Writer
 from kvcellar.models.weights_files import MTP_FILE, WeightsFiles, opened, opened_file
+from kvcellar.models.weights_loading import check_floats
 from kvcellar.progress import Listener, listening
 
 _COPIED = (".json", ".jinja", ".txt", ".md", ".model", ".tiktoken", ".vocab")
@@ -69,6 +70,8 @@ def quantize_directory(
             weights = [files.enter_context(opened(source))]
             if (source / MTP_FILE).is_file():
                 weights.append(files.enter_context(opened_file(source, MTP_FILE)))
+            for one in weights:
+                check_floats(one)
             skeleton = _skeleton(source, weights[0])
             if kind not in CASTS:
                 weights[0] = separated(weights[0], skeleton)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvcellar.errors import ModelRefused
 from kvcellar.models.input_limits import vocabulary_of
 from kvcellar.models.load import load
 from kvcellar.models.quantize.windows import Windows, of_text, sampled
@@ -75,9 +76,16 @@ def _logits(network: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def _compare(ids: Tensor, own: Tensor, other: Tensor, sums: _Sums) -> None:
-    """Add what one window shows; logits [L,V]."""
+    """Add what one window shows; logits [L,V]. Raises `ModelRefused` if they are not those of probabilities."""
     expected, found = own.log_softmax(-1), other.log_softmax(-1)
-    sums.kl += max(0.0, float((expected.exp() * (expected - found)).nan_to_num(0.0).sum()))
+    for logits, which in ((expected, "the source computes NaN"), (found, "with the new weights it computes NaN")):
+        if logits.isnan().any():
+            raise ModelRefused(f"{which}, so what the new weights change cannot be measured; use another type")
+    shares = expected.exp()
+    kl = float(torch.where(shares == 0, 0.0, shares * (expected - found)).sum())  # a share of 0 gives 0 * inf
+    if math.isinf(kl):
+        raise ModelRefused("the new weights cannot predict tokens that the source predicts; use another type")
+    sums.kl += max(0.0, kl)
     sums.same += int((expected.argmax(-1) == found.argmax(-1)).sum())
     sums.rows += len(ids)
     nexts = ids[1:, None].cpu()

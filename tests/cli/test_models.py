@@ -4,10 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from kvcellar.cli import list as listing
 from kvcellar.library.library import Library
 from kvcellar.models import embedded
 from tests.cli.command import Ran, kvcellar
+from tests.library.made import files, made
 from tests.zoo import ARCHS
 
 MODELFILE = 'FROM ./m\nPARAMETER temperature 0\nPARAMETER stop "a b "\nSYSTEM be brief\nLICENSE MIT\nLICENSE BSD\n'
@@ -156,3 +159,18 @@ def test_names_that_are_not_there_are_refused(library):
     for words in (("show", "a"), ("rm", "a"), ("cp", "a", "b")):
         assert "there is no model 'a:latest' in the library" in run(*words, code=1).err
     assert "is not the name of a model" in run("rm", "../x", code=1).err
+
+
+def test_a_model_that_is_removed_while_models_are_listed_is_left_out(tmp_path, monkeypatch):
+    class Removing(Library):
+        def modified(self, text: str) -> float:
+            if text == "a:latest":
+                self.remove(text)
+            return super().modified(text)
+
+    files(tmp_path / "m", {"config.json": b"{}", "model.safetensors": b"x"})
+    for name in "ab":
+        made(Library(tmp_path / "models"), name, "FROM ./m", tmp_path)
+    monkeypatch.setattr(listing, "library", lambda: Removing(tmp_path / "models"))
+    ran = CliRunner().invoke(listing.command, ["--json", "--quiet"])
+    assert [one["name"] for one in json.loads(ran.stdout)["models"]] == ["b:latest"]

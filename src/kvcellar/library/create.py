@@ -147,7 +147,7 @@ class _Creation:
                 f"DRAFT must not reference the same local path as FROM: {self._draft.path}"
             )
         self._base = None if self._source.model is None else self._source.model.manifest
-        inherited = {} if self._base is None else self._base.parameters
+        inherited: Mapping[str, Any] = {} if self._base is None else self._base.parameters
         self._parameters = merged(inherited, texts.parameters, modelfile.parameters)
 
     def check_kinds(self, quantize: str | None, draft_quantize: str | None) -> None:

@@ -60,6 +60,9 @@ class World:
 
         return Servable(name, f"key of {name}", weights, self.most_cache, least, load)
 
+    def known(self, name: str) -> bool:
+        return True
+
     def all(self) -> Sequence[Servable]:
         return [self.find(name) for name in sorted(self.sizes)]
 

@@ -443,3 +443,22 @@ def test_a_creation_lets_other_threads_take_turns(tmp_path: Path, source: Path) 
         body = {"model": "two", "from": "one", "quantize": "int8", "stream": False}
         assert httpx.post(f"{server.url}/api/create", json=body, timeout=PATIENCE).status_code == 200
     assert intervals == [pytest.approx(SHORT)]
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/api/generate"])
+def test_files_are_compared_on_the_thread_of_the_library(
+    http: httpx.Client, world: World, monkeypatch: pytest.MonkeyPatch, route: str
+) -> None:
+    threads: list[str] = []
+    resolve = world.library.resolve
+
+    def noted(name: str) -> Any:
+        threads.append(threading.current_thread().name)
+        return resolve(name)
+
+    monkeypatch.setattr(world.library, "resolve", noted)
+    body = {"model": "one"} | ({"prompt": "a", "max_tokens": 1} if route.startswith("/v1") else {})
+    for _ in range(2):
+        assert http.post(route, json=body).status_code == 200
+    (thread,) = threads
+    assert thread.startswith("kvcellar-library")

@@ -128,6 +128,10 @@ class Host:
             log.error("%s cannot be loaded: %s", shown, error)
             raise model_refused(shown) from error
 
+    def known(self, name: str | None) -> bool:
+        """Whether `find` takes no time. If not, it may compare all files of a model."""
+        return name is None or name in self._fixed or self._catalogue.known(name)
+
     def fixed(self, name: str) -> Servable | None:
         """The model of a name, if it stays."""
         return self._fixed.get(name)
@@ -360,6 +364,9 @@ class _Nothing:
 
     def find(self, name: str) -> Servable:
         raise ModelNotFound(f"there is no model {name!r}")
+
+    def known(self, name: str) -> bool:
+        return True
 
     def all(self) -> list[Servable]:
         return []

@@ -70,6 +70,14 @@ class LibraryModels:
         self._known[whole] = modified, made
         return made
 
+    def known(self, name: str) -> bool:
+        try:
+            whole = str(ModelName.parse(name))
+            modified = None if self._library is None else self._library.modified(whole)
+            return modified is None or self._known.get(whole, (None,))[0] == modified
+        except (KvcellarError, OSError):
+            return True
+
     def all(self) -> list[Servable]:
         """Those that can be served."""
         found: list[Servable] = []

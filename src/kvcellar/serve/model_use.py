@@ -1,7 +1,8 @@
 """model_use: the use of a model by one request, from when its body was parsed to the end of the request.
 
 Where the model is loaded, one thread parses the body and submits its prompts. Where it is not, the thread is free while
-it is loaded: the request waits on the event loop, and a second call submits the prompts.
+it is loaded: the request waits on the event loop, and a second call submits the prompts. A model that is used for the
+first time is found on the thread of the library, because its files may have to be compared.
 
 Always true:
   * the lease of the request is released when the request has ended, also if a thread gets it later.
@@ -32,6 +33,7 @@ class ModelUse:
         self._host, self._threads, self._body = host, threads, body
         self.servable: Servable | None = None
         self._sent: Fields | None = None
+        self._name: str | None = None
         self._lease: Lease | None = None
         self._lock, self._ended = threading.Lock(), False  # orders the end of the request and the thread
 
@@ -39,18 +41,22 @@ class ModelUse:
         """The result of `submit`, which is called in a thread with the engine and the body, and the engine."""
         if (done := await self._threads.run(self._body, lambda: self._submit(submit))) is not None:
             return done
-        assert self.servable is not None
-        self._hold(await self._host.lease(self.servable))
+        if (servable := self.servable) is None:
+            servable = self.servable = await self._threads.for_library(lambda: self._host.find(self._name))
+        self._hold(await self._host.lease(servable))
         done = await self._threads.run(self._body, lambda: self._submit(submit))
         assert done is not None
         return done
 
     def _submit(self, submit: Callable[[NamedEngine, Fields], T]) -> tuple[NamedEngine, T] | None:
-        """None if the model has to be loaded first."""
+        """None if the model has to be found, or loaded, first."""
         if self._sent is None:
             self._sent = parse_object(self._body.data, Limits(context=self._host.longest))
             name = self._sent.get("model")
-            self.servable = self._host.find(name if isinstance(name, str) else None)
+            self._name = name if isinstance(name, str) else None
+            if not self._host.known(self._name):
+                return None
+            self.servable = self._host.find(self._name)
             self._hold(self._host.take(self.servable))
         if (lease := self._lease) is None:
             return None

@@ -108,7 +108,7 @@ class OllamaHandler:
 
     async def _load(self, request: Request, body: GenerateBody) -> Json:
         keep_alive = None if body.keep_alive is None else seconds_of(body.keep_alive)
-        servable: Servable = await self._server.threads.for_short(lambda: self._host.find(body.named))
+        servable: Servable = await self._server.threads.for_library(lambda: self._host.find(body.named))
         if keep_alive == 0:
             if self._host.stays(servable):
                 message = f"the model {servable.name} was named when the server was started, and stays loaded"

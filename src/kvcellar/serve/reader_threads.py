@@ -55,7 +55,7 @@ class ReaderThreads:
         return await asyncio.wrap_future(self._short.submit(work))
 
     async def for_library(self, work: Callable[[], T]) -> T:
-        """The result of `work`, which changes the library; one after another."""
+        """The result of `work`, which changes the library or compares its files; one after another."""
         return await asyncio.wrap_future(self._library.submit(work))
 
     def begin_long(self, work: Callable[[], None]) -> None:

@@ -44,6 +44,10 @@ class Catalogue(Protocol):
         """Raises `ModelNotFound`; and `BadRequest` for what cannot be a name."""
         ...
 
+    def known(self, name: str) -> bool:
+        """Whether `find` reads no file, or raises. If not, it may compare all files of the model."""
+        ...
+
     def all(self) -> Sequence[Servable]:
         """By name."""
         ...

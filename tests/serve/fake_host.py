@@ -35,12 +35,13 @@ class World:
     engines: list[SizedEngine] = field(default_factory=list[SizedEngine])
     errors: dict[str, Exception] = field(default_factory=dict[str, Exception])  # of loads, by name
     loads: int = 0
+    free: Callable[[], object] = lambda: None
     longest: int = 0
 
     def __post_init__(self) -> None:
         engines: Any = self.close
         self.host = Host(
-            self, self.limits, unload=engines, free=lambda: None, clock=lambda: self.now, spawn=self.jobs.append
+            self, self.limits, unload=engines, free=lambda: self.free(), clock=lambda: self.now, spawn=self.jobs.append
         )
 
     def find(self, name: str) -> Servable:

@@ -1,6 +1,7 @@
 """Random requests, loads, failures and times: the cap holds, no engine is closed under a request, all requests end."""
 
 import asyncio
+import gc
 import random
 import sys
 import weakref
@@ -16,7 +17,7 @@ from kvcellar.errors import BadRequest, KvcellarError, ModelNotFound, ModelRefus
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.host import Lease
 from kvcellar.serve.residents import Limits, Load
-from kvcellar.short_switches import SHORT, ShortSwitches
+from kvcellar.short_switches import MOST_REST, SHORT, Rests, ShortSwitches
 from tests.serve.fake_host import World, engine_of
 
 SIZES = {"a": (50, 10), "b": (60, 10), "c": (20, 5), "d": (30, 40)}
@@ -300,6 +301,18 @@ def test_threads_take_turns_more_often_only_while_a_model_is_loaded() -> None:
     assert sys.getswitchinterval() == before
 
 
+def test_a_load_rests_as_long_as_it_worked_while_others_run() -> None:
+    now, slept, busy = [0.0], list[float](), [True]
+    rests = Rests(lambda: busy[0], lambda: now[0], slept.append)
+    for worked in (0.005, 5.0, 0.001):
+        now[0] += worked
+        rests()
+    assert slept == pytest.approx([0.005, MOST_REST, 0.001])
+    busy[0] = False
+    rests()
+    assert len(slept) == 3
+
+
 def test_what_never_fits_is_refused_at_once() -> None:
     async def play() -> None:
         made = world(max_bytes=59)
@@ -361,6 +374,7 @@ def test_the_bytes_of_a_failed_load_are_given_back_when_its_half_of_an_engine_is
 
     async def play() -> None:
         made = world()
+        made.free = gc.collect
         halves: list[weakref.ref[Half]] = []
 
         def begin() -> None:
@@ -393,7 +407,11 @@ def test_the_bytes_of_a_failed_load_are_given_back_when_its_half_of_an_engine_is
         assert alive == [0]
         assert made.host.residents.bytes == 0
 
-    run(play)
+    gc.freeze()  # what other tests have left is not collected here
+    try:
+        run(play)
+    finally:
+        gc.unfreeze()
 
 
 def test_a_model_that_is_unloaded_while_it_is_loaded_leaves_after_its_requests() -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from kvcellar.bench.network import SMALL, TINY, write
 from kvcellar.engine.device import DeviceThread
 from kvcellar.engine.engine import Engine
-from kvcellar.short_switches import ShortSwitches
+from kvcellar.engine.settings import EngineOptions
+from kvcellar.short_switches import Rests, ShortSwitches
 
 CACHE, ALONE = 64 << 20, 3.0  # bytes of each cache; seconds of a stream alone
 NAMES = ("one", "two")
@@ -36,7 +37,9 @@ def two_models(directory: Path, *, quick: bool, threads: int) -> Stall:
     device = DeviceThread()
 
     def engine(name: str) -> Engine:
-        return Engine(directory / name, thread=device, threads=threads, cache_bytes=CACHE, max_sequences=4)
+        rests = Rests(lambda: name == NAMES[1])
+        settings: EngineOptions = {"threads": threads, "cache_bytes": CACHE, "max_sequences": 4}
+        return Engine(directory / name, thread=device, progress=lambda _: rests(), **settings)
 
     times: list[float] = []
     ended = threading.Event()

@@ -29,7 +29,7 @@ from kvcellar.serve.named_engine import NamedEngine
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.residents import FOREVER, Limits, Load, Resident, Residents, Work
 from kvcellar.serve.servable import Catalogue, Servable
-from kvcellar.short_switches import ShortSwitches
+from kvcellar.short_switches import Rests, ShortSwitches
 
 log = logging.getLogger("kvcellar.serve")
 
@@ -264,7 +264,7 @@ class Host:
         began = self._clock()
         try:
             with self.short_switches:
-                engine = servable.load(load.resident.size - servable.weights, self._going_on)
+                engine = servable.load(load.resident.size - servable.weights, self._resting())
         except Exception as failure:  # noqa: BLE001 - logged, and given to the requests that wait
             log_failure(servable, failure)
             error = refused(servable, failure)
@@ -281,6 +281,16 @@ class Host:
     def _going_on(self) -> None:
         if self._closed:
             raise EngineClosed("the server was closed while the model was loaded")
+
+    def _resting(self) -> Callable[[], None]:
+        """Ends a load if the server is closed; else lets requests of other models go on."""
+        rests = Rests(lambda: any(one.leases for one in self.residents.all()))
+
+        def check() -> None:
+            self._going_on()
+            rests()
+
+        return check
 
     def _close(self, resident: Resident) -> None:
         engine = resident.engine

@@ -23,6 +23,7 @@ from kvcellar.bench.run import (
     SPECULATE,
     START,
     TURNS,
+    TWO_MODELS,
     run,
     run_profile,
 )
@@ -57,7 +58,7 @@ def measured(capsys: pytest.CaptureFixture[str], **how: Any) -> tuple[list[str],
     return table, json.loads(last)
 
 
-ALONE = (BOOKKEEPING, TURNS, REVERTIBLE, START, FRAGMENTED, RESTART, REPLAY, PREFIX, SPECULATE, DRAFTS)
+ALONE = (BOOKKEEPING, TURNS, REVERTIBLE, START, FRAGMENTED, RESTART, REPLAY, PREFIX, SPECULATE, DRAFTS, TWO_MODELS)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ALONE])
@@ -192,7 +193,7 @@ def test_profile_reports_every_part_of_a_step(capsys: pytest.CaptureFixture[str]
 
 
 def test_the_stalls_of_a_stream_beside_a_load_are_measured(capsys: pytest.CaptureFixture[str]):
-    run(quick=True, only="two-models")
+    run(quick=True, only=TWO_MODELS)
     found = json.loads(capsys.readouterr().out.splitlines()[-1])["two_models"]
     assert found["tokens"] > 0
     assert 0 < found["median"] <= found["worst"]

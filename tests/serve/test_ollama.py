@@ -39,11 +39,12 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def world(tmp_path: Path, source: Path) -> World:
+def world(tmp_path: Path, source: Path) -> Iterator[World]:
     world = World(tmp_path / "models")
     for number, name in enumerate(NAMES):
         made(world.library, name, f"FROM {source}\nPARAMETER top_k {number + 5}\nSYSTEM Be {name}.", source.parent)
-    return world
+    yield world
+    world.host.close()  # again, where there was a server; ends the threads of the engines
 
 
 @pytest.fixture

@@ -131,14 +131,14 @@ class Served(FakeEngine):
 def one_request(monkeypatch, path: str) -> Iterator[None]:
     """`kvcellar serve` with a fake engine; it ends after one completion and one GET of `path`."""
 
-    def run(engine, settings, *, listener, ready, signalled):
-        with Server(engine, settings, listener=listener) as server, httpx.Client(base_url=server.url) as client:
+    def run(host, settings, *, library, tools, listener, ready, signalled):
+        with Server(host, settings, listener=listener) as server, httpx.Client(base_url=server.url) as client:
             ready(server.url)
-            body = {"model": engine.model.name, "prompt": "my secret prompt", "max_tokens": 4}
+            body = {"model": host.default.model.name, "prompt": "my secret prompt", "max_tokens": 4}
             client.post("/v1/completions", json=body, headers={"x-request-id": "mine-1"})
             client.get(path)
 
-    monkeypatch.setattr("kvcellar.cli.serve.Engine", lambda model, **settings: Served())
+    monkeypatch.setattr("kvcellar.cli.hosting.Engine", lambda model, **settings: Served())
     monkeypatch.setattr("kvcellar.cli.serve.run", run)
     yield
 

@@ -44,7 +44,7 @@ def test_a_bad_line_is_named_before_a_model_is_loaded(monkeypatch, tmp_path, lin
     def load(*_: object, **__: object) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("kvcellar.cli.serve.Engine", load)
+    monkeypatch.setattr("kvcellar.cli.hosting.Engine", load)
     file = tmp_path / "pins.jsonl"
     file.write_bytes(f'{{"prompt": "a"}}\n{line}\n'.encode(errors="surrogateescape"))
     ran = kvcellar("serve", "--no-store", "--port", "0", "--pin", str(file))

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 # An engine whose last step never ends, behind the command itself.
 STUCK = """
 import threading
-from kvcellar.cli import main, serve
+from kvcellar.cli import hosting, main
 from tests.serve.fake_engine import FakeEngine
 
 class Stuck(FakeEngine):
@@ -30,7 +30,7 @@ class Stuck(FakeEngine):
         print("closing", flush=True)
         threading.Event().wait()
 
-serve.Engine = lambda model, **settings: Stuck()
+hosting.Engine = lambda model, **settings: Stuck()
 main.main()
 """
 

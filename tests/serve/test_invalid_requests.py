@@ -424,7 +424,6 @@ def test_names_of_other_models_are_not_found(http, name):
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
         ("GET", "/v1", 404),
         ("GET", "/v1/", 404),
         ("GET", "/v2/models", 404),

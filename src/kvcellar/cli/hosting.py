@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def hosted(
     made = Engines({**options, "adapter": None}, quiet=quiet)  # adapters are models with names of their own
     library = _library()
     catalogue = LibraryModels(library, made.on_demand, caches, dtype=options["dtype"])
-    with closing(Host(catalogue, limits, unload=Engine.close, free=_free)) as host:
+    with closing(Host(catalogue, limits, unload=methodcaller("close"), free=_free)) as host:
         for model in models or (None,):
             host.open(_of_library(model, catalogue, made, caches) or _of_files(model, made, caches))
         for name in options.get("adapters") or ():

@@ -304,7 +304,8 @@ class Host:
         if not self._closed:
             self._free()
         self.residents.closed(resident)
-        log.info("unloaded %s", resident.servable.name)
+        if not self._closed:
+            log.info("unloaded %s", resident.servable.name)
         self._post(lambda: None)
 
     # -- inside -----------------------------------------------------------------------------------------------------

@@ -148,9 +148,10 @@ def test_each_request_has_a_line(monkeypatch):
         log = kvcellar("serve", "--port", "0").err
     assert "secret" not in log
     refused, served = sorted((line for line in log.splitlines() if HEAD.match(line)), key=lambda line: "POST" in line)
-    expected = "mine-1: POST /v1/completions 200 ok prompt_tokens=16 cached_tokens=0 recall=- completion_tokens=4 "
+    expected = "mine-1: POST /v1/completions 200 ok model=cellar/fake-1 prompt_tokens=16 cached_tokens=0 "
+    expected += "recall=- completion_tokens=4 "
     assert f"{expected}draft_tokens=- accepted_tokens=- ms=" in served
-    assert ": GET /nowhere%0A%1B%5B31m%20200%20ok 404 not_found prompt_tokens=- " in refused
+    assert ": GET /nowhere%0A%1B%5B31m%20200%20ok 404 not_found model=- prompt_tokens=- " in refused
 
 
 def test_as_json_each_line_is_an_object(monkeypatch):
@@ -170,6 +171,7 @@ def test_as_json_each_line_is_an_object(monkeypatch):
         "route": "/v1/completions",
         "status": 200,
         "outcome": "ok",
+        "model": "cellar/fake-1",
         "prompt_tokens": 16,
         "cached_tokens": 0,
         "recall": None,

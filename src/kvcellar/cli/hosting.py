@@ -108,14 +108,14 @@ def _of_library(model: str | None, catalogue: LibraryModels, made: Engines, cach
 
 def _of_files(model: str | None, made: Engines, caches: Caches) -> Servable:
     """A directory, a name in the local Hugging Face cache, or the embedded model."""
-    path = embedded.path() if model in (None, "embedded") else find(model)[1]
+    name, path = ("embedded", embedded.path()) if model in (None, "embedded") else find(model)
     weights = bytes_in_memory(path, dtype=made.options["dtype"]) + _beside(made)
     least, most = caches.of(weights)
 
     def load(cache: int, going_on: Callable[[], None]) -> ServedEngine:
         return made.stays(model, cache)
 
-    return Servable(str(model), str(path), weights, most, least, load)
+    return Servable(name, str(path), weights, most, least, load)
 
 
 def _beside(made: Engines) -> int:

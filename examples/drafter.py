@@ -58,7 +58,16 @@ def target() -> Tensor:
     return logits
 
 
-def generate(logits: Tensor, count: int, speculator: Speculator | None) -> tuple[list[int], int]:
+class Clock:
+    """Every step takes a second, as on a large model that waits for its weights; drafts take no time."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def generate(logits: Tensor, count: int, speculator: Speculator | None, clock: Clock) -> tuple[list[int], int]:
     """`count` tokens after token 0, and the number of steps."""
     params = SamplingParams(temperature=0.8, seed=1)
     sampler = Sampler(params, seed=1, index=0, prompt_ids=(0,), vocab_size=VOCAB, end_ids=frozenset())
@@ -68,6 +77,7 @@ def generate(logits: Tensor, count: int, speculator: Speculator | None) -> tuple
         chain = Chain((0, 0), text, sampler, len(text), room, namespace="", shared=0)
         if speculator is not None:
             speculator.draft([chain])
+        clock.now += 1.0
         verified = verify([chain], logits[[text[-1], *chain.tokens]])
         for drawn in verified[0].drawn:
             sampler.accept(drawn.token_id)
@@ -81,10 +91,10 @@ def generate(logits: Tensor, count: int, speculator: Speculator | None) -> tuple
 def main() -> tuple[int, int, Speculation]:
     """Steps without drafts, steps with drafts, and the report."""
     logits = target()
-    clock = iter(range(10**9))  # every step takes the same time, as on a large model that waits for its weights
-    speculator = Speculator(PhraseDrafter(PHRASES), clock=lambda: float(next(clock)))
-    plain, without = generate(logits, 400, None)
-    text, steps = generate(logits, 400, speculator)
+    clock = Clock()
+    speculator = Speculator(PhraseDrafter(PHRASES), clock=clock)
+    plain, without = generate(logits, 400, None, clock)
+    text, steps = generate(logits, 400, speculator, clock)
     assert text == plain, "drafts must not change the text"
     report = speculator.report(0)
     assert report is not None

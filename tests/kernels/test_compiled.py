@@ -65,6 +65,16 @@ def test_another_source_and_other_words_to_the_compiler_are_another_library(sour
 
 
 @compiles
+def test_another_header_is_another_library(source, place) -> None:
+    source.write_text('#include "outer.h"\nextern "C" int answer() { return VALUE; }\n')
+    source.with_name("outer.h").write_text('#include "inner.h"\n')
+    source.with_name("inner.h").write_text("#define VALUE 42\n")
+    assert library(source, place).answer() == 42
+    source.with_name("inner.h").write_text("#define VALUE 43\n")
+    assert library(source, place).answer() == 43
+
+
+@compiles
 def test_what_does_not_compile_is_said_and_leaves_nothing(source, place) -> None:
     source.write_text("int answer() { return missing; }\n")
     with pytest.raises(NotCompiled, match=r"cannot compile it: .*error: .*missing"):

@@ -1,8 +1,9 @@
 """compiled: a C++ source of ours, made into a library by the user's own compiler, once, and kept in the user's cache.
 
 Nothing is compiled before a caller needs it, and nothing is ever installed. The file of a library is named
-`SOURCE-INPUTS-CONTENT.so`: INPUTS is a digest of its source, of the options, and of what the compiler reports about
-itself and this CPU; CONTENT is the digest of the library's own bytes.
+`SOURCE-INPUTS-CONTENT.so`: INPUTS is a digest of its source, of the headers of ours that it includes (`#include "X.h"`,
+beside it), of the options, and of what the compiler reports about itself and this CPU; CONTENT is the digest of the
+library's own bytes.
 
 Always true:
   * a library is loaded only if its bytes have the digest in its name: a file that a crash, a
@@ -18,6 +19,7 @@ import errno
 import hashlib
 import logging
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -35,6 +37,7 @@ log = logging.getLogger("kvcellar.compiled")
 SOURCES = Path(__file__).parent  # of the C++ files
 COMPILERS = ("c++", "g++", "clang++")  # tried in this order, if $CXX names none
 OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
+INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
 PATIENCE = 300.0  # seconds that a compiler may take
 FULL = ("No space left on device", "Disk quota exceeded")  # what compilers and linkers print of a full disk
 
@@ -48,9 +51,8 @@ def library(source: Path, environment: Mapping[str, str]) -> ctypes.CDLL:
     if os.name != "posix":
         raise NotCompiled("it is only compiled on POSIX systems")
     compiler = _compiler(environment)
-    text = source.read_bytes()
     about = _run([*compiler, *OPTIONS, "-dM", "-E", "-x", "c++", os.devnull], environment)
-    made_of = (text, about, shlex.join([*compiler, *OPTIONS]).encode())
+    made_of = (*_texts(source), about, shlex.join([*compiler, *OPTIONS]).encode())
     stem = f"{source.stem}-{_digest(b''.join(hashlib.sha256(part).digest() for part in made_of))}"
     directory = _directory(environment)
     path = _intact(directory, stem) or _compile(compiler, source, directory, stem, environment)
@@ -78,6 +80,16 @@ def check_shared(kernel: ctypes.CDLL, call: type[ctypes.Structure], **constants:
     entries = takewhile(lambda one: one.name, map(first.__getitem__, count()))
     found = {one.name.decode(): (one.offset, one.size) for one in entries}
     assert found == expected, f"fields and constants: {found} in C++, {expected} in Python"
+
+
+def _texts(source: Path) -> list[bytes]:
+    """The content of a source, and of each header of ours that it includes, directly or through another."""
+    files = [source]
+    for file in files:  # which grows
+        for name in INCLUDE.findall(file.read_text("utf-8")):
+            if (header := source.parent / name) not in files:
+                files.append(header)
+    return [file.read_bytes() for file in files]
 
 
 def _digest(content: bytes) -> str:

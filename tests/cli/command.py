@@ -22,7 +22,7 @@ from prompt_toolkit.output import DummyOutput
 from kvcellar.cli.main import main
 
 PATIENCE = 120.0  # seconds; only a test that fails waits so long
-COMMAND = (sys.executable, "-m", "kvcellar.cli.main")
+COMMAND = (sys.executable, "-m", "kvcellar")
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[=>]|\r")
 
 

@@ -1,10 +1,12 @@
 """Environment variables that the command sets before libraries read them."""
 
 import os
+import runpy
 import sys
 
 import pytest
 
+from kvcellar import __version__
 from kvcellar.cli.main import ENVIRONMENT, main
 
 
@@ -22,3 +24,13 @@ def test_the_kernel_cache_of_onednn_is_limited_unless_already_set(
     found = {name: os.environ.pop(name) for name in ENVIRONMENT}
     assert ended.value.code == 0, capsys.readouterr().err
     assert found == (ENVIRONMENT if given is None else dict.fromkeys(ENVIRONMENT, given))
+
+
+def test_python_m_kvcellar_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ENVIRONMENT:
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setattr(sys, "argv", ["kvcellar", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("kvcellar", run_name="__main__")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"kvcellar, version {__version__}\n"

@@ -18,10 +18,12 @@ import httpx
 import pytest
 
 from kvcellar import __version__
+from kvcellar.errors import ModelRefused
 from kvcellar.progress import Progress, report
 from kvcellar.serve import Server, ServeSettings, key_digest
 from kvcellar.serve import openai as openai_routes
 from kvcellar.serve.ollama_details import Details
+from kvcellar.serve.own_paths import without_paths
 from kvcellar.serve.server import bind
 from kvcellar.short_switches import SHORT
 from tests.library.made import FakeTools, made
@@ -314,6 +316,41 @@ def test_a_client_that_leaves_ends_the_creation(tmp_path: Path, source: Path) ->
         assert httpx.post(f"{server.url}/api/create", json=other, timeout=PATIENCE).status_code == 400
     assert list(map(str, world.library.names())) == ["one:latest"]
     world.library.check()
+
+
+def test_errors_have_no_paths_of_the_server(http: httpx.Client, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(directory: Path) -> None:
+        raise ModelRefused(f"{directory}/config.json has no field 'model_type', see ~/models/notes.txt")
+
+    monkeypatch.setattr(world.tools, "check_model", refused)
+    monkeypatch.setattr(world.tools, "check_draft", lambda directory, draft: refused(draft))
+    monkeypatch.setattr(world.tools, "find", lambda name: world.library.root.parent / "source")
+    monkeypatch.setattr(world.catalogue, "_make", lambda *_: refused(world.library.root))
+    bodies: tuple[tuple[str, dict[str, Any], str], ...] = (
+        ("create", {"from": "owner/cached"}, "config.json has no field"),
+        ("create", {"from": "one", "draft": "two"}, "config.json has no field 'model_type', see notes.txt"),
+        ("create", {"from": "one", "draft": "one"}, "DRAFT must not reference the same local path as FROM: one"),
+        ("generate", {"model": "one"}, "the model one cannot be loaded: config.json has no field"),
+    )
+    for route, body, message in bodies:
+        response = http.post(f"/api/{route}", json={"model": "new", "stream": False} | body)
+        assert response.status_code == 400, response.text
+        assert message in response.json()["error"]
+        assert str(world.library.root.parent) not in response.text
+        assert "~" not in response.text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("FROM one: /var/lib/a/config.json has 5 bytes", "FROM one: config.json has 5 bytes"),
+        ("'/srv/x/y': no", "'y': no"),
+        ("there is none in ~/models/mine, and /etc/hosts.", "there is none in mine, and hosts."),
+        ("/v1/models lists owner/name:small, https://a.b/c/d has more", None),
+    ],
+)
+def test_a_message_keeps_the_names_of_files_and_routes(text: str, shown: str | None) -> None:
+    assert without_paths(text) == (text if shown is None else shown)
 
 
 def damage(world: World, name: str) -> None:

@@ -92,7 +92,3 @@ def _message(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"no space left on the disk of {error.filename or 'the file that the output goes to'} ({error.strerror})"
     return str(error)
-
-
-if __name__ == "__main__":
-    main()

@@ -143,9 +143,8 @@ class _Creation:
         self._draft = self._draft_command and sources.found(self._draft_command, library, tools, folders)
         self._adapters = [(one, sources.found(one, library, tools, folders)) for one in modelfile.all("adapter")]
         if self._draft is not None and self._draft.same(self._source):
-            raise modelfile.all("draft")[0].error(
-                f"DRAFT must not reference the same local path as FROM: {self._draft.path}"
-            )
+            draft = modelfile.all("draft")[0]
+            raise draft.error(f"DRAFT must not reference the same local path as FROM: {draft.args}")
         self._base = None if self._source.model is None else self._source.model.manifest
         inherited: Mapping[str, Any] = {} if self._base is None else self._base.parameters
         self._parameters = merged(inherited, texts.parameters, modelfile.parameters)

@@ -6,6 +6,7 @@ import traceback
 from kvcellar.errors import EngineClosed, KvcellarError, ModelNotFound
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.json_text import printable
+from kvcellar.serve.own_paths import without_paths
 from kvcellar.serve.servable import Servable
 
 log = logging.getLogger("kvcellar.serve")
@@ -17,7 +18,7 @@ def refused(servable: Servable, error: Exception) -> Exception:
         message = f"the model {servable.name} cannot be loaded now; the log of the server has the reason"
         return ApiError(503, message, "model", "model_not_loaded", {"retry-after": "10"})
     if isinstance(error, KvcellarError) and not isinstance(error, EngineClosed | ModelNotFound):
-        message = printable(f"the model {servable.name} cannot be loaded: {error}", 2000)
+        message = printable(f"the model {servable.name} cannot be loaded: {without_paths(str(error))}", 2000)
         return ApiError(400, message, "model", "model_refused")
     return error
 

@@ -55,7 +55,15 @@ class LibraryHandler:
 
     async def copy(self, request: Request) -> Response:
         body, library = await read(self._server, request, CopyBody), self._library
-        await self._server.threads.for_library(lambda: library.copy(self._owned(body.source).name, body.destination))
+
+        def work() -> None:
+            name = self._owned(body.source).name
+            try:
+                library.copy(name, body.destination)
+            except ModelNotFound as error:  # removed meanwhile
+                raise not_served(name) from error
+
+        await self._server.threads.for_library(work)
         return Response()
 
     async def delete(self, request: Request) -> Response:

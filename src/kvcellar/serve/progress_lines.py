@@ -9,12 +9,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from dataclasses import replace
 from types import TracebackType
 
 from kvcellar.errors import KvcellarError
 from kvcellar.progress import Listener, Progress, listening
 from kvcellar.serve.api_errors import ApiError, ClientDisconnected, api_error
 from kvcellar.serve.json_text import to_json
+from kvcellar.serve.own_paths import without_paths
 from kvcellar.serve.reader_threads import ReaderThreads
 
 SECONDS = 0.1  # between two lines of one stage
@@ -92,5 +94,5 @@ def failure(error: Exception) -> ApiError:
     """The error of such work. What kvcellar raises on purpose is for the client."""
     found = api_error(error)
     if found.status == 500 and isinstance(error, KvcellarError):
-        return ApiError(400, str(error), code="not_possible")
-    return found
+        return ApiError(400, without_paths(str(error)), code="not_possible")
+    return replace(found, message=without_paths(found.message))

@@ -20,7 +20,7 @@ from kvcellar.shapes import StoredAs
 from kvcellar.verify import run
 from kvcellar.verify.checks import CHECKS
 from kvcellar.verify.harness import Harness, gap_of, other_text
-from kvcellar.verify.run import WAYS, verify
+from kvcellar.verify.run import BITS, WAYS, verify
 from tests.zoo import ARCHS, WINDOW, reference_logits
 
 NOT_APPLICABLE = {  # and a word of why
@@ -74,7 +74,7 @@ def test_the_seed_decides_everything() -> None:
 def test_every_check_is_announced_before_it_runs() -> None:
     names: list[str] = []
     verify(guest_of("llama"), tokens=16, quality=False, watch=names.append)
-    assert names == NAMES
+    assert names == [*NAMES, BITS]
 
 
 @pytest.mark.parametrize("tokens", [8, 9, 10, 13, 33])

@@ -40,6 +40,9 @@ def command(model: str | None, as_json: bool, pull: bool, quiet: bool, **options
     In float32 equality is promised, to 1e-4 of the largest logit. In half precision, where a model differs from itself,
     a feed is judged by its median row and a wider bound, and a difference counts only if it occurs with other tokens
     too; --dtype float32 is the stricter check.
+
+    The bits of logits are compared, too: of rows that were decoded alone, read in chunks, batched or drafted. Where
+    they differ, the first module that makes the difference is printed; this does not change the exit code.
     """
     asked = {name: options.pop(name) for name in ("tokens", "seed", "quality")}
     settings = Settings(**given(**options))
@@ -58,7 +61,7 @@ def _reporter() -> Any:
     from kvcellar.verify.checks import CHECKS
 
     begun = count()
-    return lambda name: progress.report(f"checking {name}", next(begun), len(CHECKS) + 1)
+    return lambda name: progress.report(f"checking {name}", next(begun), len(CHECKS) + 2)
 
 
 def _lines(report: "Report") -> Iterator[str]:
@@ -74,6 +77,8 @@ def _lines(report: "Report") -> Iterator[str]:
         tokens = max(one.tokens for one in report.kv_quality)
         yield f"  with quantised K/V (--kv-dtype of serve and run), over {tokens} tokens sampled from it:"
         yield from (f"    {one}" for one in report.kv_quality)
+    yield f"  bits of a row's logits: the same in {sum(one.holds for one in report.bits)} of {len(report.bits)} ways"
+    yield from (f"    {one}" for one in report.bits if not one.holds)
     yield from (f"  {check}" for check in report.broken)
     applied = len(report.applied)
     not_promised = f"; in {report.dtype} this is reported, not promised: use --dtype float32 for a strict check"

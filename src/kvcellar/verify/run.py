@@ -17,12 +17,14 @@ from kvcellar.engine.in_library import located
 from kvcellar.engine.machine import threads_of
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import BadRequest, KvcellarError
+from kvcellar.kernels.packed import pack
 from kvcellar.models.build_guest import MODEL_ERRORS, build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.models.hf_logging import silence_transformers
 from kvcellar.models.input_limits import context_of
 from kvcellar.models.load import load
 from kvcellar.models.selftest import TOLERANCE, worst
+from kvcellar.verify.bits import SameBits, same_bits
 from kvcellar.verify.checks import CHECKS, Check, NotApplicable
 from kvcellar.verify.harness import CheckFailed, Harness, Setup
 from kvcellar.verify.kv_quality import KvQuality, is_small, kv_quality
@@ -38,6 +40,7 @@ LEAST = 8  # the fewest tokens that the checks need
 TRIES = 3  # with different texts, in half precision, before a difference is reported
 FAR = 1_000_003  # from the seed of a try to that of the next
 WAYS = ("fp8", "int8", "int8+hadamard", "int4+hadamard")  # of storing K/V, whose divergence is reported
+BITS = "bits"  # the name under which `watch` is called before rows are compared bit by bit
 SAMPLE = 64  # tokens of the text on which it is measured
 
 
@@ -87,6 +90,7 @@ class Report:
     promised: bool
     checks: tuple[CheckResult, ...]
     kv_quality: tuple[KvQuality, ...] = ()
+    bits: tuple[SameBits, ...] = ()  # reported, and not a part of `holds`
 
     @property
     def holds(self) -> bool:
@@ -118,9 +122,9 @@ def verify(
 
     `watch` is called with the name of each check before it runs.
 
-    Of `settings`, only dtype, device, attention and threads are used. `quality`: whether to also measure storing K/V in
-    fewer bits; None: only for small models. Raises the errors of `load` and `build_guest`, and `BadRequest` for too few
-    tokens or for a guest with quantised K/V, whose logits are expected to differ.
+    Of `settings`, only dtype, device, attention, pack and threads are used. `quality`: whether to also measure storing
+    K/V in fewer bits; None: only for small models. Raises the errors of `load` and `build_guest`, and `BadRequest` for
+    too few tokens or for a guest with quantised K/V, whose logits are expected to differ.
     """
     if tokens < LEAST:
         raise BadRequest(f"tokens is {tokens}; texts need at least {LEAST}", "tokens")
@@ -129,6 +133,8 @@ def verify(
         return _report(type(model.model).__name__, model, settings, tokens, seed, quality, watch)
     torch.set_num_threads(threads_of(settings.threads, torch.get_num_threads()).count)
     loaded = load(located(model), dtype=settings.dtype, device=settings.device)
+    if settings.pack and loaded.model.device.type == "cpu":
+        pack(loaded.model)
     guest = build_guest(loaded.model, named(settings.attention))
     return _report(loaded.name, guest, settings, tokens, seed, quality, watch)
 
@@ -158,11 +164,18 @@ def _report(
         seed=seed,
         promised=guest.dtype in EXACT,
         checks=tuple(_checks(guest, min(tokens, context_of(guest.model)), seed, layers, watch)),
+        bits=_bits(guest, seed, watch),
     )
     if not (is_small(parameters) if quality is None else quality) or not guest.shape.groups:
         return report
     watch("quantised K/V")
     return replace(report, kv_quality=tuple(kv_quality(guest, named(settings.attention), WAYS, tokens=SAMPLE)))
+
+
+def _bits(guest: Guest, seed: int, watch: Callable[[str], None]) -> tuple[SameBits, ...]:
+    watch(BITS)
+    with silence_transformers():
+        return same_bits(guest, seed=seed)
 
 
 def kinds(guest: Guest) -> list[str]:

@@ -1,0 +1,89 @@
+"""A row's bits are compared with those of the same text computed alone, and the module that changes them is named."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kvcellar.attention.choose import backends
+from kvcellar.kernels.packed import pack
+from kvcellar.models.build_guest import build_guest
+from kvcellar.models.guest import Guest
+from kvcellar.verify.bits import SameBits, same_bits
+from tests.zoo import ARCHS
+
+
+def guest_of(name: str, dtype: torch.dtype = torch.float32) -> Guest:
+    model: Any = ARCHS[name].build().to(dtype)
+    pack(model)
+    return build_guest(model, backends())
+
+
+def by_way(guest: Guest) -> dict[str, SameBits]:
+    return {one.way: one for one in same_bits(guest, seed=0)}
+
+
+class OfCompany(nn.Module):
+    """Multiplies by a number that depends on how many rows there are."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * (1 + 1e-6 * (x.shape[1] > 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decoding_in_a_batch_and_from_a_fork_gives_the_bits_of_decoding_alone(dtype) -> None:
+    found = by_way(guest_of("llama", dtype))
+    for way in ("in a batch of 2", "in a batch of 8", "in a batch of 64", "from a fork"):
+        assert found[way].holds, str(found[way])
+        assert found[way].rows >= 24
+        assert str(found[way]) == f"{way}: the same bits in all {found[way].rows} rows"
+
+
+def test_a_module_whose_result_depends_on_the_number_of_rows_is_named() -> None:
+    guest = guest_of("llama")
+    layer: Any = guest.model.get_submodule("model.layers.1.mlp")
+    layer.down_proj = OfCompany(layer.down_proj)
+    found = by_way(guest)
+    assert found["from a fork"].holds
+    kind = type(layer.down_proj.inner).__name__
+    where = f"model.layers.1.mlp.down_proj.inner ({kind}) and model.layers.2.input_layernorm (LlamaRMSNorm)"
+    for way in ("in a batch of 2", "in a batch of 64", "beside a prompt"):
+        assert 0 < found[way].differing < found[way].rows
+        assert str(found[way]).endswith(f"rows have other bits; first in what is computed between {where}")
+
+
+class Failing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > 1:
+            raise RuntimeError("too many rows")
+        return x
+
+
+def test_a_way_that_cannot_be_computed_is_reported_with_its_error() -> None:
+    guest = guest_of("llama")
+    guest.model.get_submodule("model").norm = Failing()
+    found = by_way(guest)
+    assert found["from a fork"].holds
+    assert not found["a whole prompt"].holds
+    assert str(found["a whole prompt"]) == "a whole prompt: an operation raised RuntimeError: too many rows"
+
+
+def test_guests_that_run_solo_have_no_company_in_a_step() -> None:
+    ways = by_way(guest_of("bloom"))
+    assert not any("batch" in way or "beside" in way for way in ways)
+    assert ways["from a fork"].holds
+    assert "a whole prompt" in ways
+
+
+def test_memory_is_left_as_it_was() -> None:
+    guest = guest_of("mamba")
+    names = {name: type(module) for name, module in guest.model.named_modules()}
+    one, again = same_bits(guest, seed=3), same_bits(guest, seed=3)
+    assert one == again
+    assert {name: type(module) for name, module in guest.model.named_modules()} == names
+    assert not any(module._forward_hooks for module in guest.model.modules())

@@ -101,6 +101,9 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")[:n]
 
 
+LINEARS = (PackedLinear, WidenedLinear)  # the classes that replace linear layers
+
+
 @dataclass(frozen=True, slots=True)
 class Packing:
     """The result of `pack`: the number of replaced layers, the bytes of their weights, how many of them are widened as

@@ -9,13 +9,18 @@ Operators of torch have torch's names ("aten.mul.Tensor") and take its arguments
 
     kvcellar.linear(x [...,in], paths)                   -> [...,out]; of several modules, their outputs side by side
     kvcellar.put(k [1,G,T,D], v [1,G,T,Dv], layer)       -> (); stores keys and values of the new tokens
-    kvcellar.attend(q [1,H,T,D], k, v, layer, path)      -> [1,T,H,Dv]; over the stored cells of a layer
+    kvcellar.attend(q [1,H,T,D], layer, scoring)         -> [1,T,H,Dv]; over the stored cells of a layer
     kvcellar.dense(layer, plane)                         -> [1,G,N,D]; what is stored of all cells that the step sees
-    kvcellar.attend_dense(q, k, v, layer, path)          -> [1,T,H,Dv]; over keys computed from `dense`
-    kvcellar.mix(tensors, path)                          -> tensors; a module that keeps a state, called by the door
-    kvcellar.module(tensors, path)                       -> tensors; a module that could not be traced
+    kvcellar.attend_dense(q, k, v, layer, scoring)       -> [1,T,H,Dv]; over keys computed from `dense`
+    kvcellar.mix(path, arguments, keywords)              -> tensors; a module that keeps a state, called by the door
+    kvcellar.module(path, arguments, keywords)           -> tensors; a module that could not be traced
 
-`path` is that of the module in the network, as in `get_submodule`. Tensor arguments of an operator are `Ref`s.
+`path` is that of the module in the network, as in `get_submodule`. `scoring` are the keywords `scale`, `softcap` and
+`sinks` (a value, or None). `arguments` is a tuple of the call's positional arguments; its keywords are the operator's.
+Tensors among them are `Ref`s, and `Cache()` stands for the cache that the guest passes to its modules. The number N of
+cells is a symbol of its own for each group of layers.
+
+Arguments that only name a device or an order in memory are left out: a copy is written as its output value says.
 
 Always true (`check`):
   * an operator reads only inputs, constants and what operators before it have written;
@@ -63,12 +68,17 @@ class Dtype:
     name: str
 
 
-Argument = Ref | Number | Dtype | int | float | bool | str | None | tuple["Argument", ...]
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """An argument of a module that is the cache of the running forward."""
+
+
+Argument = Ref | Number | Dtype | Cache | int | float | bool | str | None | tuple["Argument", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor. Strides and the offset count elements of its storage."""
+    """A tensor. Strides and the offset, from the start of its storage, count elements of its dtype."""
 
     dtype: str
     shape: tuple[Size, ...]
@@ -79,8 +89,9 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A storage that is there before the program runs: a parameter or buffer of the network, by its path, or `data`,
-    the content of a tensor that was made while the network was traced and does not depend on symbols."""
+    """A storage that is there before the program runs: that of a parameter or buffer of the network, by its path, where
+    offsets count from the tensor's first element; or `data`, the content of a tensor that was made while the network
+    was traced and does not depend on symbols."""
 
     path: str | None = None
     data: tuple[float | int | bool, ...] | None = None

@@ -114,7 +114,7 @@ class Guest:
 
         Models add a range over their rows to it, which gives the real positions. Code that needs a number gets 0.
         """
-        return positions - torch.arange(len(positions), device=positions.device) if self._offsets else 0
+        return positions - torch.arange(positions.shape[0], device=positions.device) if self._offsets else 0
 
     @torch.inference_mode()
     def forward(self, memory: Memory, plan: Plan, ids: Ints, want: Ints) -> Tensor:
@@ -134,10 +134,10 @@ class Guest:
         if self.mode == "flat":
             door = FlatDoor(memory, plan, self.past_length(rows[1]), self.shape.bindings, self._scorings)
             self._adapt(door, plan, lambda: door.mixing.view, head)
-            return self._run(door, *rows, want)
+            return self.run(door, *rows, want)
         door = SoloDoor(memory, plan, fresh_layers(self.model))
         self._adapt(door, plan, lambda: None, head)
-        logits = self._run(door, *rows, want)
+        logits = self.run(door, *rows, want)
         door.put()
         return logits
 
@@ -170,7 +170,8 @@ class Guest:
             )
         return logits, read[0][0]
 
-    def _run(self, door: Door, ids: Tensor, positions: Tensor, want: Tensor | None) -> Tensor:
+    def run(self, door: Door, ids: Tensor, positions: Tensor, want: Tensor | None) -> Tensor:
+        """Call the network with an open door: logits of the rows `want`, or of all that its head computes."""
         with opened(door) as cache:
             inputs: dict[str, Any] = {"input_ids": ids[None], cache_argument(self._accepts): cache, "use_cache": True}
             if "position_ids" in self._accepts:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from kvcellar.cache.history import LayerHistory
 from kvcellar.cache.memory import Memory
 from kvcellar.errors import ModelRefused, NotSupported, WrongStage
 from kvcellar.models.adapter_rows import AdapterRows
@@ -299,17 +300,22 @@ class FlatDoor(StepDoor):
         revertible = frozenset(feed.seq for feed in plan.feeds if feed.in_parts)
         self.mixing = Mixing(memory, plan.states, plan.tokens, lambda: opened(self), revertible)
 
+    def history(self, layer: int) -> LayerHistory:
+        """What a layer stores."""
+        if layer in self._layers:
+            return self._layers[layer]
+        raise ModelRefused(f"layer {layer} stores keys and values, and did not when the model was probed")
+
+    def put(self, k: Tensor, v: Tensor, layer: int) -> None:
+        if self._storing is not None:
+            k, v = k.index_select(2, self._storing), v.index_select(2, self._storing)
+        self.history(layer).put({"k": k, "v": v})
+
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        history = self._layers.get(layer)
-        if history is None:
-            raise ModelRefused(f"layer {layer} stores keys and values, and did not when the model was probed")
-        if self._storing is None:
-            history.put({"k": k, "v": v})
-        else:
-            history.put({"k": k.index_select(2, self._storing), "v": v.index_select(2, self._storing)})
+        self.put(k, v, layer)
         if layer not in self._expanded:
             return k, v
-        stored_k, stored_v, _ = history.dense()
+        stored_k, stored_v, _ = self._layers[layer].dense()
         return stored_k.transpose(0, 1)[None].to(k.dtype), stored_v.transpose(0, 1)[None].to(v.dtype)
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, extras: Extras) -> Tensor:

@@ -1,0 +1,1 @@
+"""recording: trace the forward of a flat guest once, and replay it as a list of operators."""

@@ -1,0 +1,190 @@
+"""replay: run a program operator by operator, on torch. Slow and obvious; it judges what runs programs faster.
+
+Always true: every value of a program has the strides that the program says, whatever an operator returned.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from kvcellar.kernels.program import Argument, Cache, Dtype, Number, Op, Program, Ref, Sizes, size_of
+from kvcellar.models.seam import FlatDoor, GuestCache
+from kvcellar.shapes import Scoring
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """logits [W,V], and hidden [T,hidden] where the program has it."""
+
+    logits: Tensor
+    hidden: Tensor | None
+
+
+class Replay:
+    """Runs one program of a network."""
+
+    def __init__(self, program: Program, network: nn.Module) -> None:
+        self.program, self.network = program, network
+        self.device = next(network.parameters()).device
+        self.constants = constants_of(program, network)
+        self.functions = {op.name: function_of(op.name) for op in program.ops if not op.name.startswith("kvcellar.")}
+        self.counted = layers_of_cells(program)
+        self.last_uses = _last_uses(program)
+
+    def run(self, door: FlatDoor, cache: GuestCache, ids: Tensor, positions: Tensor, wanted: Tensor) -> Results:
+        """A forward of the open step, whose door is open."""
+        cells = {symbol: len(door.history(layer).step.columns.cells) for symbol, layer in self.counted.items()}
+        run = _Run(self, door, cache, {"T": len(ids), "W": len(wanted), **cells})
+        for name, tensor in (("ids", ids), ("positions", positions), ("wanted", wanted)):
+            run.store(self.program.inputs[name], tensor)
+        for number, op in enumerate(self.program.ops):
+            run.step(op)
+            for storage in self.last_uses.get(number, ()):
+                run.storages.pop(storage, None)
+        outputs = {name: run.tensor(value) for name, value in self.program.outputs.items()}
+        return Results(outputs["logits"], outputs.get("hidden"))
+
+
+class _Run:
+    """The values of one forward, by storage."""
+
+    def __init__(self, replay: Replay, door: FlatDoor, cache: GuestCache, sizes: Sizes) -> None:
+        self._replay, self._door, self._cache, self._sizes = replay, door, cache, sizes
+        self._values = replay.program.values
+        self.storages: dict[int, Tensor] = dict(replay.constants)  # flat, or a constant
+
+    def step(self, op: Op) -> None:
+        if op.name.startswith("kvcellar."):
+            made = self._ours(op)
+        else:
+            function = self._replay.functions[op.name]
+            args, kwargs = self._arguments(op.args), {key: self._argument(one) for key, one in op.kwargs.items()}
+            if not op.reads and "device" in {argument.name for argument in function._schema.arguments}:
+                kwargs["device"] = self._replay.device
+            made = function(*args, **kwargs)
+            if function._schema.is_mutable:
+                return  # its arguments are the program's own storages
+        for value, tensor in zip(op.outputs, tree_leaves(made), strict=True):
+            if value is not None:
+                self.store(value, tensor)
+
+    def store(self, value: int, tensor: Tensor) -> None:
+        """Write a new storage. The tensor is copied, unless it is laid out as the value is and nothing else is."""
+        into = self._values[value]
+        shape, strides = self._shape(into.shape), self._shape(into.strides)
+        assert tuple(tensor.shape) == shape, f"an operator returned {tuple(tensor.shape)} for {shape}"
+        if tensor.stride() != strides or tensor.storage_offset():
+            copy = tensor.new_empty_strided(shape, strides)
+            tensor = copy.copy_(tensor)
+        self.storages[into.storage] = tensor
+
+    def tensor(self, value: int) -> Tensor:
+        """A view of a storage."""
+        of = self._values[value]
+        base = self.storages[of.storage]
+        dtype = getattr(torch, of.dtype)
+        offset = size_of(of.offset, self._sizes) + base.storage_offset()
+        if dtype is base.dtype:
+            return base.as_strided(self._shape(of.shape), self._shape(of.strides), offset)
+        made = torch.empty(0, dtype=dtype, device=base.device)
+        return made.set_(base.untyped_storage(), offset, self._shape(of.shape), self._shape(of.strides))
+
+    def _shape(self, sizes: Sequence[int | str]) -> tuple[int, ...]:
+        return tuple(size_of(size, self._sizes) for size in sizes)
+
+    def _arguments(self, arguments: Sequence[Argument]) -> list[Any]:
+        return [self._argument(one) for one in arguments]
+
+    def _argument(self, argument: Argument) -> Any:
+        match argument:
+            case Ref(value):
+                return self.tensor(value)
+            case Number(size):
+                return size_of(size, self._sizes)
+            case Dtype(name):
+                return getattr(torch, name)
+            case Cache():
+                return self._cache
+            case tuple():
+                return tuple(self._arguments(argument))
+            case _:
+                return argument
+
+    def _ours(self, op: Op) -> Any:
+        args, kwargs = self._arguments(op.args), {key: self._argument(one) for key, one in op.kwargs.items()}
+        match op.name:
+            case "kvcellar.linear":
+                x, paths = args
+                return torch.cat([self._replay.network.get_submodule(path)(x) for path in paths], -1)
+            case "kvcellar.put":
+                self._door.put(*args)
+                return ()
+            case "kvcellar.attend":
+                q, layer = args
+                history = self._door.history(layer)
+                return history.backend.attend(q.transpose(1, 2), history, Scoring(**kwargs))
+            case "kvcellar.dense":
+                layer, plane = args
+                k, v, _ = self._door.history(layer).dense()
+                stored = (k if plane == "k" else v).transpose(0, 1)[None]
+                return stored.to(getattr(torch, self._values[op.outputs[0] or 0].dtype))
+            case "kvcellar.attend_dense":
+                q, k, v, layer = args
+                history = self._door.history(layer)
+                k, v = k[0].transpose(0, 1), v[0].transpose(0, 1)  # [N,G,D], [N,G,Dv]
+                visible = history.step.columns.visible
+                return history.backend.attend_dense(q.transpose(1, 2)[0], k, v, visible, Scoring(**kwargs))[None]
+            case _:
+                path, arguments = args
+                out = self._replay.network.get_submodule(path)(*arguments, **kwargs)
+                return [one for one in tree_leaves(out) if isinstance(one, Tensor)]
+
+
+def layers_of_cells(program: Program) -> dict[str, int]:
+    """By symbol that is a number of cells, a layer whose cells these are."""
+    found: dict[str, int] = {}
+    for op in program.ops:
+        match op:
+            case Op("kvcellar.dense", (int(layer), _), _, (int(stored),)):
+                found[str(program.values[stored].shape[2])] = layer
+            case _:
+                continue
+    return found
+
+
+def constants_of(program: Program, network: nn.Module) -> dict[int, Tensor]:
+    """The constants of a program, by storage: parameters and buffers of the network, and data."""
+    device = next(network.parameters()).device
+    found: dict[int, Tensor] = {}
+    for storage, constant in program.constants.items():
+        if constant.path is not None:
+            parent, _, name = constant.path.rpartition(".")
+            found[storage] = getattr(network.get_submodule(parent), name).detach()
+        else:
+            dtype = next(value.dtype for value in program.values if value.storage == storage)
+            found[storage] = torch.tensor(constant.data, dtype=getattr(torch, dtype), device=device)
+    return found
+
+
+def function_of(name: str) -> Any:
+    """An operator of torch by its name."""
+    space, operator, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, space), operator), overload)
+
+
+def _last_uses(program: Program) -> Mapping[int, list[int]]:
+    """Storages by the number of the operator after which they are not read."""
+    kept = program.constants.keys() | {program.values[value].storage for value in program.outputs.values()}
+    last: dict[int, int] = {}
+    for number, op in enumerate(program.ops):
+        for value in (*op.reads, *(one for one in op.outputs if one is not None)):
+            last[program.values[value].storage] = number
+    freed: dict[int, list[int]] = {}
+    for storage, number in last.items():
+        if storage not in kept:
+            freed.setdefault(number, []).append(storage)
+    return freed

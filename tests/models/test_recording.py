@@ -1,0 +1,102 @@
+"""A recorded forward, replayed operator by operator, gives the logits of the network's own modules, bit for bit."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcellar.attention.choose import backends
+from kvcellar.cache.memory import Memory
+from kvcellar.models.build_guest import build_guest
+from kvcellar.models.guest import Guest
+from kvcellar.models.input_limits import random_tokens
+from kvcellar.models.recording.capture import capture
+from kvcellar.models.recording.replay import Replay, Results
+from kvcellar.models.recording.sizes import NotRecordable
+from kvcellar.models.seam import FlatDoor, opened
+from kvcellar.plan import Batch, Feed, Plan
+from kvcellar.spans import Span
+from tests.models.served import FLAT, SOLO
+from tests.zoo import ARCHS
+
+Forward = Callable[[Memory, Plan, Sequence[int], Sequence[int]], Tensor]
+
+
+def replay(
+    guest: Guest, recorded: Replay, memory: Memory, plan: Plan, ids: Sequence[int], want: Sequence[int]
+) -> Results:
+    rows = memory.tables.fill("ids", ids), memory.tables.fill("positions", plan.positions)
+    with torch.inference_mode():
+        door = FlatDoor(memory, plan, guest.past_length(rows[1]), guest.shape.bindings)
+        with opened(door) as cache:
+            return recorded.run(door, cache, *rows, memory.tables.fill("wanted rows", want))
+
+
+@pytest.fixture(autouse=True)
+def without_traces_of_torch(caplog: pytest.LogCaptureFixture) -> None:
+    """Torch logs every symbolic size, and pytest would keep that."""
+    caplog.set_level(logging.WARNING, "torch.__trace")
+
+
+class Steps:
+    """Steps of one memory: the same for every forward that is passed."""
+
+    def __init__(self, guest: Guest, forward: Forward) -> None:
+        self.memory = guest.memory({group.name: 160 for group in guest.shape.groups}, rows=12)
+        self.logits: list[Tensor] = []
+        self._forward = forward
+        self._ids = random_tokens(guest.model, 64, torch.Generator().manual_seed(7))
+
+    def step(
+        self,
+        fed: Sequence[tuple[int, int]],
+        *,
+        wanted: int | None = None,
+        kept: dict[int, int] | None = None,
+        stores: bool = True,
+    ) -> None:
+        """`fed`: sequences and their numbers of tokens. `wanted`: only so many rows, the last first."""
+        lengths = [(seq, self.memory.length(seq), count) for seq, count in fed]
+        feeds = [
+            Feed(seq, Span(at, at + count), revertible=kept is not None, stores=stores or seq != fed[0][0])
+            for seq, at, count in lengths
+        ]
+        ids = [self._ids[at + 3 * seq + place] for seq, at, count in lengths for place in range(count)]
+        plan = self.memory.begin(Batch(tuple(feeds)))
+        self.logits.append(self._forward(self.memory, plan, ids, range(len(ids))[::-1][:wanted]).clone())
+        self.memory.commit(kept)
+
+
+def timeline(guest: Guest, forward: Forward) -> list[Tensor]:
+    """Chunks of prompts beside single tokens, decoding, parts of feeds that are kept, and query-only rows."""
+    steps = Steps(guest, forward)
+    steps.step([(0, 13), (1, 3), (2, 1)])
+    steps.step([(0, 1), (1, 1), (2, 1)])
+    steps.step([(0, 4), (1, 4)], wanted=2)
+    steps.step([(2, 1)], wanted=1)
+    steps.step([(0, 5), (1, 1), (2, 2)], wanted=3)
+    if guest.no_partial_commit is None:
+        steps.step([(0, 4), (1, 4)], kept={0: 2, 1: 1})
+    steps.step([(0, 2), (1, 1)], stores=False)
+    steps.step([(0, 1), (1, 1)])
+    return steps.logits
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("name", FLAT)
+def test_a_replayed_forward_equals_the_modules(name: str, dtype: torch.dtype) -> None:
+    guest = build_guest(ARCHS[name].build().to(dtype), backends())
+    captured = capture(guest)
+    recorded = Replay(captured.program, guest.model)
+    ours = timeline(guest, lambda *step: replay(guest, recorded, *step).logits)
+    theirs = timeline(guest, guest.forward)
+    assert [torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)] == [True] * len(theirs)
+
+
+@pytest.mark.parametrize("name", SOLO)
+def test_a_model_that_runs_solo_is_not_recorded(name: str) -> None:
+    guest = build_guest(ARCHS[name].build(), backends())
+    with pytest.raises(NotRecordable, match="one sequence per forward"):
+        capture(guest)

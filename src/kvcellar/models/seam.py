@@ -48,7 +48,6 @@ _HARMLESS = frozenset({  # without effect in inference, or contained in the plan
 })  # fmt: skip
 _KNOWN = _READ | _HARMLESS
 
-
 Extras = Mapping[str, Any]
 
 
@@ -302,9 +301,9 @@ class FlatDoor(StepDoor):
 
     def history(self, layer: int) -> LayerHistory:
         """What a layer stores."""
-        if layer in self._layers:
-            return self._layers[layer]
-        raise ModelRefused(f"layer {layer} stores keys and values, and did not when the model was probed")
+        if layer not in self._layers:
+            raise ModelRefused(f"layer {layer} stores keys and values, and did not when the model was probed")
+        return self._layers[layer]
 
     def put(self, k: Tensor, v: Tensor, layer: int) -> None:
         if self._storing is not None:

@@ -149,6 +149,12 @@ def model_options(function: F) -> F:
             show_default=True,
             help="Type of computation: auto, float32, bfloat16 or float16.",
         ),
+        click.option(
+            "--weights",
+            default="auto",
+            show_default=True,
+            help="How linear layers multiply: auto (as the files are), int8, int4, mixed (quantised at load) or dense.",
+        ),
         click.option("--device", default="auto", show_default=True, help="Device: auto, cpu, cuda or cuda:N."),
         click.option("--attention", help="Attention backend. Default: the first that supports the model."),
         click.option(

@@ -106,6 +106,7 @@ class DraftModel:
     measures: Measures
     step_tokens: int
     vocabulary: int
+    multiplied: str  # how its weights are, if not as dense ones
 
     @property
     def context(self) -> int:
@@ -113,7 +114,7 @@ class DraftModel:
 
     @property
     def source(self) -> Source:
-        return Source(() if self.path is None else (self.path,), "draft model")
+        return Source(() if self.path is None else (self.path,), "draft model", self.multiplied)
 
     def needs(self) -> Needs:
         limits = {"context": self.context, "step_tokens": self.step_tokens}
@@ -213,7 +214,7 @@ def _model(
     measures = measures_of(own, loaded.path, began=began, limits=limits, environment=os.environ)
     ids = vocabulary_of(target.model)
     deepest, steps = settings.draft_depth or DEEPEST, settings.step_tokens
-    return DraftModel(loaded.name, loaded.path, fit, deepest, own, measures, steps, ids)
+    return DraftModel(loaded.name, loaded.path, fit, deepest, own, measures, steps, ids, loaded.multiplied)
 
 
 def _loaded(
@@ -230,7 +231,8 @@ def _loaded(
         before.append(outline_fit(target, outline, checks))
         before[0].require()
 
-    loaded = load(draft, dtype=settings.dtype, device=str(guest.device), check=fits)
+    weights = "dense" if settings.weights == "dense" else "auto"  # a draft is not quantised at load
+    loaded = load(draft, dtype=settings.dtype, device=str(guest.device), weights=weights, check=fits)
     fit = placed(before[0], target, loaded) if before else draft_fit(target, loaded, checks)
     fit.require()
     return loaded, fit

@@ -123,7 +123,7 @@ def open_head(
         deepest = min(deepest, head.layers)
     paths = () if loaded.path is None else (loaded.path,)
     # They read what the model computes from its K/V.
-    source = Source(paths, f"MTP layers, kv_dtype {settings.kv_dtype}")
+    source = Source(paths, f"MTP layers, kv_dtype {settings.kv_dtype}", loaded.multiplied)
     return MtpDrafts(fit.draft, fit, head, deepest, context, settings.step_tokens, source)
 
 

@@ -35,11 +35,15 @@ def open_model(model: "str | Path | PreTrainedModel | None", settings: Settings)
     found = in_library(model)
     settings = _settings(settings, found)
     if found is None:
-        return Opened(load(model, dtype=settings.dtype, device=settings.device), NO_PREAMBLE, settings)
-    loaded = load(found.directory, dtype=settings.dtype, device=settings.device)
+        return Opened(_loaded(model, settings), NO_PREAMBLE, settings)
+    loaded = _loaded(found.directory, settings)
     manifest = found.manifest
     examples = tuple({"role": one.role, "content": one.content} for one in manifest.messages)
     return Opened(_as_created(loaded, found), Preamble(manifest.system, examples), settings)
+
+
+def _loaded(model: "str | Path | PreTrainedModel | None", settings: Settings) -> Loaded:
+    return load(model, dtype=settings.dtype, device=settings.device, weights=settings.weights)
 
 
 def shown_name(found: LibraryModel) -> str:

@@ -47,16 +47,17 @@ TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.jso
 
 class Source(NamedTuple):
     """What decides the bytes of a memory: the directories of all weights that are run to fill it, none if these have no
-    files; and what it is for, if it is not the target's."""
+    files; what it is for, if it is not the target's; and how its weights are multiplied, if not as dense ones."""
 
     paths: tuple[Path, ...]
     role: str = ""
+    weights: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A memory that may have tiers; `paths` and `role` are those of its `Source`. It has this `share` of the bytes that
-    are set for tiers, but for a directory, whose cap holds for all that use it."""
+    """A memory that may have tiers; `paths`, `role` and `weights` are those of its `Source`. It has this `share` of the
+    bytes that are set for tiers, but for a directory, whose cap holds for all that use it."""
 
     memory: Memory
     prefixes: Prefixes
@@ -65,6 +66,7 @@ class Owner:
     share: float = 1.0
     role: str = ""
     events: KvEvents | None = None
+    weights: str = ""
 
     def part(self, size: int) -> int:
         return int(self.share * size)
@@ -87,7 +89,10 @@ def open_store(
         raise BadRequest("a model that was given as an object has no files, by which a store would know it", "store")
     paths = (loaded.path,) if loaded.path is not None else ()
     evict = partial(manager.evict, restores=False)
-    return _opened(Owner(manager.memory, manager.prefixes, evict, paths, share, events=manager.events), settings, post)
+    owner = Owner(
+        manager.memory, manager.prefixes, evict, paths, share, events=manager.events, weights=loaded.multiplied
+    )
+    return _opened(owner, settings, post)
 
 
 def open_draft_store(
@@ -99,7 +104,8 @@ def open_draft_store(
     share: float,
 ) -> Store | None:
     """The same for the memory of a drafter. Nothing that its tiers do keeps the engine from starting."""
-    owner = Owner(draft.memory, draft.prefixes, draft.evict, source.paths, share, source.role)
+    parts = (source.paths, share, source.role)
+    owner = Owner(draft.memory, draft.prefixes, draft.evict, *parts, weights=source.weights)
     return _opened(owner, settings, post)
 
 
@@ -178,7 +184,7 @@ def _identity(owner: Owner) -> bytes:
         directory = cache(os.environ)
     digests, paths, memory = FileDigests(directory), owner.paths, owner.memory
     texts = [path / name for path in paths for name in TEXT_FILES if (path / name).is_file()]
-    role = {"role": owner.role} if owner.role else {}
+    more = {"role": owner.role, "multiplied": owner.weights}
     return identity(
         {
             "format": FORMAT,
@@ -192,5 +198,5 @@ def _identity(owner: Owner) -> bytes:
             "torch": version("torch"),
             "transformers": version("transformers"),
         }
-        | role
+        | {name: value for name, value in more.items() if value}
     )

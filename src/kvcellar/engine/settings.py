@@ -8,11 +8,13 @@ from typing import Literal, TypedDict
 
 from kvcellar.engine.machine import PER_CPU, most_threads
 from kvcellar.errors import BadRequest, shown
+from kvcellar.models.quantize.kinds import WEIGHTS
 from kvcellar.places import state
 from kvcellar.shapes import StoredAs
 from kvcellar.speculate.factory import DrafterFactory
 from kvcellar.text.tokens import SHORT, bytes_for
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 BYTES_PER_TOKEN = 8  # of text; twice as many as texts commonly have
 USUAL_TEXT = 256 * 2**10  # bytes of a text that every engine can tokenize by default
@@ -38,6 +40,9 @@ class Settings:
 
     # type of computation; auto: the type of the weights
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    # how weights are multiplied. auto: as the files have them, where quantised ones can be on this machine, else dense;
+    # int8, int4, mixed: those of linear layers are quantised at load; dense: in `dtype`
+    weights: Literal["auto", "int8", "int4", "mixed", "dense"] = "auto"
     device: str = "auto"  # auto, cpu, cuda or cuda:N; auto: CUDA if there is a device
     cache_bytes: int | None = None  # cap on the bytes of K/V, state, steps and edits; None: a share of free memory
     context: int | None = None  # most tokens of one sequence; None: from the config of the model
@@ -86,8 +91,8 @@ class Settings:
     pack: bool = True  # on CPUs, reorder the weights of linear layers for oneDNN at load; a given network's are copied
 
     def __post_init__(self) -> None:
-        if not isinstance(self.dtype, str) or self.dtype not in ("auto", "float32", "bfloat16", "float16"):
-            raise BadRequest(f"dtype must be auto, float32, bfloat16 or float16, not {shown(self.dtype)}", "dtype")
+        self._one_of("dtype", DTYPES)
+        self._one_of("weights", WEIGHTS)
         if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
             raise BadRequest(f"device must be auto, cpu, cuda or cuda:N, not {shown(self.device)}", "device")
         for name in ("adapter", "attention", "kv_dtype", "store", "store_remote", "kv_events", "kv_events_replay"):
@@ -110,6 +115,11 @@ class Settings:
         self._threads()
         self._draft()
         self._adapters()
+
+    def _one_of(self, name: str, values: Sequence[str]) -> None:
+        if not isinstance(value := getattr(self, name), str) or value not in values:
+            listed = f"{', '.join(values[:-1])} or {values[-1]}"
+            raise BadRequest(f"{name} must be {listed}, not {shown(value)}", name)
 
     def _adapters(self) -> None:
         self._whole("adapter_bytes", self.adapter_bytes, 0)
@@ -178,6 +188,7 @@ class EngineOptions(TypedDict, total=False):
     """The fields of `Settings`, where each has its comment, as keyword arguments."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    weights: Literal["auto", "int8", "int4", "mixed", "dense"]
     device: str
     cache_bytes: int | None
     context: int | None

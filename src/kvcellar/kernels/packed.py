@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvcellar.kernels.quantised import QuantisedLinear
 from kvcellar.kernels.widened import Kernel, WidenedLinear, kernel
 
 CAUSAL_CONV = "causal_conv1d_fn"  # its name in mixers of transformers
@@ -101,7 +102,7 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")[:n]
 
 
-LINEARS = (PackedLinear, WidenedLinear)  # the classes that replace linear layers
+LINEARS = (PackedLinear, WidenedLinear, QuantisedLinear)  # the classes that replace linear layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ dropped, and what is missing or does not fit is refused with the reason.
 """
 
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
@@ -25,7 +26,9 @@ from kvcellar.models.find import find
 from kvcellar.models.generation_defaults import FIELDS, GenerationDefaults, generation_defaults
 from kvcellar.models.hf_logging import silence_transformers
 from kvcellar.models.input_limits import context_of
+from kvcellar.models.quantize.kinds import DENSE
 from kvcellar.models.quantize.reading import decoded
+from kvcellar.models.quantize.served import Coding, Served, coding_of, given, replaced
 from kvcellar.models.shared_weights import sharing_weights
 from kvcellar.models.text_assets import TextAssets, text_assets
 from kvcellar.models.weights_files import WeightsFiles, check_depth, check_shapes, opened
@@ -56,6 +59,12 @@ class Loaded:
     text: TextAssets | None
     without_text: str
     notes: tuple[str, ...]  # what of its files is not used or not followed
+    served: Served | None = None  # how weights of 8 and 4 bits are multiplied; None: it has none
+
+    @property
+    def multiplied(self) -> str:
+        """What tells its results from those with dense weights; empty: its weights are dense."""
+        return self.served.identity if self.served is not None else ""
 
 
 def load(
@@ -63,17 +72,18 @@ def load(
     *,
     dtype: Dtype = "auto",
     device: str = "auto",
+    weights: str = DENSE,
     check: Callable[[Loaded], object] | None = None,
 ) -> Loaded:
     """Build the network of a directory, a name, or (None) the embedded model. Raises `ModelNotFound`, `ModelRefused`,
     and `BadRequest` for any other type. `check` is called with the model before its weights are read, which are on the
-    meta device then; what it raises ends the load.
+    meta device then; what it raises ends the load. `weights` is one of `WEIGHTS` in `quantize/kinds.py`.
 
     A network that is given stays as it is, on its device and in its dtype: what is loaded is a copy of its modules that
     shares its weights.
     """
     if isinstance(model, PreTrainedModel):
-        return _given(model)
+        return _given(model, weights)
     if model is not None and not isinstance(model, str | Path):
         raise BadRequest(f"model is a directory, a name, or a model of transformers, not {shown(model)}", "model")
     place = _device(device)
@@ -83,22 +93,26 @@ def load(
         generation = _generation_fields(path, fields)
         generation_defaults(generation)  # refuses invalid values before anything is built
         with opened(path) as files:
-            weights = decoded(files)
-            config = config_of(fields, weights)
+            stored = decoded(files)
+            config = config_of(fields, stored)
             report(f"building {config.model_type}")  # transformers imports its module now
-            kind = _dtype(dtype, config, weights)
+            kind = _dtype(dtype, config, stored)
             skeleton = skeleton_of(config, kind)
             skeleton.generation_config = _generation_config(path, generation)
             defaults = generation_defaults(generation, context=context_of(skeleton))
             text = text_assets(path, config)
-            check_shapes(skeleton, weights)
+            check_shapes(skeleton, stored)
             if check is not None:
-                check_types(skeleton, weights, targets_of(skeleton, weights))
+                check_types(skeleton, stored, targets_of(skeleton, stored))
                 check(_loaded(name, path, skeleton, defaults, text))
-            network, notes = _filled(path, skeleton, kind, weights)
-        network.generation_config = skeleton.generation_config
+            coding = coding_of(skeleton, stored, weights, place, os.environ)
+            network, notes = _filled(path, skeleton, kind, stored, coding if isinstance(coding, Coding) else None)
+            network.generation_config = skeleton.generation_config
+            loaded = _loaded(name, path, network, defaults, text, (*notes, *_why_dense(coding)))
+            if isinstance(coding, Coding):
+                loaded = replace(loaded, served=_replaced(path, network, coding, stored))
         network.to(device=place)  # pyright: ignore[reportCallIssue, reportArgumentType] - its stub is of a decorator
-    return _noted(_loaded(name, path, network, defaults, text, notes))
+    return _noted(loaded)
 
 
 def locate(model: str | Path) -> tuple[str, Path]:
@@ -112,14 +126,19 @@ def is_network(model: object) -> TypeGuard[PreTrainedModel]:
     return isinstance(model, PreTrainedModel)
 
 
-def _given(model: PreTrainedModel) -> Loaded:
+def _why_dense(coding: Coding | str | None) -> tuple[str, ...]:
+    return (f"its quantised weights are decoded when they are loaded: {coding}",) if isinstance(coding, str) else ()
+
+
+def _given(model: PreTrainedModel, weights: str) -> Loaded:
     """A network that was built by the caller."""
     config: GenerationConfig | None = model.generation_config
     defaults = GenerationDefaults({})
     if config is not None:
         defaults = generation_defaults(vars(config), context=context_of(model))
     text = "the network was given without a tokenizer"
-    return _noted(_loaded(type(model).__name__, None, sharing_weights(model), defaults, text))
+    loaded = _loaded(type(model).__name__, None, sharing_weights(model), defaults, text)
+    return _noted(replace(loaded, served=given(loaded.model, weights, os.environ)))
 
 
 def _loaded(
@@ -208,15 +227,27 @@ def skeleton_of(config: Any, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _filled(
-    path: Path, skeleton: PreTrainedModel, dtype: torch.dtype, weights: WeightsFiles
+    path: Path, skeleton: PreTrainedModel, dtype: torch.dtype, weights: WeightsFiles, coding: Coding | None
 ) -> tuple[PreTrainedModel, list[str]]:
-    """The network with its weights, and notes on what of the weights files is not used as stored."""
-    check_memory(_count(skeleton) * dtype.itemsize + sum(buffer.nbytes for buffer in skeleton.buffers()))
+    """The network with its weights but those of `coding`, and notes on what of the files is not used as stored."""
+    later = coding.modules if coding is not None else {}
+    elements = _count(skeleton) - sum(math.prod(weights.tensors[name].shape) for name in later)
+    check_memory(elements * dtype.itemsize + sum(buffer.nbytes for buffer in skeleton.buffers()))
     try:
-        return fill(skeleton, dtype, weights)
+        return fill(skeleton, dtype, weights, later=later.keys())
     except BUILD_ERRORS as error:
         weights.check_unchanged()  # a file that changed is the cause
         raise ModelRefused(f"transformers cannot build {path.name}: {error}") from error
+
+
+def _replaced(path: Path, network: PreTrainedModel, coding: Coding, weights: WeightsFiles) -> Served:
+    try:
+        served = replaced(network, coding)
+    except BUILD_ERRORS as error:
+        weights.check_unchanged()
+        raise ModelRefused(f"the quantised weights of {path.name} cannot be read: {error}") from error
+    weights.check_unchanged()
+    return served
 
 
 def check_memory(size: int) -> None:

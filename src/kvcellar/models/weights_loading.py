@@ -6,7 +6,7 @@ Always true: every stored tensor is copied into the network, or named in a note,
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,16 +38,34 @@ class Source:
         return self._slices[self._name][index]
 
 
-def fill(skeleton: PreTrainedModel, dtype: torch.dtype, weights: WeightsFiles) -> tuple[PreTrainedModel, list[str]]:
+class StandIn:
+    """Takes the place of a stored tensor that is read later: one zero, expanded to its shape."""
+
+    was_read = True
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self._zeros = torch.zeros((), dtype=dtype).expand(shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._zeros[index]
+
+
+def fill(
+    skeleton: PreTrainedModel, dtype: torch.dtype, weights: WeightsFiles, *, later: Collection[str] = ()
+) -> tuple[PreTrainedModel, list[str]]:
     """A network like `skeleton` with copies of the weights as `dtype`, and notes on what is not used as stored.
 
-    Reads tensor by tensor, so its peak is the network's bytes and the tensors that transformers is joining. Raises
+    Reads tensor by tensor, so its peak is the network's bytes and the tensors that transformers is joining. Weights
+    whose stored names are in `later` are a `StandIn`, which the caller replaces. Raises
     `ModelRefused` if tensors are missing, have another shape or no place in the network, or hold values that are not
     finite; and what transformers raises.
     """
     targets = targets_of(skeleton, weights)
     check_types(skeleton, weights, targets)
-    sources = {name: Source(weights.slices, name) for name in weights.slices}
+    sources = {
+        name: StandIn(weights.tensors[name].shape, dtype) if name in later else Source(weights.slices, name)
+        for name in weights.slices
+    }
     with sequential_reads():
         built: Any = type(skeleton).from_pretrained(
             None,
@@ -86,23 +104,35 @@ def targets_of(skeleton: PreTrainedModel, weights: WeightsFiles) -> dict[str, st
 
     Raises `ModelRefused` if two are loaded under one name and are not joined there.
     """
-    conversions = get_model_conversion_mapping(skeleton)
-    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
-    converters = [one for one in conversions if isinstance(one, WeightConverter)]
-    prefix, own = skeleton.base_model_prefix, skeleton.state_dict()
+    own = skeleton.state_dict()
     targets: dict[str, str] = {}
     first: dict[str, str] = {}
-    for name in weights.tensors:
-        target, joined = rename_source_key(name, renamings, converters, prefix, own)
-        if target not in own and name in own:
-            target, joined = rename_source_key(name, [], [], prefix, own)
+    for name, target, joined in _renamed(skeleton, weights):
         targets[name] = target
-        if joined is None and target in own and (other := first.setdefault(target, name)) != name:
+        if not joined and target in own and (other := first.setdefault(target, name)) != name:
             raise ModelRefused(
                 f"{other} ({weights.tensors[other].file}) and {name} ({weights.tensors[name].file}) are both the "
                 f"network's {target}, and only one of them would be used. Remove the other one from its file."
             )
     return targets
+
+
+def plain_targets(skeleton: PreTrainedModel, weights: WeightsFiles) -> dict[str, str]:
+    """`targets_of`, of those tensors that are loaded as they are stored, neither joined nor split nor turned."""
+    return {name: target for name, target, converted in _renamed(skeleton, weights) if not converted}
+
+
+def _renamed(skeleton: PreTrainedModel, weights: WeightsFiles) -> Iterator[tuple[str, str, bool]]:
+    """Of each stored tensor its name, the name it is loaded under, and whether it is converted there."""
+    conversions = get_model_conversion_mapping(skeleton)
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, WeightConverter)]
+    prefix, own = skeleton.base_model_prefix, skeleton.state_dict()
+    for name in weights.tensors:
+        target, converter = rename_source_key(name, renamings, converters, prefix, own)
+        if target not in own and name in own:
+            target, converter = rename_source_key(name, [], [], prefix, own)
+        yield name, target, converter is not None
 
 
 def check_types(skeleton: PreTrainedModel, weights: WeightsFiles, targets: Mapping[str, str]) -> None:

@@ -122,9 +122,9 @@ def verify(
 
     `watch` is called with the name of each check before it runs.
 
-    Of `settings`, only dtype, device, attention, pack and threads are used. `quality`: whether to also measure storing
-    K/V in fewer bits; None: only for small models. Raises the errors of `load` and `build_guest`, and `BadRequest` for
-    too few tokens or for a guest with quantised K/V, whose logits are expected to differ.
+    Of `settings`, only dtype, device, weights, attention, pack and threads are used. `quality`: whether to also measure
+    storing K/V in fewer bits; None: only for small models. Raises the errors of `load` and `build_guest`, and
+    `BadRequest` for too few tokens or for a guest with quantised K/V, whose logits are expected to differ.
     """
     if tokens < LEAST:
         raise BadRequest(f"tokens is {tokens}; texts need at least {LEAST}", "tokens")
@@ -132,7 +132,7 @@ def verify(
     if isinstance(model, Guest):
         return _report(type(model.model).__name__, model, settings, tokens, seed, quality, watch)
     torch.set_num_threads(threads_of(settings.threads, torch.get_num_threads()).count)
-    loaded = load(located(model), dtype=settings.dtype, device=settings.device)
+    loaded = load(located(model), dtype=settings.dtype, device=settings.device, weights=settings.weights)
     if settings.pack and loaded.model.device.type == "cpu":
         pack(loaded.model)
     guest = build_guest(loaded.model, named(settings.attention))

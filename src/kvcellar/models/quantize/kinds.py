@@ -4,6 +4,8 @@ from kvcellar.errors import BadRequest, shown
 
 INT8, INT4, MIXED = "int8", "int4", "mixed"
 QUANTISED = (INT8, INT4, MIXED)
+AUTO, DENSE = "auto", "dense"
+WEIGHTS = (AUTO, *QUANTISED, DENSE)  # how weights can be multiplied
 CASTS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _NAMES = {
     INT8: ("int8", "q8", "q8_0", "fp8"),  # fp8 as in Ollama: 8 bits, here integers

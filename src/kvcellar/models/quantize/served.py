@@ -1,0 +1,169 @@
+"""served: linear layers of a network that compute with codes, which the files have or which are made at load.
+
+Weights of these layers are read one by one, after all others, and never in another form than their codes. Until then
+the network has a stand-in for each: a zero that is expanded to its shape.
+
+Made at load are the same layers that `kvcellar create --quantize` writes, by the same rules without data. With codes
+from either, the output head has 8 bits, too; an embedding that is the same weight stays as it is for lookups.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvcellar.errors import BadRequest, ModelRefused
+from kvcellar.kernels.codes import INT4, Coded, Codes
+from kvcellar.kernels.compiled import NotCompiled
+from kvcellar.kernels.quantised import ARITHMETIC, Kernel, QuantisedLinear, unfit
+from kvcellar.models.quantize.chosen import FEWEST, choose
+from kvcellar.models.quantize.kinds import AUTO, DENSE, INT8, QUANTISED
+from kvcellar.models.quantize.rules import int4_groups, int8_rows
+from kvcellar.models.weights_files import Stored, WeightsFiles, first_few
+from kvcellar.models.weights_loading import is_finite, plain_targets
+
+_STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_HALF = 8  # what is added to integers of 4 bits
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """How weights are multiplied: number of layers by bits, bytes of their codes, and why others with codes are dense.
+
+    `identity` tells the numbers that are computed from those with other weights of the same files; empty: dense ones.
+    """
+
+    layers: Mapping[int, int]
+    bytes: int
+    dense: Mapping[str, str]
+    identity: str
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """Layers that are going to be replaced: modules by the stored name of their weight."""
+
+    kernel: Kernel
+    kinds: Mapping[str, str]  # what the weights of each are rounded to; `AUTO`: the file has codes
+    modules: Mapping[str, str]
+    slices: Mapping[str, Any]
+    setting: str
+
+
+def kernel_for(device: torch.device, environment: Mapping[str, str]) -> Kernel | str:
+    """The kernel, or the reason why quantised weights cannot be multiplied."""
+    if device.type != "cpu":
+        return f"products of quantised weights are computed on CPUs, not on {device.type}"
+    try:
+        return Kernel(environment)
+    except NotCompiled as error:
+        return f"the kernel for quantised weights is not compiled: {error}"
+
+
+def coding_of(
+    skeleton: PreTrainedModel, weights: WeightsFiles, setting: str, device: torch.device, environment: Mapping[str, str]
+) -> Coding | str | None:
+    """What to replace; None: nothing; a text: why codes of the files are served dense. Raises `BadRequest` if the
+    setting cannot be followed."""
+    coded = [name for name, one in weights.slices.items() if isinstance(one, Coded)]
+    if setting == DENSE or (setting == AUTO and not coded):
+        return None
+    if setting in QUANTISED and coded:
+        raise BadRequest(
+            f"weights is {setting}, but {weights.path.name} has quantised weights, such as {first_few(sorted(coded))}. "
+            f"Use {AUTO} or {DENSE}, or a model that is not quantised",
+            "weights",
+        )
+    kernel = kernel_for(device, environment)
+    if isinstance(kernel, str):
+        if setting == AUTO:
+            return kernel
+        raise BadRequest(f"weights cannot be {setting}: {kernel}. Use {AUTO} or {DENSE}", "weights")
+    plain = plain_targets(skeleton, weights)
+    if setting == AUTO:
+        kinds = dict.fromkeys((name for name in coded if name in plain), AUTO)
+    else:
+        kinds = choose(skeleton, weights, setting).kinds
+    linear = _linear_layers(skeleton)
+    places = {name: plain[name].removesuffix(".weight") for name in kinds if plain.get(name, "").endswith(".weight")}
+    parts = Counter(places.values())
+    modules = {
+        name: place
+        for name, place in places.items()
+        if parts[place] == 1 and place in linear and linear[place].weight.shape == weights.tensors[name].shape
+    }
+    return Coding(kernel, {name: kinds[name] for name in modules}, modules, weights.slices, setting)
+
+
+def given(network: PreTrainedModel, setting: str, environment: Mapping[str, str]) -> Served | None:
+    """Replace layers of a network that was given. Raises `BadRequest`."""
+    tensors = {name: one for name, one in network.state_dict().items() if one.dtype in _STORED}
+    stored = {name: Stored("", tuple(one.shape), _STORED[one.dtype]) for name, one in tensors.items()}
+    weights = WeightsFiles(Path(type(network).__name__), stored, tensors, {}, ())
+    coding = coding_of(network, weights, setting, network.device, environment)
+    return replaced(network, coding) if isinstance(coding, Coding) else None
+
+
+@torch.no_grad()
+def replaced(network: PreTrainedModel, coding: Coding) -> Served:
+    """Replace the layers and the output head, one by one. Raises `ModelRefused` for weights that are not finite."""
+    layers: list[QuantisedLinear] = []
+    dense: dict[str, str] = {}
+    for name, place in coding.modules.items():
+        linear = network.get_submodule(place)
+        assert isinstance(linear, nn.Linear)
+        codes = _codes(name, coding)
+        if isinstance(codes, str):
+            linear.weight = nn.Parameter(coding.slices[name][...].to(network.dtype), requires_grad=False)
+            dense[name] = codes
+        else:
+            layers.append(_put(network, place, linear, codes, coding.kernel))
+    for place, linear in _linear_layers(network).items():
+        if layers and linear is network.get_output_embeddings() and linear.weight.numel() >= FEWEST:
+            layers.append(_put(network, place, linear, Codes(*_without_table(int8_rows(linear.weight))), coding.kernel))
+    identity = f"{coding.setting}, arithmetic {ARITHMETIC}" if layers else ""
+    return Served(Counter(one.bits for one in layers), sum(one.nbytes for one in layers), dense, identity)
+
+
+def _put(network: nn.Module, place: str, linear: nn.Linear, codes: Codes, kernel: Kernel) -> QuantisedLinear:
+    layer = QuantisedLinear(kernel, codes, linear.bias, linear.weight.dtype)
+    parent, _, leaf = place.rpartition(".")
+    setattr(network.get_submodule(parent), leaf, layer)
+    return layer
+
+
+def _codes(name: str, coding: Coding) -> Codes | str:
+    """The codes of one weight, or why it is dense."""
+    part, kind = coding.slices[name], coding.kinds[name]
+    if isinstance(part, Coded):
+        codes = part.codes()
+        return codes if isinstance(codes, str) else unfit(codes) or codes
+    weight: Tensor = part[...]
+    if not is_finite(weight):
+        raise ModelRefused(f"{name} holds NaN or infinity. The weights are damaged")
+    if kind == INT8:
+        return Codes(*_without_table(int8_rows(weight)))
+    values, scales = int4_groups(weight)
+    return Codes((values + _HALF).view(torch.uint8), INT4, scales)
+
+
+def _without_table(rounded: tuple[Tensor, Tensor]) -> tuple[Tensor, None, Tensor]:
+    values, scales = rounded
+    return values, None, scales
+
+
+def _linear_layers(network: nn.Module) -> dict[str, nn.Linear]:
+    """Those whose `forward` is that of `nn.Linear` and nothing else."""
+    return {
+        name: module
+        for name, module in network.named_modules()
+        if type(module) is nn.Linear
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+        and "forward" not in vars(module)
+    }

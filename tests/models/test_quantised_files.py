@@ -21,7 +21,7 @@ from kvcellar.errors import ModelRefused
 from kvcellar.models.hf_logging import silence_transformers
 from kvcellar.models.load import load
 from kvcellar.models.quantize.directory import quantize_directory
-from kvcellar.models.quantize.schemes import quantisation_of
+from kvcellar.models.quantize.formats.table import FORMATS, format_in
 from kvcellar.tiers.identity import FileDigests
 from tests.models.quantised import saved, stored, words_of
 from tests.zoo import reference_logits
@@ -229,16 +229,45 @@ def test_a_matrix_of_another_size_than_the_network_has_is_refused(written: dict[
 
 
 CONFIGS: dict[str, tuple[Any, str]] = {
-    "gptq": ({"quant_method": "gptq", "bits": 4}, "its weights are quantised (gptq)"),
-    "awq": ({"quant_method": "awq"}, "its weights are quantised (awq)"),
-    "fp8": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "its weights are quantised (fp8)"),
-    "MLX": ({"group_size": 64, "bits": 4}, "its weights are quantised (MLX)"),
+    "hqq": ({"quant_method": "hqq"}, "its weights are quantised (hqq)"),
+    "quark": ({"quant_method": "quark"}, "quantised by one of: compressed-tensors, gptq, awq"),
+    "no name": ({"quant_method": "a b"}, "its weights are quantised ('a b')"),
+    "no method": ({"bits": 4}, "its weights are quantised (None)"),
     "text": ("int8", "its weights are quantised (int8)"),
+    "a number": (8, "its weights are quantised (8)"),
+    "gptq of 5 bits": ({"quant_method": "gptq", "bits": 5, "group_size": 128}, "(gptq) to 5 bits"),
+    "gptq without groups": ({"quant_method": "gptq", "bits": 4}, "in groups of None inputs"),
+    "marlin": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"},
+        "by GPTQ, as 'marlin'",
+    ),
+    "gemv": ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "by AWQ, as 'gemv'"),
+    "awq of 8 bits": ({"quant_method": "awq", "bits": 8, "group_size": 128}, "(awq) to 8 bits; read are 4"),
+    "a group of 0": ({"quant_method": "awq", "bits": 4, "group_size": 0}, "in groups of 0 inputs"),
+    "auto-round": (
+        {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:mx_fp"},
+        "by AutoRound, as 'auto_round:mx_fp'",
+    ),
+    "auto-round of floats": (
+        {"quant_method": "auto-round", "bits": 4, "group_size": 32, "data_type": "nv_fp"},
+        "of type 'nv_fp'",
+    ),
+    "fp8 blocks": ({"quant_method": "fp8", "weight_block_size": [128]}, "the config has blocks of [128]"),
+    "fp8 blocks of 0": ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "two sizes from 1 to"),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "by ModelOpt as 'W4A8_AWQ'; read are FP8"),
+    "MLX": ({"group_size": 48, "bits": 4}, "by MLX to 4 bits in groups of 48"),
+    "MLX bits": ({"group_size": 64, "bits": 7}, "by MLX to 7 bits in groups of 64"),
+    "MLX of a module": ({"group_size": 64, "bits": 4, "lm_head": {"bits": 1}}, "weights of 'lm_head' are quantised"),
+    "MLX mode": ({"group_size": 64, "bits": 4, "mode": "lut"}, "by MLX as 'lut'"),
+    "online": ({"quant_method": "bitnet", "quantization_mode": "online"}, "BitNet as 'bitlinear', 'online'"),
+    "rms": ({"quant_method": "bitnet", "use_rms_norm": True}, "use_rms_norm True"),
+    "gemma of 3 bits": ({"quant_method": "gemma", "num_bits": 3}, "(gemma) to 3 bits"),
+    "gemma pattern": ({"quant_method": "gemma", "module_quant_configs": {"(a+)+b": {}}}, "too complex a pattern"),
     "floats": ({"config_groups": {"g": group("float-quantized", num_bits=8)}}, "'float-quantized' of type 'int'"),
     "nvfp4": ({"config_groups": {"g": group("nvfp4-pack-quantized", num_bits=4)}}, "'nvfp4-pack-quantized'"),
     "no groups": ({}, "needs config_groups"),
     "too many": ({"config_groups": {str(n): {} for n in range(100)}}, "one to 64 of them"),
-    "3 bits": ({"config_groups": {"g": group("pack-quantized", num_bits=3)}}, "integers of 3 bits"),
+    "9 bits": ({"config_groups": {"g": group("pack-quantized", num_bits=9)}}, "numbers of 9 bits"),
     "blocks": ({"config_groups": {"g": group("int-quantized", num_bits=8, strategy="block")}}, "scales by 'block'"),
     "group of 0": (
         {"config_groups": {"g": group("int-quantized", num_bits=8, strategy="group", group_size=0)}},
@@ -264,17 +293,18 @@ CONFIGS: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("where", ["quantization_config", "compression_config", "text_config"])
 def test_configs_that_cannot_be_read_are_refused_by_name(what: str, where: str) -> None:
     config, named = CONFIGS[what]
-    if isinstance(config, dict) and "quant_method" not in config and "bits" not in config:
+    if isinstance(config, dict) and not {"quant_method", "bits"} & config.keys():
         config = {"quant_method": "compressed-tensors", **config}
     with pytest.raises(ModelRefused) as refusal:
-        quantisation_of({where: {"quantization_config": config} if where == "text_config" else config})
+        format_in({where: {"quantization_config": config} if where == "text_config" else config})
     assert named in str(refusal.value)
 
 
 WORDS = st.sampled_from([
     *("targets", "weights", "format", "config_groups", "g", "num_bits", "symmetric", "strategy", "group_size", "type"),
     *("Linear", "re:.*mlp.*", "re:(", "pack-quantized", "int-quantized", "group", "channel", "tensor", "int", "float"),
-    *("quant_method", "compressed-tensors", "ignore", "transform_config", "sparsity_config", "dense", ""),
+    *("quant_method", "bits", "weight_block_size", "module_quant_configs", "mode", "compressed-tensors", "ignore"),
+    *("transform_config", "sparsity_config", "dense", ""),
 ])  # fmt: skip
 VALUES = st.recursive(
     st.none() | st.booleans() | st.sampled_from([-1, 0, 4, 8, 32, 1 << 70]) | st.floats() | WORDS,
@@ -283,17 +313,14 @@ VALUES = st.recursive(
 )
 
 
-@given(VALUES, VALUES, VALUES)
-def test_any_config_is_read_or_refused(weights: Any, targets: Any, raw: Any) -> None:
+@given(st.sampled_from(sorted(FORMATS)), VALUES, VALUES, VALUES)
+def test_any_config_is_read_or_refused(method: str, weights: Any, targets: Any, raw: Any) -> None:
     groups = {"g": {"targets": targets, "weights": weights, "format": "pack-quantized"}}
-    base = {"quant_method": "compressed-tensors"}
+    base = {"quant_method": method}
     more = raw if isinstance(raw, dict) else {}
     for one in (raw, {**base, **more}, {**base, "config_groups": groups}, {**base, "config_groups": raw}):
-        try:
-            found = quantisation_of({"quantization_config": one})
-        except ModelRefused:
-            continue
-        assert found is None or found.schemes
+        with suppress(ModelRefused):
+            assert format_in({"quantization_config": one}) is not None or not one
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -326,13 +353,13 @@ def test_two_different_descriptions_are_refused() -> None:
         {"quant_method": "compressed-tensors", "config_groups": {"g": group("int-quantized", num_bits=bits)}}
         for bits in (4, 8)
     )
-    assert quantisation_of({"quantization_config": one, "compression_config": one}) is not None
+    assert format_in({"quantization_config": one, "compression_config": one}) is not None
     with pytest.raises(ModelRefused, match="describes quantised weights twice"):
-        quantisation_of({"quantization_config": one, "compression_config": other})
+        format_in({"quantization_config": one, "compression_config": other})
 
 
 def test_a_config_without_quantisation_is_none() -> None:
-    assert quantisation_of({"quantization_config": None, "text_config": {}}) is None
+    assert format_in({"quantization_config": None, "text_config": {}}) is None
 
 
 # -- elsewhere --------------------------------------------------------------------------------------------------------

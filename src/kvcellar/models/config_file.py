@@ -13,7 +13,6 @@ from typing import Any
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvcellar.errors import ModelRefused
-from kvcellar.models.quantize.schemes import quantisation_of
 
 MOST_JSON = 64 << 20  # bytes of a config or an index, far above any real one
 
@@ -71,7 +70,6 @@ def config_fields(path: Path) -> dict[str, Any]:
     if not isinstance(model_type, str) or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         own_code = ". It has its own code (auto_map), which is never run" if "auto_map" in raw else ""
         raise ModelRefused(f"the installed transformers has no causal language model of type {model_type!r}{own_code}")
-    quantisation_of(raw)  # refuses what cannot be decoded
     _check_fields(raw, depth=0)
     return _cleaned(raw)
 

@@ -8,8 +8,9 @@ dropped, and what is missing or does not fit is refused with the reason.
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
@@ -60,6 +61,7 @@ class Loaded:
     without_text: str
     notes: tuple[str, ...]  # what of its files is not used or not followed
     served: Served | None = None  # how weights of 8 and 4 bits are multiplied; None: it has none
+    stored: Mapping[str, int] = field(default_factory=dict[str, int])  # how quantised weights of its files are stored
 
     @property
     def multiplied(self) -> str:
@@ -108,7 +110,7 @@ def load(
             coding = coding_of(skeleton, stored, weights, place, os.environ)
             network, notes = _filled(path, skeleton, kind, stored, coding if isinstance(coding, Coding) else None)
             network.generation_config = skeleton.generation_config
-            loaded = _loaded(name, path, network, defaults, text, (*notes, *_why_dense(coding)))
+            loaded = _loaded(name, path, network, defaults, text, (*notes, *_why_dense(coding)), stored.forms)
             if isinstance(coding, Coding):
                 loaded = replace(loaded, served=_replaced(path, network, coding, stored))
         network.to(device=place)  # pyright: ignore[reportCallIssue, reportArgumentType] - its stub is of a decorator
@@ -148,13 +150,15 @@ def _loaded(
     defaults: GenerationDefaults,
     text: TextAssets | str,
     notes: Sequence[str] = (),
+    forms: Mapping[str, str] | None = None,
 ) -> Loaded:
-    """`text` is the reason if there is no tokenizer."""
+    """`text` is the reason if there is no tokenizer, `forms` are those of the weights files."""
     why = text if isinstance(text, str) else ""
     defaults = defaults.without("stop", why) if why else defaults
     assets = None if isinstance(text, str) else text
+    stored = Counter((forms or {}).values())
     end_ids, parameters, notes = _end_ids(network), _count(network), (*notes, *defaults.notes)
-    return Loaded(name, path, network, end_ids, defaults.sampling, parameters, assets, why, notes)
+    return Loaded(name, path, network, end_ids, defaults.sampling, parameters, assets, why, notes, stored=stored)
 
 
 def _noted(loaded: Loaded) -> Loaded:

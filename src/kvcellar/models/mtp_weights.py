@@ -134,7 +134,7 @@ def _filled(model: PreTrainedModel, weights: WeightsFiles, names: Sequence[str])
             f"its config describes {elements} values of MTP layers; {weights.files} holds {weights.elements}"
         )
     check_memory(elements * model.dtype.itemsize)
-    sources = {name: Source(weights.slices, name) for name in _chosen(network, model, weights, names)}
+    sources = {name: Source(weights.slices, name, model.dtype) for name in _chosen(network, model, weights, names)}
     mapping: list[Any] = network.get_weight_conversions(model)
     with sequential_reads():
         found, _ = convert_and_load_state_dict_in_model(

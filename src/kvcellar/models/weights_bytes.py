@@ -20,7 +20,9 @@ MOST_CONFIG = 64 << 20
 MARGIN_SHARE, MARGIN = 50, 8 << 20  # a fiftieth, and some bytes: buffers, padding of packed weights
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}  # types of computation
 _STORED = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # floating-point types of files
-PACKED = ".weight_packed"  # integers that hold several weights each
+_CODES = (".weight", ".weight_packed", ".qweight", "_blocks", ".embedding_quantized")  # tensors that may be packed
+_WORDS = {"I32": 32, "U32": 32, "U8": 8}  # their types, and the bits of an element, which may hold several weights
+_KEYS = ("quantization_config", "compression_config", "quantization")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +38,14 @@ class _Tensor:
 
 def elements_of(directory: Path) -> int:
     """The number of parameters in the files of a model. Raises `ModelRefused`."""
-    in_each = 32 // _bits(_config(directory / "config.json"))
-    return sum(_elements(one, in_each) for file in sorted(directory.glob("*.safetensors")) for one in _tensors(file))
+    bits = _bits(_config(directory / "config.json"))
+    return sum(_elements(one, bits) for file in sorted(directory.glob("*.safetensors")) for one in _tensors(file))
 
 
-def _elements(tensor: "_Tensor", in_each: int) -> int:
-    return tensor.elements * (in_each if tensor.name.endswith(PACKED) else 1)
+def _elements(tensor: "_Tensor", bits: int) -> int:
+    """Weights of a tensor, if packed ones have so many bits."""
+    word = _WORDS.get(tensor.dtype) if tensor.name.endswith(_CODES) else None
+    return tensor.elements if word is None else tensor.elements * word // bits
 
 
 def bytes_in_memory(directory: Path, *, dtype: str = "auto") -> int:
@@ -51,10 +55,10 @@ def bytes_in_memory(directory: Path, *, dtype: str = "auto") -> int:
         raise ModelRefused(f"{directory.name} has no safetensors files")
     config = _config(directory / "config.json")
     width = _width(config, tensors, dtype)
-    in_each = 32 // _bits(config)
-    elements = sum(_elements(one, in_each) for one in tensors)
+    bits = _bits(config)
+    elements = sum(_elements(one, bits) for one in tensors)
     # an embedding that is the output layer too is packed for that, and plain for lookups
-    elements += max((one.elements for one in tensors if len(one.shape) == 2), default=0)
+    elements += max((_elements(one, bits) for one in tensors if len(one.shape) == 2), default=0)
     size = width * elements
     return size + size // MARGIN_SHARE + MARGIN
 
@@ -83,11 +87,16 @@ def _bits(config: Mapping[str, Any]) -> int:
     def search(value: object) -> None:
         if isinstance(value, dict):
             for key, inner in cast("dict[str, object]", value).items():
-                if key == "num_bits" and type(inner) is int and inner in (2, 3, 4, 8):
+                if key in ("num_bits", "bits", "w_bit") and type(inner) is int and 1 <= inner <= 8:
                     found.append(inner)
+                if key == "quant_method" and inner == "bitnet":
+                    found.append(2)
                 search(inner)
 
-    search(config.get("quantization_config"))
+    text = config.get("text_config")
+    for part in (config, cast("Mapping[str, Any]", text) if isinstance(text, dict) else {}):
+        for key in _KEYS:
+            search(part.get(key))
     return min(found, default=4)
 
 

@@ -9,9 +9,10 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -42,8 +43,10 @@ class WeightsFiles:
     tensors: Mapping[str, Stored]
     slices: Mapping[str, Any]  # the lazy safetensors slice of each tensor
     stats: Mapping[str, tuple[int, ...]]  # of each file, when it was opened
-    unlisted: tuple[str, ...]  # weights files of the directory that are not read
+    unlisted: tuple[str, ...] = ()  # weights files of the directory that are not read
     unused: tuple[str, ...] = ()  # tensors that are known, and not used
+    metadata: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: MappingProxyType({}))  # of each file
+    forms: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))  # how decoded tensors are stored
 
     @cached_property
     def elements(self) -> int:
@@ -77,42 +80,40 @@ def opened(path: Path) -> Iterator[WeightsFiles]:
     """
     listed = _listed_files(path)
     names = sorted(set(listed.values())) or [_SINGLE]
-    with _files(path, names) as (stored, slices, stats):
-        absent = sorted(set(listed) - set(stored))
+    with _files(path, names) as weights:
+        absent = sorted(set(listed) - set(weights.tensors))
         if absent:
             raise ModelRefused(
                 f"{_INDEX} lists {len(absent)} tensors that the files of {path.name} do not hold: {first_few(absent)}. "
                 f"Copy the whole model again."
             )
         others = {file.name for file in path.glob("*.safetensors")} - {*names, MTP_FILE}
-        yield WeightsFiles(path, stored, slices, stats, tuple(sorted(others)))
+        yield replace(weights, unlisted=tuple(sorted(others)))
 
 
 @contextmanager
 def opened_file(path: Path, name: str) -> Iterator[WeightsFiles]:
     """One weights file of a directory, and nothing else of it. As `opened`."""
-    with _files(path, [name]) as (stored, slices, stats):
-        yield WeightsFiles(path, stored, slices, stats, ())
+    with _files(path, [name]) as weights:
+        yield weights
 
 
 @contextmanager
-def _files(
-    path: Path, names: Sequence[str]
-) -> Iterator[tuple[dict[str, Stored], dict[str, Any], dict[str, tuple[int, ...]]]]:
-    """Tensors, their slices, and what `_stat` returned for these files."""
+def _files(path: Path, names: Sequence[str]) -> Iterator[WeightsFiles]:
     stored: dict[str, Stored] = {}
     slices: dict[str, Any] = {}
     stats: dict[str, tuple[int, ...]] = {}
+    metadata: dict[str, Mapping[str, str]] = {}
     with ExitStack() as files:
         files.callback(slices.clear)  # a slice in the traceback of an error would keep its file open
         for name in names:
             stats[name] = _stat(path / name)
-            _add(path / name, files, stored, slices)
-        yield stored, slices, stats
+            metadata[name] = _add(path / name, files, stored, slices)
+        yield WeightsFiles(path, stored, slices, stats, metadata=metadata)
 
 
-def _add(file: Path, files: ExitStack, stored: dict[str, Stored], slices: dict[str, Any]) -> None:
-    """Add the tensors of one more file, which `files` closes."""
+def _add(file: Path, files: ExitStack, stored: dict[str, Stored], slices: dict[str, Any]) -> Mapping[str, str]:
+    """Add the tensors of one more file, which `files` closes. Returns its metadata."""
     try:
         handle = files.enter_context(safe_open(file, framework="pt", backend="pread"))
         for tensor in handle.keys():
@@ -123,6 +124,7 @@ def _add(file: Path, files: ExitStack, stored: dict[str, Stored], slices: dict[s
                 )
             part = slices[tensor] = handle.get_slice(tensor)
             stored[tensor] = Stored(file.name, tuple(part.get_shape()), part.get_dtype())
+        return handle.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise ModelRefused(f"{file.name} is not a whole safetensors file: {error}") from error
 

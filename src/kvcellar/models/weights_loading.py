@@ -14,9 +14,11 @@ import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.pytorch_utils import Conv1D
 
 from kvcellar.errors import ModelRefused
 from kvcellar.models.building import building
+from kvcellar.models.quantize.formats.part import Decoded
 from kvcellar.models.weights_files import Stored, WeightsFiles, first_few
 
 _READ_AS_NEEDED = "HF_DEACTIVATE_ASYNC_LOAD"  # an environment variable that transformers reads for each load
@@ -26,16 +28,17 @@ FLOATS = ("F64", "F32", "BF16", "F16")  # named as in safetensors
 class Source:
     """A stored tensor that is read into newly allocated memory when transformers indexes it; `was_read` records that.
 
-    `slices` is emptied when the files are closed.
+    `slices` is emptied when the files are closed. `dtype` is that of the network.
     """
 
-    def __init__(self, slices: Mapping[str, Any], name: str) -> None:
-        self._slices, self._name = slices, name
+    def __init__(self, slices: Mapping[str, Any], name: str, dtype: torch.dtype) -> None:
+        self._slices, self._name, self._dtype = slices, name, dtype
         self.was_read = False
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         self.was_read = True
-        return self._slices[self._name][index]
+        stored = self._slices[self._name]
+        return (stored.rounded(self._dtype) if isinstance(stored, Decoded) else stored)[index]
 
 
 class StandIn:
@@ -63,7 +66,7 @@ def fill(
     targets = targets_of(skeleton, weights)
     check_types(skeleton, weights, targets)
     sources = {
-        name: StandIn(weights.tensors[name].shape, dtype) if name in later else Source(weights.slices, name)
+        name: StandIn(weights.tensors[name].shape, dtype) if name in later else Source(weights.slices, name, dtype)
         for name in weights.slices
     }
     with sequential_reads():
@@ -136,9 +139,15 @@ def _renamed(skeleton: PreTrainedModel, weights: WeightsFiles) -> Iterator[tuple
 
 
 def check_types(skeleton: PreTrainedModel, weights: WeightsFiles, targets: Mapping[str, str]) -> None:
-    """Refuse integers and eight-bit floats for float parameters: a cast would ignore their scales. `targets` is what
-    `targets_of` returns."""
-    own = skeleton.state_dict()
+    """Refuse integers and eight-bit floats for float parameters: a cast would ignore their scales; and quantised
+    weights of layers that have them transposed. `targets` is what `targets_of` returns."""
+    own, modules = skeleton.state_dict(), dict(skeleton.named_modules())
+    for name, form in weights.forms.items():
+        if isinstance(modules.get(targets[name].rpartition(".")[0]), Conv1D):
+            raise ModelRefused(
+                f"{weights.tensors[name].file} holds {name} quantised ({form}), and in {type(skeleton).__name__} it "
+                f"belongs to a Conv1D, whose weights are transposed. Such files are not read: load unquantised weights"
+            )
     for name, target in targets.items():
         stored = weights.tensors[name]
         if target in own and own[target].is_floating_point() and stored.dtype not in FLOATS:

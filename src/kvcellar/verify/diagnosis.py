@@ -185,6 +185,8 @@ def _limits(guest: Guest) -> Iterator[str]:
 
 def _notes(built: Built) -> list[str]:
     notes = [f"CPU threads: {built.threads.count} ({built.threads.because})", *built.loaded.notes]
+    decoded = f", and decoded to {built.loaded.model.dtype} when they are loaded" if not built.loaded.served else ""
+    notes += [f"{count} weights are stored quantised ({form}){decoded}" for form, count in built.loaded.stored.items()]
     if not built.intake.codec.has_text:
         notes.append(f"no text: {built.loaded.without_text}; prompts are token ids")
     elif not built.intake.codec.has_chat:

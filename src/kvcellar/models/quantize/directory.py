@@ -27,6 +27,7 @@ from kvcellar.models.load import config_of, skeleton_of
 from kvcellar.models.quantize.calibrate import Calibration
 from kvcellar.models.quantize.chosen import Choice, choose
 from kvcellar.models.quantize.described import cast_config, quantised_config
+from kvcellar.models.quantize.formats.table import format_of
 from kvcellar.models.quantize.gptq import int4_gptq
 from kvcellar.models.quantize.harm import measure_harm
 from kvcellar.models.quantize.kinds import CASTS, GPTQ, INT4, INT8, METHODS, SIGNED_MAX, canonical_kind
@@ -115,13 +116,12 @@ def _unquantised(source: Path) -> dict[str, Any]:
     """All fields of config.json. Raises `ModelRefused` if the weights are quantised already."""
     if not (source / "config.json").is_file():
         raise ModelRefused(f"{source} has no config.json, so it is not a model directory")
-    fields = read_object(source / "config.json")
-    if quantisation_of(fields) is not None:
+    if format_of(source) is not None:
         raise ModelRefused(
             f"the weights of {source.name} are quantised already. Leave out the type to use them as they are, or "
             f"quantise the model that they were made from"
         )
-    return fields
+    return read_object(source / "config.json")
 
 
 def _chosen(
@@ -147,7 +147,7 @@ def _skeleton(source: Path, weights: WeightsFiles) -> PreTrainedModel:
 
 def _check_described(config: Mapping[str, Any], choice: Choice) -> None:
     """Raise `ModelRefused` if readers of the config would take a tensor for one of another kind."""
-    described = quantisation_of(config)
+    described = quantisation_of(config["quantization_config"]) if choice.kinds else None
     for name, kind in choice.kinds.items():
         assert described is not None
         scheme = described.targeting(name.removesuffix(".weight"))

@@ -24,9 +24,15 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """Words I32 [o,w] -> unsigned codes I32 [o, w * 32 / b]."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    return ((words[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
+    """Words I32 [o,w] -> unsigned codes I32 [o, w * 32 / b]. Where b does not divide 32, codes cross words."""
+    mask = (1 << bits) - 1
+    if 32 % bits == 0:
+        return ((words[..., None] >> torch.arange(0, 32, bits, dtype=torch.int32)) & mask).flatten(-2)
+    starts = torch.arange(words.shape[1] * 32 // bits) * bits
+    unsigned = words.to(torch.int64) & 0xFFFFFFFF
+    following = torch.cat((unsigned[:, 1:], torch.zeros_like(unsigned[:, :1])), 1)
+    joined = (unsigned | following << 32)[:, starts // 32]  # bits above 63 are lost, and not needed
+    return (joined >> starts % 32 & mask).to(torch.int32)
 
 
 def decode(codes: Tensor, scales: Tensor, zeros: Tensor | None, columns: Tensor | None) -> Tensor:
@@ -48,8 +54,13 @@ def _spread(scales: Tensor, inputs: int, columns: Tensor | None) -> Tensor:
     return scales if scales.shape[1] == 1 else scales.repeat_interleave(inputs // scales.shape[1], 1)
 
 
-def row_blocks(rows: int, columns: int) -> Iterator[slice]:
-    """Slices of rows with about `BLOCK` elements each."""
-    step = max(1, BLOCK // max(1, columns))
+def columns_of(inputs: int, group: int | None) -> Tensor | None:
+    """The scale [i] of each input, for `decode`, if the last group is smaller than the others; else None."""
+    return None if group is None or inputs % group == 0 else torch.arange(inputs) // group
+
+
+def row_blocks(rows: int, columns: int, *, step: int = 1) -> Iterator[slice]:
+    """Slices of rows with about `BLOCK` elements each, which start at multiples of `step`."""
+    step *= max(1, BLOCK // max(1, columns * step))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))

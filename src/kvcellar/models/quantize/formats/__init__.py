@@ -1,0 +1,1 @@
+"""formats: the forms in which weights files store quantised weights, each read into dense tensors."""

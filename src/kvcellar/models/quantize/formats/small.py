@@ -1,0 +1,132 @@
+"""small: integers of few bits that networks were trained for: BitNet's of three values, and Gemma's of 2, 4 and 8 bits.
+
+BitNet: `X.weight` U8 [o/4,i], four outputs of 2 bits in a byte, at distances of o/4, and `X.weight_scale` [1]. Gemma:
+`X.weight` U8 or I8, packed along inputs, the first one in the lowest bits, and `X.weight_scale` [o,c]; embeddings are
+`X.embedding_quantized` and `X.embedding_scale`.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcellar.errors import ModelRefused, shown
+from kvcellar.models.quantize.formats.part import (
+    LARGEST,
+    SCALES,
+    Part,
+    Read,
+    Rows,
+    check_dimensions,
+    check_scales,
+    check_shape,
+    per,
+    stored_as,
+)
+from kvcellar.models.quantize.layouts import decode
+from kvcellar.models.quantize.schemes import check_pattern
+from kvcellar.models.weights_files import Stored, WeightsFiles
+
+_SCALE = ".weight_scale"
+
+
+class BitNet:
+    """Three values and one scale, which divides (`bitlinear`) or multiplies (`autobitlinear`)."""
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        kind, mode = raw.get("linear_class", "bitlinear"), raw.get("quantization_mode", "offline")
+        if kind not in ("bitlinear", "autobitlinear") or mode != "offline" or raw.get("use_rms_norm"):
+            raise ModelRefused(
+                f"its weights are quantised by BitNet as {shown(kind)}, {shown(mode)}, use_rms_norm "
+                f"{shown(raw.get('use_rms_norm', False))}; read are bitlinear and autobitlinear, offline, without norms"
+            )
+        self._divides = kind == "bitlinear"
+
+    def part(self, name: str, weights: WeightsFiles) -> Part | None:
+        if not name.endswith(_SCALE):
+            return None
+        weight = f"{name.removesuffix(_SCALE)}.weight"
+        packed = weights.tensors.get(weight)
+        codes = stored_as(weight, weights.tensors, *(["U8"] if self._divides else ["U8", *SCALES]))
+        check_dimensions(weight, codes, 2)
+        check_shape(name, stored_as(name, weights.tensors, *SCALES), (1,), ())
+        ternary, (quarter, inputs) = packed is not None and packed.dtype == "U8", codes.shape
+
+        def rows(read: Read) -> Rows:
+            values, scale = read(weight), _factor(read(name), divides=self._divides)
+
+            def decoded(_: int, block: slice) -> Tensor:
+                if not ternary:
+                    return values[block].float() * scale
+                outputs = torch.arange(block.start, block.stop)
+                shifts = (2 * (outputs // quarter)).to(torch.uint8)
+                return ((values[outputs % quarter] >> shifts[:, None] & 3).float() - 1) * scale
+
+            return decoded
+
+        def check(read: Read) -> None:
+            check_scales(lambda _: _factor(read(name), divides=self._divides), name, codes.file, LARGEST)
+
+        dense = Stored(codes.file, (4 * quarter if ternary else quarter, inputs), "BF16")
+        return Part(weight, dense, (weight, name), "BitNet, one scale for all weights", rows, check)
+
+
+def _factor(scale: Tensor, *, divides: bool) -> Tensor:
+    scale = scale.float().reshape(())
+    return 1 / scale if divides else scale
+
+
+class Gemma:
+    """Integers of 2, 4 or 8 bits, different ones for some modules."""
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        self._bits = _bits(raw.get("num_bits", 4))
+        own = raw.get("module_quant_configs") or {}
+        if not isinstance(own, Mapping):
+            raise ModelRefused(f"module_quant_configs is {shown(own)}; an object is needed")
+        self._own: list[tuple[re.Pattern[str], int]] = []
+        for pattern, about in own.items():
+            check_pattern(pattern)
+            bits = about.get("num_bits", self._bits) if isinstance(about, Mapping) else about
+            self._own.append((re.compile(pattern), _bits(bits)))
+
+    def part(self, name: str, weights: WeightsFiles) -> Part | None:
+        module, _, last = name.rpartition(".")
+        stored = {"weight_scale": "weight", "embedding_scale": "embedding_quantized"}.get(last)
+        if stored is None:
+            return None
+        bits = next((bits for pattern, bits in self._own if pattern.search(module)), self._bits)
+        codes_name = f"{module}.{stored}"
+        codes = stored_as(codes_name, weights.tensors, "I8" if bits == 8 else "U8")
+        check_dimensions(codes_name, codes, 2)
+        outputs, inputs = codes.shape[0], codes.shape[1] * 8 // bits
+        scales = stored_as(name, weights.tensors, *SCALES)
+        check_dimensions(name, scales, 2)
+        if scales.shape[0] != outputs or inputs % scales.shape[1]:
+            raise ModelRefused(f"{name} is {list(scales.shape)} for {outputs} outputs of {inputs} inputs")
+
+        def rows(read: Read) -> Rows:
+            values, factors = read(codes_name), read(name)
+            return lambda _, block: decode(_unpacked(values[block], bits), factors[block], None, None)
+
+        group = None if scales.shape[1] == 1 else inputs // scales.shape[1]
+        dense = Stored(codes.file, (outputs, inputs), "BF16")
+        form = f"Gemma, {bits} bits, {per(group)}"
+        uses = (codes_name, name)
+        return Part(f"{module}.weight", dense, uses, form, rows, lambda read: check_scales(read, name, codes.file))
+
+
+def _unpacked(raw: Tensor, bits: int) -> Tensor:
+    """Bytes [n,w] -> signed codes [n, w * 8 / bits]."""
+    if bits == 8:
+        return raw
+    unsigned = raw[..., None] >> torch.arange(0, 8, bits, dtype=torch.uint8) & (1 << bits) - 1
+    return unsigned.flatten(-2).to(torch.int8) - (1 << bits - 1)
+
+
+def _bits(found: Any) -> int:
+    if type(found) is not int or found not in (2, 4, 8):
+        raise ModelRefused(f"its weights are quantised (gemma) to {shown(found)} bits; read are 2, 4 and 8")
+    return found

@@ -277,7 +277,7 @@ def test_an_invalid_config_json_is_refused(place: Path, text: bytes, reason: str
         ({"rms_norm_eps": "small"}, "does not fit llama"),
         ({"dtype": "load"}, "its weights are"),
         ({"dtype": "int8"}, "its weights are torch.int8; name a dtype"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "its weights are quantised (mxfp4)"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "its weights are quantised (hqq)"),
         ({"text_config": {"quantization_config": {"quant_method": "gptq"}}}, "its weights are quantised (gptq)"),
     ],
     ids=lambda value: json.dumps(value)[:50] if isinstance(value, dict) else "",

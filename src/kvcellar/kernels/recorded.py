@@ -1,0 +1,90 @@
+"""recorded: a recorded forward, bound to memory for the sizes that steps have, and run by a compiled loop.
+
+A binding holds for one number of rows and one of wanted rows. Those used last are kept, `KEPT` of them, since decoding
+comes back to few numbers, and chunks of prompts have one usual length; binding takes milliseconds, and costs a step
+that is rare less than padding would. All share one arena, as large as the largest of them needs.
+
+Always true (`check`):
+  * there are at most `kept` bindings, each with the arena that it was bound to;
+  * no caller has a tensor of an arena: inputs are copied in, outputs are copied out.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kvcellar.kernels.program import Program, Sizes
+from kvcellar.kernels.recorded_binding import Binder, Binding
+from kvcellar.kernels.recorded_calls import Handler
+from kvcellar.kernels.recorded_kernel import StepKernel
+from kvcellar.kernels.recorded_memory import ALIGNED
+from kvcellar.kernels.recorded_outline import outlined
+
+FIXED = ("T", "W")  # symbols that a binding has numbers for
+KEPT = 96  # bindings
+
+
+class Recorded:
+    """A program of a network, ready to run. One run at a time."""
+
+    def __init__(
+        self,
+        program: Program,
+        constants: Mapping[int, Tensor],
+        handlers: Mapping[str, Handler],
+        kernel: StepKernel,
+        kept: int = KEPT,
+    ) -> None:
+        """`constants`, by storage, must stay where they are."""
+        self._outline = outlined(program, constants, FIXED)
+        self._handlers, self._kernel, self._kept = handlers, kernel, kept
+        self._bindings: OrderedDict[tuple[int, ...], Binding] = OrderedDict()
+        self._arena = torch.empty(0, dtype=torch.uint8)
+
+    def run(self, sizes: Sizes, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The outputs of a step. `sizes` has a number for each symbol. Raises what an operator raises."""
+        with torch.inference_mode():
+            binding = self._binding(sizes)
+            for name, tensor in inputs.items():
+                binding.inputs[name].copy_(tensor)
+            binding.run(sizes)
+            return {name: tensor.clone() for name, tensor in binding.outputs.items()}
+
+    def clear(self) -> None:
+        """Free all bindings: after a change of what handlers bind to, cells that moved, say."""
+        self._bindings.clear()
+        self._arena = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all kept bindings, without constants that are computed for each."""
+        arenas = {binding.arena.data_ptr(): binding.arena.nbytes for binding in self._bindings.values()}
+        return sum(arenas.values()) + sum(binding.bytes for binding in self._bindings.values())
+
+    def check(self) -> None:
+        """Assert what is always true."""
+        assert len(self._bindings) <= self._kept
+        for binding in self._bindings.values():
+            arena = binding.arena.untyped_storage().data_ptr()
+            assert all(one.untyped_storage().data_ptr() == arena for one in binding.inputs.values())
+
+    def _binding(self, sizes: Sizes) -> Binding:
+        key = tuple(sizes[name] for name in FIXED if name in sizes)
+        found = self._bindings.get(key)
+        if found is None:
+            fixed = {name: size for name, size in sizes.items() if name in FIXED}
+            found = Binder(self._outline, fixed, self._kernel, self._handlers, self._place).bound()
+            while len(self._bindings) >= self._kept:
+                self._bindings.popitem(last=False)
+            self._bindings[key] = found
+        self._bindings.move_to_end(key)
+        return found
+
+    def _place(self, size: int) -> Tensor:
+        """The arena, or a larger one for this binding and those to come; earlier ones keep theirs."""
+        if self._arena.nbytes < size:
+            whole = torch.empty(max(size, 2 * self._arena.nbytes) + ALIGNED, dtype=torch.uint8)
+            self._arena = whole[-whole.data_ptr() % ALIGNED :]
+        return self._arena

@@ -1,0 +1,198 @@
+"""recorded_kernel: the compiled loop of a recorded step (`step.cpp`), and which operators it computes as torch does.
+
+An operator is used natively only if its results were torch's, bit for bit, on a fixed set of inputs: both compute them
+when it is first wanted for some types. Where they differ on this CPU or with this compiler, torch's own operator is
+called instead. Operators on one bfloat16 tensor are tables of what torch computes for all 65536 values.
+"""
+
+import ctypes
+import math
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kvcellar.kernels.compiled import SOURCES, library
+
+SOURCE = SOURCES / "step.cpp"
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int64: 2, torch.bool: 3}
+ABSENT = -1  # the type of an input that an operator does not have
+DIMS, INPUTS = 4, 3
+WORDS = 4 + DIMS + (1 + INPUTS) * (3 + DIMS) + 2  # of an instruction, each of 8 bytes
+MEMORY, INDEX = 1, 2  # errors
+
+Operand = tuple[int, ...]  # address, elements from row to row, strides of `DIMS` dimensions, type
+NOTHING: Operand = (0,) * (2 + DIMS) + (ABSENT,)
+
+
+class StepKernel:
+    """The compiled loop, and the addresses of its operators. Raises `NotCompiled` if it cannot be compiled.
+
+    Always true: a line, a reduction or a table that is returned computes what torch does.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        loaded = self._library = library(SOURCE, environment)
+        loaded.kvcellar_line_of.argtypes = [ctypes.c_char_p, *[ctypes.c_int64] * 4]
+        loaded.kvcellar_run_of.argtypes = [ctypes.c_char_p, ctypes.c_int64]
+        loaded.kvcellar_line_of.restype = loaded.kvcellar_run_of.restype = ctypes.c_void_p
+        loaded.kvcellar_instruction_size.restype = ctypes.c_int64
+        assert loaded.kvcellar_instruction_size() == WORDS * 8, "`Instruction` has other fields in C++ than in Python"
+        self.run = loaded.kvcellar_run  # (first, count, &failed, nanoseconds) -> 0 or an error
+        self.run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
+        self.run.restype = ctypes.c_int
+        self.each, self.take, self.native = (self._runs(name, ABSENT) for name in ("each", "take", "native"))
+        self._lines: dict[tuple[str, tuple[int, ...], bool], int] = {}
+        self._reductions: dict[tuple[str, int], int] = {}
+        self._tables: dict[object, tuple[Tensor, bool]] = {}
+        self._numbers: dict[float, ctypes.c_float] = {}
+
+    def number(self, value: float) -> int:
+        """The address of a number as float32, which stays."""
+        if value not in self._numbers or (math.copysign(1, value) < 0 and value == 0):
+            self._numbers[value] = ctypes.c_float(value)
+        return ctypes.addressof(self._numbers[value])
+
+    def line(self, name: str, inputs: Sequence[torch.dtype | None], out: torch.dtype) -> int:
+        """The address of an elementwise operator on these types, of which None is a number; 0 where it is not known,
+        or not as torch's."""
+        types = tuple(TYPES.get(dtype or torch.float32, ABSENT) for dtype in inputs)
+        if out not in TYPES or ABSENT in types:
+            return 0
+        key = name, (*types, *[ABSENT] * (INPUTS - len(types)), TYPES[out]), None in inputs
+        if key not in self._lines:
+            address = self._library.kvcellar_line_of(name.encode(), *key[1]) or 0
+            right = address and (name == "table" or self._computes(name, address, inputs, out))
+            self._lines[key] = address if right else 0
+        return self._lines[key]
+
+    def reduction(self, name: str, dtype: torch.dtype) -> int:
+        """The address of a reduction over the last dimension; 0 as above."""
+        key = name, TYPES.get(dtype, ABSENT)
+        if key not in self._reductions:
+            address = self._runs(*key)
+            self._reductions[key] = address if address and self._reduces(name, address, dtype) else 0
+        return self._reductions[key]
+
+    def table(self, key: object, of: Callable[[Tensor], Tensor]) -> tuple[Tensor, bool]:
+        """What `of` computes for each bfloat16, by its bits, and whether that depends on an element's place: torch
+        may compute the last elements of a tensor, and those of strided tensors, in another way than the others."""
+        if key not in self._tables:
+            every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+            results, alone = of(every), of(every.expand(2, -1).T)[:, 0]
+            self._tables[key] = results, not same_bits(results, alone)
+        return self._tables[key]
+
+    def _runs(self, name: str, type: int) -> int:
+        return self._library.kvcellar_run_of(name.encode(), type) or 0
+
+    def _computes(self, name: str, line: int, inputs: Sequence[torch.dtype | None], out: torch.dtype) -> bool:
+        of = REFERENCES.get(name)
+        number = torch.tensor(number_for(name, NUMBER, out))
+        tensors = [number if dtype is None else samples(dtype, seed) for seed, dtype in enumerate(inputs)]
+        if of is None:  # a copy
+            expected = tensors[0].expand(SAMPLES).to(out)
+        else:
+            expected = of(*[NUMBER if dtype is None else x for x, dtype in zip(tensors, inputs, strict=True)])
+        if expected.dtype != out:
+            return False
+        made = torch.empty_like(expected)
+        operands = [operand(x.data_ptr(), x.dtype, (0, 0, 0, x.dim())) for x in tensors]
+        self._alone(self.each, line, (1, 1, 1, len(made)), operand(made.data_ptr(), out, (0, 0, 0, 1)), operands)
+        return same_bits(made, expected)
+
+    def _reduces(self, name: str, run: int, dtype: torch.dtype) -> bool:
+        for n in LENGTHS:
+            x = samples(dtype, n, ordinary=True)[: 2 * n].view(2, n)
+            expected = REFERENCES[name](x)
+            made = torch.empty_like(expected)
+            inside = operand(x.data_ptr(), dtype, (0, 0, n, 1))
+            self._alone(run, 0, (1, 1, 2, n), operand(made.data_ptr(), dtype, (0, 0, 1, 0)), [inside])
+            if not same_bits(made, expected):
+                return False
+        return True
+
+    def _alone(self, run: int, line: int, size: Sequence[int], out: Operand, inputs: Sequence[Operand]) -> None:
+        words = array("q", instruction(run, line, size, out, inputs))
+        assert self.run(words.buffer_info()[0], 1, ctypes.byref(ctypes.c_int64()), None) == 0
+
+
+REFERENCES: Mapping[str, Callable[..., Tensor]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "minimum": lambda a, b: torch.clamp(a, max=b) if isinstance(b, float) else torch.minimum(a, b),
+    "maximum": lambda a, b: torch.clamp(a, min=b) if isinstance(b, float) else torch.maximum(a, b),
+    "neg": torch.neg,
+    "abs": torch.abs,
+    "relu": torch.relu,
+    "square": lambda x: x.pow(2),
+    "sqrt": torch.sqrt,
+    "rsqrt": torch.rsqrt,
+    "reciprocal": torch.reciprocal,
+    "where": torch.where,
+    "sum": lambda x: x.sum(-1),
+    "mean": lambda x: x.mean(-1),
+    "amax": lambda x: x.amax(-1),
+}
+NUMBER = 0.3
+SAMPLES = 1 << 16
+LENGTHS = (1, 3, 7, 8, 31, 32, 100, 513, 896, 2048, 4100, 20000)  # of reductions: all parts of the order of sums
+
+
+def number_for(name: str, number: float, out: torch.dtype) -> float:
+    """The number that torch computes with where one is added to tensors: it has their type. Others are float32."""
+    return torch.tensor(number, dtype=out).item() if name in ("add", "sub") else number
+
+
+def samples(dtype: torch.dtype, seed: int, *, ordinary: bool = False) -> Tensor:
+    """`SAMPLES` values of that type, always the same: normal ones, and, unless they shall be ordinary, all bits."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(SAMPLES, generator=generator)
+    if dtype == torch.bool:
+        return normal > 0
+    if dtype == torch.int64:
+        return (normal * 1e6).to(dtype)
+    if not ordinary:
+        bits = torch.randint(-(1 << 31), 1 << 31, (SAMPLES // 2,), generator=generator).to(torch.int32)
+        normal[::2] = bits.view(torch.float32)
+    return normal.to(dtype)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one type are equal bit by bit, except that all NaNs are the same."""
+    if not one.dtype.is_floating_point:
+        return torch.equal(one, other)
+    bits = {4: torch.int32, 2: torch.int16}[one.itemsize]
+    equal = (one.contiguous().view(bits) == other.contiguous().view(bits)) | (one.isnan() & other.isnan())
+    return bool(equal.all())
+
+
+def operand(address: int, dtype: torch.dtype, strides: Sequence[int], row: int = 0) -> Operand:
+    """An `Operand` of C++: `row` and strides count elements."""
+    return address, row, *strides, TYPES.get(dtype, ABSENT)
+
+
+def instruction(
+    run: int,
+    line: int,
+    size: Sequence[int],
+    out: Operand = NOTHING,
+    inputs: Sequence[Operand] = (),
+    of: int = 0,
+    count: int = 0,
+) -> list[int]:
+    """The words of an `Instruction`."""
+    words = [run, line, 0, 0, *size, *out]
+    for one in inputs:
+        words += one
+    words += NOTHING * (INPUTS - len(inputs))
+    words += (of, count)
+    return words
+
+
+def span(instructions: int, rows: int) -> list[int]:
+    """The instruction before those that run row by row."""
+    return [0, 0, instructions, rows, *[0] * (WORDS - 4)]

@@ -1,4 +1,5 @@
-"""A packed linear layer returns what the plain one does, the plain weight is gone, and oneDNN compiles few kernels."""
+"""A layer packed for oneDNN, as without a compiler, returns what the plain one does, the plain weight is gone, and
+oneDNN compiles few kernels."""
 
 import random
 import weakref
@@ -12,13 +13,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvcellar.attention.choose import backends
 from kvcellar.engine.engine import Engine
-from kvcellar.kernels.packed import BLOCK, PADDED, PackedLinear, pack, padded
+from kvcellar.kernels import packed
+from kvcellar.kernels.packed import BLOCK, PADDED, PackedLinear, Packing, padded
 from kvcellar.models.build_guest import build_guest
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 DTYPES = sorted(BOUND, key=str)
 packable = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 pytestmark = packable
+
+
+def pack(model: nn.Module) -> Packing:
+    """On a machine without a compiler."""
+    return packed.pack(model, environment={"PATH": ""})
 
 
 def supported(dtype: torch.dtype) -> bool:
@@ -101,7 +108,8 @@ def test_rows_do_not_hear_of_the_padding_beside_them():
         assert model(x).isfinite().all()
 
 
-def test_an_engine_calls_onednn_with_few_shapes():
+def test_an_engine_calls_onednn_with_few_shapes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CXX", "no-compiler")
     config = LlamaConfig(
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512,
@@ -182,7 +190,8 @@ def test_layers_that_are_not_packed_have_a_reason():
     model["quantised"].weight = nn.Parameter(torch.zeros(4, 4).as_subclass(Strange), requires_grad=False)
     model["heard"].register_forward_hook(lambda *_: None)
     packing = pack(model)
-    assert packing.layers == 1
+    assert (packing.layers, packing.own) == (1, 0)
+    assert "no C++ compiler" in (packing.not_own or "")
     assert isinstance(model["plain"], PackedLinear)
     assert {name: type(layer) is nn.Linear for name, layer in model.items() if name in packing.kept} == dict.fromkeys(
         ("narrow", "heard", "elsewhere", "empty", "patched", "quantised"), True

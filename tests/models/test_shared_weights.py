@@ -19,7 +19,7 @@ from kvcellar.engine import engine as engines
 from kvcellar.engine.loop import Loop
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import EngineFailed
-from kvcellar.kernels.packed import PackedLinear
+from kvcellar.kernels.packed import LINEARS
 from kvcellar.models import build_guest as guest_building
 from kvcellar.models.guest import Verdict
 from kvcellar.models.shared_weights import sharing_weights
@@ -236,7 +236,7 @@ def test_only_packed_copies_take_memory(name: str) -> None:
     model.plain = torch.ones(3)
     with Engine(model, **SMALL) as engine:
         network = engine._built.guest.model
-        packed = {name for name, module in network.named_modules() if isinstance(module, PackedLinear)}
+        packed = {name for name, module in network.named_modules() if isinstance(module, LINEARS)}
         assert packed == {name for name, module in model.named_modules() if type(module) is nn.Linear}
         held = {name: weight.data_ptr() for name, weight in model.named_parameters(remove_duplicate=False)}
         for name, weight in network.named_parameters(remove_duplicate=False):

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from kvcellar.attention.choose import backends
 from kvcellar.cache.memory import Memory
 from kvcellar.contracts import Backend, History, StepTables
-from kvcellar.kernels.packed import PackedLinear, pack
-from kvcellar.kernels.widened import WidenedLinear
+from kvcellar.kernels.packed import LINEARS, pack
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.models.load import load
@@ -90,7 +89,7 @@ def profile(directory: Path, prompts: Sequence[Sequence[int]], steps: int) -> tu
     pack(network)
     guest = build_guest(network, [Clocked(backend, clock) for backend in backends()])
     for layer in network.modules():
-        if isinstance(layer, PackedLinear | WidenedLinear | nn.Linear):
+        if isinstance(layer, (*LINEARS, nn.Linear)):
             clock.watch(layer)
     cells = sum(map(len, prompts)) + len(prompts) * (steps + 1)
     memory = guest.memory({group.name: cells for group in guest.shape.groups})

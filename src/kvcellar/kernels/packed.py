@@ -1,18 +1,20 @@
-"""packed: linear layers whose weights are in oneDNN's order once, not on every call; convolutions of few lengths.
+"""packed: linear layers whose weights are reordered once, not on every call; convolutions of few lengths.
 
-On a CPU, torch's linear with few rows reorders the weights each time it is called. The operators are private to torch,
-so every layer's packed form is compared with the plain one before it is used, and a layer for which they differ stays
-as it was. On a CPU that cannot multiply bfloat16, such weights are not packed but widened (`widened.py`).
+On a CPU, torch's linear with few rows reorders the weights each time it is called. Layers of our own (`linear.py`)
+replace it where there is a compiler, and where they are not slower by the kind of CPU: a choice by measured time could
+be another one at the next start, and with it the bits of what is stored. Elsewhere oneDNN's packed form does, whose
+operators are private to torch. The first packed layer of each shape is compared with the plain one before it is used,
+and a layer for which they differ stays as it was.
 
 oneDNN compiles a kernel for every number of rows that it is called with, and keeps up to 1024 of them in a cache of the
-process: about half a megabyte each, outside every cap of ours. So a packed layer calls it with few numbers of rows only
-(`PADDED`): it cuts its rows into blocks of `BLOCK`, and pads what is left with rows of zeros. Convolutions along the
-text, for which oneDNN compiles a kernel for every length, are padded in the same way.
+process: about half a megabyte each, outside every cap of ours. So a `PackedLinear` calls it with few numbers of rows
+only (`PADDED`): it cuts its rows into blocks of `BLOCK`, and pads what is left with rows of zeros. Convolutions along
+the text, for which oneDNN compiles a kernel for every length, are padded in the same way.
 """
 
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -20,8 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvcellar.kernels.arena import Arena
+from kvcellar.kernels.compiled import NotCompiled
+from kvcellar.kernels.linear import FOREIGN, Kernel, PanelLinear, panel_bytes, panel_linear
 from kvcellar.kernels.quantised import QuantisedLinear
-from kvcellar.kernels.widened import Kernel, WidenedLinear, kernel
 
 CAUSAL_CONV = "causal_conv1d_fn"  # its name in mixers of transformers
 ROWS = 16  # passed to oneDNN; the order that it chooses for it is as good for one row and for thousands
@@ -102,20 +106,22 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")[:n]
 
 
-LINEARS = (PackedLinear, WidenedLinear, QuantisedLinear)  # the classes that replace linear layers
+LINEARS = (PackedLinear, PanelLinear, QuantisedLinear)  # the classes that replace linear layers
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The result of `pack`: the number of replaced layers, the bytes of their weights, how many of them are widened as
-    they are used (or why bfloat16 is not), and why other layers stayed plain.
+    """The result of `pack`: the number of replaced layers, the bytes of their weights, how many of them are our own
+    (`linear.py`), why others in bfloat16 or float32 are oneDNN's, and why other layers stayed plain. `arena` has the
+    weights of our own.
     """
 
     layers: int
     bytes: int
-    widened: int
-    not_widened: str | None
+    own: int
+    not_own: str | None
     kept: dict[str, str]
+    arena: Arena | None = None
 
 
 def pack(model: nn.Module, *, environment: Mapping[str, str] = os.environ) -> Packing:
@@ -123,51 +129,85 @@ def pack(model: nn.Module, *, environment: Mapping[str, str] = os.environ) -> Pa
     refers to is freed before the next is packed.
 
     A weight that is referred to (by an embedding, or by the network whose weights the model shares) stays in memory
-    beside the packed copy. `environment` is for the compiler of the kernel that widens.
+    beside the packed copy. `environment` is for the compiler of the kernel.
     """
-    if not torch.backends.mkldnn.is_available():
-        return Packing(0, 0, 0, None, {"all": "this torch has no oneDNN"})
-    wide = any(p.dtype is torch.bfloat16 and p.device.type == "cpu" for p in model.parameters())
-    widens = kernel(environment) if wide else None
-    count, size, widened = 0, 0, 0
-    kept: dict[str, str] = {}
-    for name in [name for name, module in model.named_modules() if name and type(module) is nn.Linear]:
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
-        packed = _packed(linear, widens)
+    names = [name for name, module in model.named_modules() if name and type(module) is nn.Linear]
+    kept = {name: why for name in names if (why := _why_plain(_linear(model, name))) is not None}
+    names = [name for name in names if name not in kept]
+    packer = _Packer(environment, [_linear(model, name).weight for name in names])
+    count, size, own = 0, 0, 0
+    for name in names:
+        linear = _linear(model, name)
+        packed = packer.packed(linear)
         if isinstance(packed, str):
             kept[name] = packed
             continue
-        count, size = count + 1, size + linear.weight.nbytes
-        widened += isinstance(packed, WidenedLinear)
+        count, size, own = count + 1, size + linear.weight.nbytes, own + isinstance(packed, PanelLinear)
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, packed)
-    return Packing(count, size, widened, widens if isinstance(widens, str) else None, kept)
+    return Packing(count, size, own, packer.not_own, kept, packer.arena)
 
 
-@torch.no_grad()
-def _packed(linear: nn.Linear, widens: Kernel | str | None) -> PackedLinear | WidenedLinear | str:
-    """The layer that replaces it, or the reason why it stays plain."""
-    if (reason := _why_plain(linear)) is not None:
-        return reason
-    weight, bias = linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
-    if weight.dtype is torch.bfloat16 and isinstance(widens, Kernel):
-        layer = WidenedLinear(widens, weight, bias)
-    elif weight.dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return f"oneDNN has no bfloat16 on this CPU, and nothing widens it: {widens}"
-    else:
+def _linear(model: nn.Module, name: str) -> nn.Linear:
+    found = model.get_submodule(name)
+    assert isinstance(found, nn.Linear)
+    return found
+
+
+class _Packer:
+    """Makes the layers that replace others, and compares the first of each shape with the plain one."""
+
+    def __init__(self, environment: Mapping[str, str], weights: Sequence[Tensor]) -> None:
+        """`weights` are all that are going to be packed."""
+        self._kernel: Kernel | None = None
+        self.not_own: str | None = None
+        self.arena: Arena | None = None
+        self._compared: set[tuple[object, ...]] = set()
+        try:
+            self._kernel = Kernel(environment) if weights else None
+        except NotCompiled as error:
+            self.not_own = str(error)
+        if self._kernel is not None:
+            ours = [weight for weight in weights if self._is_own(weight)]
+            self.arena = Arena(sum(map(panel_bytes, ours))) if ours else None
+
+    def _is_own(self, weight: Tensor) -> bool:
+        if self._kernel is None:
+            return False
+        if weight.dtype is torch.bfloat16 and self._kernel.multiplies == FOREIGN:
+            self.not_own = "this CPU has instructions for matrices of bfloat16, which oneDNN uses"
+            return False
+        return True
+
+    @torch.no_grad()
+    def packed(self, linear: nn.Linear) -> PackedLinear | PanelLinear | str:
+        """The layer that replaces it, or the reason why it stays plain."""
+        weight, bias = linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
+        layer = self._made(weight, bias)
+        kind = (type(layer), weight.dtype, weight.shape, bias is None)
+        if isinstance(layer, str) or kind in self._compared:
+            return layer
+        probe = torch.linspace(-1, 1, 3 * linear.in_features, dtype=weight.dtype).view(3, -1)
+        bound = 1e-4 if weight.dtype is torch.float32 else 2e-2
+        for rows in (probe[:1], probe):
+            plain = nn.functional.linear(rows, weight, bias)
+            if not (plain - layer(rows)).abs().max() <= bound * plain.abs().max().clamp(min=1e-3):
+                return "the packed layer's output differs from the plain one's"
+        self._compared.add(kind)
+        return layer
+
+    def _made(self, weight: Tensor, bias: Tensor | None) -> PackedLinear | PanelLinear | str:
+        if self._kernel is not None and self.arena is not None and self._is_own(weight):
+            return panel_linear(self._kernel, self.arena, weight, bias)
+        if not torch.backends.mkldnn.is_available():
+            return f"this torch has no oneDNN, and our own layers are not used: {self.not_own}"
+        if weight.dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return f"oneDNN has no bfloat16 on this CPU, and our own layers are not used: {self.not_own}"
         try:
             reordered = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
         except (RuntimeError, AttributeError) as error:
             return f"oneDNN does not reorder it: {error}"
-        layer = PackedLinear(reordered, bias, linear.in_features, linear.out_features)
-    probe = torch.linspace(-1, 1, 3 * linear.in_features, dtype=weight.dtype, device=weight.device).view(3, -1)
-    bound = 1e-4 if weight.dtype is torch.float32 else 2e-2
-    for rows in (probe[:1], probe):
-        plain = nn.functional.linear(rows, weight, bias)
-        if not (plain - layer(rows)).abs().max() <= bound * plain.abs().max().clamp(min=1e-3):
-            return "the packed layer's output differs from the plain one's"
-    return layer
+        return PackedLinear(reordered, bias, *weight.shape[::-1])
 
 
 def _why_plain(linear: nn.Linear) -> str | None:

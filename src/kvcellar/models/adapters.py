@@ -20,9 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from kvcellar.errors import AdapterRefused, ModelRefused
-from kvcellar.kernels.packed import PackedLinear
-from kvcellar.kernels.quantised import QuantisedLinear
-from kvcellar.kernels.widened import WidenedLinear
+from kvcellar.kernels.packed import LINEARS
 from kvcellar.models.adapter_config import CONFIG, AdapterConfig, adapter_config
 from kvcellar.models.config_file import config_fields
 from kvcellar.models.hf_logging import silence_transformers
@@ -110,7 +108,7 @@ def check_adapter(directory: Place, adapter: Place) -> None:
 
 def linear_layers(network: nn.Module) -> dict[str, nn.Module]:
     """The layers that an adapter can change, by name."""
-    kinds = nn.Linear | Conv1D | PackedLinear | WidenedLinear | QuantisedLinear
+    kinds = (nn.Linear, Conv1D, *LINEARS)
     return {name: module for name, module in network.named_modules() if isinstance(module, kinds)}
 
 
@@ -118,7 +116,7 @@ def sizes_of(layer: nn.Module) -> tuple[int, int]:
     """Values of an input and of an output of a linear layer."""
     if isinstance(layer, Conv1D):
         return layer.nx, layer.nf
-    assert isinstance(layer, nn.Linear | PackedLinear | WidenedLinear | QuantisedLinear)
+    assert isinstance(layer, (nn.Linear, *LINEARS))
     return layer.in_features, layer.out_features
 
 

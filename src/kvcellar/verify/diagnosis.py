@@ -9,6 +9,7 @@ from kvcellar.engine.build import Built, build
 from kvcellar.engine.capacity import sized
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import DraftRefused
+from kvcellar.kernels.packed import Packing
 from kvcellar.models.guest import Guest
 from kvcellar.models.input_limits import context_reason
 from kvcellar.progress import report
@@ -199,13 +200,20 @@ def _notes(built: Built) -> list[str]:
         )
     packing = built.packing
     if packing is not None:
-        how = "packed for oneDNN"
-        if packing.widened:
-            how = "that widen bfloat16 in each product, because this CPU cannot multiply it"
-        elif packing.not_widened is not None:
-            how += f" (bfloat16 as it is: {packing.not_widened})"
-        if built.loaded.path is None and packing.layers > packing.widened:
-            how += ", in copies beside the weights of the given network"
-        notes.append(f"{packing.layers} linear layers {how}: {sized(packing.bytes)}")
+        notes += _packed(packing, built.loaded.path is None)
         notes += [f"{name} stays plain: {why}" for name, why in list(packing.kept.items())[:5]]
     return notes
+
+
+def _packed(packing: Packing, given: bool) -> list[str]:
+    """`given`: the network was given as an object, which keeps its own weights."""
+    how = "packed for oneDNN" if packing.own < packing.layers else "of our own"
+    if 0 < packing.own < packing.layers:
+        how += f", {packing.own} of them of our own"
+    if packing.not_own is not None:
+        how += f" ({packing.not_own})"
+    if given:
+        how += ", in copies beside the weights of the given network"
+    if packing.arena is not None and (huge := packing.arena.huge_bytes()) is not None:
+        how += f", {sized(huge)} in huge pages"
+    return [f"{packing.layers} linear layers {how}: {sized(packing.bytes)}"]

@@ -1,0 +1,300 @@
+"""Linear layers of our own return what float64 does, rounded once; a row has the same bits in any company."""
+
+import gc
+import os
+import shutil
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kvcellar.kernels import packed
+from kvcellar.kernels.arena import HUGE, Arena
+from kvcellar.kernels.compiled import COMPILERS
+from kvcellar.kernels.linear import FOREIGN, PAIRS, Kernel, PanelLinear, merged, panel_bytes, panel_linear
+from kvcellar.kernels.packed import PackedLinear, pack
+
+FOUND = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+pytestmark = pytest.mark.skipif(FOUND is None, reason=f"none of {', '.join(COMPILERS)} is here")
+
+X86 = ["-mno-avx512bf16", "-mno-avx512f", "-mno-avx"]
+BUILDS = ["", *(X86 if os.uname().machine == "x86_64" else [])]  # options for the compiler
+DTYPES = [torch.bfloat16, torch.float32]
+SHAPES = [(64, 96), (17, 33), (5, 1), (130, 7), (1, 4), (3000, 11), (301, 200)]  # inputs, outputs
+COUNTS = [*range(1, 15), 24, 64, 193, 400]  # rows
+
+
+@pytest.fixture(scope="module", params=BUILDS, ids=lambda options: options or "native")
+def kernel(request: pytest.FixtureRequest) -> Kernel:
+    """The kernel, as this CPU and lesser ones run it."""
+    return Kernel({**os.environ, "CXX": f"{FOUND} {request.param}"})
+
+
+@pytest.fixture(scope="module")
+def native() -> Kernel:
+    return Kernel(os.environ)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def plain(inner: int, outer: int, dtype: torch.dtype, *, bias: bool) -> nn.Linear:
+    generator = torch.Generator().manual_seed(inner * outer)
+    linear = nn.Linear(inner, outer, bias=bias, dtype=dtype).requires_grad_(False)
+    for parameter in linear.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return linear
+
+
+def own(kernel: Kernel, linear: nn.Linear) -> PanelLinear:
+    return panel_linear(kernel, Arena(panel_bytes(linear.weight)), linear.weight, linear.bias)
+
+
+def rows(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def exact(linear: nn.Linear, x: Tensor) -> Tensor:
+    bias = None if linear.bias is None else linear.bias.double()
+    return F.linear(x.double(), linear.weight.double(), bias)
+
+
+def close(got: Tensor, wanted: Tensor) -> bool:
+    """Equal but for one rounding to the type of the result, and for what float32 loses in between."""
+    rounding = 2**-8 if got.dtype is torch.bfloat16 else 2**-22
+    return bool((got.double() - wanted).abs().le(wanted.abs() * rounding + 5e-4).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize(("inner", "outer"), SHAPES)
+def test_it_equals_float64(kernel: Kernel, inner: int, outer: int, bias: bool, dtype: torch.dtype) -> None:
+    linear = plain(inner, outer, dtype, bias=bias)
+    ours = own(kernel, linear)
+    shapes = [*((n,) for n in COUNTS), (2, 3), (0,), (1, 0), (1, 2, 3), ()]
+    for x in [*(rows(*shape, inner, dtype=dtype) for shape in shapes), rows(5, 2 * inner, dtype=dtype)[:, ::2]]:
+        got = ours(x)
+        assert (got.shape, got.dtype) == ((*x.shape[:-1], outer), dtype)
+        assert close(got, exact(linear, x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("inner", "outer"), [(301, 200), (4500, 70)])
+def test_a_row_has_the_same_bits_in_any_batch(kernel: Kernel, inner: int, outer: int, dtype: torch.dtype) -> None:
+    ours = own(kernel, plain(inner, outer, dtype, bias=True))
+    x = rows(210, inner, dtype=dtype)
+    whole = ours(x)
+    alone = torch.cat([ours(row[None]) for row in x[:20]])
+    assert torch.equal(alone, whole[:20])
+    for count in range(2, 65):
+        start = 3 * count % 140
+        assert torch.equal(ours(x[start : start + count]), whole[start : start + count])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_do_not_depend_on_threads(kernel: Kernel, dtype: torch.dtype, threads: None) -> None:
+    ours = own(kernel, plain(301, 3000, dtype, bias=True))
+    x = rows(30, 301, dtype=dtype)
+    torch.set_num_threads(1)
+    expected = [ours(x[:count]) for count in range(1, 31)]
+    torch.set_num_threads(3)
+    for _ in range(20):
+        for count, wanted in enumerate(expected, 1):
+            assert torch.equal(ours(x[:count]), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_merged_layers_give_the_outputs_of_each_side_by_side(kernel: Kernel, dtype: torch.dtype) -> None:
+    parts = [plain(31, outer, dtype, bias=bias) for outer, bias in ((64, False), (7, True), (130, True))]
+    layers = [own(kernel, part) for part in parts]
+    one = merged(layers)
+    for count in (1, 9, 200):
+        x = rows(count, 31, dtype=dtype)
+        assert torch.equal(one(x), torch.cat([layer(x) for layer in layers], 1))
+    assert torch.equal(one.weight, torch.cat([part.weight for part in parts]))
+    assert torch.equal(one.bias, torch.cat([torch.zeros(64, dtype=dtype), parts[1].bias, parts[2].bias]))
+    assert merged(layers[:1]).bias is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_numbers_that_are_not_finite_come_out_as_from_torch(kernel: Kernel, dtype: torch.dtype) -> None:
+    linear = plain(3, 70, dtype, bias=False)
+    linear.weight.copy_(torch.eye(70, 3))
+    large = torch.finfo(dtype).max
+    x = torch.tensor([[torch.inf, 1.0, -torch.inf], [torch.nan, 1.0, 2.0], [1.0, large, -2.0]], dtype=dtype)
+    linear.weight[5] = 2.0  # an output that overflows
+    for count in (1, 3, 9):
+        some = x.repeat(3, 1)[:count]
+        torch.testing.assert_close(
+            own(kernel, linear)(some), F.linear(some.float(), linear.weight.float()).to(dtype), equal_nan=True
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_lies_beside_a_row_is_not_read(kernel: Kernel, dtype: torch.dtype) -> None:
+    linear = plain(33, 65, dtype, bias=False)
+    around = torch.full((12, 40), torch.nan, dtype=dtype)
+    around[2:11, 3:36] = rows(9, 33, dtype=dtype)
+    x, into = around[2:11, 3:36], torch.full((9, 80), 7.0, dtype=dtype)
+    ours = own(kernel, linear)
+    assert close(ours(x), exact(linear, x))
+    call = ours.native(x, into[:, 4:69])
+    assert kernel.run(call.address) == 0
+    assert torch.equal(into[:, 4:69], ours(x))
+    assert bool((into[:, :4] == 7).all())
+    assert bool((into[:, 69:] == 7).all())
+
+
+def test_a_native_call_reads_what_is_at_its_addresses(native: Kernel) -> None:
+    ours = own(native, plain(16, 24, torch.bfloat16, bias=True))
+    x, into = rows(3, 16, dtype=torch.bfloat16), torch.empty(3, 24, dtype=torch.bfloat16)
+    call = ours.native(x, into)
+    for scale in (1.0, -2.0):
+        x *= scale
+        assert native.run(call.address) == 0
+        assert torch.equal(into, ours(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("inner", "outer"), SHAPES)
+def test_a_weight_can_be_looked_at(native: Kernel, inner: int, outer: int, dtype: torch.dtype) -> None:
+    linear = plain(inner, outer, dtype, bias=True)
+    ours = own(native, linear)
+    assert torch.equal(ours.weight, linear.weight)
+    assert torch.equal(ours.bias, linear.bias)
+    assert list(ours.parameters()) == []
+    turned = panel_linear(native, Arena(panel_bytes(linear.weight)), linear.weight.T.contiguous().T, None)
+    assert torch.equal(turned.weight, linear.weight)
+
+
+def test_what_a_plain_layer_refuses_it_refuses(native: Kernel) -> None:
+    linear = plain(8, 8, torch.bfloat16, bias=False)
+    for layer in (linear, own(native, linear)):
+        for wrong in (torch.ones(2, 8), torch.ones(2, 9, dtype=torch.bfloat16)):
+            with pytest.raises(RuntimeError):
+                layer(wrong)
+
+
+# -- packing a model ---------------------------------------------------------------------------------------------------
+
+
+def mixed() -> nn.Sequential:
+    return nn.Sequential(plain(8, 8, torch.bfloat16, bias=True), plain(8, 9, torch.float32, bias=False))
+
+
+def test_a_model_gets_layers_of_our_own(native: Kernel) -> None:
+    model = mixed()
+    if native.multiplies == FOREIGN:
+        pytest.skip("bfloat16 is left to oneDNN on this CPU")
+    packing = pack(model)
+    assert [type(part) for part in model] == [PanelLinear, PanelLinear]
+    assert (packing.layers, packing.own, packing.not_own, packing.kept) == (2, 2, None, {})
+    assert packing.bytes == 8 * 8 * 2 + 8 * 9 * 4
+
+
+def test_where_onednn_has_instructions_for_matrices_it_has_bfloat16(
+    native: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "multiplies", FOREIGN)
+    monkeypatch.setattr(packed, "Kernel", lambda environment: native)
+    model = mixed()
+    packing = pack(model)
+    assert isinstance(model[1], PanelLinear)
+    assert packing.own == 1
+    assert "instructions for matrices" in (packing.not_own or "")
+    assert isinstance(model[0], PackedLinear) or "no bfloat16" in packing.kept["0"]
+
+
+def test_plain_weights_are_freed_one_by_one_and_there_is_no_second_copy(
+    native: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(*(plain(40, 70, torch.float32, bias=False) for _ in range(4)))
+    weights = [weakref.ref(layer.weight) for layer in model]
+    alive: list[int] = []
+    honest = Kernel.pack
+
+    def watched(self: Kernel, weight: Tensor, panels: Tensor) -> None:
+        alive.append(sum(ref() is not None for ref in weights))
+        return honest(self, weight, panels)
+
+    monkeypatch.setattr(Kernel, "pack", watched)
+    sizes = [panel_bytes(layer.weight) for layer in model]
+    packing = pack(model)
+    assert alive == [4, 3, 2, 1]
+    assert list(model.parameters()) == []
+    assert packing.arena is not None
+    assert packing.arena.span[1] - packing.arena.span[0] == -(-sum(sizes) // HUGE) * HUGE, "room for one copy"
+
+
+def test_a_layer_with_wrong_results_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = PanelLinear.forward
+    for wrong in (-1.0, torch.nan):
+        monkeypatch.setattr(PanelLinear, "forward", lambda self, x, by=wrong: by * honest(self, x))
+        model = nn.Sequential(plain(8, 8, torch.float32, bias=False))
+        assert "differs" in pack(model).kept["0"]
+        assert type(model[0]) is nn.Linear
+
+
+def test_without_a_compiler_it_gives_the_reason_and_onednn_serves(tmp_path: Path) -> None:
+    model = nn.Sequential(plain(8, 8, torch.float32, bias=False))
+    x = rows(3, 8, dtype=torch.float32)
+    expected = model(x)
+    packing = pack(model, environment={"PATH": str(tmp_path), "HOME": str(tmp_path)})
+    assert packing.own == 0
+    assert packing.arena is None
+    assert "no C++ compiler" in (packing.not_own or "")
+    torch.testing.assert_close(model(x), expected)
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_arena_has_its_own_memory_for_each_tensor() -> None:
+    arena = Arena(3 * 200)
+    tensors = [arena.tensor(50, torch.float32) for _ in range(3)]
+    for number, tensor in enumerate(tensors):
+        assert not tensor.any()
+        tensor.fill_(number + 1)
+    assert [float(tensor.sum()) for tensor in tensors] == [50.0, 100.0, 150.0]
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors)
+    assert tensors[0].data_ptr() == arena.span[0]
+    assert arena.span[0] % HUGE == 0
+    with pytest.raises(AssertionError, match="fewer bytes"):
+        arena.tensor(HUGE, torch.float32)
+    del arena
+    gc.collect()
+    assert float(tensors[2].sum()) == 150.0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what is resident is read from Linux's /proc")
+def test_memory_of_an_arena_is_resident_once_it_is_written_and_freed_with_its_tensors() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    size = 64 << 20
+    before = resident()
+    arena = Arena(2 * size)
+    tensor = arena.tensor(size, torch.uint8)
+    assert resident() - before < size // 4
+    tensor.fill_(1)
+    assert size * 3 // 4 < resident() - before < size * 5 // 4
+    assert (arena.huge_bytes() or 0) <= size + 2 * HUGE
+    del arena, tensor
+    gc.collect()
+    assert resident() - before < size // 4
+
+
+def test_this_cpu_multiplies_pairs_if_it_can(native: Kernel) -> None:
+    flags = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+    if "avx512_bf16" in flags and "amx_bf16" not in flags:
+        assert native.multiplies == PAIRS

@@ -216,7 +216,7 @@ def test_both_engines_generate_the_same_tokens(tmp_path):
     with Engine(tmp_path, dtype="float32", device="cpu", cache_bytes=1 << 20) as engine:
         ours = [engine.generate(prompt, temperature=0.0, max_tokens=6, ignore_eos=True) for prompt in prompts]
     steps: list[int] = []
-    ids = hf_baseline.generate(network, prompts, 6, lambda: steps.append(1))
+    ids = hf_baseline.generate(network, prompts, 6, lambda tokens: steps.append(1))
     assert [list(result.token_ids) for result in ours] == ids[:, -6:].tolist()
     assert len(steps) == 6
 

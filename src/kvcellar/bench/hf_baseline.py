@@ -1,5 +1,6 @@
 """hf_baseline: `generate`, `generate_batch` and `DynamicCache` of transformers, the baselines of the bench."""
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from math import ceil
@@ -10,21 +11,24 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
+from kvcellar.bench.peers.turns import Turns
+from kvcellar.prefix.node import common_prefix
+
 PAGE = 256  # tokens per page in continuous batching
 STEP_TOKENS = 512  # most tokens of one of its steps
 SPARE = 0.2  # of the pages: it starts no sequence while fewer than 15 % are free
 
 
 class _StepStreamer:
-    """A streamer for `generate`: calls `step` for each new token, not for the prompt."""
+    """A streamer for `generate`: calls `step` with the new token [B] of each step, not with the prompt."""
 
-    def __init__(self, step: Callable[[], None]) -> None:
+    def __init__(self, step: Callable[[Tensor], None]) -> None:
         self._step = step
         self._prompt_seen = False
 
     def put(self, value: Tensor) -> None:
         if self._prompt_seen:
-            self._step()
+            self._step(value)
         self._prompt_seen = True
 
     def end(self) -> None:
@@ -39,11 +43,16 @@ def network(config: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
 
 
 def generate(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], new: int, step: Callable[[], None] | None = None
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    new: int,
+    step: Callable[[Tensor], None] | None = None,
+    cache: DynamicCache | None = None,
 ) -> Tensor:
     """`model.generate` with its dynamic cache: `new` greedy tokens after each prompt, padded on the left.
 
-    `step` is called when every sequence has got a token. Returns ids [B,longest+new].
+    `step` is called with the tokens [B] when every sequence has got one. `cache` has the beginning of a single prompt.
+    Returns ids [B,longest+new].
     """
     longest = max(map(len, prompts))
     ids = torch.zeros(len(prompts), longest, dtype=torch.long)
@@ -54,6 +63,8 @@ def generate(
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0}
     if step is not None:
         options["streamer"] = _StepStreamer(step)
+    if cache is not None:
+        options["past_key_values"] = cache
     return model.generate(ids, attention_mask=mask, **options)  # pyright: ignore[reportCallIssue, reportReturnType]
 
 
@@ -85,6 +96,59 @@ def generate_batch(model: PreTrainedModel, prompts: Sequence[Sequence[int]], new
     if not seconds:
         raise RuntimeError("no step gave a token to every sequence")
     return seconds
+
+
+class _Stopped(Exception):
+    """Ends `generate` from its streamer."""
+
+
+class Generating:
+    """`generate` on a thread of its own, step by step. The cache of a single prompt stays, and the next single prompt
+    begins with what both have in common, where the layers can be cropped."""
+
+    def __init__(self, directory: str, most: int) -> None:
+        """`most` tokens may be decoded after a prompt."""
+        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval().requires_grad_(False)
+        self._most = most
+        self._cache, self._held = DynamicCache(config=self._model.config), list[int]()
+        self._thread: threading.Thread | None = None
+        self.turns = Turns(0)
+
+    def start(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Compute the prompts; returns the first token of each."""
+        self.turns = Turns(len(prompts))
+        cache = self._kept(prompts[0]) if len(prompts) == 1 else None
+        self._thread = threading.Thread(target=self._run, args=(prompts, cache, self.turns))
+        self._thread.start()
+        return self.turns.first()
+
+    def stop(self) -> None:
+        assert self._thread is not None
+        self.turns.end()
+        self._thread.join()
+
+    def _kept(self, prompt: Sequence[int]) -> DynamicCache:
+        common = min(common_prefix(self._held, list(prompt)), len(prompt) - 1)
+        in_cache = self._cache.get_seq_length()
+        if not common or not _cropped(self._cache, in_cache - common):
+            self._cache = DynamicCache(config=self._model.config)
+        self._held = list(prompt)
+        return self._cache
+
+    def _run(self, prompts: Sequence[Sequence[int]], cache: DynamicCache | None, turns: Turns) -> None:
+        def step(tokens: Tensor) -> None:
+            for number, token in enumerate(tokens.tolist()):
+                turns.on_tokens(number, [token])
+            if turns.ended:
+                raise _Stopped
+
+        try:
+            with torch.inference_mode():
+                generate(self._model, prompts, self._most, step, cache)
+        except _Stopped:
+            pass
+        except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, NotImplementedError) as error:
+            turns.fail(error)
 
 
 class KeptCaches:

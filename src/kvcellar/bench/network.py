@@ -34,6 +34,7 @@ class Size:
 
     def config(self) -> dict[str, object]:
         return {
+            "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             "hidden_size": self.hidden,
             "num_hidden_layers": self.layers,

@@ -122,7 +122,9 @@ def _decode(engines: Engines, scale: Scale, prompts: Prompts) -> "_Measured":
     try:
         our_side.wait_ready()
         with ThreadPoolExecutor(1) as thread:
-            running = thread.submit(hf_baseline.generate, engines.hf_baseline, prompts, steps + 1, baseline_side.step)
+            running = thread.submit(
+                hf_baseline.generate, engines.hf_baseline, prompts, steps + 1, lambda _: baseline_side.step()
+            )
             running.add_done_callback(lambda _: baseline_side.end())
             baseline_side.wait_ready()
             our_side.go()

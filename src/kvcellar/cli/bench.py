@@ -1,4 +1,4 @@
-"""bench: the subcommand that measures kvcellar and transformers on this machine."""
+"""bench: the subcommand that measures kvcellar and other engines on this machine."""
 
 import click
 
@@ -8,15 +8,37 @@ from kvcellar.cli.options import Command
 @click.command("bench", cls=Command, epilog="Example: kvcellar bench --only ragged-8")
 @click.option("--quick", is_flag=True, help="Run everything with tiny sizes, to test the bench. Numbers mean nothing.")
 @click.option("--only", help="Run one workload, by the name in its row.")
-@click.option("--against", help="With --only replay: count the same for another cache, too: transformers.")
+@click.option(
+    "--against",
+    multiple=True,
+    help="Measure a peer on the same weights and tokens, interleaved: transformers, llama.cpp, openvino or vllm, or "
+    "NAME:PRECISION. Repeatable. With --only replay: count the same for its cache, too; transformers.",
+)
+@click.option(
+    "--peer-python",
+    multiple=True,
+    metavar="NAME=PATH",
+    envvar="KVCELLAR_PEER_PYTHON",
+    help="The Python interpreter of the environment in which a peer is installed. Repeatable.",
+)
 @click.option("--profile", help="Run one decoding workload and print where the time of a step goes.")
 @click.option("--threads", type=int, default=1, show_default=True, help="CPU threads of both engines.")
-def command(quick: bool, only: str | None, against: str | None, profile: str | None, threads: int) -> None:
+def command(
+    quick: bool,
+    only: str | None,
+    against: tuple[str, ...],
+    peer_python: tuple[str, ...],
+    profile: str | None,
+    threads: int,
+) -> None:
     """Measure kvcellar and transformers on the same weights, interleaved, in one run. Prints a table and one line of
     JSON."""
-    from kvcellar.bench.run import run, run_profile
+    from kvcellar.bench.compared import run_against
+    from kvcellar.bench.run import REPLAY, run, run_profile
 
     if profile is not None:
         run_profile(profile, quick=quick, threads=threads)
+    elif against and only != REPLAY:
+        run_against(against, peer_python, only=only, quick=quick, threads=threads)
     else:
-        run(quick=quick, only=only, threads=threads, beside=against)
+        run(quick=quick, only=only, threads=threads, beside=", ".join(against) or None)

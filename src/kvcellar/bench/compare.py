@@ -1,0 +1,288 @@
+"""compare: the same work on several engines, each in a process of its own, interleaved, by CPU time.
+
+Always true:
+  * in each round every side does the same work on the same token ids, one after the other, while the others wait;
+  * the first round of a work is not counted;
+  * a side that fails takes part no longer; the reason is in `Compared.failed`, and the other sides go on. Where ours
+    fails, `PeerFailed` is raised.
+"""
+
+import random
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from kvcellar.bench.peer import Peer, PeerFailed, Side, running
+
+MOST_IDS = 500  # ids of prompts are below
+NEAR = 0.1  # lead of a token in log-probability that the rounding of a 16-bit type can turn over
+GIB = 1 << 30
+
+Prompts = list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is measured: with `steps`, decoding after the prompts, per step; else the prompts, per round.
+
+    `reused` tokens are computed once, before the rounds; each prompt then begins with them. `lengths` are those of the
+    tokens that each round computes.
+    """
+
+    name: str
+    lengths: tuple[int, ...]
+    decoding: bool = True
+    reused: int = 0
+
+    @property
+    def what(self) -> str:
+        if self.reused:
+            return f"{self.lengths[0]} new tokens after {self.reused} that are in memory"
+        if not self.decoding:
+            return f"{self.lengths[0]} tokens to the first new one"
+        if len(self.lengths) == 1:
+            return f"a step of 1 sequence at {self.lengths[0]} tokens"
+        return f"a step of {len(self.lengths)} sequences of {self.lengths[0]} to {self.lengths[-1]} tokens"
+
+    @property
+    def tokens(self) -> int:
+        """Of a step or a round, for rates."""
+        return len(self.lengths) if self.decoding else sum(self.lengths)
+
+    def prefix(self) -> list[int]:
+        return _drawn(f"{self.name} prefix", self.reused)
+
+    def prompts(self, round: int) -> Prompts:
+        """Those of no two rounds or works begin alike, so that nothing of them is in memory."""
+        return [
+            self.prefix() + _drawn(f"{self.name} {round} {sequence}", length)
+            for sequence, length in enumerate(self.lengths)
+        ]
+
+
+def _drawn(seed: str, count: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(3, MOST_IDS) for _ in range(count)]
+
+
+def _spread(count: int, shortest: int, longest: int) -> tuple[int, ...]:
+    return tuple(shortest + round(i * (longest - shortest) / (count - 1)) for i in range(count))
+
+
+WORKS: Mapping[str, Work] = MappingProxyType(
+    {
+        work.name: work
+        for work in (
+            Work("decode-512", (512,)),
+            Work("decode-4096", (4096,)),
+            Work("ragged-8", _spread(8, 128, 4096)),
+            Work("ragged-32", _spread(32, 64, 1024)),
+            Work("prefill-512", (512,), decoding=False),
+            Work("prefill-2048", (2048,), decoding=False),
+            Work("reuse-4096", (32,), decoding=False, reused=4096),
+        )
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much is measured. Lengths of prompts are divided by `shorter`."""
+
+    shorter: int = 1
+    bursts: int = 12  # rounds of decoding
+    burst: int = 4  # steps of one side in a round
+    repeats: int = 5  # rounds of prompts
+
+    def of(self, work: Work) -> Work:
+        def less(length: int) -> int:
+            return max(2, length // self.shorter) if length else 0
+
+        return Work(work.name, tuple(map(less, work.lengths)), work.decoding, less(work.reused))
+
+
+QUICK = Extent(shorter=64, bursts=2, burst=2, repeats=1)
+
+
+@dataclass(slots=True)
+class Measured:
+    """Of one side in one work: seconds of each step or round, and its tokens by sequence."""
+
+    cpu: list[float] = field(default_factory=list)
+    wall: list[float] = field(default_factory=list)
+    ids: list[list[int]] = field(default_factory=list)
+    bytes: int = 0  # of the process in memory, afterwards
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.cpu)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Tokens of a side that equal ours, of so many; where one does not, by how much our first choice led."""
+
+    equal: int
+    of: int
+    lead: float | None = None  # the largest of the sequences; None: all are equal
+
+
+@dataclass(slots=True)
+class Compared:
+    """By name of the work and label of the side."""
+
+    measured: dict[str, dict[str, Measured]] = field(default_factory=dict)
+    agreements: dict[str, dict[str, Agreement]] = field(default_factory=dict)
+    about: dict[str, dict[str, Any]] = field(default_factory=dict)  # by label: what the side said when it had loaded
+    failed: dict[str, str] = field(default_factory=dict)  # by label
+
+
+class Comparison:
+    """Runs works on sides that are running."""
+
+    def __init__(self, peers: Sequence[Peer], extent: Extent, each_round: Callable[[], None]) -> None:
+        """`each_round` is called once in a round, to be measured between the sides."""
+        self._peers, self._extent, self._each_round = list(peers), extent, each_round
+        self.found = Compared(about={peer.side.label: peer.about for peer in peers})
+
+    @property
+    def reference(self) -> Peer:
+        """Our side with the weights as they are stored."""
+        return self._peers[0]
+
+    def run(self, work: Work) -> None:
+        """Measure a work on every side."""
+        measured = {peer.side.label: Measured() for peer in self._peers}
+        self.found.measured[work.name] = measured
+        if work.decoding:
+            self._decode(work, measured)
+        else:
+            self._compute(work, measured)
+        for label in self.found.failed:
+            measured.pop(label, None)
+        self.found.agreements[work.name] = self._agreements(work, measured)
+
+    def _decode(self, work: Work, measured: Mapping[str, Measured]) -> None:
+        prompts, burst = work.prompts(0), self._extent.burst
+        for peer, reply in self._each(work, do="open", prompts=prompts):
+            measured[peer.side.label].ids = reply["ids"]
+        for round in range(self._extent.bursts + 1):
+            self._each_round()
+            for peer, reply in self._each(work, do="steps", count=burst):
+                one = measured[peer.side.label]
+                for step in reply["ids"]:
+                    for ids, new in zip(one.ids, step, strict=True):
+                        ids.extend(new)
+                if round:
+                    one.cpu += reply["cpu"]
+                    one.wall += reply["wall"]
+        self._close(work, measured)
+
+    def _compute(self, work: Work, measured: Mapping[str, Measured]) -> None:
+        if work.reused:
+            for _ in self._each(work, do="open", prompts=[work.prefix()]):
+                pass
+            self._close(work, measured)
+        for round in range(self._extent.repeats + 1):
+            self._each_round()
+            for peer, reply in self._each(work, do="open", prompts=work.prompts(round)):
+                one = measured[peer.side.label]
+                one.ids += [ids[:1] for ids in reply["ids"]]
+                if round:
+                    one.cpu.append(reply["cpu"])
+                    one.wall.append(reply["wall"])
+            self._close(work, measured)
+
+    def _close(self, work: Work, measured: Mapping[str, Measured]) -> None:
+        for peer, reply in self._each(work, do="close"):
+            measured[peer.side.label].bytes = reply["bytes"]
+
+    def _each(self, work: Work, **request: Any) -> Iterator[tuple[Peer, dict[str, Any]]]:
+        """The replies of all sides, in turn. A side that fails is left out from then on."""
+        for peer in list(self._peers):
+            try:
+                yield peer, peer.ask(f"in {work.name}", **request)
+            except PeerFailed as error:
+                if peer is self.reference:
+                    raise
+                self.found.failed[peer.side.label] = str(error)
+                self._peers.remove(peer)
+
+    def _agreements(self, work: Work, measured: Mapping[str, Measured]) -> dict[str, Agreement]:
+        ours = measured[self.reference.side.label].ids
+        prompts = self._prompts_of(work)
+        found = dict[str, Agreement]()
+        for label, one in measured.items():
+            if label != self.reference.side.label:
+                found[label] = self._agreement(work, prompts, ours, one.ids)
+        return found
+
+    def _prompts_of(self, work: Work) -> Prompts:
+        """The prompt of each list of ids."""
+        if work.decoding:
+            return work.prompts(0)
+        return [prompt for round in range(self._extent.repeats + 1) for prompt in work.prompts(round)]
+
+    def _agreement(self, work: Work, prompts: Prompts, ours: Prompts, theirs: Prompts) -> Agreement:
+        equal, of, leads = 0, 0, list[float]()
+        for prompt, mine, other in zip(prompts, ours, theirs, strict=True):
+            both = list(zip(mine, other, strict=False))
+            same = next((at for at, (one, two) in enumerate(both) if one != two), len(both))
+            equal, of = equal + same, of + len(both)
+            if same < len(both):
+                tokens = [*prompt, *mine[:same]]
+                reply = self.reference.ask(f"in {work.name}", do="lead", tokens=tokens, over=both[same][1])
+                leads.append(reply["lead"])
+        return Agreement(equal, of, max(leads) if leads else None)
+
+
+def compared(
+    directory: Path,
+    sides: Sequence[Side],
+    works: Sequence[Work],
+    extent: Extent,
+    *,
+    threads: int = 1,
+    each_round: Callable[[], None] = lambda: None,
+    report: Callable[[Compared, Work], None] = lambda found, work: None,
+) -> Compared:
+    """Measure works on the model in this directory. The first side is ours, with the weights as stored. `report` is
+    called after each work."""
+    works = [extent.of(work) for work in works]
+    options = _options(directory, works, extent, threads)
+    failed = dict[str, str]()
+    with ExitStack() as stack:
+        peers = list[Peer]()
+        for side in sides:
+            try:
+                peers.append(stack.enter_context(running(side, options)))
+            except PeerFailed as error:
+                if not peers:
+                    raise
+                failed[side.label] = str(error)
+        comparison = Comparison(peers, extent, each_round)
+        comparison.found.failed |= failed
+        for work in works:
+            comparison.run(work)
+            report(comparison.found, work)
+    return comparison.found
+
+
+def _options(directory: Path, works: Sequence[Work], extent: Extent, threads: int) -> dict[str, Any]:
+    return {
+        "model": str(directory),
+        "threads": threads,
+        "cache_bytes": GIB // 4,
+        "sequences": max(len(work.lengths) for work in works),
+        "longest": max(work.reused + max(work.lengths) for work in works),
+        "new": extent.burst * (extent.bursts + 1) + 8,
+    }
+
+
+def same_work(side: Side, agreement: Agreement) -> bool:
+    """False where tokens differ from ours by more than rounding explains. Quantised weights are others."""
+    return side.bits < 16 or agreement.lead is None or agreement.lead <= NEAR

@@ -1,0 +1,171 @@
+"""compared: prints what `compare` measured, and the limit that reading memory sets."""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcellar.bench import report
+from kvcellar.bench.bandwidth import Reads
+from kvcellar.bench.compare import QUICK, WORKS, Agreement, Compared, Extent, Measured, Work, compared, same_work
+from kvcellar.bench.gguf import write_gguf
+from kvcellar.bench.network import SMALL, TINY, Size, write
+from kvcellar.bench.peer import OURS, Side, sides_of
+from kvcellar.errors import BadRequest, KvcellarError
+
+TARGETS: Mapping[tuple[str, str], float] = {
+    ("decode-512", "llama.cpp bf16"): 1.05,
+    ("decode-512", "llama.cpp q8_0"): 1.3,
+    ("decode-512", "llama.cpp q4_0"): 1.2,
+    ("decode-4096", "llama.cpp bf16"): 1.8,
+    **{("ragged-8", label): 1.9 for label in ("llama.cpp bf16", "openvino fp16", "vllm bf16")},
+    **{("ragged-32", label): 1.35 for label in ("llama.cpp bf16", "openvino fp16", "vllm bf16")},
+    ("prefill-512", "openvino fp16"): 1.0,
+    ("prefill-2048", "openvino fp16"): 0.9,
+    ("reuse-4096", "openvino fp16"): 1.15,
+}  # CPU time of the peer over ours with as many bits
+HEAD = (
+    f"  {'':18} {'CPU ms':>9} {'least':>9} {'tokens/s':>9} {'ratio':>7} {'target':>7} {'MB':>6}   tokens equal to ours"
+)
+
+
+def run_against(
+    named: Sequence[str],
+    pythons: Sequence[str] = (),
+    *,
+    only: str | None = None,
+    quick: bool = False,
+    threads: int = 1,
+    sides: Sequence[Side] | None = None,
+) -> Compared:
+    """Measure the sides that are named, print a table and one line of JSON. Raises `KvcellarError` at the end if a peer
+    failed, or computed something else."""
+    if only is not None and only not in WORKS:
+        raise BadRequest(f"peers are compared in {', '.join(WORKS)}; not in {only!r}", "only")
+    sides = sides_of(named, pythons) if sides is None else sides
+    size, extent = (TINY, QUICK) if quick else (SMALL, Extent())
+    works = [work for name, work in WORKS.items() if only in (None, name)]
+    reads = Reads(os.environ, size=1 << 20) if quick else Reads(os.environ)
+    table = Table(sides, size, reads, extent)
+    with tempfile.TemporaryDirectory() as place:
+        parameters = write_for_peers(size, Path(place))
+        _print([f"{parameters / 1e6:.0f} million parameters, {threads} thread(s), CPU time"])
+        found = compared(
+            Path(place), sides, works, extent, threads=threads, each_round=lambda: _read(reads), report=table.show
+        )
+    about = report.about(parameters=parameters, threads=threads, quick=quick)
+    print(json.dumps({**about, "read_gb_s": round(reads.rate / 1e9, 1), **as_json(found)}), flush=True)
+    wrong = [*found.failed.values(), *table.others]
+    if wrong:
+        raise KvcellarError("\n".join(wrong))
+    return found
+
+
+def write_for_peers(size: Size, directory: Path) -> int:
+    """A model directory with a GGUF file of the same weights. Returns the number of parameters."""
+    parameters = write(size, directory)
+    write_gguf(size, directory)
+    write_gguf(size, directory, dtype=torch.float16, name="model.f16.gguf")
+    return parameters
+
+
+def _read(reads: Reads) -> None:
+    reads.read()
+
+
+class Table:
+    """Prints a part of the table for each work."""
+
+    def __init__(self, sides: Sequence[Side], size: Size, reads: Reads | None, extent: Extent) -> None:
+        self._sides, self._size, self._reads, self._extent = {side.label: side for side in sides}, size, reads, extent
+        self.others: list[str] = []  # sides that computed something else
+
+    def show(self, found: Compared, work: Work) -> None:
+        _print([f"{work.name}: {work.what}", HEAD, *self._rows(found, work)])
+        label = next(iter(found.measured[work.name]))
+        if self._reads is not None and work.decoding:
+            _print([self._limit(work, found.measured[work.name][label])])
+
+    def _rows(self, found: Compared, work: Work) -> Iterator[str]:
+        measured = found.measured[work.name]
+        for label, one in measured.items():
+            side, agreement = self._sides[label], found.agreements[work.name].get(label)
+            ours = self._ours(measured, side.bits)
+            ratio = None if side.name == OURS else one.median / ours.median
+            if agreement is not None and not same_work(side, agreement):
+                self.others.append(f"{label} computes something else in {work.name}: {_agreed(agreement)}")
+            yield _row(label, one, work, ratio, TARGETS.get((work.name, label)), agreement)
+        for label, reason in found.failed.items():
+            yield f"  {label:18} {reason.splitlines()[0]}"
+
+    def _ours(self, measured: Mapping[str, Measured], bits: int) -> Measured:
+        """Of our side with as many bits; the first of ours where there is none."""
+        ours = [label for label in measured if self._sides[label].name == OURS]
+        return measured[next((label for label in ours if self._sides[label].bits == bits), ours[0])]
+
+    def _limit(self, work: Work, ours: Measured) -> str:
+        """By the bytes that a step reads: all weights once, and K/V of the tokens at half of the decoded ones."""
+        assert self._reads is not None
+        size, steps = self._size, self._extent.burst * (self._extent.bursts + 1)
+        per_token = size.layers * 2 * size.kv_heads * size.head_size * 2
+        kv = per_token * sum(length + steps // 2 for length in work.lengths)
+        weights = 2 * parameters(size)
+        seconds = (weights + kv) / self._reads.rate
+        return (
+            f"  {'limit':18} {1000 * seconds:9.2f}   {weights / 1e6:.0f} MB of weights and {kv / 1e6:.0f} MB of K/V at "
+            f"{self._reads.rate / 1e9:.1f} GB/s; {seconds / ours.median:.2f} of it is reached"
+        )
+
+
+def parameters(size: Size) -> int:
+    """Of the matrices that a step reads."""
+    queries, keys = size.query_heads * size.head_size, size.kv_heads * size.head_size
+    layer = 2 * size.hidden * (queries + keys) + 3 * size.hidden * size.intermediate
+    return size.layers * layer + size.vocabulary * size.hidden
+
+
+def _row(
+    label: str, one: Measured, work: Work, ratio: float | None, target: float | None, agreement: Agreement | None
+) -> str:
+    return (
+        f"  {label:18} {1000 * one.median:9.2f} {1000 * min(one.cpu):9.2f} {work.tokens / one.median:9.1f} "
+        f"{'' if ratio is None else f'{ratio:.2f}x':>7} {'' if target is None else f'{target:.2f}x':>7} "
+        f"{one.bytes / 1e6:6.0f}   {'' if agreement is None else _agreed(agreement)}"
+    ).rstrip()
+
+
+def _agreed(agreement: Agreement) -> str:
+    text = f"{agreement.equal} of {agreement.of}"
+    return text if agreement.lead is None else f"{text}; where they part, ours led by {agreement.lead:.3f}"
+
+
+def as_json(found: Compared) -> dict[str, Any]:
+    """Everything but single times and tokens."""
+    works = {
+        name: {
+            label: {
+                "cpu_ms": round(1000 * one.median, 3),
+                "least_cpu_ms": round(1000 * min(one.cpu), 3),
+                "bytes": one.bytes,
+                **_agreement_json(found.agreements[name].get(label)),
+            }
+            for label, one in measured.items()
+        }
+        for name, measured in found.measured.items()
+    }
+    return {"sides": found.about, "works": works, "failed": found.failed}
+
+
+def _agreement_json(agreement: Agreement | None) -> dict[str, Any]:
+    if agreement is None:
+        return {}
+    return {"equal": agreement.equal, "of": agreement.of, "lead": agreement.lead}
+
+
+def _print(lines: Sequence[str]) -> None:
+    for line in lines:
+        print(line, flush=True)

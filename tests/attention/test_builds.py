@@ -19,8 +19,8 @@ from kvcellar.spans import Span
 
 BUILDS = {"native": "", "AVX-512 without BF16": "-mno-avx512bf16", "AVX2": "-mno-avx512f", "portable": "-mno-avx"}
 SHAPES = [(14, 2, 64, 64), (4, 4, 128, 96), (9, 1, 40, 72), (2, 1, 256, 256), (2, 2, 33, 31), (2, 1, 512, 64)]
-LAYOUTS = [Causal(), Sliding(70), Sliding(7, 20), Chunked(64)]
-STORED = ["auto", "float32", "k=bfloat16"]
+LAYOUTS = [Causal(), Sliding(70), Chunked(64)]
+STORED = ["auto", "float32", "k=bfloat16", "int8", "k=int4+hadamard,v=fp8"]
 STEPS = ({0: 90, 1: 3}, {1: 1, 0: 1}, {0: 5, 2: 17}, {1: 40, 2: 1, 0: 2})
 SPEC = AttentionSpec(14, 2, 64, 64, dtype="bfloat16", device="cpu")
 

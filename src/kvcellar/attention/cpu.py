@@ -1,88 +1,113 @@
-"""cpu: a few new rows of each sequence over its cells, read once and in place, by a kernel (`kernels/attention.cpp`).
+"""cpu: new rows of each sequence over its cells, read in place, by a kernel (`kernels/attention.cpp`): one row of each
+of many sequences, or thousands of one.
 
-Keys and values are bfloat16 or float32, sums are float32: scores are as exact as in `sdpa`, and weights have the type
-that they have there. Longer blocks of rows, and keys that are computed from stored planes (MLA), go to `sdpa`.
+Keys and values are bfloat16, float32, or codes with scales; sums are float32: scores are as exact as in `sdpa`, weights
+at least as exact. Keys that are computed from stored planes (MLA) go to `sdpa`.
 
-Always true: the result for the rows of a sequence depends only on its own queries and cells, bit for bit: not on other
-sequences, nor on the number of threads.
+Always true: the result for a row depends only on its own query and the cells that it sees, bit for bit: not on other
+rows, whether of its sequence or of others, nor on how a prompt is cut, nor on the number of threads.
 """
 
 import ctypes
 import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from kvcellar.attention.products import Products, part
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.contracts import History, StepTables, Stored
 from kvcellar.errors import NoBackend
 from kvcellar.kernels.compiled import SOURCES, NotCompiled, check_shared, library
+from kvcellar.kernels.native import Native, address_of
+from kvcellar.kernels.threads import Threads
 from kvcellar.layout import Layout
 from kvcellar.plan import GroupPlan, Segment
 from kvcellar.shapes import Arrangement, AttentionSpec, Kind, Scoring
 
 SOURCE = SOURCES / "attention.cpp"
-SHORT = 16  # rows of a sequence up to which the kernel serves them
 CHUNK = 512  # keys that are weighed at once; the kernel's
-WIDTH = 32  # sums of a row are padded to a multiple of this; the kernel's `BUNDLE`
-PER_THREAD = 1 << 20  # bytes of keys and values that are worth another thread
-TYPES = {torch.float32: 0, torch.bfloat16: 1}
+PER_THREAD = 1 << 20  # bytes of keys and values that are worth another thread, or eight times as many products
+KINDS: Mapping[Kind, int] = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "fp8": 4}
+TYPES = {torch.float32: KINDS["float32"], torch.bfloat16: KINDS["bfloat16"]}  # of queries and results
+
+
+class _Plane(ctypes.Structure):
+    """`Plane` in the kernel."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("codes", "scales")),
+        *((name, ctypes.c_int64) for name in ("cell", "head", "scale_cell", "scale_head", "size")),
+        *((name, ctypes.c_int32) for name in ("kind", "rotated")),
+    )
 
 
 class _Call(ctypes.Structure):
     """`Call` in the kernel, field by field: `check_shared` compares them at load."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "sinks", "partials")),
-        *((name, ctypes.c_void_p) for name in ("segments", "rows", "runs")),
-        *((name, ctypes.c_int64) for name in ("q_row", "q_head", "k_cell", "k_head", "v_cell", "v_head")),
-        *((name, ctypes.c_int64) for name in ("heads", "groups", "size", "value_size")),
-        *((name, ctypes.c_int64) for name in ("n_segments", "threads")),
-        *((name, ctypes.c_int32) for name in ("q_type", "k_type", "v_type")),
+        *((name, ctypes.c_void_p) for name in ("step", "q", "out", "sinks", "pool")),
+        *((name, _Plane) for name in ("k", "v")),
+        *((name, ctypes.c_int64) for name in ("q_row", "q_head", "out_row", "out_head")),
+        *((name, ctypes.c_int64) for name in ("heads", "groups", "threads", "per_thread")),
+        ("type", ctypes.c_int32),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     )
 
 
-class Table(NamedTuple):
-    """Short segments of a step in integers, as the kernel reads them (`Call` documents the rows).
+class Prepared(NamedTuple):
+    """A step in integers, as the kernel reads it (`Step` documents the tables).
 
     It grows with rows and runs, not with the keys that are seen.
     """
 
+    step: Tensor  # the addresses and lengths of the others: always at the same address itself
     segments: Tensor  # int64, flat, as are the others
     rows: Tensor
     runs: Tensor
-    partial_rows: int  # rows of a segment times its chunks, summed over segments
-    keys: int  # keys that are read, once for all rows of a segment
+    storing: Tensor  # rows of the step that are stored
 
 
-def table(layout: Layout, segments: Sequence[Segment], tables: StepTables) -> Table:
-    """The table of segments of at least one row."""
+def prepared(layout: Layout, segments: Sequence[Segment], tables: StepTables) -> Prepared:
+    """The tables of a step of one group."""
     numbers: list[int] = []
     rows: list[int] = []
     runs: list[int] = []
-    partial_rows = all_keys = 0
+    storing: list[int] = []
     for segment in segments:
-        seen = [(layout.lowest(pos), segment.last(pos) + 1) for pos in range(segment.pos.start, segment.pos.end)]
-        numbers.extend((len(rows) // 3, len(seen), len(runs) // 2, len(segment.runs)))
-        for row, keys in enumerate(seen, segment.row):
-            rows.extend((row, *keys))
+        start, end = segment.pos.start, segment.pos.end
+        numbers.extend((len(rows) // 3, end - start, len(runs) // 2, len(segment.runs)))
+        for row, pos in enumerate(range(start, end), segment.row):
+            rows.extend((row, layout.lowest(pos), segment.last(pos) + 1))
+        if segment.new:
+            storing.extend(range(segment.row, segment.row + end - start))
         if not segment.runs:
             continue
-        keys = max(0, seen[-1][1] - seen[0][0])
-        all_keys += keys
-        partial_rows += len(seen) * -(-keys // CHUNK)
         key = segment.first
         for run in segment.runs:
             runs.extend((key, run.cell))
             key += run.n
         runs.extend((key, 0))
-    return Table(
-        tables.fill("segments", numbers), tables.fill("rows", rows), tables.fill("runs", runs), partial_rows, all_keys
-    )
+    filled = [tables.fill(name, made) for name, made in (("segments", numbers), ("rows", rows), ("runs", runs))]
+    stored = tables.fill("storing", storing)
+    cells = tables.empty("cells", (len(storing),), torch.int64)  # filled by the memory, in the order of `storing`
+    addresses = [table.data_ptr() for table in (*filled, stored, cells)]
+    return Prepared(tables.fill("step", [*addresses, len(segments), len(storing)]), *filled, stored)
+
+
+def _plane(stored: Stored) -> _Plane:
+    rows, scales = stored.rows, stored.scales  # [C,G,width], one element after the other within a head
+    places = [0, 0]
+    if scales is not None:
+        scales = scales if stored.arrangement == "token" else scales.transpose(0, 1)  # [C,G,blocks]
+        places = [step * scales.itemsize for step in scales.stride()[:2]]
+    return _Plane(
+        rows.data_ptr(), None if scales is None else scales.data_ptr(),
+        *(step * rows.itemsize for step in rows.stride()[:2]), *places, stored.plane.size,
+        KINDS[stored.storage.kind], stored.storage.hadamard,
+    )  # fmt: skip
 
 
 class Kernel:
@@ -91,64 +116,58 @@ class Kernel:
     def __init__(self, environment: Mapping[str, str]) -> None:
         """`environment` names the compiler, and the directory of compiled libraries."""
         self._library = library(SOURCE, environment)
-        check_shared(
-            self._library,
-            _Call,
-            CHUNK=CHUNK,
-            BUNDLE=WIDTH,
-            FLOAT32=TYPES[torch.float32],
-            BFLOAT16=TYPES[torch.bfloat16],
-        )
-        self._library.kvcellar_attend.argtypes = [ctypes.c_void_p]
-        self._library.kvcellar_attend.restype = ctypes.c_int
+        check_shared(self._library, _Call, CHUNK=CHUNK, **{name.upper(): number for name, number in KINDS.items()})
+        self._threads = Threads(environment)
+        self.function = self._library.kvcellar_attend
+        self.function.argtypes, self.function.restype = [ctypes.c_void_p], ctypes.c_int
 
-    def attend(self, q: Tensor, keys: Stored, values: Stored, scoring: Scoring, table: Table, out: Tensor) -> None:
-        """Attend with q [1,T,H,D], writing the rows of out [1,T,H,Dv] that are in the table."""
-        known = q if q.dtype in TYPES else q.float()
-        known = known if known.stride(-1) == 1 else known.contiguous()
-        filled = out if known is q or out.dtype is known.dtype else out.to(known.dtype)
-        k, v = keys.rows, values.rows  # [C,G,D]: one element after the other within a head
-        heads, width = q.shape[2], -(-v.shape[2] // WIDTH) * WIDTH
+    def bound(self, history: History, scoring: Scoring) -> "_Bound":
+        """The call of one layer, without its queries and results."""
+        keys, values = history.planes["k"], history.planes["v"]
         sinks = None if scoring.sinks is None else scoring.sinks.detach().float().contiguous()
-        # Of each: maximum, sum, weighted values.
-        partials = torch.empty(table.partial_rows, heads, width + 2, dtype=torch.float32, device=q.device)
-        read = table.keys * k.shape[1] * (k.shape[2] * k.itemsize + v.shape[2] * v.itemsize)
         call = _Call(
-            known.data_ptr(), k.data_ptr(), v.data_ptr(), filled.data_ptr(),
-            None if sinks is None else sinks.data_ptr(), partials.data_ptr(),
-            table.segments.data_ptr(), table.rows.data_ptr(), table.runs.data_ptr(),
-            *known.stride()[1:3], *k.stride()[:2], *v.stride()[:2],
-            heads, *k.shape[1:], v.shape[2],
-            len(table.segments) // 4, min(torch.get_num_threads(), 1 + read // PER_THREAD),
-            TYPES[known.dtype], TYPES[k.dtype], TYPES[v.dtype],
-            scoring.scale, scoring.softcap or 0.0,
+            sinks=None if sinks is None else sinks.data_ptr(), pool=self._threads.address,
+            k=_plane(keys), v=_plane(values), groups=keys.plane.heads, per_thread=PER_THREAD,
+            scale=scoring.scale, softcap=scoring.softcap or 0.0,
         )  # fmt: skip
-        if self._library.kvcellar_attend(ctypes.byref(call)):
-            raise MemoryError("there is not enough memory to attend")
-        if filled is not out:
-            rows = table.rows[::3]
-            out[:, rows] = filled[:, rows].to(out.dtype)
+        return _Bound(call, keys, values, scoring, sinks)
 
 
-class Prepared(NamedTuple):
-    """Data of a step that all layers of a group share: the rows for the kernel, and those for products."""
+class _Bound(NamedTuple):
+    """The call of a layer, what it was made from, and what it reads."""
 
-    table: Table | None
-    products: Products | None
+    call: _Call
+    keys: Stored
+    values: Stored
+    scoring: Scoring
+    sinks: Tensor | None
+
+    def serves(self, planes: Mapping[str, Stored], scoring: Scoring) -> bool:
+        """Whether nothing was resized, and the arguments are those of the last step."""
+        return self.keys is planes["k"] and self.values is planes["v"] and self.scoring is scoring
+
+    def fill(self, step: Tensor, q: Tensor, out: Tensor) -> None:
+        """For q [T,H,D] and out [T,H,Dv], both of one of `TYPES`, whose elements lie side by side."""
+        call = self.call
+        call.step, call.q, call.out = step.data_ptr(), q.data_ptr(), out.data_ptr()
+        call.q_row, call.q_head, _ = q.stride()
+        call.out_row, call.out_head, _ = out.stride()
+        call.heads, call.threads, call.type = q.shape[1], torch.get_num_threads(), TYPES[q.dtype]
 
 
 class Cpu:
-    """Decoding on a CPU, in float32 or bfloat16."""
+    """Attention on a CPU, in float32 or bfloat16."""
 
     name = "cpu"
     arrangement: Arrangement | Mapping[str, Arrangement] = "head"
     padding = 1
-    kinds = frozenset[Kind]({"float32", "bfloat16"})
+    kinds = frozenset[Kind](KINDS)
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         """`environment` names the compiler, and the directory of compiled libraries (`kernels.compiled`)."""
         self._environment, self._portable = environment, Sdpa()
         self._kernel: Kernel | None = None
+        self._bound: WeakKeyDictionary[History, _Bound] = WeakKeyDictionary()  # of each layer, for later steps
 
     def refuse(self, spec: AttentionSpec) -> str | None:
         if spec.device != "cpu":
@@ -164,26 +183,40 @@ class Cpu:
     def _compiled(self) -> Kernel:
         """Raises `NoBackend`."""
         try:
-            self._kernel = Kernel(self._environment)
+            self._kernel = self._kernel or Kernel(self._environment)
         except NotCompiled as error:
             raise NoBackend("this step", {self.name: str(error)}) from error
         return self._kernel
 
     def prepare(self, plan: GroupPlan, tables: StepTables) -> Prepared:
-        short = [segment for segment in plan.segments if len(segment.pos) <= SHORT]
-        long = [part(plan.layout, segment, tables.device) for segment in plan.segments if len(segment.pos) > SHORT]
-        return Prepared(table(plan.layout, short, tables) if short else None, Products(long) if long else None)
+        return prepared(plan.layout, plan.segments, tables)
 
     def attend(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
-        prepared: Prepared = history.step.prepared
-        planes = history.planes
-        out = q.new_empty(*q.shape[:3], planes["v"].plane.size)  # [1,T,H,Dv]
-        if prepared.products is not None:
-            prepared.products.attend_into(q, history, scoring, out)
-        if prepared.table is not None:
-            kernel = self._kernel or self._compiled()
-            kernel.attend(q, planes["k"], planes["v"], scoring, prepared.table, out)
-        return out
+        kernel, planes = self._kernel or self._compiled(), history.planes
+        bound = self._bound.get(history)
+        if (
+            bound is None
+            or bound.keys is not planes["k"]
+            or bound.values is not planes["v"]
+            or bound.scoring != scoring
+        ):
+            bound = self._bound[history] = kernel.bound(history, scoring)
+        rows = q[0]
+        known = rows if rows.dtype in TYPES else rows.float()
+        known = known if known.stride(-1) == 1 else known.contiguous()
+        out = known.new_empty(*rows.shape[:2], bound.values.plane.size)  # [T,H,Dv]
+        bound.fill(history.step.prepared.step, known, out)
+        if kernel.function(ctypes.byref(bound.call)):
+            raise MemoryError("there is not enough memory to attend")
+        return (out if out.dtype is q.dtype else out.to(q.dtype))[None]
+
+    def native(self, history: History, scoring: Scoring, q: Tensor, out: Tensor) -> Native:
+        """The call that `attend` makes, for q [T,H,D] and out [T,H,Dv] at fixed addresses: both float32 or bfloat16,
+        elements side by side. It is good for the open step, and for later ones until the planes are resized."""
+        kernel = self._compiled()
+        bound, step = kernel.bound(history, scoring), history.step.prepared.step
+        bound.fill(step, q, out)
+        return Native(address_of(kernel.function), bound.call, (bound, step, q, out, kernel))
 
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:
         return self._portable.attend_dense(q, k, v, visible, scoring)

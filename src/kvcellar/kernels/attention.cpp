@@ -1,547 +1,522 @@
-// Attention of a few new rows of each sequence over its cells, read in place. `attention/cpu.py` calls it; nothing is kept
-// between calls.
+// Attention of new rows of each sequence over its cells, read in place: of one row (decoding) or thousands (prompts).
+// `attention/cpu.py` calls it; nothing is kept between calls.
 //
-// Keys are taken in chunks, each of which gives every row a maximum, a sum and an unnormalised output; the chunks of a
-// sequence are then merged in order. So what a row answers depends neither on other sequences nor on the threads.
-// Cells outside the keys that some row of a block sees are never read: they may hold anything.
+// Keys are taken in chunks at absolute positions. Each chunk gives a row a maximum, a total and a weighted sum, which are
+// merged in order of position. So the result for a row depends neither on the rows beside it, however they were cut,
+// nor on other sequences, nor on threads. A long block of rows packs a chunk once for all of them; a few rows pack a bundle
+// of 32 keys at a time, which stays in the cache next to the core.
+//
+// Always true: the content of cells that a row does not see has no effect on it, even NaN. Where a row's result is not
+// finite, its token is computed again without others, so that it reads the cells that it sees and no more.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <exception>
-#include <limits>
 #include <memory>
 #include <new>
-#include <thread>
 #include <vector>
-#if defined(__AVX512F__) && defined(__AVX512BW__)
-#include <immintrin.h>
-#define WIDE 1
-#if defined(__AVX512BF16__)
-#define PAIRS 1
-#endif
-#endif
+
+#include "cells.h"
+#include "threads.h"
+#include "tile.h"
+#include "vectors.h"
 
 namespace {
 
-// Bytes of a vector register. A vector type wider than the CPU's registers would be kept in memory by the compiler.
-#if WIDE
-constexpr int BYTES = 64;
-#elif defined(__AVX2__)
-constexpr int BYTES = 32;
-#else
-constexpr int BYTES = 16;
-#endif
-constexpr int64_t W = BYTES / 4;  // floats of a vector
-typedef float F __attribute__((vector_size(BYTES)));
-typedef int32_t I __attribute__((vector_size(BYTES)));
-typedef uint32_t U __attribute__((vector_size(BYTES)));
-typedef uint16_t H __attribute__((vector_size(BYTES / 2)));
+using namespace vectors;
+using namespace tiles;
+using cells::BUNDLE;
+using cells::Half;
+using cells::Plane;
+using cells::Reader;
+using cells::Walk;
 
-constexpr int64_t LANES = 16;   // keys that are turned at once; a multiple of W
-constexpr int64_t BUNDLE = 32;  // keys whose values are added up before sums go back to memory; a multiple of 2 * W
-constexpr int64_t ROWS = 8;     // query rows of a block, at most: their sums stay in registers
-constexpr int64_t CHUNK = 512;  // keys of a chunk, at most; `attention/cpu.py` allocates their partial sums
-constexpr int64_t AHEAD = 64;   // cells whose memory is asked for before they are needed
-constexpr float NONE = -std::numeric_limits<float>::infinity();
-enum Type : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
+constexpr int64_t FEW = 16;                 // rows that pack bundles instead of chunks, at most
+constexpr int64_t ROWS = 448;               // of a slice, at most
+constexpr int64_t SLICE = 384 << 10;        // bytes of the queries and sums of a slice, about
+constexpr int64_t AHEAD = 16 << 10;         // bytes by which memory is asked for before it is needed
+constexpr int64_t PIECES = 2;               // of work for each thread, before a sequence's keys are not cut further
+
+// What all layers of a group share in a step: filled by `prepare`, always at the same address.
+struct Step {
+    const int64_t* segments;  // [S,4]: first row in `rows` and how many, first run in `runs` and how many
+    const int64_t* rows;      // [R,3]: row of the step, the keys [low,high) that it sees; neither ever falls in a segment
+    const int64_t* runs;      // [.,2]: first key and cell of each run; behind a segment's last run, its end
+    const int64_t* storing;   // [t]: rows of the step that are stored
+    const int64_t* cells;     // [t]: where
+    int64_t n_segments, n_storing;
+};
 
 struct Call {
-    const char *q, *k, *v;         // q [T,H,D], k [C,G,D], v [C,G,Dv], with the strides below, the last of which is 1
-    char* out;                     // [T,H,Dv], contiguous, of q's type
-    const float* sinks;            // [H], or null
-    float* partials;               // room for what each chunk's rows come to: [.,H / G,2 + padded Dv]
-    const int64_t* segments;       // [S,4]: first row in `rows` and how many, first run in `runs` and how many
-    const int64_t* rows;           // [R,3]: row of the step, the keys [low,high) that it sees; neither ever falls
-    const int64_t* runs;           // [.,2]: first key and cell of each run; behind a segment's last run, its end
-    int64_t q_row, q_head, k_cell, k_head, v_cell, v_head;  // strides in elements
-    int64_t heads, groups, size, value_size;
-    int64_t n_segments, threads;
-    int32_t q_type, k_type, v_type;
-    float scale, softcap;  // softcap 0: none
-};
-
-// Keys [low,high) of a segment, the first of them in `run`; the rows of earlier chunks are so many.
-struct Chunk {
-    int64_t segment, low, high, run, before;
-};
-
-// The chunks of all segments, in order, and which of them is each segment's first.
-struct Chunks {
-    std::vector<Chunk> all;
-    std::vector<int64_t> first;
-
-    explicit Chunks(const Call& c) {
-        int64_t before = 0;
-        for (int64_t s = 0; s < c.n_segments; ++s) {
-            const int64_t *segment = c.segments + s * 4, *rows = c.rows + segment[0] * 3;
-            first.push_back(all.size());
-            const int64_t end = segment[3] == 0 ? rows[1] : rows[(segment[1] - 1) * 3 + 2];
-            int64_t run = segment[2];
-            for (int64_t low = rows[1]; low < end; low += CHUNK) {
-                while (low >= c.runs[(run + 1) * 2]) ++run;
-                all.push_back({s, low, std::min(low + CHUNK, end), run, before});
-                before += segment[1];
-            }
-        }
-        first.push_back(all.size());
-    }
+    const Step* step;
+    const char* q;       // [T,H,D]
+    char* out;           // [T,H,Dv], of q's type
+    const float* sinks;  // [H], or null
+    Threads* pool;       // null: one thread
+    Plane k, v;
+    int64_t q_row, q_head, out_row, out_head;  // strides in elements; the last is 1
+    int64_t heads, groups, threads, per_thread;  // per_thread: units of work (`worth`) for which a thread is used
+    int32_t type;                              // of q and out
+    float scale, softcap;                      // softcap 0: none
 };
 
 int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-F load(const void* from) {
-    F x;
-    std::memcpy(&x, from, sizeof x);
-    return x;
-}
+// Tokens [begin,end) of a segment, for the query heads of one KV head, over chunks [from,to).
+struct Slice {
+    int64_t segment, begin, end, group, from, to;
+    int64_t partial;  // its rows among those of which chunks are kept apart; -1: it has all chunks
+};
 
-void store(void* to, F x) { std::memcpy(to, &x, sizeof x); }
+template <class E>
+struct Layout {
+    static constexpr bool NARROW = sizeof(E) == 2;
+    static constexpr int64_t IN_WORD = 4 / sizeof(E);
+    const Call& call;
+    Shape shape;
+    int64_t share, tokens;  // rows of a token; tokens of a slice, at most
 
-F all(float x) { return F{} + x; }
+    explicit Layout(const Call& c) : call(c), share(c.heads / c.groups) {
+        shape.words = padded(c.k.size, 4 * IN_WORD) / IN_WORD;
+        shape.width = padded(c.v.size, 32);
+        shape.key_blocks = c.k.blocks();
+        shape.scaled_keys = c.k.scales, shape.scaled_values = c.v.scales;
+        shape.scale = c.scale, shape.softcap = c.softcap;
+        const int64_t rows = std::clamp<int64_t>(SLICE / (4 * (shape.words + shape.width)), 48, ROWS);
+        tokens = std::max<int64_t>(1, rows / share);
+    }
+    const int64_t* row(int64_t segment, int64_t token) const {
+        return call.step->rows + (call.step->segments[segment * 4] + token) * 3;
+    }
+    // The keys that tokens of a segment see; none if it has no cells.
+    std::pair<int64_t, int64_t> keys(int64_t segment, int64_t begin, int64_t end) const {
+        const int64_t low = row(segment, begin)[1];
+        return {low, call.step->segments[segment * 4 + 3] ? std::max(low, row(segment, end - 1)[2]) : low};
+    }
+    int64_t partial_words() const { return 2 + shape.width; }
+};
 
-F widened(const uint16_t* from) {
-    H x;
-    std::memcpy(&x, from, sizeof x);
-    return (F)(__builtin_convertvector(x, U) << 16);
-}
-
-float widened(uint16_t x) {
-    uint32_t bits = uint32_t(x) << 16;
-    float y;
-    std::memcpy(&y, &bits, sizeof y);
-    return y;
-}
-
-// To the nearest, ties to even; NaN stays NaN.
-uint16_t narrowed(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    if (x != x) return uint16_t((bits >> 16) | 64);
-    return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-// e^x for x <= 88, within two units of the last place; 0 below the least normal number; NaN stays NaN.
-F exponential(F x) {
-    const F low = all(-87.3f), magic = all(12582912.f);
-    F at = x < low ? low : x;
-    F n = (at * 1.44269504f + magic) - magic;
-    F r = (at - n * 0.693359375f) - n * -2.12194440e-4f;
-    F p = all(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.f;
-    F power = (F)((__builtin_convertvector(n, I) + 127) << 23);
-    return x < low ? F{} : p * power;
-}
-
-// softcap * tanh(x / softcap)
-F capped(F x, float softcap) {
-    F y = x * (2.f / softcap);
-    y = y > all(80.f) ? all(80.f) : y;
-    y = y < all(-80.f) ? all(-80.f) : y;
-    return softcap - 2.f * softcap / (exponential(y) + 1.f);
-}
-
-// What one thread works with. Rows of q and of sums belong to one block, the rest to one chunk of it.
+// What one thread works with.
+template <class E>
 struct Scratch {
-    int64_t key_words, value_width;  // 32-bit words of a key, elements of a value, both padded
     std::unique_ptr<char[]> memory;
-    uint32_t *turned, *q, *key_rows, *value_rows;  // [key_words,16], [ROWS,key_words * 2], [16,.], [32,.]
-    float *scores, *sums;                          // [ROWS,CHUNK], [ROWS,value_width]
-    uint16_t* halves;                              // [ROWS,CHUNK]
-    char* nothing;                                 // zeros, as long as a key or a value
+    uint32_t *queries, *keys, *values, *weights;  // [rows,words], packed keys and values, [FEW,CHUNK]
+    float *scores, *state, *sums, *part;          // [FEW,CHUNK], [rows,2], [rows,width], [FEW,width]
+    float *key_scales, *value_scales;             // [blocks,CHUNK]
+    E *key_rows, *value_rows;                     // of a bundle
+    Tile tiles[FEW];
 
-    explicit Scratch(const Call& c) {
-        int64_t key_bytes = padded(c.size * (c.k_type == BFLOAT16 ? 2 : 4), 64);
-        key_words = key_bytes / 4;
-        value_width = padded(c.value_size, 32);
-        int64_t longest = std::max(key_bytes, value_width * 4);
+    Scratch(const Layout<E>& of, int64_t rows) {
+        const Shape& s = of.shape;
+        const bool few = rows <= FEW;
+        const int64_t keys_at_once = few ? BUNDLE : CHUNK, panels = padded(s.width, PANEL) / PANEL;
+        const int64_t some = std::min(rows, FEW);  // a token of many may be computed alone
         const int64_t bytes[] = {
-            key_words * 64,   ROWS * key_words * 8,   LANES * key_bytes, BUNDLE * value_width * 4,
-            ROWS * CHUNK * 4, ROWS * value_width * 4, ROWS * CHUNK * 2,  longest,
+            rows * s.words * 4,
+            padded(keys_at_once, PANEL) * s.words * 4,
+            keys_at_once / Layout<E>::IN_WORD * panels * PANEL * 4,
+            some * CHUNK * 4,
+            some * CHUNK * 4,
+            rows * 8,
+            rows * s.width * 4,
+            some * s.width * 4,
+            s.scaled_keys ? of.call.k.blocks() * CHUNK * 4 : 0,
+            s.scaled_values ? of.call.v.blocks() * CHUNK * 4 : 0,
+            Reader<E>::bytes(s.words * Layout<E>::IN_WORD),
+            Reader<E>::bytes(s.width),
         };
         int64_t total = 64;
-        for (int64_t b : bytes) total += padded(b, 64);
+        for (int64_t b : bytes) total += padded(b, 64) + 64;
         memory.reset(new char[total]);
         char* at = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64) % 64;
-        char* parts[8];
-        for (int i = 0; i < 8; ++i) parts[i] = at, at += padded(bytes[i], 64);
-        turned = (uint32_t*)parts[0], q = (uint32_t*)parts[1], key_rows = (uint32_t*)parts[2];
-        value_rows = (uint32_t*)parts[3], scores = (float*)parts[4], sums = (float*)parts[5];
-        halves = (uint16_t*)parts[6], nothing = parts[7];
-        std::memset(nothing, 0, longest);
-        std::memset(key_rows, 0, LANES * key_bytes);
-        std::memset(value_rows, 0, BUNDLE * value_width * 4);
+        char* parts[12];
+        for (int i = 0; i < 12; ++i) parts[i] = at, at += padded(bytes[i], 64) + 64;
+        queries = (uint32_t*)parts[0], keys = (uint32_t*)parts[1], values = (uint32_t*)parts[2];
+        weights = (uint32_t*)parts[3], scores = (float*)parts[4], state = (float*)parts[5], sums = (float*)parts[6];
+        part = (float*)parts[7], key_scales = (float*)parts[8], value_scales = (float*)parts[9];
+        key_rows = (E*)parts[10], value_rows = (E*)parts[11];
     }
 };
 
-// Asks for what will soon be read, or what lies where a run ends: asking is never wrong.
-void fetch(const char* from, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+// -- queries and results ----------------------------------------------------------------------------------------------
+
+// Times the Hadamard matrix, as `rotate` in cache/quantise.py computes it: blocks of powers of two, the largest first.
+void rotate(float* x, int64_t size) {
+    for (int64_t width = int64_t(1) << 62; width > 0; width /= 2) {
+        if (!(size & width)) continue;
+        for (int64_t half = 1; half < width; half *= 2)
+            for (int64_t i = 0; i < width; i += 2 * half)
+                for (int64_t j = i; j < i + half; ++j) {
+                    const float left = x[j], right = x[j + half];
+                    x[j] = left + right, x[j + half] = left - right;
+                }
+        const float scale = 1 / std::sqrt(float(width));
+        for (int64_t i = 0; i < width; ++i) x[i] *= scale;
+        x += width;
+    }
 }
 
-// Walks the cells of a segment in order of key.
-struct Walk {
-    const int64_t* run;  // [first key, cell]; the next run's first key is where this one ends
-    int64_t key;
-
-    int64_t next() {
-        while (key >= run[2]) run += 2;
-        return run[1] + (key++ - run[0]);
-    }
-};
-
-// -- scores -----------------------------------------------------------------------------------------------------------
-
-// 16 keys of so many words each, in `rows`, made into [words,16].
-void turn(const char* const* rows, int64_t words, uint32_t* out) {
-#if WIDE
-    for (int64_t w = 0; w < words; w += 16) {
-        __m512i a[16], b[16];
-        for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(rows[i] + w * 4);
-        for (int i = 0; i < 16; i += 2) {
-            b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-            b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-        }
-        for (int i = 0; i < 16; i += 4)
-            for (int j = 0; j < 2; ++j) {
-                a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + 2 + j]);
-                a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + 2 + j]);
-            }
-        for (int i = 0; i < 16; i += 8)
-            for (int j = 0; j < 4; ++j) {
-                b[i + j] = _mm512_shuffle_i32x4(a[i + j], a[i + 4 + j], 0x88);
-                b[i + 4 + j] = _mm512_shuffle_i32x4(a[i + j], a[i + 4 + j], 0xdd);
-            }
-        for (int j = 0; j < 8; ++j) {
-            _mm512_storeu_si512(out + (w + j) * 16, _mm512_shuffle_i32x4(b[j], b[8 + j], 0x88));
-            _mm512_storeu_si512(out + (w + 8 + j) * 16, _mm512_shuffle_i32x4(b[j], b[8 + j], 0xdd));
-        }
-    }
-#else
-    for (int64_t i = 0; i < 16; ++i) {
-        const char* row = rows[i];
-        for (int64_t w = 0; w < words; ++w) std::memcpy(out + w * 16 + i, row + w * 4, 4);
-    }
-#endif
-}
-
-// Scores of R rows with 16 turned keys. q is [R,words] of what a word of a key meets: pairs of bfloat16, or one or two
-// floats.
-template <int R, bool NARROW, Type K>
-void score(const uint32_t* turned, int64_t words, const uint32_t* q, float scale, float* scores) {
-    for (int64_t part = 0; part < LANES; part += W) {
-        F sums[R] = {};
-        for (int64_t w = 0; w < words; ++w) {
-            const uint32_t* at = turned + w * LANES + part;
-#if PAIRS
-            if constexpr (NARROW) {
-                const __m512bh keys = (__m512bh)_mm512_load_si512(at);
-                for (int r = 0; r < R; ++r)
-                    sums[r] = (F)_mm512_dpbf16_ps((__m512)sums[r], keys, (__m512bh)_mm512_set1_epi32(q[r * words + w]));
-                continue;
-            }
-#endif
-            const float* wide = reinterpret_cast<const float*>(q);
-            if constexpr (K == FLOAT32) {
-                const F keys = load(at);
-                for (int r = 0; r < R; ++r) sums[r] += keys * wide[r * words + w];
+// Queries of a slice as words of packed elements, zeros behind the last.
+template <class E>
+void take_queries(const Layout<E>& of, Scratch<E>& s, const Slice& slice) {
+    const Call& c = of.call;
+    std::vector<float> wide(c.k.rotated ? c.k.size : 0);
+    uint32_t* to = s.queries;
+    for (int64_t token = slice.begin; token < slice.end; ++token)
+        for (int64_t i = 0; i < of.share; ++i, to += of.shape.words) {
+            const int64_t at = of.row(slice.segment, token)[0] * c.q_row + (slice.group * of.share + i) * c.q_head;
+            const char* q = c.q + at * (c.type == cells::FLOAT32 ? 4 : 2);
+            E* row = (E*)to;
+            if (c.k.rotated) {
+                elements((cells::Kind)c.type, q, c.k.size, wide.data());
+                rotate(wide.data(), c.k.size);
+                for (int64_t d = 0; d < c.k.size; ++d)
+                    if constexpr (Layout<E>::NARROW) row[d] = narrowed(wide[d]);
+                    else row[d] = wide[d];
             } else {
-                const U both = (U)load(at);
-                const F even = (F)(both << 16), odd = (F)(both & 0xffff0000u);
-                for (int r = 0; r < R; ++r)
-                    sums[r] += even * wide[(r * words + w) * 2] + odd * wide[(r * words + w) * 2 + 1];
+                elements((cells::Kind)c.type, q, c.k.size, row);
             }
+            std::fill(row + c.k.size, (E*)(to + of.shape.words), E(0));
         }
-        for (int r = 0; r < R; ++r) store(scores + r * CHUNK + part, sums[r] * scale);
-    }
 }
 
-// The same for `count` rows.
-template <bool NARROW, Type K>
-void score_rows(int64_t count, const uint32_t* turned, int64_t words, const uint32_t* q, float scale, float* scores) {
-    switch (count) {
-        case 1: return score<1, NARROW, K>(turned, words, q, scale, scores);
-        case 2: return score<2, NARROW, K>(turned, words, q, scale, scores);
-        case 3: return score<3, NARROW, K>(turned, words, q, scale, scores);
-        case 4: return score<4, NARROW, K>(turned, words, q, scale, scores);
-        case 5: return score<5, NARROW, K>(turned, words, q, scale, scores);
-        case 6: return score<6, NARROW, K>(turned, words, q, scale, scores);
-        case 7: return score<7, NARROW, K>(turned, words, q, scale, scores);
-        default: return score<8, NARROW, K>(turned, words, q, scale, scores);
-    }
-}
-
-// -- values -----------------------------------------------------------------------------------------------------------
-
-// Adds up R rows' weighted values of 32 cells. Weights [R,CHUNK] begin at the first of them.
-template <int R, bool NARROW, Type V>
-void add(const char* const* rows, const float* weights, const uint16_t* halves, int64_t width, float* sums) {
-    for (int64_t j = 0; j < width; j += 2 * W) {
-        F a[R], b[R];
-        for (int r = 0; r < R; ++r) a[r] = load(sums + r * width + j), b[r] = load(sums + r * width + j + W);
-#if PAIRS
-        if constexpr (NARROW) {
-            for (int64_t c = 0; c < BUNDLE; c += 2) {  // two cells at a time, in the order that `column` undoes
-                const __m512i one = _mm512_loadu_si512(rows[c] + j * 2), two = _mm512_loadu_si512(rows[c + 1] + j * 2);
-                const __m512bh x = (__m512bh)_mm512_unpacklo_epi16(one, two);
-                const __m512bh y = (__m512bh)_mm512_unpackhi_epi16(one, two);
-                for (int r = 0; r < R; ++r) {
-                    int32_t pair;
-                    std::memcpy(&pair, halves + r * CHUNK + c, 4);
-                    const __m512bh w = (__m512bh)_mm512_set1_epi32(pair);
-                    a[r] = (F)_mm512_dpbf16_ps((__m512)a[r], x, w), b[r] = (F)_mm512_dpbf16_ps((__m512)b[r], y, w);
-                }
-            }
-        }
-#endif
-        if constexpr (!NARROW) {
-            for (int64_t c = 0; c < BUNDLE; ++c) {
-                F x, y;
-                if constexpr (V == FLOAT32) {
-                    x = load((const float*)rows[c] + j), y = load((const float*)rows[c] + j + W);
-                } else {
-                    x = widened((const uint16_t*)rows[c] + j), y = widened((const uint16_t*)rows[c] + j + W);
-                }
-                for (int r = 0; r < R; ++r) a[r] += x * weights[r * CHUNK + c], b[r] += y * weights[r * CHUNK + c];
-            }
-        }
-        for (int r = 0; r < R; ++r) store(sums + r * width + j, a[r]), store(sums + r * width + j + W, b[r]);
-    }
-}
-
-template <bool NARROW, Type V>
-void add_rows(int64_t count, const char* const* rows, const float* weights, const uint16_t* halves, int64_t width,
-              float* sums) {
-    switch (count) {
-        case 1: return add<1, NARROW, V>(rows, weights, halves, width, sums);
-        case 2: return add<2, NARROW, V>(rows, weights, halves, width, sums);
-        case 3: return add<3, NARROW, V>(rows, weights, halves, width, sums);
-        case 4: return add<4, NARROW, V>(rows, weights, halves, width, sums);
-        case 5: return add<5, NARROW, V>(rows, weights, halves, width, sums);
-        case 6: return add<6, NARROW, V>(rows, weights, halves, width, sums);
-        case 7: return add<7, NARROW, V>(rows, weights, halves, width, sums);
-        default: return add<8, NARROW, V>(rows, weights, halves, width, sums);
-    }
-}
-
-// Where element i of a value is among its sums.
-template <bool NARROW>
-int64_t column(int64_t i) {
-    if (!NARROW) return i;
-    return i / 32 * 32 + (i % 8 / 4) * 16 + i % 32 / 8 * 4 + i % 4;
-}
-
-// -- one block of rows over one chunk ---------------------------------------------------------------------------------
-
-// Scores of a row made into weights: of [low,high) among n, which are more than there are keys; the others become 0.
-// Answers the maximum and the sum.
-template <bool NARROW>
-void weigh(float* scores, uint16_t* halves, int64_t low, int64_t high, int64_t n, float softcap, float* partial) {
-    if (softcap != 0)
-        for (int64_t i = 0; i < n; i += W) store(scores + i, capped(load(scores + i), softcap));
-    for (int64_t i = 0; i < std::min(low, n); ++i) scores[i] = NONE;
-    for (int64_t i = std::max<int64_t>(high, 0); i < n; ++i) scores[i] = NONE;
-    F most = all(NONE), sum = {};
+// Whether all of these are finite.
+bool finite(const float* x, int64_t n) {
+    F any = {};
     for (int64_t i = 0; i < n; i += W) {
-        const F x = load(scores + i);
-        most = x > most ? x : most;
+        const F y = load(x + i);
+        any += y - y;
     }
-    float top = NONE;
-    for (int i = 0; i < W; ++i) top = std::max(top, most[i]);
-    const float base = high > low && top == NONE ? 0 : top;  // all NaN, or all minus infinity
-    for (int64_t i = 0; i < n; i += W) {
-        F w = high > low ? exponential(load(scores + i) - base) : F{};
-#if PAIRS
-        if constexpr (NARROW) {
-            const __m256i rounded = (__m256i)_mm512_cvtneps_pbh((__m512)w);
-            _mm256_store_si256((__m256i*)(halves + i), rounded);
-            w = widened(halves + i);
+    return total(any) == 0;
+}
+
+// The result of a row.
+template <class E>
+void write_row(const Layout<E>& of, int64_t row, int64_t head, bool any, const float* state, const float* sums) {
+    const Call& c = of.call;
+    float weight = state[1], factor = 1;
+    if (c.sinks && any) {
+        const float sink = c.sinks[head] * (Layout<E>::NARROW ? LOG2E : 1.f);
+        float both[2] = {state[0], state[1]};
+        float now;
+        merge<Layout<E>::NARROW>(both, sink, 1.f, factor, now);
+        weight = both[1];
+    }
+    const float times = weight == 0 ? 0 : factor / weight;
+    char* out = c.out + (row * c.out_row + head * c.out_head) * (c.type == cells::FLOAT32 ? 4 : 2);
+    const int64_t size = c.v.size;
+#if KV_PAIRS
+    if constexpr (Layout<E>::NARROW) {
+        for (int64_t d = 0; d < size; d += 32) {
+            const __m512i x = cells::in_order(load(sums + d) * times, load(sums + d + 16) * times);
+            const int64_t left = size - d;
+            _mm512_mask_storeu_epi16(out + d * 2, left >= 32 ? ~__mmask32(0) : (__mmask32(1) << left) - 1, x);
         }
+        return;
+    }
 #endif
-        store(scores + i, w);
-        sum += w;
-    }
-    float total = 0;
-    for (int i = 0; i < W; ++i) total += sum[i];
-    partial[0] = top, partial[1] = total;
+    if (c.type == cells::FLOAT32)
+        for (int64_t i = 0; i < size; ++i) ((float*)out)[i] = sums[i] * times;
+    else
+        for (int64_t i = 0; i < size; ++i) ((Half*)out)[i] = narrowed(sums[i] * times);
 }
 
-struct Block {
-    const int64_t* rows;   // [.,3] of its segment
-    int64_t first, count;  // of the rows that share a KV head: row i is query head i % share of token i / share
-    int64_t low, high;     // keys that some of them see, within the chunk
-    int64_t group, share;
-    Walk walk;  // at `low`
-    float* partial;  // of the first row: maximum, sum, value_width sums
-};
+// -- a slice over its chunks ------------------------------------------------------------------------------------------
 
-// The block's queries as `score` wants them: as they are, or widened; zeros behind the last element.
-template <bool NARROW>
-void take_queries(const Call& c, Scratch& s, const Block& block, int64_t elements) {
-    for (int64_t r = 0; r < block.count; ++r) {
-        const int64_t i = block.first + r, head = block.group * block.share + i % block.share;
-        const int64_t at = block.rows[i / block.share * 3] * c.q_row + head * c.q_head;
-        if (NARROW) {
-            uint16_t* q = (uint16_t*)s.q + r * elements;
-            std::memcpy(q, c.q + at * 2, c.size * 2);
-            std::fill(q + c.size, q + elements, 0);
-            continue;
+#define KV_BY_COUNT(count, CASE) \
+    switch (count) {             \
+        case 1: CASE(1); break;  \
+        case 2: CASE(2); break;  \
+        case 3: CASE(3); break;  \
+        case 4: CASE(4); break;  \
+        case 5: CASE(5); break;  \
+        case 6: CASE(6); break;  \
+        case 7: CASE((TALL > 6 ? 7 : 1)); break; \
+        default: CASE((TALL > 6 ? 8 : 1)); break; \
+    }
+
+// Rows [first,first + count) of a slice over keys [a,b) of the chunk at `start`.
+template <class E>
+void lay_out(const Layout<E>& of, Scratch<E>& s, const Slice& slice, Tile& t, int64_t first, int64_t count, int64_t start,
+             int64_t a, int64_t b) {
+    int64_t low = CHUNK, high = 0;
+    for (int64_t r = 0; r < count; ++r) {
+        const int64_t* row = of.row(slice.segment, slice.begin + (first + r) / of.share);
+        t.low[r] = row[1] - start, t.high[r] = std::min(row[2], b) - start;
+        low = std::min(low, t.low[r]), high = std::max(high, t.high[r]);
+        t.most[r] = all(NONE);
+    }
+    t.count = count;
+    t.first = std::max(low, a - start) / BUNDLE * BUNDLE, t.end = high <= std::max(low, a - start) ? t.first : padded(high, BUNDLE);
+    t.queries = s.queries + first * of.shape.words;
+    t.state = s.state + 2 * first, t.sums = s.sums + first * of.shape.width;
+}
+
+// Reads a bundle of keys from `at` on, of which [a,b) are there; packs them.
+template <class E>
+void pack(Reader<E>& reader, Walk& walk, int64_t at, int64_t a, int64_t b, int64_t start, float* scales, bool values,
+          int64_t width, uint32_t* to, int64_t stride) {
+    const E* rows[BUNDLE];
+    const int64_t first = std::clamp<int64_t>(a - at, 0, BUNDLE), end = std::clamp<int64_t>(b - at, first, BUNDLE);
+    reader.read(walk, first, end, rows, scales + (at - start), CHUNK);
+    if (values) cells::pack_values(rows, width, to, stride);
+    else cells::pack_keys(rows, reader.padded, to, stride);
+}
+
+// What comes so many bytes behind a vector, if a head's vectors lie one behind the other: a bundle, in so many steps.
+Ahead behind(const Plane& plane, const char* from, int64_t bytes, int64_t total, int64_t steps) {
+    if (plane.cell != plane.bytes()) return {};
+    return {from + bytes, total / steps};
+}
+
+// All rows of a slice at once, a bundle of keys at a time.
+template <class E>
+void few_rows(const Layout<E>& of, Scratch<E>& s, const Slice& slice, Walk walk, int64_t start, int64_t a, int64_t b,
+              Reader<E>& keys, Reader<E>& values) {
+    constexpr bool NARROW = Layout<E>::NARROW;
+    const Shape& c = of.shape;
+    const int64_t rows = (slice.end - slice.begin) * of.share;
+    const int64_t n = (rows + TALL - 1) / TALL, each = (rows + n - 1) / n;
+    for (int64_t i = 0; i < n; ++i) {
+        Tile& t = s.tiles[i];
+        lay_out(of, s, slice, t, i * each, std::min(each, rows - i * each), start, a, b);
+        t.scores = s.scores + i * each * CHUNK, t.weights = s.weights + i * each * CHUNK;
+        t.part = s.part + i * each * c.width;
+    }
+    const int64_t first = (a - start) / BUNDLE * BUNDLE, end = padded(b - start, BUNDLE);
+    Walk next = walk;
+    for (int64_t at = first; at < end; at += BUNDLE) {
+        int64_t cell;
+        Walk here = next;
+        here.next(1, &cell);
+        const Plane& p = of.call.k;
+        Ahead ahead = behind(p, keys.codes + cell * p.cell, AHEAD, BUNDLE * p.cell, c.words);
+        pack(keys, next, start + at, a, b, start, s.key_scales, false, 0, s.keys, BUNDLE);
+        for (int64_t i = 0; i < n; ++i) {
+            Tile& t = s.tiles[i];
+            if (at < t.first || at >= t.end) continue;
+#define CASE(R) score_keys<NARROW, R>(c, t, s.keys, BUNDLE, s.key_scales, at, at + BUNDLE, ahead)
+            KV_BY_COUNT(t.count, CASE)
+#undef CASE
         }
-        float* q = (float*)s.q + r * elements;
-        if (c.q_type == FLOAT32) std::memcpy(q, c.q + at * 4, c.size * 4);
-        else for (int64_t d = 0; d < c.size; ++d) q[d] = widened(((const uint16_t*)c.q)[at + d]);
-        std::fill(q + c.size, q + elements, 0.f);
+    }
+    for (int64_t i = 0; i < n; ++i) {
+        Tile& t = s.tiles[i];
+        if (t.first == t.end) continue;
+#define CASE(R) weigh<NARROW, R>(c, t)
+        KV_BY_COUNT(t.count, CASE)
+#undef CASE
+    }
+    const int64_t panel = BUNDLE / Layout<E>::IN_WORD * PANEL;
+    for (int64_t at = first; at < end; at += BUNDLE) {
+        int64_t cell;
+        Walk here = walk;
+        here.next(1, &cell);
+        const Plane& p = of.call.v;
+        Ahead ahead = behind(p, values.codes + cell * p.cell, AHEAD, BUNDLE * p.cell, panel / PANEL * (c.width / 32));
+        pack(values, walk, start + at, a, b, start, s.value_scales, true, c.width, s.values, panel);
+        for (int64_t i = 0; i < n; ++i) {
+            Tile& t = s.tiles[i];
+            if (at < t.first || at >= t.end) continue;
+            const bool begins = at == t.first, ends = at + BUNDLE == t.end;
+#define CASE(R) add_values<NARROW, R>(c, t, s.values, panel, s.value_scales, at, at + BUNDLE, begins, ends, ahead)
+            KV_BY_COUNT(t.count, CASE)
+#undef CASE
+        }
     }
 }
 
-template <bool NARROW, Type K, Type V>
-void attend_block(const Call& c, Scratch& s, const Block& block) {
-    constexpr int64_t key_bytes = K == BFLOAT16 ? 2 : 4, value_bytes = V == BFLOAT16 ? 2 : 4;
-    const int64_t words = s.key_words, width = s.value_width, n = block.high - block.low;
-    take_queries<NARROW>(c, s, block, words * 4 / key_bytes);
-    const char* rows[BUNDLE];
-    Walk keys = block.walk;
-    const bool whole_keys = c.size * key_bytes % 64 == 0, whole_values = c.value_size % 32 == 0;
-    for (int64_t i = 0; i < n; i += LANES) {
-        for (int64_t lane = 0; lane < LANES; ++lane) {
-            if (i + lane >= n) {
-                rows[lane] = s.nothing;
-                continue;
-            }
-            rows[lane] = c.k + (keys.next() * c.k_cell + block.group * c.k_head) * key_bytes;
-            fetch(rows[lane] + AHEAD * c.k_cell * key_bytes, c.size * key_bytes);
-            if (whole_keys) continue;
-            char* copy = (char*)s.key_rows + lane * words * 4;
-            rows[lane] = (char*)std::memcpy(copy, rows[lane], c.size * key_bytes);
+// The chunk is packed, then taken by tiles of rows.
+template <class E>
+void many_rows(const Layout<E>& of, Scratch<E>& s, const Slice& slice, Walk walk, int64_t start, int64_t a, int64_t b,
+               int64_t last, Reader<E>& keys, Reader<E>& values) {
+    constexpr bool NARROW = Layout<E>::NARROW;
+    constexpr int64_t IN_WORD = Layout<E>::IN_WORD, SIX = 6;
+    const Shape& c = of.shape;
+    const int64_t rows = (slice.end - slice.begin) * of.share, panel = CHUNK / IN_WORD * PANEL;
+    const int64_t first = (a - start) / BUNDLE * BUNDLE, end = padded(b - start, BUNDLE);
+    Walk of_keys = walk, of_values = walk;
+    for (int64_t at = first; at < end; at += BUNDLE) {
+        pack(keys, of_keys, start + at, a, b, start, s.key_scales, false, 0,
+             s.keys + at / PANEL * PANEL * c.words + at % PANEL, PANEL);
+        pack(values, of_values, start + at, a, b, start, s.value_scales, true, c.width,
+             s.values + at / IN_WORD * PANEL, panel);
+    }
+    // The next chunk's cells, where they lie behind this one's, are asked for by the first tiles.
+    Ahead next_keys, next_values;
+    if (b < last) {
+        int64_t cell;
+        of_keys.next(1, &cell);
+        const Plane &k = of.call.k, &v = of.call.v;
+        next_keys = behind(k, keys.codes + cell * k.cell, 0, 128, 1);
+        next_values = behind(v, values.codes + cell * v.cell, 0, 128, 1);
+    }
+    const char* const keys_end = next_keys.at + CHUNK * of.call.k.cell;
+    const char* const values_end = next_values.at + CHUNK * of.call.v.cell;
+    for (int64_t at = 0; at < rows;) {
+        const int64_t rest = rows - at, count = rest <= SIX ? rest : rest < 2 * SIX ? (rest + 1) / 2 : SIX;
+        Tile& t = s.tiles[0];
+        lay_out(of, s, slice, t, at, count, start, a, b);
+        t.scores = s.scores, t.weights = s.weights, t.part = s.part;
+        at += count;
+        if (t.first == t.end) continue;
+        if (next_keys.at >= keys_end) next_keys = {};
+        if (next_values.at >= values_end) next_values = {};
+        for (int64_t key = t.first; key < t.end;) {
+            const int64_t until = std::min(t.end, (key / PANEL + 1) * PANEL);
+            const uint32_t* packed = s.keys + key / PANEL * PANEL * c.words + key % PANEL;
+#define CASE(R) score_keys<NARROW, R>(c, t, packed, PANEL, s.key_scales, key, until, next_keys)
+            KV_BY_COUNT(count, CASE)
+#undef CASE
+            key = until;
         }
-        turn(rows, words, s.turned);
-        score_rows<NARROW, K>(block.count, s.turned, words, s.q, c.scale, s.scores + i);
+        const uint32_t* packed = s.values + t.first / IN_WORD * PANEL;
+#define CASE(R)              \
+    weigh<NARROW, R>(c, t); \
+    add_values<NARROW, R>(c, t, packed, panel, s.value_scales, t.first, t.end, true, true, next_values)
+        KV_BY_COUNT(count, CASE)
+#undef CASE
     }
-    const int64_t whole = padded(n, BUNDLE);
-    for (int64_t r = 0; r < block.count; ++r) {
-        const int64_t* seen = block.rows + (block.first + r) / block.share * 3;
-        weigh<NARROW>(s.scores + r * CHUNK, s.halves + r * CHUNK, seen[1] - block.low,
-                      std::min(seen[2], block.high) - block.low, whole, c.softcap, block.partial + r * (width + 2));
-    }
-    std::memset(s.sums, 0, block.count * width * 4);
-    Walk values = block.walk;
-    for (int64_t i = 0; i < n; i += BUNDLE) {
-        for (int64_t lane = 0; lane < BUNDLE; ++lane) {
-            if (i + lane >= n) {
-                rows[lane] = s.nothing;
-                continue;
-            }
-            rows[lane] = c.v + (values.next() * c.v_cell + block.group * c.v_head) * value_bytes;
-            fetch(rows[lane] + AHEAD * c.v_cell * value_bytes, c.value_size * value_bytes);
-            if (whole_values) continue;
-            char* copy = (char*)s.value_rows + lane * width * value_bytes;
-            rows[lane] = (char*)std::memcpy(copy, rows[lane], c.value_size * value_bytes);
-        }
-        add_rows<NARROW, V>(block.count, rows, s.scores + i, s.halves + i, width, s.sums);
-    }
-    for (int64_t r = 0; r < block.count; ++r)
-        std::memcpy(block.partial + r * (width + 2) + 2, s.sums + r * width, width * 4);
 }
 
-// All rows of one KV head over one chunk.
-template <bool NARROW, Type K, Type V>
-void attend_chunk(const Call& c, Scratch& s, const Chunk& chunk, int64_t group) {
-    const int64_t *segment = c.segments + chunk.segment * 4, *rows = c.rows + segment[0] * 3;
-    const int64_t share = c.heads / c.groups, count = segment[1] * share, each = s.value_width + 2;
-    float* partial = c.partials + (chunk.before * c.groups + group * segment[1]) * share * each;
-    for (int64_t first = 0; first < count; first += ROWS) {
-        Block block{rows, first, std::min(ROWS, count - first), 0, 0, group, share, {}, partial + first * each};
-        const int64_t last = first + block.count - 1;
-        block.low = std::max(chunk.low, rows[first / share * 3 + 1]);
-        block.high = std::min(chunk.high, rows[last / share * 3 + 2]);
-        if (block.high <= block.low) {
-            for (int64_t r = 0; r < block.count; ++r) {
-                std::memset(block.partial + r * each, 0, each * 4);
-                block.partial[r * each] = NONE;
-            }
-            continue;
+// State and sums of a slice's rows, of its chunks.
+template <class E>
+void attend_slice(const Layout<E>& of, Scratch<E>& s, const Slice& slice) {
+    const Call& c = of.call;
+    const auto [low, high] = of.keys(slice.segment, slice.begin, slice.end);
+    const int64_t rows = (slice.end - slice.begin) * of.share;
+    for (int64_t i = 0; i < rows; ++i) s.state[2 * i] = NONE, s.state[2 * i + 1] = 0;
+    std::memset(s.sums, 0, rows * of.shape.width * 4);
+    take_queries(of, s, slice);
+    Reader<E> keys(c.k, slice.group, 4 * Layout<E>::IN_WORD, s.key_rows), values(c.v, slice.group, 32, s.value_rows);
+    const int64_t* run = c.step->runs + c.step->segments[slice.segment * 4 + 2] * 2;
+    for (int64_t chunk = slice.from; chunk < slice.to; ++chunk) {
+        const int64_t start = chunk * CHUNK, a = std::max(start, low), b = std::min(start + CHUNK, high);
+        if (a >= b) continue;
+        while (a >= run[2]) run += 2;
+        if (rows <= FEW) few_rows(of, s, slice, {run, a}, start, a, b, keys, values);
+        else many_rows(of, s, slice, {run, a}, start, a, b, high, keys, values);
+    }
+}
+
+// Writes the rows of a slice whose chunks are merged.
+template <class E>
+void write_slice(const Layout<E>& of, Scratch<E>& s, const Slice& slice) {
+    const auto [low, high] = of.keys(slice.segment, slice.begin, slice.end);
+    std::vector<int64_t> again;
+    for (int64_t token = slice.begin; token < slice.end; ++token) {
+        bool sound = true;
+        for (int64_t i = 0; i < of.share; ++i) {
+            const int64_t at = (token - slice.begin) * of.share + i;
+            const float *state = s.state + 2 * at, *sums = s.sums + at * of.shape.width;
+            sound &= finite(sums, of.shape.width);
+            write_row(of, of.row(slice.segment, token)[0], slice.group * of.share + i, high > low, state, sums);
         }
-        block.walk = {c.runs + chunk.run * 2, block.low};
-        attend_block<NARROW, K, V>(c, s, block);
+        if (!sound) again.push_back(token);
+    }
+    if (slice.end - slice.begin == 1) return;
+    for (int64_t token : again) {
+        const auto [from, to] = of.keys(slice.segment, token, token + 1);
+        const Slice alone{slice.segment, token, token + 1, slice.group, from / CHUNK, (to + CHUNK - 1) / CHUNK, -1};
+        attend_slice(of, s, alone);
+        write_slice(of, s, alone);
     }
 }
 
 // -- a call -----------------------------------------------------------------------------------------------------------
 
-template <bool NARROW>
-void merge(const Call& c, const Chunks& chunks, int64_t width) {
-    const int64_t share = c.heads / c.groups, each = width + 2;
-    std::vector<float> sums(width);
-    for (int64_t s = 0; s < c.n_segments; ++s) {
-        const int64_t* segment = c.segments + s * 4;
-        const int64_t first = chunks.first[s], end = chunks.first[s + 1];
-        for (int64_t row = 0; row < segment[1]; ++row)
-            for (int64_t head = 0; head < c.heads; ++head) {
-                const int64_t group = head / share;
-                auto partial = [&](int64_t n) {
-                    const int64_t before = chunks.all[n].before * c.groups + group * segment[1] + row;
-                    return c.partials + (before * share + head % share) * each;
-                };
-                float most = NONE, total = 0;
-                for (int64_t n = first; n < end; ++n) most = std::max(most, partial(n)[0]);
-                const bool sink = c.sinks != nullptr && end > first;
-                if (sink) most = std::max(most, c.sinks[head]);
-                if (most == NONE) most = 0;
-                if (sink) total = std::exp(c.sinks[head] - most);
-                std::fill(sums.begin(), sums.end(), 0.f);
-                for (int64_t n = first; n < end; ++n) {
-                    const float* part = partial(n);
-                    if (part[1] == 0) continue;  // it sees none of these keys
-                    const float factor = part[0] == NONE ? 1 : std::exp(part[0] - most);
-                    total += part[1] * factor;
-                    for (int64_t i = 0; i < width; ++i) sums[i] += part[i + 2] * factor;
-                }
-                const int64_t at = (c.rows[(segment[0] + row) * 3] * c.heads + head) * c.value_size;
-                const float share_of = total == 0 ? 0 : 1 / total;
-                for (int64_t i = 0; i < c.value_size; ++i) {
-                    const float x = sums[column<NARROW>(i)] * share_of;
-                    if (c.q_type == FLOAT32) ((float*)c.out)[at + i] = x;
-                    else ((uint16_t*)c.out)[at + i] = narrowed(x);
+// Slices of all segments, and how many threads they are worth.
+template <class E>
+std::vector<Slice> slices(const Layout<E>& of, int64_t& threads, int64_t& partials) {
+    const Call& c = of.call;
+    std::vector<Slice> whole;
+    int64_t work = 0;
+    for (int64_t s = 0; s < c.step->n_segments; ++s) {
+        const int64_t count = c.step->segments[s * 4 + 1];
+        for (int64_t begin = 0; begin < count; begin += of.tokens) {
+            const int64_t end = std::min(begin + of.tokens, count);
+            const auto [low, high] = of.keys(s, begin, end);
+            work += (high - low) * c.groups * ((c.k.bytes() + c.v.bytes()) + (end - begin) * of.share * (c.k.size + c.v.size) / 8);
+            for (int64_t g = 0; g < c.groups; ++g)
+                whole.push_back({s, begin, end, g, low / CHUNK, (high + CHUNK - 1) / CHUNK, -1});
+        }
+    }
+    threads = std::min(c.threads, 1 + work / c.per_thread);
+    partials = 0;
+    const int64_t count = whole.size();
+    if (threads <= 1 || count >= PIECES * threads) return whole;
+    std::vector<Slice> found;
+    for (const Slice& one : whole) {
+        if (one.to - one.from < 2) {
+            found.push_back(one);
+            continue;
+        }
+        for (int64_t chunk = one.from; chunk < one.to; ++chunk) {
+            found.push_back(one);
+            found.back().from = chunk, found.back().to = chunk + 1, found.back().partial = partials;
+            partials += (one.end - one.begin) * of.share;
+        }
+    }
+    return found;
+}
+
+template <class E>
+void attend(const Call& c) {
+    const Layout<E> of(c);
+    int64_t threads, rows = 1, partial_rows;
+    const std::vector<Slice> all_slices = slices(of, threads, partial_rows);
+    for (const Slice& one : all_slices) rows = std::max(rows, (one.end - one.begin) * of.share);
+    const int64_t workers = std::clamp<int64_t>(threads, 1, std::max<size_t>(1, all_slices.size())), each = of.partial_words();
+    std::vector<std::unique_ptr<Scratch<E>>> scratch;
+    for (int64_t i = 0; i < workers; ++i) scratch.push_back(std::make_unique<Scratch<E>>(of, rows));
+    std::unique_ptr<float[]> partials(partial_rows ? new float[partial_rows * each] : nullptr);
+    std::unique_ptr<std::atomic<bool>[]> taken(new std::atomic<bool>[workers]());
+    const auto with_scratch = [&](auto&& work) {
+        int64_t i = 0;
+        while (taken[i].exchange(true)) i = (i + 1) % workers;
+        work(*scratch[i]);
+        taken[i].store(false);
+    };
+    for_each_item(c.pool, workers, all_slices.size(), [&](int64_t item) {
+        const Slice& slice = all_slices[item];
+        with_scratch([&](Scratch<E>& s) {
+            attend_slice(of, s, slice);
+            if (slice.partial < 0) return write_slice(of, s, slice);
+            const int64_t count = (slice.end - slice.begin) * of.share;
+            for (int64_t i = 0; i < count; ++i) {
+                float* to = partials.get() + (slice.partial + i) * each;
+                std::memcpy(to, s.state + 2 * i, 8);
+                std::memcpy(to + 2, s.sums + i * of.shape.width, of.shape.width * 4);
+            }
+        });
+    });
+    if (!partial_rows) return;
+    // The chunks of one slice are one behind the other: they are merged by the first.
+    for_each_item(c.pool, workers, all_slices.size(), [&](int64_t item) {
+        const auto same = [&](size_t i) {
+            return all_slices[i].partial >= 0 && all_slices[i].segment == all_slices[item].segment &&
+                   all_slices[i].begin == all_slices[item].begin && all_slices[i].group == all_slices[item].group;
+        };
+        if (!same(item) || (item > 0 && same(item - 1))) return;
+        with_scratch([&](Scratch<E>& s) {
+            const int64_t count = (all_slices[item].end - all_slices[item].begin) * of.share, width = of.shape.width;
+            for (int64_t r = 0; r < count; ++r) {
+                float *state = s.state + 2 * r, *sums = s.sums + r * width;
+                state[0] = NONE, state[1] = 0;
+                std::memset(sums, 0, width * 4);
+                for (size_t i = item; i < all_slices.size() && same(i); ++i) {
+                    const float* from = partials.get() + (all_slices[i].partial + r) * each;
+                    float before, now;
+                    merge<Layout<E>::NARROW>(state, from[0], from[1], before, now);
+                    for (int64_t d = 0; d < width; d += W)
+                        store(sums + d, fused(load(from + 2 + d), all(now), load(sums + d) * before));
                 }
             }
-    }
-}
-
-template <bool NARROW, Type K, Type V>
-void attend(const Call& c) {
-    const Chunks chunks(c);
-    const int64_t items = chunks.all.size() * c.groups, workers = std::max<int64_t>(1, std::min(c.threads, items));
-    std::vector<Scratch> scratch;
-    for (int64_t i = 0; i < workers; ++i) scratch.emplace_back(c);
-    const int64_t width = scratch[0].value_width;
-    std::atomic<int64_t> next{0};
-    auto work = [&](int64_t worker) {
-        for (int64_t item = next++; item < items; item = next++)
-            attend_chunk<NARROW, K, V>(c, scratch[worker], chunks.all[item / c.groups], item % c.groups);
-    };
-    std::vector<std::thread> others;
-    others.reserve(workers);
-    try {
-        for (int64_t i = 1; i < workers; ++i) others.emplace_back(work, i);
-    } catch (const std::exception&) {
-        // No more threads are to be had: those that there are do all the work.
-    }
-    work(0);
-    for (std::thread& other : others) other.join();
-    merge<NARROW>(c, chunks, width);
-}
-
-template <Type K>
-void attend_any(const Call& c) {
-    if (c.v_type == BFLOAT16) attend<false, K, BFLOAT16>(c);
-    else attend<false, K, FLOAT32>(c);
+            write_slice(of, s, all_slices[item]);
+        });
+    });
 }
 
 }  // namespace
@@ -553,23 +528,21 @@ struct Shared {
 };
 #define FIELD(name) {#name, offsetof(Call, name), sizeof(Call::name)}
 extern "C" const Shared kvcellar_shared[] = {
-    FIELD(q), FIELD(k), FIELD(v), FIELD(out), FIELD(sinks), FIELD(partials), FIELD(segments), FIELD(rows),
-    FIELD(runs), FIELD(q_row), FIELD(q_head), FIELD(k_cell), FIELD(k_head), FIELD(v_cell), FIELD(v_head),
-    FIELD(heads), FIELD(groups), FIELD(size), FIELD(value_size), FIELD(n_segments), FIELD(threads),
-    FIELD(q_type), FIELD(k_type), FIELD(v_type), FIELD(scale), FIELD(softcap), {"CHUNK", CHUNK, 0},
-    {"BUNDLE", BUNDLE, 0}, {"FLOAT32", FLOAT32, 0}, {"BFLOAT16", BFLOAT16, 0}, {nullptr, 0, 0},
+    FIELD(step), FIELD(q), FIELD(out), FIELD(sinks), FIELD(pool), FIELD(k), FIELD(v), FIELD(q_row), FIELD(q_head),
+    FIELD(out_row), FIELD(out_head), FIELD(heads), FIELD(groups), FIELD(threads), FIELD(per_thread), FIELD(type),
+    FIELD(scale), FIELD(softcap), {"CHUNK", CHUNK, 0}, {"FLOAT32", cells::FLOAT32, 0}, {"BFLOAT16", cells::BFLOAT16, 0},
+    {"INT8", cells::INT8, 0}, {"INT4", cells::INT4, 0}, {"FP8", cells::FP8, 0}, {nullptr, 0, 0},
 };
 
 // 0, or 1 if there is not enough memory.
-extern "C" int kvcellar_attend(const Call* call) {
-    const Call& c = *call;
+extern "C" int kvcellar_attend(const void* call) {
+    const Call& c = *(const Call*)call;
     try {
-#if PAIRS
-        if (c.q_type == BFLOAT16 && c.k_type == BFLOAT16 && c.v_type == BFLOAT16)
-            return attend<true, BFLOAT16, BFLOAT16>(c), 0;
+#if KV_PAIRS
+        if (c.type == cells::BFLOAT16 && c.k.kind != cells::FLOAT32 && c.v.kind != cells::FLOAT32)
+            return attend<Half>(c), 0;
 #endif
-        if (c.k_type == BFLOAT16) attend_any<BFLOAT16>(c);
-        else attend_any<FLOAT32>(c);
+        attend<float>(c);
         return 0;
     } catch (const std::bad_alloc&) {
         return 1;

@@ -12,7 +12,7 @@ import ctypes
 import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -130,21 +130,22 @@ class Kernel:
             k=_plane(keys), v=_plane(values), groups=keys.plane.heads, per_thread=PER_THREAD,
             scale=scoring.scale, softcap=scoring.softcap or 0.0,
         )  # fmt: skip
-        return _Bound(call, keys, values, scoring, sinks)
+        return _Bound(call, ref(keys), ref(values), values.plane.size, scoring, sinks)
 
 
 class _Bound(NamedTuple):
-    """The call of a layer, what it was made from, and what it reads."""
+    """The call of a layer, and what it was made from. Planes are not kept: a resize must free them."""
 
     call: _Call
-    keys: Stored
-    values: Stored
+    keys: "ref[Stored]"
+    values: "ref[Stored]"
+    value_size: int
     scoring: Scoring
     sinks: Tensor | None
 
     def serves(self, planes: Mapping[str, Stored], scoring: Scoring) -> bool:
         """Whether nothing was resized, and the arguments are those of the last step."""
-        return self.keys is planes["k"] and self.values is planes["v"] and self.scoring is scoring
+        return self.keys() is planes["k"] and self.values() is planes["v"] and self.scoring is scoring
 
     def fill(self, step: Tensor, q: Tensor, out: Tensor) -> None:
         """For q [T,H,D] and out [T,H,Dv], both of one of `TYPES`, whose elements lie side by side."""
@@ -194,17 +195,12 @@ class Cpu:
     def attend(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
         kernel, planes = self._kernel or self._compiled(), history.planes
         bound = self._bound.get(history)
-        if (
-            bound is None
-            or bound.keys is not planes["k"]
-            or bound.values is not planes["v"]
-            or bound.scoring != scoring
-        ):
+        if bound is None or not bound.serves(planes, scoring):
             bound = self._bound[history] = kernel.bound(history, scoring)
         rows = q[0]
         known = rows if rows.dtype in TYPES else rows.float()
         known = known if known.stride(-1) == 1 else known.contiguous()
-        out = known.new_empty(*rows.shape[:2], bound.values.plane.size)  # [T,H,Dv]
+        out = known.new_empty(*rows.shape[:2], bound.value_size)  # [T,H,Dv]
         bound.fill(history.step.prepared.step, known, out)
         if kernel.function(ctypes.byref(bound.call)):
             raise MemoryError("there is not enough memory to attend")

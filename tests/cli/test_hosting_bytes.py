@@ -52,7 +52,7 @@ def test_they_count_for_a_model_of_the_library(
     monkeypatch.setenv("KVCELLAR_MODELS", str(tmp_path / "models"))
     library = Library(tmp_path / "models")
     made(library, "one", f"FROM {source}", tmp_path)
-    catalogue: Any = LibraryModels(library, lambda *_: None, CACHES, dtype="float32")  # type: ignore[arg-type,return-value]
+    catalogue: Any = LibraryModels(library, lambda *_: None, lambda *_: None, CACHES, dtype="float32")  # type: ignore[arg-type,return-value]
     plain = catalogue.find("one").weights
     given = options(draft=str(source), adapters={"a": [str(adapter)]})
     servable = hosting._of_library("one", catalogue, given, CACHES)

@@ -55,16 +55,17 @@ def test_a_bad_line_is_named_before_a_model_is_loaded(monkeypatch, tmp_path, lin
 
 def test_an_error_of_the_engine_names_the_line() -> None:
     class Engine:
-        def pin(self, prompt: object) -> Usage:
+        def pin(self, prompt: object, *, adapter: str | None) -> Usage:
+            assert adapter == "poet"
             if prompt == "long":
                 raise PromptTooLong(9, 8, "the model's context")
             return Usage(4, 3, 1)
 
-    assert pin_all(Engine(), [Line("f, line 1", "a"), Line("f, line 2", "b")]) == (
+    assert pin_all(Engine(), [Line("f, line 1", "a"), Line("f, line 2", "b")], "poet") == (
         "2 prompts with 8 tokens are pinned; 6 tokens did not have to be computed"
     )
     with pytest.raises(BadRequest, match=r"^f, line 7: .*9 tokens") as error:
-        pin_all(Engine(), [Line("f, line 1", "a"), Line("f, line 7", "long")])
+        pin_all(Engine(), [Line("f, line 1", "a"), Line("f, line 7", "long")], "poet")
     assert error.value.param == "pin_file"
 
 

@@ -28,7 +28,7 @@ def test_models_are_listed_and_stopped(world: World) -> None:
         ran = kvcellar("ps", "--url", server.url)
         assert (ran.code, ran.err) == (0, "")
         header, fake, one = ran.out.splitlines()
-        assert header.split() == ["NAME", "ID", "SIZE", "PROCESSOR", "CONTEXT", "UNTIL"]
+        assert header.split() == ["NAME", "ID", "SIZE", "SHARED", "PROCESSOR", "CONTEXT", "UNTIL"]
         assert fake.split()[0] == "fake"
         assert fake.endswith("forever")
         assert one.split()[:2] == ["one:latest", world.library.manifest("one").id[:12]]

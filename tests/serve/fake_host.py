@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcellar.engine.conversations import Conversations, TokenSource
+from kvcellar.engine.variants import Variant
 from kvcellar.errors import ModelNotFound
 from kvcellar.serve.host import Host
-from kvcellar.serve.residents import Limits
+from kvcellar.serve.resident import Limits
 from kvcellar.serve.servable import Servable
 from kvcellar.tiers.archive import MemoryArchive
 from tests.serve.fake_engine import FakeModel
@@ -19,8 +20,17 @@ class SizedEngine:
 
     def __init__(self, name: str, size: int) -> None:
         self.model = FakeModel(name)
-        self.size, self.healthy, self.closed, self.leases = size, True, False, 0
+        self.own_size, self.healthy, self.closed, self.leases = size, True, False, 0
+        self.adapters: dict[str, int] = {}  # bytes by name of a model
+        self.used: dict[str, int] = {}  # leases by name of a model
         self.conversations = Conversations(MemoryArchive(), TokenSource(name, "", 256))
+
+    @property
+    def size(self) -> int:
+        return self.own_size + sum(self.adapters.values())
+
+    def render(self, *args: Any, **options: Any) -> list[int]:
+        return []
 
 
 @dataclass
@@ -29,6 +39,8 @@ class World:
 
     limits: Limits
     sizes: dict[str, tuple[int, int]]  # by name of a model: weights, least cache
+    adapters: dict[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])  # name: base, bytes
+    versions: dict[str, int] = field(default_factory=dict[str, int])  # of the files of a model, by name
     most_cache: int = 40
     now: float = 0.0
     jobs: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
@@ -45,31 +57,49 @@ class World:
         )
 
     def find(self, name: str) -> Servable:
-        if name not in self.sizes:
+        base, own = self.adapters.get(name, (name, 0))
+        if base not in self.sizes:
             raise ModelNotFound(f"there is no model {name!r}")
-        weights, least = self.sizes[name]
+        weights, least = self.sizes[base]
+        adapter = f"{name} {self.versions.get(name, 0)}"
 
         def load(cache: int, going_on: Callable[[], None]) -> Any:
             assert least <= cache <= self.most_cache
             self.loads += 1
             if name in self.errors:
                 raise self.errors[name]
-            engine = SizedEngine(name, weights + cache)
+            engine = SizedEngine(base, weights + cache)
             self.engines.append(engine)
             assert self.bytes <= self.limits.max_bytes, "the cap was exceeded"
             return engine
 
-        return Servable(name, f"key of {name}", weights, self.most_cache, least, load)
+        def join(engine: Any) -> Variant:
+            if name in self.errors:
+                raise self.errors[name]
+            assert not engine.closed
+            assert adapter not in engine.adapters, "an adapter was added twice"
+            engine.adapters[adapter] = own
+            assert self.bytes <= self.limits.max_bytes, "the cap was exceeded"
+
+            def close() -> None:
+                assert not engine.used.get(adapter), "an adapter was removed under a request"
+                del engine.adapters[adapter]
+
+            return Variant(engine.model.default_sampling, engine.render, adapter, close)
+
+        about: dict[str, Any] = {"id": str(self.versions.get(name, 0)), "own": own, "join": join}
+        return Servable(name, f"key of {base}", weights, self.most_cache, least, load, **about)
 
     def known(self, name: str) -> bool:
         return True
 
     def all(self) -> Sequence[Servable]:
-        return [self.find(name) for name in sorted(self.sizes)]
+        return [self.find(name) for name in sorted({*self.sizes, *self.adapters})]
 
     def close(self, engine: SizedEngine) -> None:
         assert not engine.leases, "an engine was closed under a request"
         assert not engine.closed
+        assert not any(engine.used.values())
         engine.closed = True
 
     @property

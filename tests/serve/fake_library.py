@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvcellar.library.library import Library
+from kvcellar.engine.variants import Variant
+from kvcellar.library.library import Library, LibraryModel
 from kvcellar.serve import Host, Server, ServeSettings
 from kvcellar.serve.library_models import Caches, LibraryModels
-from kvcellar.serve.residents import Limits
-from kvcellar.serve.servable import Servable
+from kvcellar.serve.protocols import ServedEngine
+from kvcellar.serve.resident import Limits
+from kvcellar.serve.servable import Servable, as_it_is
 from tests.library.made import FakeTools, model
 from tests.serve.fake_engine import FakeEngine, FakeModel
 
@@ -24,7 +26,7 @@ class World:
     def __init__(self, root: Path, tools: Any = None, **settings: Any) -> None:
         self.library, self.loaded, self.tools = Library(root), list[str](), tools or FakeTools()
         self.limits = Limits(10**9, max_models=3)
-        self.catalogue = LibraryModels(self.library, self.make, Caches(10**9, 0.3, 1000))
+        self.catalogue = LibraryModels(self.library, self.make, self.variant, Caches(10**9, 0.3, 1000))
         self.host = Host(self.catalogue, self.limits, unload=FakeEngine.close, free=lambda: None)
         self.host.open(Servable("fake", "fake", 0, 0, 0, lambda cache, going_on: FakeEngine(FakeModel("fake"))))
         self.settings = ServeSettings(port=0, **settings)
@@ -32,6 +34,9 @@ class World:
     def make(self, name: str, cache: int, going_on: Callable[[], None]) -> FakeEngine:
         self.loaded.append(name)
         return FakeEngine(FakeModel(name))
+
+    def variant(self, engine: ServedEngine, model: LibraryModel) -> Variant:
+        return as_it_is(engine)
 
     @contextmanager
     def serving(self, listener: socket.socket | None = None) -> Iterator[Server]:

@@ -15,7 +15,7 @@ from kvcellar.serve import ServeSettings
 from kvcellar.serve.body import BodyBudget
 from kvcellar.serve.conversations import PATH, WHOLE, WholeHandler
 from kvcellar.serve.drain import Drain
-from kvcellar.serve.host import hosting
+from kvcellar.serve.one_engine import hosting
 from kvcellar.serve.openai import SEND_BYTES
 from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.shared import Shared

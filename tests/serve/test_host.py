@@ -15,16 +15,17 @@ from hypothesis import strategies as st
 
 from kvcellar.errors import BadRequest, KvcellarError, ModelNotFound, ModelRefused, Overloaded
 from kvcellar.serve.api_errors import ApiError
-from kvcellar.serve.host import Lease
-from kvcellar.serve.residents import Limits, Load
+from kvcellar.serve.lease import Lease
+from kvcellar.serve.resident import Limits, Load
 from kvcellar.short_switches import MOST_REST, SHORT, Rests, ShortSwitches
 from tests.serve.fake_host import World, engine_of
 
 SIZES = {"a": (50, 10), "b": (60, 10), "c": (20, 5), "d": (30, 40)}
+ADAPTERS = {"a1": ("a", 12), "a2": ("a", 35), "a3": ("a", 0), "c1": ("c", 50)}
 
 
 def world(**limits: Any) -> World:
-    return World(Limits(**({"max_bytes": 140, "max_models": 3, "keep_alive": 100.0} | limits)), SIZES)
+    return World(Limits(**({"max_bytes": 140, "max_models": 3, "keep_alive": 100.0} | limits)), SIZES, dict(ADAPTERS))
 
 
 def run(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -59,8 +60,11 @@ class Requests:
             except (ApiError, KvcellarError) as error:
                 self.errors.append(error)
                 return
-            engine_of(lease).leases += 1
-            assert not engine_of(lease).closed
+            engine, adapter = engine_of(lease), lease.engine.adapter
+            assert adapter in engine.adapters, "it is not there"
+            engine.leases += 1
+            engine.used[adapter] = engine.used.get(adapter, 0) + 1
+            assert not engine.closed
             self.leases.append(lease)
 
         self.tasks.append(asyncio.create_task(request()))
@@ -69,6 +73,7 @@ class Requests:
     def end(self, lease: Lease) -> None:
         self.leases.remove(lease)
         engine_of(lease).leases -= 1
+        engine_of(lease).used[lease.engine.adapter] -= 1
         lease.release()
         lease.release()  # has no effect
 
@@ -78,11 +83,11 @@ class Chance:
 
     def __init__(self, seed: int, made: World) -> None:
         self.random, self.world, self.requests = random.Random(seed), made, Requests(made)
-        self.events = [self.begin, self.begin, self.work, self.end, self.cancel, self.wait]
+        self.events = [self.begin, self.begin, self.work, self.end, self.cancel, self.wait, self.replace]
 
     def begin(self) -> None:
         keep_alive = self.random.choice([None, None, 0.0, 5.0, float("inf")])
-        self.requests.begin(self.random.choice("aaabbcd"), keep_alive)
+        self.requests.begin(self.random.choice([*"aaabbcd", *ADAPTERS, *ADAPTERS]), keep_alive)
 
     def work(self) -> None:
         self.world.run_job(self.random)
@@ -99,8 +104,12 @@ class Chance:
         self.world.now += self.random.choice([0.5, 10.0, 200.0])
         self.world.host.step()
 
+    def replace(self) -> None:
+        name = self.random.choice([*ADAPTERS])
+        self.world.versions[name] = self.world.versions.get(name, 0) + 1
+
     def fail(self) -> None:
-        name = self.random.choice("abcd")
+        name = self.random.choice([*SIZES, *ADAPTERS])
         if self.world.errors.pop(name, None) is None:
             self.world.errors[name] = ModelRefused("its weights are not numbers")
         for engine in self.world.engines:
@@ -120,6 +129,8 @@ class Chance:
             self.work()
             await settle()
             self.world.check()
+        for task in self.requests.tasks:
+            assert task.cancelled() or task.exception() is None
 
 
 @settings(max_examples=60, deadline=None)
@@ -136,6 +147,109 @@ def test_the_cap_holds_and_every_request_ends(seed: int, models: int, failures: 
         assert refused == ["model_refused"] * len(chance.requests.errors)
         made.host.close()
         assert made.bytes == 0 == made.host.residents.bytes
+
+    run(play)
+
+
+async def used(made: World, requests: Requests, name: str) -> None:
+    """One request, from its begin to its end."""
+    requests.begin(name)
+    await settle()
+    await all_jobs(made)
+    requests.end(requests.leases[-1])
+    await settle()
+
+
+def loaded(made: World) -> dict[str, list[str]]:
+    """Models by the name of their engine."""
+    engines = (one for one in made.engines if not one.closed)
+    return {one.model.name: sorted(name.partition(" ")[0] for name in one.adapters) for one in engines}
+
+
+def test_models_of_one_key_share_an_engine_and_leave_one_by_one() -> None:
+    async def play() -> None:
+        made = world()
+        requests = Requests(made)
+        for name in ("a1", "a", "a3"):
+            await used(made, requests, name)
+            made.now += 40
+        assert (made.loads, loaded(made)) == (1, {"a": ["a", "a1", "a3"]})
+        for now, left in ((101, ["a", "a3"]), (141, ["a3"])):
+            made.now = now
+            made.host.step()
+            await all_jobs(made)
+            assert loaded(made) == {"a": left}
+        await used(made, requests, "a1")
+        made.now = 1000.0
+        made.host.step()
+        await all_jobs(made)
+        assert loaded(made) == {}
+        assert made.bytes == 0 == made.host.residents.bytes
+
+    run(play)
+
+
+def test_idle_adapters_leave_first_and_busy_models_get_no_new_leases() -> None:
+    async def play() -> None:
+        made = world(max_bytes=135)
+        requests = Requests(made)
+        await used(made, requests, "a1")  # 102 with its engine
+        requests.begin("a")
+        await settle()
+        await all_jobs(made)
+        await used(made, requests, "a2")
+        assert loaded(made) == {"a": ["a", "a2"]}, "the adapter that was not used has left"
+        requests.begin("a1")
+        await settle()
+        await all_jobs(made)
+        assert loaded(made) == {"a": ["a", "a1"]}
+        waiting = requests.begin("a2")
+        later = requests.begin("a1")
+        await settle()
+        assert not waiting.done()
+        assert not later.done(), "it would keep the bytes of its adapter in use"
+        requests.begin("a")
+        await settle()
+        assert len(requests.leases) == 3, "what needs no bytes goes on"
+        assert made.loads == 1
+
+    run(play)
+
+
+def test_an_engine_whose_cache_has_all_memory_is_loaded_again_for_an_adapter() -> None:
+    async def play() -> None:
+        made = world(max_bytes=95)
+        requests = Requests(made)
+        await used(made, requests, "a")
+        assert made.bytes == 90
+        await used(made, requests, "a2")
+        assert (made.loads, loaded(made)) == (2, {"a": ["a2"]})
+        assert made.bytes == 95
+        await used(made, requests, "a")
+        assert (made.loads, loaded(made)) == (2, {"a": ["a", "a2"]})
+
+    run(play)
+
+
+def test_an_adapter_that_is_refused_leaves_nothing_and_its_name_is_replaced() -> None:
+    async def play() -> None:
+        made = world()
+        requests = Requests(made)
+        await used(made, requests, "a")
+        made.errors["a1"] = ModelRefused("it does not fit")
+        before = made.host.residents.bytes
+        requests.begin("a1")
+        await settle()
+        await all_jobs(made)
+        assert [str(error) for error in requests.errors] == ["the model a1 cannot be loaded: it does not fit"]
+        assert (made.host.residents.bytes, loaded(made)) == (before, {"a": ["a"]})
+        made.errors = {}
+        await used(made, requests, "a1")
+        made.versions["a1"] = 1
+        await used(made, requests, "a1")
+        made.host.step()
+        await all_jobs(made)
+        assert [one.adapters.keys() for one in made.engines] == [{"a 0", "a1 1"}]
 
     run(play)
 
@@ -170,7 +284,7 @@ def test_a_model_is_unloaded_when_it_was_not_used_for_long_enough() -> None:
             made.host.step()
             await all_jobs(made)
             assert [engine.model.name for engine in made.engines if not engine.closed] == left
-        assert made.host.unload("key of c")
+        assert made.host.unload("c")
         await all_jobs(made)
         assert made.bytes == 0
 
@@ -356,7 +470,7 @@ def test_a_model_that_stays_is_never_unloaded_and_its_bytes_are_taken() -> None:
         assert made.bytes <= made.limits.max_bytes
         with pytest.raises(BadRequest, match="models that stay loaded take 100 of them"):
             await made.host.lease(made.find("a"))
-        assert not made.host.unload("key of b")
+        assert not made.host.unload("b")
         for lease in list(requests.leases):
             requests.end(lease)
         made.now = 1e9
@@ -420,8 +534,8 @@ def test_a_model_that_is_unloaded_while_it_is_loaded_leaves_after_its_requests()
         requests = Requests(made)
         requests.begin("a")
         await settle()
-        assert made.host.unload("key of a")
-        assert not made.host.unload("key of c")
+        assert made.host.unload("a")
+        assert not made.host.unload("c")
         await all_jobs(made)
         (lease,) = requests.leases
         assert not engine_of(lease).closed

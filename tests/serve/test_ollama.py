@@ -134,9 +134,14 @@ def test_models_are_created_copied_and_deleted(client: Any, world: World) -> Non
     world.library.check()
 
 
-def test_a_name_that_gets_another_model_gets_another_engine(client: Any, world: World) -> None:
+def test_a_name_that_gets_other_weights_gets_another_engine(client: Any, world: World, tmp_path: Path) -> None:
     client.generate("one")
     client.create("one", from_="owner/two:small", stream=False)
+    client.generate("one")
+    assert world.loaded == ["one:latest"], "the weights are the same"
+    other = source_in(tmp_path / "other")
+    (other / "config.json").write_text((other / "config.json").read_text() + " ")
+    made(world.library, "one", f"FROM {other}", tmp_path)
     client.generate("one")
     assert world.loaded == ["one:latest", "one:latest"]
 

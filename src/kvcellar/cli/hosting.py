@@ -18,16 +18,17 @@ from kvcellar.engine.engine import Engine, import_needed
 from kvcellar.engine.in_library import in_library, located
 from kvcellar.engine.machine import free_cpu_bytes
 from kvcellar.engine.settings import SHARE_OF_FREE
-from kvcellar.library.library import Library
+from kvcellar.engine.variants import Variant
+from kvcellar.library.library import Library, LibraryModel
 from kvcellar.models import embedded
 from kvcellar.models.find import find
 from kvcellar.models.weights_bytes import adapter_bytes, bytes_in_memory
 from kvcellar.places import NoPlace
 from kvcellar.places import models as library_directory
 from kvcellar.serve.host import Host
-from kvcellar.serve.library_models import Caches, LibraryModels
+from kvcellar.serve.library_models import Caches, LibraryModels, engine_key
 from kvcellar.serve.protocols import ServedEngine
-from kvcellar.serve.residents import Limits
+from kvcellar.serve.resident import Limits
 from kvcellar.serve.servable import Servable
 
 log = logging.getLogger("kvcellar.serve")
@@ -60,9 +61,10 @@ def hosted(
     max_bytes = int(MEMORY_SHARE * free) if memory is None else memory
     limits = Limits(max_bytes, max(max_models, len(models)), keep_alive=keep_alive, device=kind)
     caches = Caches(max_bytes, min(SHARE_OF_FREE[kind], MEMORY_SHARE / max(1, len(models))), cache_bytes)
-    made = Engines({**options, "adapter": None}, quiet=quiet)  # adapters are models with names of their own
+    options["adapter"] = None  # adapters are models with names of their own
+    made = Engines(options, quiet=quiet, max_bytes=max_bytes)
     library = _library()
-    catalogue = LibraryModels(library, made.on_demand, caches, dtype=options["dtype"])
+    catalogue = LibraryModels(library, made.on_demand, made.variant, caches, dtype=options["dtype"])
     with closing(Host(catalogue, limits, unload=methodcaller("close"), free=_free)) as host:
         for model in models or (None,):
             host.open(_of_library(model, catalogue, made, caches) or _of_files(model, made, caches))
@@ -74,36 +76,48 @@ def hosted(
 class Engines:
     """Makes engines, all on one device thread."""
 
-    def __init__(self, options: Mapping[str, Any], *, quiet: bool) -> None:
-        self.options, self._quiet = options, quiet
+    def __init__(self, options: Mapping[str, Any], *, quiet: bool, max_bytes: int) -> None:
+        self.options, self._quiet, self._max_bytes = options, quiet, max_bytes
         self._thread = DeviceThread()
         self.of_command: list[Engine] = []
 
     def on_demand(self, name: str, cache: int, going_on: Callable[[], None]) -> Engine:
         settings = {key: value for key, value in self.options.items() if key not in (*OF_ONE_MODEL, *OF_ONE_ENGINE)}
-        return Engine(name, progress=lambda _: going_on(), thread=self._thread, **given(**settings, cache_bytes=cache))
+        own = given(**settings, cache_bytes=cache, **self._adapters(None))
+        return Engine(name, progress=lambda _: going_on(), thread=self._thread, **own)
+
+    def variant(self, engine: ServedEngine, model: LibraryModel) -> Variant:
+        assert isinstance(engine, Engine)
+        return engine.variants.open(model)
+
+    def _adapters(self, paths: Mapping[str, Sequence[str]] | None) -> dict[str, Any]:
+        """Settings of an engine to which models add adapters. The cap of the host is that of their bytes, too."""
+        return {"adapters": paths or {}, "adapter_bytes": self._max_bytes}
 
     def stays(self, model: str | None, cache: int) -> Engine:
         first = not self.of_command
         settings = {key: value for key, value in self.options.items() if first or key not in OF_ONE_ENGINE}
         with show_progress(quiet=self._quiet):
-            engine = Engine(model, thread=self._thread, **given(**settings, cache_bytes=cache))
+            own = given(**settings | self._adapters(settings.get("adapters")), cache_bytes=cache)
+            engine = Engine(model, thread=self._thread, **own)
         self.of_command.append(engine)
         return engine
 
 
 def _of_library(model: str | None, catalogue: LibraryModels, made: Engines, caches: Caches) -> Servable | None:
-    """The model of the library of this name, unless there is a file of the name."""
+    """The model of the library of this name, unless there is a file of the name. Its engine is that of models on demand
+    which are equal, where the command line sets nothing for it."""
     if (found := in_library(model)) is None:
         return None
     servable = catalogue.find(found.name)
+    key = engine_key(found, **{name: made.options.get(name) for name in OF_ONE_MODEL})
     weights = servable.weights + _beside(made)
     least, most = caches.of(weights)
 
     def load(cache: int, going_on: Callable[[], None]) -> ServedEngine:
         return made.stays(model, cache)
 
-    return replace(servable, weights=weights, cache=most, least_cache=least, load=load)
+    return replace(servable, key=key, weights=weights, cache=most, least_cache=least, load=load)
 
 
 def _of_files(model: str | None, made: Engines, caches: Caches) -> Servable:

@@ -20,7 +20,7 @@ MOST_BYTES = 64 * 2**20  # of a file
 class Pins(Protocol):
     """An engine."""
 
-    def pin(self, prompt: Any) -> Usage: ...
+    def pin(self, prompt: Any, *, adapter: str | None = None) -> Usage: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,13 @@ def read_pinned(file: Path) -> list[Line]:
     ]
 
 
-def pin_all(engine: Pins, lines: list[Line]) -> str:
-    """Pin the prompts; returns what that has taken, in words. Raises `BadRequest` with the place."""
+def pin_all(engine: Pins, lines: list[Line], adapter: str | None) -> str:
+    """Pin the prompts, for requests with an adapter; returns what that has taken, in words. Raises `BadRequest` with
+    the place."""
     tokens = found = 0
     for line in lines:
         try:
-            usage = engine.pin(line.prompt)
+            usage = engine.pin(line.prompt, adapter=adapter)
         except KvcellarError as error:
             raise _wrong(f"{line.where}: {error}") from error
         tokens, found = tokens + usage.prompt_tokens, found + usage.cached_tokens

@@ -11,7 +11,7 @@ import click
 from kvcellar.cli.client import AdminClient, server_options
 from kvcellar.cli.options import Command
 
-COLUMNS = ("NAME", "ID", "SIZE", "PROCESSOR", "CONTEXT", "UNTIL")
+COLUMNS = ("NAME", "ID", "SIZE", "SHARED", "PROCESSOR", "CONTEXT", "UNTIL")
 SHORT_ID = 12  # characters of a digest
 FOREVER = timedelta(days=36500)
 
@@ -20,7 +20,9 @@ FOREVER = timedelta(days=36500)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @server_options
 def command(as_json: bool, url: str, admin_key_file: Path | None) -> None:
-    """List the models that a running server has loaded, with the bytes that they take and when they are unloaded."""
+    """List the models that a running server has loaded, with the bytes that they take and when they are unloaded.
+
+    SHARED are the bytes that other models use, too: models of the library that have the same weights."""
     found = AdminClient(url, admin_key_file).get("/api/ps")
     click.echo(json.dumps(found) if as_json else "\n".join(lines(found["models"], datetime.now(UTC))))
 
@@ -36,8 +38,13 @@ def lines(models: list[dict[str, Any]], now: datetime) -> Iterator[str]:
 def _row(one: dict[str, Any], now: datetime) -> tuple[str, ...]:
     processor = "100% GPU" if one["size_vram"] else "100% CPU"
     until = _until(datetime.fromisoformat(one["expires_at"]) - now)
-    size = f"{one['size'] / 1e9:.1f} GB" if one["size"] >= 1e9 else f"{one['size'] / 1e6:.0f} MB"
-    return one["name"], one["digest"][:SHORT_ID] or "-", size, processor, str(one["context_length"]), until
+    shared = _bytes(one["shared_size"]) if one.get("shared_size") else "-"  # an Ollama server sends none
+    name, digest = one["name"], one["digest"][:SHORT_ID] or "-"
+    return name, digest, _bytes(one["size"]), shared, processor, str(one["context_length"]), until
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 
 def _until(left: timedelta) -> str:

@@ -127,8 +127,8 @@ def command(
             for engine in engines:
                 announce(f"{engine.model.name}: {engine.capacity()}")
             if pinned:
-                announce(pin_all(engines[0], pinned))
-            names = ", ".join(engine.model.name for engine in engines)
+                announce(pin_all(engines[0], pinned, host.default.adapter))
+            names = ", ".join(host.names)
             gc.collect()
             gc.freeze()  # excludes all objects of torch and transformers from the collections during requests
 

@@ -12,7 +12,7 @@ the name (see `snapshot.py`).
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ from kvcellar.models.guest import Guest
 T = TypeVar("T")
 PARAM = "adapter"  # of errors
 MOST_NAME = 256  # characters
+POLL = 0.1  # seconds; an engine that has failed frees nothing
 Place = str | Path
 Places = Place | Sequence[Place]  # of one adapter; several are added up
 
@@ -51,6 +52,7 @@ class _Loaded:
     adapter: Adapter
     requests: int = 0
     current: bool = False
+    freed: threading.Event = field(default_factory=threading.Event)
 
 
 class Adapters:
@@ -89,14 +91,16 @@ class Adapters:
         self._retire(before)
         return _info(loaded)
 
-    def remove(self, name: str) -> None:
-        """Let no later request have the adapter of this name. It is freed when those that run with it have ended.
-        Raises `BadRequest` if there is none."""
+    def remove(self, name: str, *, wait: bool = False) -> None:
+        """Let no later request have the adapter of this name. It is freed when those that run with it have ended; with
+        `wait`, that, or the end of the engine, is waited for. Raises `BadRequest` if there is none."""
         with self._lock:
             if name not in self._named:
                 raise self._unknown(name)
             before = self._named.pop(name)
         self._retire(before)
+        while wait and self.loop is not None and self.loop.alive and not before.freed.wait(POLL):
+            pass
 
     def list(self) -> list[AdapterInfo]:
         """Those that requests can name, by name."""
@@ -197,6 +201,7 @@ class Adapters:
                 found = self._loaded.pop(loaded.use.number, None)
             if found is not None:
                 self._guest.adapted.remove(found.use.number)
+            loaded.freed.set()
 
         if self.loop is None:
             drop()

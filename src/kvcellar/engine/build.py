@@ -14,6 +14,7 @@ from kvcellar.cache.memory import Memory
 from kvcellar.engine.adapters import Adapters, open_adapters
 from kvcellar.engine.allocate import Needs, allocated, divided
 from kvcellar.engine.capacity import Capacity
+from kvcellar.engine.defaults import default_sampling
 from kvcellar.engine.device import DeviceThread
 from kvcellar.engine.draft_memory import DraftMemory
 from kvcellar.engine.drafting import Drafting
@@ -32,14 +33,13 @@ from kvcellar.engine.runner import Runner
 from kvcellar.engine.scheduler import Scheduler
 from kvcellar.engine.settings import Settings, text_bytes_of
 from kvcellar.engine.shares import Shares
-from kvcellar.errors import BadRequest, ModelRefused, forked_from
+from kvcellar.errors import BadRequest, forked_from
 from kvcellar.kernels.packed import Packing, pack
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.models.input_limits import context_of, context_reason, padding_token, vocabulary_of
 from kvcellar.models.load import Loaded
 from kvcellar.progress import report
-from kvcellar.sample.params import SamplingParams, check_ids
 from kvcellar.shapes import StoredAs
 from kvcellar.speculate.chain import Key
 from kvcellar.speculate.cost import step_clock
@@ -60,6 +60,7 @@ class Built:
     """All parts of an engine."""
 
     settings: Settings
+    base: Loaded  # without what a model of the library was created with
     loaded: Loaded
     guest: Guest
     packing: Packing | None
@@ -125,7 +126,7 @@ def _assembled(
 ) -> Built:
     """`began`: when the load began, in nanoseconds of the clock."""
     loaded, settings = opened.loaded, opened.settings
-    _check_defaults(loaded)
+    default_sampling(loaded.defaults, vocab_size=vocabulary_of(loaded.model), model=loaded.name)
     plain, guest = guest, _storing(guest, settings)
     adapters = open_adapters(
         guest, plain, settings.adapters or {}, most_bytes=settings.adapter_bytes, default=settings.adapter
@@ -160,7 +161,7 @@ def _assembled(
         raise
     if store is not None and intake.codec.replays is not None:
         intake.codec.replays.stored = StoredTexts(store.catalogue, settings.replay_bytes)
-    found = (settings, loaded, guest, packing, threads, memory, capacity, intake, loop, runner, adapters)
+    found = (settings, opened.base, loaded, guest, packing, threads, memory, capacity, intake, loop, runner, adapters)
     return Built(*found, drafts=drafts, draft_capacity=own, draft_memory=cache)
 
 
@@ -266,11 +267,3 @@ def _context(settings: Settings, network: "PreTrainedModel") -> int:
         made = f"made for {most} tokens" if reason is None else f"served up to {most} tokens: {reason}"
         raise BadRequest(f"context is {settings.context}; this model is {made}", "context")
     return settings.context
-
-
-def _check_defaults(loaded: Loaded) -> None:
-    """Raise `ModelRefused` if the generation config names tokens that the model does not have: each request would."""
-    try:
-        check_ids(SamplingParams(**loaded.defaults), vocabulary_of(loaded.model))
-    except BadRequest as error:
-        raise ModelRefused(f"the default sampling parameters of {loaded.name} cannot be followed: {error}") from error

@@ -110,10 +110,10 @@ class Conversations:
         self._held: set[tuple[str, str]] = set()
         self._lock = Lock()
 
-    def beside(self, other: "Conversations", model: str) -> "Conversations":
-        """The conversations of `other`, continued with this one's model, which `model` identifies where its tokenizer
-        has no digest."""
-        source = self._source if self._source.tokenizer else replace(self._source, tokenizer=model)
+    def beside(self, other: "Conversations", model: str, name: str) -> "Conversations":
+        """The conversations of `other`, continued with this one's model under a name; `model` identifies it where its
+        tokenizer has no digest."""
+        source = replace(self._source, model=name, tokenizer=self._source.tokenizer or model)
         made = Conversations(other._archive, source)
         made._held, made._lock = other._held, other._lock
         return made

@@ -25,6 +25,7 @@ from kvcellar.engine.result import Collector, Result, Stream, Ticket
 from kvcellar.engine.session import Session
 from kvcellar.engine.settings import EngineOptions, Settings
 from kvcellar.engine.stats import EngineStats, model_card, stats
+from kvcellar.engine.variants import Variants
 from kvcellar.errors import BadRequest, Overloaded, shown
 from kvcellar.events import Event, Usage
 from kvcellar.prefix.node import EVERYONE
@@ -81,6 +82,7 @@ class Engine:
         # what sessions were saved as, by name; it outlives the engine where that has a store
         self.conversations: Conversations = open_conversations(self._built.settings, self.model)
         self.adapters: Adapters = self._built.adapters  # those that requests can name
+        self.variants = Variants(self._built)  # models of the library on this engine
         self._loop.start(self._built.runner)
         # A thread inside torch must not outlive the interpreter, so an engine that is not closed is closed at its end.
         self._closing = weakref.finalize(self, self._loop.close)
@@ -142,13 +144,15 @@ class Engine:
         With `replay`, replies to earlier requests of the `namespace` have the tokens that they were generated with;
         otherwise they have those that the tokenizer gives their text.
         """
-        if variables is not None and not isinstance(variables, Mapping):
-            raise BadRequest(f"variables of a template are given by name, not as {shown(variables)}", "variables")
-        if effort is not None and not isinstance(effort, str):
-            raise BadRequest(f"effort is a word, not {shown(effort)}", "effort")
-        options = {"variables": variables, "effort": effort, "add_generation_prompt": add_generation_prompt}
-        name = intake.namespace_name(namespace)
-        return self._built.intake.codec.render(messages, namespace=name, replay=replay, limit=limit, **options)
+        return self._built.intake.codec.render(
+            messages,
+            variables=variables,
+            effort=effort,
+            add_generation_prompt=add_generation_prompt,
+            limit=limit,
+            namespace=namespace,
+            replay=replay,
+        )
 
     # -- requests -----------------------------------------------------------------------------------------------
 

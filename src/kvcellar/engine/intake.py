@@ -7,6 +7,7 @@ only object of the caller's that does, and what it raises is caught there.
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -165,16 +166,25 @@ class TextCodec:
         the tokens of chats. `preamble` comes before all messages."""
         self._tokenizer: TextTokenizer | None = None
         self._template: ChatTemplate | None = None
-        self.replays: Replays | None = None  # where there is a chat template
-        self._why_not, self._preamble = why_not, preamble
+        self.replays: Replays | None = None  # where there is a tokenizer
+        self._why_not, self._preamble, self._context = why_not, preamble, context
         if assets is not None:
             most = longest_text(text_bytes)
             self._tokenizer = TextTokenizer(
                 assets.tokenizer, end_ids=end_ids, special_tokens=assets.special, most_bytes=most
             )
-            if assets.chat_template is not None:
-                self._template = ChatTemplate(assets.chat_template, self._tokenizer, _caps(self._tokenizer, context))
-                self.replays = Replays(self._tokenizer, replay_bytes)
+            self.replays = Replays(self._tokenizer, replay_bytes)
+            self._template = self._opened(assets.chat_template, self._tokenizer)
+
+    def variant(self, template: str | None, preamble: Preamble) -> "TextCodec":
+        """The same tokenizer, and memory of replies, with another chat template and preamble."""
+        made = copy(self)
+        made._preamble = preamble
+        made._template = None if made._tokenizer is None else self._opened(template, made._tokenizer)
+        return made
+
+    def _opened(self, template: str | None, tokenizer: TextTokenizer) -> ChatTemplate | None:
+        return None if template is None else ChatTemplate(template, tokenizer, _caps(tokenizer, self._context))
 
     @property
     def has_text(self) -> bool:
@@ -199,13 +209,20 @@ class TextCodec:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        namespace: str,
-        replay: bool,
+        variables: Mapping[str, Any] | None = None,
+        effort: str | None = None,
+        add_generation_prompt: bool = True,
         limit: int | None = None,
-        **options: Any,
+        namespace: str = "",
+        replay: bool = True,
     ) -> list[int]:
-        """`options` are those of `ChatTemplate.render`. With `replay`, replies have the tokens that they had."""
-        tokenizer = self._checked()
+        """As `Engine.render`."""
+        if variables is not None and not isinstance(variables, Mapping):
+            raise BadRequest(f"variables of a template are given by name, not as {shown(variables)}", "variables")
+        if effort is not None and not isinstance(effort, str):
+            raise BadRequest(f"effort is a word, not {shown(effort)}", "effort")
+        options = {"variables": variables, "effort": effort, "add_generation_prompt": add_generation_prompt}
+        namespace, tokenizer = namespace_name(namespace), self._checked()
         if self._template is None or self.replays is None:
             raise BadRequest("this model has no chat template; send a prompt instead of messages", "messages")
         rendered = self._template.render(self._preamble.before(messages), **options)

@@ -11,6 +11,7 @@ from kvcellar.engine.in_library import in_library
 from kvcellar.engine.settings import NO_DRAFT, Settings
 from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.library.library import LibraryModel
+from kvcellar.library.manifest import Manifest
 from kvcellar.library.names import LATEST
 from kvcellar.models.load import Loaded, load
 from kvcellar.text.preamble import NO_PREAMBLE, Preamble
@@ -23,8 +24,10 @@ _SETTINGS = ("context", "draft_depth")  # parameters of a model that are setting
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A network, the messages in front of all conversations with it, and the settings of its engine."""
+    """A network, the messages in front of all conversations with it, and the settings of its engine. `base`: without
+    the name, parameters and template that a model of the library was created with."""
 
+    base: Loaded
     loaded: Loaded
     preamble: Preamble
     settings: Settings
@@ -34,16 +37,16 @@ def open_model(model: "str | Path | PreTrainedModel | None", settings: Settings)
     """Raises what `load` raises, and `ModelRefused` for a damaged model of the library."""
     found = in_library(model)
     settings = _settings(settings, found)
+    path = model if found is None else found.directory
+    base = load(path, dtype=settings.dtype, device=settings.device, weights=settings.weights)
     if found is None:
-        return Opened(_loaded(model, settings), NO_PREAMBLE, settings)
-    loaded = _loaded(found.directory, settings)
-    manifest = found.manifest
-    examples = tuple({"role": one.role, "content": one.content} for one in manifest.messages)
-    return Opened(_as_created(loaded, found), Preamble(manifest.system, examples), settings)
+        return Opened(base, base, NO_PREAMBLE, settings)
+    return Opened(base, as_created(base, found), preamble_of(found.manifest), settings)
 
 
-def _loaded(model: "str | Path | PreTrainedModel | None", settings: Settings) -> Loaded:
-    return load(model, dtype=settings.dtype, device=settings.device, weights=settings.weights)
+def preamble_of(manifest: Manifest) -> Preamble:
+    """The messages that a model was created with."""
+    return Preamble(manifest.system, tuple({"role": one.role, "content": one.content} for one in manifest.messages))
 
 
 def shown_name(found: LibraryModel) -> str:
@@ -51,8 +54,9 @@ def shown_name(found: LibraryModel) -> str:
     return found.name.removesuffix(f":{LATEST}")
 
 
-def _as_created(loaded: Loaded, found: LibraryModel) -> Loaded:
-    """With the name, the sampling parameters and the chat template that the model was created with."""
+def as_created(loaded: Loaded, found: LibraryModel) -> Loaded:
+    """With the name, the sampling parameters and the chat template that the model was created with. Raises
+    `ModelRefused`."""
     manifest, text = found.manifest, loaded.text
     given = {name: value for name, value in manifest.parameters.items() if name not in _SETTINGS}
     if text is None and (manifest.template is not None or "stop" in given):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvcellar.engine.defaults import default_sampling
 from kvcellar.sample.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def model_card(built: "Built") -> ModelCard:
         mode=guest.mode,
         has_text=built.intake.codec.has_text,
         has_chat=built.intake.codec.has_chat,
-        default_sampling=SamplingParams(**loaded.defaults) if loaded.defaults else SamplingParams(temperature=0.0),
+        default_sampling=default_sampling(loaded.defaults, vocab_size=built.intake.vocab_size, model=loaded.name),
     )
 
 

@@ -139,12 +139,12 @@ class Library:
             self._write(name, manifest, staging)
         self._collect_now_or_later()
 
-    def remove(self, text: str) -> None:
-        """Remove a model, and what only it has. What a process has loaded or opened stays readable for it. Raises
-        `BadRequest`, `ModelNotFound`, `OSError`."""
-        name = ModelName.parse(text)
+    def remove(self, text: str) -> str:
+        """Remove a model, and what only it has. What a process has loaded or opened stays readable for it. Returns its
+        name as it was created. Raises `BadRequest`, `ModelNotFound`, `OSError`."""
         with self.disk.locked():
-            path = self._path(self._existing(name))
+            name = self._existing(ModelName.parse(text))
+            path = self._path(name)
             self.disk.files.unlink(path)
             self.disk.files.sync_directory(path.parent)
             for folder in path.relative_to(self.root / MANIFESTS).parents[:-1]:
@@ -153,6 +153,7 @@ class Library:
                 except OSError:
                     break  # it has other models
         self._collect_now_or_later()
+        return str(name)
 
     def collect(self) -> int:
         """Remove blobs and views that belong to no model and to nothing that is being created, and what killed

@@ -21,9 +21,9 @@ from starlette.types import Receive, Scope, Send
 from kvcellar.errors import EngineClosed, KvcellarError, ModelNotFound
 from kvcellar.serve.api_errors import ApiError, ClientDisconnected
 from kvcellar.serve.body import RequestBody, receive_json
-from kvcellar.serve.host import Lease
 from kvcellar.serve.json_reader import Limits
 from kvcellar.serve.json_text import json_chunks, printable
+from kvcellar.serve.lease import Lease
 from kvcellar.serve.messages import StrictModel
 from kvcellar.serve.parsing import parse_object, validated
 from kvcellar.serve.protocols import ServedEngine

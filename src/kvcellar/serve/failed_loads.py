@@ -7,17 +7,19 @@ from kvcellar.errors import EngineClosed, KvcellarError, ModelNotFound
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.json_text import printable
 from kvcellar.serve.own_paths import without_paths
-from kvcellar.serve.servable import Servable
+from kvcellar.serve.servable import Servable, not_served
 
 log = logging.getLogger("kvcellar.serve")
 
 
 def refused(servable: Servable, error: Exception) -> Exception:
     """The error of a load, as a client gets it."""
+    if isinstance(error, ModelNotFound):  # removed meanwhile
+        return not_served(servable.name)
     if isinstance(error, MemoryError | OSError):
         message = f"the model {servable.name} cannot be loaded now; the log of the server has the reason"
         return ApiError(503, message, "model", "model_not_loaded", {"retry-after": "10"})
-    if isinstance(error, KvcellarError) and not isinstance(error, EngineClosed | ModelNotFound):
+    if isinstance(error, KvcellarError) and not isinstance(error, EngineClosed):
         message = printable(f"the model {servable.name} cannot be loaded: {without_paths(str(error))}", 2000)
         return ApiError(400, message, "model", "model_refused")
     return error

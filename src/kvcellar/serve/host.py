@@ -1,7 +1,8 @@
 """host: the models of one server. Loads the one that a request names, and unloads those that are not used.
 
 `find` and `take` are called in a thread, because they may read files; a request that gets no lease there waits for one
-with `lease`, on the event loop. Every model is loaded, and every engine closed, on a thread of its own.
+with `lease`, on the event loop. Every model is loaded, and every engine closed, on a thread of its own. A model whose
+engine is there, because others use it, is added to that.
 
 Always true, on the event loop:
   * every request that waits for a model gets a lease or an error, or leaves;
@@ -17,46 +18,26 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from kvcellar.engine.conversations import Conversations
+from kvcellar.engine.variants import Variant
 from kvcellar.errors import BadRequest, EngineClosed, ModelNotFound, ModelRefused, Overloaded
 from kvcellar.serve.api_errors import ApiError, model_refused
 from kvcellar.serve.failed_loads import forget, log_failure, refused
 from kvcellar.serve.json_text import printable
+from kvcellar.serve.lease import Lease
 from kvcellar.serve.named_engine import NamedEngine
 from kvcellar.serve.protocols import ServedEngine
-from kvcellar.serve.residents import FOREVER, Limits, Load, Resident, Residents, Work
-from kvcellar.serve.servable import Catalogue, Servable
+from kvcellar.serve.resident import FOREVER, Limits, Load, Member, Resident, Work
+from kvcellar.serve.residents import Residents
+from kvcellar.serve.servable import Catalogue, Servable, not_served
 from kvcellar.short_switches import Rests, ShortSwitches
 
 log = logging.getLogger("kvcellar.serve")
 
 Spawn = Callable[[Callable[[], None]], None]
 LONGEST_TIMER = 3600.0  # seconds
-
-
-class Lease:
-    """The use of a model by one request. While it is held, the model stays loaded."""
-
-    def __init__(self, resident: Resident, engine: NamedEngine, release: Callable[[Resident], None]) -> None:
-        self.engine = engine
-        self._resident, self._release = resident, release
-        self._lock, self._held = threading.Lock(), True
-
-    def release(self) -> None:
-        """May be called from any thread, and again."""
-        with self._lock:
-            held, self._held = self._held, False
-        if held:
-            self._release(self._resident)
-
-    def __enter__(self) -> "Lease":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.release()
 
 
 class Host:
@@ -77,7 +58,7 @@ class Host:
         self.residents = Residents(limits)
         self._clock, self._spawn = clock, spawn or self._thread
         self._fixed: dict[str, Servable] = {}  # by name, the default first
-        self._waiting: dict[Load, list[asyncio.Future[Resident]]] = {}
+        self._waiting: dict[Load, list[asyncio.Future[Member]]] = {}
         self._conversations: Conversations | None = None  # of the first engine: all others use its archive
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -88,17 +69,17 @@ class Host:
     def open(self, servable: Servable) -> ServedEngine:
         """Load a model that stays, before the first request; the first one is the default. Raises what its load raises,
         and `BadRequest` if it does not fit."""
-        resident = self.residents.reserved(servable)
+        if servable.name in self._fixed:
+            raise BadRequest(f"two models have the name {servable.name}; give one of them another", "models")
+        member = self.residents.reserved(servable)
         try:
-            engine = servable.load(resident.size - servable.weights, self._going_on)
+            self.residents.add(member, self._joined(member, self._going_on))
         except BaseException:
-            self.residents.add(resident, None)
+            self.residents.drop(member)
             raise
-        self.residents.add(resident, engine)
-        name = engine.model.name
-        if name in self._fixed:
-            raise BadRequest(f"two models have the name {name}; give one of them another", "models")
-        self._fixed[name] = replace(servable, name=name, context=engine.model.context)
+        engine = member.resident.engine
+        assert engine is not None
+        self._fixed[servable.name] = replace(servable, context=engine.model.context)
         return engine
 
     def name_adapter(self, name: str) -> None:
@@ -109,7 +90,16 @@ class Host:
             raise BadRequest(
                 f"a model and an adapter both have the name {printable(repr(name))}; rename one", "adapters"
             )
-        self._fixed[name] = replace(default, name=name, adapter=name, id="")  # the library has no model of it
+
+        def join(engine: ServedEngine) -> Variant:
+            return Variant(engine.model.default_sampling, engine.render, name)
+
+        self.open(replace(default, name=name, id="", own=0, join=join))  # the library has no model of it
+
+    @property
+    def names(self) -> list[str]:
+        """Of the models that stay, the default first."""
+        return list(self._fixed)
 
     # -- in a thread ----------------------------------------------------------------------------------------------
 
@@ -169,8 +159,8 @@ class Host:
 
     def take(self, servable: Servable, keep_alive: float | None = None) -> Lease | None:
         """A lease on a model that is loaded; None if `lease` has to be called. May be called from any thread."""
-        resident = self.residents.take(servable, self._clock(), keep_alive)
-        return None if resident is None else self._leased(resident, servable)
+        member = self.residents.take(servable, self._clock(), keep_alive)
+        return None if member is None else self._leased(member)
 
     # -- on the event loop ----------------------------------------------------------------------------------------
 
@@ -179,22 +169,22 @@ class Host:
         self._loop = asyncio.get_running_loop()
         if (lease := self.take(servable, keep_alive)) is not None:
             return lease
-        return self._leased(await self._resident(servable, keep_alive), servable)
+        return self._leased(await self._member(servable, keep_alive))
 
     def stays(self, servable: Servable) -> bool:
         """Whether it is never unloaded."""
-        return any(one.fixed and one.key == servable.key for one in self.residents.all())
+        return any(one.fixed and one.key == servable.member for one in self.residents.members())
 
-    def unload(self, key: str) -> bool:
+    def unload(self, name: str) -> bool:
         """Unload a model when its requests have ended. False if it is neither loaded nor being loaded, or stays."""
         self._loop = asyncio.get_running_loop()
-        found = self.residents.unload(key)
+        found = self.residents.unload(name)
         self.step()
         return found
 
-    def seconds_left(self, resident: Resident) -> float:
+    def seconds_left(self, member: Member) -> float:
         """Until it is unloaded, if no request comes, or its running ones end now."""
-        return max(0.0, resident.keep_alive - (0.0 if resident.leases else self._clock() - resident.used))
+        return max(0.0, member.keep_alive - (0.0 if member.leases else self._clock() - member.used))
 
     def step(self) -> None:
         """Do what is due: begin loads, close engines, give leases."""
@@ -210,22 +200,24 @@ class Host:
     def _do(self, work: Work) -> None:
         for resident in work.close:
             self._spawn(partial(self._close, resident))
+        for member in work.part:
+            self._spawn(partial(self._part, member))
         for load in work.begin:
             log.info("loading %s", load.servable.name)
             self._spawn(partial(self._load, load))
         for load in work.ready:
             self._resolve(load)
 
-    async def _resident(self, servable: Servable, keep_alive: float | None) -> Resident:
+    async def _member(self, servable: Servable, keep_alive: float | None) -> Member:
         if self._closed:
             raise EngineClosed("the server is closed")
         load = self.residents.enter(servable, keep_alive)
-        waiter: asyncio.Future[Resident] = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(load, []).append(waiter)
         try:
             self.step()
             await asyncio.wait((waiter,), timeout=self.limits.wait_seconds)
-            if not waiter.done() and load.resident is None:
+            if not waiter.done() and load.member is None:
                 seconds = f"{self.limits.wait_seconds:g} seconds"
                 raise Overloaded(f"other models have used the memory for this one for {seconds}; try again later")
             return await waiter
@@ -233,7 +225,7 @@ class Host:
             self._leave(load, waiter)
             raise
 
-    def _leave(self, load: Load, waiter: asyncio.Future[Resident]) -> None:
+    def _leave(self, load: Load, waiter: asyncio.Future[Member]) -> None:
         """A request does not wait any more. If it has got a lease at this moment, that is returned."""
         if waiter.done() and not waiter.cancelled():
             if waiter.exception() is None:
@@ -253,30 +245,40 @@ class Host:
             if error is not None:
                 waiter.set_exception(error)
             else:
-                assert load.resident is not None
-                waiter.set_result(load.resident)
+                assert load.member is not None
+                waiter.set_result(load.member)
 
     # -- on threads of their own ------------------------------------------------------------------------------------
 
     def _load(self, load: Load) -> None:
-        assert load.resident is not None
+        assert load.member is not None
         servable, error = load.servable, None
         began = self._clock()
         try:
             with self.short_switches:
-                engine = servable.load(load.resident.size - servable.weights, self._resting())
+                variant = self._joined(load.member, self._resting())
         except Exception as failure:  # noqa: BLE001 - logged, and given to the requests that wait
             log_failure(servable, failure)
             error = refused(servable, failure)
             forget(failure)
         else:
-            self.residents.loaded(load, engine, self._clock())
+            self.residents.loaded(load, variant, self._clock())
             log.info("loaded %s in %.1f s", servable.name, self._clock() - began)
         if error is not None:
             if not self._closed:
                 self._free()  # what was made before it failed; only then are its bytes given back
             self.residents.failed(load)
         self._post(partial(self._resolve, load, error))
+
+    def _joined(self, member: Member, going_on: Callable[[], None]) -> Variant:
+        """The model on its engine, which is loaded if others have not done that."""
+        resident, servable = member.resident, member.servable
+        if resident.engine is None:
+            engine = servable.load(resident.size - servable.weights, going_on)
+            self.residents.opened(resident, engine)
+            self._post(lambda: None)  # others have waited for the engine
+        assert resident.engine is not None
+        return servable.join(resident.engine)
 
     def _going_on(self) -> None:
         if self._closed:
@@ -296,6 +298,8 @@ class Host:
         engine = resident.engine
         assert engine is not None
         resident.engine = None  # so that its memory is free when it is closed
+        for member in resident.members.values():
+            member.variant = None
         try:
             self._unload(engine)
         except Exception:  # its memory is taken to be free
@@ -306,6 +310,17 @@ class Host:
         self.residents.closed(resident)
         if not self._closed:
             log.info("unloaded %s", resident.servable.name)
+        self._post(lambda: None)
+
+    def _part(self, member: Member) -> None:
+        variant, member.variant = member.variant, None
+        assert variant is not None
+        try:
+            variant.close()
+        except Exception:  # its memory is taken to be free
+            log.exception("%s could not be removed from its engine", member.servable.name)
+        self.residents.parted(member)
+        log.info("unloaded %s", member.servable.name)
         self._post(lambda: None)
 
     # -- inside -----------------------------------------------------------------------------------------------------
@@ -332,23 +347,24 @@ class Host:
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(run)
 
-    def _leased(self, resident: Resident, servable: Servable) -> Lease:
-        engine = resident.engine
-        assert engine is not None
-        named = NamedEngine(engine, servable.name, self._conversations_of(resident), servable.adapter)
-        return Lease(resident, named, self._release)
+    def _leased(self, member: Member) -> Lease:
+        engine, variant = member.resident.engine, member.variant
+        assert engine is not None and variant is not None
+        named = NamedEngine(engine, member.servable.name, self._conversations_of(member, engine), variant)
+        return Lease(member, named, self._release)
 
-    def _release(self, resident: Resident) -> None:
-        self.residents.give_back(resident, self._clock())
-        if not resident.fixed:
+    def _release(self, member: Member) -> None:
+        self.residents.give_back(member, self._clock())
+        if not member.fixed:
             self._post(lambda: None)
 
-    def _conversations_of(self, resident: Resident) -> Conversations:
-        assert resident.engine is not None
-        own = resident.engine.conversations
+    def _conversations_of(self, member: Member, engine: ServedEngine) -> Conversations:
+        own, name = engine.conversations, member.servable.name
         if self._conversations is None:
             self._conversations = own
-        return own if own is self._conversations else own.beside(self._conversations, resident.key)
+        if own is not self._conversations:
+            return own.beside(self._conversations, member.resident.key, name)
+        return own if name == engine.model.name else own.beside(own, "", name)
 
     def close(self) -> None:
         """After the event loop has ended: waits for loads that are running, and closes all engines."""
@@ -362,29 +378,3 @@ class Host:
     def check(self) -> None:
         """Assert what is always true."""
         self.residents.check()
-
-
-def not_served(name: str) -> ModelNotFound:
-    return ModelNotFound(f"the model {printable(repr(name))} is not served here; /v1/models lists what is")
-
-
-class _Nothing:
-    """The catalogue of a server that loads no models."""
-
-    longest = 0
-
-    def find(self, name: str) -> Servable:
-        raise ModelNotFound(f"there is no model {name!r}")
-
-    def known(self, name: str) -> bool:
-        return True
-
-    def all(self) -> list[Servable]:
-        return []
-
-
-def hosting(engine: ServedEngine) -> Host:
-    """A host of one engine, which the caller closes."""
-    host = Host(_Nothing(), Limits(max_bytes=0, max_models=1), unload=lambda engine: None)
-    host.open(Servable(engine.model.name, engine.model.name, 0, 0, 0, lambda cache, going_on: engine))
-    return host

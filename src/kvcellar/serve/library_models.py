@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from kvcellar.engine.variants import Variant
 from kvcellar.errors import KvcellarError, ModelNotFound, ModelRefused
 from kvcellar.library.library import Library, LibraryModel
 from kvcellar.library.names import LATEST, ModelName
@@ -22,6 +23,7 @@ class MadeEngine(ServedEngine, Protocol):
 
 
 Make = Callable[[str, int, Callable[[], None]], MadeEngine]  # an engine of a name, as `servable.Loader`
+OpenVariant = Callable[[ServedEngine, LibraryModel], Variant]  # as `Variants.open`
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class Caches:
         return most // LEAST_SHARE, most
 
 
-def shown(name: str) -> str:
+def listed(name: str) -> str:
     """A name as it is listed."""
     return name.removesuffix(f":{LATEST}")
 
@@ -50,8 +52,11 @@ class LibraryModels:
 
     longest = LONGEST
 
-    def __init__(self, library: Library | None, make: Make, caches: Caches, *, dtype: str = "auto") -> None:
-        self._library, self._make, self._caches, self._dtype = library, make, caches, dtype
+    def __init__(
+        self, library: Library | None, make: Make, variant: OpenVariant, caches: Caches, *, dtype: str = "auto"
+    ) -> None:
+        """`make` returns an engine without adapters."""
+        self._library, self._make, self._variant, self._caches, self._dtype = library, make, variant, caches, dtype
         self._known: dict[str, tuple[float, Servable]] = {}  # by name, with the time of its manifest
 
     def find(self, name: str) -> Servable:
@@ -90,17 +95,41 @@ class LibraryModels:
 
     def _servable(self, library: Library, model: LibraryModel) -> Servable:
         weights = sum(self._bytes(path) for path in (model.directory, model.draft) if path is not None)
-        weights += sum(adapter_bytes(file.size) for part in model.manifest.adapters for file in part.files)
+        own = sum(adapter_bytes(file.size) for part in model.manifest.adapters for file in part.files)
         least, most = self._caches.of(weights)
 
         def load(cache: int, going_on: Callable[[], None]) -> ServedEngine:
             engine = self._make(model.name, cache, going_on)
-            if library.manifest(model.name).id != model.id:
+            try:
+                _check_current(library, model)
+            except BaseException:
                 engine.close()
-                raise ModelRefused("it was created again while it was loaded; try again")
+                raise
             return engine
 
-        return Servable(shown(model.name), model.id, weights, most, least, load, id=model.id)
+        def join(engine: ServedEngine) -> Variant:
+            try:
+                return self._variant(engine, model)
+            except BaseException:
+                _check_current(library, model)  # its files may have been removed
+                raise
+
+        about = {"id": model.id, "own": own, "join": join}
+        return Servable(listed(model.name), engine_key(model), weights, most, least, load, **about)
 
     def _bytes(self, directory: Path) -> int:
         return bytes_in_memory(directory, dtype=self._dtype)
+
+
+def engine_key(model: LibraryModel, **given: object) -> str:
+    """Models of one key can share an engine: their weights and draft are the same files, and their engines have the
+    same settings. `given`: settings of the command line."""
+    parameters = model.manifest.parameters
+    created = parameters.get("context"), parameters.get("draft_depth")
+    return f"{model.base_id} {created} {sorted((name, value) for name, value in given.items() if value is not None)}"
+
+
+def _check_current(library: Library, model: LibraryModel) -> None:
+    """Raise `ModelRefused` if the name has another model now, and `ModelNotFound`."""
+    if library.manifest(model.name).id != model.id:
+        raise ModelRefused("it was created again while it was loaded; try again")

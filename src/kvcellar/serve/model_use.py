@@ -15,8 +15,9 @@ from typing import TypeVar
 
 from kvcellar.errors import EngineClosed
 from kvcellar.serve.body import RequestBody
-from kvcellar.serve.host import Host, Lease
+from kvcellar.serve.host import Host
 from kvcellar.serve.json_reader import Limits
+from kvcellar.serve.lease import Lease
 from kvcellar.serve.named_engine import NamedEngine
 from kvcellar.serve.parsing import parse_object
 from kvcellar.serve.reader_threads import ReaderThreads

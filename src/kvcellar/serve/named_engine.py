@@ -1,10 +1,11 @@
-"""named_engine: an engine under the name of one model that it serves, with the adapter of that model."""
+"""named_engine: an engine under the name of one model that it serves, with what that model has of its own."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvcellar.engine.conversations import Conversations
+from kvcellar.engine.variants import Variant
 from kvcellar.events import Event
 from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingParams
@@ -22,23 +23,26 @@ class NamedModel:
     default_sampling: SamplingParams
 
     @classmethod
-    def of(cls, model: ServedModel, name: str) -> "NamedModel":
-        return cls(name, model.context, model.vocab_size, model.has_text, model.default_sampling)
+    def of(cls, model: ServedModel, name: str, variant: Variant) -> "NamedModel":
+        return cls(name, model.context, model.vocab_size, model.has_text, variant.default_sampling)
 
 
 class NamedEngine:
     """A `ServedEngine`."""
 
-    def __init__(
-        self, engine: ServedEngine, name: str, conversations: Conversations, adapter: str | None = None
-    ) -> None:
-        self._engine, self._adapter = engine, adapter
-        self.model: ServedModel = NamedModel.of(engine.model, name)
+    def __init__(self, engine: ServedEngine, name: str, conversations: Conversations, variant: Variant) -> None:
+        self._engine, self._variant = engine, variant
+        self.model: ServedModel = NamedModel.of(engine.model, name, variant)
         self.conversations = conversations
 
     @property
     def healthy(self) -> bool:
         return self._engine.healthy
+
+    @property
+    def adapter(self) -> str | None:
+        """Of requests which name none."""
+        return self._variant.adapter
 
     @property
     def cache(self) -> ServedCache:
@@ -61,7 +65,7 @@ class NamedEngine:
         namespace: str = "",
         replay: bool = True,
     ) -> list[int]:
-        return self._engine.render(
+        return self._variant.render(
             messages,
             variables=variables,
             effort=effort,
@@ -81,7 +85,7 @@ class NamedEngine:
         retention: RetentionOptions | None = None,
         adapter: str | None = None,
     ) -> Ticket:
-        use = self._adapter if adapter is None else adapter
+        use = self._variant.adapter if adapter is None else adapter
         return self._engine.submit(
             prompt_ids, params, deliver=deliver, namespace=namespace, retention=retention, adapter=use
         )

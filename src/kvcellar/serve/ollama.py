@@ -21,7 +21,7 @@ from kvcellar.serve.ollama_details import Details, whole_name
 from kvcellar.serve.ollama_fields import GenerateBody, ShowBody
 from kvcellar.serve.openai import until_disconnected
 from kvcellar.serve.parsing import parse_object, validated
-from kvcellar.serve.residents import FOREVER, Resident
+from kvcellar.serve.resident import FOREVER, Member
 from kvcellar.serve.servable import Servable
 from kvcellar.serve.shared import Shared
 from kvcellar.version import __version__
@@ -78,17 +78,19 @@ class OllamaHandler:
 
     async def running(self, request: Request) -> Response:
         def work() -> Json:
-            ready = [one for one in self._host.residents.all() if one.ready]
-            return {"models": [self._running(one) for one in ready]}
+            return {"models": [self._running(one) for one in self._host.residents.members()]}
 
         return answer(await self._server.threads.for_short(work))
 
-    def _running(self, one: Resident) -> Json:
-        engine, limits = one.engine, self._host.limits
+    def _running(self, one: Member) -> Json:
+        """`shared_size`: of `size`, the bytes that other models that are loaded use, too."""
+        resident, limits = one.resident, self._host.limits
+        engine, size = resident.engine, resident.size + one.size
         seconds = NEVER if one.fixed or one.keep_alive == FOREVER else self._host.seconds_left(one)
         return self._details.named(one.servable) | {
-            "size": one.size,
-            "size_vram": one.size if limits.device == "cuda" else 0,
+            "size": size,
+            "size_vram": size if limits.device == "cuda" else 0,
+            "shared_size": resident.size if len(resident.members) > 1 else 0,
             "expires_at": datetime.fromtimestamp(time.time() + seconds, UTC).isoformat(),
             "context_length": engine.model.context if engine is not None else 0,
         }
@@ -113,7 +115,7 @@ class OllamaHandler:
             if self._host.stays(servable):
                 message = f"the model {servable.name} was named when the server was started, and stays loaded"
                 raise ApiError(409, message, "model", "model_stays")
-            self._host.unload(servable.key)
+            self._host.unload(servable.name)
         else:
 
             async def load() -> None:

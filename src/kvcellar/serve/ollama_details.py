@@ -11,9 +11,8 @@ from kvcellar.library.names import LATEST
 from kvcellar.library.parameters import commands
 from kvcellar.models.weights_bytes import elements_of
 from kvcellar.serve.api_errors import model_refused
-from kvcellar.serve.host import not_served
 from kvcellar.serve.protocols import ServedEngine
-from kvcellar.serve.servable import Servable
+from kvcellar.serve.servable import Servable, not_served
 
 log = logging.getLogger("kvcellar.serve")
 
@@ -83,16 +82,16 @@ class Details:
         """`details`, `model_info` and `size` of a model. What was removed or damaged while it is loaded has only its
         size in memory."""
         if self._library is None or not servable.id:
-            return _plain(WHOLE, "", servable.weights)
+            return _plain(WHOLE, "", servable.weights + servable.own)
         if (known := self._known.get(servable.id)) is not None:
             return known
         try:
             model = self._library.resolve(servable.name)
             made = _described(model)
         except (KvcellarError, OSError):
-            return _plain(WHOLE, "", servable.weights)
+            return _plain(WHOLE, "", servable.weights + servable.own)
         if model.id != servable.id:  # the name has another model since this one was loaded
-            return _plain(WHOLE, "", servable.weights)
+            return _plain(WHOLE, "", servable.weights + servable.own)
         if len(self._known) >= KEPT:
             self._known.clear()
         self._known[servable.id] = made

@@ -5,13 +5,12 @@ path of this machine.
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from kvcellar.errors import BadRequest, ModelNotFound, ModelRefused
+from kvcellar.errors import BadRequest, ModelNotFound
 from kvcellar.library import hub
 from kvcellar.library.create import create
 from kvcellar.library.library import Library
@@ -20,11 +19,11 @@ from kvcellar.library.names import ModelName
 from kvcellar.library.parameters import from_json
 from kvcellar.progress import Listener
 from kvcellar.serve.api_errors import ApiError
-from kvcellar.serve.host import not_served
+from kvcellar.serve.library_models import listed
 from kvcellar.serve.ollama import answer, read
 from kvcellar.serve.ollama_fields import CopyBody, CreateBody, NamedBody, PullBody
 from kvcellar.serve.progress_lines import Work, lines, result
-from kvcellar.serve.servable import Servable
+from kvcellar.serve.servable import Servable, not_served
 from kvcellar.serve.shared import Shared
 
 NDJSON = "application/x-ndjson"
@@ -69,25 +68,18 @@ class LibraryHandler:
     async def delete(self, request: Request) -> Response:
         body, library = await read(self._server, request, NamedBody), self._library
 
-        def work() -> str | None:
-            return self._removed(library, body.named)
-
-        if (key := await self._server.threads.for_library(work)) is not None:
-            self._server.host.unload(key)
+        name = await self._server.threads.for_library(lambda: self._removed(library, body.named))
+        self._server.host.unload(name)
         return Response()
 
-    def _removed(self, library: Library, name: str) -> str | None:
-        """Remove a model, which may be damaged. The key of its engine; None if its manifest cannot be read."""
-        host, key = self._server.host, None
-        if host.fixed(name) is not None:
+    def _removed(self, library: Library, name: str) -> str:
+        """Remove a model, which may be damaged. Returns its name as it is listed."""
+        if self._server.host.fixed(name) is not None:
             self._owned(name)
         try:
-            with suppress(ModelRefused):
-                key = library.manifest(name).id
-            library.remove(name)
+            return listed(library.remove(name))
         except (ModelNotFound, BadRequest, FileNotFoundError) as error:
             raise not_served(name) from error
-        return key
 
     def _owned(self, name: str) -> Servable:
         """A model of the library. Raises `ModelNotFound` and `ApiError`."""

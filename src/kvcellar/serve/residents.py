@@ -1,109 +1,28 @@
-"""residents: which engines are in memory, what they take, and which one has to leave for another.
+"""residents: which models are in memory, what they take, and which one has to leave for another.
 
 Decides only: the host loads and closes engines, and reports here when that is done.
 
 Always true:
   * the bytes of all residents, counted from before their load until after they are closed, are at most the limit, and
-    there are at most as many residents as the limits allow;
-  * an engine is closed only if it has no lease, and no lease is given on an engine that is being loaded or closed;
-  * loads wait in order of arrival. While the first one waits for memory, the residents that have to leave for it get no
+    there are at most as many residents as the limits allow. Those of an adapter are counted from before it is read
+    until it is freed;
+  * an engine is closed, and a member removed from it, only without a lease; no lease is given on a model that is being
+    loaded or closed;
+  * loads wait in order of arrival. While the first one waits for memory, the models that have to leave for it get no
     new leases, so it waits for the requests that run now and for no later ones;
-  * at most one load and one resident exist for a key.
+  * at most one resident exists for a key, and at most one load and one member for a name and its files.
 """
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum
 
+from kvcellar.engine.variants import Variant
 from kvcellar.errors import BadRequest, Overloaded
+from kvcellar.serve.eviction import Eviction, Freed, evicted
 from kvcellar.serve.protocols import ServedEngine
-from kvcellar.serve.servable import Servable
+from kvcellar.serve.resident import FOREVER, Limits, Load, Member, Resident, Stage, Work
+from kvcellar.serve.servable import MemberKey, Servable
 
-FOREVER = float("inf")
-
-
-class Stage(Enum):
-    LOADING = "its bytes are reserved, and its engine is being made"
-    READY = "requests can have leases on it"
-    CLOSING = "its engine is being closed; then its bytes are free"
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of all models together. `max_bytes` caps weights, caches, drafts and adapters."""
-
-    max_bytes: int
-    max_models: int = 3
-    max_waiting: int = 512  # requests that wait for a model
-    wait_seconds: float = 300.0  # until a request that waits for the memory of others is refused
-    keep_alive: float = 300.0  # seconds without requests until a model is unloaded
-    device: str = "cpu"  # kind of the device whose bytes these are
-
-
-@dataclass(eq=False, slots=True)
-class Resident:
-    """An engine and its memory."""
-
-    servable: Servable
-    size: int  # reserved bytes
-    keep_alive: float
-    fixed: bool = False
-    stage: Stage = Stage.LOADING
-    engine: ServedEngine | None = None
-    leases: int = 0
-    leaving: bool = False  # gets no new leases, because the first load waits for its memory
-    used: float = 0.0  # when the last lease was given or returned
-
-    @property
-    def key(self) -> str:
-        return self.servable.key
-
-    @property
-    def ready(self) -> bool:
-        return self.stage is Stage.READY
-
-    @property
-    def idle(self) -> bool:
-        return self.ready and not self.leases and not self.fixed
-
-    @property
-    def expires(self) -> float:
-        """When it is unloaded if no request comes."""
-        return self.used + self.keep_alive if self.idle else FOREVER
-
-    @property
-    def failed(self) -> bool:
-        """Whether another engine has to replace it. One that stays is not replaced: the server is unhealthy."""
-        return self.ready and not self.fixed and self.engine is not None and not self.engine.healthy
-
-    def due(self, now: float) -> bool:
-        """Whether it has to be closed: it was not used for long enough, or its engine has failed."""
-        return self.idle and (self.expires <= now or self.failed)
-
-
-@dataclass(eq=False, slots=True)
-class Load:
-    """A model that `waiting` requests wait for."""
-
-    servable: Servable
-    keep_alive: float | None = None
-    waiting: int = 1
-    resident: Resident | None = None  # None: it has not begun
-    granted: bool = False  # each request that waits has a lease
-
-    @property
-    def key(self) -> str:
-        return self.servable.key
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What the host has to do now."""
-
-    begin: tuple[Load, ...] = ()  # load
-    close: tuple[Resident, ...] = ()
-    ready: tuple[Load, ...] = ()  # its engine is there: each request that waits for it has a lease
+NOTHING = Freed(0, 0)
 
 
 class Residents:
@@ -112,39 +31,43 @@ class Residents:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self._residents: dict[str, Resident] = {}  # by key
-        self._loads: dict[str, Load] = {}  # by key; those that have not begun in order of arrival
+        self._loads: dict[MemberKey, Load] = {}  # those that have not begun in order of arrival
         self._lock = threading.RLock()
         self._closed = False
 
     # -- leases -------------------------------------------------------------------------------------------------
 
-    def take(self, servable: Servable, now: float, keep_alive: float | None = None) -> Resident | None:
-        """A lease on the engine of `servable`; None if it, or its adapter, has to be loaded first."""
+    def take(self, servable: Servable, now: float, keep_alive: float | None = None) -> Member | None:
+        """A lease on a model; None if its engine, or its adapter, has to be loaded first."""
         with self._lock:
-            found = self._residents.get(servable.key)
-            if found is None or not found.ready or found.leaving or self._waits(servable.key):
+            found = self._member(servable)
+            if found is None or not found.ready or found.leaving or self._waits(servable.member):
                 return None
-            if found.failed:
+            if found.resident.failed:
                 return None
             return self._lease(found, now, keep_alive)
 
-    def give_back(self, resident: Resident, now: float) -> None:
+    def give_back(self, member: Member, now: float) -> None:
         with self._lock:
-            assert resident.leases > 0, "a lease was returned twice"
-            resident.leases -= 1
-            resident.used = now
+            assert member.leases > 0, "a lease was returned twice"
+            member.leases -= 1
+            member.used = now
 
-    def _lease(self, resident: Resident, now: float, keep_alive: float | None, leases: int = 1) -> Resident:
-        resident.leases += leases
-        resident.used = now
+    def _member(self, servable: Servable) -> Member | None:
+        resident = self._residents.get(servable.key)
+        return None if resident is None else resident.members.get(servable.member)
+
+    def _lease(self, member: Member, now: float, keep_alive: float | None, leases: int = 1) -> Member:
+        member.leases += leases
+        member.used = now
         if keep_alive is not None:
-            resident.keep_alive = keep_alive
-        return resident
+            member.keep_alive = keep_alive
+        return member
 
-    def _waits(self, key: str) -> bool:
+    def _waits(self, key: MemberKey) -> bool:
         """Requests that arrive later are queued behind those that wait."""
         load = self._loads.get(key)
-        return load is not None and load.resident is None
+        return load is not None and load.member is None
 
     # -- loads --------------------------------------------------------------------------------------------------
 
@@ -154,23 +77,24 @@ class Residents:
         with self._lock:
             if sum(load.waiting for load in self._loads.values()) >= self.limits.max_waiting:
                 raise Overloaded(f"{self.limits.max_waiting} requests are waiting for models; try again later")
-            if (load := self._loads.get(servable.key)) is not None:
+            if (load := self._loads.get(servable.member)) is not None:
                 load.waiting += 1
                 load.keep_alive = keep_alive if keep_alive is not None else load.keep_alive
                 return load
-            self._check_fits(servable)
-            load = self._loads[servable.key] = Load(servable, keep_alive)
+            if self._member(servable) is None:
+                self._check_fits(servable)
+            load = self._loads[servable.member] = Load(servable, keep_alive)
             return load
 
     def _check_fits(self, servable: Servable) -> None:
-        fixed = [one for one in self._residents.values() if one.fixed and one.key != servable.key]
-        free = self.limits.max_bytes - sum(one.size for one in fixed)
-        if servable.key in self._residents:
-            return
-        if servable.least > free or len(fixed) >= self.limits.max_models:
+        fixed = [one for one in self._residents.values() if one.fixed]
+        shares = any(one.key == servable.key for one in fixed)
+        free = self.limits.max_bytes - sum(one.kept for one in fixed)
+        need = servable.own if shares else servable.least + servable.own
+        if need > free or (len(fixed) >= self.limits.max_models and not shares):
             taken = f"; models that stay loaded take {self.limits.max_bytes - free} of them" if fixed else ""
             raise BadRequest(
-                f"the model {servable.name} needs {servable.least} bytes, and this server has "
+                f"the model {servable.name} needs {need} bytes, and this server has "
                 f"{self.limits.max_bytes} bytes for at most {self.limits.max_models} models{taken}",
                 "model",
             )
@@ -180,28 +104,49 @@ class Residents:
         waits for and that has not begun is dropped."""
         with self._lock:
             load.waiting -= 1
-            if load.granted and load.resident is not None:
-                self.give_back(load.resident, now)
-            if load.waiting == 0 and load.resident is None and self._loads.get(load.key) is load:
-                del self._loads[load.key]
+            if load.granted and load.member is not None:
+                self.give_back(load.member, now)
+            if load.waiting == 0 and load.member is None and self._loads.get(load.servable.member) is load:
+                del self._loads[load.servable.member]
 
-    def loaded(self, load: Load, engine: ServedEngine, now: float) -> None:
-        """The engine of a load that has begun. Each request that waits for it has a lease now."""
+    def opened(self, resident: Resident, engine: ServedEngine) -> None:
+        """The engine of a resident is there; no model can be used yet."""
         with self._lock:
-            assert load.resident is not None and load.resident.stage is Stage.LOADING
-            load.resident.stage, load.resident.engine = Stage.READY, engine
+            assert resident.stage is Stage.LOADING
+            resident.stage, resident.engine = Stage.READY, engine
+
+    def loaded(self, load: Load, variant: Variant, now: float) -> None:
+        """The model of a load that has begun. Each request that waits for it has a lease now."""
+        with self._lock:
+            assert load.member is not None
+            self.add(load.member, variant)
             self._grant(load, now)
 
+    def add(self, member: Member, variant: Variant) -> None:
+        """The model of a member whose bytes are reserved."""
+        with self._lock:
+            assert member.stage is Stage.LOADING and member.resident.ready
+            member.stage, member.variant = Stage.READY, variant
+
     def _grant(self, load: Load, now: float) -> None:
-        assert load.resident is not None
-        del self._loads[load.key]
+        assert load.member is not None
+        del self._loads[load.servable.member]
         load.granted = True
-        self._lease(load.resident, now, load.keep_alive, load.waiting)
+        self._lease(load.member, now, load.keep_alive, load.waiting)
 
     def failed(self, load: Load) -> None:
         with self._lock:
-            assert load.resident is not None and load.resident.stage is Stage.LOADING
-            del self._loads[load.key], self._residents[load.key]
+            assert load.member is not None
+            del self._loads[load.servable.member]
+            self.drop(load.member)
+
+    def drop(self, member: Member) -> None:
+        """It could not be loaded. An engine that is there and has no members is closed by the next work."""
+        with self._lock:
+            assert member.stage is Stage.LOADING
+            del member.resident.members[member.key]
+            if member.resident.stage is Stage.LOADING:
+                del self._residents[member.resident.key]
 
     def closed(self, resident: Resident) -> None:
         with self._lock:
@@ -209,113 +154,133 @@ class Residents:
             resident.engine = None
             del self._residents[resident.key]
 
-    def reserved(self, servable: Servable) -> Resident:
-        """Bytes for an engine that stays, and is being loaded. Raises `BadRequest` if it does not fit."""
+    def parted(self, member: Member) -> None:
+        """It was removed from its engine, and its adapter is freed."""
+        with self._lock:
+            assert member.stage is Stage.CLOSING
+            del member.resident.members[member.key]
+
+    def reserved(self, servable: Servable) -> Member:
+        """Bytes for a model that stays, and is being loaded. Raises `BadRequest` if it does not fit."""
         with self._lock:
             self._check_fits(servable)
-            made = self._begin(servable, FOREVER)
-            made.fixed = True
-            return made
-
-    def add(self, resident: Resident, engine: ServedEngine | None) -> None:
-        """The engine that `reserved` has bytes for; None: it could not be loaded."""
-        with self._lock:
-            resident.stage, resident.engine = Stage.READY, engine
-            if engine is None:
-                del self._residents[resident.key]
+            found = self._begin(servable, FOREVER)
+            found.fixed = True
+            return found
 
     # -- decisions ----------------------------------------------------------------------------------------------
 
     def work(self, now: float) -> Work:
         """What has to be done now. Call it after every change, and when `next_due` is over."""
         with self._lock:
+            done = Eviction()
             for one in self._residents.values():
-                one.leaving = False
-            closing = [one for one in self._residents.values() if one.due(now) or (self._closed and one.ready)]
-            for one in closing:
-                one.stage = Stage.CLOSING
+                if one.due(now) or (self._closed and one.ready):
+                    one.stage = Stage.CLOSING
+                    done.close.append(one)
+                for member in one.parting(now):
+                    member.stage = Stage.CLOSING
+                    done.part.append(member)
+                for member in one.members.values():
+                    member.leaving = False
             begin: list[Load] = []
             ready: list[Load] = []
-            for load in [load for load in self._loads.values() if load.resident is None]:
-                found = self._residents.get(load.key)
-                if found is not None and found.ready and not found.failed:
-                    load.resident = found
+            for load in [load for load in self._loads.values() if load.member is None]:
+                found = self._residents.get(load.servable.key)
+                if found is not None and found.stage is Stage.LOADING:
+                    continue  # it can join when the engine is there
+                if (member := self._member(load.servable)) is not None and member.ready and not member.resident.failed:
+                    load.member = member
                     self._grant(load, now)
                     ready.append(load)
-                    continue
-                if found is None:
-                    closing += self._evict(load.servable.least)
-                if found is not None or not self._fits(load.servable.least):
+                elif self._has_free(load.servable, done):
+                    keep_alive = self.limits.keep_alive if load.keep_alive is None else load.keep_alive
+                    load.member = self._begin(load.servable, keep_alive)
+                    begin.append(load)
+                else:
                     break
-                keep_alive = self.limits.keep_alive if load.keep_alive is None else load.keep_alive
-                load.resident = self._begin(load.servable, keep_alive)
-                begin.append(load)
-            return Work(tuple(begin), tuple(closing), tuple(ready))
+            return Work(tuple(begin), tuple(done.close), tuple(done.part), tuple(ready))
 
-    def _begin(self, servable: Servable, keep_alive: float) -> Resident:
-        size = min(servable.most, self.limits.max_bytes - self.bytes)
-        made = self._residents[servable.key] = Resident(servable, size, keep_alive)
+    def _has_free(self, servable: Servable, done: Eviction) -> bool:
+        """Whether the model can be loaded now. If not, others leave for it, where that helps."""
+        found = self._residents.get(servable.key)
+        if (found is not None and (not found.ready or found.failed)) or self._member(servable) is not None:
+            return False  # until that is closed
+        if found is not None and not found.fixed and servable.own > self._most_beside(found):
+            found = None  # all that is left is in its cache: it has to be loaded again
+            more = evicted(self.all(), lambda free: self._fits(servable, None, free), None)
+        else:
+            keep = found
+            more = evicted(self.all(), lambda free: self._fits(servable, keep, free), keep)
+        done.close += more.close
+        done.part += more.part
+        return self._fits(servable, found, NOTHING) and self._residents.get(servable.key) is found
+
+    def _most_beside(self, resident: Resident) -> int:
+        """Bytes that can be free while this engine stays."""
+        others = sum(one.kept for one in self._residents.values() if one is not resident)
+        return self.limits.max_bytes - others - resident.size
+
+    def _fits(self, servable: Servable, shared: Resident | None, free: Freed) -> bool:
+        """Whether a model does, on the engine `shared` or on one of its own, once so much is free."""
+        size = self.bytes - free.bytes + servable.own
+        if shared is not None:
+            return size <= self.limits.max_bytes
+        engines = len(self._residents) - free.engines
+        return size + servable.least <= self.limits.max_bytes and engines < self.limits.max_models
+
+    def _begin(self, servable: Servable, keep_alive: float) -> Member:
+        resident = self._residents.get(servable.key)
+        if resident is None:
+            size = min(servable.most, self.limits.max_bytes - self.bytes - servable.own)
+            resident = self._residents[servable.key] = Resident(servable, size)
+        for one in self._all_members():
+            if one.servable.name == servable.name and not one.fixed:  # what the name was before
+                one.keep_alive = 0.0
+        made = resident.members[servable.member] = Member(servable, resident, keep_alive)
         return made
 
-    def _fits(self, size: int, without: Sequence[Resident] = ()) -> bool:
-        """Whether one more engine does, once those `without` are closed."""
-        size += self.bytes - sum(one.size for one in without)
-        return size <= self.limits.max_bytes and len(self._residents) - len(without) < self.limits.max_models
-
-    def _evict(self, size: int) -> list[Resident]:
-        """Close the least recently used idle ones until so much fits when all are closed; if that is not enough, mark
-        those that have to become idle."""
-        gone = [one for one in self._residents.values() if one.stage is Stage.CLOSING]
-        closing: list[Resident] = []
-        others = sorted(self._residents.values(), key=lambda one: (one.leases > 0, one.used))
-        for one in others:
-            if self._fits(size, gone):
-                break
-            if one.fixed or not one.ready:
-                continue
-            if one.idle:
-                one.stage = Stage.CLOSING
-                closing.append(one)
-            else:
-                one.leaving = True
-            gone.append(one)
-        return closing
-
-    def unload(self, key: str) -> bool:
-        """Unload an engine when its requests have ended, those too that wait for its load; requests that arrive
-        meanwhile use it. Whether there is one that can be unloaded, or will be."""
+    def unload(self, name: str) -> bool:
+        """Unload the models of a name when their requests have ended, those too that wait for a load; requests that
+        arrive meanwhile use it. Whether there is one that can be unloaded, or will be."""
         with self._lock:
-            found, load = self._residents.get(key), self._loads.get(key)
-            if found is not None and found.fixed:
-                return False
-            if load is not None:
+            loads = [one for one in self._loads.values() if one.servable.name == name]
+            members = [one for one in self._all_members() if one.servable.name == name and not one.fixed]
+            for load in loads:
                 load.keep_alive = 0.0
-            if found is None or found.stage is Stage.CLOSING:
-                return load is not None
-            found.keep_alive = 0.0
-            return True
+            for one in members:
+                one.keep_alive = 0.0
+            return bool(loads) or any(Stage.CLOSING not in (one.stage, one.resident.stage) for one in members)
 
     def close(self) -> None:
         """From now on nothing is loaded, and all engines are closed, whether they have leases or not."""
         with self._lock:
             self._closed = True
-            self._loads = {key: load for key, load in self._loads.items() if load.resident is not None}
+            self._loads = {key: load for key, load in self._loads.items() if load.member is not None}
 
     # -- views --------------------------------------------------------------------------------------------------
 
     @property
     def bytes(self) -> int:
         with self._lock:
-            return sum(one.size for one in self._residents.values())
+            return sum(one.bytes for one in self._residents.values())
 
     @property
     def next_due(self) -> float:
         with self._lock:
-            return min((one.expires for one in self._residents.values()), default=FOREVER)
+            return min((one.expires for one in self._all_members()), default=FOREVER)
 
     def all(self) -> list[Resident]:
         with self._lock:
             return list(self._residents.values())
+
+    def members(self) -> list[Member]:
+        """The models that can be used."""
+        with self._lock:
+            return [one for one in self._all_members() if one.ready]
+
+    def _all_members(self) -> list[Member]:
+        return [member for one in self._residents.values() for member in one.members.values()]
 
     def check(self) -> None:
         """Assert what is always true."""
@@ -323,12 +288,19 @@ class Residents:
             assert self.bytes <= self.limits.max_bytes, f"{self.bytes} bytes of {self.limits.max_bytes}"
             assert len(self._residents) <= self.limits.max_models
             for key, one in self._residents.items():
-                assert one.key == key and one.leases >= 0
-                assert (one.engine is not None) == one.ready or one.stage is Stage.CLOSING
-                assert not one.leases or one.ready or self._closed
+                assert one.key == key
                 assert one.size >= one.servable.least
-                loading = key in self._loads and self._loads[key].resident is one
-                assert (one.stage is Stage.LOADING) == (loading or (one.fixed and not one.ready))
+                assert (one.engine is not None) == one.ready or one.stage is Stage.CLOSING
+                for name, member in one.members.items():
+                    self._check_member(name, member, one)
             for key, load in self._loads.items():
-                assert load.key == key
-                assert load.waiting > 0 or load.resident is not None
+                assert load.servable.member == key
+                assert load.waiting > 0 or load.member is not None
+
+    def _check_member(self, key: MemberKey, one: Member, resident: Resident) -> None:
+        assert one.key == key and one.resident is resident and one.servable.key == resident.key
+        assert one.leases >= 0
+        assert not one.leases or one.ready or self._closed
+        loading = key in self._loads and self._loads[key].member is one
+        assert (one.stage is Stage.LOADING) == (loading or (one.fixed and one.variant is None))
+        assert (one.variant is not None) or not one.ready

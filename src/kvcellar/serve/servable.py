@@ -4,18 +4,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvcellar.engine.variants import Variant
+from kvcellar.errors import ModelNotFound
+from kvcellar.serve.json_text import printable
 from kvcellar.serve.protocols import ServedEngine
 
 # Loads an engine with a cache of so many bytes. Blocks; calls the second argument often, which may raise to end it.
 Loader = Callable[[int, Callable[[], None]], ServedEngine]
+Join = Callable[
+    [ServedEngine], Variant
+]  # adds the model to its engine. Blocks; what raises leaves the engine as it was
+MemberKey = tuple[str, str]  # a name, and the id of its files
+
+
+def as_it_is(engine: ServedEngine) -> Variant:
+    """The model that an engine was made for."""
+    return Variant(engine.model.default_sampling, engine.render)
 
 
 @dataclass(frozen=True, slots=True)
 class Servable:
-    """A model that can be served. Those of one `key` share an engine. `key` and `id` are digests of the files, so a
-    name that gets another model gets another engine.
+    """A model that can be served. Those of one `key` share an engine; it is a digest of what that is made of. `id` is
+    the digest of all files of the model, so a name that gets another model is another member of an engine.
 
-    An engine takes `weights` bytes, and a cache of `least_cache` to `cache` bytes.
+    An engine takes `weights` bytes, and a cache of `least_cache` to `cache` bytes; the model adds `own` to it.
     """
 
     name: str
@@ -26,14 +38,21 @@ class Servable:
     load: Loader = field(compare=False, repr=False)
     context: int | None = None  # most tokens of a sequence; None: not known before it is loaded
     id: str = ""  # of the model in the library; "": it is in none
-    adapter: str | None = None  # of its requests; None: what the engine has for requests that name none
+    own: int = 0  # bytes of its adapter
+    join: Join = field(default=as_it_is, compare=False, repr=False)
+
+    @property
+    def member(self) -> MemberKey:
+        return self.name, self.id
 
     @property
     def least(self) -> int:
+        """Of the engine."""
         return self.weights + self.least_cache
 
     @property
     def most(self) -> int:
+        """Of the engine."""
         return self.weights + self.cache
 
 
@@ -56,3 +75,7 @@ class Catalogue(Protocol):
     def longest(self) -> int:
         """No model has a longer context, in tokens."""
         ...
+
+
+def not_served(name: str) -> ModelNotFound:
+    return ModelNotFound(f"the model {printable(repr(name))} is not served here; /v1/models lists what is")

@@ -26,7 +26,8 @@ from kvcellar.serve.app import build_app
 from kvcellar.serve.body import BodyBudget
 from kvcellar.serve.connection import ServeConfig
 from kvcellar.serve.drain import Drain
-from kvcellar.serve.host import Host, hosting
+from kvcellar.serve.host import Host
+from kvcellar.serve.one_engine import hosting
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.settings import ServeSettings

@@ -1,0 +1,29 @@
+"""one_engine: a host of one engine that the caller has made, and of no other models."""
+
+from kvcellar.errors import ModelNotFound
+from kvcellar.serve.host import Host
+from kvcellar.serve.protocols import ServedEngine
+from kvcellar.serve.resident import Limits
+from kvcellar.serve.servable import Servable
+
+
+class _Nothing:
+    """The catalogue of a server that loads no models."""
+
+    longest = 0
+
+    def find(self, name: str) -> Servable:
+        raise ModelNotFound(f"there is no model {name!r}")
+
+    def known(self, name: str) -> bool:
+        return True
+
+    def all(self) -> list[Servable]:
+        return []
+
+
+def hosting(engine: ServedEngine) -> Host:
+    """A host of one engine, which the caller closes."""
+    host = Host(_Nothing(), Limits(max_bytes=0, max_models=1), unload=lambda engine: None)
+    host.open(Servable(engine.model.name, engine.model.name, 0, 0, 0, lambda cache, going_on: engine))
+    return host

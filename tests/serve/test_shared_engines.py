@@ -1,0 +1,282 @@
+"""Models of the library that differ in adapters and defaults only run on one engine, each as if it were alone."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvcellar import Engine
+from kvcellar.cli.hosting import Engines, hosted
+from kvcellar.library.library import Library
+from kvcellar.models.adapters import check_adapter
+from kvcellar.models.load import load
+from kvcellar.serve import Host, Server, ServeSettings
+from tests.library.made import FakeTools, made
+from tests.models.lora import saved
+from tests.serve.fake_engine import PATIENCE
+from tests.serve.test_several_models import OPTIONS, PROMPT, projections, serving, tiny
+
+__all__ = ["tiny"]  # a fixture
+
+NAMES = ("base", "poet", "pirate")
+TEMPLATE = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+class Tools(FakeTools):
+    """Checks adapters as the command does."""
+
+    def check_adapter(self, directory: Path, adapter: Path) -> None:
+        check_adapter(directory, adapter)
+
+
+@pytest.fixture(scope="module")
+def adapters(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    layers = projections(load(tiny, device="cpu", dtype="float32").model)
+    folder = tmp_path_factory.mktemp("adapters")
+    return {name: saved(folder / name, layers, seed=seed) for seed, name in enumerate(("a", "b", "c"))}
+
+
+@pytest.fixture
+def library(tmp_path: Path, tiny: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Library:
+    monkeypatch.setenv("KVCELLAR_MODELS", str(tmp_path / "models"))
+    found = Library(tmp_path / "models")
+    texts = {
+        "base": f"FROM {tiny}",
+        "poet": f"FROM {tiny}\nADAPTER {adapters['a']}\nPARAMETER temperature 0\nSYSTEM Rhyme.",
+        "pirate": f"FROM base\nADAPTER {adapters['b']}\nTEMPLATE {TEMPLATE}\nMESSAGE user Ahoy\nMESSAGE assistant Aye",
+    }
+    for name, text in texts.items():
+        made(found, name, text, tiny.parent, tools=Tools())
+    return found
+
+
+def post(server: Server, route: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}{route}", json=body, timeout=PATIENCE)
+
+
+def completed(server: Server, model: str, prompt: str = PROMPT, tokens: int = 8) -> str:
+    found = post(server, "/v1/completions", model=model, prompt=prompt, max_tokens=tokens, temperature=0)
+    assert found.status_code == 200, found.text
+    return found.json()["choices"][0]["text"]
+
+
+def chatted(server: Server, model: str) -> tuple[str, int]:
+    """The text, and how many tokens the prompt has."""
+    found = post(server, "/v1/chat/completions", model=model, messages=MESSAGES, max_tokens=6, temperature=0)
+    assert found.status_code == 200, found.text
+    return found.json()["choices"][0]["message"]["content"], found.json()["usage"]["prompt_tokens"]
+
+
+def alone(name: str) -> tuple[str, tuple[str, int]]:
+    """What a model of the library says on an engine of its own."""
+    options: dict[str, Any] = {"cache_bytes": OPTIONS["cache_bytes"], "threads": 1, "dtype": "float32"}
+    with Engine(name, **options) as engine, Server(engine, ServeSettings(port=0)) as server:
+        return completed(server, name), chatted(server, name)
+
+
+def comes(condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + PATIENCE
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+def loaded(server: Server) -> dict[str, dict[str, Any]]:
+    """The models of the library that are loaded, by name."""
+    found = httpx.get(f"{server.url}/api/ps", timeout=PATIENCE).json()["models"]
+    return {one["name"].removesuffix(":latest"): one for one in found if one["digest"]}
+
+
+def engine_of(host: Host) -> Any:
+    """The engine of the models of the library."""
+    (found,) = [one for one in host.residents.all() if not one.fixed]
+    return found.engine
+
+
+def test_models_of_one_base_share_an_engine_and_say_what_each_says_alone(tiny: Path, library: Library) -> None:
+    wanted = {name: alone(name) for name in NAMES}
+    assert len({text for text, _ in wanted.values()}) == 3, "the adapters change nothing"
+    assert len({count for _, (_, count) in wanted.values()}) == 3, "the prompts are the same"
+    with serving(tiny) as (host, server):
+        asked = [name for _ in range(3) for name in NAMES]
+        with ThreadPoolExecutor(6) as pool:
+            chats = pool.map(lambda name: chatted(server, name), asked)
+            texts = list(pool.map(lambda name: completed(server, name), asked))
+        assert texts == [wanted[name][0] for name in asked]
+        assert list(chats) == [wanted[name][1] for name in asked]
+        engine = engine_of(host)
+        assert len(engine.adapters.list()) == 2
+        poet = post(server, "/v1/completions", model="poet", prompt=PROMPT, max_tokens=8)
+        assert poet.json()["choices"][0]["text"] == wanted["poet"][0], "its own temperature is 0"
+        host.check()
+        engine.check()
+
+
+def test_their_requests_run_in_one_batch(tiny: Path, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(tiny) as (host, server):
+        for name in NAMES:
+            completed(server, name)
+        engine, together = engine_of(host), list[int]()
+        gate, scheduler = threading.Event(), engine._built.loop.scheduler
+        schedule = scheduler.schedule
+
+        def noted() -> Any:
+            found = schedule()
+            together.append(len({one.completion.request.adapter for one in found[0]}))
+            return found
+
+        monkeypatch.setattr(scheduler, "schedule", noted)
+        engine._loop.post(lambda: gate.wait(PATIENCE))
+        with ThreadPoolExecutor(3) as pool:
+            done = [pool.submit(completed, server, name, PROMPT + name, 12) for name in NAMES]
+            assert comes(lambda: engine._loop.backlog >= 3)
+            gate.set()
+            assert all(one.result() for one in done)
+        assert max(together) == 3
+
+
+def test_memory_of_one_is_not_used_for_another(tiny: Path, library: Library) -> None:
+    with serving(tiny) as (_, server):
+        prompt = PROMPT * 4
+
+        def cached(model: str) -> int:
+            found = post(server, "/v1/completions", model=model, prompt=prompt, max_tokens=1).json()
+            return found["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        assert [cached(name) for name in NAMES] == [0, 0, 0]
+        assert all(cached(name) > 0 for name in NAMES)
+
+
+def test_each_name_is_unloaded_by_itself_and_the_engine_with_the_last_one(tiny: Path, library: Library) -> None:
+    with serving(tiny) as (host, server):
+        for name in NAMES:
+            completed(server, name)
+        engine, found = engine_of(host), loaded(server)
+        assert set(found) == set(NAMES)
+        whole = found["base"]["size"]
+        own = {name: library_bytes(library, name) for name in NAMES}
+        assert {name: one["size"] - whole for name, one in found.items()} == own
+        assert {one["shared_size"] for one in found.values()} == {whole}
+        assert host.residents.bytes == sum(one.size for one in host.residents.all()) + sum(own.values())
+        for name, left in (("poet", {"base", "pirate"}), ("base", {"pirate"})):
+            assert post(server, "/api/generate", model=name, keep_alive=0).json()["done_reason"] == "unload"
+            assert comes(lambda left=left: set(loaded(server)) == left)
+            assert engine_of(host) is engine
+        assert [info.name.partition("@")[0] for info in engine.adapters.list()] == ["pirate"]
+        assert engine.adapters.bytes <= own["pirate"]
+        assert loaded(server)["pirate"]["shared_size"] == 0
+        completed(server, "poet")
+        assert engine_of(host) is engine
+        for name in ("poet", "pirate"):
+            post(server, "/api/generate", model=name, keep_alive=0)
+        assert comes(lambda: len(host.residents.all()) == 1)
+        assert not engine.healthy
+        host.check()
+
+
+def library_bytes(library: Library, name: str) -> int:
+    """What is reserved for the adapters of a model."""
+    return sum(2 * file.size for part in library.manifest(name).adapters for file in part.files)
+
+
+@contextmanager
+def streaming(server: Server, model: str) -> Iterator[Iterator[str]]:
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 200, "temperature": 0, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE) as response:
+        yield response.iter_lines()
+
+
+def test_a_model_is_replaced_while_its_requests_and_those_of_others_run(
+    tiny: Path, library: Library, adapters: dict[str, Path]
+) -> None:
+    with serving(tiny) as (host, server):
+        before = completed(server, "poet")
+        with streaming(server, "poet") as old, streaming(server, "pirate") as other:
+            assert next(old)
+            assert next(other)
+            made(library, "poet", f"FROM {tiny}\nADAPTER {adapters['c']}", tiny.parent, tools=Tools())
+            after = completed(server, "poet")
+            engine = engine_of(host)
+            assert after != before
+            assert len(engine.adapters.list()) == 3, "the old one is in use"
+            assert sum(1 for line in old if line) > 100
+            assert sum(1 for line in other if line) > 100
+        assert comes(lambda: len(engine.adapters.list()) == 2)
+        assert completed(server, "poet") == after == alone("poet")[0]
+        assert set(loaded(server)) == {"poet", "pirate"}
+        host.check()
+        engine.check()
+
+
+def test_an_adapter_that_does_not_fit_is_refused_by_name_and_others_run(
+    tiny: Path, library: Library, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    other = saved(tmp_path / "other", dict.fromkeys(projections(load(tiny, device="cpu").model), (7, 9)))
+    with pytest.raises(Exception, match=r"ADAPTER .*other.* cannot be used"):
+        made(library, "bad", f"FROM base\nADAPTER {other}", tiny.parent, tools=Tools())
+    made(library, "bad", f"FROM base\nADAPTER {other}", tiny.parent, tools=FakeAdapters())
+    with serving(tiny) as (host, server):
+        text = completed(server, "poet")
+        bytes_before = host.residents.bytes
+        found = post(server, "/v1/completions", model="bad", prompt=PROMPT)
+        assert (found.status_code, found.json()["error"]["code"]) == (400, "model_refused")
+        assert "the model bad cannot be loaded" in found.json()["error"]["message"]
+        assert str(library.root) not in found.text
+        assert host.residents.bytes == bytes_before
+        assert completed(server, "poet") == text
+        assert len(engine_of(host).adapters.list()) == 1
+
+
+class FakeAdapters(FakeTools):
+    """Does not look at adapters."""
+
+    def check_adapter(self, directory: Path, adapter: Path) -> None:
+        return
+
+
+def test_models_of_the_command_line_share_an_engine_with_those_of_the_library(tiny: Path, library: Library) -> None:
+    wanted = {name: alone(name)[0] for name in NAMES}
+    with hosted(("poet", "base"), **OPTIONS) as (host, *_), Server(host, ServeSettings(port=0)) as server:
+        assert host.names == ["poet", "base"]
+        assert {name: completed(server, name) for name in NAMES} == wanted
+        assert len(host.residents.all()) == 1
+        assert {one.key[0]: one.fixed for one in host.residents.members()} == {
+            "poet": True, "base": True, "pirate": False,
+        }  # fmt: skip
+        assert host.default.adapter == host.loaded("poet").engine.adapter != ""
+    with (
+        hosted(("base",), **(OPTIONS | {"draft": "ngram"})) as (host, *_),
+        Server(host, ServeSettings(port=0)) as server,
+    ):
+        assert completed(server, "pirate") == wanted["pirate"]
+        assert len(host.residents.all()) == 2, "its engine has other settings"
+
+
+def test_the_adapters_of_models_that_wait_are_added_when_the_engine_is_there(
+    tiny: Path, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, names = threading.Event(), threading.Event(), list[str]()
+    load_engine = Engines.on_demand
+
+    def held(self: Engines, name: str, *args: Any) -> Engine:
+        names.append(name)
+        begun.set()
+        assert go_on.wait(PATIENCE)
+        return load_engine(self, name, *args)
+
+    monkeypatch.setattr(Engines, "on_demand", held)
+    with serving(tiny) as (host, server), ThreadPoolExecutor(3) as pool:
+        first = pool.submit(completed, server, "poet")
+        assert begun.wait(PATIENCE)
+        others = [pool.submit(completed, server, name) for name in ("pirate", "base")]
+        assert comes(lambda: len(host._waiting) == 3)
+        go_on.set()
+        assert len({one.result() for one in (first, *others)}) == 3
+        assert names == ["poet:latest"]

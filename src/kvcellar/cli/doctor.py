@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
@@ -12,9 +12,12 @@ from kvcellar.cli.progress_line import show_progress
 from kvcellar.engine.capacity import sized
 from kvcellar.engine.engine import import_needed
 from kvcellar.engine.settings import Settings
+from kvcellar.models.quantize.report import harm_line
 
 if TYPE_CHECKING:  # torch is imported when it is needed, so that --help is fast
     from kvcellar.verify.diagnosis import Diagnosis, DraftDiagnosis, GroupDiagnosis
+
+MOST_TEXT = 1 << 20  # characters that are read of a text: far more than are used
 
 
 @click.command("doctor", cls=Command, epilog="Example: kvcellar doctor ./my-model --cache-bytes 2G")
@@ -25,12 +28,26 @@ if TYPE_CHECKING:  # torch is imported when it is needed, so that --help is fast
     default=None,
     help="Measure how quantised K/V would change the predictions. Default: for small models.",
 )
+@click.option(
+    "--text",
+    type=click.File(encoding="utf-8"),
+    help="Measure what --weights changes on the beginning of this file, not on samples of the model.",
+)
 @engine_options
 @pull_option
 @quiet_option
-def command(model: str | None, as_json: bool, kv_quality: bool | None, pull: bool, quiet: bool, **options: Any) -> None:
+def command(
+    model: str | None,
+    as_json: bool,
+    kv_quality: bool | None,
+    text: IO[str] | None,
+    pull: bool,
+    quiet: bool,
+    **options: Any,
+) -> None:
     """Load MODEL, test it, and print its groups, bytes per token, how many tokens fit, which attention backend serves
-    it and why others do not, how quantised K/V would change its predictions, and with --draft whether that fits it.
+    it and why others do not, how quantised K/V would change its predictions, with --weights how these do, and with
+    --draft whether that fits it.
     Exit code 1 if it is refused, or if the draft does not fit.
     """
     settings = Settings(**given(**options))
@@ -39,7 +56,7 @@ def command(model: str | None, as_json: bool, kv_quality: bool | None, pull: boo
         import_needed()
         from kvcellar.verify.diagnosis import diagnose
 
-        found = diagnose(model, settings, kv_quality=kv_quality)
+        found = diagnose(model, settings, kv_quality=kv_quality, text=None if text is None else text.read(MOST_TEXT))
     click.echo(json.dumps(found.as_dict()) if as_json else "\n".join(_lines(found)))
     if found.draft is not None and not found.draft.fits:
         click.get_current_context().exit(1)
@@ -60,6 +77,8 @@ def _lines(found: "Diagnosis") -> Iterator[str]:
         )
     yield from _memory(found)
     yield from (f"  {note}" for note in found.notes)
+    if found.weights_harm is not None:
+        yield f"  weights compared with dense ones: {harm_line(found.weights_harm)}"
     if found.draft is not None:
         yield from _draft(found.draft)
     if found.kv_quality:

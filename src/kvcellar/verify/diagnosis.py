@@ -4,14 +4,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 from kvcellar.attention.choose import backends, named
 from kvcellar.engine.build import Built, build
 from kvcellar.engine.capacity import sized
+from kvcellar.engine.in_library import located
+from kvcellar.engine.machine import threads_of
 from kvcellar.engine.settings import Settings
-from kvcellar.errors import DraftRefused
+from kvcellar.errors import BadRequest, DraftRefused
 from kvcellar.kernels.packed import Packing
 from kvcellar.models.guest import Guest
 from kvcellar.models.input_limits import context_reason
+from kvcellar.models.quantize.harm import measure_harm
+from kvcellar.models.quantize.kinds import DENSE, QUANTISED
 from kvcellar.progress import report
 from kvcellar.verify.kv_quality import KvQuality, is_small
 from kvcellar.verify.kv_quality import kv_quality as measure
@@ -90,23 +96,38 @@ class Diagnosis:
     notes: tuple[str, ...]
     kv_quality: tuple[KvQuality, ...] = ()  # of each way to store K/V in fewer bits
     draft: DraftDiagnosis | None = None
+    # what the quantised weights of `weights` change, compared with dense ones
+    weights_harm: Mapping[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def diagnose(model: Any, settings: Settings, *, kv_quality: bool | None = None) -> Diagnosis:
+def diagnose(model: Any, settings: Settings, *, kv_quality: bool | None = None, text: str | None = None) -> Diagnosis:
     """Load and test a model as an engine does. Raises the same errors as `build`, but where only drafts do not fit.
 
     `kv_quality`: whether to measure every way of storing K/V; None: only for small models, where it takes seconds.
+    What weights that are quantised at load change is measured on `text`, or on samples of the model; with a text also
+    what products of weights that are stored quantised do.
     """
+    harm = _weights_harm(model, settings, text) if settings.weights in QUANTISED or text is not None else None
     try:
         built, refused = build(model, settings), None
     except DraftRefused as error:
         alone = replace(settings, draft=None, draft_depth=None, draft_bytes=None)
         built, refused = build(model, alone), DraftDiagnosis(error.draft, error.found, error.refused)
     found = _diagnosed(built, settings, is_small(built.loaded.parameters) if kv_quality is None else kv_quality)
-    return replace(found, draft=refused or _draft(built))
+    return replace(found, draft=refused or _draft(built), weights_harm=harm)
+
+
+def _weights_harm(model: Any, settings: Settings, text: str | None) -> Mapping[str, Any]:
+    """Measured before the engine is built, so that at most one copy of the weights is in memory. Raises `BadRequest` if
+    the settings ask for dense weights, which change nothing."""
+    if settings.weights == DENSE:
+        raise BadRequest(f"text needs weights that are quantised, and weights is {DENSE}", "text")
+    torch.set_num_threads(threads_of(settings.threads, torch.get_num_threads()).count)
+    place, how = located(model), {"dtype": settings.dtype, "device": settings.device}
+    return measure_harm(place, place, weights=settings.weights, text=text, **how)
 
 
 def _draft(built: Built) -> DraftDiagnosis | None:
@@ -198,6 +219,10 @@ def _notes(built: Built) -> list[str]:
             f"{built.capacity.states.sequences} completions at once, not {built.settings.max_sequences}: there are no "
             f"rows of recurrent state for more; raise cache_bytes"
         )
+    if (served := built.loaded.served) is not None:
+        counts = ", ".join(f"{count} in {bits} bits" for bits, count in sorted(served.layers.items()))
+        notes.append(f"linear layers that multiply integers: {counts}, {sized(served.bytes)}")
+        notes += [f"{name} is dense: {why}" for name, why in list(served.dense.items())[:5]]
     packing = built.packing
     if packing is not None:
         notes += _packed(packing, built.loaded.path is None)

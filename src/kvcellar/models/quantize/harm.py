@@ -1,4 +1,4 @@
-"""harm: how a quantised directory predicts the next tokens, compared with its source.
+"""harm: how quantised weights predict the next tokens, compared with those that they were made of.
 
 Both compute the same windows, one after the other, so that only one of them is in memory. Repeated on one machine, the
 numbers are the same.
@@ -17,12 +17,14 @@ from transformers import PreTrainedModel
 from kvcellar.errors import ModelRefused
 from kvcellar.models.input_limits import vocabulary_of
 from kvcellar.models.load import load
+from kvcellar.models.quantize.kinds import DENSE
 from kvcellar.models.quantize.windows import Windows, of_text, sampled
 from kvcellar.progress import Listener, listening, report
 
 WINDOWS, LENGTH = 16, 128  # at most, and tokens of each
 _STORED = 1 << 27  # logits of the source that are kept, at most
 _SEED = 12  # not that of calibration
+Model = str | Path | PreTrainedModel | None
 
 
 @dataclass(slots=True)
@@ -36,12 +38,21 @@ class _Sums:
 
 
 def measure_harm(
-    source: Path, quantised: Path, *, text: str | None = None, progress: Listener | None = None
+    source: Model,
+    quantised: Model,
+    *,
+    weights: str = DENSE,
+    text: str | None = None,
+    progress: Listener | None = None,
+    **how: Any,
 ) -> Mapping[str, Any]:
     """Mean KL divergence in nats of the predictions from the source's, the share of equal most likely tokens, and both
-    perplexities, on the first tokens of `text`, or on samples of the source. Raises `ModelRefused`, `BadRequest`."""
+    perplexities, on the first tokens of `text`, or on samples of the source. Raises `ModelRefused`, `BadRequest`.
+
+    `quantised` is loaded with these `weights`, so it may be the source; `how` are other arguments of `load`, for both.
+    """
     with listening(progress):
-        loaded = load(source)
+        loaded = load(source, **how)
         count = max(1, min(WINDOWS, _STORED // (LENGTH * vocabulary_of(loaded.model))))
         report("measuring the source")
         windows = (
@@ -49,7 +60,7 @@ def measure_harm(
         )
         expected = [_logits(loaded.model, ids) for ids in windows.ids]
         del loaded
-        network = load(quantised).model
+        network = load(quantised, weights=weights, **how).model
         sums = _Sums()
         for done, (ids, own) in enumerate(zip(windows.ids, expected, strict=True)):
             report("measuring the quantised weights", done, len(expected))

@@ -19,7 +19,7 @@ def report_lines(report: Mapping[str, Any], requested: str | None = None) -> lis
     if (calibration := report.get("calibration")) is not None:
         lines += _calibration(calibration)
     if (harm := report.get("harm")) is not None:
-        lines += _harm(harm)
+        lines.append(harm_line(harm))
     return lines
 
 
@@ -38,12 +38,13 @@ def _calibration(calibration: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _harm(harm: Mapping[str, Any]) -> list[str]:
+def harm_line(harm: Mapping[str, Any]) -> str:
+    """What `measure_harm` returns."""
     source, own = (_number(harm[name]) for name in ("source_perplexity", "perplexity"))
-    return [
+    return (
         f"predictions on {harm['tokens']:,} tokens ({harm['text']}): KL {harm['kl']:.3g} nats, "
         f"same most likely token {harm['top1']:.1%}, perplexity {source} became {own}"
-    ]
+    )
 
 
 def _number(value: float | None) -> str:

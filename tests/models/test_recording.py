@@ -1,37 +1,24 @@
 """A recorded forward, replayed operator by operator, gives the logits of the network's own modules, bit for bit."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from kvcellar.attention.choose import backends
-from kvcellar.cache.memory import Memory
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.models.input_limits import random_tokens
 from kvcellar.models.recording.capture import capture
-from kvcellar.models.recording.replay import Replay, Results
+from kvcellar.models.recording.record import record
+from kvcellar.models.recording.replay import Replay
 from kvcellar.models.recording.sizes import NotRecordable
-from kvcellar.models.seam import FlatDoor, opened
-from kvcellar.plan import Batch, Feed, Plan
+from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
 from tests.models.served import FLAT, SOLO
 from tests.zoo import ARCHS
-
-Forward = Callable[[Memory, Plan, Sequence[int], Sequence[int]], Tensor]
-
-
-def replay(
-    guest: Guest, recorded: Replay, memory: Memory, plan: Plan, ids: Sequence[int], want: Sequence[int]
-) -> Results:
-    rows = memory.tables.fill("ids", ids), memory.tables.fill("positions", plan.positions)
-    with torch.inference_mode():
-        door = FlatDoor(memory, plan, guest.past_length(rows[1]), guest.shape.bindings)
-        with opened(door) as cache:
-            return recorded.run(door, cache, *rows, memory.tables.fill("wanted rows", want))
 
 
 @pytest.fixture(autouse=True)
@@ -41,12 +28,12 @@ def without_traces_of_torch(caplog: pytest.LogCaptureFixture) -> None:
 
 
 class Steps:
-    """Steps of one memory: the same for every forward that is passed."""
+    """Steps of one memory: the same for every guest of a network."""
 
-    def __init__(self, guest: Guest, forward: Forward) -> None:
+    def __init__(self, guest: Guest) -> None:
         self.memory = guest.memory({group.name: 160 for group in guest.shape.groups}, rows=12)
         self.logits: list[Tensor] = []
-        self._forward = forward
+        self._guest = guest
         self._ids = random_tokens(guest.model, 64, torch.Generator().manual_seed(7))
 
     def step(
@@ -65,13 +52,13 @@ class Steps:
         ]
         ids = [self._ids[at + 3 * seq + place] for seq, at, count in lengths for place in range(count)]
         plan = self.memory.begin(Batch(tuple(feeds)))
-        self.logits.append(self._forward(self.memory, plan, ids, range(len(ids))[::-1][:wanted]).clone())
+        self.logits.append(self._guest.forward(self.memory, plan, ids, range(len(ids))[::-1][:wanted]).clone())
         self.memory.commit(kept)
 
 
-def timeline(guest: Guest, forward: Forward) -> list[Tensor]:
+def timeline(guest: Guest) -> list[Tensor]:
     """Chunks of prompts beside single tokens, decoding, parts of feeds that are kept, and query-only rows."""
-    steps = Steps(guest, forward)
+    steps = Steps(guest)
     steps.step([(0, 13), (1, 3), (2, 1)])
     steps.step([(0, 1), (1, 1), (2, 1)])
     steps.step([(0, 4), (1, 4)], wanted=2)
@@ -80,6 +67,7 @@ def timeline(guest: Guest, forward: Forward) -> list[Tensor]:
     if guest.no_partial_commit is None:
         steps.step([(0, 4), (1, 4)], kept={0: 2, 1: 1})
     steps.step([(0, 2), (1, 1)], stores=False)
+    steps.step([(0, 2)], wanted=0)
     steps.step([(0, 1), (1, 1)])
     return steps.logits
 
@@ -88,10 +76,12 @@ def timeline(guest: Guest, forward: Forward) -> list[Tensor]:
 @pytest.mark.parametrize("name", FLAT)
 def test_a_replayed_forward_equals_the_modules(name: str, dtype: torch.dtype) -> None:
     guest = build_guest(ARCHS[name].build().to(dtype), backends())
-    captured = capture(guest)
-    recorded = Replay(captured.program, guest.model)
-    ours = timeline(guest, lambda *step: replay(guest, recorded, *step).logits)
-    theirs = timeline(guest, guest.forward)
+    theirs = timeline(guest)
+    record(guest, lambda program: Replay(program, guest.model))
+    assert guest.not_recorded is None
+    ours = timeline(guest)
+    assert guest.recording is not None
+    assert (guest.recording.steps, guest.recording.by_modules) == (len(ours), {})
     assert [torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)] == [True] * len(theirs)
 
 

@@ -3,6 +3,7 @@
 Always true:
   * `mode` is how it is run: "flat" (all sequences in one row, our attention) or "solo" (one sequence per forward, its
     own attention); `refused` is why a solo guest is not run flat;
+  * `recording` runs flat steps where it is set, with the logits of the modules; `not_recorded` is why it is not set;
   * `no_partial_commit` is why recurrent layers cannot keep a part of a feed: its `forward` refuses feeds that are
     revertible or have a checkpoint inside.
 """
@@ -27,6 +28,7 @@ from kvcellar.models.adapter_rows import AdapterRows
 from kvcellar.models.input_limits import first_position
 from kvcellar.models.mixers import StateView
 from kvcellar.models.own_layers import fresh_layers
+from kvcellar.models.recording.recording import RecordedStep, Recording, Results
 from kvcellar.models.seam import Door, FlatDoor, Scorings, SoloDoor, cache_argument, opened
 from kvcellar.models.shape import Shape
 from kvcellar.plan import Plan
@@ -69,6 +71,8 @@ class Guest:
         self._offsets = offsets
         self.verdict: Verdict | None = None
         self.no_partial_commit: str | None = None
+        self.recording: Recording | None = None
+        self.not_recorded: str | None = "it was not recorded"
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
         self._first = first_position(model)
         self._scorings: Scorings = {}
@@ -81,6 +85,11 @@ class Guest:
     @property
     def dtype(self) -> torch.dtype:
         return self.model.dtype
+
+    @property
+    def past_is_counted(self) -> bool:
+        """Whether `past_length` is the real one, by row."""
+        return self._offsets
 
     @property
     def backends(self) -> dict[str, Backend]:
@@ -122,19 +131,39 @@ class Guest:
 
         Raises `NotSupported` for a feed of which a part may be kept, if `no_partial_commit` is set.
         """
-        head = want if "logits_to_keep" in self._accepts else None
-        return self._forward(memory, plan, ids, memory.tables.fill("wanted rows", want), head)
+        rows = memory.tables.fill("wanted rows", want)
+        if (results := self._recorded(memory, plan, ids, rows)) is not None:
+            return results.logits
+        return self._forward(memory, plan, ids, rows, want if "logits_to_keep" in self._accepts else None)
+
+    def _recorded(self, memory: Memory, plan: Plan, ids: Ints, want: Tensor, *, hidden: bool = False) -> Results | None:
+        """The results of a recorded forward; None if modules have to run the step."""
+        if self.recording is None:
+            return None
+        self._check(plan)
+        door, tokens, positions = self._flat(memory, plan, ids, None)
+        with opened(door) as cache:
+            step = RecordedStep(memory, plan, door, cache, tokens, positions, want)
+            return self.recording.run(step, hidden=hidden)
+
+    def _check(self, plan: Plan) -> None:
+        if self.no_partial_commit is not None and any(feed.in_parts for feed in plan.feeds):
+            raise NotSupported(f"a part of a feed cannot be kept, nor be a checkpoint: {self.no_partial_commit}")
+
+    def _flat(self, memory: Memory, plan: Plan, ids: Ints, head: Ints | None) -> tuple[FlatDoor, Tensor, Tensor]:
+        """The door of a flat step, ids and positions [T]."""
+        rows = memory.tables.fill("ids", ids), memory.tables.fill("positions", plan.positions)
+        door = FlatDoor(memory, plan, self.past_length(rows[1]), self.shape.bindings, self._scorings)
+        self._adapt(door, plan, lambda: door.mixing.view, head)
+        return door, *rows
 
     def _forward(self, memory: Memory, plan: Plan, ids: Ints, want: Tensor | None, head: Ints | None) -> Tensor:
         """Logits of the rows in `want`, or of all that the output head computes. `head` are the rows that it reads, if
         not all."""
-        if self.no_partial_commit is not None and any(feed.in_parts for feed in plan.feeds):
-            raise NotSupported(f"a part of a feed cannot be kept, nor be a checkpoint: {self.no_partial_commit}")
-        rows = memory.tables.fill("ids", ids), memory.tables.fill("positions", plan.positions)
+        self._check(plan)
         if self.mode == "flat":
-            door = FlatDoor(memory, plan, self.past_length(rows[1]), self.shape.bindings, self._scorings)
-            self._adapt(door, plan, lambda: door.mixing.view, head)
-            return self.run(door, *rows, want)
+            return self.run(*self._flat(memory, plan, ids, head), want)
+        rows = memory.tables.fill("ids", ids), memory.tables.fill("positions", plan.positions)
         door = SoloDoor(memory, plan, fresh_layers(self.model))
         self._adapt(door, plan, lambda: None, head)
         logits = self.run(door, *rows, want)
@@ -151,9 +180,12 @@ class Guest:
     def forward_with_hidden(self, memory: Memory, plan: Plan, ids: Ints, want: Ints) -> tuple[Tensor, Tensor]:
         """`forward`, with the hidden states [T,hidden] of all rows that the output head would read: those after the
         last layer and the final norm. Raises `ModelRefused` if the network does not call one output head once."""
+        rows = memory.tables.fill("wanted rows", want)
+        if (results := self._recorded(memory, plan, ids, rows, hidden=True)) is not None:
+            assert results.hidden is not None
+            return results.logits, results.hidden
         head = self.model.get_output_embeddings()
         read: list[Tensor] = []  # [1,T,hidden]
-        rows = memory.tables.fill("wanted rows", want)
 
         def only_wanted(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor]:
             read.append(args[0])

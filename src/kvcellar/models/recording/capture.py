@@ -5,8 +5,10 @@ fails, the innermost module that was running is the cause: its class becomes one
 again.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -22,6 +24,8 @@ from kvcellar.kernels.program import Program
 from kvcellar.models.guest import Guest
 from kvcellar.models.recording.doors import RecordingDoor
 from kvcellar.models.recording.opaque import Forward, Opaque, linear_operator, replaced
+from kvcellar.models.recording.passes import simplified
+from kvcellar.models.recording.recording import Captured, reason_of
 from kvcellar.models.recording.sizes import NotRecordable, Sizes
 from kvcellar.models.recording.trace import Trace
 
@@ -33,14 +37,6 @@ FAILURES = (  # what the code of a model may raise on fake tensors
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """A program, and the classes of modules that could not be traced, each with the reason."""
-
-    program: Program
-    opaque: Mapping[str, str]
-
-
 def capture(guest: Guest) -> Captured:
     """Trace the forward of a guest. Raises `NotRecordable`, with the reason."""
     if guest.mode != "flat":
@@ -48,10 +44,11 @@ def capture(guest: Guest) -> Captured:
     opaque: dict[type[nn.Module], str] = {}
     for _ in range(MOST_TRIES):
         try:
-            program = _Capture(guest, frozenset(opaque)).program()
-            return Captured(program, {kind.__name__: why for kind, why in opaque.items()})
+            with _without_errors_of_torch():
+                program = _Capture(guest, frozenset(opaque)).program()
+            return Captured(simplified(program), {kind.__name__: why for kind, why in opaque.items()})
         except FAILURES as error:
-            why = _reason(error)
+            why = reason_of(error)
             module = _running(guest, error.__traceback__)
             if module is None or type(module) in opaque:
                 raise NotRecordable(why) from error
@@ -59,9 +56,20 @@ def capture(guest: Guest) -> Captured:
     raise NotRecordable(f"too many of its modules cannot be traced: {', '.join(kind.__name__ for kind in opaque)}")
 
 
-def _reason(error: Exception) -> str:
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return text if isinstance(error, KvcellarError) else f"{type(error).__name__}: {text}"
+@contextmanager
+def _without_errors_of_torch() -> Iterator[None]:
+    """Within the block and on this thread, torch does not log operators that refuse fake tensors."""
+    this_thread = threading.get_ident()
+
+    def passes(record: logging.LogRecord) -> bool:
+        return record.thread != this_thread
+
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addFilter(passes)
+    try:
+        yield
+    finally:
+        logger.removeFilter(passes)
 
 
 def _running(guest: Guest, traceback: TracebackType | None) -> nn.Module | None:

@@ -4,7 +4,6 @@ Always true: every value of a program has the strides that the program says, wha
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,16 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from kvcellar.kernels.program import Argument, Cache, Dtype, Number, Op, Program, Ref, Sizes, size_of
-from kvcellar.models.seam import FlatDoor, GuestCache
+from kvcellar.models.recording.recording import RecordedStep, Results
 from kvcellar.shapes import Scoring
-
-
-@dataclass(frozen=True, slots=True)
-class Results:
-    """logits [W,V], and hidden [T,hidden] where the program has it."""
-
-    logits: Tensor
-    hidden: Tensor | None
 
 
 class Replay:
@@ -35,11 +26,17 @@ class Replay:
         self.counted = layers_of_cells(program)
         self.last_uses = _last_uses(program)
 
-    def run(self, door: FlatDoor, cache: GuestCache, ids: Tensor, positions: Tensor, wanted: Tensor) -> Results:
-        """A forward of the open step, whose door is open."""
-        cells = {symbol: len(door.history(layer).step.columns.cells) for symbol, layer in self.counted.items()}
-        run = _Run(self, door, cache, {"T": len(ids), "W": len(wanted), **cells})
-        for name, tensor in (("ids", ids), ("positions", positions), ("wanted", wanted)):
+    @property
+    def name(self) -> str:
+        return "torch"
+
+    def refuse(self, step: RecordedStep) -> str | None:
+        return None
+
+    def run(self, step: RecordedStep) -> Results:
+        cells = {symbol: len(step.door.history(layer).step.columns.cells) for symbol, layer in self.counted.items()}
+        run = _Run(self, step, {"T": len(step.ids), "W": len(step.wanted), **cells})
+        for name, tensor in (("ids", step.ids), ("positions", step.positions), ("wanted", step.wanted)):
             run.store(self.program.inputs[name], tensor)
         for number, op in enumerate(self.program.ops):
             run.step(op)
@@ -52,8 +49,8 @@ class Replay:
 class _Run:
     """The values of one forward, by storage."""
 
-    def __init__(self, replay: Replay, door: FlatDoor, cache: GuestCache, sizes: Sizes) -> None:
-        self._replay, self._door, self._cache, self._sizes = replay, door, cache, sizes
+    def __init__(self, replay: Replay, step: RecordedStep, sizes: Sizes) -> None:
+        self._replay, self._door, self._cache, self._sizes = replay, step.door, step.cache, sizes
         self._values = replay.program.values
         self.storages: dict[int, Tensor] = dict(replay.constants)  # flat, or a constant
 

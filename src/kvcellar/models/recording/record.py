@@ -1,0 +1,114 @@
+"""record: let a guest run recorded, if that gives the logits of its modules, bit for bit."""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvcellar.errors import BadRequest
+from kvcellar.models.build_guest import MODEL_ERRORS
+from kvcellar.models.guest import Guest
+from kvcellar.models.input_limits import context_of, random_tokens
+from kvcellar.models.recording.recording import Captured, Execute, Recording, reason_of
+from kvcellar.models.recording.saved import NoDigest, Programs, digest_of
+from kvcellar.models.recording.sizes import NotRecordable
+from kvcellar.models.seam import our_attention
+from kvcellar.plan import Batch, Feed
+from kvcellar.progress import report
+from kvcellar.spans import Span
+
+log = logging.getLogger("kvcellar.models")
+
+MOST = 24  # positions of a sequence in the test
+SMALLEST = 16  # that the test needs
+
+
+def record(guest: Guest, execute: Execute, kept: Programs | None = None) -> None:
+    """Set `recording` of a guest, or the reason why it stays as it is. A program that is in `kept` is not captured."""
+    report("recording a step")
+    try:
+        guest.recording = _recording(guest, execute, kept)
+        guest.not_recorded = None
+    except MODEL_ERRORS as error:
+        guest.not_recorded = reason_of(error)
+
+
+def _recording(guest: Guest, execute: Execute, kept: Programs | None) -> Recording:
+    try:
+        digest = digest_of(guest) if kept is not None else ""
+    except NoDigest:
+        kept, digest = None, ""
+    if kept is not None and (found := kept.read(digest)) is not None:
+        try:
+            return tested(guest, found, execute)
+        except MODEL_ERRORS as error:  # its modules are not as their classes make them
+            log.warning("a kept recording of %s is not used: %s", type(guest.model).__name__, reason_of(error))
+    from kvcellar.models.recording.capture import capture  # not at the top: it imports what only tracing needs
+
+    made = capture(guest)
+    recording = tested(guest, made, execute)
+    if kept is not None:
+        kept.write(digest, made)
+    return recording
+
+
+def tested(guest: Guest, captured: Captured, execute: Execute) -> Recording:
+    """A recording that gave the logits of the modules. Raises `NotRecordable`, and what running it raises."""
+    recording = Recording(captured, execute(captured.program))
+    ours, theirs = logits_of(guest, recording), logits_of(guest, None)
+    wrong = [(a.float() - b.float()).abs().max() for a, b in zip(ours, theirs, strict=True) if not torch.equal(a, b)]
+    if wrong:
+        raise NotRecordable(
+            f"its logits differ from those of its modules, by {float(max(wrong)):.1e}, in {len(wrong)} of {len(ours)} "
+            f"steps of a test"
+        )
+    if recording.by_modules:
+        raise NotRecordable(f"modules have to run its steps: {', '.join(recording.by_modules)}")
+    recording.steps = 0
+    return recording
+
+
+@torch.inference_mode()
+def logits_of(guest: Guest, recording: Recording | None) -> list[Tensor]:
+    """Logits of a few steps with this recording, or by modules: a chunk of a prompt beside a short one, decoding, part
+    of a feed that is kept, a query-only row beside a token, a step without logits, decoding again."""
+    before, guest.recording = guest.recording, recording
+    our_attention(guest.model)
+    try:
+        steps = _Steps(guest)
+        steps.step([Feed(0, steps.next(0, 11)), Feed(1, steps.next(1, 3))], wanted=5)
+        steps.step([Feed(0, steps.next(0, 1)), Feed(1, steps.next(1, 1))])
+        if guest.no_partial_commit is None:
+            feeds = [Feed(seq, steps.next(seq, 4), revertible=True) for seq in (0, 1)]
+            steps.step(feeds, kept={0: 1, 1: 2})
+        steps.step([Feed(0, steps.next(0, 1), stores=False), Feed(1, steps.next(1, 1))])
+        steps.step([Feed(0, steps.next(0, 1))], wanted=0)
+        steps.step([Feed(0, steps.next(0, 1))])
+        return steps.logits
+    finally:
+        guest.recording = before
+
+
+class _Steps:
+    def __init__(self, guest: Guest) -> None:
+        if context_of(guest.model) < SMALLEST:
+            raise NotRecordable(f"its context of {context_of(guest.model)} positions is too short to test a recording")
+        self._guest = guest
+        self._memory = guest.memory({group.name: 3 * MOST for group in guest.shape.groups}, rows=8)
+        self._ids = random_tokens(guest.model, 2 * MOST, torch.Generator().manual_seed(0))
+        self.logits: list[Tensor] = []
+
+    def next(self, seq: int, count: int) -> Span:
+        return Span(self._memory.length(seq), self._memory.length(seq) + count)
+
+    def step(self, feeds: Sequence[Feed], *, wanted: int | None = None, kept: dict[int, int] | None = None) -> None:
+        """`wanted`: only so many rows, the last first."""
+        ids = [self._ids[MOST * feed.seq + pos] for feed in feeds for pos in range(feed.pos.start, feed.pos.end)]
+        try:
+            plan = self._memory.begin(Batch(tuple(feeds)))
+        except BadRequest:
+            return  # a query-only row that sees nothing, where a chunk begins
+        rows = range(len(ids))[::-1][:wanted]
+        self.logits.append(self._guest.forward(self._memory, plan, ids, rows).clone())
+        self._memory.commit(kept)

@@ -1,0 +1,96 @@
+"""recording: a guest's recorded forward in use: which steps it runs, and how many.
+
+Always true: a step that a recording does not run is counted, with the reason, and is run by the network's modules.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from kvcellar.cache.memory import Memory
+from kvcellar.errors import KvcellarError
+from kvcellar.kernels.program import Program
+from kvcellar.models.seam import FlatDoor, GuestCache
+from kvcellar.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """The open step of `memory`. Its door is open; `cache` is what modules get. ids and positions [T], wanted [W]."""
+
+    memory: Memory
+    plan: Plan
+    door: FlatDoor
+    cache: GuestCache
+    ids: Tensor
+    positions: Tensor
+    wanted: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """logits [W,V], and hidden [T,hidden] where the program has it."""
+
+    logits: Tensor
+    hidden: Tensor | None
+
+
+class Executor(Protocol):
+    """Runs one program."""
+
+    @property
+    def name(self) -> str: ...
+
+    def refuse(self, step: RecordedStep) -> str | None:
+        """The reason why it does not run this step; None if it does."""
+        ...
+
+    def run(self, step: RecordedStep) -> Results:
+        """The results of an open step, which no later run changes."""
+        ...
+
+
+Execute = Callable[[Program], Executor]  # raises `KvcellarError` for a program that it cannot run
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A program, and the classes of modules that could not be traced, each with the reason."""
+
+    program: Program
+    opaque: Mapping[str, str]
+
+
+def reason_of(error: Exception) -> str:
+    """The first line of an error, for people."""
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return text if isinstance(error, KvcellarError) else f"{type(error).__name__}: {text}"
+
+
+@dataclass(slots=True)
+class Recording:
+    """A captured forward that was tested."""
+
+    captured: Captured
+    executor: Executor
+    steps: int = 0
+    by_modules: Counter[str] = field(default_factory=Counter)  # steps by the reason why modules ran them
+
+    def run(self, step: RecordedStep, *, hidden: bool = False) -> Results | None:
+        """The results; None if modules have to run the step. `hidden`: the hidden states are needed."""
+        why = self._refused(step, hidden)
+        if why is not None:
+            self.by_modules[why] += 1
+            return None
+        self.steps += 1
+        return self.executor.run(step)
+
+    def _refused(self, step: RecordedStep, hidden: bool) -> str | None:
+        if step.door.adapted is not None:
+            return "adapters"
+        if hidden and "hidden" not in self.captured.program.outputs:
+            return "hidden states"
+        return self.executor.refuse(step)

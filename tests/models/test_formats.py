@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvcellar.errors import ModelRefused
+from kvcellar.kernels.codes import Coded, Codes
 from kvcellar.models.load import load
 from kvcellar.models.quantize.directory import quantize_directory
 from kvcellar.models.quantize.formats.floats import as_floats, e2m1, looked_up
-from kvcellar.models.quantize.formats.part import Decoded
+from kvcellar.models.quantize.formats.part import Decoded, shown_part
 from kvcellar.models.quantize.formats.table import format_in
 from kvcellar.models.quantize.layouts import unpack
 from kvcellar.models.weights_bytes import bytes_in_memory, elements_of
@@ -562,19 +563,64 @@ def test_numbers_of_few_bits() -> None:
 
 
 TYPES = {
-    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.uint8: "U8",
-    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.uint32: "U32",
+    torch.int8: "I8", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3",
 }  # fmt: skip
 
 
-def decoded(tensors: dict[str, Tensor], method: dict[str, Any]) -> Tensor:
+def decoded(tensors: dict[str, Tensor], method: dict[str, Any]) -> Decoded:
     """The only weight of these stored tensors."""
     named = {name: Stored("a file", tuple(one.shape), TYPES[one.dtype]) for name, one in tensors.items()}
     files, form = WeightsFiles(Path(), named, tensors, {}), format_in({"quantization_config": method})
     assert form is not None
     (part,) = filter(None, (form.part(name, files) for name in tensors))
     part.check(tensors.__getitem__)
-    return Decoded(part, tensors)[...]
+    return shown_part(part, tensors)
+
+
+DENSE = (
+    *("fp8", "fbgemm", "mxfp8", "CT fp8", "CT mxfp8", "ModelOpt fp8", "ModelOpt mxfp8", "MLX mxfp8"),
+    *("bitsandbytes nf4", "bitsandbytes fp4"),
+)
+EIGHT_BITS = ("GPTQ 8", "MLX 5", "MLX 6", "MLX 8", "Gemma 8", "bitsandbytes int8")
+
+
+@pytest.mark.parametrize("what", FORMATS)
+def test_codes_stand_for_the_same_weights(what: str) -> None:
+    method, writer = FORMATS[what]
+    tensors, dense = writer("x.weight", (160, 96), np.random.default_rng(7))
+    found = decoded(tensors, method)
+    assert isinstance(found, Coded) != what.startswith(DENSE)
+    if isinstance(found, Coded):
+        codes = found.codes()
+        if what == "GPTQ with a smaller last group":
+            assert codes == "its groups have from 32 to 64 inputs"
+        else:
+            assert isinstance(codes, Codes)
+            codes.check()
+            assert (codes.table is None) == what.startswith(EIGHT_BITS)
+            torch.testing.assert_close(codes.dense(), torch.tensor(dense), rtol=1e-6, atol=1e-5)
+
+
+SERVED = ("GPTQ desc_act", "AWQ", "CT nvfp4", "MLX 4 bits, 32", "bitsandbytes int8", "fp8 blocks")
+
+
+@pytest.mark.parametrize("what", SERVED)
+def test_linear_layers_compute_with_the_codes_of_files(what: str, source: Path, tmp_path: Path) -> None:
+    method, writer = FORMATS[what]
+    tensors, dense = quantised(source, writer)
+    path = directory(source, tmp_path / "q", tensors, method)
+    loaded = load(path, dtype="float32", weights="auto")
+    for name, values in dense.items():
+        weight: Any = loaded.model.get_submodule(name.removesuffix(".weight")).weight
+        torch.testing.assert_close(weight, values, rtol=1e-6, atol=1e-5)
+    if what.startswith(DENSE):  # rounded like any dense weights, if that is wanted
+        assert loaded.served is None
+        assert load(path, weights="int8").served is not None
+    else:
+        assert loaded.served is not None
+        assert loaded.served.layers[8 if what == "bitsandbytes int8" else 4] >= len(dense)
+        assert not loaded.served.dense
 
 
 SHAPES = st.tuples(st.integers(1, 40), st.integers(1, 40))
@@ -584,7 +630,7 @@ SHAPES = st.tuples(st.integers(1, 40), st.integers(1, 40))
 def test_blocks_of_any_size_are_decoded(shape: tuple[int, int], block: tuple[int, int], seed: int) -> None:
     draw = np.random.default_rng(seed)
     tensors, dense = foreign.fp8("x.weight", shape, draw, block, "_scale_inv")
-    assert torch.equal(decoded(tensors, BLOCK | {"weight_block_size": list(block)}), torch.tensor(dense))
+    assert torch.equal(decoded(tensors, BLOCK | {"weight_block_size": list(block)})[...], torch.tensor(dense))
 
 
 WORDS = st.tuples(st.integers(1, 5), st.integers(1, 6))
@@ -594,13 +640,13 @@ WORDS = st.tuples(st.integers(1, 5), st.integers(1, 6))
 def test_gptq_of_any_shape_is_decoded(size: tuple[int, int], bits: int, group: int, ordered: bool, seed: int) -> None:
     shape = (32 * size[0], 32 * size[1])
     tensors, dense = GPTQ("x.weight", shape, np.random.default_rng(seed), bits, group, offset=1, order=ordered)
-    assert torch.equal(decoded(tensors, gptq_config(bits, group)), torch.tensor(dense))
+    assert torch.equal(decoded(tensors, gptq_config(bits, group))[...], torch.tensor(dense))
 
 
 @given(SHAPES, st.sampled_from([16, 32, 64]), st.booleans(), st.integers(0, 99))
 def test_nf4_of_any_shape_is_decoded(shape: tuple[int, int], block: int, nested: bool, seed: int) -> None:
     tensors, dense = foreign.bnb4("x.weight", shape, np.random.default_rng(seed), "nf4", block, nested=nested)
-    assert torch.equal(decoded(tensors, BNB), torch.tensor(dense))
+    assert torch.equal(decoded(tensors, BNB)[...], torch.tensor(dense))
 
 
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config", "quantization"])

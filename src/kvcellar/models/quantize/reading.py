@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvcellar.errors import ModelRefused
-from kvcellar.models.quantize.formats.part import Decoded, Format, Part
+from kvcellar.models.quantize.formats.part import Format, Part, shown_part
 from kvcellar.models.quantize.formats.table import format_of
 from kvcellar.models.weights_files import WeightsFiles
 
@@ -73,7 +73,7 @@ class _Slices(Mapping[str, Any]):
     parts: Mapping[str, Part]
 
     def __getitem__(self, name: str) -> Any:
-        return Decoded(self.parts[name], self.plain) if name in self.parts else self.plain[name]
+        return shown_part(self.parts[name], self.plain) if name in self.parts else self.plain[name]
 
     def __iter__(self) -> Iterator[str]:
         yield from self.names

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvcellar.errors import ModelRefused, shown
 from kvcellar.models.quantize.formats.floats import looked_up
+from kvcellar.models.quantize.formats.integers import Integers
 from kvcellar.models.quantize.formats.part import (
     LARGEST,
     Part,
@@ -26,9 +27,9 @@ from kvcellar.models.quantize.formats.part import (
     check_dimensions,
     check_scales,
     check_shape,
+    integer_part,
     stored_as,
 )
-from kvcellar.models.quantize.layouts import decode
 from kvcellar.models.weights_files import Stored, WeightsFiles
 
 _KINDS = ("nf4", "fp4")
@@ -64,13 +65,14 @@ def _eight_bits(module: str, weights: WeightsFiles) -> Part:
             raise ModelRefused(f"{about} is not 0: its rows are stored in another order, which is not supported")
         uses = (*uses, about)
 
-    def rows(read: Read) -> Rows:
+    def read_as(read: Read) -> Integers:
         integers, factors = read(weight), read(scales).float()[:, None] / 127
-        return lambda _, block: decode(integers[block], factors[block], None, None)
+        return Integers((codes.shape[0], codes.shape[1]), lambda block: integers[block], 0, factors)
 
     dense = Stored(codes.file, codes.shape, "BF16")
     form = "bitsandbytes, 8 bits, one scale for an output"
-    return Part(weight, dense, uses, form, rows, lambda read: check_scales(read, scales, codes.file, 127 * LARGEST))
+    check = partial(check_scales, name=scales, file=codes.file, largest=127 * LARGEST)
+    return integer_part(weight, dense, uses, form, read_as, check)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kvcellar.errors import ModelRefused
-from kvcellar.models.quantize.formats.floats import as_floats, e2m1
+from kvcellar.kernels.codes import Codes
+from kvcellar.models.quantize.formats.floats import E2M1, as_floats, e2m1
 from kvcellar.models.quantize.formats.part import (
     EIGHT_BITS,
     EXPONENTS,
@@ -30,6 +31,7 @@ from kvcellar.models.quantize.formats.part import (
 from kvcellar.models.quantize.layouts import columns_of, decode
 from kvcellar.models.weights_files import Stored, WeightsFiles
 
+_TWICE_E2M1 = tuple(int(2 * one) for one in E2M1)
 Block = tuple[int, int]  # outputs and inputs that share a scale
 
 
@@ -62,6 +64,16 @@ class Blocked:
 
         return rows
 
+    def doubled(self, read: Read) -> Codes | str:
+        """A matrix of 4-bit floats as codes, with a table of twice the numbers, which are integers."""
+        _, outputs, inputs = self.shape
+        if inputs % self.block[1]:
+            return f"its last scale is for {inputs % self.block[1]} of {self.block[1]} inputs"
+        raw = _codes(read(self.codes), self.bits).reshape(outputs, -1)
+        values = torch.stack((raw & 15, raw >> 4), -1).flatten(1)  # [o,i]
+        scales = self._scales(read).reshape(outputs, -1) / 2
+        return Codes(values, _TWICE_E2M1, scales)
+
     def _scales(self, read: Read) -> Tensor:
         stored = read(self.scales)
         scales = as_floats(stored if self.number is None else stored.view(self.number))
@@ -90,13 +102,14 @@ def blocked_part(
     name: str, found: Blocked, weights: WeightsFiles, form: str, *, transposed: bool = False, stacked: bool = False
 ) -> Part:
     """The dense tensor `name` [o,i], or [E,o,i] (`stacked`), whose codes and scales have been checked."""
-    codes, scales = weights.tensors[found.codes], weights.tensors[found.scales]
+    stored, scales = weights.tensors[found.codes], weights.tensors[found.scales]
     experts, outputs, inputs = found.shape
     shape = (inputs, outputs) if transposed else (outputs, inputs)
-    dense = Stored(codes.file, (experts, *shape) if stacked else shape, dense_type(scales))
+    dense = Stored(stored.file, (experts, *shape) if stacked else shape, dense_type(scales))
     uses = tuple(filter(None, (found.codes, found.scales, found.outer)))
-    check: Callable[[Read], None] = lambda read: found.check(codes.file, read)  # noqa: E731
-    return Part(name, dense, uses, form, found.rows, check, transposed)
+    check: Callable[[Read], None] = lambda read: found.check(stored.file, read)  # noqa: E731
+    codes = found.doubled if found.bits == 4 and not stacked else None
+    return Part(name, dense, uses, form, found.rows, check, codes, transposed)
 
 
 def eights(name: str, scales: str, weights: WeightsFiles, block: Block | None, method: str) -> Part:

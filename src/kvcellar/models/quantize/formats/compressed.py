@@ -14,17 +14,18 @@ from torch import Tensor
 
 from kvcellar.errors import ModelRefused
 from kvcellar.models.quantize.formats.blocked import eights, fours
+from kvcellar.models.quantize.formats.integers import Integers
 from kvcellar.models.quantize.formats.part import (
     SCALES,
     Part,
     Read,
-    Rows,
     check_indices,
     check_scales,
     dense_type,
+    integer_part,
     stored_as,
 )
-from kvcellar.models.quantize.layouts import decode, unpack
+from kvcellar.models.quantize.layouts import unpack
 from kvcellar.models.quantize.schemes import FLOATS, MXFP4, MXFP8, NVFP4, PACKED, READABLE, Quantisation, Scheme
 from kvcellar.models.weights_files import Stored, WeightsFiles
 
@@ -103,9 +104,10 @@ def _integers(module: str, scheme: Scheme, weights: WeightsFiles, uses: tuple[st
     if ordered and stored_as(f"{module}{_ORDER}", tensors, "I32", "I64").shape != (inputs,):
         raise ModelRefused(f"its group indices are not one for each of {inputs} inputs")
     dense = Stored(codes.file, (outputs, inputs), dense_type(scales))
-    rows = partial(_integer_rows, module, scheme, (outputs, inputs), ordered)
+    read_as = partial(_read_integers, module, scheme, (outputs, inputs), ordered)
     form = f"compressed-tensors {scheme}"
-    return Part(f"{module}.weight", dense, uses, form, rows, partial(_check, module, codes.file, ordered, count))
+    check = partial(_check, module, codes.file, ordered, count)
+    return integer_part(f"{module}.weight", dense, uses, form, read_as, check)
 
 
 def _inputs(module: str, scheme: Scheme, codes: Stored, weights: WeightsFiles) -> int:
@@ -119,21 +121,17 @@ def _inputs(module: str, scheme: Scheme, codes: Stored, weights: WeightsFiles) -
     return words * 32 // scheme.bits
 
 
-def _integer_rows(module: str, scheme: Scheme, shape: tuple[int, int], ordered: bool, read: Read) -> Rows:
-    packed, (outputs, inputs), half = scheme.format == PACKED, shape, 1 << scheme.bits - 1
+def _read_integers(module: str, scheme: Scheme, shape: tuple[int, int], ordered: bool, read: Read) -> Integers:
+    packed, (outputs, inputs) = scheme.format == PACKED, shape
     codes = read(f"{module}{'.weight_packed' if packed else '.weight'}")
-    scales = _rows(read(f"{module}{_SCALE}"))
     zeros = None if scheme.symmetric else _zeros(read(f"{module}{_ZERO}"), scheme, outputs)
     columns = read(f"{module}{_ORDER}").to(torch.int64) if ordered else None
 
-    def rows(_: int, block: slice) -> Tensor:
-        some = unpack(codes[block], scheme.bits)[:, :inputs] if packed else codes[block]
-        if packed and zeros is None:  # zero points are unsigned as the codes are
-            some = some - half
-        own = scales[block] if len(scales) > 1 else scales
-        return decode(some, own, None if zeros is None else zeros[block], columns)
+    def stored(block: slice) -> Tensor:
+        return unpack(codes[block], scheme.bits)[:, :inputs] if packed else codes[block]
 
-    return rows
+    half = 1 << scheme.bits - 1 if packed else 0
+    return Integers(shape, stored, half, _rows(read(f"{module}{_SCALE}")), zeros, columns=columns)
 
 
 def _zeros(zeros: Tensor, scheme: Scheme, outputs: int) -> Tensor:

@@ -10,23 +10,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kvcellar.errors import ModelRefused, shown
 from kvcellar.models.quantize.formats.blocked import Blocked, blocked_part
+from kvcellar.models.quantize.formats.integers import Integers
 from kvcellar.models.quantize.formats.part import (
     SCALES,
     Part,
     Read,
-    Rows,
     check_dimensions,
     check_scales,
     check_shape,
     dense_type,
+    integer_part,
     per,
     stored_as,
 )
-from kvcellar.models.quantize.layouts import decode, unpack
+from kvcellar.models.quantize.layouts import unpack
 from kvcellar.models.weights_files import Stored, WeightsFiles
 
 _FLOATS = {"mxfp4": (4, 32, None), "mxfp8": (8, 32, None), "nvfp4": (4, 16, torch.float8_e4m3fn)}
@@ -69,14 +69,12 @@ class Mlx:
         check_shape(name, stored_as(name, weights.tensors, *SCALES), shape)
         check_shape(biases, stored_as(biases, weights.tensors, *SCALES), shape)
 
-        def rows(read: Read) -> Rows:
-            codes, scales, least = read(weight).view(torch.int32), read(name), read(biases).float()
-
-            def decoded(_: int, block: slice) -> Tensor:
-                some = decode(unpack(codes[block], form.bits), scales[block], None, None)
-                return some.unflatten(1, (-1, form.group)).add_(least[block, :, None]).flatten(1)
-
-            return decoded
+        def read_as(read: Read) -> Integers:
+            codes, scales = read(weight).view(torch.int32), read(name)
+            half, zeros = 1 << form.bits - 1, torch.zeros(1, 1).expand_as(scales)
+            return Integers(
+                (outputs, inputs), lambda block: unpack(codes[block], form.bits), half, scales, zeros, read(biases)
+            )
 
         def check(read: Read) -> None:
             check_scales(read, name, words.file)
@@ -84,7 +82,7 @@ class Mlx:
 
         dense = Stored(words.file, (outputs, inputs), dense_type(weights.tensors[name]))
         about = f"MLX, {form.bits} bits, {per(form.group)}"
-        return Part(weight, dense, (weight, name, biases), about, rows, check)
+        return integer_part(weight, dense, (weight, name, biases), about, read_as, check)
 
 
 def _form(raw: Mapping[str, Any], default: _Form, name: str) -> _Form:

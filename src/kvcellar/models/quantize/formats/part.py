@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from kvcellar.errors import ModelRefused
+from kvcellar.kernels.codes import Coded, Codes
 from kvcellar.models.quantize.formats.floats import as_floats
+from kvcellar.models.quantize.formats.integers import Integers
 from kvcellar.models.quantize.layouts import row_blocks
 from kvcellar.models.weights_files import Stored, WeightsFiles
 
@@ -30,7 +32,8 @@ Rows = Callable[[int, slice], Tensor]  # of an expert: rows -> F32 [n,i]
 class Part:
     """One weight. `stored` is the dense tensor `name` that it stands for: [o,i] or [E,o,i]; `transposed`: [E,i,o].
 
-    `rows` reads the codes, and returns what decodes blocks of `step` rows, or a multiple of it. `check` raises
+    `rows` reads the codes, and returns what decodes blocks of `step` rows, or a multiple of it; `codes` returns them
+    for products, or the reason why they are not multiplied (None: those of its format never are). `check` raises
     `ModelRefused` for values that no weights have. `form` describes the storage, for reports.
     """
 
@@ -40,6 +43,7 @@ class Part:
     form: str
     rows: Callable[[Read], Rows]
     check: Callable[[Read], None]
+    codes: Callable[[Read], Codes | str] | None = None
     transposed: bool = False
     step: int = 1
 
@@ -71,11 +75,27 @@ class Decoded:
         matrices = dense.view(-1, *dense.shape[-2:])
         if self.part.transposed:
             matrices = matrices.transpose(1, 2)  # [E,o,i]
-        rows = self.part.rows(lambda name: self.slices[name][...])
+        rows = self.part.rows(self.read)
         for expert, matrix in enumerate(matrices):
             for block in row_blocks(*matrix.shape, step=self.part.step):
                 matrix[block] = rows(expert, block)
         return dense[index]
+
+    def read(self, name: str) -> Tensor:
+        return self.slices[name][...]
+
+
+class DecodedCodes(Decoded, Coded):
+    """Decodes one weight, or returns its codes."""
+
+    def codes(self) -> Codes | str:
+        assert self.part.codes is not None
+        return self.part.codes(self.read)
+
+
+def shown_part(part: Part, slices: Mapping[str, Any]) -> Decoded:
+    """What stands for the weight in place of its stored tensors."""
+    return (Decoded if part.codes is None else DecodedCodes)(part, slices)
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
@@ -122,6 +142,22 @@ def check_indices(read: Read, name: str, file: str, count: int) -> None:
         raise ModelRefused(
             f"{file}: {name} has indices from {low} to {high}; there are {count} groups. The file is damaged"
         )
+
+
+def integer_part(
+    name: str,
+    stored: Stored,
+    uses: tuple[str, ...],
+    form: str,
+    read_as: Callable[[Read], Integers],
+    check: Callable[[Read], None],
+    *,
+    step: int = 1,
+) -> Part:
+    """A matrix of integers."""
+    return Part(
+        name, stored, uses, form, lambda read: read_as(read).rows, check, lambda read: read_as(read).codes(), step=step
+    )
 
 
 def dense_type(scales: Stored) -> str:

@@ -7,25 +7,27 @@ BitNet: `X.weight` U8 [o/4,i], four outputs of 2 bits in a byte, at distances of
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvcellar.errors import ModelRefused, shown
+from kvcellar.models.quantize.formats.integers import Integers
 from kvcellar.models.quantize.formats.part import (
     LARGEST,
     SCALES,
     Part,
     Read,
-    Rows,
     check_dimensions,
     check_scales,
     check_shape,
+    integer_part,
     per,
     stored_as,
 )
-from kvcellar.models.quantize.layouts import decode
 from kvcellar.models.quantize.schemes import check_pattern
 from kvcellar.models.weights_files import Stored, WeightsFiles
 
@@ -48,29 +50,29 @@ class BitNet:
         if not name.endswith(_SCALE):
             return None
         weight = f"{name.removesuffix(_SCALE)}.weight"
-        packed = weights.tensors.get(weight)
         codes = stored_as(weight, weights.tensors, *(["U8"] if self._divides else ["U8", *SCALES]))
         check_dimensions(weight, codes, 2)
         check_shape(name, stored_as(name, weights.tensors, *SCALES), (1,), ())
-        ternary, (quarter, inputs) = packed is not None and packed.dtype == "U8", codes.shape
+        packed, (quarter, inputs) = codes.dtype == "U8", codes.shape
 
-        def rows(read: Read) -> Rows:
-            values, scale = read(weight), _factor(read(name), divides=self._divides)
+        def read_as(read: Read) -> Integers:
+            values, scale = read(weight), _factor(read(name), divides=self._divides).reshape(1, 1)
 
-            def decoded(_: int, block: slice) -> Tensor:
-                if not ternary:
-                    return values[block].float() * scale
-                outputs = torch.arange(block.start, block.stop)
-                shifts = (2 * (outputs // quarter)).to(torch.uint8)
-                return ((values[outputs % quarter] >> shifts[:, None] & 3).float() - 1) * scale
+            def ternary(block: slice) -> Tensor:
+                at = torch.arange(block.start, block.stop)
+                shifts = (2 * (at // quarter)).to(torch.uint8)
+                return (values[at % quarter] >> shifts[:, None] & 3).to(torch.int8)
 
-            return decoded
+            if packed:
+                return Integers((4 * quarter, inputs), ternary, 1, scale)
+            return Integers((quarter, inputs), lambda block: values[block].float(), 0, scale)
 
         def check(read: Read) -> None:
             check_scales(lambda _: _factor(read(name), divides=self._divides), name, codes.file, LARGEST)
 
-        dense = Stored(codes.file, (4 * quarter if ternary else quarter, inputs), "BF16")
-        return Part(weight, dense, (weight, name), "BitNet, one scale for all weights", rows, check)
+        dense = Stored(codes.file, (4 * quarter if packed else quarter, inputs), "BF16")
+        part = integer_part(weight, dense, (weight, name), "BitNet, one scale for all weights", read_as, check)
+        return part if packed else replace(part, codes=None)
 
 
 def _factor(scale: Tensor, *, divides: bool) -> Tensor:
@@ -107,15 +109,15 @@ class Gemma:
         if scales.shape[0] != outputs or inputs % scales.shape[1]:
             raise ModelRefused(f"{name} is {list(scales.shape)} for {outputs} outputs of {inputs} inputs")
 
-        def rows(read: Read) -> Rows:
-            values, factors = read(codes_name), read(name)
-            return lambda _, block: decode(_unpacked(values[block], bits), factors[block], None, None)
+        def read_as(read: Read) -> Integers:
+            values = read(codes_name)
+            return Integers((outputs, inputs), lambda block: _unpacked(values[block], bits), 0, read(name))
 
         group = None if scales.shape[1] == 1 else inputs // scales.shape[1]
         dense = Stored(codes.file, (outputs, inputs), "BF16")
         form = f"Gemma, {bits} bits, {per(group)}"
-        uses = (codes_name, name)
-        return Part(f"{module}.weight", dense, uses, form, rows, lambda read: check_scales(read, name, codes.file))
+        check = partial(check_scales, name=name, file=codes.file)
+        return integer_part(f"{module}.weight", dense, (codes_name, name), form, read_as, check)
 
 
 def _unpacked(raw: Tensor, bits: int) -> Tensor:

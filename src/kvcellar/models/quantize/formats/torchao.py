@@ -6,26 +6,28 @@ its class and the outputs and inputs that share a scale, as JSON.
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from math import ceil
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kvcellar.errors import ModelRefused, shown
+from kvcellar.models.quantize.formats.integers import Integers
 from kvcellar.models.quantize.formats.part import (
     EIGHT_BITS,
     SCALES,
     Part,
     Read,
-    Rows,
     check_dimensions,
     check_scales,
     check_shape,
     dense_type,
+    integer_part,
     stored_as,
 )
-from kvcellar.models.quantize.layouts import decode
+from kvcellar.models.quantize.layouts import columns_of
 from kvcellar.models.quantize.schemes import block_of
 from kvcellar.models.weights_files import Stored, WeightsFiles
 
@@ -58,21 +60,19 @@ class TorchAo:
         if has_zeros:
             check_shape(zeros, stored_as(zeros, weights.tensors, "I8"), stored.shape)
 
-        def rows(read: Read) -> Rows:
-            values, factors = read(name), read(scales).reshape(grid)
-            offsets = read(zeros).reshape(grid) if has_zeros else None
-
-            def decoded(_: int, some: slice) -> Tensor:
-                own = torch.arange(some.start, some.stop) // block[0]
-                columns = torch.arange(inputs) // block[1] if grid[1] > 1 else None
-                return decode(values[some], factors[own], None if offsets is None else offsets[own], columns)
-
-            return decoded
+        def read_as(read: Read) -> Integers:
+            values, rows = read(name), torch.arange(outputs) // block[0]
+            factors = read(scales).reshape(grid)[rows]  # [o,c]
+            offsets = read(zeros).reshape(grid)[rows] if has_zeros else None
+            columns = columns_of(inputs, block[1])
+            return Integers((outputs, inputs), lambda some: values[some], 0, factors, offsets, columns=columns)
 
         uses = (name, scales, *([zeros] if has_zeros else []))
         form = f"torchao {kind}, one scale for {block[0]} x {block[1]} weights"
         dense = Stored(codes.file, (outputs, inputs), dense_type(stored))
-        return Part(weight, dense, uses, form, rows, lambda read: check_scales(read, scales, codes.file))
+        check = partial(check_scales, name=scales, file=codes.file)
+        part = integer_part(weight, dense, uses, form, read_as, check)
+        return part if codes.dtype == "I8" else replace(part, codes=None)
 
 
 def _about(weight: str, weights: WeightsFiles) -> tuple[str, tuple[int, int] | None]:

@@ -7,6 +7,7 @@ group of each input. AWQ packs along outputs, eight in a word, in an order of it
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -14,20 +15,21 @@ import torch
 from torch import Tensor
 
 from kvcellar.errors import ModelRefused, shown
+from kvcellar.models.quantize.formats.integers import Integers
 from kvcellar.models.quantize.formats.part import (
     SCALES,
     Part,
     Read,
-    Rows,
     check_dimensions,
     check_indices,
     check_scales,
     check_shape,
     dense_type,
+    integer_part,
     per,
     stored_as,
 )
-from kvcellar.models.quantize.layouts import columns_of, decode, unpack
+from kvcellar.models.quantize.layouts import columns_of, unpack
 from kvcellar.models.weights_files import Stored, WeightsFiles
 
 _BITS = (2, 3, 4, 8)
@@ -97,7 +99,8 @@ class Gptq:
         uses = tuple(filter(None, (name, scales, zeros, order)))
         form = f"GPTQ, {sizes.bits} bits, {per(sizes.group)}"
         dense = Stored(words.file, (outputs, inputs), dense_type(stored))
-        return Part(f"{module}.weight", dense, uses, form, lambda read: self._rows(module, sizes, order, read), check)
+        read_as = partial(self._read, module, sizes, order)
+        return integer_part(f"{module}.weight", dense, uses, form, read_as, check)
 
     def _sizes(self, name: str, words: Stored, scales: Stored, zeros: Stored) -> _Sizes:
         """Bits and groups are the config's, or with different ones for some modules, those that the shapes mean."""
@@ -114,17 +117,17 @@ class Gptq:
             group = None if groups == 1 else ceil(inputs / groups)
         return _Sizes(outputs, inputs, 1 if group is None else ceil(inputs / group), group, bits)
 
-    def _rows(self, module: str, sizes: _Sizes, order: str | None, read: Read) -> Rows:
+    def _read(self, module: str, sizes: _Sizes, order: str | None, read: Read) -> Integers:
         words = read(f"{module}.qweight")
         scales = read(f"{module}.scales").T  # [o,G]
         zeros = unpack(read(f"{module}.qzeros"), sizes.bits)[:, : sizes.outputs].T + self._offset
         columns = columns_of(sizes.inputs, sizes.group) if order is None else read(order).to(torch.int64)
 
-        def rows(_: int, block: slice) -> Tensor:
-            codes = unpack(words[:, block].T.contiguous(), sizes.bits)
-            return decode(codes, scales[block], zeros[block], columns)
+        def stored(block: slice) -> Tensor:
+            return unpack(words[:, block].T.contiguous(), sizes.bits)
 
-        return rows
+        shape = (sizes.outputs, sizes.inputs)
+        return Integers(shape, stored, 1 << sizes.bits - 1, scales, zeros, columns=columns)
 
 
 class Awq:
@@ -151,21 +154,19 @@ class Awq:
         check_shape(zeros, stored_as(zeros, tensors, "I32"), (groups, words.shape[1]))
         form = f"AWQ, 4 bits, {per(self._group)}"
         dense = Stored(words.file, (outputs, inputs), dense_type(stored))
-        return Part(
-            f"{module}.weight", dense, (name, scales, zeros), form, lambda read: self._rows(module, inputs, read),
-            lambda read: check_scales(read, scales, words.file), step=8,
-        )  # fmt: skip
+        check = partial(check_scales, name=scales, file=words.file)
+        read_as = partial(self._read, module, (outputs, inputs))
+        return integer_part(f"{module}.weight", dense, (name, scales, zeros), form, read_as, check, step=8)
 
-    def _rows(self, module: str, inputs: int, read: Read) -> Rows:
-        words, columns = read(f"{module}.qweight"), columns_of(inputs, self._group)
+    def _read(self, module: str, shape: tuple[int, int], read: Read) -> Integers:
+        words, columns = read(f"{module}.qweight"), columns_of(shape[1], self._group)
         scales = read(f"{module}.scales").T  # [o,G]
         zeros = _outputs(read(f"{module}.qzeros")).T
 
-        def rows(_: int, block: slice) -> Tensor:
-            codes = _outputs(words[:, block.start // 8 : block.stop // 8]).T
-            return decode(codes, scales[block], zeros[block], columns)
+        def stored(block: slice) -> Tensor:
+            return _outputs(words[:, block.start // 8 : block.stop // 8]).T
 
-        return rows
+        return Integers(shape, stored, 8, scales, zeros, columns=columns, step=8)
 
 
 def _outputs(words: Tensor) -> Tensor:

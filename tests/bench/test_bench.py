@@ -15,6 +15,7 @@ from kvcellar.bench.run import (
     BOOKKEEPING,
     DRAFTS,
     FRAGMENTED,
+    LINEAR,
     NAMES,
     PREFIX,
     REPLAY,
@@ -58,7 +59,10 @@ def measured(capsys: pytest.CaptureFixture[str], **how: Any) -> tuple[list[str],
     return table, json.loads(last)
 
 
-ALONE = (BOOKKEEPING, TURNS, REVERTIBLE, START, FRAGMENTED, RESTART, REPLAY, PREFIX, SPECULATE, DRAFTS, TWO_MODELS)
+ALONE = (
+    *(BOOKKEEPING, TURNS, REVERTIBLE, START, FRAGMENTED, RESTART, REPLAY, PREFIX, SPECULATE, DRAFTS, TWO_MODELS),
+    LINEAR,
+)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ALONE])
@@ -104,6 +108,17 @@ def test_fragmented_and_compacted_memory_hold_the_same_cells(capsys: pytest.Capt
         assert one["runs_before"] > 16
         assert one["moved"] > 0
         assert one["ratio"] > 0
+
+
+def test_linear_layers_are_measured_for_each_type_and_number_of_rows(capsys: pytest.CaptureFixture[str]):
+    table, last = measured(capsys, only=LINEAR, threads=2)
+    assert set(last["linear"]) == {"bfloat16", "float32"}
+    assert len(table) == 8
+    for by_rows in last["linear"].values():
+        assert list(by_rows) == ["1", "8", "32", "512"]
+        for one in by_rows.values():
+            assert all(value is None or value > 0 for value in one.values())
+    assert all("2 threads" in line for line in table)
 
 
 def test_a_conversation_is_found_after_its_process_was_killed(capsys: pytest.CaptureFixture[str]):

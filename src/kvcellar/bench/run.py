@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from kvcellar.bench import against, drafts, report, speculate, start, two_models
+from kvcellar.bench import against, drafts, linear, report, speculate, start, two_models
 from kvcellar.bench.bookkeeping import bookkeeping
 from kvcellar.bench.conversation import QUICK, Script, conversation
 from kvcellar.bench.counts import all_counts
@@ -34,10 +34,10 @@ CACHE_BYTES = 1 << 30
 BOOKKEEPING = "bookkeeping"
 TURNS, REVERTIBLE, START, FRAGMENTED = "turns", "revertible", "start", "fragmented"
 RESTART, REPLAY, PREFIX = "restart", "replay", "prefix"
-SPECULATE, DRAFTS, TWO_MODELS = "speculate", "drafts", "two-models"
+SPECULATE, DRAFTS, TWO_MODELS, LINEAR = "speculate", "drafts", "two-models", "linear"
 NAMES = (
     *(*WORKLOADS, BOOKKEEPING, TURNS, REVERTIBLE, PREFIX),
-    *(START, FRAGMENTED, RESTART, REPLAY, SPECULATE, DRAFTS, TWO_MODELS),
+    *(START, FRAGMENTED, RESTART, REPLAY, SPECULATE, DRAFTS, TWO_MODELS, LINEAR),
 )
 
 
@@ -45,8 +45,9 @@ def run(*, quick: bool = False, only: str | None = None, threads: int = 1, besid
     """Print a line for each workload when it has been measured, and one line of JSON at the end.
 
     `quick` uses tiny sizes, to test the bench: its numbers mean nothing. `only` is one of `NAMES`. `start`,
-    `restart`, `replay`, `fragmented`, `speculate`, `drafts` and `two-models` are measured only if named, because they
-    take longer or run processes. `beside` is another system whose cache is counted on the traces of `replay`.
+    `restart`, `replay`, `fragmented`, `speculate`, `drafts`, `two-models` and `linear` are measured only if named,
+    because they take longer or run processes. `beside` is another system whose cache is counted on the traces of
+    `replay`.
     """
     if only not in (None, *NAMES):
         raise BadRequest(f"there is no workload {only!r}; there are {', '.join(NAMES)}", "only")
@@ -66,8 +67,8 @@ def run(*, quick: bool = False, only: str | None = None, threads: int = 1, besid
         run_speculate(quick=quick)
     elif only == DRAFTS:
         run_drafts(quick=quick)
-    elif only == TWO_MODELS:
-        run_two_models(quick=quick, threads=threads)
+    elif only in (TWO_MODELS, LINEAR):
+        (run_linear if only == LINEAR else run_two_models)(quick=quick, threads=threads)
     else:
         torch.set_num_threads(threads)
         _run_compared(quick, only, threads)
@@ -125,6 +126,16 @@ def run_two_models(*, quick: bool = False, threads: int = 1) -> None:
     _print(list(two_models.lines(found)))
     about = report.about(parameters=0, threads=threads, quick=quick)
     print(json.dumps({**about, "two_models": asdict(found)}), flush=True)
+
+
+def run_linear(*, quick: bool = False, threads: int = 1) -> None:
+    """Print the time of linear layers, and the same as one line of JSON."""
+    torch.set_num_threads(1)
+    found = linear.products(TINY, threads=threads, rounds=2) if quick else linear.products(SMALL, threads=threads)
+    _print(linear.lines(found, threads))
+    about = report.about(parameters=0, threads=threads, quick=quick)
+    by_type = {dtype: {rows: one._asdict() for rows, one in by_rows.items()} for dtype, by_rows in found.items()}
+    print(json.dumps({**about, "linear": by_type}), flush=True)
 
 
 def run_fragmented(*, quick: bool = False, threads: int = 1) -> None:

@@ -35,10 +35,10 @@ constexpr int LANES = 4, WIDE = 2;
 #endif
 constexpr int64_t FIRST = 32 << 10;    // bytes of a panel that stay in the first cache
 constexpr int64_t SECOND = 256 << 10;  // and in the second
-constexpr int64_t NEAR = 384 << 10;  // bytes of rows that stay in the second
-constexpr int64_t MOST = 192;        // rows of an item
-constexpr int64_t ITEM = 1 << 20;    // products that are worth an item of work
-constexpr int64_t AHEAD = 2048;      // bytes from a weight that is used to the one that is fetched
+constexpr int64_t NEAR = 384 << 10;    // bytes of rows that do, too
+constexpr int64_t MOST = 192;          // rows of an item
+constexpr int64_t ITEM = 1 << 20;      // products that are worth an item of work
+constexpr int64_t AHEAD = 2048;        // bytes from a weight that is used to the one that is fetched
 constexpr int64_t BFLOAT16 = 0, FLOAT32 = 1;
 
 typedef float F __attribute__((vector_size(4 * LANES)));

@@ -1,0 +1,140 @@
+"""Every item of work is computed once, by the caller or by a thread beside it, whatever else happens meanwhile."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvcellar.kernels.compiled import COMPILERS, SOURCES, library
+from kvcellar.kernels.threads import Threads
+
+FOUND = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+pytestmark = pytest.mark.skipif(FOUND is None, reason=f"none of {', '.join(COMPILERS)} is here")
+
+COUNTED = """
+#include <atomic>
+#include <pthread.h>
+#include <time.h>
+#include "threads.h"
+
+// Adds 1 to counts[item] for each item, `times` times. Returns how many items a thread other than the caller computed.
+extern "C" int64_t count(Threads* threads, int64_t at_most, int64_t items, int64_t times, int64_t* counts) {
+    const pthread_t caller = pthread_self();
+    std::atomic<int64_t> elsewhere{0};
+    for (int64_t i = 0; i < times; ++i)
+        for_each_item(threads, at_most, items, [&](int64_t item) {
+            counts[item] += item + 1;
+            elsewhere += !pthread_equal(pthread_self(), caller);
+        });
+    return elsewhere;
+}
+
+// Returns once two threads have been inside items at the same time, which needs a worker: 1; or 0 after 30 seconds.
+extern "C" int meet(Threads* threads) {
+    std::atomic<int> inside{0};
+    std::atomic<bool> met{false};
+    for (int64_t i = 0; i < 30000 && !met; ++i)
+        for_each_item(threads, 2, 2, [&](int64_t) {
+            if (++inside == 2) met = true;
+            const timespec nap{0, 1000000};
+            if (!met) nanosleep(&nap, nullptr);
+            --inside;
+        });
+    return met;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    path = tmp_path_factory.mktemp("source")
+    shutil.copy(SOURCES / "threads.h", path)
+    (path / "counted.cpp").write_text(COUNTED)
+    found = library(path / "counted.cpp", {**os.environ, "XDG_CACHE_HOME": str(path)})
+    found.count.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+    found.count.restype = ctypes.c_int64
+    found.meet.argtypes = [ctypes.c_void_p]
+    return found
+
+
+@pytest.fixture(scope="module")
+def pool() -> Threads:
+    return Threads(os.environ)
+
+
+def counts(found: ctypes.CDLL, address: int | None, *, threads: int, items: int, times: int) -> tuple[list[int], int]:
+    """What each item was counted as in units of its number, and the items that other threads than the caller had."""
+    numbers = (ctypes.c_int64 * max(1, items))()
+    elsewhere = found.count(address, threads, items, times, numbers)
+    return [number // (item + 1) for item, number in enumerate(numbers[:items])], elsewhere
+
+
+def test_every_item_is_computed_once(counted: ctypes.CDLL, pool: Threads) -> None:
+    for threads in (1, 2, 3, 8):
+        for items in (0, 1, 2, 7, 500):
+            found, _ = counts(counted, pool.address, threads=threads, items=items, times=50)
+            assert found == [50] * items
+
+
+def test_without_threads_the_caller_computes_all(counted: ctypes.CDLL, pool: Threads) -> None:
+    for address, threads in ((None, 8), (pool.address, 1), (pool.address, 0)):
+        assert counts(counted, address, threads=threads, items=100, times=3) == ([3] * 100, 0)
+
+
+def test_there_are_threads(counted: ctypes.CDLL, pool: Threads) -> None:
+    assert counted.meet(pool.address)
+
+
+def test_several_callers_at_once_each_get_all_of_their_items(counted: ctypes.CDLL, pool: Threads) -> None:
+    results: list[list[int]] = []
+
+    def call() -> None:
+        results.append(counts(counted, pool.address, threads=3, items=200, times=300)[0])
+
+    callers = [threading.Thread(target=call) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert results == [[300] * 200] * 4
+
+
+def test_there_is_one_pool_in_a_process(pool: Threads) -> None:
+    assert Threads(os.environ).address == pool.address
+
+
+FORKED = """
+import ctypes, os, sys
+from pathlib import Path
+from kvcellar.kernels.compiled import library
+from kvcellar.kernels.threads import Threads
+found = library(Path(sys.argv[1]), os.environ)
+found.count.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+found.count.restype = ctypes.c_int64
+address = Threads(os.environ).address
+def all_counted():
+    numbers = (ctypes.c_int64 * 50)()
+    elsewhere = found.count(address, 3, 50, 20, numbers)
+    return [20 * (item + 1) for item in range(50)] == list(numbers), elsewhere
+assert all_counted()[0]
+if (child := os.fork()) == 0:
+    os._exit(0 if all_counted() == (True, 0) else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the fork"
+assert all_counted()[0]
+print("done")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
+def test_a_fork_has_no_threads_and_a_process_ends_with_them(counted: ctypes.CDLL, tmp_path: Path) -> None:
+    source = Path(counted._name).parents[1] / "counted.cpp"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(source.parent), "PYTHONPATH": os.pathsep.join(sys.path)}
+    (tmp_path / "forked.py").write_text(FORKED)
+    command = [sys.executable, str(tmp_path / "forked.py"), str(source)]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, ran.stdout) == (0, "done\n"), ran.stderr

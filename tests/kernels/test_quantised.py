@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvcellar.kernels.arena import Arena
 from kvcellar.kernels.codes import INT4, Codes
 from kvcellar.kernels.compiled import COMPILERS, NotCompiled
-from kvcellar.kernels.quantised import Kernel, QuantisedLinear, unfit
+from kvcellar.kernels.quantised import Kernel, QuantisedLinear, most_bytes, unfit
 from tests.kernels.rounded import rounded
 
 BUILDS = {
@@ -171,3 +172,11 @@ def test_inputs_of_another_type_are_refused(native: Kernel) -> None:
     layer = QuantisedLinear(native, codes_of((4, 48), INT4, None), None, torch.bfloat16)
     with pytest.raises(RuntimeError, match="a layer of bfloat16"):
         layer(random(2, 48))
+
+
+def test_an_arena_holds_all_codes_and_changes_no_bits(native: Kernel) -> None:
+    for codes in every_codes():
+        arena, x = Arena(most_bytes(*codes.values.shape)), random(3, codes.values.shape[1])
+        layer = QuantisedLinear(native, codes, None, torch.float32, arena)
+        assert torch.equal(layer(x), QuantisedLinear(native, codes, None, torch.float32)(x))
+        assert torch.equal(layer.weight, codes.dense())

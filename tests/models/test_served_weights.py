@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from kvcellar.kernels.compiled import NotCompiled
 from kvcellar.kernels.quantised import Kernel, QuantisedLinear
 from kvcellar.models.load import Loaded, load
 from kvcellar.models.quantize.chosen import choose
+from kvcellar.models.quantize.directory import quantize_directory
 from kvcellar.models.weights_files import opened
 from kvcellar.models.weights_loading import targets_of
 from tests.kernels.rounded import Emulated
@@ -105,5 +107,72 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
 def test_without_a_compiler_weights_are_not_quantised(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert load(directory, weights="auto").served is None
+    with pytest.raises(BadRequest, match=r"weights cannot be int8: the kernel .* Use auto or dense"):
+        load(directory, weights="int8")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_made_at_load_are_those_that_create_writes(directory: Path, tmp_path: Path, kind: str) -> None:
+    """Also with `weights=auto`, from the file."""
+    into = tmp_path / "q"
+    quantize_directory(directory, into, kind, measure=False)
+    ours, theirs = (
+        quantised_layers(load(directory, weights=kind).model),
+        quantised_layers(load(into, weights="auto").model),
+    )
+    assert ours.keys() == theirs.keys()
+    for name, layer in ours.items():
+        assert layer.bits == theirs[name].bits
+        assert torch.equal(layer.weight, theirs[name].weight)
+    bits = {name: layer.bits for name, layer in ours.items()}
+    assert bits.pop("lm_head") == 8
+    assert set(bits.values()) == {"int8": {8}, "int4": {4}, "mixed": {4, 8}}[kind]
+
+
+def test_a_model_with_quantised_weights_is_served_from_its_codes(directory: Path, tmp_path: Path) -> None:
+    quantize_directory(directory, tmp_path / "q", "int4", measure=False)
+    loaded = load(tmp_path / "q", weights="auto", dtype="float32")
+    dense = load(tmp_path / "q", dtype="float32")
+    layers = quantised_layers(loaded.model)
+    assert dense.served is None
+    assert not quantised_layers(dense.model)
+    for name, layer in layers.items():
+        expected: Any = dense.model.get_submodule(name).weight
+        if name != "lm_head":
+            torch.testing.assert_close(layer.weight, expected)
+    assert logits_as_float64(loaded).isfinite().all()
+    assert loaded.notes == dense.notes == ()
+
+
+def test_only_codes_of_quantised_layers_are_in_memory(directory: Path, tmp_path: Path) -> None:
+    """No layer keeps its stand-in, and none its dense weight."""
+    quantize_directory(directory, tmp_path / "q", "int4", measure=False)
+    loaded = load(tmp_path / "q", weights="auto")
+    assert loaded.served is not None
+    assert loaded.served.bytes == sum(one.nbytes for one in quantised_layers(loaded.model).values())
+    assert not any("_proj" in name for name, _ in loaded.model.named_parameters())
+    assert all(one.is_contiguous() for one in loaded.model.parameters())
+    dense = sum(one.nbytes for name, one in load(directory).model.named_parameters() if "_proj" in name)
+    head = loaded.model.get_submodule("lm_head")
+    assert isinstance(head, QuantisedLinear)
+    assert loaded.served.bytes - head.nbytes == dense * 9 // 32  # 4.5 bits of 16
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantised_files_are_not_quantised_again(directory: Path, tmp_path: Path, kind: str) -> None:
+    quantize_directory(directory, tmp_path / "q", "int8", measure=False)
+    with pytest.raises(BadRequest, match=r"has quantised weights.*Use auto or dense"):
+        load(tmp_path / "q", weights=kind)
+
+
+def test_without_a_compiler_codes_are_decoded_and_a_setting_is_refused(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantize_directory(directory, tmp_path / "q", "int4", measure=False)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    loaded = load(tmp_path / "q", weights="auto")
+    assert loaded.served is None
+    assert "decoded when they are loaded: the kernel for quantised weights is not compiled" in loaded.notes[-1]
+    assert torch.equal(reference_logits(loaded.model, TOKENS), reference_logits(load(tmp_path / "q").model, TOKENS))
     with pytest.raises(BadRequest, match=r"weights cannot be int8: the kernel .* Use auto or dense"):
         load(directory, weights="int8")

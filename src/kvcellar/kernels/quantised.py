@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from kvcellar.kernels.arena import LINE, Arena
 from kvcellar.kernels.codes import INT4, Codes
 from kvcellar.kernels.compiled import SOURCES, check_shared, library
 from kvcellar.kernels.native import Native, address_of
@@ -60,8 +61,10 @@ def unfit(codes: Codes) -> str | None:
 class QuantisedLinear(nn.Module):
     """Replaces one `nn.Linear`. It has no parameters; inputs and outputs have the dtype of the layer it replaces."""
 
-    def __init__(self, by: Kernel, codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> None:
-        """The codes are copied into the order of the kernel; `unfit(codes)` is None."""
+    def __init__(
+        self, by: Kernel, codes: Codes, bias: Tensor | None, dtype: torch.dtype, arena: Arena | None = None
+    ) -> None:
+        """The codes are copied into the order of the kernel, into an arena if there is one; `unfit(codes)` is None."""
         super().__init__()
         self._by, self.dtype = by, dtype
         self.out_features, self.in_features = codes.values.shape
@@ -69,12 +72,12 @@ class QuantisedLinear(nn.Module):
         self._group = codes.group if codes.scales.shape[1] > 1 else _padded(self.in_features)
         self._step = LEAST_GROUP if self._group % PANEL else PANEL
         self._table = codes.table
-        self._panels = _panels(codes)
+        self._panels = _kept(_panels(codes), arena)
         narrow = all(_is_bfloat16(one) for one in (codes.scales, codes.mins) if one is not None)
         kind = torch.bfloat16 if narrow else torch.float32
         groups = math.ceil(_padded(self.in_features) / self._group)
-        self._scales = _by_panel(codes.scales, groups, kind)
-        self._mins = None if codes.mins is None else _by_panel(codes.mins, groups, kind)
+        self._scales = _kept(_by_panel(codes.scales, groups, kind), arena)
+        self._mins = None if codes.mins is None else _kept(_by_panel(codes.mins, groups, kind), arena)
         self._bytes_of_table = None
         if codes.table not in (None, INT4):
             self._bytes_of_table = torch.tensor([one + _HALF for one in codes.table], dtype=torch.uint8)
@@ -134,6 +137,18 @@ class QuantisedLinear(nn.Module):
         return _Call(*addresses, *sizes, *kinds, self._by.threads, torch.get_num_threads())
 
 
+def most_bytes(outputs: int, inputs: int) -> int:
+    """Bytes of an arena that the codes of a layer take at most."""
+    return _padded(outputs) * _padded(inputs) * 3 // 2 + 3 * LINE  # scales and minima are for 16 inputs or more
+
+
+def _kept(values: Tensor, arena: Arena | None) -> Tensor:
+    """The same values side by side, in an arena if there is one."""
+    if arena is None:
+        return values.contiguous()
+    return arena.tensor(values.numel(), values.dtype).view(values.shape).copy_(values)
+
+
 def _padded(size: int) -> int:
     return math.ceil(size / PANEL) * PANEL
 
@@ -152,9 +167,9 @@ def _panels(codes: Codes) -> Tensor:
         padded[:outputs, :inputs] = values
         values = padded
     if codes.table is None:
-        return (values ^ _HALF).view(-1, PANEL, values.shape[1] // 4, 4).transpose(1, 2).contiguous()
+        return (values ^ _HALF).view(-1, PANEL, values.shape[1] // 4, 4).transpose(1, 2)
     halves = values.view(-1, PANEL, values.shape[1] // 8, 2, 4)
-    return (halves[..., 0, :] | halves[..., 1, :] << 4).transpose(1, 2).contiguous()
+    return (halves[..., 0, :] | halves[..., 1, :] << 4).transpose(1, 2)
 
 
 def _from_panels(panels: Tensor, bits: int) -> Tensor:
@@ -169,4 +184,4 @@ def _by_panel(scales: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     """[out,c] -> [panels,groups,32]; what is padded is 0."""
     padded = torch.zeros(_padded(len(scales)), groups, dtype=dtype)
     padded[: len(scales), : scales.shape[1]] = scales
-    return padded.view(-1, PANEL, groups).transpose(1, 2).contiguous()
+    return padded.view(-1, PANEL, groups).transpose(1, 2)

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvcellar.errors import BadRequest, ModelRefused
+from kvcellar.kernels.arena import Arena
 from kvcellar.kernels.codes import INT4, Coded, Codes
 from kvcellar.kernels.compiled import NotCompiled
-from kvcellar.kernels.quantised import ARITHMETIC, Kernel, QuantisedLinear, unfit
+from kvcellar.kernels.quantised import ARITHMETIC, Kernel, QuantisedLinear, most_bytes, unfit
 from kvcellar.models.quantize.chosen import FEWEST, choose
 from kvcellar.models.quantize.kinds import AUTO, DENSE, INT8, QUANTISED
 from kvcellar.models.quantize.rules import int4_groups, int8_rows
@@ -112,29 +113,32 @@ def given(network: PreTrainedModel, setting: str, environment: Mapping[str, str]
 @torch.no_grad()
 def replaced(network: PreTrainedModel, coding: Coding) -> Served:
     """Replace the layers and the output head, one by one. Raises `ModelRefused` for weights that are not finite."""
-    layers: list[QuantisedLinear] = []
-    dense: dict[str, str] = {}
+    linear, dense = _linear_layers(network), dict[str, str]()
+    made: dict[str, QuantisedLinear] = {}
+    head = [place for place, one in linear.items() if _is_head(one, network) and place not in coding.modules.values()]
+    arena = Arena(sum(most_bytes(*linear[place].weight.shape) for place in (*coding.modules.values(), *head)))
+
+    def put(place: str, codes: Codes) -> None:
+        layer, (parent, _, leaf) = linear[place], place.rpartition(".")
+        made[place] = QuantisedLinear(coding.kernel, codes, layer.bias, layer.weight.dtype, arena)
+        setattr(network.get_submodule(parent), leaf, made[place])
+
     for name, place in coding.modules.items():
-        linear = network.get_submodule(place)
-        assert isinstance(linear, nn.Linear)
         codes = _codes(name, coding)
         if isinstance(codes, str):
-            linear.weight = nn.Parameter(coding.slices[name][...].to(network.dtype), requires_grad=False)
+            weight: Tensor = coding.slices[name][...]
+            linear[place].weight = nn.Parameter(weight.to(network.dtype), requires_grad=False)
             dense[name] = codes
         else:
-            layers.append(_put(network, place, linear, codes, coding.kernel))
-    for place, linear in _linear_layers(network).items():
-        if layers and linear is network.get_output_embeddings() and linear.weight.numel() >= FEWEST:
-            layers.append(_put(network, place, linear, Codes(*_without_table(int8_rows(linear.weight))), coding.kernel))
-    identity = f"{coding.setting}, arithmetic {ARITHMETIC}" if layers else ""
-    return Served(Counter(one.bits for one in layers), sum(one.nbytes for one in layers), dense, identity)
+            put(place, codes)
+    for place in head if made else ():
+        put(place, Codes(*_without_table(int8_rows(linear[place].weight))))
+    identity = f"{coding.setting}, arithmetic {ARITHMETIC}" if made else ""
+    return Served(Counter(one.bits for one in made.values()), sum(one.nbytes for one in made.values()), dense, identity)
 
 
-def _put(network: nn.Module, place: str, linear: nn.Linear, codes: Codes, kernel: Kernel) -> QuantisedLinear:
-    layer = QuantisedLinear(kernel, codes, linear.bias, linear.weight.dtype)
-    parent, _, leaf = place.rpartition(".")
-    setattr(network.get_submodule(parent), leaf, layer)
-    return layer
+def _is_head(layer: nn.Linear, network: PreTrainedModel) -> bool:
+    return layer is network.get_output_embeddings() and layer.weight.numel() >= FEWEST
 
 
 def _codes(name: str, coding: Coding) -> Codes | str:

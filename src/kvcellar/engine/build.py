@@ -34,11 +34,11 @@ from kvcellar.engine.scheduler import Scheduler
 from kvcellar.engine.settings import Settings, text_bytes_of
 from kvcellar.engine.shares import Shares
 from kvcellar.errors import BadRequest, forked_from
-from kvcellar.kernels.packed import Packing, pack
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.models.input_limits import context_of, context_reason, padding_token, vocabulary_of
 from kvcellar.models.load import Loaded
+from kvcellar.models.packing import Packed, pack_model
 from kvcellar.progress import report
 from kvcellar.shapes import StoredAs
 from kvcellar.speculate.chain import Key
@@ -63,7 +63,7 @@ class Built:
     base: Loaded  # without what a model of the library was created with
     loaded: Loaded
     guest: Guest
-    packing: Packing | None
+    packing: Packed | None
     threads: Threads
     memory: Memory
     capacity: Capacity
@@ -114,15 +114,15 @@ def _in_a_fork(settings: Settings) -> Settings:
     return replace(settings, threads=1)
 
 
-def _packing(loaded: Loaded, settings: Settings) -> Packing | None:
+def _packing(loaded: Loaded, settings: Settings) -> Packed | None:
     if not settings.pack or loaded.model.device.type != "cpu":
         return None
     report("packing weights")
-    return pack(loaded.model)
+    return pack_model(loaded.model)
 
 
 def _assembled(
-    opened: Opened, packing: Packing | None, guest: Guest, threads: Threads, device: DeviceThread, began: int
+    opened: Opened, packing: Packed | None, guest: Guest, threads: Threads, device: DeviceThread, began: int
 ) -> Built:
     """`began`: when the load began, in nanoseconds of the clock."""
     loaded, settings = opened.loaded, opened.settings

@@ -17,12 +17,12 @@ from kvcellar.engine.in_library import located
 from kvcellar.engine.machine import threads_of
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import BadRequest, KvcellarError
-from kvcellar.kernels.packed import pack
 from kvcellar.models.build_guest import MODEL_ERRORS, build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.models.hf_logging import silence_transformers
 from kvcellar.models.input_limits import context_of
 from kvcellar.models.load import load
+from kvcellar.models.packing import pack_model
 from kvcellar.models.selftest import TOLERANCE, worst
 from kvcellar.verify.bits import SameBits, same_bits
 from kvcellar.verify.checks import CHECKS, Check, NotApplicable
@@ -134,7 +134,7 @@ def verify(
     torch.set_num_threads(threads_of(settings.threads, torch.get_num_threads()).count)
     loaded = load(located(model), dtype=settings.dtype, device=settings.device, weights=settings.weights)
     if settings.pack and loaded.model.device.type == "cpu":
-        pack(loaded.model)
+        pack_model(loaded.model)
     guest = build_guest(loaded.model, named(settings.attention))
     return _report(loaded.name, guest, settings, tokens, seed, quality, watch)
 

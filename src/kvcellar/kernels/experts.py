@@ -1,0 +1,94 @@
+"""experts: linear layers of experts on CPUs, over weights in panels (`linear.py`, `experts.cpp`).
+
+Always true: the bits of a row of results depend only on its row of inputs and on its expert: not on other rows, on
+their experts, or on threads.
+"""
+
+import ctypes
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from kvcellar.kernels import linear
+from kvcellar.kernels.arena import Arena
+from kvcellar.kernels.compiled import SOURCES, check_shared, library
+from kvcellar.kernels.linear import PanelLinear, panel_linear
+from kvcellar.kernels.native import Native, address_of
+
+SOURCE = SOURCES / "experts.cpp"
+
+
+class _Call(ctypes.Structure):
+    """`Call` in the kernel, field by field: `check_shared` compares them at load."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("linear", "layers", "x", "index", "y")),
+        *((name, ctypes.c_int64) for name in ("experts", "rows", "share", "in", "out", "x_row", "y_row")),
+        *((name, ctypes.c_int64) for name in ("element", "threads")),
+    )
+
+
+class Kernel:
+    """The kernels of experts and of their linear layers. Raises `NotCompiled` where they cannot be compiled."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """`environment` names the compiler, and the directory of compiled libraries."""
+        self.linear = linear.Kernel(environment)
+        self._library = library(SOURCE, environment)
+        check_shared(self._library, _Call, LINEAR=linear.CALL_BYTES)
+        self.run = self._library.kvcellar_experts
+        self.run.argtypes, self.run.restype = [ctypes.c_void_p], ctypes.c_int
+
+
+class PanelExperts(nn.Module):
+    """Replaces the stacked weights of experts. It has no parameters."""
+
+    def __init__(self, kernel: Kernel, layers: Sequence[PanelLinear]) -> None:
+        """`layers` has one for each expert, all of one shape."""
+        super().__init__()
+        first = layers[0]
+        assert all((one.in_features, one.out_features) == (first.in_features, first.out_features) for one in layers)
+        self._kernel, self._layers = kernel, tuple(layers)
+        self.experts, self.dtype = len(layers), first.dtype
+        self.in_features, self.out_features = first.in_features, first.out_features
+        self._addresses = (ctypes.c_void_p * len(layers))(*(one.address for one in layers))
+
+    def forward(self, x: Tensor, index: Tensor, share: int) -> Tensor:
+        """x [n,in] and the experts of each row, index [n*share] -> [n*share,out]: row i is expert index[i] of row
+        i // share. An index that is no expert gives zeros. Raises for other types and sizes."""
+        if x.dtype is not self.dtype or x.shape[1:] != (self.in_features,) or index.shape != (len(x) * share,):
+            raise RuntimeError(
+                f"experts of {self.in_features} inputs in {self.dtype} got {tuple(x.shape)} in {x.dtype} and "
+                f"{tuple(index.shape)} experts, {share} for each row"
+            )
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        out = x.new_empty(len(index), self.out_features)
+        if len(index) and self._kernel.run(ctypes.byref(self._call(x, index.contiguous(), share, out))):
+            raise MemoryError("there is not enough memory for a layer of experts")
+        return out
+
+    def native(self, x: Tensor, index: Tensor, share: int, out: Tensor) -> Native:
+        """The call that fills out [n*share,out] from x [n,in] and index [n*share], all at fixed addresses, with elements
+        of a row beside each other."""
+        assert x.dtype is out.dtype is self.dtype
+        assert (*index.shape, index.dtype, index.stride(0)) == (len(x) * share, torch.int64, 1)
+        return Native(address_of(self._kernel.run), self._call(x, index, share, out), (self, x, index, out))
+
+    def _call(self, x: Tensor, index: Tensor, share: int, out: Tensor) -> _Call:
+        rows, threads = len(x), linear.threads_for(self.in_features, self.out_features, len(index))
+        run, layers = address_of(self._kernel.linear.run), ctypes.addressof(self._addresses)
+        return _Call(
+            run, layers, x.data_ptr(), index.data_ptr(), out.data_ptr(), self.experts, rows, share,
+            self.in_features, self.out_features, x.stride(0), out.stride(0), x.itemsize, threads,
+        )  # fmt: skip
+
+
+def panel_experts(kernel: Kernel, arena: Arena, weights: Tensor, biases: Tensor | None) -> PanelExperts:
+    """Experts with a copy of plain weights [experts,out,in] and biases [experts,out], in bfloat16 or float32 on the
+    CPU, in an arena."""
+    each = range(len(weights))
+    return PanelExperts(
+        kernel,
+        [panel_linear(kernel.linear, arena, weights[e], None if biases is None else biases[e].clone()) for e in each],
+    )

@@ -1,0 +1,145 @@
+"""experts: mixtures of experts on CPUs, with the weights of all experts in panels (`kernels/experts.py`).
+
+transformers calls a registered function with an experts module, the rows, and the experts and weights that the router
+chose. Ours multiplies by the panels that replace the module's stacked weights, under the same names; gate, activation
+and norm are the module's own code. A row's result does not depend on the rows beside it, nor on their experts.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+
+from kvcellar.kernels.arena import Arena
+from kvcellar.kernels.compiled import NotCompiled
+from kvcellar.kernels.experts import Kernel, PanelExperts, panel_experts
+from kvcellar.kernels.linear import FOREIGN, panel_bytes
+
+NAME = "kvcellar"  # in transformers' registry
+TYPES = (torch.float32, torch.bfloat16)
+WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")  # stacked, of those classes that transformers dispatches
+PLAIN = "batched_mm"  # transformers' function that the replaced one is compared with
+
+
+def register() -> None:
+    """Register our function with transformers. It holds no state."""
+    ExpertsInterface.register(NAME, _experts)
+
+
+def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """hidden_states [T,hidden], top_k_index [T,K] and top_k_weights [T,K] -> [T,hidden]."""
+    share = top_k_index.shape[-1]
+    index = top_k_index.reshape(-1)
+    if self.has_gate:
+        inner = self._apply_gate(self.gate_up_proj(hidden_states, index, share))  # [T*K,intermediate]
+    else:
+        inner = self.act_fn(self.up_proj(hidden_states, index, share))
+    out = self.down_proj(inner, index, 1)  # [T*K,hidden]
+    if self.has_post_expert_norm:
+        out = self.post_expert_norm(out)
+    weighted = (out * top_k_weights.reshape(-1, 1)).view(-1, share, out.shape[-1])
+    # One by one, since the order of torch's own sum depends on the number of rows.
+    total = weighted[:, 0].to(torch.promote_types(weighted.dtype, torch.float32))
+    for place in range(1, share):
+        total = total + weighted[:, place]
+    return total.to(hidden_states.dtype)
+
+
+def pack_experts(model: PreTrainedModel, environment: Mapping[str, str]) -> int | str:
+    """Replace the weights of all experts of a CPU model, one module after the other. Returns their bytes, or the reason
+    why they stay as they are. The model is changed only if all of them can be replaced."""
+    modules = dict(_modules(model))
+    if not modules:
+        return 0
+    for name, module in modules.items():
+        if (reason := _why_plain(module)) is not None:
+            return f"{name}: {reason}"
+    try:
+        kernel = Kernel(environment)
+    except NotCompiled as error:
+        return str(error)
+    if kernel.linear.multiplies == FOREIGN:
+        return "this CPU has instructions for bfloat16 that torch uses, and our kernel does not"
+    register()
+    first = next(iter(modules))
+    if (reason := _differs(kernel, modules[first])) is not None:
+        return f"{first}: {reason}"
+    size = sum(_pack(kernel, module) for module in modules.values())
+    model.set_experts_implementation(NAME)
+    return size
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Modules whose class transformers dispatches to a registered function."""
+    for name, module in model.named_modules():
+        if "is_transposed" in vars(module) and "has_gate" in vars(module):  # set by its decorator
+            yield name, module
+
+
+def _why_plain(module: Any) -> str | None:
+    """The reason in the module itself why it is not replaced; None if there is none."""
+    for name in _names(module):
+        weight = module._parameters.get(name)
+        if weight is None:
+            return f"it has no parameter {name}"
+        if weight.device.type != "cpu" or weight.dtype not in TYPES:
+            return f"{name} is {weight.dtype} on {weight.device}"
+        if weight.dim() != 3 or not weight.numel() or type(weight.detach()) is not Tensor:
+            return f"{name} is no plain tensor of three dimensions"
+    return None
+
+
+def _names(module: Any) -> tuple[str, str]:
+    return ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+
+
+def _panels(kernel: Kernel, module: Any, name: str) -> PanelExperts:
+    weight = module._parameters[name].detach()  # [experts,out,in], or [experts,in,out]
+    weight = weight.transpose(1, 2) if module.is_transposed else weight
+    bias = getattr(module, f"{name}_bias").detach() if module.has_bias else None
+    arena = Arena(sum(panel_bytes(one) for one in weight))
+    return panel_experts(kernel, arena, weight, bias)
+
+
+@torch.no_grad()
+def _pack(kernel: Kernel, module: Any) -> int:
+    """Replace the weights of one module, one after the other. Returns their bytes."""
+    size = 0
+    for name in _names(module):
+        panels = _panels(kernel, module, name)
+        size += module._parameters[name].nbytes
+        del module._parameters[name]
+        setattr(module, name, panels)
+    return size
+
+
+@torch.no_grad()
+def _differs(kernel: Kernel, module: Any) -> str | None:
+    """Why results of panels cannot replace those of the module: a copy of it, with panels, gives others."""
+    weight = module._parameters[_names(module)[1]]
+    hidden = weight.shape[2] if module.is_transposed else weight.shape[1]
+    count, share = len(weight), min(2, len(weight))
+    x = torch.linspace(-1, 1, 3 * hidden, dtype=weight.dtype).view(3, hidden)
+    index = torch.arange(3 * share).view(3, share) % count
+    weights = torch.full((3, share), 1 / share, dtype=weight.dtype)
+    plain = ALL_EXPERTS_FUNCTIONS[PLAIN](module, x, index, weights)
+    twin = _twin(module)
+    for name in _names(module):
+        setattr(twin, name, _panels(kernel, module, name))
+    bound = 1e-4 if weight.dtype is torch.float32 else 2e-2
+    gap = (_experts(twin, x, index, weights) - plain).abs().max()
+    if not gap <= bound * plain.abs().max().clamp(min=1e-3):
+        return "the results of its weights in panels differ from those of its own code"
+    return None
+
+
+def _twin(module: Any) -> Any:
+    """A copy that shares everything but its weights."""
+    twin = object.__new__(type(module))
+    vars(twin).update(vars(module))
+    twin._parameters = {name: value for name, value in module._parameters.items() if name not in WEIGHTS}
+    twin._modules = dict(module._modules)
+    return twin

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from kvcellar import Engine
 from kvcellar.bench.network import Size, write
-from kvcellar.engine import build as building
 from kvcellar.kernels.packed import Packing, pack
+from kvcellar.models import packing
 
 WIDE = Size(1024, 1, 8, 8, 128, 4096, 64, 256)  # nearly all of it are weights of linear layers
 
@@ -39,7 +39,7 @@ def test_plain_weights_are_gone_once_they_are_packed(directory: Path, monkeypatc
         plain.update({name: weakref.ref(module.weight) for name, module in linear.items()})
         return pack(model, **how)
 
-    monkeypatch.setattr(building, "pack", watched)
+    monkeypatch.setattr(packing, "pack", watched)
     with Engine(directory, dtype="float32", cache_bytes=8 << 20, context=64):
         gc.collect()
         alive = [name for name, weight in plain.items() if weight() is not None]

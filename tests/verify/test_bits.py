@@ -7,16 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from kvcellar.attention.choose import backends
-from kvcellar.kernels.packed import pack
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
+from kvcellar.models.packing import pack_model
 from kvcellar.verify.bits import SameBits, same_bits
 from tests.zoo import ARCHS
 
 
 def guest_of(name: str, dtype: torch.dtype = torch.float32) -> Guest:
     model: Any = ARCHS[name].build().to(dtype)
-    pack(model)
+    pack_model(model)
     return build_guest(model, backends())
 
 

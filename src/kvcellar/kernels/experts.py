@@ -69,7 +69,7 @@ class PanelExperts(nn.Module):
         return out
 
     def native(self, x: Tensor, index: Tensor, share: int, out: Tensor) -> Native:
-        """The call that fills out [n*share,out] from x [n,in] and index [n*share], all at fixed addresses, with elements
+        """The call that fills out [n*share,out] from x [n,in] and index [n*share], all at fixed addresses, the elements
         of a row beside each other."""
         assert x.dtype is out.dtype is self.dtype
         assert (*index.shape, index.dtype, index.stride(0)) == (len(x) * share, torch.int64, 1)

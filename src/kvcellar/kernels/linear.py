@@ -45,6 +45,9 @@ class _Call(ctypes.Structure):
     )
 
 
+CALL_BYTES = ctypes.sizeof(_Call)
+
+
 class Kernel:
     """The kernel, compiled. Raises `NotCompiled` where it cannot be, with the reason."""
 
@@ -111,6 +114,11 @@ class PanelLinear(nn.Module):
         self._layer = _Layer(ctypes.addressof(self._fields), kernel.threads, len(fields), inner, TYPES[dtype])
 
     @property
+    def address(self) -> int:
+        """Where the kernel's description of the layer is, as long as the layer lives."""
+        return ctypes.addressof(self._layer)
+
+    @property
     def weight(self) -> Tensor:
         """A plain copy [out,in], made at each access, for code that reads weights instead of calling layers."""
         return torch.cat([self._plain(part) for part in self._parts])
@@ -154,10 +162,14 @@ class PanelLinear(nn.Module):
     def _call(self, rows: Tensor, out: Tensor) -> _Call:
         """rows [n,in], out [n,out]."""
         n = len(rows)
-        work = self.in_features * self.out_features * (n + 8) // (8 * PER_THREAD)
-        threads = min(torch.get_num_threads(), 1 + work)
+        threads = threads_for(self.in_features, self.out_features, n)
         layer, strides = ctypes.addressof(self._layer), (rows.stride(0), out.stride(0))
         return _Call(layer, rows.data_ptr(), out.data_ptr(), n, *strides, threads)
+
+
+def threads_for(inner: int, out: int, rows: int) -> int:
+    """Threads that so many rows of a weight [out,inner] are worth."""
+    return min(torch.get_num_threads(), 1 + inner * out * (rows + 8) // (8 * PER_THREAD))
 
 
 def panel_linear(kernel: Kernel, arena: Arena, weight: Tensor, bias: Tensor | None) -> PanelLinear:

@@ -20,6 +20,11 @@ class Packed:
     experts: int | str
     routers: int | str
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of all packed weights, but for those of routers."""
+        return self.linears.bytes + (self.experts if isinstance(self.experts, int) else 0)
+
 
 def pack_model(model: PreTrainedModel, *, environment: Mapping[str, str] = os.environ) -> Packed:
     """Replace layers of a CPU model in place, one after the other. `environment` is for the compiler."""

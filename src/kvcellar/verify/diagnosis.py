@@ -16,6 +16,7 @@ from kvcellar.errors import BadRequest, DraftRefused
 from kvcellar.kernels.packed import Packing
 from kvcellar.models.guest import Guest
 from kvcellar.models.input_limits import context_reason
+from kvcellar.models.packing import Packed
 from kvcellar.models.quantize.harm import measure_harm
 from kvcellar.models.quantize.kinds import DENSE, QUANTISED
 from kvcellar.progress import report
@@ -225,9 +226,17 @@ def _notes(built: Built) -> list[str]:
         notes += [f"{name} is dense: {why}" for name, why in list(served.dense.items())[:5]]
     packing = built.packing
     if packing is not None:
-        notes += _packed(packing, built.loaded.path is None)
-        notes += [f"{name} stays plain: {why}" for name, why in list(packing.kept.items())[:5]]
+        notes += _packed(packing.linears, built.loaded.path is None)
+        notes += [f"{name} stays plain: {why}" for name, why in list(packing.linears.kept.items())[:5]]
+        notes += _experts(packing)
     return notes
+
+
+def _experts(packing: Packed) -> Iterator[str]:
+    if isinstance(packing.experts, str):
+        yield f"experts are computed by their own code: {packing.experts}"
+    elif packing.experts:
+        yield f"experts of our own layers: {sized(packing.experts)}"
 
 
 def _packed(packing: Packing, given: bool) -> list[str]:

@@ -147,3 +147,29 @@ def test_a_native_call_is_good_for_later_steps() -> None:
 
 def call(native: Native) -> int:
     return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(native.function)(native.address)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stored", ["auto", "k=float32,v=bfloat16", "int8", "k=int8+hadamard,v=int4", "fp8", "int4"])
+def test_a_native_call_stores_the_same_bits(stored, dtype) -> None:
+    """Of vectors with outliers, tiny and huge numbers, zeros, what is not finite; while some rows store nothing."""
+    for shape in ((6, 2, 40, 24), (3, 3, 160, 33)):
+        read, other = Read(Causal(), shape, dtype, stored), Read(Causal(), shape, dtype, stored)
+        k, v = read.k[:60].clone(), read.v[:60].clone()
+        for x in (k, v):
+            for row, times in enumerate((0.0, 1e-9, 1e-5, 1e4, 1e9, 3e38, torch.nan)):
+                x[row] *= times
+            x[10, 1, 3], x[11, 0, 5], x[12] = torch.inf, -torch.nan, -0.0
+        for memory in (read.kept, other.kept):
+            memory.begin(Batch((Feed(1, Span(0, 9)),)))
+            memory.put(0, k[:9], v[:9])
+            memory.commit()
+            memory.begin(Batch((Feed(1, Span(3, 7), stores=False), Feed(0, Span(0, 56)))))
+        read.kept.put(0, k[4:], v[4:])
+        native = Cpu().native_put(other.kept.get(0), k, v)
+        assert call(native) == 0
+        cells = other.kept.get(0).step.cells
+        for name in ("k", "v"):
+            pairs = zip(*(one.kept.get(0).planes[name].content(cells) for one in (read, other)), strict=True)
+            for ours, theirs in pairs:
+                torch.testing.assert_close(ours, theirs, atol=0, rtol=0, equal_nan=True)

@@ -27,7 +27,7 @@ from kvcellar.layout import Layout
 from kvcellar.plan import GroupPlan, Segment
 from kvcellar.shapes import Arrangement, AttentionSpec, Kind, Scoring
 
-SOURCE = SOURCES / "attention.cpp"
+SOURCE, STORING = SOURCES / "attention.cpp", SOURCES / "store.cpp"
 CHUNK = 512  # keys that are weighed at once; the kernel's
 PER_THREAD = 1 << 20  # bytes of keys and values that are worth another thread, or eight times as many products
 KINDS: Mapping[Kind, int] = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "fp8": 4}
@@ -55,6 +55,22 @@ class _Call(ctypes.Structure):
         ("type", ctypes.c_int32),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     )
+
+
+class _New(ctypes.Structure):
+    """`New` in `kernels/store.cpp`."""
+
+    _fields_ = (
+        ("source", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("row", "head", "heads")),
+        ("to", _Plane),
+    )
+
+
+class _Put(ctypes.Structure):
+    """`Call` in `kernels/store.cpp`."""
+
+    _fields_ = (("step", ctypes.c_void_p), ("k", _New), ("v", _New), ("type", ctypes.c_int32))
 
 
 class Prepared(NamedTuple):
@@ -115,10 +131,12 @@ class Kernel:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """`environment` names the compiler, and the directory of compiled libraries."""
-        self._library = library(SOURCE, environment)
-        check_shared(self._library, _Call, CHUNK=CHUNK, **{name.upper(): number for name, number in KINDS.items()})
+        attention, storing = library(SOURCE, environment), library(STORING, environment)
+        kinds = {name.upper(): number for name, number in KINDS.items()}
+        check_shared(attention, _Call, CHUNK=CHUNK, **kinds)
+        check_shared(storing, _Put, **kinds)
         self._threads = Threads(environment)
-        self.function = self._library.kvcellar_attend
+        self.function, self.store = attention.kvcellar_attend, storing.kvcellar_store
         self.function.argtypes, self.function.restype = [ctypes.c_void_p], ctypes.c_int
 
     def bound(self, history: History, scoring: Scoring) -> "_Bound":
@@ -142,10 +160,6 @@ class _Bound(NamedTuple):
     value_size: int
     scoring: Scoring
     sinks: Tensor | None
-
-    def serves(self, planes: Mapping[str, Stored], scoring: Scoring) -> bool:
-        """Whether nothing was resized, and the arguments are those of the last step."""
-        return self.keys() is planes["k"] and self.values() is planes["v"] and self.scoring is scoring
 
     def fill(self, step: Tensor, q: Tensor, out: Tensor) -> None:
         """For q [T,H,D] and out [T,H,Dv], both of one of `TYPES`, whose elements lie side by side."""
@@ -195,7 +209,8 @@ class Cpu:
     def attend(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
         kernel, planes = self._kernel or self._compiled(), history.planes
         bound = self._bound.get(history)
-        if bound is None or not bound.serves(planes, scoring):
+        same = bound is not None and bound.keys() is planes["k"] and bound.values() is planes["v"]
+        if bound is None or not same or bound.scoring is not scoring:  # after a resize, or with other arguments
             bound = self._bound[history] = kernel.bound(history, scoring)
         rows = q[0]
         known = rows if rows.dtype in TYPES else rows.float()
@@ -213,6 +228,17 @@ class Cpu:
         bound, step = kernel.bound(history, scoring), history.step.prepared.step
         bound.fill(step, q, out)
         return Native(address_of(kernel.function), bound.call, (bound, step, q, out, kernel))
+
+    def native_put(self, history: History, k: Tensor, v: Tensor) -> Native:
+        """The call that stores k [T,G,D] and v [T,G,Dv] of the rows that the step stores in their cells: both
+        float32 or bfloat16 at fixed addresses, elements side by side. It is good as long as that of `native`."""
+        kernel, step = self._compiled(), history.step.prepared.step
+        new = [
+            _New(x.data_ptr(), *x.stride()[:2], x.shape[1], _plane(history.planes[name]))
+            for name, x in (("k", k), ("v", v))
+        ]
+        call = _Put(step.data_ptr(), *new, TYPES[k.dtype])
+        return Native(address_of(kernel.store), call, (step, k, v, kernel))
 
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:
         return self._portable.attend_dense(q, k, v, visible, scoring)

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "cells.h"
+#include "step.h"
 #include "threads.h"
 #include "tile.h"
 #include "vectors.h"
@@ -38,16 +39,6 @@ constexpr int64_t ROWS = 448;               // of a slice, at most
 constexpr int64_t SLICE = 384 << 10;        // bytes of the queries and sums of a slice, about
 constexpr int64_t AHEAD = 16 << 10;         // bytes by which memory is asked for before it is needed
 constexpr int64_t PIECES = 2;               // of work for each thread, before a sequence's keys are not cut further
-
-// What all layers of a group share in a step: filled by `prepare`, always at the same address.
-struct Step {
-    const int64_t* segments;  // [S,4]: first row in `rows` and how many, first run in `runs` and how many
-    const int64_t* rows;      // [R,3]: row of the step, the keys [low,high) that it sees; neither ever falls in a segment
-    const int64_t* runs;      // [.,2]: first key and cell of each run; behind a segment's last run, its end
-    const int64_t* storing;   // [t]: rows of the step that are stored
-    const int64_t* cells;     // [t]: where
-    int64_t n_segments, n_storing;
-};
 
 struct Call {
     const Step* step;
@@ -142,22 +133,6 @@ struct Scratch {
 
 // -- queries and results ----------------------------------------------------------------------------------------------
 
-// Times the Hadamard matrix, as `rotate` in cache/quantise.py computes it: blocks of powers of two, the largest first.
-void rotate(float* x, int64_t size) {
-    for (int64_t width = int64_t(1) << 62; width > 0; width /= 2) {
-        if (!(size & width)) continue;
-        for (int64_t half = 1; half < width; half *= 2)
-            for (int64_t i = 0; i < width; i += 2 * half)
-                for (int64_t j = i; j < i + half; ++j) {
-                    const float left = x[j], right = x[j + half];
-                    x[j] = left + right, x[j + half] = left - right;
-                }
-        const float scale = 1 / std::sqrt(float(width));
-        for (int64_t i = 0; i < width; ++i) x[i] *= scale;
-        x += width;
-    }
-}
-
 // Queries of a slice as words of packed elements, zeros behind the last.
 template <class E>
 void take_queries(const Layout<E>& of, Scratch<E>& s, const Slice& slice) {
@@ -171,7 +146,7 @@ void take_queries(const Layout<E>& of, Scratch<E>& s, const Slice& slice) {
             E* row = (E*)to;
             if (c.k.rotated) {
                 elements((cells::Kind)c.type, q, c.k.size, wide.data());
-                rotate(wide.data(), c.k.size);
+                cells::rotate(wide.data(), c.k.size);
                 for (int64_t d = 0; d < c.k.size; ++d)
                     if constexpr (Layout<E>::NARROW) row[d] = narrowed(wide[d]);
                     else row[d] = wide[d];

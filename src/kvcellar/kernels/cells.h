@@ -1,6 +1,7 @@
 // What is stored in cells, read as rows of bfloat16 or float32, and packed for products of many rows at once.
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -70,6 +71,22 @@ inline void elements(Kind kind, const char* from, int64_t size, float* to) {
                 to[i] = codes[i] & 0x80 ? -x : x;
             }
             break;
+    }
+}
+
+// Times the Hadamard matrix, as `rotate` in cache/quantise.py computes it: blocks of powers of two, the largest first.
+inline void rotate(float* x, int64_t size) {
+    for (int64_t width = int64_t(1) << 62; width > 0; width /= 2) {
+        if (!(size & width)) continue;
+        for (int64_t half = 1; half < width; half *= 2)
+            for (int64_t i = 0; i < width; i += 2 * half)
+                for (int64_t j = i; j < i + half; ++j) {
+                    const float left = x[j], right = x[j + half];
+                    x[j] = left + right, x[j + half] = left - right;
+                }
+        const float scale = float(1 / std::sqrt(double(width)));
+        for (int64_t i = 0; i < width; ++i) x[i] *= scale;
+        x += width;
     }
 }
 

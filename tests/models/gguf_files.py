@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 = 0, 1, 2, 3, 6, 7, 8
-Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, BF16 = 10, 11, 12, 13, 14, 20, 30
+Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, BF16, TQ1_0, TQ2_0, MXFP4 = 10, 11, 12, 13, 14, 20, 30, 34, 35, 39
 ALIGNMENT = 32
 Fields = dict[str, Any]
 
@@ -185,6 +185,26 @@ def _read_q3_k(raw: bytes) -> list[float]:
     return found
 
 
+def _read_tq1_0(raw: bytes) -> list[float]:
+    found = []
+    for start, width, digits in ((0, 32, 5), (32, 16, 5), (48, 4, 4)):
+        for digit in range(digits):
+            for index in range(width):
+                rest = raw[start + index] * 3**digit % 256
+                found.append(_float(raw, 52) * (rest * 3 // 256 - 1))
+    return found
+
+
+def _read_tq2_0(raw: bytes) -> list[float]:
+    places = [(start + index, 2 * pair) for start in (0, 32) for pair in range(4) for index in range(32)]
+    return [_float(raw, 64) * ((raw[at] >> shift & 3) - 1) for at, shift in places]
+
+
+def _read_mxfp4(raw: bytes) -> list[float]:
+    values = (0, 1, 2, 3, 4, 6, 8, 12)
+    return [(-1 if code > 7 else 1) * values[code % 8] / 2 * 2.0 ** (raw[0] - 127) for code in _nibbles(raw[1:])]
+
+
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _READ: dict[int, Callable[[bytes], list[float]]] = {
     Q8_0: lambda raw: [_float(raw, 0) * code for code in struct.unpack("<32b", raw[2:])],
@@ -203,11 +223,15 @@ _READ: dict[int, Callable[[bytes], list[float]]] = {
     Q4_K: _read_q4_k,
     Q5_K: _read_q5_k,
     Q6_K: _read_q6_k,
+    TQ1_0: _read_tq1_0,
+    TQ2_0: _read_tq2_0,
+    MXFP4: _read_mxfp4,
 }  # fmt: skip
 BLOCKS = {  # elements, bytes, and where the half-precision numbers of a block are
     Q8_0: (32, 34, (0,)), Q4_0: (32, 18, (0,)), Q4_1: (32, 20, (0, 2)), Q5_0: (32, 22, (0,)), Q5_1: (32, 24, (0, 2)),
     IQ4_NL: (32, 18, (0,)), Q2_K: (256, 84, (80, 82)), Q3_K: (256, 110, (108,)), Q4_K: (256, 144, (0, 2)),
-    Q5_K: (256, 176, (0, 2)), Q6_K: (256, 210, (208,)),
+    Q5_K: (256, 176, (0, 2)), Q6_K: (256, 210, (208,)), TQ1_0: (256, 54, (52,)), TQ2_0: (256, 66, (64,)),
+    MXFP4: (32, 17, ()),
 }  # fmt: skip
 
 
@@ -217,6 +241,8 @@ def random_block(kind: int, generator: torch.Generator, scale: float = 0.01) -> 
     raw = bytearray(torch.randint(0, 256, (size,), generator=generator).tolist())
     for at in halves:
         raw[at : at + 2] = _half(scale * torch.rand((), generator=generator).item())
+    if kind == MXFP4:
+        raw[0] = 115 + raw[0] % 8  # an exponent
     return bytes(raw)
 
 

@@ -120,7 +120,7 @@ def test_arrays_of_each_type_are_bounded(number: int, kind: int, tmp_path: Path)
         ([gguf.info("t", (1,) * 5, 0, 0)], "5 dimensions"),
         ([gguf.info("t", (0,), 0, 0)], r"shape \(0,\), which F32 cannot store"),
         ([gguf.info("t", (2, 31), gguf.Q8_0, 0)], "Q8_0 cannot store"),
-        ([gguf.info("t", (4,), 39, 0)], "stored as MXFP4, which is not decoded. These types are: F32, F16, "),
+        ([gguf.info("t", (4,), 40, 0)], "stored as NVFP4, which is not decoded. These types are: F32, F16, "),
         ([gguf.info("t", (4,), 77, 0)], "stored as type 77"),
         ([gguf.info("t", (4,), 0, 4)], "offset 4 of 256, aligned to 32"),
         ([gguf.info("t", (4,), 0, 256)], "16 bytes at offset 256 of 256"),

@@ -9,7 +9,8 @@ import torch
 from transformers.integrations.gguf.dequant import dequantize
 
 from kvcellar.errors import ModelRefused
-from kvcellar.models.gguf_file import Q5_0, Q5_1, TYPES, Stored
+from kvcellar.models.gguf_file import MXFP4, Q5_0, Q5_1, TQ1_0, TQ2_0, TYPES, Stored
+from kvcellar.models.quantize.formats.floats import E2M1, as_floats
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PART = 4 << 20  # values that are decoded at once
@@ -63,6 +64,10 @@ def decode(raw: torch.Tensor, kind: int) -> torch.Tensor:
         return raw.view(_PLAIN[name]).float()
     if kind in (Q5_0, Q5_1):
         return _five_bits(raw.reshape(-1, block), minimum=kind == Q5_1)
+    if kind == MXFP4:
+        return _small_floats(raw.reshape(-1, block))
+    if kind in (TQ1_0, TQ2_0):
+        return _ternary(raw.reshape(-1, block), powers=kind == TQ1_0)
     return dequantize(raw, kind)
 
 
@@ -76,3 +81,27 @@ def _five_bits(blocks: torch.Tensor, *, minimum: bool) -> torch.Tensor:
     if minimum:
         return (scale * codes.float() + blocks[:, 2:4].view(torch.float16).float()).reshape(-1)
     return (scale * (codes.float() - 16)).reshape(-1)
+
+
+def _small_floats(blocks: torch.Tensor) -> torch.Tensor:
+    """MXFP4 [B,17]: an exponent of 2, 16 bytes of two values each."""
+    codes = torch.cat((blocks[:, 1:] & 15, blocks[:, 1:] >> 4), 1)  # [B,32]
+    return (torch.tensor(E2M1)[codes.int()] * as_floats(blocks[:, :1])).reshape(-1)
+
+
+def _ternary(blocks: torch.Tensor, *, powers: bool) -> torch.Tensor:
+    """TQ1_0 [B,54] and TQ2_0 [B,66]: -1, 0 and 1 times a half at the end. TQ2_0 has 2 bits for each value; a byte of
+    TQ1_0 is a fraction of 256 in base 3, of five digits in the first 48 bytes, and four in the last four."""
+    if powers:
+        parts = [_digits(blocks[:, a:b], count) for a, b, count in ((0, 32, 5), (32, 48, 5), (48, 52, 4))]
+    else:
+        shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+        parts = [(blocks[:, a : a + 32, None].mT >> shifts & 3).flatten(1) for a in (0, 32)]
+    values = torch.cat(parts, 1).float() - 1  # [B,256]
+    return (values * blocks[:, -2:].view(torch.float16).float()).reshape(-1)
+
+
+def _digits(raw: torch.Tensor, count: int) -> torch.Tensor:
+    """The first digits in base 3 of bytes [B,n] -> [B, count * n], those of the same place together."""
+    places = torch.tensor([3**n for n in range(count)], dtype=torch.int32)[:, None]
+    return ((raw[:, None].int() * places & 255) * 3 >> 8).flatten(1)

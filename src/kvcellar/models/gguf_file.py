@@ -30,18 +30,20 @@ _NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<
 _BOOL, _TEXT, _ARRAY = 7, 8, 9
 _TEXT_LENGTH = 8  # bytes of the length of a text
 
-Q5_0, Q5_1 = 6, 7  # types that transformers does not decode
+Q5_0, Q5_1, TQ1_0, TQ2_0, MXFP4 = 6, 7, 34, 35, 39  # types that transformers does not decode
 TYPES: Mapping[int, tuple[str, int, int]] = {  # name, elements of a block, bytes of a block
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
     30: ("BF16", 1, 2),
     Q5_0: ("Q5_0", 32, 22),
     Q5_1: ("Q5_1", 32, 24),
+    TQ1_0: ("TQ1_0", 256, 54),
+    TQ2_0: ("TQ2_0", 256, 66),
+    MXFP4: ("MXFP4", 32, 17),
     **{number: (GGML_NAME[number], *block) for number, block in GGML_BLOCK.items()},
 }
 _OTHER_TYPES = {
-    9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
-    40: "NVFP4",
+    9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 40: "NVFP4",
 }  # fmt: skip
 
 

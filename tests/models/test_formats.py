@@ -267,6 +267,26 @@ def test_modules_with_other_bits_are_read(kind: str, source: Path, tmp_path: Pat
     assert all(torch.equal(own[name], values) for name, values in dense.items())
 
 
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_biases_of_layers_that_have_none_are_left_out_if_they_are_zero(
+    value: float, source: Path, tmp_path: Path
+) -> None:
+    """AutoGPTQ wrote a bias for every layer."""
+    method, writer = FORMATS["GPTQ 4 bits, 32"]
+    tensors, dense = quantised(source, writer)
+    biases = {name.replace(".weight", ".bias"): torch.zeros(len(one)) for name, one in dense.items()}
+    biases["model.layers.1.mlp.up_proj.bias"][-1] = value
+    path = directory(source, tmp_path / "q", tensors | biases, method)
+    if value:
+        with pytest.raises(
+            ModelRefused, match=r"1 tensors that have no place in it \(model\.layers\.1\.mlp\.up_proj\.bias"
+        ):
+            load(path)
+    else:
+        (note,) = load(path).notes
+        assert note.startswith(f"{len(dense)} stored tensors are not used: LlamaForCausalLM ignores ")
+
+
 # -- experts, embeddings and layers that have their weights transposed -------------------------------------------------
 
 
@@ -564,7 +584,7 @@ def test_numbers_of_few_bits() -> None:
 
 TYPES = {
     torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.uint32: "U32",
-    torch.int8: "I8", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3",
+    torch.int8: "I8", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3", torch.int64: "I64",
 }  # fmt: skip
 
 
@@ -655,3 +675,34 @@ def test_the_description_may_be_that_of_the_text_model(key: str) -> None:
     assert format_in({"text_config": {key: FORMATS["AWQ"][0] | {"group_size": 32}}}) is not None
     with pytest.raises(ModelRefused, match="describes quantised weights twice"):
         format_in({"text_config": {key: method}, "quantization": method | {"group_size": 64}})
+
+
+@pytest.mark.parametrize("what", [what for what in FORMATS if what.startswith("CT")])
+def test_compressed_tensors_itself_computes_the_same(what: str) -> None:
+    compressors = pytest.importorskip("compressed_tensors.compressors", reason="optional: compressed-tensors")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    method, writer = FORMATS[what]
+    tensors, _ = writer("x.weight", (160, 96), np.random.default_rng(8))
+    scheme = method["config_groups"]["group_0"]
+    about = quantization.QuantizationScheme(
+        targets=["Linear"], weights=quantization.QuantizationArgs(**scheme["weights"])
+    )
+    compressor = compressors.BaseCompressor.get_value_from_registry(scheme["format"])
+    plain = {name.removeprefix("x."): tensor for name, tensor in tensors.items()}
+    theirs = compressor.decompress(plain, about)["weight"].to(torch.bfloat16)
+    assert torch.equal(theirs, decoded(tensors, method)[...].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_integers_that_compressed_tensors_packs_are_read(bits: int) -> None:
+    packing = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers", reason="optional")
+    half = 1 << bits - 1
+    codes = torch.from_numpy(np.random.default_rng(bits).integers(-half, half, (24, 100))).to(torch.int8)
+    scales = torch.rand(24, 1)
+    tensors = {
+        "x.weight_packed": packing.pack_to_int32(codes, bits),
+        "x.weight_scale": scales,
+        "x.weight_shape": torch.tensor([24, 100]),
+    }
+    method = compressed("pack-quantized", bits, "channel", type="int")
+    assert torch.equal(decoded(tensors, method)[...], codes.float() * scales)

@@ -175,7 +175,7 @@ def _check_report(
     faults: list[str] = []
     unexpected = set(map(str, report["unexpected_keys"]))
     names = [name for name, target in targets.items() if target in unexpected] or sorted(unexpected)
-    if names := [name for name in names if not mtp.search(name)]:
+    if names := [name for name in names if not mtp.search(name) and not _is_zero_bias(name, weights)]:
         faults.append(f"{len(names)} tensors that have no place in it ({first_few(names)})")
     for what, kind in (("missing_keys", "nothing for"), ("mismatched_keys", "another shape for")):
         if found := sorted(map(str, report[what])):
@@ -185,6 +185,14 @@ def _check_report(
             f"the weights do not fit the config: it describes a {network}, and {weights.files} of {weights.path.name} "
             f"holds {' and '.join(faults)}. It would be another model: correct config.json, or the weights."
         )
+
+
+def _is_zero_bias(name: str, weights: WeightsFiles) -> bool:
+    """Whether it is a bias of zeros, as GPTQ files have them beside quantised weights of layers without a bias."""
+    stored = weights.tensors.get(name)
+    if stored is None or not name.endswith(".bias") or f"{name.removesuffix('.bias')}.weight" not in weights.forms:
+        return False
+    return len(stored.shape) == 1 and not bool(weights.slices[name][...].any())
 
 
 def _check_finite(model: PreTrainedModel, weights: WeightsFiles) -> None:

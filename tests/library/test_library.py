@@ -46,7 +46,7 @@ def test_models_share_files_and_the_last_one_takes_them_along(tmp_path, library)
     assert tree(library) == before
     library.remove("a")
     assert tree(library) == {}
-    assert [path.name for path in sorted(library.root.rglob("*"))] == ["blobs", "manifests", "tmp", "views"]
+    assert [path.name for path in sorted(library.root.rglob("*"))] == ["blobs", "manifests", "tmp", "uploads", "views"]
 
 
 def test_a_removed_model_stays_readable_where_it_is_open(tmp_path, library):

@@ -198,7 +198,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], int, str]] = [
     ("POST", "copy", {"source": "one", "destination": "../a"}, 400, "'../a' is not the name of a model"),
     ("DELETE", "delete", {"model": "fake"}, 400, "the model fake is not in the library of this server"),
     ("DELETE", "delete", {"model": "none"}, 404, "the model 'none' is not served here"),
-    ("POST", "create", {"model": "new"}, 400, "from is required: the name of a model"),
+    ("POST", "create", {"model": "new"}, 400, "either from is required, the name of a model, or files"),
     ("POST", "create", {"model": "..", "from": "one"}, 400, "'..' is not the name of a model"),
     ("POST", "create", {"model": "new", "from": "/etc", "stream": False}, 400, "paths of this machine are not read"),
     (
@@ -208,7 +208,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], int, str]] = [
         400,
         "there is no model of that name in the library",
     ),
-    ("POST", "create", {"model": "new", "from": "one", "files": {"a": "sha256:0"}}, 400, "files cannot be uploaded"),
+    ("POST", "create", {"model": "new", "from": "one", "files": {"a": "sha256:0"}}, 400, "either from is required"),
     ("POST", "create", {"model": "new", "from": "one", "quantize": "q9", "stream": False}, 400, "is no type"),
     (
         "POST",
@@ -222,7 +222,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], int, str]] = [
     ("POST", "create", {"model": "new", "from": "one", "system": 'x """\ny'}, 400, "no Modelfile can have this value"),
     ("POST", "pull", {"model": "owner/name"}, 403, "this server does not download models"),
     ("POST", "push", {"model": "one"}, 400, "models cannot be pushed from this server"),
-    ("POST", "blobs/sha256:00", {}, 400, "files cannot be uploaded to this server"),
+    ("POST", "blobs/sha256:00", {}, 400, "a digest is sha256: and 64 digits of 0-9 and a-f, not 'sha256:00'"),
     ("GET", "nothing", {}, 404, "there is no such route"),
 ]
 
@@ -244,7 +244,7 @@ def test_the_server_is_found(http: httpx.Client) -> None:
     assert http.get("/api/version").json() == {"version": __version__}
     assert http.get("/").text == "kvcellar is running"
     assert http.head("/").status_code == 200
-    assert http.head("/api/blobs/sha256:00").status_code == 404
+    assert http.head("/api/blobs/sha256:00").status_code == 400
 
 
 KEYS = {"key_digests": (key_digest("client-1"),)}

@@ -24,7 +24,7 @@ log = logging.getLogger("kvcellar.serve")
 
 LAST_STEP = 1.5  # seconds for the engine's current step when the server has stopped
 SERVER_OPTIONS = (
-    *("host", "port", "allow_open", "allowed_hosts", "max_body_bytes", "drain_seconds"),
+    *("host", "port", "allow_open", "allowed_hosts", "max_body_bytes", "max_upload_bytes", "drain_seconds"),
     *("share_prefixes", "client_pins", "allow_pull"),
 )
 
@@ -47,6 +47,14 @@ SERVER_OPTIONS = (
 @click.option("--allow-open", is_flag=True, help="Without keys, serve every client that can reach HOST.")
 @click.option(
     "--max-body", "max_body_bytes", type=Size(), default="8MiB", show_default=True, help="Largest request body."
+)
+@click.option(
+    "--max-upload",
+    "max_upload_bytes",
+    type=Size(),
+    default="64GiB",
+    show_default=True,
+    help="Most bytes of files that were uploaded to create models, and that no model has.",
 )
 @click.option(
     "--drain-timeout",

@@ -43,18 +43,25 @@ def create(
     *,
     tools: Tools,
     folders: Sequence[Path] = (),
+    given: Mapping[str, Path] | None = None,
     quantize: str | None = None,
     draft_quantize: str | None = None,
 ) -> Created:
     """Make `name` the model that a Modelfile describes, in place of the one that it was.
 
-    Relative paths are looked up in each of `folders`; without folders, no path is read. Raises `BadRequest`,
+    Relative paths are looked up in each of `folders`; without folders, no path is read. `given`: where the files are of
+    commands, by name ("model", "adapter"), whose values are no places. Raises `BadRequest`,
     `ModelRefused` and `OSError`, and then the library is as it was.
     """
     target = ModelName.parse(name)
     texts = _texts(modelfile)
     kinds = [_kind(tools, quantize, "quantize"), _kind(tools, draft_quantize, "draft_quantize")]
-    one = _Creation(library, tools, modelfile, texts, tuple(folders))
+
+    def source(command: Command) -> Source:
+        path = (given or {}).get(command.name)
+        return sources.found(command, library, tools, folders) if path is None else Source(path)
+
+    one = _Creation(source, tools, modelfile, texts)
     one.check_kinds(*kinds)
     try:
         with library.disk.staging() as staging:
@@ -130,18 +137,16 @@ def _fitting(command: Command, check: Callable[[], object]) -> None:
 class _Creation:
     """One run of `create`. All sources are found before anything is written."""
 
-    def __init__(
-        self, library: Library, tools: Tools, modelfile: Modelfile, texts: _Texts, folders: tuple[Path, ...]
-    ) -> None:
+    def __init__(self, found: Callable[[Command], Source], tools: Tools, modelfile: Modelfile, texts: _Texts) -> None:
         self._tools, self.notes = tools, list[str]()
         for name in ("model", "draft"):
             if len(lines := modelfile.all(name)) > 1:
                 raise lines[1].error(f"there is a second {lines[0].keyword}; the first is in line {lines[0].line}")
         self._from = modelfile.all("model")[0]
-        self._source = sources.found(self._from, library, tools, folders)
+        self._source = found(self._from)
         self._draft_command = modelfile.last("draft")
-        self._draft = self._draft_command and sources.found(self._draft_command, library, tools, folders)
-        self._adapters = [(one, sources.found(one, library, tools, folders)) for one in modelfile.all("adapter")]
+        self._draft = self._draft_command and found(self._draft_command)
+        self._adapters = [(one, found(one)) for one in modelfile.all("adapter")]
         if self._draft is not None and self._draft.same(self._source):
             draft = modelfile.all("draft")[0]
             raise draft.error(f"DRAFT must not reference the same local path as FROM: {draft.args}")

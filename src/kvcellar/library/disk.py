@@ -3,6 +3,7 @@
     blobs/sha256-HEX         contents, read-only, named by their digest
     manifests/NAME/TAG.json  the models; NAME may be owner/name
     views/ID/                a model as a directory of symbolic links to blobs, made from its manifest
+    uploads/sha256-HEX       files that models are created from later (see `uploads.py`)
     tmp/                     what is being created: a directory for each running `Staging`, with a file that it has
                              locked
 
@@ -29,10 +30,11 @@ from kvcellar.places import make_private
 from kvcellar.progress import report
 from kvcellar.tiers.files import Files
 
-FOLDERS = BLOBS, MANIFESTS, VIEWS, TEMPORARY = "blobs", "manifests", "views", "tmp"
+FOLDERS = BLOBS, MANIFESTS, VIEWS, UPLOADS, TEMPORARY = "blobs", "manifests", "views", "uploads", "tmp"
 WAIT = 60.0  # seconds that a process waits for the lock of the library
 _CHUNK = 8 << 20
-_READ_ONLY = 0o400
+KEEP = 24 * 3600  # seconds that an upload stays
+READ_ONLY = 0o400
 
 
 class Disk:
@@ -95,6 +97,13 @@ class Disk:
                 with suppress(FileNotFoundError):  # its staging has removed it
                     self.files.unlink(directory)
         return needed
+
+    def remove_uploads(self, before: float) -> None:
+        """Remove those that were neither sent nor used since; needs the lock."""
+        for name in list(self.files.names(self.root / UPLOADS)):
+            about = os.lstat(self.root / UPLOADS / name)
+            if max(about.st_atime, about.st_mtime) < before:
+                self.files.unlink(self.root / UPLOADS / name)
 
     def _runs(self, directory: Path) -> bool:
         try:
@@ -188,7 +197,7 @@ class Staging:
             before = os.fstat(opened)
             if not stat.S_ISREG(before.st_mode):
                 raise ModelRefused(f"{source} is not a regular file")
-            found = self._reused(opened, name) or self._copied(opened, name)
+            found = self._reused(opened, name) or self._linked(opened, source, name) or self._copied(opened, name)
             after = os.fstat(opened)
         finally:
             os.close(opened)
@@ -201,7 +210,7 @@ class Staging:
         opened = os.open(made, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             file = File(name, self._disk.digest(opened, f"reading {name}"), self._disk.files.size(opened))
-            os.fchmod(opened, _READ_ONLY)
+            os.fchmod(opened, READ_ONLY)
             self._disk.files.sync(opened)
         finally:
             self._disk.files.close(opened)
@@ -249,12 +258,29 @@ class Staging:
         self._need(file.blob)
         return None if self._disk.wrong_content(file, name) is not None else file
 
+    def _linked(self, opened: int, source: Path, name: str) -> File | None:
+        """An upload, which is private and not written any more, as a blob. None for other files, and where the file
+        system has no hard links."""
+        disk, place = self._disk, Path(os.path.realpath(source))
+        if place.parent != Path(os.path.realpath(disk.root / UPLOADS)):
+            return None
+        file, part = (
+            File(name, disk.digest(opened, f"reading {name}"), disk.files.size(opened)),
+            self.directory / "part",
+        )
+        try:
+            os.link(place, part)
+        except OSError:
+            return None
+        self._publish(part, file)
+        return file
+
     def _copied(self, opened: int, name: str) -> File:
         files, path = self._disk.files, self.directory / "part"
         part = files.create(path)
         try:
             digest = self._disk.digest(opened, f"storing {name}", part)
-            os.fchmod(part, _READ_ONLY)
+            os.fchmod(part, READ_ONLY)
             files.sync(part)
             file = File(name, digest, files.size(part))
         except BaseException:

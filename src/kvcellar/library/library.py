@@ -7,13 +7,14 @@ again.
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvcellar.errors import BadRequest, ModelNotFound, ModelRefused
-from kvcellar.library.disk import BLOBS, MANIFESTS, VIEWS, Disk, Staging
+from kvcellar.library.disk import BLOBS, KEEP, MANIFESTS, VIEWS, Disk, Staging
 from kvcellar.library.manifest import MOST_BYTES, Manifest, ManifestDamaged
 from kvcellar.library.names import SUFFIX, ModelName
 from kvcellar.library.requires import check_version
@@ -160,6 +161,7 @@ class Library:
         processes left. Returns the bytes. While a manifest is damaged, no blob is removed: it may be that model's."""
         with self.disk.locked():
             needed = self.disk.remove_dead()
+            self.disk.remove_uploads(time.time() - KEEP)
             views: set[str] = set()
             for name in self.names():
                 try:

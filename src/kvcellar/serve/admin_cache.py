@@ -13,14 +13,15 @@ from functools import partial
 from threading import Condition
 from typing import Any
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvcellar.errors import EngineClosed, KvcellarError, ModelNotFound
-from kvcellar.serve.api_errors import ApiError, ClientDisconnected
+from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.body import RequestBody, receive_json
+from kvcellar.serve.body_parts import next_part
 from kvcellar.serve.json_reader import Limits
 from kvcellar.serve.json_text import json_chunks, printable
 from kvcellar.serve.lease import Lease
@@ -133,25 +134,13 @@ class CacheHandler:
         reading.add_done_callback(lambda _: arriving.close())  # what still arrives is discarded
         parts = request.stream()
         try:
-            while (part := await self._part(parts)) is not None:
+            while (part := await next_part(parts, self._settings.body_seconds, "archive")) is not None:
                 await arriving.add(part)
             arriving.end()
             return await reading
         finally:
             arriving.close()
             await asyncio.gather(reading, return_exceptions=True)  # then its thread is free for other requests
-
-    async def _part(self, parts: AsyncIterator[bytes]) -> bytes | None:
-        """The next part of a body; None after the last. Raises `ApiError` 408 if none arrives in time."""
-        seconds = self._settings.body_seconds
-        try:
-            async with asyncio.timeout(seconds):
-                return await anext(parts, None)
-        except TimeoutError:
-            message = f"no part of the archive arrived within {seconds:g} seconds"
-            raise ApiError(408, message, code="request_timeout", headers={"connection": "close"}) from None
-        except ClientDisconnect:
-            raise ClientDisconnected from None
 
     async def _body(self, request: Request) -> dict[str, object]:
         """The body, which must be JSON: a web page of another origin cannot send that."""

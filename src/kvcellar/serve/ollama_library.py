@@ -17,34 +17,37 @@ from kvcellar.library.library import Library
 from kvcellar.library.modelfile import Command, Modelfile
 from kvcellar.library.names import ModelName
 from kvcellar.library.parameters import from_json
+from kvcellar.library.uploads import Uploads, check_names
 from kvcellar.progress import Listener
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.library_models import listed
 from kvcellar.serve.ollama import answer, read
+from kvcellar.serve.ollama_blobs import BlobHandler
 from kvcellar.serve.ollama_fields import CopyBody, CreateBody, NamedBody, PullBody
 from kvcellar.serve.progress_lines import Work, lines, result
 from kvcellar.serve.servable import Servable, not_served
 from kvcellar.serve.shared import Shared
 
 NDJSON = "application/x-ndjson"
-UPLOAD = "files cannot be uploaded to this server; create from a model that it has"
+UPLOADED = "uploaded files"  # the value of FROM, or of ADAPTER
 
 
 def library_routes(server: Shared) -> list[Route]:
-    handler = LibraryHandler(server)
+    blobs = BlobHandler(server)
+    handler = LibraryHandler(server, blobs.uploads)
     return [
         Route("/api/create", handler.create, methods=["POST"]),
         Route("/api/copy", handler.copy, methods=["POST"]),
         Route("/api/delete", handler.delete, methods=["DELETE"]),
         Route("/api/pull", handler.pull, methods=["POST"]),
         Route("/api/push", handler.push, methods=["POST"]),
-        Route("/api/blobs/{digest}", handler.blob, methods=["HEAD", "POST"]),
+        Route("/api/blobs/{digest}", blobs.__call__, methods=["HEAD", "POST"]),
     ]
 
 
 class LibraryHandler:
-    def __init__(self, server: Shared) -> None:
-        self._server = server
+    def __init__(self, server: Shared, uploads: Uploads | None) -> None:
+        self._server, self._uploads = server, uploads
 
     @property
     def _library(self) -> Library:
@@ -90,17 +93,16 @@ class LibraryHandler:
     async def create(self, request: Request) -> Response:
         body, library = await read(self._server, request, CreateBody), self._library
         tools = self._server.tools
-        if body.files or body.adapters:
-            raise ApiError(400, UPLOAD, "files" if body.files else "adapters")
-        if tools is None:
+        if tools is None or (uploads := self._uploads) is None:
             raise ApiError(503, "this server cannot create models", code="no_library")
         name, modelfile = str(ModelName.parse(body.named)), modelfile_of(body)
 
+        files, adapters = body.files, body.adapters
         kinds = body.quantize, body.draft_quantize
 
         def work(_: Listener) -> None:
-            with self._server.host.short_switches:
-                create(library, name, modelfile, tools=tools, quantize=kinds[0], draft_quantize=kinds[1])
+            with self._server.host.short_switches, uploads.placed(files, adapters) as given:
+                create(library, name, modelfile, tools=tools, given=given, quantize=kinds[0], draft_quantize=kinds[1])
 
         return await self._long(work, body.stream)
 
@@ -118,9 +120,6 @@ class LibraryHandler:
     async def push(self, request: Request) -> Response:
         raise ApiError(400, "models cannot be pushed from this server", code="not_supported")
 
-    async def blob(self, request: Request) -> Response:
-        raise ApiError(404 if request.method == "HEAD" else 400, UPLOAD, code="not_supported")
-
     async def _long(self, work: Work, stream: bool | None) -> Response:
         """Lines by default, as Ollama."""
         if stream is False:
@@ -131,10 +130,13 @@ class LibraryHandler:
 
 def modelfile_of(body: CreateBody) -> Modelfile:
     """The Modelfile that a body describes. Raises `BadRequest`."""
-    if not body.from_:
-        raise BadRequest("from is required: the name of a model", "from")
+    if bool(body.from_) == bool(body.files):
+        raise BadRequest("either from is required, the name of a model, or files that were uploaded", "from")
+    for files, param in ((body.files, "files"), (body.adapters, "adapters")):
+        check_names(files or {}, param)
     texts: Sequence[tuple[str, str | None]] = (
-        ("model", body.from_),
+        ("model", body.from_ or UPLOADED),
+        ("adapter", UPLOADED if body.adapters else None),
         ("draft", body.draft),
         ("template", body.template),
         ("system", body.system),

@@ -32,6 +32,7 @@ class ReaderThreads:
         self._library = ThreadPoolExecutor(1, "kvcellar-library")
         self._long_work = ThreadPoolExecutor(1, "kvcellar-create")
         self._admin = ThreadPoolExecutor(1, "kvcellar-admin")
+        self._upload = ThreadPoolExecutor(1, "kvcellar-upload")
 
     async def run(self, body: RequestBody, work: Callable[[], T]) -> T:
         """The result of `work`, which reads `body`. If the request is cancelled meanwhile, the body is released when
@@ -66,6 +67,15 @@ class ReaderThreads:
         """The result of `work`, which may take long; one after another."""
         return await asyncio.wrap_future(self._admin.submit(work))
 
+    async def for_upload(self, work: Callable[[], T]) -> T:
+        """The result of `work`, which writes a part of a file; one after another."""
+        return await asyncio.wrap_future(self._upload.submit(work))
+
+    def end_upload(self, work: Callable[[], object]) -> None:
+        """Run `work` after what was submitted for uploads so far, also if the server is closed meanwhile."""
+        self._upload.submit(work)
+
     def close(self) -> None:
         for pool in (self._short, self._long, self._conversations, self._library, self._long_work, self._admin):
             pool.shutdown(wait=False, cancel_futures=True)
+        self._upload.shutdown(wait=False)

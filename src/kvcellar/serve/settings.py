@@ -36,6 +36,8 @@ class ServeSettings:
     allowed_hosts: tuple[str, ...] = ()  # names accepted in the Host header besides those of the loopback interface
     max_body_bytes: int = 8 * 2**20  # largest body of one request
     max_bodies_bytes: int | None = None  # largest sum of bodies being received; None: 8 times max_body_bytes
+    # most bytes of files that were uploaded to create models, and that no model has
+    max_upload_bytes: int = 64 * 2**30
     max_header_bytes: int = 64 * 2**10  # largest request line and headers together
     max_headers: int = 100  # most header lines of one request
     max_connections: int = 512  # most connections open at once; below 1024, the usual limit on open files
@@ -65,7 +67,8 @@ class ServeSettings:
             )
 
     def _check_numbers(self) -> None:
-        for name in ("max_body_bytes", "max_header_bytes", "max_headers", "max_connections", "max_backlog_events"):
+        numbers = "max_body_bytes", "max_upload_bytes", "max_header_bytes", "max_headers", "max_connections"
+        for name in (*numbers, "max_backlog_events"):
             self._require(getattr(self, name) >= 1, name, "at least 1")
         for name in ("header_seconds", "body_seconds", "write_seconds", "ping_seconds", "idle_seconds"):
             self._require(getattr(self, name) > 0, name, "more than 0")

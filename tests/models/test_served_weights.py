@@ -14,6 +14,7 @@ from kvcellar.kernels.quantised import Kernel, QuantisedLinear
 from kvcellar.models.load import Loaded, load
 from kvcellar.models.quantize.chosen import choose
 from kvcellar.models.quantize.directory import quantize_directory
+from kvcellar.models.selftest import judged_as
 from kvcellar.models.weights_files import opened
 from kvcellar.models.weights_loading import targets_of
 from tests.kernels.rounded import Emulated
@@ -176,3 +177,9 @@ def test_without_a_compiler_codes_are_decoded_and_a_setting_is_refused(
     assert torch.equal(reference_logits(loaded.model, TOKENS), reference_logits(load(tmp_path / "q").model, TOKENS))
     with pytest.raises(BadRequest, match=r"weights cannot be int8: the kernel .* Use auto or dense"):
         load(directory, weights="int8")
+
+
+def test_a_network_with_rounded_inputs_is_judged_as_in_half_precision(directory: Path) -> None:
+    """An ulp in an input can become a 127th of it, so no bound of float32 holds."""
+    assert judged_as(load(directory, dtype="float32").model) is torch.float32
+    assert judged_as(load(directory, dtype="float32", weights="int4").model) is torch.bfloat16

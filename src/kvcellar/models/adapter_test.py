@@ -13,7 +13,7 @@ from kvcellar.models.guest import Guest
 from kvcellar.models.hf_logging import silence_transformers
 from kvcellar.models.input_limits import random_tokens
 from kvcellar.models.seam import our_attention, own_attention
-from kvcellar.models.selftest import TOLERANCE, worst
+from kvcellar.models.selftest import TOLERANCE, judged_as, worst
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
 
@@ -22,7 +22,7 @@ LONG, SHORT = 6, 4  # tokens of a sequence with the adapter, and of one without
 
 def check_adapted(guest: Guest, number: int) -> None:
     """Raise `ModelRefused` unless the guest computes an adapter as the network does. Its K/V are stored as computed."""
-    bound = TOLERANCE[guest.dtype]
+    bound = TOLERANCE[judged_as(guest.model)]
     with silence_transformers():
         try:
             if not (found := _difference(guest, number, 0)) <= bound:
@@ -44,7 +44,7 @@ def _difference(guest: Guest, number: int, seed: int) -> float:
         raise ModelRefused(f"with it, logits are not finite: it is damaged, or {guest.dtype} is too narrow for it")
     scale = max(1.0, max(float(rows.abs().max()) for rows in expected.values()))
     found = _in_steps(guest, texts, number)
-    return worst([(found[seq] - rows).abs().amax(-1) / scale for seq, rows in expected.items()], guest.dtype)
+    return worst([(found[seq] - rows).abs().amax(-1) / scale for seq, rows in expected.items()], judged_as(guest.model))
 
 
 def _own(guest: Guest, texts: dict[int, list[int]], adapters: dict[int, int]) -> dict[int, Tensor]:

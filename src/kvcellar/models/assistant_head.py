@@ -33,7 +33,7 @@ from kvcellar.models.input_limits import random_tokens, vocabulary_of
 from kvcellar.models.load import BUILD_ERRORS, check_memory, config_of
 from kvcellar.models.quantize.reading import decoded
 from kvcellar.models.seam import Binding, FlatDoor, Scorings, opened, our_attention, own_attention
-from kvcellar.models.selftest import TOLERANCE
+from kvcellar.models.selftest import TOLERANCE, judged_as
 from kvcellar.models.weights_files import WeightsFiles, check_shapes
 from kvcellar.models.weights_files import opened as opened_weights
 from kvcellar.models.weights_loading import check_types, fill, targets_of
@@ -291,7 +291,7 @@ def _self_test(head: AssistantHead, target: Guest) -> Verdict:
         float((a.float() - b.float()).abs().max()) / max(1.0, float(b.float().abs().max()))
         for a, b in zip(ours, theirs, strict=True)
     ]
-    return Verdict(max(gaps), TOLERANCE[target.dtype])
+    return Verdict(max(gaps), TOLERANCE[judged_as(target.model)])
 
 
 def _keys(memory: Memory, layer: int) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from kvcellar.models.guest import Guest, Ints, Verdict, backends_for
 from kvcellar.models.input_limits import context_of, random_tokens
 from kvcellar.models.probe import PROBE_TOKENS, ProbeDoor, differing, recording
 from kvcellar.models.seam import FlatDoor, Scorings, opened, our_attention, own_attention
-from kvcellar.models.selftest import TOLERANCE, worst
+from kvcellar.models.selftest import TOLERANCE, judged_as, worst
 from kvcellar.models.shape import Shape, shape_of
 from kvcellar.plan import Batch, Feed, Plan
 from kvcellar.spans import Span
@@ -137,7 +137,7 @@ def _check_output_head(head: MtpHead, target: Guest) -> None:
     theirs, hidden = target.forward_with_hidden(memory, plan, ids, range(TESTED))
     memory.abandon()
     gap = _gap(head.logits(hidden), theirs)
-    if not worst([gap], target.dtype) <= TOLERANCE[target.dtype]:
+    if not worst([gap], judged_as(target.model)) <= TOLERANCE[judged_as(target.model)]:
         raise ModelRefused(
             f"{_name(target)} scales or bounds its hidden states or logits, and transformers' MTP model does not: for "
             f"the same hidden states, logits differ by {float(gap.max()):.1e}"
@@ -171,7 +171,8 @@ def _self_test(head: MtpHead, target: Guest) -> Verdict:
         for seq, span in part.items():
             gaps.append(_gap(rows[start : start + len(span)], expected[seq][span.start : span.end]))
             start += len(span)
-    return Verdict(worst(gaps, head.dtype), TOLERANCE[head.dtype])
+    kind = judged_as(target.model)
+    return Verdict(worst(gaps, kind), TOLERANCE[kind])
 
 
 def _rows(

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvcellar.errors import ModelRefused
+from kvcellar.kernels.quantised import QuantisedLinear
 from kvcellar.models.guest import Guest, Verdict
 from kvcellar.models.input_limits import context_of, random_tokens
 from kvcellar.models.seam import our_attention, own_attention
@@ -17,6 +18,12 @@ from kvcellar.spans import Span
 TOLERANCE: Mapping[torch.dtype, float] = {
     torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2,
 }  # fmt: skip
+
+
+def judged_as(network: PreTrainedModel) -> torch.dtype:
+    """The type whose bound and rule hold for a network: its own, but bfloat16 if inputs of its layers are rounded to 8
+    bits: there, an ulp in an input can become a 127th of it."""
+    return torch.bfloat16 if any(isinstance(one, QuantisedLinear) for one in network.modules()) else network.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +66,11 @@ def partial_commit_test(guest: Guest, reference: Reference) -> Verdict:
 
 def _verdict(replay: "_Replay", steps: Callable[["_Replay"], None]) -> Verdict:
     steps(replay)
-    bound = TOLERANCE[replay.guest.dtype]
+    kind = judged_as(replay.guest.model)
+    bound = TOLERANCE[kind]
     if not all(bool(gap.isfinite().all()) for gap in replay.gaps):
         return Verdict(float("inf"), bound)
-    return Verdict(worst(replay.gaps, replay.guest.dtype), bound)
+    return Verdict(worst(replay.gaps, kind), bound)
 
 
 def worst(gaps: Sequence[Tensor], dtype: torch.dtype) -> float:

@@ -23,7 +23,7 @@ from kvcellar.models.hf_logging import silence_transformers
 from kvcellar.models.input_limits import context_of
 from kvcellar.models.load import load
 from kvcellar.models.packing import pack_model
-from kvcellar.models.selftest import TOLERANCE, worst
+from kvcellar.models.selftest import TOLERANCE, judged_as, worst
 from kvcellar.verify.bits import SameBits, same_bits
 from kvcellar.verify.checks import CHECKS, Check, NotApplicable
 from kvcellar.verify.harness import CheckFailed, Harness, Setup
@@ -202,7 +202,7 @@ def _tried(check: Check, setup: Setup, seed: int, layers: Sequence[str]) -> Chec
     There, rounding can change a router's choice between nearly equal experts, and then all later values differ.
     """
     first = result = _result(check, Harness(setup, seed), layers)
-    for again in range(1, 1 if setup.guest.dtype in EXACT else TRIES):
+    for again in range(1, 1 if judged_as(setup.guest.model) in EXACT else TRIES):
         if result.outcome != "does not hold" or result.largest is None:
             break
         result = _result(check, Harness(setup, seed + again * FAR), layers)
@@ -215,7 +215,7 @@ def _tried(check: Check, setup: Setup, seed: int, layers: Sequence[str]) -> Chec
 
 def _result(check: Check, harness: Harness, layers: Sequence[str]) -> CheckResult:
     """Run a check once and compare logits. An exception is reported as a failure of the check, and not raised."""
-    bound = TOLERANCE[harness.guest.dtype]
+    bound = TOLERANCE[judged_as(harness.guest.model)]
     result = CheckResult(
         check.name, check.description, tuple(filter(check.covers, layers)), "holds", None, None, bound, 0, 0
     )
@@ -233,8 +233,8 @@ def _result(check: Check, harness: Harness, layers: Sequence[str]) -> CheckResul
     rows = sum(map(len, gaps))
     if not all(bool(gap.isfinite().all()) for gap in gaps):
         return replace(result, outcome="does not hold", rows=rows, note="logits are not finite")
-    difference = worst(gaps, harness.guest.dtype)
-    fine = difference <= bound and not (other and harness.guest.dtype in EXACT)
+    difference = worst(gaps, judged_as(harness.guest.model))
+    fine = difference <= bound and not (other and judged_as(harness.guest.model) in EXACT)
     return replace(
         result,
         outcome="holds" if fine else "does not hold",

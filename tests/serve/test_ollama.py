@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -505,3 +506,32 @@ def test_files_are_compared_on_the_thread_of_the_library(
         assert http.post(route, json=body).status_code == 200
     (thread,) = threads
     assert thread.startswith("kvcellar-library")
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/one", "/api/tags", "/api/show"])
+def test_requests_go_on_while_models_are_listed_from_a_slow_disk(
+    http: httpx.Client, world: World, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    begun, go_on, resolve = threading.Event(), threading.Event(), world.library.resolve
+
+    def slow(name: str) -> Any:
+        begun.set()
+        assert go_on.wait(PATIENCE)
+        return resolve(name)
+
+    monkeypatch.setattr(world.library, "resolve", slow)
+
+    def listed() -> int:
+        method, body = ("POST", {"model": "one"}) if path == "/api/show" else ("GET", None)
+        return http.request(method, path, json=body).status_code
+
+    with ThreadPoolExecutor(8) as pool:
+        lists = [pool.submit(listed) for _ in range(8)]
+        try:
+            assert begun.wait(PATIENCE)
+            body = {"model": "fake", "prompt": "a", "max_tokens": 1}
+            assert http.post("/v1/completions", json=body, timeout=PATIENCE).status_code == 200
+            assert not any(one.done() for one in lists)
+        finally:
+            go_on.set()
+        assert [one.result() for one in lists] == [200] * 8

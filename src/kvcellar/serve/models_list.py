@@ -19,12 +19,12 @@ class ModelsHandler:
         self._created = int(time.time())
 
     async def list(self, request: Request) -> Response:
-        models = await self._server.threads.for_short(self._server.host.all)
+        models = await self._server.threads.for_listing(self._server.host.all)
         return self._json({"object": "list", "data": list(map(self._model, models))})
 
     async def get(self, request: Request) -> Response:
         name = request.path_params["name"]
-        return self._json(self._model(await self._server.threads.for_short(lambda: self._server.host.find(name))))
+        return self._json(self._model(await self._server.threads.for_listing(lambda: self._server.host.find(name))))
 
     def _model(self, servable: Servable) -> Json:
         fields: Json = {"id": servable.name, "object": "model", "created": self._created, "owned_by": "kvcellar"}

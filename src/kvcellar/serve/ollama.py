@@ -59,7 +59,7 @@ class OllamaHandler:
         def work() -> Json:
             return {"models": [self._details.listed(one) for one in self._host.all()]}
 
-        return answer(await self._server.threads.for_short(work))
+        return answer(await self._server.threads.for_listing(work))
 
     async def show(self, request: Request) -> Response:
         body = await read(self._server, request, ShowBody)
@@ -74,13 +74,13 @@ class OllamaHandler:
                 if with_engine is not None:
                     with_engine.release()
 
-        return answer(await self._server.threads.for_short(work))
+        return answer(await self._server.threads.for_listing(work))
 
     async def running(self, request: Request) -> Response:
         def work() -> Json:
             return {"models": [self._running(one) for one in self._host.residents.members()]}
 
-        return answer(await self._server.threads.for_short(work))
+        return answer(await self._server.threads.for_listing(work))
 
     def _running(self, one: Member) -> Json:
         """`shared_size`: of `size`, the bytes that other models that are loaded use, too."""

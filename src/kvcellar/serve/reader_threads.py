@@ -2,7 +2,7 @@
 that the event loop is not blocked.
 
 Always true:
-  * short bodies wait neither for long ones nor for the files of conversations: each kind has its own pool;
+  * short bodies wait neither for long ones nor for the files of conversations and models: each kind has its own pool;
   * at most `LONG` long bodies are parsed or tokenized, and at most `CONVERSATIONS` requests read or write a named
     conversation, at the same time. A long body that continues a conversation is a long one.
 """
@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from kvcellar.serve.body import SHORT_BODY, RequestBody
 
-SHORT, LONG, CONVERSATIONS = 4, 2, 4  # threads
+SHORT, LONG, CONVERSATIONS, LISTING = 4, 2, 4, 2  # threads
 # A field may be `conversation` only where this matches: JSON has no other escapes of its letters.
 _CONVERSATION = re.compile(rb'"conversation"|\\u00[67]')
 
@@ -30,6 +30,7 @@ class ReaderThreads:
         self._long = ThreadPoolExecutor(LONG, "kvcellar-read-long")
         self._conversations = ThreadPoolExecutor(CONVERSATIONS, "kvcellar-conversation")
         self._library = ThreadPoolExecutor(1, "kvcellar-library")
+        self._listing = ThreadPoolExecutor(LISTING, "kvcellar-listing")
         self._long_work = ThreadPoolExecutor(1, "kvcellar-create")
         self._admin = ThreadPoolExecutor(1, "kvcellar-admin")
         self._upload = ThreadPoolExecutor(1, "kvcellar-upload")
@@ -51,9 +52,9 @@ class ReaderThreads:
         future.add_done_callback(lambda _: body.leave_thread())
         return await asyncio.wrap_future(future)
 
-    async def for_short(self, work: Callable[[], T]) -> T:
-        """The result of `work`, which reads a few small files."""
-        return await asyncio.wrap_future(self._short.submit(work))
+    async def for_listing(self, work: Callable[[], T]) -> T:
+        """The result of `work`, which shows models, and may read files of all of them."""
+        return await asyncio.wrap_future(self._listing.submit(work))
 
     async def for_library(self, work: Callable[[], T]) -> T:
         """The result of `work`, which changes the library or compares its files; one after another."""
@@ -76,6 +77,7 @@ class ReaderThreads:
         self._upload.submit(work)
 
     def close(self) -> None:
-        for pool in (self._short, self._long, self._conversations, self._library, self._long_work, self._admin):
+        library = self._library, self._listing, self._long_work
+        for pool in (self._short, self._long, self._conversations, *library, self._admin):
             pool.shutdown(wait=False, cancel_futures=True)
         self._upload.shutdown(wait=False)

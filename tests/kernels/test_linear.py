@@ -2,6 +2,7 @@
 
 import gc
 import os
+import platform
 import shutil
 import sys
 import weakref
@@ -298,3 +299,17 @@ def test_this_cpu_multiplies_pairs_if_it_can(native: Kernel) -> None:
     flags = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
     if "avx512_bf16" in flags and "amx_bf16" not in flags:
         assert native.multiplies == PAIRS
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this C library keeps freed memory as it likes")
+def test_memory_of_plain_weights_is_given_back_while_a_model_is_packed(
+    native: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed, "TRIMMED", 1 << 20)
+    honest, sizes = packed.trim, []
+    monkeypatch.setattr(
+        packed, "trim", lambda: sizes.append(sum(one.numel() for one in model.parameters())) or honest()
+    )
+    model = nn.Sequential(*(plain(512, 640, torch.float32, bias=False) for _ in range(4)))
+    pack(model)
+    assert sizes == [3 * 512 * 640, 2 * 512 * 640, 512 * 640, 0]

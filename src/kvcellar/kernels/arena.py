@@ -8,6 +8,7 @@ Always true: pages of an arena that no tensor was made in are not resident.
 
 import ctypes
 import mmap
+import platform
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -48,6 +49,13 @@ class Arena:
         except OSError:
             return None
         return sum(size for start, end, size in _huge(lines) if start < self.span[1] and end > self.span[0])
+
+
+def trim() -> None:
+    """Give pages of freed memory back to the system: the C library keeps those between others that are in use, and an
+    arena does not use them again."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _huge(lines: list[str]) -> list[tuple[int, int, int]]:

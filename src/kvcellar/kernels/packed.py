@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvcellar.kernels.arena import Arena
+from kvcellar.kernels.arena import Arena, trim
 from kvcellar.kernels.compiled import NotCompiled
 from kvcellar.kernels.linear import FOREIGN, Kernel, PanelLinear, panel_bytes, panel_linear
 from kvcellar.kernels.quantised import QuantisedLinear
@@ -33,6 +33,7 @@ BLOCK = 128  # rows in one call at most: a block of so many takes as little time
 # The numbers of rows that oneDNN is called with. At most a quarter of them are padding, less than a fifth from 13 on.
 PADDED = (1, 2, 3, 4, 6, 8, *range(12, 32, 4), *range(32, 64, 8), *range(64, BLOCK + 1, 16))
 _PADDED = frozenset(PADDED)
+TRIMMED = 16 << 20  # bytes of plain weights that are freed before their pages are given back
 
 
 def padded(rows: int) -> int:
@@ -135,7 +136,7 @@ def pack(model: nn.Module, *, environment: Mapping[str, str] = os.environ) -> Pa
     kept = {name: why for name in names if (why := _why_plain(_linear(model, name))) is not None}
     names = [name for name in names if name not in kept]
     packer = _Packer(environment, [_linear(model, name).weight for name in names])
-    count, size, own = 0, 0, 0
+    count, size, own, trimmed = 0, 0, 0, 0
     for name in names:
         linear = _linear(model, name)
         packed = packer.packed(linear)
@@ -145,6 +146,10 @@ def pack(model: nn.Module, *, environment: Mapping[str, str] = os.environ) -> Pa
         count, size, own = count + 1, size + linear.weight.nbytes, own + isinstance(packed, PanelLinear)
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, packed)
+        del linear
+        if own and (size - trimmed >= TRIMMED or name == names[-1]):
+            trim()
+            trimmed = size
     return Packing(count, size, own, packer.not_own, kept, packer.arena)
 
 

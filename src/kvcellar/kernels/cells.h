@@ -91,6 +91,10 @@ inline void rotate(float* x, int64_t size) {
 }
 
 #if KV_PAIRS
+// The numbers -8 to 7 as bfloat16.
+alignas(64) constexpr Half INT4_NUMBERS[32] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+                                               0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+
 // Codes are exact in bfloat16.
 inline void elements(Kind kind, const char* from, int64_t size, Half* to) {
     const int64_t half = (size + 1) / 2, bytes = kind == INT4 ? half : size;
@@ -109,9 +113,7 @@ inline void elements(Kind kind, const char* from, int64_t size, Half* to) {
         }
         const __m512i wide = _mm512_cvtepu8_epi16(codes);
         if (kind == INT4) {
-            alignas(64) static constexpr Half numbers[32] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
-                                                             0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
-            const __m512i table = _mm512_load_si512(numbers);
+            const __m512i table = _mm512_load_si512(INT4_NUMBERS);
             const __m512i low = _mm512_permutexvar_epi16(_mm512_and_si512(wide, _mm512_set1_epi16(15)), table);
             const __m512i high = _mm512_permutexvar_epi16(_mm512_srli_epi16(wide, 4), table);
             _mm512_mask_storeu_epi16(to + i, here, low);
@@ -131,6 +133,51 @@ inline void elements(Kind kind, const char* from, int64_t size, Half* to) {
     }
 }
 #endif
+
+// Vectors in cells as rows of elements, `padded` apart.
+template <class E>
+inline void bundle_elements(Kind kind, const char* codes, const int64_t* found, int64_t n, int64_t cell, int64_t size, E* to,
+                            int64_t padded) {
+#if KV_PAIRS
+    if constexpr (sizeof(E) == 2) {
+        if (kind == INT8 && size % 32 == 0) {
+            for (int64_t i = 0; i < n; ++i, to += padded) {
+                const char* from = codes + found[i] * cell;
+                for (int64_t d = 0; d < size; d += 32) {
+                    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(from + d))));
+                    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(from + d + 16))));
+                    _mm512_storeu_si512(to + d, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+                }
+            }
+            return;
+        }
+        if (kind == INT4 && size % 64 == 0) {
+            const __m512i table = _mm512_load_si512(INT4_NUMBERS);
+            for (int64_t i = 0; i < n; ++i, to += padded) {
+                const char* from = codes + found[i] * cell;
+                for (int64_t d = 0; d < size / 2; d += 32) {
+                    const __m512i wide = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)(from + d)));
+                    const __m512i low = _mm512_and_si512(wide, _mm512_set1_epi16(15)), high = _mm512_srli_epi16(wide, 4);
+                    _mm512_storeu_si512(to + d, _mm512_permutexvar_epi16(low, table));
+                    _mm512_storeu_si512(to + size / 2 + d, _mm512_permutexvar_epi16(high, table));
+                }
+            }
+            return;
+        }
+    }
+#endif
+    for (int64_t i = 0; i < n; ++i) elements(kind, codes + found[i] * cell, size, to + i * padded);
+}
+
+// BUNDLE numbers of float16 as float32.
+inline void of_halves(const uint16_t* from, float* to) {
+#if KV_AVX512
+    for (int64_t i = 0; i < BUNDLE; i += 16)
+        _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(from + i))));
+#else
+    for (int64_t i = 0; i < BUNDLE; ++i) to[i] = of_half(from[i]);
+#endif
+}
 
 template <class E>
 constexpr Kind kind_of = sizeof(E) == 4 ? FLOAT32 : BFLOAT16;
@@ -164,22 +211,17 @@ struct Reader {
         for (int64_t i = end; i < BUNDLE; ++i) rows[i] = zeros;
         for (int64_t i = first; i < end; ++i) {
             const char* from = codes + found[i - first] * plane.cell;
-            if (in_place) {
-                rows[i] = (const E*)from;
-                continue;
-            }
-            elements((Kind)plane.kind, from, plane.size, copies + i * padded);
-            rows[i] = copies + i * padded;
+            rows[i] = in_place ? (const E*)from : copies + i * padded;
         }
+        if (!in_place)
+            bundle_elements((Kind)plane.kind, codes, found, end - first, plane.cell, plane.size, copies + first * padded, padded);
         if (!scales) return;
+        uint16_t halves[BUNDLE] = {};
         for (int64_t b = 0; b < plane.blocks(); ++b) {
-            float* out = to + b * stride;
-            std::memset(out, 0, BUNDLE * 4);
-            for (int64_t i = first; i < end; ++i) {
-                uint16_t scale;
-                std::memcpy(&scale, scales + found[i - first] * plane.scale_cell + b * 2, 2);
-                out[i] = of_half(scale);
-            }
+            const char* from = scales + b * 2;
+            for (int64_t i = first; i < end; ++i)
+                std::memcpy(halves + i, from + found[i - first] * plane.scale_cell, 2);
+            of_halves(halves, to + b * stride);
         }
     }
 };

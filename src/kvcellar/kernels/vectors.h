@@ -72,19 +72,28 @@ KV_INLINE F larger(F a, F b) {
 #endif
 }
 
+// Of numbers, none of them NaN.
 KV_INLINE float largest(F x) {
+#if KV_AVX512
+    return _mm512_reduce_max_ps((__m512)x);
+#else
     float top = NONE;
     KV_UNROLL for (int i = 0; i < W; ++i) top = x[i] > top ? x[i] : top;
     return top;
+#endif
 }
 
 // Halves are added until one number is left.
 KV_INLINE float total(F x) {
+#if KV_AVX512
+    return _mm512_reduce_add_ps((__m512)x);
+#else
     float part[W];
     std::memcpy(part, &x, sizeof part);
     KV_UNROLL for (int half = W / 2; half > 0; half /= 2)
         KV_UNROLL for (int i = 0; i < half; ++i) part[i] += part[i + half];
     return part[0];
+#endif
 }
 
 // 2^x for x below 128; 0 below -126; NaN stays NaN. Relative error below 2^-23, or 2^-14 if `rough`.

@@ -17,6 +17,7 @@ from kvcellar.bench.run import (
     FRAGMENTED,
     LINEAR,
     NAMES,
+    OTHER_KINDS,
     PREFIX,
     REPLAY,
     RESTART,
@@ -60,7 +61,20 @@ def measured(capsys: pytest.CaptureFixture[str], **how: Any) -> tuple[list[str],
 
 
 ALONE = (
-    *(BOOKKEEPING, TURNS, REVERTIBLE, START, FRAGMENTED, RESTART, REPLAY, PREFIX, SPECULATE, DRAFTS, TWO_MODELS),
+    *(
+        BOOKKEEPING,
+        TURNS,
+        REVERTIBLE,
+        START,
+        FRAGMENTED,
+        RESTART,
+        REPLAY,
+        PREFIX,
+        SPECULATE,
+        DRAFTS,
+        TWO_MODELS,
+        OTHER_KINDS,
+    ),
     LINEAR,
 )
 

@@ -14,8 +14,9 @@ import torch
 
 from kvcellar.bench.bandwidth import Reads
 from kvcellar.bench.compare import NEAR, Agreement, Compared, Extent, Work, compared, same_work
-from kvcellar.bench.compared import run_against
+from kvcellar.bench.compared import run_against, run_kinds
 from kvcellar.bench.gguf import write_gguf
+from kvcellar.bench.kinds import KINDS
 from kvcellar.bench.network import TINY, write
 from kvcellar.bench.peer import PATIENCE, PeerFailed, Side, running, sides_of
 from kvcellar.bench.peers import ours, with_transformers
@@ -148,7 +149,7 @@ def test_ours_and_transformers_compute_the_same(tmp_path: Path) -> None:
     """The adapters that run in our environment, in this process; `serve` is tested with peers that have no model."""
     write(TINY, tmp_path)
     options = {"model": str(tmp_path), "precision": "bf16", "threads": torch.get_num_threads()}
-    options |= {"cache_bytes": 1 << 24, "sequences": 8, "longest": 64, "new": 8}
+    options |= {"cache_bytes": 1 << 24, "sequences": 8, "longest": 64, "new": 8, "reuses": True}
     reference, other = ours.Peer(options), with_transformers.Peer(options)
     with closing(reference._engine):
         for work in (Work("one", (40,)), Work("ragged", (3, 17, 30)), PREFILL):
@@ -177,6 +178,18 @@ def test_a_peer_that_computes_something_else_is_an_error(capsys: pytest.CaptureF
     with pytest.raises(KvcellarError, match=r"(?s)fake missing failed.*fake differs computes something else in dec"):
         run_against([], only="decode-512", quick=True, sides=sides)
     assert "where they part, ours led by 0.500" in capsys.readouterr().out
+
+
+def test_other_kinds_are_measured_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
+    run_kinds(quick=True, sides=[replace(fake("a"), name="kvcellar"), fake("b")])
+    *_, last = capsys.readouterr().out.splitlines()
+    found = json.loads(last)["kinds"]
+    assert list(found) == list(KINDS)
+    for one in found.values():
+        assert {name: set(sides) for name, sides in one["works"].items()} == {
+            "decode-1": {"kvcellar a", "fake b"},
+            "decode-8": {"kvcellar a", "fake b"},
+        }
 
 
 def test_turns_hold_an_engine_between_steps() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from kvcellar.bench.peer import Peer, PeerFailed, Side, running
 
 MOST_IDS = 500  # ids of prompts are below
-NEAR = 0.1  # lead of a token in log-probability that the rounding of a 16-bit type can turn over
+NEAR = 0.25  # lead of a token in log-probability that the rounding of a 16-bit type can turn over
 GIB = 1 << 30
 
 Prompts = list[list[int]]
@@ -278,6 +278,7 @@ def _options(directory: Path, works: Sequence[Work], extent: Extent, threads: in
         "threads": threads,
         "cache_bytes": GIB // 4,
         "sequences": max(len(work.lengths) for work in works),
+        "reuses": any(work.reused for work in works),
         "longest": max(work.reused + max(work.lengths) for work in works),
         "new": extent.burst * (extent.bursts + 1) + 8,
     }

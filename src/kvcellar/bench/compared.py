@@ -13,6 +13,8 @@ from kvcellar.bench import report
 from kvcellar.bench.bandwidth import Reads
 from kvcellar.bench.compare import QUICK, WORKS, Agreement, Compared, Extent, Measured, Work, compared, same_work
 from kvcellar.bench.gguf import write_gguf
+from kvcellar.bench.kinds import WORKS as WORKS_OF_KINDS
+from kvcellar.bench.kinds import kinds
 from kvcellar.bench.network import SMALL, TINY, Size, write
 from kvcellar.bench.peer import OURS, Side, sides_of
 from kvcellar.errors import BadRequest, KvcellarError
@@ -65,6 +67,22 @@ def run_against(
     return found
 
 
+def run_kinds(*, quick: bool = False, threads: int = 1, sides: Sequence[Side] | None = None) -> None:
+    """Measure `kinds` beside transformers, print a table and one line of JSON. Raises `KvcellarError` as
+    `run_against`."""
+    sides = sides_of(["transformers"]) if sides is None else sides
+    table, results, failed = Table(sides, None, None, Extent()), dict[str, Any](), list[str]()
+    for name, parameters, found in kinds(sides, quick=quick, threads=threads):
+        _print([f"{name}: {parameters / 1e6:.0f} million parameters, {threads} thread(s), CPU time"])
+        for work in WORKS_OF_KINDS:
+            table.show(found, work)
+        results[name] = {"parameters": parameters, **as_json(found)}
+        failed += found.failed.values()
+    print(json.dumps({**report.about(parameters=0, threads=threads, quick=quick), "kinds": results}), flush=True)
+    if wrong := [*failed, *table.others]:
+        raise KvcellarError("\n".join(wrong))
+
+
 def write_for_peers(size: Size, directory: Path) -> int:
     """A model directory with a GGUF file of the same weights. Returns the number of parameters."""
     parameters = write(size, directory)
@@ -78,9 +96,9 @@ def _read(reads: Reads) -> None:
 
 
 class Table:
-    """Prints a part of the table for each work."""
+    """Prints a part of the table for each work; with `reads`, the limit for a network of this size."""
 
-    def __init__(self, sides: Sequence[Side], size: Size, reads: Reads | None, extent: Extent) -> None:
+    def __init__(self, sides: Sequence[Side], size: Size | None, reads: Reads | None, extent: Extent) -> None:
         self._sides, self._size, self._reads, self._extent = {side.label: side for side in sides}, size, reads, extent
         self.others: list[str] = []  # sides that computed something else
 
@@ -109,7 +127,7 @@ class Table:
 
     def _limit(self, work: Work, ours: Measured) -> str:
         """By the bytes that a step reads: all weights once, and K/V of the tokens at half of the decoded ones."""
-        assert self._reads is not None
+        assert self._reads is not None and self._size is not None
         size, steps = self._size, self._extent.burst * (self._extent.bursts + 1)
         per_token = size.layers * 2 * size.kv_heads * size.head_size * 2
         kv = per_token * sum(length + steps // 2 for length in work.lengths)

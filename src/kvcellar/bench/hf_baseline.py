@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +41,13 @@ def network(config: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype).eval()
+
+
+def write_network(config: Mapping[str, Any], dtype: torch.dtype, directory: Path) -> int:
+    """Write a model directory of `network`. Returns the number of parameters."""
+    made = network(config, dtype)
+    made.save_pretrained(directory)
+    return made.num_parameters()
 
 
 def generate(
@@ -103,13 +111,14 @@ class _Stopped(Exception):
 
 
 class Generating:
-    """`generate` on a thread of its own, step by step. The cache of a single prompt stays, and the next single prompt
-    begins with what both have in common, where the layers can be cropped."""
+    """`generate` on a thread of its own, step by step. Where the cache of a single prompt stays, the next single prompt
+    begins with what both have in common, if the layers can be cropped."""
 
-    def __init__(self, directory: str, most: int) -> None:
-        """`most` tokens may be decoded after a prompt."""
+    def __init__(self, directory: str, most: int, *, keeps: bool) -> None:
+        """`most` tokens may be decoded after a prompt. `keeps`: the cache of a single prompt stays; else `generate`
+        makes each."""
         self._model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval().requires_grad_(False)
-        self._most = most
+        self._most, self._keeps = most, keeps
         self._cache, self._held = DynamicCache(config=self._model.config), list[int]()
         self._thread: threading.Thread | None = None
         self.turns = Turns(0)
@@ -117,7 +126,7 @@ class Generating:
     def start(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Compute the prompts; returns the first token of each."""
         self.turns = Turns(len(prompts))
-        cache = self._kept(prompts[0]) if len(prompts) == 1 else None
+        cache = self._kept(prompts[0]) if self._keeps and len(prompts) == 1 else None
         self._thread = threading.Thread(target=self._run, args=(prompts, cache, self.turns))
         self._thread.start()
         return self.turns.first()

@@ -2,15 +2,17 @@
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from kvcellar.bench import against, drafts, linear, report, speculate, start, two_models
 from kvcellar.bench.bookkeeping import bookkeeping
+from kvcellar.bench.compared import run_kinds
 from kvcellar.bench.conversation import QUICK, Script, conversation
 from kvcellar.bench.counts import all_counts
 from kvcellar.bench.counts import lines as count_lines
@@ -35,9 +37,10 @@ BOOKKEEPING = "bookkeeping"
 TURNS, REVERTIBLE, START, FRAGMENTED = "turns", "revertible", "start", "fragmented"
 RESTART, REPLAY, PREFIX = "restart", "replay", "prefix"
 SPECULATE, DRAFTS, TWO_MODELS, LINEAR = "speculate", "drafts", "two-models", "linear"
+OTHER_KINDS = "kinds"
 NAMES = (
     *(*WORKLOADS, BOOKKEEPING, TURNS, REVERTIBLE, PREFIX),
-    *(START, FRAGMENTED, RESTART, REPLAY, SPECULATE, DRAFTS, TWO_MODELS, LINEAR),
+    *(START, FRAGMENTED, RESTART, REPLAY, SPECULATE, DRAFTS, TWO_MODELS, LINEAR, OTHER_KINDS),
 )
 
 
@@ -45,8 +48,8 @@ def run(*, quick: bool = False, only: str | None = None, threads: int = 1, besid
     """Print a line for each workload when it has been measured, and one line of JSON at the end.
 
     `quick` uses tiny sizes, to test the bench: its numbers mean nothing. `only` is one of `NAMES`. `start`,
-    `restart`, `replay`, `fragmented`, `speculate`, `drafts`, `two-models` and `linear` are measured only if named,
-    because they take longer or run processes. `beside` is another system whose cache is counted on the traces of
+    `restart`, `replay`, `fragmented`, `speculate`, `drafts`, `two-models`, `linear` and `kinds` are measured only if
+    named, because they take longer or run processes. `beside` is another system whose cache is counted on the traces of
     `replay`.
     """
     if only not in (None, *NAMES):
@@ -55,20 +58,19 @@ def run(*, quick: bool = False, only: str | None = None, threads: int = 1, besid
         raise BadRequest(
             f"only {REPLAY} is counted against {', '.join(against.SYSTEMS)}; not {only} against {beside}", "against"
         )
-    if only == START:
-        run_starts(quick=quick)
-    elif only == FRAGMENTED:
-        run_fragmented(quick=quick, threads=threads)
-    elif only == RESTART:
-        run_restart(quick=quick)
-    elif only == REPLAY:
-        run_replay(quick=quick, beside=beside)
-    elif only == SPECULATE:
-        run_speculate(quick=quick)
-    elif only == DRAFTS:
-        run_drafts(quick=quick)
-    elif only in (TWO_MODELS, LINEAR):
-        (run_linear if only == LINEAR else run_two_models)(quick=quick, threads=threads)
+    alone: dict[str, Callable[[], None]] = {
+        START: partial(run_starts, quick=quick),
+        FRAGMENTED: partial(run_fragmented, quick=quick, threads=threads),
+        RESTART: partial(run_restart, quick=quick),
+        REPLAY: partial(run_replay, quick=quick, beside=beside),
+        SPECULATE: partial(run_speculate, quick=quick),
+        DRAFTS: partial(run_drafts, quick=quick),
+        TWO_MODELS: partial(run_two_models, quick=quick, threads=threads),
+        LINEAR: partial(run_linear, quick=quick, threads=threads),
+        OTHER_KINDS: partial(run_kinds, quick=quick, threads=threads),
+    }
+    if only in alone:
+        alone[only]()
     else:
         torch.set_num_threads(threads)
         _run_compared(quick, only, threads)

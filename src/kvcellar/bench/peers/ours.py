@@ -14,7 +14,8 @@ MOST = 20  # most probable tokens that are compared
 def library(options: Mapping[str, Any]) -> str:
     """Imports torch and the module of the model too, which are not ours."""
     kind = json.loads((Path(options["model"]) / "config.json").read_text())["model_type"]
-    import_module(f"transformers.models.{kind}.modeling_{kind}")
+    name = import_module("transformers.models.auto.configuration_auto").model_type_to_module_name(kind)
+    import_module(f"transformers.models.{name}.modeling_{name}")
     return f"kvcellar {import_module('kvcellar').__version__}"
 
 

@@ -15,7 +15,7 @@ class Peer:
         from kvcellar.bench.hf_baseline import Generating
 
         import_module("torch").set_num_threads(options["threads"])
-        self._generating = Generating(options["model"], most=options["new"])
+        self._generating = Generating(options["model"], most=options["new"], keeps=options["reuses"])
 
     def open(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         return self._generating.start(prompts)

@@ -1,0 +1,96 @@
+"""kinds: decoding of random networks of other kinds than Llama, of about 125 million parameters, against `generate`."""
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from kvcellar.bench import hf_baseline
+from kvcellar.bench.compare import QUICK, Compared, Extent, Work, compared
+from kvcellar.bench.peer import Side
+from kvcellar.models.hf_logging import silence_transformers
+
+WORKS = (Work("decode-1", (512,)), Work("decode-8", (512,) * 8))
+EXTENT = Extent(bursts=6)
+COMMON: Mapping[str, Any] = {
+    "vocab_size": 32_000,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+EXPERTS: Mapping[str, Any] = {
+    **COMMON,
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 512,
+    "num_experts_per_tok": 4,
+}
+KINDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "gemma3": {
+            **COMMON,
+            "model_type": "gemma3_text",
+            "hidden_size": 768,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "query_pre_attn_scalar": 128,
+            "intermediate_size": 2304,
+            "sliding_window": 256,
+        },
+        "qwen3-moe": {**EXPERTS, "model_type": "qwen3_moe", "num_experts": 16, "moe_intermediate_size": 512},
+        "gpt-oss": {**EXPERTS, "model_type": "gpt_oss", "num_local_experts": 16, "sliding_window": 128},
+        "lfm2": {
+            **COMMON,
+            "model_type": "lfm2",
+            "hidden_size": 768,
+            "num_hidden_layers": 14,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 4,
+            "block_ff_dim": 2304,
+            "block_auto_adjust_ff_dim": False,
+            "layer_types": ["full_attention" if layer % 4 == 2 else "conv" for layer in range(14)],
+        },
+        "mamba2": {
+            **COMMON,
+            "model_type": "mamba2",
+            "hidden_size": 768,
+            "num_hidden_layers": 24,
+            "num_heads": 24,
+            "head_dim": 64,
+            "state_size": 128,
+            "n_groups": 1,
+        },
+    }
+)
+SMALLER: Mapping[str, Any] = {  # to test the bench
+    "num_hidden_layers": 4,
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "num_heads": 4,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 128,
+    "block_ff_dim": 128,
+}
+
+
+def kinds(sides: Sequence[Side], *, quick: bool = False, threads: int = 1) -> Iterator[tuple[str, int, Compared]]:
+    """Name, number of parameters and what was measured, kind by kind."""
+    extent = QUICK if quick else EXTENT
+    for name, config in KINDS.items():
+        with tempfile.TemporaryDirectory() as place:
+            config = {**config, **(SMALLER if quick else {})}
+            if quick and "layer_types" in config:
+                config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
+            with silence_transformers():
+                parameters = hf_baseline.write_network(config, torch.bfloat16, Path(place))
+            yield name, parameters, compared(Path(place), sides, WORKS, extent, threads=threads)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvcellar.kernels.native import Native
 from kvcellar.kernels.program import Op, Size, Sizes, size_of
-from kvcellar.kernels.recorded_calls import Call, Handler, is_torch, of_native, of_torch, resolved, with_numbers
+from kvcellar.kernels.recorded_calls import Bound, Call, Handler, is_torch, of_native, of_torch, resolved, with_numbers
 from kvcellar.kernels.recorded_groups import Group, grouped, lives
 from kvcellar.kernels.recorded_kernel import INDEX, WORDS, StepKernel, instruction, span
 from kvcellar.kernels.recorded_lowering import Lowering
@@ -213,16 +213,17 @@ class Binder:
             self._parts.append(self._torch(op))
         else:
             bound = self._handled(op, self._sizes)
-            if isinstance(bound, Native):
-                self._alive.append(bound)
-                self._add(instruction(self._kernel.native, bound.function, (1, 1, 1, 1), of=bound.address))
-            else:
+            if callable(bound):
                 self._parts.append(bound)
+                return
+            self._alive.append(bound)
+            for native in (bound,) if isinstance(bound, Native) else bound:
+                self._add(instruction(self._kernel.native, native.function, (1, 1, 1, 1), of=native.address))
 
     def _torch(self, op: Op) -> Call:
         return of_torch(op, *self._tensors(op), self._sizes)
 
-    def _handled(self, op: Op, sizes: Sizes) -> Native | Call:
+    def _handled(self, op: Op, sizes: Sizes) -> Bound:
         handler = self._handlers.get(op.name)
         if handler is None:
             known = ", ".join(sorted(self._handlers)) or "none"
@@ -236,7 +237,11 @@ class Binder:
             of_torch(op, *self._tensors(op), sizes)()
             return
         bound = self._handled(op, sizes)
-        (of_native(bound) if isinstance(bound, Native) else bound)()
+        if callable(bound):
+            bound()
+        else:
+            for native in (bound,) if isinstance(bound, Native) else bound:
+                of_native(native)()
 
     def _tensors(self, op: Op) -> tuple[list[Tensor], list[Tensor | None]]:
         """Its inputs and outputs."""

@@ -17,15 +17,16 @@ from kvcellar.kernels.program import Argument, Dtype, Number, Op, Ref, Sizes, si
 from kvcellar.kernels.recorded_lowering import operator
 
 Call = Callable[[], None]
+Bound = Native | Sequence[Native] | Call
 NATIVE = CFUNCTYPE(c_int, c_void_p)
 
 
 class Handler(Protocol):
     """Binds the operators of one name that is not torch's to tensors whose addresses stay."""
 
-    def bind(self, op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> Native | Call:
-        """What computes `outputs` from `inputs`, the tensors of `op.reads`, each time that it is called. Their content
-        at this time means nothing. Sizes among `op.args` are numbers."""
+    def bind(self, op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> Bound:
+        """What computes `outputs` from `inputs`, the tensors of `op.reads`, each time that it is called, in order.
+        Their content at this time means nothing. Sizes among `op.args` are numbers."""
         ...
 
 

@@ -1,0 +1,262 @@
+"""native: a recorded forward in fixed memory, run by the compiled loop (`kernels/recorded.py`).
+
+Linear layers, K/V writes and attention are native calls where their modules and backends have such; what has none is
+called through the step's door, as the network's own modules are.
+
+Always true: what is bound to a memory is used for that memory only, and made anew after its cells have moved.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from kvcellar.attention.cpu import TYPES, Cpu
+from kvcellar.cache.memory import Memory
+from kvcellar.kernels.linear import PanelLinear, merged
+from kvcellar.kernels.program import Argument, Cache, Dtype, Op, Program, Ref
+from kvcellar.kernels.quantised import QuantisedLinear
+from kvcellar.kernels.recorded import Recorded
+from kvcellar.kernels.recorded_calls import Bound, Call
+from kvcellar.kernels.recorded_kernel import StepKernel
+from kvcellar.models.recording.recording import Execute, RecordedStep, Results
+from kvcellar.models.recording.replay import constants_of, layers_of_cells
+from kvcellar.models.seam import FlatDoor
+from kvcellar.shapes import Scoring
+
+Inputs = Sequence[Tensor]
+Outputs = Sequence[Tensor | None]
+
+
+def native(network: nn.Module, kernel: StepKernel) -> Execute:
+    """What makes executors of programs of a network."""
+    return lambda program: NativeExecutor(program, network, kernel)
+
+
+class NativeExecutor:
+    """Runs one program of a network."""
+
+    name = "native"
+
+    def __init__(self, program: Program, network: nn.Module, kernel: StepKernel) -> None:
+        self._program, self._network, self._kernel = program, network, kernel
+        self._constants = constants_of(program, network)
+        self._counted = layers_of_cells(program)
+        self._attended = tuple({op.args[-1] for op in program.ops if op.name == "kvcellar.attend"})
+        self._memories: WeakKeyDictionary[Memory, _Bound] = WeakKeyDictionary()
+
+    def refuse(self, step: RecordedStep) -> str | None:
+        return None
+
+    def run(self, step: RecordedStep) -> Results:
+        bound = self._memories.get(step.memory)
+        if bound is None:
+            bound = self._memories[step.memory] = _Bound(self._program, self._constants, self._network, self._kernel)
+        cells = {symbol: len(step.door.history(layer).step.columns.cells) for symbol, layer in self._counted.items()}
+        places = [plane.codes.data_ptr() for plane in self._planes(step.door)]
+        return bound.run(step, {"T": len(step.ids), "W": len(step.wanted), **cells}, places)
+
+    def _planes(self, door: FlatDoor) -> Iterator[Any]:
+        for layer in self._attended:
+            assert isinstance(layer, int)
+            yield from door.history(layer).planes.values()
+
+
+class _Bound:
+    """A program that is bound to one memory."""
+
+    def __init__(
+        self, program: Program, constants: Mapping[int, Tensor], network: nn.Module, kernel: StepKernel
+    ) -> None:
+        self._step = _Step()
+        called = _Called(network, self._step)
+        handlers = {
+            "kvcellar.linear": _Linear(network),
+            "kvcellar.put": _Put(self._step),
+            "kvcellar.attend": _Attend(self._step, {tensor.data_ptr() for tensor in constants.values()}),
+            "kvcellar.dense": _Dense(self._step),
+            "kvcellar.attend_dense": _AttendDense(self._step),
+            "kvcellar.mix": called,
+            "kvcellar.module": called,
+        }
+        self._recorded = Recorded(program, constants, handlers, kernel)
+        self._places: Sequence[int] = ()
+
+    def run(self, step: RecordedStep, sizes: Mapping[str, int], places: Sequence[int]) -> Results:
+        if places != self._places:
+            self._recorded.clear()
+            self._places = places
+        self._step.open = step
+        try:
+            inputs = {"ids": step.ids, "positions": step.positions, "wanted": step.wanted}
+            outputs = self._recorded.run(sizes, inputs)
+        finally:
+            self._step.open = None
+        return Results(outputs["logits"], outputs.get("hidden"))
+
+
+class _Step:
+    """The running step, for operators that are called through its door."""
+
+    open: RecordedStep | None = None
+
+    @property
+    def door(self) -> FlatDoor:
+        assert self.open is not None, "a step is open"
+        return self.open.door
+
+
+class _Linear:
+    """One or several linear layers with the same input, outputs side by side."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self._network = network
+        self._merged: dict[Any, PanelLinear] = {}
+
+    def bind(self, op: Op, inputs: Inputs, outputs: Outputs) -> Bound:
+        (x,), (out,), paths = inputs, outputs, op.args[1]
+        assert out is not None
+        assert isinstance(paths, tuple)
+        modules = [self._network.get_submodule(str(path)) for path in paths]
+        rows, into = _as_rows(x), _as_rows(out)
+        if rows is not None and into is not None and x.dtype is out.dtype:
+            if all(isinstance(module, PanelLinear) and module.dtype is x.dtype for module in modules):
+                if paths not in self._merged:
+                    panels = [module for module in modules if isinstance(module, PanelLinear)]
+                    self._merged[paths] = merged(panels) if len(panels) > 1 else panels[0]
+                return self._merged[paths].native(rows, into)
+            if all(isinstance(module, QuantisedLinear) for module in modules):
+                quantised = [module for module in modules if isinstance(module, QuantisedLinear)]
+                parts = into.split([module.out_features for module in quantised], -1)
+                return [module.native(rows, part) for module, part in zip(quantised, parts, strict=True)]
+
+        def call() -> None:
+            out.copy_(torch.cat([module(x) for module in modules], -1) if len(modules) > 1 else modules[0](x))
+
+        return call
+
+
+def _as_rows(x: Tensor) -> Tensor | None:
+    """The same as rows [n,width] whose elements are side by side; None if its rows are not equally far apart."""
+    if x.stride(-1) != 1:
+        return None
+    try:
+        return x.view(-1, x.shape[-1]) if x.numel() else None
+    except RuntimeError:
+        return None
+
+
+class _Put:
+    def __init__(self, step: _Step) -> None:
+        self._step = step
+
+    def bind(self, op: Op, inputs: Inputs, outputs: Outputs) -> Bound:
+        (k, v), layer = inputs, op.args[2]
+        assert isinstance(layer, int)
+        return lambda: self._step.door.put(k, v, layer)
+
+
+class _Attend:
+    """Attention over stored cells. Sinks that are no constants are read in each step, by the backend itself."""
+
+    def __init__(self, step: _Step, constants: Collection[int]) -> None:
+        self._step, self._constants = step, constants
+
+    def bind(self, op: Op, inputs: Inputs, outputs: Outputs) -> Bound:
+        (q, *_), (out,), layer = inputs, outputs, op.args[1]
+        assert isinstance(layer, int)
+        assert out is not None
+        rows, scoring = q.transpose(1, 2), _scoring(op, inputs[1:])  # [1,T,H,D]
+        history = self._step.door.history(layer)
+        fixed = all(sinks.data_ptr() in self._constants for sinks in inputs[1:])
+        typed = q.dtype is out.dtype and q.dtype in TYPES and q.stride(-1) == 1 and len(rows[0]) > 0
+        if fixed and typed and isinstance(history.backend, Cpu):
+            return history.backend.native(history, scoring, rows[0], out[0])
+
+        def call() -> None:
+            history = self._step.door.history(layer)
+            out.copy_(history.backend.attend(rows, history, scoring))
+
+        return call
+
+
+class _Dense:
+    def __init__(self, step: _Step) -> None:
+        self._step = step
+
+    def bind(self, op: Op, inputs: Inputs, outputs: Outputs) -> Call:
+        (layer, plane), (out,) = op.args, outputs
+        assert isinstance(layer, int)
+        assert out is not None
+
+        def call() -> None:
+            history = self._step.door.history(layer)
+            stored = history.planes[str(plane)].values(history.step.columns.cells)  # [N,G,D]
+            out.copy_(stored.transpose(0, 1)[None])
+
+        return call
+
+
+class _AttendDense:
+    def __init__(self, step: _Step) -> None:
+        self._step = step
+
+    def bind(self, op: Op, inputs: Inputs, outputs: Outputs) -> Call:
+        (q, k, v, *sinks), (out,), layer = inputs, outputs, op.args[3]
+        assert isinstance(layer, int)
+        assert out is not None
+        scoring = _scoring(op, sinks)
+
+        def call() -> None:
+            history = self._step.door.history(layer)
+            keys, values = k[0].transpose(0, 1), v[0].transpose(0, 1)  # [N,G,D], [N,G,Dv]
+            visible = history.step.columns.visible
+            out.copy_(history.backend.attend_dense(q.transpose(1, 2)[0], keys, values, visible, scoring)[None])
+
+        return call
+
+
+class _Called:
+    """Modules that keep a state, or could not be traced."""
+
+    def __init__(self, network: nn.Module, step: _Step) -> None:
+        self._network, self._step = network, step
+
+    def bind(self, op: Op, inputs: Inputs, outputs: Outputs) -> Call:
+        path, arguments = op.args
+        module = self._network.get_submodule(str(path))
+
+        def call() -> None:
+            assert self._step.open is not None
+            left, cache = iter(inputs), self._step.open.cache
+            args = _given(arguments, left, cache)
+            made = tree_leaves(module(*args, **{name: _given(one, left, cache) for name, one in op.kwargs.items()}))
+            tensors = [one for one in made if isinstance(one, Tensor)]
+            for out, one in zip(outputs, tensors, strict=True):
+                if out is not None:
+                    out.copy_(one)
+
+        return call
+
+
+def _scoring(op: Op, sinks: Inputs) -> Scoring:
+    kwargs: dict[str, Any] = {**op.kwargs, "sinks": sinks[0] if sinks else None}
+    return Scoring(**kwargs)
+
+
+def _given(argument: Argument, left: Iterator[Tensor], cache: Any) -> Any:
+    """An argument of a module, tensors in order."""
+    match argument:
+        case Ref():
+            return next(left)
+        case Cache():
+            return cache
+        case Dtype(name):
+            return getattr(torch, name)
+        case tuple():
+            return tuple(_given(one, left, cache) for one in argument)
+        case _:
+            return argument

@@ -1,0 +1,75 @@
+"""A recorded forward in fixed memory gives the logits of the network's own modules, bit for bit."""
+
+import logging
+import os
+import shutil
+
+import pytest
+import torch
+
+from kvcellar.attention.choose import backends
+from kvcellar.kernels.compiled import COMPILERS
+from kvcellar.kernels.packed import pack
+from kvcellar.kernels.recorded_kernel import StepKernel
+from kvcellar.models.build_guest import build_guest
+from kvcellar.models.recording.capture import capture
+from kvcellar.models.recording.native import NativeExecutor
+from kvcellar.models.recording.recording import Recording
+from kvcellar.plan import Batch, Feed
+from kvcellar.spans import Span
+from tests.models.served import FLAT
+from tests.models.test_recording import timeline
+from tests.zoo import ARCHS
+
+pytestmark = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="there is no compiler")
+
+
+@pytest.fixture(scope="module")
+def kernel() -> StepKernel:
+    return StepKernel(os.environ)
+
+
+@pytest.fixture(autouse=True)
+def without_traces_of_torch(caplog: pytest.LogCaptureFixture) -> None:
+    """Torch logs every symbolic size, and pytest would keep that."""
+    caplog.set_level(logging.WARNING, "torch.__trace")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("name", FLAT)
+def test_a_forward_in_fixed_memory_equals_the_modules(name: str, dtype: torch.dtype, kernel: StepKernel) -> None:
+    guest = build_guest(ARCHS[name].build().to(dtype), backends())
+    captured = capture(guest)
+    theirs = timeline(guest)
+    guest.recording = Recording(captured, NativeExecutor(captured.program, guest.model, kernel))
+    ours = timeline(guest)
+    assert [torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)] == [True] * len(theirs)
+    assert guest.recording.steps == len(ours)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss", "qwen3-moe"])
+def test_packed_layers_and_attention_are_called_natively(name: str, kernel: StepKernel) -> None:
+    """Merged layers, too."""
+    guest = build_guest(ARCHS[name].build().to(torch.bfloat16), backends())
+    pack(guest.model)
+    captured = capture(guest)
+    theirs = timeline(guest)
+    executor = NativeExecutor(captured.program, guest.model, kernel)
+    guest.recording = Recording(captured, executor)
+    assert [torch.equal(a, b) for a, b in zip(timeline(guest), theirs, strict=True)] == [True] * len(theirs)
+
+
+def test_a_resized_memory_is_bound_anew(kernel: StepKernel) -> None:
+    guest = build_guest(ARCHS["llama"].build(), backends())
+    captured = capture(guest)
+    executor = NativeExecutor(captured.program, guest.model, kernel)
+    memory = guest.memory({group.name: 40 for group in guest.shape.groups})
+    results: list[torch.Tensor] = []
+    for start in range(0, 8, 2):
+        for recording in (None, Recording(captured, executor)):
+            guest.recording = recording
+            plan = memory.begin(Batch((Feed(0, Span(start, start + 2)),)))
+            results.append(guest.forward(memory, plan, [start + 1, start + 2], [0, 1]).clone())
+            memory.abandon() if recording is None else memory.commit()
+        memory.resize({group.name: 40 + 8 * (start + 1) for group in guest.shape.groups})
+    assert all(torch.equal(a, b) for a, b in zip(results[::2], results[1::2], strict=True))

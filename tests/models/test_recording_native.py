@@ -38,7 +38,7 @@ def without_traces_of_torch(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("name", FLAT)
 def test_a_forward_in_fixed_memory_equals_the_modules(name: str, dtype: torch.dtype, kernel: StepKernel) -> None:
-    guest = build_guest(ARCHS[name].build().to(dtype), backends())
+    guest = build_guest(ARCHS[name].build().to(dtype=dtype), backends())
     captured = capture(guest)
     theirs = timeline(guest)
     guest.recording = Recording(captured, NativeExecutor(captured.program, guest.model, kernel))
@@ -50,7 +50,7 @@ def test_a_forward_in_fixed_memory_equals_the_modules(name: str, dtype: torch.dt
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss", "qwen3-moe"])
 def test_packed_layers_and_attention_are_called_natively(name: str, kernel: StepKernel) -> None:
     """Merged layers, too."""
-    guest = build_guest(ARCHS[name].build().to(torch.bfloat16), backends())
+    guest = build_guest(ARCHS[name].build().to(dtype=torch.bfloat16), backends())
     pack(guest.model)
     captured = capture(guest)
     theirs = timeline(guest)
@@ -71,5 +71,6 @@ def test_a_resized_memory_is_bound_anew(kernel: StepKernel) -> None:
             plan = memory.begin(Batch((Feed(0, Span(start, start + 2)),)))
             results.append(guest.forward(memory, plan, [start + 1, start + 2], [0, 1]).clone())
             memory.abandon() if recording is None else memory.commit()
-        memory.resize({group.name: 40 + 8 * (start + 1) for group in guest.shape.groups})
+        for group in guest.shape.groups:
+            memory.storage.resize(group.name, 48 + 8 * start)
     assert all(torch.equal(a, b) for a, b in zip(results[::2], results[1::2], strict=True))

@@ -1,6 +1,6 @@
 // A recorded step: instructions on tensors at fixed addresses, in order (`recorded_kernel.py` writes and runs them).
 // A span of instructions that treat rows alike runs row by row, so that its values stay in the core's first cache.
-#include "step.h"
+#include "step_types.h"
 
 #include <algorithm>
 #include <chrono>

@@ -2,7 +2,7 @@
 // torch's bits whatever instructions the compiler chooses: there is one operation between a load and a store.
 #pragma once
 #include <cmath>
-#include "step.h"
+#include "step_types.h"
 
 namespace step {
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from kvcellar.attention.cpu import TYPES, Cpu
 from kvcellar.cache.memory import Memory
+from kvcellar.kernels.experts import PanelExperts
 from kvcellar.kernels.linear import PanelLinear, merged
 from kvcellar.kernels.program import Argument, Cache, Dtype, Op, Program, Ref
 from kvcellar.kernels.quantised import QuantisedLinear
@@ -45,7 +46,7 @@ class NativeExecutor:
         self._program, self._network, self._kernel = program, network, kernel
         self._constants = constants_of(program, network)
         self._counted = layers_of_cells(program)
-        self._attended = tuple({op.args[-1] for op in program.ops if op.name == "kvcellar.attend"})
+        self._stored = tuple({op.args[2] for op in program.ops if op.name == "kvcellar.put"})
         self._memories: WeakKeyDictionary[Memory, _Bound] = WeakKeyDictionary()
 
     def refuse(self, step: RecordedStep) -> str | None:
@@ -60,7 +61,7 @@ class NativeExecutor:
         return bound.run(step, {"T": len(step.ids), "W": len(step.wanted), **cells}, places)
 
     def _planes(self, door: FlatDoor) -> Iterator[Any]:
-        for layer in self._attended:
+        for layer in self._stored:
             assert isinstance(layer, int)
             yield from door.history(layer).planes.values()
 
@@ -79,6 +80,7 @@ class _Bound:
             "kvcellar.attend": _Attend(self._step, {tensor.data_ptr() for tensor in constants.values()}),
             "kvcellar.dense": _Dense(self._step),
             "kvcellar.attend_dense": _AttendDense(self._step),
+            "kvcellar.experts": _Experts(network),
             "kvcellar.mix": called,
             "kvcellar.module": called,
         }
@@ -93,15 +95,20 @@ class _Bound:
         try:
             inputs = {"ids": step.ids, "positions": step.positions, "wanted": step.wanted}
             outputs = self._recorded.run(sizes, inputs)
+            for layer, planes in self._step.stored.items():
+                step.door.history(layer).step.written.update(planes)
         finally:
             self._step.open = None
         return Results(outputs["logits"], outputs.get("hidden"))
 
 
 class _Step:
-    """The running step, for operators that are called through its door."""
+    """The running step, for operators that are called through its door, and the layers whose keys and values native
+    calls store."""
 
-    open: RecordedStep | None = None
+    def __init__(self) -> None:
+        self.open: RecordedStep | None = None
+        self.stored: dict[int, tuple[tuple[int, str], ...]] = {}
 
     @property
     def door(self) -> FlatDoor:
@@ -139,6 +146,28 @@ class _Linear:
         return call
 
 
+class _Experts:
+    """Layers of many experts, of which each row uses some."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self._network = network
+
+    def bind(self, op: Op, inputs: Inputs, outputs: Outputs) -> Bound:
+        (x, index), (out,), path, share = inputs, outputs, op.args[2], op.kwargs["share"]
+        assert isinstance(share, int)
+        assert out is not None
+        module = self._network.get_submodule(str(path))
+        assert isinstance(module, PanelExperts)
+        typed = x.dtype is out.dtype is module.dtype and len(x) > 0
+        if typed and (index.stride(0), x.stride(1), out.stride(1)) == (1, 1, 1):
+            return module.native(x, index, share, out)
+
+        def call() -> None:
+            out.copy_(module(x, index, share))
+
+        return call
+
+
 def _as_rows(x: Tensor) -> Tensor | None:
     """The same as rows [n,width] whose elements are side by side; None if its rows are not equally far apart."""
     if x.stride(-1) != 1:
@@ -156,6 +185,11 @@ class _Put:
     def bind(self, op: Op, inputs: Inputs, outputs: Outputs) -> Bound:
         (k, v), layer = inputs, op.args[2]
         assert isinstance(layer, int)
+        history = self._step.door.history(layer)
+        typed = k.dtype is v.dtype and k.dtype in TYPES and k.stride(-1) == 1 == v.stride(-1) and k.shape[2] > 0
+        if typed and isinstance(history.backend, Cpu):
+            self._step.stored[layer] = ((layer, "k"), (layer, "v"))
+            return history.backend.native_put(history, k[0].transpose(0, 1), v[0].transpose(0, 1))
         return lambda: self._step.door.put(k, v, layer)
 
 

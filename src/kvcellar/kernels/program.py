@@ -8,6 +8,7 @@ Symbols: `T` rows of the step, `W` rows whose logits are wanted; a program may h
 Operators of torch have torch's names ("aten.mul.Tensor") and take its arguments. Those of ours:
 
     kvcellar.linear(x [...,in], paths)                   -> [...,out]; of several modules, their outputs side by side
+    kvcellar.experts(x [n,in], index, path, share)       -> [n*share,out]; row i is expert index[i] of row i // share
     kvcellar.put(k [1,G,T,D], v [1,G,T,Dv], layer)       -> (); stores keys and values of the new tokens
     kvcellar.attend(q [1,H,T,D], layer, scoring)         -> [1,T,H,Dv]; over the stored cells of a layer
     kvcellar.dense(layer, plane)                         -> [1,G,N,D]; what is stored of all cells that the step sees

@@ -19,11 +19,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kvcellar.errors import KvcellarError
+from kvcellar.kernels.experts import PanelExperts
 from kvcellar.kernels.packed import LINEARS
 from kvcellar.kernels.program import Program
 from kvcellar.models.guest import Guest
 from kvcellar.models.recording.doors import RecordingDoor
-from kvcellar.models.recording.opaque import Forward, Opaque, linear_operator, replaced
+from kvcellar.models.recording.opaque import Forward, Opaque, experts_operator, linear_operator, replaced
 from kvcellar.models.recording.passes import simplified
 from kvcellar.models.recording.recording import Captured, reason_of
 from kvcellar.models.recording.sizes import NotRecordable, Sizes
@@ -145,6 +146,8 @@ class _Capture:
                 made[module] = opaque.operator("kvcellar.module", path, module)
             elif type(module) is nn.Linear or isinstance(module, LINEARS):
                 made[module] = linear_operator(trace, path, module)
+            elif isinstance(module, PanelExperts):
+                made[module] = experts_operator(trace, path, module)
         if isinstance(head, nn.Module):
             made[head] = _noted(made.get(head, head.forward), read)
         return made

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from kvcellar.kernels.experts import PanelExperts
 from kvcellar.kernels.program import Sizes as Values
 from kvcellar.kernels.program import size_of
 from kvcellar.models.recording.doors import SampleDoor
@@ -52,6 +53,20 @@ def linear_operator(trace: Trace, path: str, module: nn.Module) -> Forward:
             return own(x)
         out = trace.empty(x, (*x.shape[:-1], width))
         trace.add("kvcellar.linear", (x, (path,)), {}, (out,))
+        return out
+
+    return forward
+
+
+def experts_operator(trace: Trace, path: str, module: PanelExperts) -> Forward:
+    """The forward of linear layers of experts that is written down."""
+    own = module.forward
+
+    def forward(x: Tensor, index: Tensor, share: int) -> Tensor:
+        if not isinstance(x, FakeTensor):
+            return own(x, index, share)
+        out = trace.empty(x, (index.shape[0], module.out_features))
+        trace.add("kvcellar.experts", (x, index, path), {"share": share}, (out,))
         return out
 
     return forward

@@ -117,6 +117,9 @@ class _Run:
             case "kvcellar.linear":
                 x, paths = args
                 return torch.cat([self._replay.network.get_submodule(path)(x) for path in paths], -1)
+            case "kvcellar.experts":
+                x, index, path = args
+                return self._replay.network.get_submodule(path)(x, index, **kwargs)
             case "kvcellar.put":
                 self._door.put(*args)
                 return ()

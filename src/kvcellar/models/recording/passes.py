@@ -34,7 +34,7 @@ def _written(program: Program) -> Counter[int]:
     """How many operators write each storage; an input or a constant counts as written."""
     counts = Counter(program.values[value].storage for op in program.ops for value in op.outputs if value is not None)
     counts.update(program.constants.keys())
-    counts.update(program.values[value].storage for value in program.inputs.values())
+    counts.update({program.values[value].storage for value in program.inputs.values()})
     return counts
 
 

@@ -1,0 +1,209 @@
+"""Programs: what passes leave out, and what is kept on disk."""
+
+import json
+import logging
+import zlib
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvcellar.attention.choose import backends
+from kvcellar.kernels.program import Constant, Op, Program, Ref, Value
+from kvcellar.models.build_guest import build_guest
+from kvcellar.models.guest import Guest
+from kvcellar.models.recording.capture import capture
+from kvcellar.models.recording.encoding import Damaged, decoded, encoded
+from kvcellar.models.recording.passes import simplified
+from kvcellar.models.recording.record import record
+from kvcellar.models.recording.recording import Captured
+from kvcellar.models.recording.replay import Replay
+from kvcellar.models.recording.saved import FORMAT, MOST_FILES, Programs, digest_of
+from tests.zoo import ARCHS
+
+
+@cache
+def guest() -> Guest:
+    return build_guest(ARCHS["llama"].build(), backends())
+
+
+@cache
+def captured() -> Captured:
+    logging.getLogger("torch.__trace").setLevel(logging.WARNING)  # else pytest keeps what torch logs of each size
+    return capture(guest())
+
+
+def names(program: Program) -> list[str]:
+    return [op.name for op in program.ops]
+
+
+def test_linear_layers_of_one_input_are_one_operator_and_nothing_is_left_that_is_not_read() -> None:
+    program = captured().program
+    linears = [op.args[1] for op in program.ops if op.name == "kvcellar.linear"]
+    layers = [tuple(f"model.layers.{n}.self_attn.{p}_proj" for p in "qkv") for n in range(4)]
+    assert [paths for paths in linears if isinstance(paths, tuple) and len(paths) == 3] == layers
+    assert "aten.ones.default" not in names(program), "a mask that is not read"
+    assert simplified(program) == program, "passes find nothing more"
+
+
+def value(storage: int, *shape: int | str, strides: tuple[int | str, ...], dtype: str = "float32") -> Value:
+    return Value(dtype, shape, strides, storage)
+
+
+def small(*ops: Op, values: tuple[Value, ...], constants: dict[int, Constant] | None = None) -> Program:
+    """Of ids, whose value is the first, to logits, whose value is the last."""
+    inputs = dict.fromkeys(("ids", "positions", "wanted"), 0)
+    return Program(("T", "W"), values, constants or {}, inputs, tuple(ops), {"logits": len(values) - 1})
+
+
+ROWS = value(0, "T", 4, strides=(4, 1))
+
+
+def test_a_copy_is_left_out_unless_one_side_is_written_again() -> None:
+    values = (ROWS, replace(ROWS, storage=1), replace(ROWS, storage=2))
+    neg = Op("aten.neg.default", (Ref(1),), {}, (2,))
+    copied = small(Op("aten.mul.Tensor", (Ref(0), 1.0), {}, (1,)), neg, values=values)
+    assert names(simplified(copied)) == ["aten.neg.default"]
+    assert simplified(copied).ops[0].args == (Ref(0),)
+    added = Op("aten.add_.Tensor", (Ref(1), 2), {}, (1,))
+    written = small(Op("aten.mul.Tensor", (Ref(0), 1.0), {}, (1,)), added, neg, values=values)
+    assert simplified(written) == written
+    turned = small(Op("aten.clone.default", (Ref(0),), {}, (1,)), neg,
+                   values=(ROWS, value(1, "T", 4, strides=(1, "T")), replace(ROWS, storage=2)))  # fmt: skip
+    assert simplified(turned) == turned, "its result is in another order in memory"
+
+
+def two_linears(width: int, reader: str, view: Value | None = None) -> Program:
+    """Two layers on one input, of which the first result is read by `reader`, and both are added."""
+    rows = [value(n, "T", width, strides=(width, 1)) for n in (1, 2, 3, 4)]
+    values = (ROWS, rows[0], rows[1], view or rows[0], rows[2], rows[3])
+    return small(
+        Op("kvcellar.linear", (Ref(0), ("a",)), {}, (1,)),
+        Op("kvcellar.linear", (Ref(0), ("b",)), {}, (2,)),
+        Op(reader, (Ref(3),), {}, (4,)),
+        Op("aten.add.Tensor", (Ref(4), Ref(2)), {}, (5,)),
+        values=values,
+    )
+
+
+@pytest.mark.parametrize(
+    ("width", "reader", "merged"),
+    [(96, "aten.neg.default", True), (128, "aten.silu.default", True), (96, "aten.silu.default", False)],
+)
+def test_results_are_views_of_a_wider_row_where_functions_give_the_same_bits(
+    width: int, reader: str, merged: bool
+) -> None:
+    """Torch computes the end of a row with a gap behind it by other code than whole vectors."""
+    program = simplified(two_linears(width, reader))
+    linears = [op for op in program.ops if op.name == "kvcellar.linear"]
+    assert len(linears) == (1 if merged else 2)
+    if merged:
+        assert linears[0].args[1] == ("a", "b")
+        read = program.values[program.ops[1].reads[0]]
+        other = program.values[program.ops[2].reads[1]]
+        assert (read.shape, read.strides, read.offset) == (("T", width), (2 * width, 1), 0)
+        assert (other.shape, other.strides, other.offset) == (("T", width), (2 * width, 1), width)
+
+
+def test_rows_that_are_read_as_one_are_not_made_wider() -> None:
+    flat = value(1, "(T * 128)", strides=(1,))
+    assert names(simplified(two_linears(128, "aten.neg.default", flat))).count("kvcellar.linear") == 2
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3n", "deepseek-v3", "lfm2", "llama-rope-dynamic"])
+def test_what_is_written_is_read_again(name: str) -> None:
+    logging.getLogger("torch.__trace").setLevel(logging.WARNING)
+    program = capture(build_guest(ARCHS[name].build(), backends())).program
+    text = json.dumps(encoded(program))
+    assert decoded(json.loads(text)) == program
+    assert len(zlib.compress(text.encode(), 9)) < 20_000
+
+
+def changes() -> list[tuple[str, Any]]:
+    """Where in a stored program something else is put."""
+    return [
+        ("symbols", ["T", "__import__"]),
+        ("symbols", "TW"),
+        ("values", [["float32", ["T"], [1], 0]]),
+        ("values", [["object", ["T"], [1], 0, 0]]),
+        ("values", [["float32", ["T.real"], [1], 0, 0]]),
+        ("values", [["float32", ["T"], [1, 1], 0, 0]]),
+        ("values", [["float32", [-1], [1], 0, 0]]),
+        ("constants", [[10**9, "lm_head.weight", None]]),
+        ("constants", [[0, None, None]]),
+        ("constants", [[0, None, ["x"]]]),
+        ("inputs", {"ids": 0}),
+        ("inputs", {"ids": -1, "positions": 0, "wanted": 0}),
+        ("outputs", {"logits": 10**6}),
+        ("ops", [["os.system", [], {}, []]]),
+        ("ops", [["aten.neg.default", [{"v": 10**6}], {}, [0]]]),
+        ("ops", [["aten.neg.default", [{"d": "object"}], {}, [0]]]),
+        ("ops", [["aten.neg.default", [{"x": 1}], {}, [0]]]),
+        ("ops", [["aten.neg.default", [{"n": "T("}], {}, [0]]]),
+        ("ops", []),
+        ("more", 1),
+    ]
+
+
+@pytest.mark.parametrize(("field", "content"), changes())
+def test_a_stored_program_is_checked_field_by_field(field: str, content: Any) -> None:
+    stored = encoded(captured().program)
+    assert decoded(stored) == captured().program
+    with pytest.raises(Damaged):
+        decoded({**stored, field: content})
+
+
+def test_a_kept_program_is_used_and_a_damaged_one_is_captured_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, served = Programs(tmp_path), guest()
+    record(served, lambda program: Replay(program, served.model), kept)
+    (path,) = tmp_path.iterdir()
+    content = path.read_bytes()
+    assert path.name == f"{digest_of(served)}.recording"
+    assert kept.read(digest_of(served)) == captured()
+    for damage in (content[:-1], content[:60] + b"\0" + content[61:], b"", FORMAT, content[1:], FORMAT + bytes(32)):
+        path.write_bytes(damage)
+        caplog.clear()
+        assert kept.read(digest_of(served)) is None
+        assert "is not used" in caplog.text
+    record(served, lambda program: Replay(program, served.model), kept)
+    assert path.read_bytes() == content
+    monkeypatch.setattr("kvcellar.models.recording.capture.capture", lambda _: pytest.fail("it is captured again"))
+    record(served, lambda program: Replay(program, served.model), kept)
+    assert served.not_recorded is None
+
+
+def test_a_digest_is_of_the_network_and_not_of_its_numbers() -> None:
+    one = digest_of(guest())
+    again = ARCHS["llama"].build()
+    with torch.no_grad():
+        next(again.parameters()).add_(1)
+    assert digest_of(build_guest(again, backends())) == one
+    for other in (ARCHS["llama"].build(rms_norm_eps=1e-3), ARCHS["llama"].build().bfloat16(), ARCHS["qwen2"].build()):
+        assert digest_of(build_guest(other, backends())) != one
+
+
+def test_a_directory_keeps_the_programs_that_were_written_last(tmp_path: Path) -> None:
+    kept = Programs(tmp_path)
+    for number in range(MOST_FILES + 3):
+        kept.write(f"{number:040}", captured())
+        (tmp_path / f"{number:040}.recording").touch()
+    assert len(list(tmp_path.iterdir())) == MOST_FILES
+    assert kept.read(f"{MOST_FILES + 2:040}") == captured()
+
+
+def test_a_program_that_gives_other_logits_is_refused() -> None:
+    served = build_guest(ARCHS["llama"].build(), backends())
+
+    def wrong(program: Program) -> Replay:
+        ops = [replace(op, name="aten.neg.default") if op.name == "aten.silu.default" else op for op in program.ops]
+        return Replay(replace(program, ops=tuple(ops)), served.model)
+
+    record(served, wrong)
+    assert served.recording is None
+    assert served.not_recorded is not None
+    assert "its logits differ from those of its modules" in served.not_recorded

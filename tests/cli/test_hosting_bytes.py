@@ -10,7 +10,7 @@ import pytest
 from kvcellar.cli import hosting
 from kvcellar.library.library import Library
 from kvcellar.models.weights_bytes import bytes_in_memory
-from kvcellar.serve.library_models import Caches, LibraryModels
+from kvcellar.serve.library_models import Caches, LibraryModels, engine_key
 from tests.library.made import made
 from tests.serve.fake_library import source_in
 
@@ -59,3 +59,25 @@ def test_they_count_for_a_model_of_the_library(
     assert servable is not None
     assert servable.weights == plain + bytes_in_memory(source, dtype="float32") + 2 * 1000
     assert (servable.least_cache, servable.cache) == CACHES.of(servable.weights)
+
+
+def test_models_share_an_engine_if_weights_draft_and_its_settings_are_the_same(tmp_path: Path, source: Path) -> None:
+    library, draft = Library(tmp_path / "models"), source_in(tmp_path / "draft")
+    (draft / "config.json").write_text((draft / "config.json").read_text() + " ")
+    drafted = f"FROM {source}\nDRAFT {draft}"
+    texts = {
+        "plain": f"FROM {source}",
+        "other": "FROM plain\nSYSTEM a\nTEMPLATE {{ messages }}\nPARAMETER top_k 3",
+        "drafted": drafted,
+        "drafted too": f"{drafted}\nSYSTEM b",
+        "deeper": f"{drafted}\nPARAMETER draft_num_predict 3",
+        "short": f"FROM {source}\nPARAMETER num_ctx 64",
+    }
+    for name, text in texts.items():
+        made(library, name.replace(" ", "-"), text, tmp_path)
+    keys = {name: engine_key(library.resolve(name.replace(" ", "-"))) for name in texts}
+    assert keys["plain"] == keys["other"]
+    assert keys["drafted"] == keys["drafted too"]
+    assert len(set(keys.values())) == 4
+    found = library.resolve("plain")
+    assert engine_key(found, draft=None) == keys["plain"] != engine_key(found, draft="ngram")

@@ -43,10 +43,8 @@ def adapters(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return {name: saved(folder / name, layers, seed=seed) for seed, name in enumerate(("a", "b", "c"))}
 
 
-@pytest.fixture
-def library(tmp_path: Path, tiny: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Library:
-    monkeypatch.setenv("KVCELLAR_MODELS", str(tmp_path / "models"))
-    found = Library(tmp_path / "models")
+def filled(root: Path, tiny: Path, adapters: dict[str, Path]) -> Library:
+    found = Library(root)
     texts = {
         "base": f"FROM {tiny}",
         "poet": f"FROM {tiny}\nADAPTER {adapters['a']}\nPARAMETER temperature 0\nSYSTEM Rhyme.",
@@ -55,6 +53,24 @@ def library(tmp_path: Path, tiny: Path, adapters: dict[str, Path], monkeypatch: 
     for name, text in texts.items():
         made(found, name, text, tiny.parent, tools=Tools())
     return found
+
+
+@pytest.fixture
+def library(tmp_path: Path, tiny: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Library:
+    monkeypatch.setenv("KVCELLAR_MODELS", str(tmp_path / "models"))
+    return filled(tmp_path / "models", tiny, adapters)
+
+
+@pytest.fixture(scope="module")
+def wanted(
+    tiny: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[str, tuple[str, int]]]:
+    """What each model says on an engine of its own."""
+    root = tmp_path_factory.mktemp("library") / "models"
+    filled(root, tiny, adapters)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVCELLAR_MODELS", str(root))
+        return {name: alone(name) for name in NAMES}
 
 
 def post(server: Server, route: str, **body: Any) -> httpx.Response:
@@ -100,8 +116,9 @@ def engine_of(host: Host) -> Any:
     return found.engine
 
 
-def test_models_of_one_base_share_an_engine_and_say_what_each_says_alone(tiny: Path, library: Library) -> None:
-    wanted = {name: alone(name) for name in NAMES}
+def test_models_of_one_base_share_an_engine_and_say_what_each_says_alone(
+    tiny: Path, library: Library, wanted: dict[str, tuple[str, tuple[str, int]]]
+) -> None:
     assert len({text for text, _ in wanted.values()}) == 3, "the adapters change nothing"
     assert len({count for _, (_, count) in wanted.values()}) == 3, "the prompts are the same"
     with serving(tiny) as (host, server):
@@ -241,11 +258,13 @@ class FakeAdapters(FakeTools):
         return
 
 
-def test_models_of_the_command_line_share_an_engine_with_those_of_the_library(tiny: Path, library: Library) -> None:
-    wanted = {name: alone(name)[0] for name in NAMES}
+def test_models_of_the_command_line_share_an_engine_with_those_of_the_library(
+    tiny: Path, library: Library, wanted: dict[str, tuple[str, tuple[str, int]]]
+) -> None:
+    texts = {name: text for name, (text, _) in wanted.items()}
     with hosted(("poet", "base"), **OPTIONS) as (host, *_), Server(host, ServeSettings(port=0)) as server:
         assert host.names == ["poet", "base"]
-        assert {name: completed(server, name) for name in NAMES} == wanted
+        assert {name: completed(server, name) for name in NAMES} == texts
         assert len(host.residents.all()) == 1
         assert {one.key[0]: one.fixed for one in host.residents.members()} == {
             "poet": True, "base": True, "pirate": False,
@@ -255,7 +274,7 @@ def test_models_of_the_command_line_share_an_engine_with_those_of_the_library(ti
         hosted(("base",), **(OPTIONS | {"draft": "ngram"})) as (host, *_),
         Server(host, ServeSettings(port=0)) as server,
     ):
-        assert completed(server, "pirate") == wanted["pirate"]
+        assert completed(server, "pirate") == texts["pirate"]
         assert len(host.residents.all()) == 2, "its engine has other settings"
 
 

@@ -1,5 +1,6 @@
 """Files are uploaded, and models created from them, with Ollama's package and plain HTTP."""
 
+import errno
 import hashlib
 import json
 import os
@@ -209,3 +210,18 @@ def test_only_an_operator_uploads_and_no_web_page(tmp_path: Path, http: httpx.Cl
         for key, status in (("client-1", 401), ("operator-1", 201)):
             headers = {"authorization": f"Bearer {key}"}
             assert httpx.post(f"{server.url}{path}", content=b"a", headers=headers).status_code == status
+
+
+def test_a_full_disk_is_an_error_that_leaves_nothing(
+    http: httpx.Client, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(opened: int, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(world.library.root))
+
+    monkeypatch.setattr(world.library.disk.files, "write", full)
+    found = http.post(f"/api/blobs/{digest_of(b'a')}", content=b"a")
+    assert (found.status_code, found.json()["error"]) == (
+        507,
+        "the file cannot be stored now; the log of the server has the reason",
+    )
+    assert comes(lambda: places(world) == {"tmp": [], "uploads": []})

@@ -4,6 +4,7 @@ A file is written to the library as it arrives: at most `PART` bytes and one par
 whole when the client leaves, or the server stops, is removed.
 """
 
+import logging
 from functools import partial
 
 from starlette.requests import Request
@@ -13,6 +14,8 @@ from kvcellar.library.uploads import Upload, Uploads, UploadsFull
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.body_parts import next_part
 from kvcellar.serve.shared import Shared
+
+log = logging.getLogger("kvcellar.serve")
 
 PART = 2**20  # bytes that are written at once
 
@@ -51,6 +54,10 @@ class BlobHandler:
             await threads.for_upload(receiving.finish)
         except UploadsFull as error:
             raise ApiError(413, str(error), code="uploads_full") from error
+        except OSError as error:  # a full disk, for one
+            log.exception("a file that was uploaded cannot be stored")
+            message = "the file cannot be stored now; the log of the server has the reason"
+            raise ApiError(507, message, code="not_stored") from error
         finally:
             threads.end_upload(lambda: upload and upload.close())
 

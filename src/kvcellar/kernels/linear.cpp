@@ -316,12 +316,14 @@ INLINE void panel(const Weights& weights, const typename How::In* x, int64_t x_r
 #if !defined(__AVX512BF16__)
 // Part of a panel in pairs as float32, [n,PANEL].
 void widen(const uint16_t* pairs, int64_t n, float* to) {
-    for (int64_t k = 0; k < n; k += 2, pairs += 2 * PANEL, to += 2 * PANEL)
+    for (int64_t k = 0; k < n; k += 2, pairs += 2 * PANEL, to += 2 * PANEL) {
+        fetch<true>(pairs, {});
         UNROLL for (int64_t o = 0; o < PANEL; o += LANES) {
             const U both = load<U>(pairs + 2 * o);
             store(to + o, as<F>(both << 16));
             store(to + PANEL + o, as<F>(both & 0xffff0000u));
         }
+    }
 }
 #endif
 

@@ -1,9 +1,6 @@
 """From bytes to cells: what fits is taken, no more, and every group is full at the same number of tokens."""
 
-import resource
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import assume, example, given
@@ -12,7 +9,7 @@ from hypothesis import strategies as st
 from kvcellar import BadRequest, CapacityTooSmall
 from kvcellar.cache.layouts import Causal, Chunked, Sliding
 from kvcellar.engine.capacity import Demand, resolve_capacity
-from kvcellar.engine.machine import free_cpu_bytes, return_freed_memory
+from kvcellar.engine.machine import free_cpu_bytes
 from kvcellar.engine.settings import Settings
 
 LAYOUTS = st.one_of(
@@ -268,16 +265,3 @@ def test_who_can_fill_the_context_can_be_shifted_there_when_it_is_alone(demands,
             moved = min(held, context - context // 2)
             room -= demand.undo * max(0, moved - (got.cells[demand.name] - held))
         assert room >= 0
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is given back on Linux")
-def test_memory_that_was_freed_is_given_back() -> None:
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-    kept = [bytearray(b"x") * 64_000 for _ in range(2000)]  # below the size that is mapped by itself
-    last, before = kept.pop(), resident()
-    del kept
-    return_freed_memory()
-    assert before - resident() > 64_000 * 1000
-    assert len(last) == 64_000, "the end of the heap was in use"

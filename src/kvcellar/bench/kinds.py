@@ -76,6 +76,7 @@ SMALLER: Mapping[str, Any] = {  # to test the bench
     "num_hidden_layers": 4,
     "vocab_size": 512,
     "hidden_size": 128,
+    "num_attention_heads": 4,
     "num_heads": 4,
     "intermediate_size": 128,
     "moe_intermediate_size": 128,

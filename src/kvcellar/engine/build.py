@@ -21,7 +21,7 @@ from kvcellar.engine.drafting import Drafting
 from kvcellar.engine.intake import Intake, PromptMemory, TextCodec
 from kvcellar.engine.kv_events import open_events
 from kvcellar.engine.loop import Loop
-from kvcellar.engine.machine import Threads, return_freed_memory, threads_of
+from kvcellar.engine.machine import Threads, threads_of
 from kvcellar.engine.manager import SequenceManager
 from kvcellar.engine.measures import measures_of
 from kvcellar.engine.open_drafts import Drafts, open_drafts
@@ -118,9 +118,7 @@ def _packing(loaded: Loaded, settings: Settings) -> Packed | None:
     if not settings.pack or loaded.model.device.type != "cpu":
         return None
     report("packing weights")
-    packed = pack_model(loaded.model)
-    return_freed_memory()
-    return packed
+    return pack_model(loaded.model)
 
 
 def _assembled(

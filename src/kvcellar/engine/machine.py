@@ -5,7 +5,6 @@ quota are all stopped until its next period, in the middle of a matrix product, 
 done. So a quota is rounded down.
 """
 
-import ctypes
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -90,18 +89,6 @@ def _control_groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
 def _read(file: Path) -> str:
     """A small file of the kernel; "" where it does not exist."""
     return file.read_text().strip() if file.is_file() else ""
-
-
-def return_freed_memory() -> None:
-    """Give memory that was freed back to the system. glibc keeps what is not at the end of its heap: after a load, a
-    good part of the weights that were packed elsewhere. Other C libraries have no such call, and nothing is done."""
-    if not sys.platform.startswith("linux"):
-        return
-    try:
-        trim = ctypes.CDLL(None).malloc_trim
-    except AttributeError:
-        return
-    trim(ctypes.c_size_t(0))
 
 
 def free_cpu_bytes(root: Path = Path("/")) -> int:

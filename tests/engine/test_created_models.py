@@ -79,7 +79,7 @@ def test_a_quantized_model_answers_as_its_dequantized_weights_do(kind: str, libr
     assert len(changed) == 7 * source.config.num_hidden_layers, "not all linear layers were quantized"
     dense.save_pretrained(tmp_path / "dense")
     with (
-        Engine("small", dtype="float32", **LIMITS) as one,
+        Engine("small", dtype="float32", weights="dense", **LIMITS) as one,
         Engine(tmp_path / "dense", dtype="float32", **LIMITS) as other,
     ):
         assert one.generate(PROMPT, **GREEDY).token_ids == other.generate(PROMPT, **GREEDY).token_ids

@@ -8,10 +8,12 @@ import pytest
 
 from kvcellar.attention.choose import backends
 from kvcellar.bench import hf_baseline
+from kvcellar.bench.attention import TINY_CASES
 from kvcellar.bench.network import RECURRENT, TINY, write
 from kvcellar.bench.profile import PARTS
 from kvcellar.bench.report import Findings, as_json, line
 from kvcellar.bench.run import (
+    ATTENTION,
     BOOKKEEPING,
     DRAFTS,
     FRAGMENTED,
@@ -76,6 +78,7 @@ ALONE = (
         OTHER_KINDS,
     ),
     LINEAR,
+    ATTENTION,
 )
 
 
@@ -110,6 +113,14 @@ def test_bookkeeping_needs_no_network(capsys: pytest.CaptureFixture[str]):
     assert last["results"] == {}
     assert list(last["bookkeeping"]["step_ms"]) == ["1000", "10000"]
     assert len(table) == 2
+
+
+def test_attention_is_timed_for_each_case(capsys: pytest.CaptureFixture[str]):
+    table, last = measured(capsys, only=ATTENTION)
+    found = last["attention"]
+    assert len(table) == len(found)
+    assert list(found) in ([], list(TINY_CASES))
+    assert all(min(one["cpu_ms"], one["sdpa_ms"], one["ratio"]) > 0 for one in found.values())
 
 
 def test_fragmented_and_compacted_memory_hold_the_same_cells(capsys: pytest.CaptureFixture[str]):

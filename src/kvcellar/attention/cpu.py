@@ -121,7 +121,7 @@ def _plane(stored: Stored) -> _Plane:
         places = [step * scales.itemsize for step in scales.stride()[:2]]
     return _Plane(
         rows.data_ptr(), None if scales is None else scales.data_ptr(),
-        *(step * rows.itemsize for step in rows.stride()[:2]), *places, stored.plane.size,
+        rows.stride(0) * rows.itemsize, rows.stride(1) * rows.itemsize, *places, stored.plane.size,
         KINDS[stored.storage.kind], stored.storage.hadamard,
     )  # fmt: skip
 

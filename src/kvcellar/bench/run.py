@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from kvcellar.bench import against, drafts, linear, report, speculate, start, two_models
+from kvcellar.bench import against, attention, drafts, linear, report, speculate, start, two_models
 from kvcellar.bench.bookkeeping import bookkeeping
 from kvcellar.bench.compared import run_kinds
 from kvcellar.bench.conversation import QUICK, Script, conversation
@@ -37,10 +37,10 @@ BOOKKEEPING = "bookkeeping"
 TURNS, REVERTIBLE, START, FRAGMENTED = "turns", "revertible", "start", "fragmented"
 RESTART, REPLAY, PREFIX = "restart", "replay", "prefix"
 SPECULATE, DRAFTS, TWO_MODELS, LINEAR = "speculate", "drafts", "two-models", "linear"
-OTHER_KINDS = "kinds"
+OTHER_KINDS, ATTENTION = "kinds", "attention"
 NAMES = (
     *(*WORKLOADS, BOOKKEEPING, TURNS, REVERTIBLE, PREFIX),
-    *(START, FRAGMENTED, RESTART, REPLAY, SPECULATE, DRAFTS, TWO_MODELS, LINEAR, OTHER_KINDS),
+    *(START, FRAGMENTED, RESTART, REPLAY, SPECULATE, DRAFTS, TWO_MODELS, LINEAR, OTHER_KINDS, ATTENTION),
 )
 
 
@@ -48,9 +48,9 @@ def run(*, quick: bool = False, only: str | None = None, threads: int = 1, besid
     """Print a line for each workload when it has been measured, and one line of JSON at the end.
 
     `quick` uses tiny sizes, to test the bench: its numbers mean nothing. `only` is one of `NAMES`. `start`,
-    `restart`, `replay`, `fragmented`, `speculate`, `drafts`, `two-models`, `linear` and `kinds` are measured only if
-    named, because they take longer or run processes. `beside` is another system whose cache is counted on the traces of
-    `replay`.
+    `restart`, `replay`, `fragmented`, `speculate`, `drafts`, `two-models`, `linear`, `kinds` and `attention` are
+    measured only if named, because they take longer or run processes. `beside` is another system whose cache is counted
+    on the traces of `replay`.
     """
     if only not in (None, *NAMES):
         raise BadRequest(f"there is no workload {only!r}; there are {', '.join(NAMES)}", "only")
@@ -59,6 +59,7 @@ def run(*, quick: bool = False, only: str | None = None, threads: int = 1, besid
             f"only {REPLAY} is counted against {', '.join(against.SYSTEMS)}; not {only} against {beside}", "against"
         )
     alone: dict[str, Callable[[], None]] = {
+        ATTENTION: partial(run_attention, quick=quick, threads=threads),
         START: partial(run_starts, quick=quick),
         FRAGMENTED: partial(run_fragmented, quick=quick, threads=threads),
         RESTART: partial(run_restart, quick=quick),
@@ -138,6 +139,16 @@ def run_linear(*, quick: bool = False, threads: int = 1) -> None:
     about = report.about(parameters=0, threads=threads, quick=quick)
     by_type = {dtype: {rows: one._asdict() for rows, one in by_rows.items()} for dtype, by_rows in found.items()}
     print(json.dumps({**about, "linear": by_type}), flush=True)
+
+
+def run_attention(*, quick: bool = False, threads: int = 1) -> None:
+    """Print the time of a layer's attention, and the same as one line of JSON."""
+    torch.set_num_threads(threads)
+    tiny = partial(attention.attention, TINY, attention.TINY_CASES, rounds=2)
+    found = tiny() if quick else attention.attention(SMALL, attention.CASES)
+    _print(attention.lines(found))
+    about = report.about(parameters=0, threads=threads, quick=quick)
+    print(json.dumps({**about, "attention": {name: one._asdict() for name, one in found.items()}}), flush=True)
 
 
 def run_fragmented(*, quick: bool = False, threads: int = 1) -> None:

@@ -43,12 +43,14 @@ class Arena:
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=at)
 
     def huge_bytes(self) -> int | None:
-        """Bytes of it that are in huge pages; None where the system does not tell."""
+        """Bytes of it that are in huge pages, at most: the system may count it with memory beside it. None where it does
+        not count."""
         try:
             lines = SMAPS.read_text().splitlines()
         except OSError:
             return None
-        return sum(size for start, end, size in _huge(lines) if start < self.span[1] and end > self.span[0])
+        low, high = self.span
+        return min(high - low, sum(size for start, end, size in _huge(lines) if start < high and end > low))
 
 
 def trim() -> None:

@@ -13,14 +13,15 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvcellar.bench.interleave import in_rounds
 from kvcellar.bench.network import Size
 from kvcellar.kernels.arena import Arena
-from kvcellar.kernels.linear import Kernel, panel_bytes, panel_linear
+from kvcellar.kernels.linear import Kernel, PanelLinear, panel_bytes, panel_linear
 from kvcellar.kernels.packed import ROWS, PackedLinear
 
+Layer = PanelLinear | PackedLinear
 COUNTS = (1, 8, 32, 512)  # rows
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -45,7 +46,7 @@ def _of_type(kernel: Kernel, size: Size, dtype: torch.dtype, threads: int, round
     weights = [torch.randn(shape).to(dtype) for shape in _shapes(size)]
     arena = Arena(sum(map(panel_bytes, weights)))
     own = [panel_linear(kernel, arena, weight, None) for weight in weights]
-    onednn: list[nn.Module] = []
+    onednn: list[Layer] = []
     if dtype is torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported():
         packed = ((torch.ops.mkldnn._reorder_linear_weight(weight, ROWS), weight.shape) for weight in weights)
         onednn = [PackedLinear(one, None, *shape[::-1]) for one, shape in packed]
@@ -64,7 +65,7 @@ def _shapes(size: Size) -> list[tuple[int, int]]:
 
 
 def _at(
-    own: Sequence[nn.Module], onednn: Sequence[nn.Module], rows: int, read: int, threads: int, rounds: int
+    own: Sequence[PanelLinear], onednn: Sequence[Layer], rows: int, read: int, threads: int, rounds: int
 ) -> Products:
     inputs = [torch.randn(rows, layer.in_features).to(layer.dtype) for layer in own]
     alone = partial(_spent, time.thread_time, 1)
@@ -83,7 +84,7 @@ def _at(
 
 
 @torch.inference_mode()
-def _spent(clock: Callable[[], float], threads: int, layers: Sequence[nn.Module], inputs: Sequence[Tensor]) -> float:
+def _spent(clock: Callable[[], float], threads: int, layers: Sequence[Layer], inputs: Sequence[Tensor]) -> float:
     """Milliseconds."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -43,8 +43,8 @@ class Arena:
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=at)
 
     def huge_bytes(self) -> int | None:
-        """Bytes of it that are in huge pages, at most: the system may count it with memory beside it. None where it does
-        not count."""
+        """Bytes of it that are in huge pages, at most: the system may count it with memory beside it. None where the
+        system does not count."""
         try:
             lines = SMAPS.read_text().splitlines()
         except OSError:

@@ -81,7 +81,8 @@ def panel_elements(out: int, inner: int, dtype: torch.dtype) -> int:
 
 def panel_bytes(weight: Tensor) -> int:
     """Bytes that the panels of a weight take in an `Arena`."""
-    size = panel_elements(*weight.shape, weight.dtype) * weight.itemsize
+    out, inner = weight.shape
+    size = panel_elements(out, inner, weight.dtype) * weight.itemsize
     return -(-size // LINE) * LINE
 
 

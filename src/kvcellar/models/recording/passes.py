@@ -25,7 +25,7 @@ _FACTORS = frozenset({"aten.mul.Tensor", "aten.div.Tensor"})
 
 
 def simplified(program: Program) -> Program:
-    made = _numbered(_live(_merged(_without_copies(program))))
+    made = _numbered(_live(_merged(_numbered(_without_copies(program)))))
     made.check()
     return made
 
@@ -213,10 +213,11 @@ def _live(program: Program) -> Program:
 
 
 def _numbered(program: Program) -> Program:
-    """The same program with only the values, storages and symbols that it uses."""
-    used = sorted(_used(program))
-    storages = {storage: n for n, storage in enumerate(dict.fromkeys(program.values[value].storage for value in used))}
-    number = {value: n for n, value in enumerate(used)}
+    """The same program with only the values and storages that it uses, each value once."""
+    used = dict.fromkeys(program.values[value] for value in sorted(_used(program)))
+    storages = {storage: n for n, storage in enumerate(dict.fromkeys(value.storage for value in used))}
+    numbers = {value: n for n, value in enumerate(used)}
+    number = {index: numbers[value] for index, value in enumerate(program.values) if value in numbers}
 
     def renamed(argument: Argument) -> Argument:
         if isinstance(argument, Ref):
@@ -231,7 +232,7 @@ def _numbered(program: Program) -> Program:
 
     return Program(
         program.symbols,
-        tuple(replace(program.values[value], storage=storages[program.values[value].storage]) for value in used),
+        tuple(replace(value, storage=storages[value.storage]) for value in used),
         {storages[storage]: constant for storage, constant in program.constants.items() if storage in storages},
         named(program.inputs),
         tuple(

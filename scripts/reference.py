@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from kvcellar.cli.main import COMMANDS, ENVIRONMENT, cli
 from kvcellar.cli.store_options import KEY, REMOTE
 from kvcellar.engine.settings import Settings
-from kvcellar.engine.stats import EngineStats, GroupStats, SpeculationStats, StoreStats, TierStats
+from kvcellar.engine.stats import EngineStats, GroupStats, RecordingStats, SpeculationStats, StoreStats, TierStats
 from kvcellar.events import Recall, Speculation, Timings, Usage
 from kvcellar.kernels.compiled import COMPILERS
 from kvcellar.sample.params import SamplingParams
@@ -57,6 +57,7 @@ RECORDS = {
     StoreStats: "`store` of `engine.stats()`",
     TierStats: "`tiers` of `engine.stats().store`",
     SpeculationStats: "`speculation` of `engine.stats()`",
+    RecordingStats: "`recording` of `engine.stats()`",
     Usage: "`usage` of a result",
     Timings: "`timings` of a result",
     Recall: "`recall` of a result",

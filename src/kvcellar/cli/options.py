@@ -155,6 +155,13 @@ def model_options(function: F) -> F:
             show_default=True,
             help="How linear layers multiply: auto (as the files are), int8, int4, mixed (quantised at load) or dense.",
         ),
+        click.option(
+            "--record",
+            default="auto",
+            show_default=True,
+            help="Whether steps run as a recording of the model's forward: auto (on CPUs, where it gives the same bits) "
+            "or off.",
+        ),
         click.option("--device", default="auto", show_default=True, help="Device: auto, cpu, cuda or cuda:N."),
         click.option("--attention", help="Attention backend. Default: the first that supports the model."),
         click.option(

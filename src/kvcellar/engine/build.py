@@ -28,6 +28,7 @@ from kvcellar.engine.open_drafts import Drafts, open_drafts
 from kvcellar.engine.open_heads import Reads
 from kvcellar.engine.open_model import Opened, open_model
 from kvcellar.engine.open_store import open_draft_store, open_store
+from kvcellar.engine.recorded import record_steps
 from kvcellar.engine.reserve import prove, scratch
 from kvcellar.engine.runner import Runner
 from kvcellar.engine.scheduler import Scheduler
@@ -128,6 +129,7 @@ def _assembled(
     loaded, settings = opened.loaded, opened.settings
     default_sampling(loaded.defaults, vocab_size=vocabulary_of(loaded.model), model=loaded.name)
     plain, guest = guest, _storing(guest, settings)
+    record_steps(guest, settings)
     adapters = open_adapters(
         guest, plain, settings.adapters or {}, most_bytes=settings.adapter_bytes, default=settings.adapter
     )

@@ -14,6 +14,7 @@ from kvcellar.shapes import StoredAs
 from kvcellar.speculate.factory import DrafterFactory
 from kvcellar.text.tokens import SHORT, bytes_for
 
+RECORD = ("auto", "off")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 BYTES_PER_TOKEN = 8  # of text; twice as many as texts commonly have
@@ -89,9 +90,12 @@ class Settings:
     adapter: str | None = None  # name of the adapter of requests that name none; None: they have none
     adapter_bytes: int = 2**30  # most bytes of adapters, beside those of the model's weights
     pack: bool = True  # on CPUs, reorder the weights of linear layers for oneDNN at load; a given network's are copied
+    # whether steps run as a recording of the model's forward. auto: on CPUs, where its logits are those of the modules
+    record: Literal["auto", "off"] = "auto"
 
     def __post_init__(self) -> None:
         self._one_of("dtype", DTYPES)
+        self._one_of("record", RECORD)
         self._one_of("weights", WEIGHTS)
         if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
             raise BadRequest(f"device must be auto, cpu, cuda or cuda:N, not {shown(self.device)}", "device")
@@ -220,6 +224,7 @@ class EngineOptions(TypedDict, total=False):
     adapter: str | None
     adapter_bytes: int
     pack: bool
+    record: Literal["auto", "off"]
 
 
 def store_directory(environment: Mapping[str, str]) -> Path:

@@ -89,6 +89,17 @@ class SpeculationStats:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordingStats:
+    """How steps run. docs/reference/statistics.md is generated from the comments."""
+
+    refused: str | None  # why modules run all steps; None: a recording runs those that it can
+    executor: str | None  # what runs the recording
+    opaque: tuple[str, ...]  # classes of modules that run as they are within it, because they cannot be traced
+    steps: int  # forwards that it ran since the start
+    by_modules: Mapping[str, int]  # forwards that modules ran in its place, by reason
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """The state of an engine between two steps. docs/reference/statistics.md is generated from the
     comments."""
@@ -105,6 +116,7 @@ class EngineStats:
     groups: tuple[GroupStats, ...]  # described below
     store: StoreStats | None  # described below; None: no store
     speculation: SpeculationStats | None  # described below; None: nothing is drafted
+    recording: RecordingStats  # described below
     rows: int  # rows of recurrent state, without the null row
     rows_used: int  # rows of running sequences
     rows_cached: int  # rows in use that belong to no running sequence
@@ -161,6 +173,7 @@ def stats(built: "Built") -> EngineStats:
         groups=_groups(built),
         store=_store_stats(loop.manager.store),
         speculation=_speculation_stats(built),
+        recording=_recording_stats(built),
         rows=(rows := memory.rows.capacity or 0),
         rows_used=rows_used,
         rows_cached=rows - (memory.rows.free or 0) - rows_used,
@@ -208,6 +221,14 @@ def _speculation_stats(built: "Built") -> SpeculationStats | None:
         seconds_saved=found.totals.saved,
         cache_bytes=own.bytes if own is not None else 0,
     )
+
+
+def _recording_stats(built: "Built") -> RecordingStats:
+    recording = built.guest.recording
+    if recording is None:
+        return RecordingStats(built.guest.not_recorded, None, (), 0, {})
+    opaque = tuple(recording.captured.opaque)
+    return RecordingStats(None, recording.executor.name, opaque, recording.steps, dict(recording.by_modules))
 
 
 def _store_stats(store: "Store | None") -> StoreStats | None:

@@ -206,6 +206,14 @@ def _limits(guest: Guest) -> Iterator[str]:
         yield f"committing a part of a step: off ({guest.no_partial_commit})"
 
 
+def _recording(guest: Guest) -> str:
+    if (recording := guest.recording) is None:
+        return f"steps: by the model's modules ({guest.not_recorded})"
+    opaque = recording.captured.opaque
+    kept = "".join(f"; {kind} runs as it is ({why})" for kind, why in opaque.items())
+    return f"steps: recorded, {len(recording.captured.program.ops)} operators{kept}"
+
+
 def _notes(built: Built) -> list[str]:
     notes = [f"CPU threads: {built.threads.count} ({built.threads.because})", *built.loaded.notes]
     decoded = f", and decoded to {built.loaded.model.dtype} when they are loaded" if not built.loaded.served else ""
@@ -215,6 +223,7 @@ def _notes(built: Built) -> list[str]:
     elif not built.intake.codec.has_chat:
         notes.append("no chat template: it completes text, and messages are refused")
     notes += _limits(built.guest)
+    notes.append(_recording(built.guest))
     if built.capacity.states.sequences < built.settings.max_sequences:
         notes.append(
             f"{built.capacity.states.sequences} completions at once, not {built.settings.max_sequences}: there are no "

@@ -1,0 +1,26 @@
+"""recorded: whether the steps of an engine run as a recording of the model's forward."""
+
+import os
+
+from kvcellar.engine.settings import Settings
+from kvcellar.kernels.compiled import NotCompiled
+from kvcellar.kernels.recorded_kernel import StepKernel
+from kvcellar.models.guest import Guest
+from kvcellar.models.recording.native import native
+from kvcellar.models.recording.record import record
+from kvcellar.models.recording.saved import programs
+
+
+def record_steps(guest: Guest, settings: Settings) -> None:
+    """Record the forward of a guest, before it serves anything. `not_recorded` has the reason where it is not."""
+    if settings.record == "off":
+        guest.not_recorded = "record is off"
+    elif guest.device.type != "cpu":
+        guest.not_recorded = f"steps are recorded on CPUs only, and the model is on {guest.device}"
+    else:
+        try:
+            kernel = StepKernel(os.environ)
+        except NotCompiled as error:
+            guest.not_recorded = str(error)
+        else:
+            record(guest, native(guest.model, kernel), programs(os.environ))

@@ -159,7 +159,7 @@ def model_options(function: F) -> F:
             "--record",
             default="auto",
             show_default=True,
-            help="Whether steps run as a recording of the model's forward: auto (on CPUs, where it gives the same bits) "
+            help="Whether steps run as a recording of the model's forward: auto (on CPUs, where its bits are the same) "
             "or off.",
         ),
         click.option("--device", default="auto", show_default=True, help="Device: auto, cpu, cuda or cuda:N."),

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import kvcellar
 from kvcellar.errors import KvcellarError
 from kvcellar.models.guest import Guest
 from kvcellar.models.recording.encoding import Damaged, decoded, encoded
@@ -175,6 +174,6 @@ def _foreign_source(kind: type[nn.Module]) -> str | None:
 @lru_cache(maxsize=1)
 def _own_source() -> str:
     """A digest of the source of ours that a program depends on."""
-    package = Path(kvcellar.__file__).parent
+    package = Path(__file__).parents[2]
     files = sorted([*(package / "models").rglob("*.py"), package / "kernels" / "program.py"])
     return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()

@@ -186,7 +186,8 @@ class Peer:
 @contextmanager
 def running(side: Side, options: Mapping[str, Any]) -> Iterator[Peer]:
     """The process of a side, with the model loaded. `options` are those of `peers/serve.py` but for the precision."""
-    command = [side.python, str(SERVE), str(side.adapter), json.dumps({**options, "precision": side.precision})]
+    asked = json.dumps({**options, "precision": side.precision})
+    command = [side.python, "-u", str(SERVE), str(side.adapter), asked]  # -u: what it prints before it dies is there
     one = {name: str(options["threads"]) for name in THREADS}
     with tempfile.TemporaryFile() as printed:
         try:

@@ -16,5 +16,5 @@ def test_a_layer_of_a_decode_step(backend: Backend, sequences: int) -> None:
     if (refused := backend.refuse(SPEC)) is not None:
         pytest.skip(f"not compiled here: {refused}")
     found = counts(backend, sequences)
-    assert 0 < found.calls < MOST
+    assert 0 < found.calls <= MOST
     assert 0 < found.operations <= MOST

@@ -308,7 +308,7 @@ class FlatDoor(StepDoor):
     def put(self, k: Tensor, v: Tensor, layer: int) -> None:
         if self._storing is not None:
             k, v = k.index_select(2, self._storing), v.index_select(2, self._storing)
-        self.history(layer).put({"k": k, "v": v})
+        (self._layers.get(layer) or self.history(layer)).put({"k": k, "v": v})
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         self.put(k, v, layer)

@@ -71,6 +71,6 @@ def test_a_native_call_fills_what_the_module_returns_also_between_other_columns(
 def test_other_types_and_sizes_are_refused(kernel) -> None:
     experts, *_ = made(kernel, 4, 64, 64, torch.float32)
     x, index = torch.zeros(2, 64), torch.zeros(4, dtype=torch.int64)
-    for bad in ((x.bfloat16(), index, 2), (x[:, 1:], index, 2), (x, index, 1)):
-        with pytest.raises(RuntimeError, match=r"experts of 64 inputs in torch\.float32 got"):
+    for bad in ((x.bfloat16(), index, 2), (x[:, 1:], index, 2), (x, index, 1), (x, index.int(), 2)):
+        with pytest.raises(RuntimeError, match=r"experts of 64 inputs in torch\.float32 on the CPU got"):
             experts(*bad)

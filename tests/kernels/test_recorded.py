@@ -1,5 +1,7 @@
 """A recorded program returns the bits that torch returns, for any number of rows, in memory that is used again."""
 
+import ctypes
+import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -330,3 +332,13 @@ def test_memory_is_shared_by_what_is_not_in_use_at_once(native: StepKernel) -> N
     made = recorded(traced(long, [rows(5, 64)]), native)
     run(made, 100, [rows(100, 64)])
     assert made.bytes < 10 * 100 * 64 * 2 + 30 * 400 + 2000
+
+
+def test_the_address_of_a_number_stays_also_where_another_is_equal_to_it(kernel: StepKernel) -> None:
+    values = (0.0, -0.0, math.nan, 0.5)
+    first = [kernel.number(value) for value in values]
+    again = [kernel.number(value) for value in reversed(values)][::-1]
+    assert first == again
+    assert len(set(first)) == len(values)
+    found = [ctypes.c_float.from_address(address).value for address in first]
+    assert [str(number) for number in found] == ["0.0", "-0.0", "nan", "0.5"]

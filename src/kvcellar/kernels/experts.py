@@ -57,10 +57,11 @@ class PanelExperts(nn.Module):
     def forward(self, x: Tensor, index: Tensor, share: int) -> Tensor:
         """x [n,in] and the experts of each row, index [n*share] -> [n*share,out]: row i is expert index[i] of row
         i // share. An index that is no expert gives zeros. Raises for other types and sizes."""
-        if x.dtype is not self.dtype or x.shape[1:] != (self.in_features,) or index.shape != (len(x) * share,):
+        types = x.dtype is self.dtype and index.dtype is torch.int64 and x.device.type == index.device.type == "cpu"
+        if not types or x.shape[1:] != (self.in_features,) or index.shape != (len(x) * share,):
             raise RuntimeError(
-                f"experts of {self.in_features} inputs in {self.dtype} got {tuple(x.shape)} in {x.dtype} and "
-                f"{tuple(index.shape)} experts, {share} for each row"
+                f"experts of {self.in_features} inputs in {self.dtype} on the CPU got {tuple(x.shape)} in {x.dtype} "
+                f"and {tuple(index.shape)} experts in {index.dtype}, {share} for each row"
             )
         x = x if x.stride(-1) == 1 else x.contiguous()
         out = x.new_empty(len(index), self.out_features)

@@ -6,7 +6,6 @@ called instead. Operators on one bfloat16 tensor are tables of what torch comput
 """
 
 import ctypes
-import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 
@@ -46,13 +45,13 @@ class StepKernel:
         self._lines: dict[tuple[str, tuple[int, ...], bool], int] = {}
         self._reductions: dict[tuple[str, int], int] = {}
         self._tables: dict[object, tuple[Tensor, bool]] = {}
-        self._numbers: dict[float, ctypes.c_float] = {}
+        self._numbers: dict[bytes, ctypes.c_float] = {}
 
     def number(self, value: float) -> int:
         """The address of a number as float32, which stays."""
-        if value not in self._numbers or (math.copysign(1, value) < 0 and value == 0):
-            self._numbers[value] = ctypes.c_float(value)
-        return ctypes.addressof(self._numbers[value])
+        made = ctypes.c_float(value)
+        kept = self._numbers.setdefault(bytes(made), made)  # by bits: 0.0 equals -0.0, and NaN equals nothing
+        return ctypes.addressof(kept)
 
     def line(self, name: str, inputs: Sequence[torch.dtype | None], out: torch.dtype) -> int:
         """The address of an elementwise operator on these types, of which None is a number; 0 where it is not known,

@@ -57,13 +57,23 @@ class NativeExecutor:
         if bound is None:
             bound = self._memories[step.memory] = _Bound(self._program, self._constants, self._network, self._kernel)
         cells = {symbol: len(step.door.history(layer).step.columns.cells) for symbol, layer in self._counted.items()}
-        places = [plane.codes.data_ptr() for plane in self._planes(step.door)]
+        places = [place for plane in self._planes(step.door) for place in _place(plane)]
         return bound.run(step, {"T": len(step.ids), "W": len(step.wanted), **cells}, places)
 
     def _planes(self, door: FlatDoor) -> Iterator[Any]:
         for layer in self._stored:
             assert isinstance(layer, int)
             yield from door.history(layer).planes.values()
+
+
+def _place(plane: Any) -> tuple[Any, ...]:
+    """Where a plane is: what native calls have of it."""
+    scales = plane.scales
+    return (
+        plane.codes.data_ptr(),
+        plane.codes.stride(),
+        None if scales is None else (scales.data_ptr(), scales.stride()),
+    )
 
 
 class _Bound:
@@ -85,9 +95,9 @@ class _Bound:
             "kvcellar.module": called,
         }
         self._recorded = Recorded(program, constants, handlers, kernel)
-        self._places: Sequence[int] = ()
+        self._places: Sequence[Any] = ()
 
-    def run(self, step: RecordedStep, sizes: Mapping[str, int], places: Sequence[int]) -> Results:
+    def run(self, step: RecordedStep, sizes: Mapping[str, int], places: Sequence[Any]) -> Results:
         if places != self._places:
             self._recorded.clear()
             self._places = places

@@ -1,31 +1,22 @@
 """A warm answer equals a cold one bit for bit, in the model's own type: log-probabilities are compared as they are."""
 
-import os
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvcellar import Engine
 from kvcellar.engine import restore_plan
 from kvcellar.engine.restore_plan import Planner
-from kvcellar.kernels.compiled import NotCompiled
-from kvcellar.kernels.linear import Kernel
 from tests.engine.mixes import tokens
 from tests.engine.test_store import acknowledged
+from tests.own_layers import need_own_layers
 from tests.zoo import ARCHS
 
 KINDS = ("llama", "gemma3", "gpt-oss", "qwen3-moe", "lfm2")  # full, sliding, sinks, experts, convolutions
 ASKED: Any = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "logprobs": 20}
-
-
-@pytest.fixture(autouse=True)
-def compiled() -> None:
-    try:
-        Kernel(os.environ)
-    except NotCompiled as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +40,7 @@ def answer(result: Any) -> tuple[Any, Any]:
 def test_an_answer_has_the_same_bits_from_the_tree_in_a_batch_in_chunks_and_after_a_restart(
     name, dtype, tmp_path
 ) -> None:
+    need_own_layers(getattr(torch, dtype))
     ARCHS[name].build(max_position_embeddings=1024).save_pretrained(tmp_path / "model")
     draw = random.Random(name)
     prompts = [tokens(draw, n) for n in (150, 80, 110)]  # longer than what is too short to be stored

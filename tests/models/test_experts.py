@@ -8,13 +8,13 @@ import torch
 
 from kvcellar.attention.choose import backends
 from kvcellar.errors import ModelRefused
-from kvcellar.kernels.compiled import NotCompiled
-from kvcellar.kernels.experts import Kernel, PanelExperts
+from kvcellar.kernels.experts import PanelExperts
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.experts import pack_experts
 from kvcellar.models.packing import pack_model
 from kvcellar.models.routers import CHILDREN, wrap_routers
 from kvcellar.verify.bits import same_bits
+from tests.own_layers import need_own_layers
 from tests.zoo import ARCHS
 
 # A class of every kind: with gates, without, transposed with biases and interleaved, with shared experts.
@@ -22,15 +22,8 @@ KINDS = ("mixtral", "qwen3-moe", "gpt-oss", "nemotron-h", "deepseek-v3", "olmoe"
 TYPES = (torch.float32, torch.bfloat16)
 
 
-@pytest.fixture(autouse=True)
-def compiled() -> None:
-    try:
-        Kernel(os.environ)
-    except NotCompiled as error:
-        pytest.skip(str(error))
-
-
 def model_of(name: str, dtype: torch.dtype) -> Any:
+    need_own_layers(dtype)
     return ARCHS[name].build().to(dtype)
 
 

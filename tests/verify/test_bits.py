@@ -11,6 +11,7 @@ from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.models.packing import pack_model
 from kvcellar.verify.bits import SameBits, same_bits
+from tests.own_layers import need_own_layers
 from tests.zoo import ARCHS
 
 
@@ -39,6 +40,7 @@ IN_BFLOAT16 = ("deepseek-v2", "deepseek-v3", "llama4", "gemma3n", "gemma4-e2b")
     + [(name, torch.bfloat16) for name in IN_BFLOAT16],
 )
 def test_a_rows_bits_do_not_depend_on_company_where_that_is_promised(name, dtype) -> None:
+    need_own_layers(dtype)
     assert [str(one) for one in same_bits(guest_of(name, dtype), seed=0) if not one.holds] == []
 
 
@@ -55,6 +57,7 @@ class OfCompany(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_row_of_the_text_is_compared_in_every_way(dtype) -> None:
+    need_own_layers(dtype)
     found = by_way(guest_of("llama", dtype))
     assert len(found) == 9
     for way, one in found.items():
@@ -62,6 +65,7 @@ def test_every_row_of_the_text_is_compared_in_every_way(dtype) -> None:
 
 
 def test_a_module_whose_result_depends_on_the_number_of_rows_is_named() -> None:
+    need_own_layers(torch.float32)
     guest = guest_of("llama")
     layer: Any = guest.model.get_submodule("model.layers.1.mlp")
     layer.down_proj = OfCompany(layer.down_proj)

@@ -61,7 +61,7 @@ def pack_experts(model: PreTrainedModel, environment: Mapping[str, str]) -> int 
         kernel = Kernel(environment)
     except NotCompiled as error:
         return str(error)
-    if kernel.linear.multiplies == FOREIGN:
+    if kernel.linear.multiplies == FOREIGN and any(_is_narrow(module) for module in modules.values()):
         return "this CPU has instructions for bfloat16 that torch uses, and our kernel does not"
     register()
     first = next(iter(modules))
@@ -90,6 +90,10 @@ def _why_plain(module: Any) -> str | None:
         if weight.dim() != 3 or not weight.numel() or type(weight.detach()) is not Tensor:
             return f"{name} is no plain tensor of three dimensions"
     return None
+
+
+def _is_narrow(module: Any) -> bool:
+    return any(module._parameters[name].dtype is torch.bfloat16 for name in _names(module))
 
 
 def _names(module: Any) -> tuple[str, str]:

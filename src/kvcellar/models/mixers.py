@@ -184,7 +184,8 @@ class Mixing:
             if rows is None:
                 change = self._all_of(len(segments), length)
                 out = self._call(forward, _map(args, change), _map(kwargs, change), segments, length)
-                return _map(out, lambda x: x.reshape(1, self.tokens, *x.shape[2:]) if x.dim() > 1 else x)
+                # In the order that results of several lengths have: sums over a row depend on its strides.
+                return _map(out, lambda x: x.reshape(1, self.tokens, *x.shape[2:]).contiguous() if x.dim() > 1 else x)
             change = self._some_of(rows)
             part = self._call(forward, _map(args, change), _map(kwargs, change), segments, length)
             whole = self._joined(whole, part, rows)

@@ -275,7 +275,8 @@ class _Called:
 
         def call() -> None:
             assert self._step.open is not None
-            left, cache = iter(inputs), self._step.open.cache
+            # Copies: a mixer may keep its inputs until the step is committed, and the arena is used again before.
+            left, cache = (one.clone() for one in inputs), self._step.open.cache
             args = _given(arguments, left, cache)
             made = tree_leaves(module(*args, **{name: _given(one, left, cache) for name, one in op.kwargs.items()}))
             tensors = [one for one in made if isinstance(one, Tensor)]

@@ -1,5 +1,6 @@
 """Models of the library that differ in adapters and defaults only run on one engine, each as if it were alone."""
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import pytest
 
 from kvcellar import Engine
 from kvcellar.cli.hosting import Engines, hosted
+from kvcellar.engine.request import Request
 from kvcellar.library.library import Library
 from kvcellar.models.adapters import check_adapter
 from kvcellar.models.load import load
@@ -136,12 +138,33 @@ def test_models_of_one_base_share_an_engine_and_say_what_each_says_alone(
         engine.check()
 
 
+@contextmanager
+def steps_held(engine: Any, held: Callable[[list[Request]], bool]) -> Iterator[None]:
+    """No step of the engine begins while `held` returns True for its requests that are not done. The calls of its inbox
+    run. `held` is called on the engine's thread."""
+    loop, over = engine._loop, threading.Event()
+    step = loop._step
+
+    def step_or_wait() -> None:
+        if not over.is_set() and held(list(loop._requests.values())):
+            time.sleep(0.001)  # the loop runs its inbox, and comes back
+        else:
+            step()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "_step", step_or_wait)
+        try:
+            yield
+        finally:
+            over.set()
+
+
 def test_their_requests_run_in_one_batch(tiny: Path, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(tiny) as (host, server):
         for name in NAMES:
             completed(server, name)
-        engine, together = engine_of(host), list[int]()
-        gate, scheduler = threading.Event(), engine._built.loop.scheduler
+        engine, together, all_in = engine_of(host), list[int](), threading.Event()
+        scheduler = engine._built.loop.scheduler
         schedule = scheduler.schedule
 
         def noted() -> Any:
@@ -149,12 +172,14 @@ def test_their_requests_run_in_one_batch(tiny: Path, library: Library, monkeypat
             together.append(len({one.completion.request.adapter for one in found[0]}))
             return found
 
+        def some_missing(requests: list[Request]) -> bool:
+            if len(requests) == len(NAMES):
+                all_in.set()
+            return not all_in.is_set()
+
         monkeypatch.setattr(scheduler, "schedule", noted)
-        engine._loop.post(lambda: gate.wait(PATIENCE))
-        with ThreadPoolExecutor(3) as pool:
+        with ThreadPoolExecutor(3) as pool, steps_held(engine, some_missing):
             done = [pool.submit(completed, server, name, PROMPT + name, 12) for name in NAMES]
-            assert comes(lambda: engine._loop.backlog >= 3)
-            gate.set()
             assert all(one.result() for one in done)
         assert max(together) == 3
 
@@ -186,9 +211,9 @@ def test_each_name_is_unloaded_by_itself_and_the_engine_with_the_last_one(tiny: 
             assert post(server, "/api/generate", model=name, keep_alive=0).json()["done_reason"] == "unload"
             assert comes(lambda left=left: set(loaded(server)) == left)
             assert engine_of(host) is engine
-        assert [info.name.partition("@")[0] for info in engine.adapters.list()] == ["pirate"]
-        assert engine.adapters.bytes <= own["pirate"]
-        assert loaded(server)["pirate"]["shared_size"] == 0
+        assert comes(lambda: [info.name.partition("@")[0] for info in engine.adapters.list()] == ["pirate"])
+        assert comes(lambda: engine.adapters.bytes <= own["pirate"])
+        assert comes(lambda: loaded(server)["pirate"]["shared_size"] == 0)
         completed(server, "poet")
         assert engine_of(host) is engine
         for name in ("poet", "pirate"):
@@ -203,28 +228,41 @@ def library_bytes(library: Library, name: str) -> int:
     return sum(2 * file.size for part in library.manifest(name).adapters for file in part.files)
 
 
-@contextmanager
-def streaming(server: Server, model: str) -> Iterator[Iterator[str]]:
-    body = {"model": model, "prompt": PROMPT, "max_tokens": 200, "temperature": 0, "stream": True, "ignore_eos": True}
+def streamed(server: Server, model: str) -> list[str]:
+    """The texts of a stream."""
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 40, "temperature": 0, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE) as response:
-        yield response.iter_lines()
+        assert response.status_code == 200, response.read()
+        data = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
+    assert data.pop() == "[DONE]"
+    return [choice["text"] for chunk in data for choice in json.loads(chunk)["choices"]]
 
 
 def test_a_model_is_replaced_while_its_requests_and_those_of_others_run(
     tiny: Path, library: Library, adapters: dict[str, Path]
 ) -> None:
     with serving(tiny) as (host, server):
-        before = completed(server, "poet")
-        with streaming(server, "poet") as old, streaming(server, "pirate") as other:
-            assert next(old)
-            assert next(other)
-            made(library, "poet", f"FROM {tiny}\nADAPTER {adapters['c']}", tiny.parent, tools=Tools())
-            after = completed(server, "poet")
-            engine = engine_of(host)
+        before, old, other = completed(server, "poet"), streamed(server, "poet"), streamed(server, "pirate")
+        engine, running = engine_of(host), threading.Event()
+
+        def both_run(requests: list[Request]) -> bool:
+            """Whether two requests have begun, and their text, or that one of them is missing."""
+            produced = [one.sampler.produced for request in requests for one in request.completions]
+            if len(produced) == 2 and min(produced) > 0:
+                running.set()
+            return running.is_set() or len(produced) < 2
+
+        with ThreadPoolExecutor(3) as pool:
+            with steps_held(engine, both_run):
+                streams = [pool.submit(streamed, server, name) for name in ("poet", "pirate")]
+                assert running.wait(PATIENCE)
+                made(library, "poet", f"FROM {tiny}\nADAPTER {adapters['c']}", tiny.parent, tools=Tools())
+                new = pool.submit(completed, server, "poet")
+                assert comes(lambda: len(engine.adapters.list()) == 3), "the old one is not in use"
+                assert not any(one.done() for one in streams)
+            after = new.result()
             assert after != before
-            assert len(engine.adapters.list()) == 3, "the old one is in use"
-            assert sum(1 for line in old if line) > 100
-            assert sum(1 for line in other if line) > 100
+            assert ["".join(one.result()) for one in streams] == ["".join(old), "".join(other)]
         assert comes(lambda: len(engine.adapters.list()) == 2)
         assert completed(server, "poet") == after == alone("poet")[0]
         assert set(loaded(server)) == {"poet", "pirate"}

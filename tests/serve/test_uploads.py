@@ -149,6 +149,7 @@ def test_what_is_not_used_for_a_day_is_removed(client: Any, http: httpx.Client, 
     given = uploaded(client, source)
     client.create("new", files=given, stream=False)
     folder, old = world.library.root / "uploads", time.time() - KEEP - 60
+    assert comes(lambda: not places(world)["tmp"])
     before = tree(world.library)
     for path in folder.iterdir():
         os.utime(path, (old, path.stat().st_mtime if path.name.endswith("0") else old))
@@ -157,6 +158,7 @@ def test_what_is_not_used_for_a_day_is_removed(client: Any, http: httpx.Client, 
     assert set(os.listdir(folder)) == left
     world.library.check()
     kept = {name: content for name, content in before.items() if name.startswith("blobs")}
+    assert comes(lambda: not places(world)["tmp"])
     assert {name: content for name, content in tree(world.library).items() if name.startswith("blobs")} == kept
     client.create("again", files=given, stream=False)  # from the files of the model
     assert http.head(f"/api/blobs/{given['model.safetensors']}").status_code == 200

@@ -457,6 +457,10 @@ DAMAGE: list[tuple[str, Change, str]] = [
     (NF4, state(blocksize=32), "weight.absmax is [240]; [480] is needed"),
     (NF4, state(nested_blocksize=None), "has the nested_blocksize None"),
     (NF4, state(nested_offset="a"), "has the nested_offset 'a'"),
+    (NF4, state(nested_offset=10**400), "a number that a float can hold is needed"),
+    (NF4, state(nested_offset=math.nan), "has the nested_offset nan"),
+    (NF4, state(blocksize=64.0), "has the blocksize 64.0"),
+    (NF4, state(nested_blocksize=256.0), "has the nested_blocksize 256.0"),
     (NF4, filled("weight.nested_absmax", math.nan), "weight.absmax has a scale of nan"),
     (NF4, filled("weight.quant_map", math.nan), "weight.quant_map has a scale of nan"),
     (NF4, put("weight.quant_state.bitsandbytes__nf4", torch.zeros(9, dtype=torch.uint8)), "is not JSON"),
@@ -641,6 +645,21 @@ def test_linear_layers_compute_with_the_codes_of_files(what: str, source: Path, 
         assert loaded.served is not None
         assert loaded.served.layers[8 if what == "bitsandbytes int8" else 4] >= len(dense)
         assert not loaded.served.dense
+
+
+def test_dense_weights_beside_codes_are_finite_in_the_dtype_of_the_network(source: Path, tmp_path: Path) -> None:
+    """A weight whose groups have different sizes is not served from its codes, and its scale overflows float16."""
+    method, writer = FORMATS[DESC]
+    tensors, _ = quantised(source, writer)
+    groups = tensors[f"{UP}.g_idx"]
+    groups[groups.argmax()] = 0
+    path = directory(source, tmp_path / "q", tensors, method)
+    served = load(path, dtype="float16", weights="auto").served
+    assert served is not None
+    assert set(served.dense) == {f"{UP}.weight"}
+    tensors[f"{UP}.scales"].fill_(60000)
+    with pytest.raises(ModelRefused, match=rf"{UP}\.weight holds NaN or infinity as torch\.float16.* float32"):
+        load(directory(source, tmp_path / "damaged", tensors, method), dtype="float16", weights="auto")
 
 
 SHAPES = st.tuples(st.integers(1, 40), st.integers(1, 40))

@@ -154,6 +154,7 @@ def test_what_is_not_used_for_a_day_is_removed(client: Any, http: httpx.Client, 
     for path in folder.iterdir():
         os.utime(path, (old, path.stat().st_mtime if path.name.endswith("0") else old))
     assert http.post(f"/api/blobs/{digest_of(b'a')}", content=b"a").status_code == 201
+    assert comes(lambda: not places(world)["tmp"])  # what it was received in is removed after the response
     left = {digest_of(b"a").replace(":", "-")} | {name for name in os.listdir(folder) if name.endswith("0")}
     assert set(os.listdir(folder)) == left
     world.library.check()

@@ -50,9 +50,8 @@ class Uploads:
         checked_digest(digest)
         with self.disk.locked():
             self.disk.remove_uploads(self._clock() - KEEP)
-        stored = sum(self._unused(name) for name in list(self.disk.files.names(self.disk.root / UPLOADS)))
         with self._lock:
-            self._stored = stored
+            self._stored = sum(self._unused(name) for name in list(self.disk.files.names(self.disk.root / UPLOADS)))
         self.take(size)
         self.give(size)
         return Upload(self, digest)
@@ -80,6 +79,14 @@ class Uploads:
         """Bytes that are not received any more."""
         with self._lock:
             self._receiving -= size
+
+    def keep(self, part: Path, name: str, size: int) -> None:
+        """Rename what was received; its bytes are stored from then on. Needs the lock of the disk."""
+        with self._lock:
+            replaced = self._unused(name)
+            self.disk.files.rename(part, self.disk.root / UPLOADS / name)
+            self._receiving -= size
+            self._stored += size - replaced
 
     def _path(self, digest: str) -> Path | None:
         name = digest.replace(":", "-")
@@ -121,7 +128,8 @@ class Upload:
 
     def __init__(self, uploads: Uploads, digest: str) -> None:
         self._uploads, self._files, self._digest = uploads, uploads.disk.files, digest
-        self._lock, self._hash, self._size = threading.Lock(), hashlib.sha256(), 0
+        self._lock, self._hash = threading.Lock(), hashlib.sha256()
+        self._size = 0  # bytes that are counted as being received
         self._stack = ExitStack()
         self._part = self._stack.enter_context(uploads.disk.staging()).directory / "part"
         try:
@@ -149,18 +157,20 @@ class Upload:
                 raise BadRequest(f"the content that arrived has the digest {found}; upload the file again", "digest")
             os.fchmod(self._opened, READ_ONLY)
             self._files.sync(self._opened)
-            folder = self._uploads.disk.root / UPLOADS
             with self._uploads.disk.locked():
-                self._files.rename(self._part, folder / self._digest.replace(":", "-"))
-                self._files.sync_directory(folder)
+                self._uploads.keep(self._part, self._digest.replace(":", "-"), self._size)
+                self._size = 0
+                self._files.sync_directory(self._uploads.disk.root / UPLOADS)
 
     def close(self) -> None:
         """Remove what has no name. May be called again."""
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._stack.close()
-                self._uploads.give(self._size)
+                try:
+                    self._stack.close()
+                finally:
+                    self._uploads.give(self._size)
 
 
 def checked_digest(text: str) -> str:

@@ -73,8 +73,12 @@ class ReaderThreads:
         return await asyncio.wrap_future(self._upload.submit(work))
 
     def end_upload(self, work: Callable[[], object]) -> None:
-        """Run `work` after what was submitted for uploads so far, also if the server is closed meanwhile."""
-        self._upload.submit(work)
+        """Run `work` after what was submitted for uploads so far, also if this is closed before or meanwhile."""
+        try:
+            self._upload.submit(work)
+        except RuntimeError:  # it is closed: nothing follows in its thread
+            self._upload.shutdown()
+            work()
 
     def close(self) -> None:
         library = self._library, self._listing, self._long_work

@@ -126,8 +126,9 @@ def replaced(network: PreTrainedModel, coding: Coding) -> Served:
     for name, place in coding.modules.items():
         codes = _codes(name, coding)
         if isinstance(codes, str):
-            weight: Tensor = coding.slices[name][...]
-            linear[place].weight = nn.Parameter(weight.to(network.dtype), requires_grad=False)
+            weight: Tensor = coding.slices[name][...].to(network.dtype)
+            _check_finite(name, weight)
+            linear[place].weight = nn.Parameter(weight, requires_grad=False)
             dense[name] = codes
         else:
             put(place, codes)
@@ -148,12 +149,19 @@ def _codes(name: str, coding: Coding) -> Codes | str:
         codes = part.codes()
         return codes if isinstance(codes, str) else unfit(codes) or codes
     weight: Tensor = part[...]
-    if not is_finite(weight):
-        raise ModelRefused(f"{name} holds NaN or infinity. The weights are damaged")
+    _check_finite(name, weight)
     if kind == INT8:
         return Codes(*_without_table(int8_rows(weight)))
     values, scales = int4_groups(weight)
     return Codes((values + _HALF).view(torch.uint8), INT4, scales)
+
+
+def _check_finite(name: str, weight: Tensor) -> None:
+    if not is_finite(weight):
+        raise ModelRefused(
+            f"{name} holds NaN or infinity as {weight.dtype}. The weights are damaged; if not, load them with dtype "
+            "float32"
+        )
 
 
 def _without_table(rounded: tuple[Tensor, Tensor]) -> tuple[Tensor, None, Tensor]:

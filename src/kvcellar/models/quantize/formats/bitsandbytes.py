@@ -7,10 +7,11 @@ A weight W of 4 bits is `W` U8, two codes in a byte, the first one in the highes
 """
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from math import ceil, isfinite
+from math import ceil
 from typing import Any
 
 import torch
@@ -135,10 +136,10 @@ def _state(name: str, weights: WeightsFiles, nested: bool) -> _State:
         raise ModelRefused(f"{name} has the shape {shown(shape)}; two sizes are needed")
     inner = raw.get("nested_blocksize") if nested else None
     for what, size in (("blocksize", block), *([("nested_blocksize", inner)] if nested else [])):
-        if size not in _BLOCKS:
+        if type(size) is not int or size not in _BLOCKS:
             raise ModelRefused(f"{name} has the {what} {shown(size)}; a power of 2 from {_BLOCKS[0]} is needed")
-    if isinstance(offset, bool) or not isinstance(offset, int | float) or not isfinite(offset):
-        raise ModelRefused(f"{name} has the nested_offset {shown(offset)}; a number is needed")
+    if type(offset) not in (int, float) or not abs(offset) <= sys.float_info.max:  # exact for any integer
+        raise ModelRefused(f"{name} has the nested_offset {shown(offset)}; a number that a float can hold is needed")
     dtype = {"float16": "F16", "float32": "F32"}.get(str(raw.get("dtype")), "BF16")
     return _State(name.removeprefix(name[:-3]), (shape[0], shape[1]), block, inner, float(offset), dtype)
 

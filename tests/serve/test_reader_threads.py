@@ -1,0 +1,34 @@
+"""Uploads end in the order of their work, also when the threads are closed."""
+
+import asyncio
+import threading
+
+from kvcellar.serve.reader_threads import ReaderThreads
+from tests.serve.fake_engine import PATIENCE
+
+
+def test_an_upload_ends_after_the_threads_were_closed_and_after_its_work() -> None:
+    threads, goes_on, order = ReaderThreads(), threading.Event(), list[str]()
+
+    def write() -> None:
+        goes_on.wait(PATIENCE)
+        order.append("written")
+
+    async def run() -> None:
+        task = asyncio.create_task(threads.for_upload(write))
+        await asyncio.sleep(0)  # it is submitted
+        threads.close()
+        asyncio.get_running_loop().run_in_executor(None, goes_on.set)
+        threads.end_upload(lambda: order.append("ended"))
+        await task
+
+    asyncio.run(run())
+    assert order == ["written", "ended"]
+
+
+def test_a_second_end_is_run_as_well() -> None:
+    threads, ended = ReaderThreads(), list[int]()
+    threads.close()
+    for number in range(2):
+        threads.end_upload(lambda number=number: ended.append(number))
+    assert ended == [0, 1]

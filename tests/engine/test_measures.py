@@ -34,6 +34,8 @@ from kvcellar.engine.measures import (
 )
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
+from kvcellar.models.recording.record import record
+from kvcellar.models.recording.replay import Replay
 from kvcellar.shapes import StoredAs
 from tests.zoo import ARCHS
 
@@ -266,7 +268,14 @@ def test_each_fact_counts(model: Path) -> None:
     assert len(seen) == 1 + 2 * len(once)
 
 
+def recorded(guest: Guest) -> Guest:
+    record(guest, lambda program: Replay(program, guest.model))
+    assert guest.recording is not None
+    return guest
+
+
 CHANGES: dict[str, Callable[[Guest], Guest]] = {
+    "recorded": recorded,
     "kv_dtype": lambda guest: guest.storing(StoredAs.parse("int8"), named("sdpa")),
     "attention": lambda _: build_guest(ARCHS["llama"].build(), named("reference")),
     "dtype": lambda _: build_guest(ARCHS["llama"].build().bfloat16(), named("sdpa")),

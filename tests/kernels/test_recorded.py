@@ -315,6 +315,17 @@ def test_bindings_are_counted_and_capped(native: StepKernel) -> None:
     assert made.bytes == 0
 
 
+def test_an_arena_that_grew_is_no_larger_than_a_new_one(native: StepKernel) -> None:
+    grown, new = (Recorded(traced(norm, [rows(5, 64)]), {}, {}, native) for _ in range(2))
+    for t in (40, 1, 100, 101):
+        run(grown, t, [rows(t, 64)])
+        grown.check()
+    run(new, 101, [rows(101, 64)])
+    assert grown.bytes == new.bytes
+    run(grown, 1, [rows(1, 64)])
+    assert grown.bytes > new.bytes  # instructions of two bindings
+
+
 def test_what_a_run_returned_stays_when_the_next_one_runs(native: StepKernel) -> None:
     made = recorded(traced(norm, [rows(5, 64)]), native)
     (first,) = run(made, 3, [rows(3, 64)])

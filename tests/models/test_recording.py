@@ -2,17 +2,22 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from kvcellar.attention.choose import backends
+from kvcellar.kernels.program import Program
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.models.input_limits import random_tokens
 from kvcellar.models.recording.capture import capture
-from kvcellar.models.recording.record import record
+from kvcellar.models.recording.record import record, tested
+from kvcellar.models.recording.recording import RecordedStep, Results
 from kvcellar.models.recording.replay import Replay
 from kvcellar.models.recording.sizes import NotRecordable
 from kvcellar.plan import Batch, Feed
@@ -90,3 +95,75 @@ def test_a_model_that_runs_solo_is_not_recorded(name: str) -> None:
     guest = build_guest(ARCHS[name].build(), backends())
     with pytest.raises(NotRecordable, match="one sequence per forward"):
         capture(guest)
+
+
+class Halved(nn.Module):
+    """Half of the result of another module, for more than 30 rows."""
+
+    def __init__(self, whole: nn.Module) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.whole(x)
+        return out / 2 if x.shape[1] > 30 else out
+
+
+class HalvedLayer(LlamaDecoderLayer):
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        out = super().forward(hidden_states, **kwargs)
+        return out / 2 if out.shape[1] > 30 else out
+
+
+def test_a_module_that_depends_on_the_number_of_rows_is_called_as_it_is() -> None:
+    model = ARCHS["llama"].build()
+    for layer in model.model.layers:
+        layer.mlp = Halved(layer.mlp)
+    guest = build_guest(model, backends())
+    record(guest, lambda program: Replay(program, guest.model))
+    assert guest.recording is not None
+    assert guest.recording.captured.opaque == {"Halved": "its code depends on how many rows there are"}
+    for rows in (30, 31, 40):
+        ours, theirs = Steps(guest), Steps(guest)
+        ours.step([(0, rows)])
+        recording, guest.recording = guest.recording, None
+        theirs.step([(0, rows)])
+        guest.recording = recording
+        assert torch.equal(ours.logits[0], theirs.logits[0])
+
+
+def test_a_layer_that_depends_on_the_number_of_rows_is_not_recorded() -> None:
+    model = ARCHS["llama"].build()
+    for layer in model.model.layers:
+        layer.__class__ = HalvedLayer
+    guest = build_guest(model, backends())
+    with pytest.raises(NotRecordable, match="its code depends on how many rows there are"):
+        capture(guest)
+
+
+class Wrong(Replay):
+    """Replays with other results: hidden states, or logits of long steps."""
+
+    wrong = ""
+
+    def run(self, step: RecordedStep) -> Results:
+        results = super().run(step)
+        assert results.hidden is not None
+        if self.wrong == "hidden":
+            return replace(results, hidden=results.hidden + 1)
+        return replace(results, logits=results.logits + 1) if len(step.ids) > 64 else results
+
+
+@pytest.mark.parametrize("wrong", ["hidden", "long"])
+def test_a_recording_with_wrong_results_is_not_used(wrong: str) -> None:
+    guest = build_guest(ARCHS["llama"].build(), backends())
+    captured = capture(guest)
+    tested(guest, captured, lambda program: Replay(program, guest.model))
+
+    def execute(program: Program) -> Wrong:
+        made = Wrong(program, guest.model)
+        made.wrong = wrong
+        return made
+
+    with pytest.raises(NotRecordable, match=r"results differ from those of its modules, by 1\.0e\+00, in 1 of 8 steps"):
+        tested(guest, captured, execute)

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from kvcellar.attention.choose import backends
+from kvcellar.kernels.codes import Codes
 from kvcellar.kernels.compiled import COMPILERS
 from kvcellar.kernels.packed import pack
+from kvcellar.kernels.quantised import Kernel, QuantisedLinear
 from kvcellar.kernels.recorded_kernel import StepKernel
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.recording.capture import capture
@@ -56,6 +58,23 @@ def test_packed_layers_and_attention_are_called_natively(name: str, kernel: Step
     theirs = timeline(guest)
     executor = NativeExecutor(captured.program, guest.model, kernel)
     guest.recording = Recording(captured, executor)
+    assert [torch.equal(a, b) for a, b in zip(timeline(guest), theirs, strict=True)] == [True] * len(theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_quantised_layers_of_any_type_run_recorded(dtype: torch.dtype, kernel: StepKernel) -> None:
+    """Those of float16 have no native call."""
+    model, products = ARCHS["llama"].build().to(dtype=dtype), Kernel(os.environ)
+    for layer in model.model.layers:
+        for name in ("gate_proj", "up_proj"):
+            weight = getattr(layer.mlp, name).weight.detach().float()
+            scales = weight.abs().amax(1, keepdim=True) / 127
+            codes = Codes((weight / scales).round().to(torch.int8), None, scales, None, None)
+            setattr(layer.mlp, name, QuantisedLinear(products, codes, None, dtype))
+    guest = build_guest(model, backends())
+    captured = capture(guest)
+    theirs = timeline(guest)
+    guest.recording = Recording(captured, NativeExecutor(captured.program, guest.model, kernel))
     assert [torch.equal(a, b) for a, b in zip(timeline(guest), theirs, strict=True)] == [True] * len(theirs)
 
 

@@ -198,6 +198,7 @@ def facts(
         "limits": dict(limits),
         "model": model(guest),
         "shape": shape(guest),
+        "recorded": guest.recording is not None,
         "files": identities(path, began),
     }
 

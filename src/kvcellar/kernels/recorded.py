@@ -2,10 +2,11 @@
 
 A binding holds for one number of rows and one of wanted rows. Those used last are kept, `KEPT` of them, since decoding
 comes back to few numbers, and chunks of prompts have one usual length; binding takes milliseconds, and costs a step
-that is rare less than padding would. All share one arena, as large as the largest of them needs.
+that is rare less than padding would. All share one arena, as large as the largest of them needs; when it has to grow,
+earlier bindings are freed with it.
 
 Always true (`check`):
-  * there are at most `kept` bindings, each with the arena that it was bound to;
+  * there are at most `kept` bindings, all in the one arena;
   * no caller has a tensor of an arena: inputs are copied in, outputs are copied out.
 """
 
@@ -60,14 +61,14 @@ class Recorded:
     @property
     def bytes(self) -> int:
         """Memory of all kept bindings, without constants that are computed for each."""
-        arenas = {binding.arena.data_ptr(): binding.arena.nbytes for binding in self._bindings.values()}
-        return sum(arenas.values()) + sum(binding.bytes for binding in self._bindings.values())
+        return self._arena.nbytes + sum(binding.bytes for binding in self._bindings.values())
 
     def check(self) -> None:
         """Assert what is always true."""
         assert len(self._bindings) <= self._kept
+        arena = self._arena.untyped_storage().data_ptr()
         for binding in self._bindings.values():
-            arena = binding.arena.untyped_storage().data_ptr()
+            assert binding.arena is self._arena
             assert all(one.untyped_storage().data_ptr() == arena for one in binding.inputs.values())
 
     def _binding(self, sizes: Sizes) -> Binding:
@@ -83,8 +84,10 @@ class Recorded:
         return found
 
     def _place(self, size: int) -> Tensor:
-        """The arena, or a larger one for this binding and those to come; earlier ones keep theirs."""
+        """The arena, at least so large. To grow, it is freed before, with all bindings."""
         if self._arena.nbytes < size:
-            whole = torch.empty(max(size, 2 * self._arena.nbytes) + ALIGNED, dtype=torch.uint8)
-            self._arena = whole[-whole.data_ptr() % ALIGNED :]
+            self.clear()
+            whole = torch.empty(size + ALIGNED, dtype=torch.uint8)
+            start = -whole.data_ptr() % ALIGNED
+            self._arena = whole[start : start + size]
         return self._arena

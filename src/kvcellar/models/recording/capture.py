@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.numbers import int_oo
 
 from kvcellar.errors import KvcellarError
 from kvcellar.kernels.experts import PanelExperts
@@ -31,6 +32,8 @@ from kvcellar.models.recording.sizes import NotRecordable, Sizes
 from kvcellar.models.recording.trace import Trace
 
 ROWS, WANTED, CELLS = 11, 5, (23, 29, 31, 37, 41, 43, 47, 53)  # sizes while tracing: all different, and none a weight's
+LEAST = 2  # torch takes 0 and 1 for other cases; the test at load has steps with such sizes
+BRANCHES = "its code depends on how many rows there are"
 MOST_TRIES = 12
 FAILURES = (  # what the code of a model may raise on fake tensors
     KvcellarError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError,
@@ -86,13 +89,27 @@ def _running(guest: Guest, traceback: TracebackType | None) -> nn.Module | None:
     return None if found is None or stateful & set(found.modules()) else found
 
 
+class _Conditions(ShapeEnv):
+    """Raises where code of the network compares a size that depends on symbols with another: what it does then holds
+    for some numbers of rows only. Torch would go on, and write the comparison down as a guard of what was traced."""
+
+    def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().evaluate_expr(*args, **kwargs)
+        self.check_none()
+        return result
+
+    def check_none(self) -> None:
+        if self.guards:
+            raise NotRecordable(BRANCHES)
+
+
 class _Capture:
     """One attempt."""
 
     def __init__(self, guest: Guest, opaque: frozenset[type[nn.Module]]) -> None:
         self._guest, self._opaque = guest, opaque
-        env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
-        self._fakes = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
+        self._env = _Conditions(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+        self._fakes = FakeTensorMode(allow_non_fake_inputs=True, shape_env=self._env)
         self._groups = _expanded_groups(guest)
         numbers = {"T": ROWS, "W": WANTED, **dict(zip(self._groups, CELLS, strict=False))}
         if len(self._groups) > len(CELLS):
@@ -153,10 +170,15 @@ class _Capture:
         return made
 
     def _check_free(self) -> None:
-        """Raise if code of the network made a symbol a number."""
+        """Raise if code of the network made a symbol a number, or holds for some of its numbers only."""
+        self._env.check_none()
         for name, size in self._symbols.items():
-            if not size.node.expr.is_Symbol:
+            symbol = size.node.expr
+            if not symbol.is_Symbol:
                 raise NotRecordable(f"its code depends on the value of {name}")
+            bounds = self._env.var_to_range[symbol]
+            if bounds.lower > LEAST or bounds.upper != int_oo:
+                raise NotRecordable(BRANCHES)
 
 
 def _noted(forward: Forward, read: list[Tensor]) -> Forward:

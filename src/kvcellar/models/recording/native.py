@@ -145,7 +145,7 @@ class _Linear:
                     panels = [module for module in modules if isinstance(module, PanelLinear)]
                     self._merged[paths] = merged(panels) if len(panels) > 1 else panels[0]
                 return self._merged[paths].native(rows, into)
-            if all(isinstance(module, QuantisedLinear) for module in modules):
+            if x.dtype in TYPES and all(isinstance(module, QuantisedLinear) for module in modules):
                 quantised = [module for module in modules if isinstance(module, QuantisedLinear)]
                 parts = into.split([module.out_features for module in quantised], -1)
                 return [module.native(rows, part) for module, part in zip(quantised, parts, strict=True)]

@@ -21,6 +21,7 @@ from kvcellar.spans import Span
 log = logging.getLogger("kvcellar.models")
 
 MOST = 24  # positions of a sequence in the test
+MANY = 100  # rows of its longest step, where the context has so many
 SMALLEST = 16  # that the test needs
 
 
@@ -56,11 +57,12 @@ def _recording(guest: Guest, execute: Execute, kept: Programs | None) -> Recordi
 def tested(guest: Guest, captured: Captured, execute: Execute) -> Recording:
     """A recording that gave the logits of the modules. Raises `NotRecordable`, and what running it raises."""
     recording = Recording(captured, execute(captured.program))
-    ours, theirs = logits_of(guest, recording), logits_of(guest, None)
+    hidden = "hidden" in captured.program.outputs
+    ours, theirs = results_of(guest, recording, hidden=hidden), results_of(guest, None, hidden=hidden)
     wrong = [(a.float() - b.float()).abs().max() for a, b in zip(ours, theirs, strict=True) if not torch.equal(a, b)]
     if wrong:
         raise NotRecordable(
-            f"its logits differ from those of its modules, by {float(max(wrong)):.1e}, in {len(wrong)} of {len(ours)} "
+            f"its results differ from those of its modules, by {float(max(wrong)):.1e}, in {len(wrong)} of {len(ours)} "
             f"steps of a test"
         )
     if recording.by_modules:
@@ -70,9 +72,10 @@ def tested(guest: Guest, captured: Captured, execute: Execute) -> Recording:
 
 
 @torch.inference_mode()
-def logits_of(guest: Guest, recording: Recording | None) -> list[Tensor]:
+def results_of(guest: Guest, recording: Recording | None, *, hidden: bool) -> list[Tensor]:
     """Logits of a few steps with this recording, or by modules: a chunk of a prompt beside a short one, decoding, part
-    of a feed that is kept, a query-only row beside a token, a step without logits, decoding again."""
+    of a feed that is kept, a query-only row beside a token, a step without logits, decoding again, a long prompt. With
+    `hidden`, hidden states of one more step, a part of whose rows have logits."""
     before, guest.recording = guest.recording, recording
     our_attention(guest.model)
     try:
@@ -85,7 +88,10 @@ def logits_of(guest: Guest, recording: Recording | None) -> list[Tensor]:
         steps.step([Feed(0, steps.next(0, 1), stores=False), Feed(1, steps.next(1, 1))])
         steps.step([Feed(0, steps.next(0, 1))], wanted=0)
         steps.step([Feed(0, steps.next(0, 1))])
-        return steps.logits
+        if hidden:
+            steps.step([Feed(0, steps.next(0, 1)), Feed(1, steps.next(1, 3))], wanted=2, hidden=True)
+        steps.step([Feed(2, Span(0, min(MANY, context_of(guest.model))))], wanted=3)
+        return steps.results
     finally:
         guest.recording = before
 
@@ -95,14 +101,21 @@ class _Steps:
         if context_of(guest.model) < SMALLEST:
             raise NotRecordable(f"its context of {context_of(guest.model)} positions is too short to test a recording")
         self._guest = guest
-        self._memory = guest.memory({group.name: 3 * MOST for group in guest.shape.groups}, rows=8)
-        self._ids = random_tokens(guest.model, 2 * MOST, torch.Generator().manual_seed(0))
-        self.logits: list[Tensor] = []
+        self._memory = guest.memory({group.name: 3 * MOST + MANY for group in guest.shape.groups}, rows=8)
+        self._ids = random_tokens(guest.model, 2 * MOST + MANY, torch.Generator().manual_seed(0))
+        self.results: list[Tensor] = []
 
     def next(self, seq: int, count: int) -> Span:
         return Span(self._memory.length(seq), self._memory.length(seq) + count)
 
-    def step(self, feeds: Sequence[Feed], *, wanted: int | None = None, kept: dict[int, int] | None = None) -> None:
+    def step(
+        self,
+        feeds: Sequence[Feed],
+        *,
+        wanted: int | None = None,
+        kept: dict[int, int] | None = None,
+        hidden: bool = False,
+    ) -> None:
         """`wanted`: only so many rows, the last first."""
         ids = [self._ids[MOST * feed.seq + pos] for feed in feeds for pos in range(feed.pos.start, feed.pos.end)]
         try:
@@ -110,5 +123,9 @@ class _Steps:
         except BadRequest:
             return  # a query-only row that sees nothing, where a chunk begins
         rows = range(len(ids))[::-1][:wanted]
-        self.logits.append(self._guest.forward(self._memory, plan, ids, rows).clone())
+        if hidden:
+            result = self._guest.forward_with_hidden(self._memory, plan, ids, rows)[1]
+        else:
+            result = self._guest.forward(self._memory, plan, ids, rows)
+        self.results.append(result.clone())
         self._memory.commit(kept)

@@ -27,7 +27,7 @@ extern "C" int64_t count(Threads* threads, int64_t at_most, int64_t items, int64
     const pthread_t caller = pthread_self();
     std::atomic<int64_t> elsewhere{0};
     for (int64_t i = 0; i < times; ++i)
-        for_each_item(threads, at_most, items, [&](int64_t item) {
+        for_each_item(threads, at_most, items, [&](int64_t item) noexcept {
             counts[item] += item + 1;
             elsewhere += !pthread_equal(pthread_self(), caller);
         });
@@ -39,7 +39,7 @@ extern "C" int meet(Threads* threads) {
     std::atomic<int> inside{0};
     std::atomic<bool> met{false};
     for (int64_t i = 0; i < 30000 && !met; ++i)
-        for_each_item(threads, 2, 2, [&](int64_t) {
+        for_each_item(threads, 2, 2, [&](int64_t) noexcept {
             if (++inside == 2) met = true;
             const timespec nap{0, 1000000};
             if (!met) nanosleep(&nap, nullptr);

@@ -61,7 +61,7 @@ def attention(size: Size, cases: Mapping[str, Case], *, rounds: int = 20) -> dic
     found: dict[str, Took] = {}
     for name, case in cases.items():
         ours, theirs = in_rounds(rounds, *(_layer(size, case, backend) for backend in backends))
-        ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
+        ratio = statistics.median(b / max(a, 1e-9) for a, b in zip(ours, theirs, strict=True))
         found[name] = Took(statistics.median(ours), statistics.median(theirs), ratio)
     return found
 

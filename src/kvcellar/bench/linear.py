@@ -77,9 +77,9 @@ def _at(
     return Products(
         median,
         statistics.median(others[0]) if others else None,
-        statistics.median(b / a for a, b in zip(ours, others[0], strict=True)) if others else None,
-        read / median / 1e6,
-        statistics.median(a / b for a, b in zip(one, all_, strict=True)),
+        statistics.median(b / max(a, 1e-9) for a, b in zip(ours, others[0], strict=True)) if others else None,
+        read / max(median, 1e-9) / 1e6,
+        statistics.median(a / max(b, 1e-9) for a, b in zip(one, all_, strict=True)),
     )
 
 

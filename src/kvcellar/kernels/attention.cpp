@@ -95,6 +95,8 @@ struct Scratch {
     std::unique_ptr<char[]> memory;
     uint32_t *queries, *keys, *values, *weights;  // [rows,words], packed keys and values, [FEW,CHUNK]
     float *scores, *state, *sums, *part;          // [FEW,CHUNK], [rows,2], [rows,width], [FEW,width]
+    float* wide;                                  // a query that is rotated
+    bool* again;                                  // [tokens], those that are computed again
     float *key_scales, *value_scales;             // [blocks,CHUNK]
     E *key_rows, *value_rows;                     // of a bundle
     Tile tiles[FEW];
@@ -117,17 +119,19 @@ struct Scratch {
             s.scaled_values ? of.call.v.blocks() * CHUNK * 4 : 0,
             Reader<E>::bytes(s.words * Layout<E>::IN_WORD),
             Reader<E>::bytes(s.width),
+            of.call.k.rotated ? of.call.k.size * 4 : 0,
+            rows,
         };
         int64_t total = 64;
         for (int64_t b : bytes) total += padded(b, 64) + 64;
         memory.reset(new char[total]);
         char* at = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64) % 64;
-        char* parts[12];
-        for (int i = 0; i < 12; ++i) parts[i] = at, at += padded(bytes[i], 64) + 64;
+        char* parts[14];
+        for (int i = 0; i < 14; ++i) parts[i] = at, at += padded(bytes[i], 64) + 64;
         queries = (uint32_t*)parts[0], keys = (uint32_t*)parts[1], values = (uint32_t*)parts[2];
         weights = (uint32_t*)parts[3], scores = (float*)parts[4], state = (float*)parts[5], sums = (float*)parts[6];
         part = (float*)parts[7], key_scales = (float*)parts[8], value_scales = (float*)parts[9];
-        key_rows = (E*)parts[10], value_rows = (E*)parts[11];
+        key_rows = (E*)parts[10], value_rows = (E*)parts[11], wide = (float*)parts[12], again = (bool*)parts[13];
     }
 };
 
@@ -137,7 +141,6 @@ struct Scratch {
 template <class E>
 void take_queries(const Layout<E>& of, Scratch<E>& s, const Slice& slice) {
     const Call& c = of.call;
-    std::vector<float> wide(c.k.rotated ? c.k.size : 0);
     uint32_t* to = s.queries;
     for (int64_t token = slice.begin; token < slice.end; ++token)
         for (int64_t i = 0; i < of.share; ++i, to += of.shape.words) {
@@ -145,11 +148,11 @@ void take_queries(const Layout<E>& of, Scratch<E>& s, const Slice& slice) {
             const char* q = c.q + at * (c.type == cells::FLOAT32 ? 4 : 2);
             E* row = (E*)to;
             if (c.k.rotated) {
-                elements((cells::Kind)c.type, q, c.k.size, wide.data());
-                cells::rotate(wide.data(), c.k.size);
+                elements((cells::Kind)c.type, q, c.k.size, s.wide);
+                cells::rotate(s.wide, c.k.size);
                 for (int64_t d = 0; d < c.k.size; ++d)
-                    if constexpr (Layout<E>::NARROW) row[d] = narrowed(wide[d]);
-                    else row[d] = wide[d];
+                    if constexpr (Layout<E>::NARROW) row[d] = narrowed(s.wide[d]);
+                    else row[d] = s.wide[d];
             } else {
                 elements((cells::Kind)c.type, q, c.k.size, row);
             }
@@ -380,7 +383,7 @@ void attend_slice(const Layout<E>& of, Scratch<E>& s, const Slice& slice) {
 template <class E>
 void write_slice(const Layout<E>& of, Scratch<E>& s, const Slice& slice) {
     const auto [low, high] = of.keys(slice.segment, slice.begin, slice.end);
-    std::vector<int64_t> again;
+    const bool alone = slice.end - slice.begin == 1;
     for (int64_t token = slice.begin; token < slice.end; ++token) {
         bool sound = true;
         for (int64_t i = 0; i < of.share; ++i) {
@@ -389,14 +392,15 @@ void write_slice(const Layout<E>& of, Scratch<E>& s, const Slice& slice) {
             sound &= finite(sums, of.shape.width);
             write_row(of, of.row(slice.segment, token)[0], slice.group * of.share + i, high > low, state, sums);
         }
-        if (!sound) again.push_back(token);
+        if (!alone) s.again[token - slice.begin] = !sound;
     }
-    if (slice.end - slice.begin == 1) return;
-    for (int64_t token : again) {
+    if (alone) return;
+    for (int64_t token = slice.begin; token < slice.end; ++token) {
+        if (!s.again[token - slice.begin]) continue;
         const auto [from, to] = of.keys(slice.segment, token, token + 1);
-        const Slice alone{slice.segment, token, token + 1, slice.group, from / CHUNK, (to + CHUNK - 1) / CHUNK, -1};
-        attend_slice(of, s, alone);
-        write_slice(of, s, alone);
+        const Slice one{slice.segment, token, token + 1, slice.group, from / CHUNK, (to + CHUNK - 1) / CHUNK, -1};
+        attend_slice(of, s, one);
+        write_slice(of, s, one);
     }
 }
 
@@ -454,7 +458,7 @@ void attend(const Call& c) {
         work(*scratch[i]);
         taken[i].store(false);
     };
-    for_each_item(c.pool, workers, all_slices.size(), [&](int64_t item) {
+    for_each_item(c.pool, workers, all_slices.size(), [&](int64_t item) noexcept {
         const Slice& slice = all_slices[item];
         with_scratch([&](Scratch<E>& s) {
             attend_slice(of, s, slice);
@@ -469,7 +473,7 @@ void attend(const Call& c) {
     });
     if (!partial_rows) return;
     // The chunks of one slice are one behind the other: they are merged by the first.
-    for_each_item(c.pool, workers, all_slices.size(), [&](int64_t item) {
+    for_each_item(c.pool, workers, all_slices.size(), [&](int64_t item) noexcept {
         const auto same = [&](size_t i) {
             return all_slices[i].partial >= 0 && all_slices[i].segment == all_slices[item].segment &&
                    all_slices[i].begin == all_slices[item].begin && all_slices[i].group == all_slices[item].group;

@@ -439,7 +439,7 @@ extern "C" int kvcellar_multiplies() {
 // w [out,in], with rows at a distance of `row` elements, into panels.
 extern "C" void kvcellar_pack(const void* w, void* panels, int64_t out, int64_t in, int64_t row, int64_t type,
                               Threads* threads, int64_t count) {
-    for_each_item(threads, count, (out + PANEL - 1) / PANEL, [&](int64_t p) {
+    for_each_item(threads, count, (out + PANEL - 1) / PANEL, [&](int64_t p) noexcept {
         const int64_t width = std::min(PANEL, out - p * PANEL);
         if (type == FLOAT32) {
             const float* from = static_cast<const float*>(w) + p * PANEL * row;
@@ -468,7 +468,7 @@ extern "C" int kvcellar_linear(const void* call) {
     const int64_t work = PANEL * layer.in * (std::min(some, c.rows) + 8);  // reading weights takes as long as 8 rows
     const int64_t group = std::max<int64_t>(1, ITEM / work), groups = (panels + group - 1) / group;
     std::atomic<bool> enough{true};
-    for_each_item(layer.threads, c.threads, chunks * groups, [&](int64_t i) {
+    for_each_item(layer.threads, c.threads, chunks * groups, [&](int64_t i) noexcept {
         const int64_t row = i / groups * some, first = i % groups * group;
         const Item item{row, std::min(some, c.rows - row), first, std::min(group, panels - first)};
         if (layer.type == FLOAT32) float_item(c, item);

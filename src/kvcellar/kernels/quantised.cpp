@@ -382,7 +382,7 @@ extern "C" int kvcellar_quantised(const void* call) {
         const int64_t rows = std::min(at_once, c.rows - first);
         for (int64_t row = 0; row < rows; ++row) round_row(c, first + row, to, row);
         const int64_t together = std::max<int64_t>(1, ITEM / (PANEL * padded * (rows + 8)));
-        for_each_item(c.threads, c.at_most, (panels + together - 1) / together, [&](int64_t item) {
+        for_each_item(c.threads, c.at_most, (panels + together - 1) / together, [&](int64_t item) noexcept {
             const int64_t last = std::min((item + 1) * together, panels);
             for (int64_t panel = item * together; panel < last; ++panel) panel_of(c, to, rows, panel, first);
         });

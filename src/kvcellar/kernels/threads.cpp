@@ -2,6 +2,7 @@
 //
 // Always true:
 //   * an item is computed once, by the caller or by a worker; `run` returns when none is being computed;
+//   * an item does not throw (its type is noexcept), so the caller's frame outlives all calls of its items;
 //   * nothing waits for a worker that has not begun an item: the caller computes what no worker has begun;
 //   * one caller has the workers at a time; another one meanwhile computes all of its items itself, as does every caller
 //     in a fork of the process, in which there are no workers.
@@ -52,7 +53,7 @@ struct Pool : Threads {
     alignas(64) std::atomic<int64_t> next{0};
     // Of the current work; they change only while no worker is inside.
     alignas(64) int64_t items = 0;
-    void (*work)(void*, int64_t) = nullptr;
+    void (*work)(void*, int64_t) noexcept = nullptr;
     void* what = nullptr;
 
     std::atomic<bool> taken{false}, forked{false};
@@ -126,7 +127,7 @@ struct Pool : Threads {
 
 Pool* pool;  // never deleted: its workers end with the process
 
-void run(Threads*, int64_t threads, int64_t items, void (*work)(void*, int64_t), void* what) {
+void run(Threads*, int64_t threads, int64_t items, void (*work)(void*, int64_t) noexcept, void* what) {
     const int others = int(std::min<int64_t>({threads - 1, items - 1, MOST}));
     if (others < 1 || pool->forked || pool->taken.exchange(true)) {
         for (int64_t item = 0; item < items; ++item) work(what, item);

@@ -15,6 +15,9 @@
 #define KV_AVX2 1
 #elif defined(__SSE2__)
 #include <emmintrin.h>
+#elif defined(__ARM_NEON) && defined(__ARM_FEATURE_FMA)
+#include <arm_neon.h>
+#define KV_NEON 1
 #endif
 // Arrays of vectors stay in registers only if every loop over them is unrolled.
 #define KV_UNROLL _Pragma("GCC unroll 32")
@@ -56,8 +59,14 @@ KV_INLINE F fused(F a, F b, F c) {
     return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif KV_AVX2
     return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif KV_NEON
+    return (F)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#elif defined(__FP_FAST_FMAF)
+    F sum;
+    KV_UNROLL for (int i = 0; i < W; ++i) sum[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return sum;
 #else
-    return a * b + c;
+    return a * b + c;  // two instructions: there is none for both
 #endif
 }
 

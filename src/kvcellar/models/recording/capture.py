@@ -48,7 +48,7 @@ def capture(guest: Guest) -> Captured:
     opaque: dict[type[nn.Module], str] = {}
     for _ in range(MOST_TRIES):
         try:
-            with _without_errors_of_torch():
+            with _without_errors_of_torch(), _unchanged(guest.model):
                 program = _Capture(guest, frozenset(opaque)).program()
             return Captured(simplified(program), {kind.__name__: why for kind, why in opaque.items()})
         except FAILURES as error:
@@ -74,6 +74,25 @@ def _without_errors_of_torch() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(passes)
+
+
+@contextmanager
+def _unchanged(network: nn.Module) -> Iterator[None]:
+    """After the block, modules have the attributes from before it, and buffers their content. Code that computes
+    frequencies of positions, say, keeps them in its module; while it is traced, these are fake tensors."""
+    held = [(module, dict(vars(module)), dict(module._buffers)) for module in network.modules()]
+    contents = [(buffer, buffer.clone()) for buffer in network.buffers()]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in held:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        with torch.inference_mode():  # some buffers were made in it
+            for buffer, content in contents:
+                buffer.copy_(content)
 
 
 def _running(guest: Guest, traceback: TracebackType | None) -> nn.Module | None:

@@ -48,11 +48,11 @@ class Codes:
 
     def dense(self) -> Tensor:
         """F32 [o,i]."""
-        out = torch.empty(self.values.shape)
+        out = torch.empty(self.values.shape, device="cpu")
         for rows in row_blocks(*self.values.shape):
             part = self.values[rows]
             if self.table is not None:
-                part = torch.tensor(self.table, dtype=torch.int8)[part.int()]
+                part = torch.tensor(self.table, dtype=torch.int8, device="cpu")[part.int()]
             groups = part.float().unflatten(1, (-1, self.group)).mul_(self.scales[rows, :, None].float())
             if self.mins is not None:
                 groups += self.mins[rows, :, None].float()

@@ -129,7 +129,7 @@ class PanelLinear(nn.Module):
         biases = [part.bias for part in self._parts]
         if len(biases) == 1 or all(bias is None for bias in biases):
             return biases[0]
-        zeros = (torch.zeros(part.out, dtype=self.dtype) for part in self._parts)
+        zeros = (torch.zeros(part.out, dtype=self.dtype, device="cpu") for part in self._parts)
         return torch.cat([zero if bias is None else bias for bias, zero in zip(biases, zeros, strict=True)])
 
     def _plain(self, part: _Weights) -> Tensor:

@@ -192,7 +192,7 @@ class _Packer:
         kind = (type(layer), weight.dtype, weight.shape, bias is None)
         if isinstance(layer, str) or kind in self._compared:
             return layer
-        probe = torch.linspace(-1, 1, 3 * linear.in_features, dtype=weight.dtype).view(3, -1)
+        probe = torch.linspace(-1, 1, 3 * linear.in_features, dtype=weight.dtype, device="cpu").view(3, -1)
         bound = 1e-4 if weight.dtype is torch.float32 else 2e-2
         for rows in (probe[:1], probe):
             plain = nn.functional.linear(rows, weight, bias)

@@ -80,7 +80,7 @@ class QuantisedLinear(nn.Module):
         self._mins = None if codes.mins is None else _kept(_by_panel(codes.mins, groups, kind), arena)
         self._bytes_of_table = None
         if codes.table not in (None, INT4):
-            self._bytes_of_table = torch.tensor([one + _HALF for one in codes.table], dtype=torch.uint8)
+            self._bytes_of_table = torch.tensor([one + _HALF for one in codes.table], dtype=torch.uint8, device="cpu")
         self._order = None if codes.order is None else codes.order.to(torch.int32).contiguous()
         self._bias = None if bias is None else bias.detach().float().contiguous()
         self.bias = bias
@@ -182,6 +182,6 @@ def _from_panels(panels: Tensor, bits: int) -> Tensor:
 
 def _by_panel(scales: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     """[out,c] -> [panels,groups,32]; what is padded is 0."""
-    padded = torch.zeros(_padded(len(scales)), groups, dtype=dtype)
+    padded = torch.zeros(_padded(len(scales)), groups, dtype=dtype, device="cpu")
     padded[: len(scales), : scales.shape[1]] = scales
     return padded.view(-1, PANEL, groups).transpose(1, 2)

@@ -42,7 +42,7 @@ class Recorded:
         self._outline = outlined(program, constants, FIXED)
         self._handlers, self._kernel, self._kept = handlers, kernel, kept
         self._bindings: OrderedDict[tuple[int, ...], Binding] = OrderedDict()
-        self._arena = torch.empty(0, dtype=torch.uint8)
+        self._arena = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def run(self, sizes: Sizes, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The outputs of a step. `sizes` has a number for each symbol. Raises what an operator raises."""
@@ -56,7 +56,7 @@ class Recorded:
     def clear(self) -> None:
         """Free all bindings: after a change of what handlers bind to, cells that moved, say."""
         self._bindings.clear()
-        self._arena = torch.empty(0, dtype=torch.uint8)
+        self._arena = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     @property
     def bytes(self) -> int:
@@ -87,7 +87,7 @@ class Recorded:
         """The arena, at least so large. To grow, it is freed before, with all bindings."""
         if self._arena.nbytes < size:
             self.clear()
-            whole = torch.empty(size + ALIGNED, dtype=torch.uint8)
+            whole = torch.empty(size + ALIGNED, dtype=torch.uint8, device="cpu")
             start = -whole.data_ptr() % ALIGNED
             self._arena = whole[start : start + size]
         return self._arena

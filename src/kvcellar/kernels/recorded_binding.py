@@ -98,7 +98,7 @@ class Binder:
         self._words = array("q")
         self._parts: list[Part] = []
         self._arena = arena
-        self._used = torch.empty(0, dtype=torch.uint8)
+        self._used = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def bound(self) -> Binding:
         self._fold()
@@ -160,7 +160,7 @@ class Binder:
             for view in self._fixed(value for value in op.outputs if value is not None):
                 sizes[view.storage] = max(sizes.get(view.storage, 1), view.bytes)
         for storage, size in sizes.items():
-            self._memory[storage] = torch.empty(size, dtype=torch.uint8), 0
+            self._memory[storage] = torch.empty(size, dtype=torch.uint8, device="cpu"), 0
             self._alive.append(self._memory[storage][0])
         with torch.no_grad():
             for op in ops:
@@ -258,13 +258,17 @@ class Binder:
         last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
         made = self._late.made.get(value.storage)
         if made is None:
-            made = self._late.made[value.storage] = torch.empty((last + 1) * dtype.itemsize, dtype=torch.uint8)
-        return torch.empty(0, dtype=dtype).set_(made.untyped_storage(), offset, shape, strides)
+            made = self._late.made[value.storage] = torch.empty(
+                (last + 1) * dtype.itemsize, dtype=torch.uint8, device="cpu"
+            )
+        return torch.empty(0, dtype=dtype, device="cpu").set_(made.untyped_storage(), offset, shape, strides)
 
     def _tensor(self, view: View) -> Tensor:
         memory, before = self._memory[view.storage]
         at = before // view.dtype.itemsize + view.offset
-        return torch.empty(0, dtype=view.dtype).set_(memory.untyped_storage(), at, view.shape, view.strides)
+        return torch.empty(0, dtype=view.dtype, device="cpu").set_(
+            memory.untyped_storage(), at, view.shape, view.strides
+        )
 
     def _address(self, view: View) -> int:
         memory, before = self._memory[view.storage]

@@ -78,7 +78,7 @@ class StepKernel:
         """What `of` computes for each bfloat16, by its bits, and whether that depends on an element's place: torch
         may compute the last elements of a tensor, and those of strided tensors, in another way than the others."""
         if key not in self._tables:
-            every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+            every = torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
             results, alone = of(every), of(every.expand(2, -1).T)[:, 0]
             self._tables[key] = results, not same_bits(results, alone)
         return self._tables[key]
@@ -88,7 +88,7 @@ class StepKernel:
 
     def _computes(self, name: str, line: int, inputs: Sequence[torch.dtype | None], out: torch.dtype) -> bool:
         of = REFERENCES.get(name)
-        number = torch.tensor(number_for(name, NUMBER, out))
+        number = torch.tensor(number_for(name, NUMBER, out), device="cpu")
         tensors = [number if dtype is None else samples(dtype, seed) for seed, dtype in enumerate(inputs)]
         if of is None:  # a copy
             expected = tensors[0].expand(SAMPLES).to(out)
@@ -149,7 +149,7 @@ def number_for(name: str, number: float, out: torch.dtype) -> float:
 def samples(dtype: torch.dtype, seed: int, *, ordinary: bool = False) -> Tensor:
     """`SAMPLES` values of that type, always the same: normal ones, and, unless they shall be ordinary, all bits."""
     generator = torch.Generator().manual_seed(seed)
-    normal = torch.randn(SAMPLES, generator=generator)
+    normal = torch.randn(SAMPLES, generator=generator, device="cpu")
     if dtype == torch.bool:
         return normal > 0
     if dtype == torch.int64:

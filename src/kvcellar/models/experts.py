@@ -126,9 +126,9 @@ def _differs(kernel: Kernel, module: Any) -> str | None:
     weight = module._parameters[_names(module)[1]]
     hidden = weight.shape[2] if module.is_transposed else weight.shape[1]
     count, share = len(weight), min(2, len(weight))
-    x = torch.linspace(-1, 1, 3 * hidden, dtype=weight.dtype).view(3, hidden)
-    index = torch.arange(3 * share).view(3, share) % count
-    weights = torch.full((3, share), 1 / share, dtype=weight.dtype)
+    x = torch.linspace(-1, 1, 3 * hidden, dtype=weight.dtype, device="cpu").view(3, hidden)
+    index = torch.arange(3 * share, device="cpu").view(3, share) % count
+    weights = torch.full((3, share), 1 / share, dtype=weight.dtype, device="cpu")
     plain = ALL_EXPERTS_FUNCTIONS[PLAIN](module, x, index, weights)
     twin = _twin(module)
     for name in _names(module):

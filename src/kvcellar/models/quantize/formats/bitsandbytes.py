@@ -161,7 +161,7 @@ def _rows(weight: str, state: _State, read: Read) -> Rows:
         start, stop = block.start * inputs, block.stop * inputs  # of the flat matrix
         first = start // 2 * 2
         found = looked_up(codes[start // 2 : ceil(stop / 2)], values, high_first=True)[start - first : stop - first]
-        own = scales[torch.arange(start, stop) // state.block]
+        own = scales[torch.arange(start, stop, device="cpu") // state.block]
         return (found * own).view(-1, inputs)
 
     return rows

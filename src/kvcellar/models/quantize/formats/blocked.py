@@ -58,7 +58,7 @@ class Blocked:
         def rows(expert: int, block: slice) -> Tensor:
             own = scales[expert]
             if len(own) > 1:
-                own = own[torch.arange(block.start, block.stop) // self.block[0]]
+                own = own[torch.arange(block.start, block.stop, device="cpu") // self.block[0]]
             some = codes[expert, block]
             return decode(e2m1(some) if self.bits == 4 else some, own, None, columns)
 

@@ -20,7 +20,7 @@ def looked_up(raw: Tensor, table: Tensor, *, high_first: bool = False) -> Tensor
 
 def e2m1(raw: Tensor) -> Tensor:
     """Bytes U8 [...,w] of two 4-bit floats each, the first one in the lowest bits -> F32 [...,2w]."""
-    return looked_up(raw, torch.tensor(E2M1))
+    return looked_up(raw, torch.tensor(E2M1, device="cpu"))
 
 
 def as_floats(scales: Tensor) -> Tensor:

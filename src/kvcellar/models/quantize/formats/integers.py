@@ -50,7 +50,7 @@ class Integers:
         order = None if self.columns is None else self._order(self.columns)
         if isinstance(order, str):
             return order
-        values = torch.empty(self.shape, dtype=torch.int8)
+        values = torch.empty(self.shape, dtype=torch.int8, device="cpu")
         for block in row_blocks(*self.shape, step=self.step):
             some = (self.stored(block) - self.half).to(torch.int8)
             values[block] = some if order is None else some[:, order]

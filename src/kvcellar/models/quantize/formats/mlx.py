@@ -71,7 +71,7 @@ class Mlx:
 
         def read_as(read: Read) -> Integers:
             codes, scales = read(weight).view(torch.int32), read(name)
-            half, zeros = 1 << form.bits - 1, torch.zeros(1, 1).expand_as(scales)
+            half, zeros = 1 << form.bits - 1, torch.zeros(1, 1, device="cpu").expand_as(scales)
             return Integers(
                 (outputs, inputs), lambda block: unpack(codes[block], form.bits), half, scales, zeros, read(biases)
             )

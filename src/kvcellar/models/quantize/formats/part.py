@@ -71,7 +71,7 @@ class Decoded:
         return replace(self, dtype=dtype) if len(self.part.stored.shape) > 2 else self
 
     def __getitem__(self, index: Any) -> Tensor:
-        dense = torch.empty(self.part.stored.shape, dtype=self.dtype)
+        dense = torch.empty(self.part.stored.shape, dtype=self.dtype, device="cpu")
         matrices = dense.view(-1, *dense.shape[-2:])
         if self.part.transposed:
             matrices = matrices.transpose(1, 2)  # [E,o,i]

@@ -59,7 +59,7 @@ class BitNet:
             values, scale = read(weight), _factor(read(name), divides=self._divides).reshape(1, 1)
 
             def ternary(block: slice) -> Tensor:
-                at = torch.arange(block.start, block.stop)
+                at = torch.arange(block.start, block.stop, device="cpu")
                 shifts = (2 * (at // quarter)).to(torch.uint8)
                 return (values[at % quarter] >> shifts[:, None] & 3).to(torch.int8)
 
@@ -124,7 +124,7 @@ def _unpacked(raw: Tensor, bits: int) -> Tensor:
     """Bytes [n,w] -> signed codes [n, w * 8 / bits]."""
     if bits == 8:
         return raw
-    unsigned = raw[..., None] >> torch.arange(0, 8, bits, dtype=torch.uint8) & (1 << bits) - 1
+    unsigned = raw[..., None] >> torch.arange(0, 8, bits, dtype=torch.uint8, device="cpu") & (1 << bits) - 1
     return unsigned.flatten(-2).to(torch.int8) - (1 << bits - 1)
 
 

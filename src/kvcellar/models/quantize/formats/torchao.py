@@ -61,7 +61,7 @@ class TorchAo:
             check_shape(zeros, stored_as(zeros, weights.tensors, "I8"), stored.shape)
 
         def read_as(read: Read) -> Integers:
-            values, rows = read(name), torch.arange(outputs) // block[0]
+            values, rows = read(name), torch.arange(outputs, device="cpu") // block[0]
             factors = read(scales).reshape(grid)[rows]  # [o,c]
             offsets = read(zeros).reshape(grid)[rows] if has_zeros else None
             columns = columns_of(inputs, block[1])

@@ -148,7 +148,7 @@ def test_each_request_has_a_line(monkeypatch):
         log = kvcellar("serve", "--port", "0").err
     assert "secret" not in log
     refused, served = sorted((line for line in log.splitlines() if HEAD.match(line)), key=lambda line: "POST" in line)
-    expected = "mine-1: POST /v1/completions 200 ok model=cellar/fake-1 prompt_tokens=16 cached_tokens=0 "
+    expected = "mine-1: POST /v1/completions 200 ok model=embedded prompt_tokens=16 cached_tokens=0 "
     expected += "recall=- completion_tokens=4 "
     assert f"{expected}draft_tokens=- accepted_tokens=- ms=" in served
     assert ": GET /nowhere%0A%1B%5B31m%20200%20ok 404 not_found model=- prompt_tokens=- " in refused
@@ -171,7 +171,7 @@ def test_as_json_each_line_is_an_object(monkeypatch):
         "route": "/v1/completions",
         "status": 200,
         "outcome": "ok",
-        "model": "cellar/fake-1",
+        "model": "embedded",
         "prompt_tokens": 16,
         "cached_tokens": 0,
         "recall": None,

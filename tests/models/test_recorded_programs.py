@@ -206,4 +206,4 @@ def test_a_program_that_gives_other_logits_is_refused() -> None:
     record(served, wrong)
     assert served.recording is None
     assert served.not_recorded is not None
-    assert "its logits differ from those of its modules" in served.not_recorded
+    assert "its results differ from those of its modules" in served.not_recorded

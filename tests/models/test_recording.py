@@ -16,7 +16,8 @@ from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.models.input_limits import random_tokens
 from kvcellar.models.recording.capture import capture
-from kvcellar.models.recording.record import record, tested
+from kvcellar.models.recording import record as recording_of
+from kvcellar.models.recording.record import record
 from kvcellar.models.recording.recording import RecordedStep, Results
 from kvcellar.models.recording.replay import Replay
 from kvcellar.models.recording.sizes import NotRecordable
@@ -158,7 +159,7 @@ class Wrong(Replay):
 def test_a_recording_with_wrong_results_is_not_used(wrong: str) -> None:
     guest = build_guest(ARCHS["llama"].build(), backends())
     captured = capture(guest)
-    tested(guest, captured, lambda program: Replay(program, guest.model))
+    recording_of.tested(guest, captured, lambda program: Replay(program, guest.model))
 
     def execute(program: Program) -> Wrong:
         made = Wrong(program, guest.model)
@@ -166,4 +167,4 @@ def test_a_recording_with_wrong_results_is_not_used(wrong: str) -> None:
         return made
 
     with pytest.raises(NotRecordable, match=r"results differ from those of its modules, by 1\.0e\+00, in 1 of 8 steps"):
-        tested(guest, captured, execute)
+        recording_of.tested(guest, captured, execute)

@@ -15,8 +15,8 @@ from kvcellar.kernels.program import Program
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.models.input_limits import random_tokens
-from kvcellar.models.recording.capture import capture
 from kvcellar.models.recording import record as recording_of
+from kvcellar.models.recording.capture import capture
 from kvcellar.models.recording.record import record
 from kvcellar.models.recording.recording import RecordedStep, Results
 from kvcellar.models.recording.replay import Replay

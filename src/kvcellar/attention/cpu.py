@@ -110,7 +110,8 @@ def prepared(layout: Layout, segments: Sequence[Segment], tables: StepTables) ->
     stored = tables.fill("storing", storing)
     cells = tables.empty("cells", (len(storing),), torch.int64)  # filled by the memory, in the order of `storing`
     addresses = [table.data_ptr() for table in (*filled, stored, cells)]
-    return Prepared(tables.fill("step", [*addresses, len(segments), len(storing)]), *filled, stored)
+    step = tables.fill("step", [*addresses, len(segments), len(storing)])
+    return Prepared(step, filled[0], filled[1], filled[2], stored)
 
 
 def _plane(stored: Stored) -> _Plane:

@@ -127,8 +127,8 @@ def _weights_harm(model: Any, settings: Settings, text: str | None) -> Mapping[s
     if settings.weights == DENSE:
         raise BadRequest(f"text needs weights that are quantised, and weights is {DENSE}", "text")
     torch.set_num_threads(threads_of(settings.threads, torch.get_num_threads()).count)
-    place, how = located(model), {"dtype": settings.dtype, "device": settings.device}
-    return measure_harm(place, place, weights=settings.weights, text=text, **how)
+    place = located(model)
+    return measure_harm(place, place, weights=settings.weights, text=text, dtype=settings.dtype, device=settings.device)
 
 
 def _draft(built: Built) -> DraftDiagnosis | None:

@@ -21,6 +21,7 @@ from kvcellar.kernels.linear import FOREIGN, panel_bytes
 NAME = "kvcellar"  # in transformers' registry
 TYPES = (torch.float32, torch.bfloat16)
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")  # stacked, of those classes that transformers dispatches
+OWN = "grouped_mm"  # transformers' function by default
 PLAIN = "batched_mm"  # transformers' function that the replaced one is compared with
 
 
@@ -30,7 +31,12 @@ def register() -> None:
 
 
 def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """hidden_states [T,hidden], top_k_index [T,K] and top_k_weights [T,K] -> [T,hidden]."""
+    """hidden_states [T,hidden], top_k_index [T,K] and top_k_weights [T,K] -> [T,hidden].
+
+    A module that was not packed, such as one of MTP layers, which have the config of their network, is computed by
+    transformers' own function."""
+    if not isinstance(self.down_proj, PanelExperts):
+        return ALL_EXPERTS_FUNCTIONS[OWN](self, hidden_states, top_k_index, top_k_weights)
     share = top_k_index.shape[-1]
     index = top_k_index.reshape(-1)
     if self.has_gate:

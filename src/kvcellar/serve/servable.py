@@ -19,7 +19,7 @@ MemberKey = tuple[str, str]  # a name, and the id of its files
 
 def as_it_is(engine: ServedEngine) -> Variant:
     """The model that an engine was made for."""
-    return Variant(engine.model.default_sampling, engine.render)
+    return Variant(engine.model.default_sampling, lambda *given, **options: engine.render(*given, **options))
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,8 +77,11 @@ class _Products(TorchFunctionMode):
 
     def _layer(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> PanelLinear | None:
         """The layer for these arguments; None if they are not the module's own, or of a type that it does not take."""
+        own, other = self._module._parameters["weight"], self._module._parameters.get("bias")
         if x.dtype is not weight.dtype or x.dtype not in TYPES or x.device.type != "cpu":
             return None
+        if own is None or weight.shape != own.shape or (bias is None) != (other is None):
+            return None  # another product of the module
         name = CHILDREN[x.dtype]
         layer = self._module._modules.get(name)
         if layer is None and type(weight.detach()) is Tensor and self._is_own(weight, bias):

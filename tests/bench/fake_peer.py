@@ -23,6 +23,8 @@ class Peer:
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._how: str = options["precision"]
         self._log = open(os.environ["FAKE_LOG"], "a", buffering=1) if "FAKE_LOG" in os.environ else None
+        if self._how == "options":
+            self._note(f"threads {options['threads']} {os.environ['OMP_NUM_THREADS']} record {options['record']}")
         self._prompts: list[list[int]] = []
         self._given = 0
 

@@ -9,6 +9,7 @@ import pytest
 from kvcellar.attention.choose import backends
 from kvcellar.bench import hf_baseline
 from kvcellar.bench.attention import TINY_CASES
+from kvcellar.bench.kinds import KINDS
 from kvcellar.bench.network import RECURRENT, TINY, write
 from kvcellar.bench.profile import PARTS
 from kvcellar.bench.report import Findings, as_json, line
@@ -26,6 +27,7 @@ from kvcellar.bench.run import (
     REVERTIBLE,
     SPECULATE,
     START,
+    THREADS,
     TURNS,
     TWO_MODELS,
     run,
@@ -79,6 +81,8 @@ ALONE = (
     ),
     LINEAR,
     ATTENTION,
+    THREADS,
+    *KINDS,
 )
 
 

@@ -149,7 +149,7 @@ def test_a_work_that_is_not_there_is_refused() -> None:
 def test_ours_and_transformers_compute_the_same(tmp_path: Path) -> None:
     """The adapters that run in our environment, in this process; `serve` is tested with peers that have no model."""
     write(TINY, tmp_path)
-    options = {"model": str(tmp_path), "precision": "bf16", "threads": torch.get_num_threads()}
+    options = {"model": str(tmp_path), "precision": "bf16", "threads": torch.get_num_threads(), "record": None}
     options |= {"cache_bytes": 1 << 24, "sequences": 8, "longest": 64, "new": 8, "reuses": True}
     reference, other = ours.Peer(options), with_transformers.Peer(options)
     with closing(reference._engine):
@@ -191,6 +191,39 @@ def test_other_kinds_are_measured_one_by_one(capsys: pytest.CaptureFixture[str])
             "decode-1": {"kvcellar a", "fake b"},
             "decode-8": {"kvcellar a", "fake b"},
         }
+
+
+def test_one_kind_is_measured_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    sides = [replace(fake("a"), name="kvcellar"), replace(fake("bf16"), name="transformers")]
+    run_kinds(only="mamba2", quick=True, sides=sides)
+    *table, last = capsys.readouterr().out.splitlines()
+    assert list(json.loads(last)["kinds"]) == ["mamba2"]
+    targets = [line.split()[6] for line in table if line.startswith("  transformers bf16")]
+    assert targets == ["4.00x"] * 2
+
+
+def test_settings_reach_the_sides_that_they_are_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`threads` of a side comes before that of the comparison; `record` is the setting of our engine only."""
+    monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
+    ours, other = sides_of(["transformers"], record="off")
+    assert (ours.record, other.record) == ("off", None)
+    sides = [replace(fake("options"), record="off"), replace(fake("options"), threads=3)]
+    compared(Path("nowhere"), sides, [DECODE], SMALLEST, threads=2)
+    options = [
+        line.removeprefix("options ") for line in (tmp_path / "log").read_text().splitlines() if "record" in line
+    ]
+    assert options == ["threads 2 2 record off", "threads 3 3 record None"]
+
+
+def test_memory_is_compared_with_what_a_process_has_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    sides = [replace(fake("a"), name="kvcellar"), replace(fake("bf16"), name="llama.cpp")]
+    run_against([], only="decode-512", quick=True, sides=sides)
+    lines = capsys.readouterr().out.splitlines()
+    (memory,) = [line for line in lines if line.startswith("  memory ")]
+    assert "of Python, torch and transformers, and 1.3 times llama.cpp's" in memory
+    assert next(line for line in lines if line.startswith("  llama.cpp bf16")).split()[6] == "1.05x"
+    run_against([], only="decode-512", quick=True, size="0.5b", sides=sides)
+    assert "1.05x" not in capsys.readouterr().out, "targets are for the small network"
 
 
 def test_turns_hold_an_engine_between_steps() -> None:

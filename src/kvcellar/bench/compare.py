@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from kvcellar.bench.others import Others
 from kvcellar.bench.peer import Peer, PeerFailed, Side, running
 
 MOST_IDS = 500  # ids of prompts are below
@@ -139,6 +140,8 @@ class Compared:
     agreements: dict[str, dict[str, Agreement]] = field(default_factory=dict)
     about: dict[str, dict[str, Any]] = field(default_factory=dict)  # by label: what the side said when it had loaded
     failed: dict[str, str] = field(default_factory=dict)  # by label
+    # by name of the work: the part of the machine's CPU time that other processes had; None: the system does not say
+    others: dict[str, float | None] = field(default_factory=dict)
 
 
 class Comparison:
@@ -158,10 +161,12 @@ class Comparison:
         """Measure a work on every side."""
         measured = {peer.side.label: Measured() for peer in self._peers}
         self.found.measured[work.name] = measured
+        others = Others([peer.pid for peer in self._peers])
         if work.decoding:
             self._decode(work, measured)
         else:
             self._compute(work, measured)
+        self.found.others[work.name] = others.share()
         for label in self.found.failed:
             measured.pop(label, None)
         self.found.agreements[work.name] = self._agreements(work, measured)

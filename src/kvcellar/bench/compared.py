@@ -7,18 +7,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from kvcellar.bench import report
 from kvcellar.bench.bandwidth import Reads
 from kvcellar.bench.compare import QUICK, WORKS, Agreement, Compared, Extent, Measured, Work, compared, same_work
 from kvcellar.bench.gguf import write_gguf
 from kvcellar.bench.kinds import WORKS as WORKS_OF_KINDS
 from kvcellar.bench.kinds import kinds
-from kvcellar.bench.network import SMALL, TINY, Size, write
+from kvcellar.bench.network import LARGER, SMALL, TINY, Size, write
+from kvcellar.bench.others import IDLE
 from kvcellar.bench.peer import OURS, Side, sides_of
 from kvcellar.errors import BadRequest, KvcellarError
 
+SIZES: Mapping[str, Size] = {"125m": SMALL, "0.5b": LARGER}  # for the others than the first nothing is aimed at
+LIMIT = 0.8  # of the limit that is aimed at, by one sequence in 16 bits
+MEMORY = 1.3  # times as much as llama.cpp, beside Python, torch and the model's module
 TARGETS: Mapping[tuple[str, str], float] = {
     ("decode-512", "llama.cpp bf16"): 1.05,
     ("decode-512", "llama.cpp q8_0"): 1.3,
@@ -29,6 +31,7 @@ TARGETS: Mapping[tuple[str, str], float] = {
     ("prefill-512", "openvino fp16"): 1.0,
     ("prefill-2048", "openvino fp16"): 0.9,
     ("reuse-4096", "openvino fp16"): 1.15,
+    **{(work.name, "transformers bf16"): 4.0 for work in WORKS_OF_KINDS},
 }  # CPU time of the peer over ours with as many bits
 HEAD = (
     f"  {'':18} {'CPU ms':>9} {'least':>9} {'tokens/s':>9} {'ratio':>7} {'target':>7} {'MB':>6}   tokens equal to ours"
@@ -42,19 +45,21 @@ def run_against(
     only: str | None = None,
     quick: bool = False,
     threads: int = 1,
+    size: str = next(iter(SIZES)),
+    record: str | None = None,
     sides: Sequence[Side] | None = None,
 ) -> Compared:
-    """Measure the sides that are named, print a table and one line of JSON. Raises `KvcellarError` at the end if a peer
-    failed, or computed something else."""
+    """Measure the sides that are named on a network of one of `SIZES`, print a table and one line of JSON. `record` is
+    the setting of ours. Raises `KvcellarError` at the end if a peer failed, or computed something else."""
     if only is not None and only not in WORKS:
         raise BadRequest(f"peers are compared in {', '.join(WORKS)}; not in {only!r}", "only")
-    sides = sides_of(named, pythons) if sides is None else sides
-    size, extent = (TINY, QUICK) if quick else (SMALL, Extent())
+    sides = sides_of(named, pythons, record=record) if sides is None else sides
+    network, extent = (TINY, QUICK) if quick else (SIZES[size], Extent())
     works = [work for name, work in WORKS.items() if only in (None, name)]
     reads = Reads(os.environ, size=1 << 20) if quick else Reads(os.environ)
-    table = Table(sides, size, reads, extent)
+    table = Table(sides, extent, TARGETS if SIZES[size] is SMALL else {}, network, reads)
     with tempfile.TemporaryDirectory() as place:
-        parameters = write_for_peers(size, Path(place))
+        parameters = write_for_peers(network, Path(place))
         _print([f"{parameters / 1e6:.0f} million parameters, {threads} thread(s), CPU time"])
         found = compared(
             Path(place), sides, works, extent, threads=threads, each_round=lambda: _read(reads), report=table.show
@@ -67,12 +72,19 @@ def run_against(
     return found
 
 
-def run_kinds(*, quick: bool = False, threads: int = 1, sides: Sequence[Side] | None = None) -> None:
-    """Measure `kinds` beside transformers, print a table and one line of JSON. Raises `KvcellarError` as
-    `run_against`."""
-    sides = sides_of(["transformers"]) if sides is None else sides
-    table, results, failed = Table(sides, None, None, Extent()), dict[str, Any](), list[str]()
-    for name, parameters, found in kinds(sides, quick=quick, threads=threads):
+def run_kinds(
+    *,
+    only: str | None = None,
+    quick: bool = False,
+    threads: int = 1,
+    record: str | None = None,
+    sides: Sequence[Side] | None = None,
+) -> None:
+    """Measure networks of one of `KINDS`, or of all, beside transformers, print a table and one line of JSON. Raises
+    `KvcellarError` as `run_against`."""
+    sides = sides_of(["transformers"], record=record) if sides is None else sides
+    table, results, failed = Table(sides, Extent(), TARGETS), dict[str, Any](), list[str]()
+    for name, parameters, found in kinds(sides, only=only, quick=quick, threads=threads):
         _print([f"{name}: {parameters / 1e6:.0f} million parameters, {threads} thread(s), CPU time"])
         for work in WORKS_OF_KINDS:
             table.show(found, work)
@@ -87,7 +99,6 @@ def write_for_peers(size: Size, directory: Path) -> int:
     """A model directory with a GGUF file of the same weights. Returns the number of parameters."""
     parameters = write(size, directory)
     write_gguf(size, directory)
-    write_gguf(size, directory, dtype=torch.float16, name="model.f16.gguf")
     return parameters
 
 
@@ -98,15 +109,26 @@ def _read(reads: Reads) -> None:
 class Table:
     """Prints a part of the table for each work; with `reads`, the limit for a network of this size."""
 
-    def __init__(self, sides: Sequence[Side], size: Size | None, reads: Reads | None, extent: Extent) -> None:
-        self._sides, self._size, self._reads, self._extent = {side.label: side for side in sides}, size, reads, extent
+    def __init__(
+        self,
+        sides: Sequence[Side],
+        extent: Extent,
+        targets: Mapping[tuple[str, str], float],
+        size: Size | None = None,
+        reads: Reads | None = None,
+    ) -> None:
+        self._sides, self._extent, self._targets = {side.label: side for side in sides}, extent, targets
+        self._size, self._reads = size, reads
         self.others: list[str] = []  # sides that computed something else
 
     def show(self, found: Compared, work: Work) -> None:
-        _print([f"{work.name}: {work.what}", HEAD, *self._rows(found, work)])
-        label = next(iter(found.measured[work.name]))
+        _print([f"{work.name}: {work.what}{_beside(found.others[work.name])}", HEAD, *self._rows(found, work)])
+        ours, measured = next(iter(found.measured[work.name])), found.measured[work.name]
         if self._reads is not None and work.decoding:
-            _print([self._limit(work, found.measured[work.name][label])])
+            _print([self._limit(work, measured[ours])])
+        if (theirs := measured.get("llama.cpp bf16")) is not None and theirs.bytes and len(work.lengths) == 1:
+            imported = found.about[ours]["imported_bytes"]
+            _print([_memory_line(measured[ours].bytes, imported, theirs.bytes)])
 
     def _rows(self, found: Compared, work: Work) -> Iterator[str]:
         measured = found.measured[work.name]
@@ -116,7 +138,7 @@ class Table:
             ratio = None if side.name == OURS else one.median / ours.median
             if agreement is not None and not same_work(side, agreement):
                 self.others.append(f"{label} computes something else in {work.name}: {_agreed(agreement)}")
-            yield _row(label, one, work, ratio, TARGETS.get((work.name, label)), agreement)
+            yield _row(label, one, work, ratio, self._targets.get((work.name, label)), agreement)
         for label, reason in found.failed.items():
             yield f"  {label:18} {reason.splitlines()[0]}"
 
@@ -133,10 +155,23 @@ class Table:
         kv = per_token * sum(length + steps // 2 for length in work.lengths)
         weights = 2 * parameters(size)
         seconds = (weights + kv) / self._reads.rate
+        aim = f", target {LIMIT:.2f}" if self._targets and work.name == next(iter(WORKS)) else ""
         return (
             f"  {'limit':18} {1000 * seconds:9.2f}   {weights / 1e6:.0f} MB of weights and {kv / 1e6:.0f} MB of K/V at "
-            f"{self._reads.rate / 1e9:.1f} GB/s; {seconds / ours.median:.2f} of it is reached"
+            f"{self._reads.rate / 1e9:.1f} GB/s; {seconds / ours.median:.2f} of it is reached{aim}"
         )
+
+
+def _beside(others: float | None) -> str:
+    """What the machine did beside, where that was something."""
+    return f" (other processes had {others:.0%} of the CPU time)" if others is not None and others > IDLE else ""
+
+
+def _memory_line(ours: int, imported: int, theirs: int) -> str:
+    return (
+        f"  {'memory':18} {ours / 1e6:9.0f} MB; target {(imported + MEMORY * theirs) / 1e6:.0f} MB: "
+        f"{imported / 1e6:.0f} MB of Python, torch and transformers, and {MEMORY} times llama.cpp's"
+    )
 
 
 def parameters(size: Size) -> int:
@@ -175,7 +210,7 @@ def as_json(found: Compared) -> dict[str, Any]:
         }
         for name, measured in found.measured.items()
     }
-    return {"sides": found.about, "works": works, "failed": found.failed}
+    return {"sides": found.about, "works": works, "others": found.others, "failed": found.failed}
 
 
 def _agreement_json(agreement: Agreement | None) -> dict[str, Any]:

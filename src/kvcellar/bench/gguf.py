@@ -13,9 +13,8 @@ from torch import Tensor
 from kvcellar.bench.network import Size
 
 ALIGNMENT = 32
-F32, F16, BF16 = 0, 1, 30
-TYPES = {torch.float32: F32, torch.float16: F16, torch.bfloat16: BF16}
-FILE_TYPES = {torch.float16: 1, torch.bfloat16: 32}  # of the matrices, as `general.file_type`
+TYPES = {torch.float32: 0, torch.bfloat16: 30}
+FILE_TYPE = 32  # matrices in bfloat16
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -35,17 +34,17 @@ class Signed(int):
     """A field that is stored as a signed number."""
 
 
-def write_gguf(size: Size, directory: Path, *, dtype: torch.dtype = torch.bfloat16, name: str = "model.gguf") -> None:
-    """Write the file beside the model directory's `model.safetensors`, with matrices of this type."""
+def write_gguf(size: Size, directory: Path) -> None:
+    """Write `model.gguf` beside the model directory's `model.safetensors`, with matrices in bfloat16."""
     with safe_open(directory / "model.safetensors", framework="pt") as weights:  # pyright: ignore[reportUnknownVariableType]
-        tensors = {_name(key): _stored(size, key, weights.get_tensor(key), dtype) for key in sorted(weights.keys())}
+        tensors = {_name(key): _stored(size, key, weights.get_tensor(key)) for key in sorted(weights.keys())}
     offset, infos = 0, list[bytes]()
     for key, tensor in tensors.items():
         shape = tuple(reversed(tensor.shape))
         infos.append(_text(key) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, TYPES[tensor.dtype], offset))
         offset += _padded(tensor.nbytes)
-    fields = _fields(size, dtype)
-    with (directory / name).open("wb") as file:
+    fields = _fields(size)
+    with (directory / "model.gguf").open("wb") as file:
         file.write(b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(fields)))
         file.write(b"".join(_text(key) + _value(one) for key, one in fields.items()) + b"".join(infos))
         file.write(bytes(_padded(file.tell()) - file.tell()))
@@ -62,20 +61,20 @@ def _name(key: str) -> str:
     return f"blk.{layer}.{NAMES[rest]}.weight"
 
 
-def _stored(size: Size, key: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _stored(size: Size, key: str, tensor: Tensor) -> Tensor:
     if tensor.dim() == 1:
         return tensor.to(torch.float32)
     if key.endswith(("q_proj.weight", "k_proj.weight")):  # [heads*size,hidden]: row i beside row i + size/2
         paired = tensor.unflatten(0, (-1, 2, size.head_size // 2)).transpose(1, 2)
         tensor = paired.reshape(tensor.shape)
-    return tensor.to(dtype).contiguous()
+    return tensor.contiguous()
 
 
-def _fields(size: Size, dtype: torch.dtype) -> Mapping[str, Any]:
+def _fields(size: Size) -> Mapping[str, Any]:
     """The tokenizer has a token for each id and no merges: only ids are given to peers."""
     return {
         "general.architecture": "llama",
-        "general.file_type": FILE_TYPES[dtype],
+        "general.file_type": FILE_TYPE,
         "llama.block_count": size.layers,
         "llama.context_length": size.context,
         "llama.embedding_length": size.hidden,

@@ -84,10 +84,14 @@ SMALLER: Mapping[str, Any] = {  # to test the bench
 }
 
 
-def kinds(sides: Sequence[Side], *, quick: bool = False, threads: int = 1) -> Iterator[tuple[str, int, Compared]]:
+def kinds(
+    sides: Sequence[Side], *, only: str | None = None, quick: bool = False, threads: int = 1
+) -> Iterator[tuple[str, int, Compared]]:
     """Name, number of parameters and what was measured, kind by kind."""
     extent = QUICK if quick else EXTENT
     for name, config in KINDS.items():
+        if only not in (None, name):
+            continue
         with tempfile.TemporaryDirectory() as place:
             config = {**config, **(SMALLER if quick else {})}
             if quick and "layer_types" in config:

@@ -52,8 +52,8 @@ class Size:
 
 
 SMALL = Size(896, 12, 14, 2, 64, 2304, 32_000, 8192)  # 125 million parameters
+LARGER = Size(896, 24, 14, 2, 64, 4864, 151_936, 8192)  # 494 million parameters
 TINY = Size(64, 2, 4, 2, 16, 128, 512, 1024)  # to test the bench
-
 
 RECURRENT = ("lfm2", "qwen3_5_text", "bamba")  # short convolutions; gated delta rules; Mamba 2
 

@@ -62,7 +62,8 @@ OURS = "kvcellar"
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A peer as it takes part: at one precision, in one environment."""
+    """A peer as it takes part: at one precision, in one environment. `threads` and `record`: None is what the
+    comparison or the engine has by default."""
 
     name: str
     precision: str
@@ -71,13 +72,15 @@ class Side:
     python: str = sys.executable
     install: str = ""
     patience: float = PATIENCE
+    threads: int | None = None
+    record: str | None = None  # the setting of our engine
 
     @property
     def label(self) -> str:
-        return f"{self.name} {self.precision}"
+        return f"{self.name} {self.precision}" + (f" x{self.threads}" if self.threads is not None else "")
 
 
-def sides_of(named: Sequence[str], pythons: Sequence[str] = ()) -> list[Side]:
+def sides_of(named: Sequence[str], pythons: Sequence[str] = (), *, record: str | None = None) -> list[Side]:
     """Our side, and those that are named as `NAME` or `NAME:PRECISION`, each once; beside a peer with fewer bits, ours
     with as many. `pythons` are `NAME=INTERPRETER`. Raises `BadRequest`."""
     where = dict(_python_of(one) for one in pythons)
@@ -90,7 +93,8 @@ def sides_of(named: Sequence[str], pythons: Sequence[str] = ()) -> list[Side]:
                 "peer_python",
             )
     bits = {side.bits for side in theirs} | {16}
-    ours = [Side(OURS, name, of, PEERS / KINDS[OURS].adapter) for name, of in KINDS[OURS].precisions.items()]
+    adapter, precisions = PEERS / KINDS[OURS].adapter, KINDS[OURS].precisions
+    ours = [Side(OURS, name, of, adapter, record=record) for name, of in precisions.items()]
     return [side for side in ours if side.bits in bits] + [side for side in theirs if side.name != OURS]
 
 
@@ -124,6 +128,7 @@ class Peer:
         self._left = ENDING  # seconds that the process has to end by itself
         self._process, self._printed = process, printed
         self._lines: SimpleQueue[str] = SimpleQueue()  # an empty one at the end
+        self.pid = process.pid
         self._reader = Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -185,10 +190,11 @@ class Peer:
 
 @contextmanager
 def running(side: Side, options: Mapping[str, Any]) -> Iterator[Peer]:
-    """The process of a side, with the model loaded. `options` are those of `peers/serve.py` but for the precision."""
-    asked = json.dumps({**options, "precision": side.precision})
+    """The process of a side, with the model loaded. `options` are those of `peers/serve.py` that all sides share."""
+    threads = options["threads"] if side.threads is None else side.threads
+    asked = json.dumps({**options, "precision": side.precision, "threads": threads, "record": side.record})
     command = [side.python, "-u", str(SERVE), str(side.adapter), asked]  # -u: what it prints before it dies is there
-    one = {name: str(options["threads"]) for name in THREADS}
+    one = {name: str(threads) for name in THREADS}
     with tempfile.TemporaryFile() as printed:
         try:
             process = subprocess.Popen(

@@ -18,6 +18,7 @@ from kvcellar.bench.counts import all_counts
 from kvcellar.bench.counts import lines as count_lines
 from kvcellar.bench.fragmented import fragmented
 from kvcellar.bench.fragmented import lines as fragmented_lines
+from kvcellar.bench.kinds import KINDS
 from kvcellar.bench.network import SMALL, TINY, Size, write
 from kvcellar.bench.prefix import SMALLEST, Extent, prefix
 from kvcellar.bench.prefix import lines as prefix_lines
@@ -27,6 +28,7 @@ from kvcellar.bench.replay import replayed
 from kvcellar.bench.restart import lines as restart_lines
 from kvcellar.bench.restart import restart
 from kvcellar.bench.revertible import forked, revertible
+from kvcellar.bench.threads import run_threads
 from kvcellar.bench.workloads import PROMPTS, WORKLOADS, Engines, Row, Scale
 from kvcellar.engine.engine import Engine
 from kvcellar.errors import BadRequest
@@ -37,20 +39,29 @@ BOOKKEEPING = "bookkeeping"
 TURNS, REVERTIBLE, START, FRAGMENTED = "turns", "revertible", "start", "fragmented"
 RESTART, REPLAY, PREFIX = "restart", "replay", "prefix"
 SPECULATE, DRAFTS, TWO_MODELS, LINEAR = "speculate", "drafts", "two-models", "linear"
-OTHER_KINDS, ATTENTION = "kinds", "attention"
+OTHER_KINDS, ATTENTION, THREADS = "kinds", "attention", "threads"
 NAMES = (
     *(*WORKLOADS, BOOKKEEPING, TURNS, REVERTIBLE, PREFIX),
     *(START, FRAGMENTED, RESTART, REPLAY, SPECULATE, DRAFTS, TWO_MODELS, LINEAR, OTHER_KINDS, ATTENTION),
+    *(THREADS, *KINDS),
 )
+RECORDING = (START, OTHER_KINDS, THREADS, *KINDS)  # those that run an engine with the setting `record`
 
 
-def run(*, quick: bool = False, only: str | None = None, threads: int = 1, beside: str | None = None) -> None:
+def run(
+    *,
+    quick: bool = False,
+    only: str | None = None,
+    threads: int = 1,
+    beside: str | None = None,
+    record: str | None = None,
+) -> None:
     """Print a line for each workload when it has been measured, and one line of JSON at the end.
 
     `quick` uses tiny sizes, to test the bench: its numbers mean nothing. `only` is one of `NAMES`. `start`,
-    `restart`, `replay`, `fragmented`, `speculate`, `drafts`, `two-models`, `linear`, `kinds` and `attention` are
-    measured only if named, because they take longer or run processes. `beside` is another system whose cache is counted
-    on the traces of `replay`.
+    `restart`, `replay`, `fragmented`, `speculate`, `drafts`, `two-models`, `linear`, `kinds` (or one of them),
+    `attention` and `threads` are measured only if named, because they take longer or run processes. `beside` is another
+    system whose cache is counted on the traces of `replay`. `record` is a setting of the engines of `RECORDING`.
     """
     if only not in (None, *NAMES):
         raise BadRequest(f"there is no workload {only!r}; there are {', '.join(NAMES)}", "only")
@@ -58,9 +69,13 @@ def run(*, quick: bool = False, only: str | None = None, threads: int = 1, besid
         raise BadRequest(
             f"only {REPLAY} is counted against {', '.join(against.SYSTEMS)}; not {only} against {beside}", "against"
         )
-    alone: dict[str, Callable[[], None]] = {
+    if record is not None and only not in RECORDING:
+        raise BadRequest(f"record is for --against and {', '.join(RECORDING)}; not for {only}", "record")
+    by_kind = partial(run_kinds, quick=quick, threads=threads, record=record)
+    alone: dict[str, Callable[[], object]] = {
         ATTENTION: partial(run_attention, quick=quick, threads=threads),
-        START: partial(run_starts, quick=quick),
+        START: partial(run_starts, quick=quick, record=record),
+        THREADS: partial(run_threads, quick=quick, threads=max(2, threads), record=record),
         FRAGMENTED: partial(run_fragmented, quick=quick, threads=threads),
         RESTART: partial(run_restart, quick=quick),
         REPLAY: partial(run_replay, quick=quick, beside=beside),
@@ -68,7 +83,8 @@ def run(*, quick: bool = False, only: str | None = None, threads: int = 1, besid
         DRAFTS: partial(run_drafts, quick=quick),
         TWO_MODELS: partial(run_two_models, quick=quick, threads=threads),
         LINEAR: partial(run_linear, quick=quick, threads=threads),
-        OTHER_KINDS: partial(run_kinds, quick=quick, threads=threads),
+        OTHER_KINDS: by_kind,
+        **{name: partial(by_kind, only=name) for name in KINDS},
     }
     if only in alone:
         alone[only]()
@@ -113,9 +129,9 @@ def _run_workloads(rows: list[Row], size: Size, scale: Scale, only: str | None, 
     return parameters
 
 
-def run_starts(*, quick: bool = False) -> None:
+def run_starts(*, quick: bool = False, record: str | None = None) -> None:
     """Print the cost of starting, as a table and as one line of JSON. Threads are set by the environment."""
-    found = start.starts(warm=1 if quick else start.WARM)
+    found = start.starts(warm=1 if quick else start.WARM, record=record)
     _print(start.lines(found))
     about = report.about(parameters=0, threads=torch.get_num_threads(), quick=quick)
     about = {name: about[name] for name in about if name not in ("parameters", "dtype")}

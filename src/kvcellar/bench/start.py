@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from compileall import compile_dir
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -37,14 +37,16 @@ class Start:
     ours: float
 
 
-def starts(*, warm: int = WARM) -> dict[str, Start]:
-    """The first start, with an empty cache directory, and the medians of the next `warm` starts."""
+def starts(*, warm: int = WARM, record: str | None = None) -> dict[str, Start]:
+    """The first start, with an empty cache directory, and the medians of the next `warm` starts. `record` is the
+    setting."""
+    settings = [] if record is None else ["--record", record]
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "XDG_CACHE_HOME": cache}
         if not compile_dir(Path(kvcellar.__file__).parent, quiet=1):  # as pip does at installation
             raise KvcellarError("kvcellar's modules cannot be compiled, so each start would compile them again")
-        first = _started(environment)
-        others = [_started(environment) for _ in range(warm)]
+        first = _started(environment, settings)
+        others = [_started(environment, settings) for _ in range(warm)]
     parts = {part: median(asdict(one)[part] for one in others) for part in asdict(first)}
     return {"first": first, "second": Start(**parts)}
 
@@ -59,13 +61,13 @@ def lines(found: Mapping[str, Start]) -> list[str]:
     return [head, *rows, f"{'':13} {'':10} {'':13} {TARGET:7.2f} s   target, from the second start on"]
 
 
-def _started(environment: Mapping[str, str]) -> Start:
-    command = [sys.executable, "-m", "kvcellar.bench.start"]
+def _started(environment: Mapping[str, str], settings: Sequence[str]) -> Start:
+    command = [sys.executable, "-m", "kvcellar.bench.start", *settings]
     ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, check=True)
     return Start(**json.loads(ran.stdout.splitlines()[-1]))
 
 
-def _start() -> dict[str, Any]:
+def _start(settings: Sequence[str]) -> dict[str, Any]:
     """One start, in this process."""
     from kvcellar.models import embedded
 
@@ -75,7 +77,8 @@ def _start() -> dict[str, Any]:
     marks.append(_cpu_seconds())
     import_module(f"transformers.models.{kind}.modeling_{kind}")
     marks.append(_cpu_seconds())
-    import_module("kvcellar.cli.main").cli.main(["run", "embedded", "--max-tokens", "1", PROMPT], standalone_mode=False)
+    command = ["run", "embedded", "--max-tokens", "1", *settings, PROMPT]
+    import_module("kvcellar.cli.main").cli.main(command, standalone_mode=False)
     marks.append(_cpu_seconds())
     took = [after - before for before, after in pairwise(marks)]
     return asdict(Start(*(round(seconds, 2) for seconds in took)))
@@ -88,4 +91,4 @@ def _cpu_seconds() -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_start()))
+    print(json.dumps(_start(sys.argv[1:])))

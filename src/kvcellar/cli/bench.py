@@ -3,6 +3,8 @@
 import click
 
 from kvcellar.cli.options import Command
+from kvcellar.engine.settings import RECORD
+from kvcellar.errors import BadRequest
 
 
 @click.command("bench", cls=Command, epilog="Example: kvcellar bench --only ragged-8")
@@ -22,7 +24,9 @@ from kvcellar.cli.options import Command
     help="The Python interpreter of the environment in which a peer is installed. Repeatable.",
 )
 @click.option("--profile", help="Run one decoding workload and print where the time of a step goes.")
-@click.option("--threads", type=int, default=1, show_default=True, help="CPU threads of both engines.")
+@click.option("--threads", type=int, default=1, show_default=True, help="CPU threads of all engines.")
+@click.option("--size", type=click.Choice(["125m", "0.5b"]), help="Parameters of the network. With --against only.")
+@click.option("--record", type=click.Choice(RECORD), help="That setting of kvcellar, where processes are measured.")
 def command(
     quick: bool,
     only: str | None,
@@ -30,15 +34,21 @@ def command(
     peer_python: tuple[str, ...],
     profile: str | None,
     threads: int,
+    size: str | None,
+    record: str | None,
 ) -> None:
     """Measure kvcellar and transformers on the same weights, interleaved, in one run. Prints a table and one line of
     JSON."""
     from kvcellar.bench.compared import run_against
     from kvcellar.bench.run import REPLAY, run, run_profile
 
+    peers = bool(against) and only != REPLAY
+    if size is not None and not peers:
+        raise BadRequest("size is for --against", "size")
     if profile is not None:
         run_profile(profile, quick=quick, threads=threads)
-    elif against and only != REPLAY:
-        run_against(against, peer_python, only=only, quick=quick, threads=threads)
+    elif peers:
+        how = {} if size is None else {"size": size}
+        run_against(against, peer_python, only=only, quick=quick, threads=threads, record=record, **how)
     else:
-        run(quick=quick, only=only, threads=threads, beside=", ".join(against) or None)
+        run(quick=quick, only=only, threads=threads, beside=", ".join(against) or None, record=record)

@@ -26,6 +26,7 @@ class Peer:
 
         precision: str = options["precision"]
         how: dict[str, Any] = {} if precision == AS_STORED else {"weights": precision}
+        how |= {} if options["record"] is None else {"record": options["record"]}
         self._engine = Engine(
             Path(options["model"]),
             device="cpu",

@@ -2,9 +2,10 @@
 
 Run as `PYTHON serve.py ADAPTER OPTIONS`, with the standard library alone. ADAPTER is a file with a function `library`,
 which imports the engine and returns its version, and a class `Peer`; both take OPTIONS, which is JSON: `model` (a
-directory), `precision`, `threads`, `cache_bytes`, and the most that will be wanted: `sequences` at once, the `longest`
-prompt, and `new` tokens after it; `reuses`: whether prompts go on from earlier ones. There is one line of JSON when the
-model is loaded, and one as the reply to each line. CPU seconds are those of the whole process, all threads together.
+directory), `precision`, `threads`, `record` (of ours), `cache_bytes`, and the most that will be wanted: `sequences` at
+once, the `longest` prompt, and `new` tokens after it; `reuses`: whether prompts go on from earlier ones. There is one
+line of JSON when the model is loaded, and one as the reply to each line. CPU seconds are those of the whole process,
+all threads together.
 
     {"do": "open", "prompts": [[ids], ...]}   compute the prompts, to the first token of each
     {"do": "steps", "count": 4}               so many steps, in each of which every sequence gets a token

@@ -1,0 +1,71 @@
+"""threads: our engine on several threads against one, by wall time, which says something on idle cores only."""
+
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvcellar.bench import report
+from kvcellar.bench.compare import QUICK, WORKS, Compared, Extent, Work, compared
+from kvcellar.bench.network import SMALL, TINY, write
+from kvcellar.bench.others import IDLE
+from kvcellar.bench.peer import Side, sides_of
+from kvcellar.errors import BadRequest, KvcellarError
+
+TARGETS: Mapping[str, float] = {"prefill-512": 1.7, "ragged-8": 1.4, "decode-512": 1.2}  # on two threads
+HEAD = f"  {'':14} {'1, wall ms':>11} {'N, wall ms':>11} {'faster':>7} {'target':>7}   other processes"
+
+
+def run_threads(
+    *, quick: bool = False, threads: int = 2, record: str | None = None, sides: Sequence[Side] | None = None
+) -> Compared:
+    """Measure one thread and `threads`, print a table and one line of JSON. `sides`: one of one thread, and another."""
+    if threads < 2 or threads > (os.cpu_count() or 1):
+        raise BadRequest(f"threads is {threads}; 2 to {os.cpu_count()}, the CPUs here, are compared with 1", "threads")
+    if sides is None:
+        ours = sides_of([], record=record)[0]
+        sides = [replace(ours, threads=count) for count in (1, threads)]
+    size, extent = (TINY, QUICK) if quick else (SMALL, Extent())
+    with tempfile.TemporaryDirectory() as place:
+        parameters = write(size, Path(place))
+        print(f"{parameters / 1e6:.0f} million parameters, {threads} threads against 1, wall time\n{HEAD}", flush=True)
+        found = compared(Path(place), sides, [WORKS[name] for name in TARGETS], extent, report=_show)
+    about = report.about(parameters=parameters, threads=threads, quick=quick)
+    print(json.dumps({**about, "wall": dict(_as_json(found))}), flush=True)
+    return found
+
+
+def _show(found: Compared, work: Work) -> None:
+    if found.failed:
+        raise KvcellarError("\n".join(found.failed.values()))
+    print(_row(found, work), flush=True)
+
+
+def _walls(found: Compared, work: str) -> tuple[float, float]:
+    """Milliseconds on one thread and on all, the medians."""
+    one, many = found.measured[work].values()
+    return 1000 * statistics.median(one.wall), 1000 * statistics.median(many.wall)
+
+
+def _row(found: Compared, work: Work) -> str:
+    one, many = _walls(found, work.name)
+    others = found.others[work.name]
+    target = f"{TARGETS[work.name]:.2f}x"
+    return f"  {work.name:14} {one:11.2f} {many:11.2f} {one / many:6.2f}x {target:>7}   {_busy(others)}"
+
+
+def _busy(others: float | None) -> str:
+    if others is None:
+        return "not known: cores may have been busy"
+    return f"{others:.0%} of the CPU time" + ("" if others <= IDLE else ": the cores were not idle, measure again")
+
+
+def _as_json(found: Compared) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for work in found.measured:
+        one, many = _walls(found, work)
+        others = found.others[work]
+        yield work, {"one_ms": one, "many_ms": many, "others": others, "idle": others is not None and others <= IDLE}

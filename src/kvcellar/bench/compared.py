@@ -45,19 +45,21 @@ def run_against(
     only: str | None = None,
     quick: bool = False,
     threads: int = 1,
-    size: str = next(iter(SIZES)),
+    size: str | None = None,
     record: str | None = None,
     sides: Sequence[Side] | None = None,
 ) -> Compared:
-    """Measure the sides that are named on a network of one of `SIZES`, print a table and one line of JSON. `record` is
-    the setting of ours. Raises `KvcellarError` at the end if a peer failed, or computed something else."""
+    """Measure the sides that are named, print a table and one line of JSON. `size` is one of `SIZES`, by default the
+    first; `record` is the setting of ours. Raises `KvcellarError` at the end if a peer failed, or computed something
+    else."""
     if only is not None and only not in WORKS:
         raise BadRequest(f"peers are compared in {', '.join(WORKS)}; not in {only!r}", "only")
     sides = sides_of(named, pythons, record=record) if sides is None else sides
-    network, extent = (TINY, QUICK) if quick else (SIZES[size], Extent())
+    chosen = SMALL if size is None else SIZES[size]
+    network, extent = (TINY, QUICK) if quick else (chosen, Extent())
     works = [work for name, work in WORKS.items() if only in (None, name)]
     reads = Reads(os.environ, size=1 << 20) if quick else Reads(os.environ)
-    table = Table(sides, extent, TARGETS if SIZES[size] is SMALL else {}, network, reads)
+    table = Table(sides, extent, TARGETS if chosen is SMALL else {}, network, reads)
     with tempfile.TemporaryDirectory() as place:
         parameters = write_for_peers(network, Path(place))
         _print([f"{parameters / 1e6:.0f} million parameters, {threads} thread(s), CPU time"])

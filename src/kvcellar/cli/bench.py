@@ -48,7 +48,6 @@ def command(
     if profile is not None:
         run_profile(profile, quick=quick, threads=threads)
     elif peers:
-        how = {} if size is None else {"size": size}
-        run_against(against, peer_python, only=only, quick=quick, threads=threads, record=record, **how)
+        run_against(against, peer_python, only=only, quick=quick, threads=threads, size=size, record=record)
     else:
         run(quick=quick, only=only, threads=threads, beside=", ".join(against) or None, record=record)

@@ -36,11 +36,11 @@ def without_traces_of_torch(caplog: pytest.LogCaptureFixture) -> None:
 class Steps:
     """Steps of one memory: the same for every guest of a network."""
 
-    def __init__(self, guest: Guest) -> None:
-        self.memory = guest.memory({group.name: 160 for group in guest.shape.groups}, rows=12)
+    def __init__(self, guest: Guest, rows: int = 12) -> None:
+        self.memory = guest.memory({group.name: 160 for group in guest.shape.groups}, rows=rows)
         self.logits: list[Tensor] = []
         self._guest = guest
-        self._ids = random_tokens(guest.model, 64, torch.Generator().manual_seed(7))
+        self._ids = random_tokens(guest.model, 128, torch.Generator().manual_seed(7))
 
     def step(
         self,

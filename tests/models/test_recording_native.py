@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from torch import Tensor
 
 from kvcellar.attention.choose import backends
 from kvcellar.kernels.codes import Codes
@@ -14,14 +15,17 @@ from kvcellar.kernels.packed import pack
 from kvcellar.kernels.quantised import Kernel, QuantisedLinear
 from kvcellar.kernels.recorded_kernel import StepKernel
 from kvcellar.models.build_guest import build_guest
+from kvcellar.models.guest import Guest
 from kvcellar.models.recording.capture import capture
 from kvcellar.models.recording.native import NativeExecutor
-from kvcellar.models.recording.recording import Recording
+from kvcellar.models.recording.recording import Captured, RecordedStep, Recording, Results
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
 from tests.models.served import FLAT
-from tests.models.test_recording import timeline
-from tests.zoo import ARCHS
+from tests.models.test_recording import Steps, timeline
+from tests.zoo import ARCHS, RECURRENT
+
+UNTRACED = {"zaya"}  # recurrent layers that pad what they read by a number that is computed
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="there is no compiler")
 
@@ -43,10 +47,56 @@ def test_a_forward_in_fixed_memory_equals_the_modules(name: str, dtype: torch.dt
     guest = build_guest(ARCHS[name].build().to(dtype=dtype), backends())
     captured = capture(guest)
     theirs = timeline(guest)
-    guest.recording = Recording(captured, NativeExecutor(captured.program, guest.model, kernel))
+    guest.recording = recording = recorded(guest, captured, kernel)
     ours = timeline(guest)
     assert [torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)] == [True] * len(theirs)
-    assert guest.recording.steps == len(ours)
+    assert recording.steps == len(ours)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("name", sorted(set(RECURRENT) & set(FLAT) - UNTRACED))
+def test_recurrent_layers_that_decode_equal_their_modules(name: str, dtype: torch.dtype, kernel: StepKernel) -> None:
+    """One sequence, and as many as torch computes convolutions of in another way."""
+    guest = build_guest(ARCHS[name].build().to(dtype=dtype), backends())
+    pack(guest.model)
+    captured = capture(guest)
+    assert captured.decoding is not None, captured.opaque
+    assert not any(op.name == "kvcellar.mix" for op in captured.decoding.ops)
+    theirs = decoding(guest)
+    guest.recording = recorded(guest, captured, kernel)
+    guest.recording.executor = Refuses()
+    assert [torch.equal(a, b) for a, b in zip(decoding(guest), theirs, strict=True)] == [True] * len(theirs)
+    assert guest.recording.by_modules == {"a prompt": 2}
+
+
+class Refuses:
+    """An executor that runs no step."""
+
+    name = "refuses"
+
+    def refuse(self, step: RecordedStep) -> str | None:
+        return "a prompt"
+
+    def run(self, step: RecordedStep) -> Results:
+        raise AssertionError("it was refused")
+
+
+def decoding(guest: Guest) -> list[Tensor]:
+    steps = Steps(guest, rows=40)
+    steps.step([(seq, 2 + seq % 2) for seq in range(18)])
+    for some in (range(18), range(1), range(17, 1, -3)):
+        steps.step([(seq, 1) for seq in some])
+    steps.step([(0, 1), (1, 1)], stores=False)
+    steps.step([(0, 1), (1, 1)], kept={0: 1, 1: 1})
+    steps.step([(0, 1), (1, 2)])
+    steps.step([(0, 1), (1, 1)])
+    return steps.logits
+
+
+def recorded(guest: Guest, captured: Captured, kernel: StepKernel) -> Recording:
+    programs = [one and NativeExecutor(one, guest.model, kernel) for one in (captured.program, captured.decoding)]
+    assert programs[0] is not None
+    return Recording(captured, programs[0], programs[1])
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss", "qwen3-moe"])

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.zamba import modeling_zamba
 
-from kvcellar.cache.memory import Memory
 from kvcellar.errors import ModelRefused
 from kvcellar.models import scan
 from kvcellar.models.mixers import StateView
@@ -172,19 +171,22 @@ def test_a_short_scan_equals_one_in_whole_chunks(kind: str) -> None:
 
 
 class _Held:
-    """A memory of one state."""
+    """One state."""
 
     def __init__(self, state: Tensor) -> None:
-        self._state, self.states = state, self
+        self._state = state
 
     def read(self, layer: int, segments: Sequence[StateSegment]) -> dict[str, Tensor]:
         return {scan.recurrent(0): self._state}
+
+    def write(self, layer: int, segments: Sequence[StateSegment], planes: Any, at: Any = None) -> None:
+        raise AssertionError("it is not stored")
 
 
 def test_each_head_is_scanned_from_its_own_state() -> None:
     u, delta, A, B, C, *_ = drawn(2, 3, 4, 5)
     state = torch.randn(2, 3, 3, 4, generator=torch.Generator().manual_seed(0))
-    view = StateView(cast(Memory, _Held(state)), [], 5)
+    view = StateView(_Held(state), [], 5)
     zero, none = torch.zeros(3), torch.full((2, 3, 5), 1e4)
     for head in range(3):
         given = {"hidden_states": u, "dt": delta.abs(), "A": A, "B": B, "C": C, "return_last_state": True}

@@ -102,6 +102,17 @@ class States:
         written.update(rows)
         self._puts.append(_Put(layer, segments, at))
 
+    def planes(self, layer: int) -> Mapping[str, Tensor]:
+        """The planes [rows + 1,*shape] of a layer, of which a kernel reads rows `StateSegment.read` and writes rows
+        `StateSegment.write` of the open step. What it wrote counts after `written` only."""
+        return self._of(layer)
+
+    def written(self, layer: int, segments: Sequence[StateSegment]) -> None:
+        """Note that a kernel stored all planes of these segments, of one token each: no part of them can be kept."""
+        self._check_open("written")
+        self._written[layer].update(segment.write for segment in segments)
+        self._puts.append(_Put(layer, segments, None))
+
     def content(self, row: int) -> list[Tensor]:
         """A bitwise copy of a row for `restore`, ordered by layer, plane."""
         return [plane[row].clone() for planes in self._planes.values() for plane in planes.values()]

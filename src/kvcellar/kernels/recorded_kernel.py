@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.kernels.compiled import SOURCES, library
+from kvcellar.kernels.native import Native, address_of
 
 SOURCE = SOURCES / "step.cpp"
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int64: 2, torch.bool: 3}
@@ -23,6 +24,15 @@ MEMORY, INDEX = 1, 2  # errors
 
 Operand = tuple[int, ...]  # address, elements from row to row, strides of `DIMS` dimensions, type
 NOTHING: Operand = (0,) * (2 + DIMS) + (ABSENT,)
+
+
+class _Rows(ctypes.Structure):
+    """`Rows` in C++."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("rows", "plane", "values")),
+        *((name, ctypes.c_int64) for name in ("count", "bytes", "writes")),
+    )
 
 
 class StepKernel:
@@ -46,6 +56,16 @@ class StepKernel:
         self._reductions: dict[tuple[str, int], int] = {}
         self._tables: dict[object, tuple[Tensor, bool]] = {}
         self._numbers: dict[bytes, ctypes.c_float] = {}
+
+    def rows(self, rows: Tensor, plane: Tensor, values: Tensor, *, writes: bool) -> Native:
+        """The call that copies the rows of `plane` [.,*shape] named by rows [n] to values [n,*shape], or from there,
+        all contiguous. Row 0 is not written."""
+        assert plane.is_contiguous()
+        assert values.is_contiguous()
+        assert plane.dtype is values.dtype
+        places = rows.data_ptr(), plane.data_ptr(), values.data_ptr()
+        call = _Rows(*places, len(values), plane.stride(0) * plane.itemsize, writes)
+        return Native(address_of(self._library.kvcellar_rows), call, (self, rows, plane, values))
 
     def number(self, value: float) -> int:
         """The address of a number as float32, which stays."""

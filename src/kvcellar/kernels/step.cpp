@@ -198,6 +198,25 @@ extern "C" const void* kvcellar_line_of(const char* name, int64_t a, int64_t b, 
     return nullptr;
 }
 
+// Rows of a plane that `rows` names, to or from `values`, where they are one after the other. Row 0 is never written.
+struct Rows {
+    const int64_t* rows;
+    char *plane, *values;
+    int64_t count, bytes, writes;
+};
+
+extern "C" int kvcellar_rows(const void* given) {
+    const Rows& call = *static_cast<const Rows*>(given);
+    for (int64_t i = 0; i < call.count; i++) {
+        char *stored = call.plane + call.rows[i] * call.bytes, *value = call.values + i * call.bytes;
+        if (!call.writes)
+            std::memcpy(value, stored, call.bytes);
+        else if (call.rows[i])
+            std::memcpy(stored, value, call.bytes);
+    }
+    return NONE;
+}
+
 extern "C" int64_t kvcellar_instruction_size() { return sizeof(Instruction); }
 
 // Runs instructions. Returns 0 or an `Error`; `failed` is then the index of its instruction. `nanoseconds` is null, or

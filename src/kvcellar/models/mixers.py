@@ -4,7 +4,7 @@ A mixer is a module that keeps a state in the cache: the last inputs of a convol
 linear attention. It takes rows [B,L,H] of equal length, one per sequence, while a step is one row [1,T,H] of sequences
 of any length. So a mixer is called once for all sequences with the same number of tokens, with their states:
 
-    view = StateView(memory, segments, length)   # copies of the states before the step
+    view = StateView(memory.states, segments, length)   # copies of the states before the step
     out = forward(hidden[B,L,H], cache)          # the model reads and overwrites the copies
     view.put(rerun)                              # they are stored, in rows that only this step has
 
@@ -33,15 +33,25 @@ def conv(index: int) -> str:
     return f"conv {index}"
 
 
+class StateRows(Protocol):
+    """The states of sequences, as `Memory.states` has them in an open step."""
+
+    def read(self, layer: int, segments: Sequence[StateSegment]) -> dict[str, Tensor]: ...
+
+    def write(
+        self, layer: int, segments: Sequence[StateSegment], planes: Mapping[str, Tensor], at: At | None = None
+    ) -> None: ...
+
+
 class StateView:
     """Copies of the states of B sequences with L new tokens each, which a mixer reads and overwrites."""
 
     def __init__(
-        self, memory: Memory, segments: Sequence[StateSegment], length: int, *, revertible: bool = False
+        self, rows: StateRows, segments: Sequence[StateSegment], length: int, *, revertible: bool = False
     ) -> None:
         """`revertible`: a part of the tokens may be committed, so what determines the states in between is kept."""
         self.segments, self.length = segments, length
-        self._memory, self._keeps = memory, revertible and length > 1
+        self._rows, self._keeps = rows, revertible and length > 1
         self._states: dict[int, dict[str, Tensor]] = {}
         self._longer: dict[tuple[int, str], Tensor] = {}  # a convolution's inputs [B,C,K+L], the new ones last
         self._scans: dict[int, list[Call]] = {}  # by layer; a mixer may scan its heads one by one, in order
@@ -50,7 +60,7 @@ class StateView:
     def state(self, layer: int, name: str) -> Tensor:
         """[B,*shape], a copy that may be overwritten."""
         if layer not in self._states:
-            self._states[layer] = self._memory.states.read(layer, self.segments)
+            self._states[layer] = self._rows.read(layer, self.segments)
         found = self._states[layer].get(name)
         if found is None:
             raise ModelRefused(f"layer {layer} reads a state {name}, and had none when the model was probed")
@@ -93,7 +103,7 @@ class StateView:
         """
         for layer, planes in self._states.items():
             at = self._at(layer, rerun) if self._keeps else None
-            self._memory.states.write(layer, self.segments, planes, at=at)
+            self._rows.write(layer, self.segments, planes, at=at)
 
     def _at(self, layer: int, rerun: "Rerun") -> At:
         def at(indices: Sequence[int], counts: Sequence[int]) -> Mapping[str, Tensor]:
@@ -103,7 +113,7 @@ class StateView:
                 if longer is not None:
                     found[name] = _windows(longer, indices, counts, state.shape[-1])
                 elif scans and name == recurrent(0):
-                    before = self._memory.states.read(layer, [self.segments[i] for i in indices])[name]
+                    before = self._rows.read(layer, [self.segments[i] for i in indices])[name]
                     heads = _heads(scans[0], before)
                     after = [scan.after(head, indices, counts) for scan, head in zip(scans, heads, strict=True)]
                     found[name] = torch.stack(after, 1) if after[0].dim() < state.dim() else after[0]
@@ -183,11 +193,11 @@ class Mixing:
         for segments, length, rows in self._grids:
             if rows is None:
                 change = self._all_of(len(segments), length)
-                out = self._call(forward, _map(args, change), _map(kwargs, change), segments, length)
+                out = self._call(forward, mapped(args, change), mapped(kwargs, change), segments, length)
                 # In the order that results of several lengths have: sums over a row depend on its strides.
-                return _map(out, lambda x: x.reshape(1, self.tokens, *x.shape[2:]).contiguous() if x.dim() > 1 else x)
+                return mapped(out, lambda x: x.reshape(1, self.tokens, *x.shape[2:]).contiguous() if x.dim() > 1 else x)
             change = self._some_of(rows)
-            part = self._call(forward, _map(args, change), _map(kwargs, change), segments, length)
+            part = self._call(forward, mapped(args, change), mapped(kwargs, change), segments, length)
             whole = self._joined(whole, part, rows)
         return whole
 
@@ -209,14 +219,14 @@ class Mixing:
     def _call(self, forward: Forward, args: Any, kwargs: Any, segments: Sequence[StateSegment], length: int) -> Any:
         def rerun(indices: Sequence[int], fewer: int) -> StateView:
             part = _part_of(list(indices), len(segments), length, fewer)
-            view = StateView(self.memory, [segments[i] for i in indices], fewer)
-            some_args, some_kwargs = _map(args, part), _map(kwargs, part)
+            view = StateView(self.memory.states, [segments[i] for i in indices], fewer)
+            some_args, some_kwargs = mapped(args, part), mapped(kwargs, part)
             with torch.inference_mode(), self.opened():
                 self._run(view, forward, some_args, some_kwargs)
             return view
 
         revertible = any(segment.seq in self.revertible for segment in segments)
-        view = StateView(self.memory, segments, length, revertible=revertible)
+        view = StateView(self.memory.states, segments, length, revertible=revertible)
         out = self._run(view, forward, args, kwargs)
         view.put(rerun)
         return out
@@ -255,14 +265,14 @@ def _part_of(indices: list[int], n: int, length: int, fewer: int) -> Callable[[T
     return lambda x: x[indices, :fewer] if x.dim() > 1 and x.shape[:2] == (n, length) else x
 
 
-def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """`value` with `change` applied to every tensor in it."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple | list):
-        return type(value)(_map(part, change) for part in value)
+        return type(value)(mapped(part, change) for part in value)
     if isinstance(value, dict):
-        return {key: _map(part, change) for key, part in value.items()}
+        return {key: mapped(part, change) for key, part in value.items()}
     return value
 
 

@@ -363,7 +363,7 @@ class SoloDoor(StepDoor):
         if plan.stored < plan.tokens:
             raise ModelRefused("a model that runs solo attends to its new tokens, so none of them can be query-only")
         self._memory, self._past = memory, plan.feeds[0].pos.start
-        self._states = StateView(memory, plan.states, plan.tokens, revertible=plan.feeds[0].in_parts)
+        self._states = StateView(memory.states, plan.states, plan.tokens, revertible=plan.feeds[0].in_parts)
         self._own_layers = OwnLayers(fresh, self.update_plane)
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from kvcellar.kernels.experts import PanelExperts
 from kvcellar.kernels.packed import LINEARS
 from kvcellar.kernels.program import Program
 from kvcellar.models.guest import Guest
-from kvcellar.models.recording.doors import RecordingDoor
+from kvcellar.models.recording.doors import DecodingDoor, RecordingDoor
 from kvcellar.models.recording.opaque import Forward, Opaque, experts_operator, linear_operator, replaced
 from kvcellar.models.recording.passes import simplified
 from kvcellar.models.recording.recording import Captured, reason_of
@@ -46,11 +46,24 @@ def capture(guest: Guest) -> Captured:
     if guest.mode != "flat":
         raise NotRecordable(f"it runs one sequence per forward: {guest.refused}")
     opaque: dict[type[nn.Module], str] = {}
+    program, decoding = _program(guest, opaque, decoding=False), None
+    if guest.shape.mixers:
+        inside = dict(opaque)
+        try:
+            decoding = _program(guest, inside, decoding=True)
+            opaque = inside
+        except NotRecordable as error:
+            opaque |= {type(module): f"as it decodes: {error}" for module in guest.shape.mixers}
+    return Captured(program, {kind.__name__: why for kind, why in opaque.items()}, decoding)
+
+
+def _program(guest: Guest, opaque: dict[type[nn.Module], str], *, decoding: bool) -> Program:
+    """The program of a forward, or of one in which each sequence has one new token. Adds to `opaque` the classes of
+    modules that are one operator, each with the reason."""
     for _ in range(MOST_TRIES):
         try:
             with _without_errors_of_torch(), _unchanged(guest.model):
-                program = _Capture(guest, frozenset(opaque)).program()
-            return Captured(simplified(program), {kind.__name__: why for kind, why in opaque.items()})
+                return simplified(_Capture(guest, frozenset(opaque), decoding).program())
         except FAILURES as error:
             why = reason_of(error)
             module = _running(guest, error.__traceback__)
@@ -125,8 +138,8 @@ class _Conditions(ShapeEnv):
 class _Capture:
     """One attempt."""
 
-    def __init__(self, guest: Guest, opaque: frozenset[type[nn.Module]]) -> None:
-        self._guest, self._opaque = guest, opaque
+    def __init__(self, guest: Guest, opaque: frozenset[type[nn.Module]], decoding: bool) -> None:
+        self._guest, self._opaque, self._decoding = guest, opaque, decoding
         self._env = _Conditions(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True, shape_env=self._env)
         self._groups = _expanded_groups(guest)
@@ -150,7 +163,7 @@ class _Capture:
         with torch.no_grad(), self._fakes:
             positions = torch.empty_like(self._ids)
             with trace, replaced(self._forwards(trace, read)):
-                door = RecordingDoor(trace, guest.shape, guest.past_length(positions), self._cells())
+                door = self._door(trace, positions)
                 logits = guest.run(door, self._ids, positions, self._wanted)
             self._check_free()
             outputs = {"logits": trace.value(logits)}
@@ -158,6 +171,12 @@ class _Capture:
                 outputs["hidden"] = hidden
             inputs = {"ids": self._ids, "positions": positions, "wanted": self._wanted}
             return trace.program(list(self._symbols), inputs, outputs)
+
+    def _door(self, trace: Trace, positions: Tensor) -> RecordingDoor:
+        shape, past, cells = self._guest.shape, self._guest.past_length(positions), self._cells()
+        if self._decoding:
+            return DecodingDoor(trace, shape, past, cells, self._ids)
+        return RecordingDoor(trace, shape, past, cells)
 
     def _hidden(self, trace: Trace, read: Sequence[Tensor]) -> int | None:
         """The value [T,hidden] of which the output head reads the wanted rows, or all; None if it reads others."""
@@ -174,7 +193,8 @@ class _Capture:
         """Those of modules that are one operator. The output head adds its inputs to `read`."""
         model, made = self._guest.model, dict[nn.Module, Forward]()
         opaque = Opaque(trace, self._guest.shape, self._sizes, self._symbols, self._values)
-        mixers, head = set(self._guest.shape.mixers), model.get_output_embeddings()
+        mixers = set[nn.Module]() if self._decoding else set(self._guest.shape.mixers)
+        head = model.get_output_embeddings()
         for path, module in model.named_modules():
             if module in mixers:
                 made[module] = opaque.operator("kvcellar.mix", path, module)

@@ -1,15 +1,16 @@
 """doors: what a network calls while it is traced, and while the shapes of a module's results are found out."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kvcellar.errors import ModelRefused
+from kvcellar.errors import ModelRefused, NotSupported
+from kvcellar.models.mixers import Forward, StateView, mapped
 from kvcellar.models.recording.trace import Trace
 from kvcellar.models.scan import Call
-from kvcellar.models.seam import Door, Extras, scoring_of
+from kvcellar.models.seam import Door, Extras, StepDoor, scoring_of
 from kvcellar.models.shape import Shape
 from kvcellar.shapes import Scoring
 
@@ -47,6 +48,61 @@ class RecordingDoor(Door):
 
     def past_length(self, layer: int) -> int | Tensor:
         return self._past
+
+
+class DecodingDoor(RecordingDoor, StepDoor):
+    """Also writes down what recurrent layers do where each sequence has one new token: the rows of the step [1,T,...]
+    are those of T sequences [T,1,...]."""
+
+    def __init__(self, trace: Trace, shape: Shape, past: int | Tensor, cells: Mapping[int, Any], ids: Tensor) -> None:
+        """`ids` [T]."""
+        super().__init__(trace, shape, past, cells)
+        self._states, self._rows = _TracedStates(trace, shape, ids), ids.shape[0]
+        self._running: StateView | None = None
+
+    def _view(self, layer: int) -> StateView:
+        if self._running is None:
+            raise ModelRefused(f"layer {layer} reads its state outside of its mixer, unlike when the model was probed")
+        return self._running
+
+    def mix(self, forward: Forward, args: Any, kwargs: Any) -> Any:
+        self._running = view = StateView(self._states, (), 1)
+        try:
+            out = forward(*mapped(args, self._apart), **mapped(kwargs, self._apart))
+        finally:
+            self._running = None
+        view.put(_no_part)
+        return mapped(out, self._together)
+
+    def _apart(self, x: Tensor) -> Tensor:
+        flat = x.dim() > 1 and [str(size) for size in x.shape[:2]] == ["1", str(self._rows)]
+        return x.reshape(self._rows, 1, *x.shape[2:]) if flat else x
+
+    def _together(self, x: Tensor) -> Tensor:
+        return x.reshape(1, self._rows, *x.shape[2:]).contiguous() if x.dim() > 1 else x
+
+
+class _TracedStates:
+    """States as operators of a trace."""
+
+    def __init__(self, trace: Trace, shape: Shape, ids: Tensor) -> None:
+        self._trace, self._ids = trace, ids
+        self._layers = {} if shape.recurrent is None else shape.recurrent.layers
+
+    def read(self, layer: int, segments: Any) -> dict[str, Tensor]:
+        planes = self._layers[layer]
+        rows = self._ids.shape[0]
+        made = [self._trace.empty(self._ids, (rows, *one.shape), getattr(torch, one.kind)) for one in planes]
+        self._trace.add("kvcellar.states", (layer,), {}, made)
+        return {plane.name: one for plane, one in zip(planes, made, strict=True)}
+
+    def write(self, layer: int, segments: Any, planes: Mapping[str, Tensor], at: Any = None) -> None:
+        values = tuple(planes[one.name].to(getattr(torch, one.kind)).contiguous() for one in self._layers[layer])
+        self._trace.add("kvcellar.keep_states", (values, layer), {}, ())
+
+
+def _no_part(indices: Sequence[int], length: int) -> StateView:
+    raise NotSupported("one token has no part")
 
 
 class SampleDoor(Door):

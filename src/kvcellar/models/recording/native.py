@@ -25,6 +25,7 @@ from kvcellar.kernels.recorded_calls import Bound, Call
 from kvcellar.kernels.recorded_kernel import StepKernel
 from kvcellar.models.recording.recording import Execute, RecordedStep, Results
 from kvcellar.models.recording.replay import constants_of, layers_of_cells
+from kvcellar.models.recording.states import States
 from kvcellar.models.seam import FlatDoor
 from kvcellar.shapes import Scoring
 
@@ -83,6 +84,7 @@ class _Bound:
         self, program: Program, constants: Mapping[int, Tensor], network: nn.Module, kernel: StepKernel
     ) -> None:
         self._step = _Step()
+        states = self._states = States(program, kernel)
         called = _Called(network, self._step)
         handlers = {
             "kvcellar.linear": _Linear(network),
@@ -91,6 +93,8 @@ class _Bound:
             "kvcellar.dense": _Dense(self._step),
             "kvcellar.attend_dense": _AttendDense(self._step),
             "kvcellar.experts": _Experts(network),
+            "kvcellar.states": states,
+            "kvcellar.keep_states": states,
             "kvcellar.mix": called,
             "kvcellar.module": called,
         }
@@ -102,13 +106,16 @@ class _Bound:
             self._recorded.clear()
             self._places = places
         self._step.open = step
+        self._states.begin(step)
         try:
             inputs = {"ids": step.ids, "positions": step.positions, "wanted": step.wanted}
             outputs = self._recorded.run(sizes, inputs)
             for layer, planes in self._step.stored.items():
                 step.door.history(layer).step.written.update(planes)
+            self._states.written(step)
         finally:
             self._step.open = None
+            self._states.end()
         return Results(outputs["logits"], outputs.get("hidden"))
 
 

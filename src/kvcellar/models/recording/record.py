@@ -50,13 +50,25 @@ def _recording(guest: Guest, execute: Execute, kept: Programs | None) -> Recordi
     made = capture(guest)
     recording = tested(guest, made, execute)
     if kept is not None:
-        kept.write(digest, made)
+        kept.write(digest, recording.captured)
     return recording
 
 
 def tested(guest: Guest, captured: Captured, execute: Execute) -> Recording:
-    """A recording that gave the logits of the modules. Raises `NotRecordable`, and what running it raises."""
-    recording = Recording(captured, execute(captured.program))
+    """A recording that gave the logits of the modules, without its program for decoding where that did not. Raises
+    `NotRecordable`, and what running it raises."""
+    try:
+        return _tested(guest, captured, execute)
+    except MODEL_ERRORS as error:
+        if captured.decoding is None:
+            raise
+        why = {type(module).__name__: f"as it decodes: {reason_of(error)}" for module in guest.shape.mixers}
+        return _tested(guest, Captured(captured.program, {**captured.opaque, **why}), execute)
+
+
+def _tested(guest: Guest, captured: Captured, execute: Execute) -> Recording:
+    decoding = captured.decoding
+    recording = Recording(captured, execute(captured.program), None if decoding is None else execute(decoding))
     hidden = "hidden" in captured.program.outputs
     ours, theirs = results_of(guest, recording, hidden=hidden), results_of(guest, None, hidden=hidden)
     wrong = [(a.float() - b.float()).abs().max() for a, b in zip(ours, theirs, strict=True) if not torch.equal(a, b)]

@@ -58,10 +58,13 @@ Execute = Callable[[Program], Executor]  # raises `KvcellarError` for a program 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A program, and the classes of modules that could not be traced, each with the reason."""
+    """A program, and the classes of modules that could not be traced, each with the reason. `decoding` is the program
+    of a step in which each sequence has one new token, with the code of recurrent layers; None without such layers, or
+    where their code cannot be traced."""
 
     program: Program
     opaque: Mapping[str, str]
+    decoding: Program | None = None
 
 
 def reason_of(error: Exception) -> str:
@@ -76,21 +79,22 @@ class Recording:
 
     captured: Captured
     executor: Executor
+    decoding: Executor | None = None  # of `captured.decoding`
     steps: int = 0
     by_modules: Counter[str] = field(default_factory=Counter)  # steps by the reason why modules ran them
 
     def run(self, step: RecordedStep, *, hidden: bool = False) -> Results | None:
         """The results; None if modules have to run the step. `hidden`: the hidden states are needed."""
-        why = self._refused(step, hidden)
+        decodes = self.decoding is not None and all(segment.length == 1 for segment in step.plan.states)
+        executor = self.decoding if decodes and self.decoding is not None else self.executor
+        why = self._refused(step, hidden) or executor.refuse(step)
         if why is not None:
             self.by_modules[why] += 1
             return None
         self.steps += 1
-        return self.executor.run(step)
+        return executor.run(step)
 
     def _refused(self, step: RecordedStep, hidden: bool) -> str | None:
         if step.door.adapted is not None:
             return "adapters"
-        if hidden and "hidden" not in self.captured.program.outputs:
-            return "hidden states"
-        return self.executor.refuse(step)
+        return "hidden states" if hidden and "hidden" not in self.captured.program.outputs else None

@@ -50,7 +50,7 @@ class _Run:
     """The values of one forward, by storage."""
 
     def __init__(self, replay: Replay, step: RecordedStep, sizes: Sizes) -> None:
-        self._replay, self._door, self._cache, self._sizes = replay, step.door, step.cache, sizes
+        self._replay, self._step, self._door, self._cache, self._sizes = replay, step, step.door, step.cache, sizes
         self._values = replay.program.values
         self.storages: dict[int, Tensor] = dict(replay.constants)  # flat, or a constant
 
@@ -127,6 +127,14 @@ class _Run:
                 q, layer = args
                 history = self._door.history(layer)
                 return history.backend.attend(q.transpose(1, 2), history, Scoring(**kwargs))
+            case "kvcellar.states":
+                return list(self._step.memory.states.read(args[0], self._step.plan.states).values())
+            case "kvcellar.keep_states":
+                values, layer = args
+                states = self._step.memory.states
+                planes = dict(zip(states.planes(layer), values, strict=True))
+                states.write(layer, self._step.plan.states, planes)
+                return ()
             case "kvcellar.dense":
                 layer, plane = args
                 k, v, _ = self._door.history(layer).dense()

@@ -97,7 +97,8 @@ def programs(environment: Mapping[str, str]) -> Programs | None:
 
 
 def _written(captured: Captured) -> bytes:
-    fields = {"program": encoded(captured.program), "opaque": dict(captured.opaque)}
+    decoding = None if captured.decoding is None else encoded(captured.decoding)
+    fields = {"program": encoded(captured.program), "opaque": dict(captured.opaque), "decoding": decoding}
     packed = zlib.compress(json.dumps(fields, separators=(",", ":")).encode(), 9)
     return FORMAT + hashlib.sha256(packed).digest() + packed
 
@@ -118,8 +119,9 @@ def _read(content: bytes) -> Captured:
     except (zlib.error, ValueError, RecursionError) as error:
         raise Damaged(f"it cannot be read: {error}") from error
     match fields:
-        case {"program": stored, "opaque": dict(opaque)}:
-            return Captured(decoded(stored), {str(name): str(why) for name, why in opaque.items()})
+        case {"program": stored, "opaque": dict(opaque), "decoding": decoding}:
+            also = None if decoding is None else decoded(decoding)
+            return Captured(decoded(stored), {str(name): str(why) for name, why in opaque.items()}, also)
         case _:
             raise Damaged("it has no program")
 

@@ -53,12 +53,23 @@ class Trace(TorchDispatchMode):
             return self._item(args[0])
         if func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.detach.default) and not _is_fake(args[0]):
             return self._fake(args[0])
+        if self._is_foreign([one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
         args, kwargs = tree_map_only(Tensor, self._fake, (args, kwargs))
-        out = func(*args, **kwargs)
+        out = self._convolved(*args) if _is_plain_convolution(func, args, kwargs) else func(*args, **kwargs)
         self._alive.append((args, kwargs, out))
         self._check()
         self._note(func, args, kwargs, [one for one in tree_leaves(out) if isinstance(one, Tensor)])
         return out
+
+    def _is_foreign(self, given: Sequence[Tensor]) -> bool:
+        """Whether tensors are large ones that are not in the network: a packed layer, say, makes its plain weight of
+        them, of which code may read the type. What is made of them is no part of the program."""
+        return bool(given) and not any(
+            _is_fake(one) or id(one) in self._paths or id(one) in self._fake_of or one.numel() <= MOST_DATA
+            for one in given
+        )
 
     def _note(self, func: Any, args: Any, kwargs: Any, outs: Sequence[Tensor]) -> None:
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
@@ -75,6 +86,14 @@ class Trace(TorchDispatchMode):
                 raise NotRecordable(f"it writes into a weight or buffer ({func})")
         keywords = {name: value for name, value in kwargs.items() if name not in _PLACES}
         self._add(str(func), args, keywords, [self.value(out) for out in written])
+
+    def _convolved(
+        self, x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, *_: Any
+    ) -> Tensor:
+        """The result [n,out,length] of a convolution. Torch's own fake kernel compares n with a number, by which torch
+        chooses how to compute it."""
+        length = (x.shape[2] + 2 * padding[0] - dilation[0] * (weight.shape[2] - 1) - 1) // stride[0] + 1
+        return self.empty(x, (x.shape[0], weight.shape[0], length))
 
     def _written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The arguments that an operator writes into."""
@@ -206,6 +225,11 @@ class Trace(TorchDispatchMode):
 
 def _is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
+
+
+def _is_plain_convolution(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Of one dimension, and not transposed, all arguments by place."""
+    return func is torch.ops.aten.convolution.default and not kwargs and args[0].dim() == 3 and not args[6]
 
 
 def _storage(tensor: Tensor) -> int:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from kvcellar.attention.choose import backends
 from kvcellar.errors import ModelRefused
@@ -59,6 +60,36 @@ def test_a_routers_choice_does_not_depend_on_the_batch(dtype) -> None:
         assert found[way].holds, str(found[way])
     routers = [module for module in model.modules() if CHILDREN[dtype] in module._modules]
     assert len(routers) == packed.routers
+
+
+class TwoProducts(torch.nn.Module):
+    """Multiplies by its weight, and then by something else, as a router with a second projection does."""
+
+    def __init__(self, other: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(32, 64))
+        self.other, self.bias_of_other = other, bias
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return F.linear(x, self.weight), F.linear(x, self.other, self.bias_of_other)
+
+
+TwoProducts.__module__ = "transformers.models.two_products"
+
+
+@pytest.mark.parametrize(("shape", "biased"), [((16, 64), False), ((64, 64), False), ((32, 64), True)])
+def test_a_product_of_a_router_with_another_shape_or_bias_is_not_multiplied_by_its_weight(shape, biased) -> None:
+    need_own_layers(torch.float32)
+    torch.manual_seed(0)
+    bias = torch.randn(shape[0]) if biased else None
+    module = TwoProducts(torch.randn(shape), bias)
+    x = torch.randn(5, 64)
+    expected = module(x)
+    assert wrap_routers(torch.nn.Sequential(module), os.environ) == 1
+    own, other = module(x)
+    assert torch.equal(other, expected[1])
+    torch.testing.assert_close(own, expected[0])
+    assert CHILDREN[torch.float32] in module._modules
 
 
 def test_a_model_without_experts_is_not_changed() -> None:

@@ -1,11 +1,9 @@
-"""Importing the modules listed as free of torch loads neither torch nor transformers."""
+"""What importing a module loads: those that need no torch load none, and the subcommand that starts fast no server."""
 
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
@@ -21,9 +19,25 @@ def modules_of(name: str) -> list[str]:
     return [".".join(f.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__") for f in files]
 
 
-@pytest.mark.parametrize("name", ["kvcellar", *(m for name in NO_TORCH for m in modules_of(name))])
-def test_loads_neither_torch_nor_transformers(name):
-    code = f"import sys, {name}; print(*sorted({{'torch', 'transformers'}} & set(sys.modules)))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+def loaded(modules: list[str], *unwanted: str) -> list[str]:
+    """Import modules in a new process, one by one. Returns the first that loads something unwanted, and what that is."""
+    code = (
+        "import sys\nfrom importlib import import_module\n"
+        f"for name in {modules}:\n    import_module(name)\n"
+        f"    if found := sorted({set(unwanted)} & set(sys.modules)):\n        print(name, *found)\n        break\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == [], f"importing {name} loads {run.stdout.split()}"
+    return run.stdout.split()
+
+
+def test_loads_neither_torch_nor_transformers():
+    modules = ["kvcellar", *(module for name in NO_TORCH for module in modules_of(name))]
+    assert len(modules) > 50
+    assert loaded(modules, "torch", "transformers") == []
+    assert loaded(["kvcellar.models.seam"], "torch")[:1] == ["kvcellar.models.seam"], "what is loaded is noticed"
+
+
+def test_running_a_prompt_loads_no_server():
+    """It would take a third of the time to the first token beyond the imports of torch and transformers."""
+    assert loaded(["kvcellar.cli.run", "kvcellar.engine.build"], "kvcellar.serve", "starlette", "uvicorn") == []

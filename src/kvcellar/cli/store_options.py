@@ -12,7 +12,6 @@ from kvcellar.cli.options import Size
 from kvcellar.engine.settings import KEY_BYTES, store_directory
 from kvcellar.errors import BadRequest
 from kvcellar.places import NoPlace
-from kvcellar.serve.keys import permission_warning
 
 F = TypeVar("F", bound=Callable[..., Any])
 log = logging.getLogger("kvcellar.serve")
@@ -103,6 +102,8 @@ def store_key(file: Path | None, environment: Mapping[str, str]) -> bytes | None
         text = ""
     except OSError as error:
         raise BadRequest(f"{file} cannot be read: {error.strerror}", "store_key_file") from error
+    from kvcellar.serve.keys import permission_warning  # imports the server, which takes time that `run` does not have
+
     if (warning := permission_warning(file)) is not None:
         log.warning("%s", warning)
     return _parsed(text, str(file))

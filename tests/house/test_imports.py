@@ -20,7 +20,7 @@ def modules_of(name: str) -> list[str]:
 
 
 def loaded(modules: list[str], *unwanted: str) -> list[str]:
-    """Import modules in a new process, one by one. Returns the first that loads something unwanted, and what that is."""
+    """Import modules in a new process, one by one; the first that loads something unwanted, and what that is."""
     code = (
         "import sys\nfrom importlib import import_module\n"
         f"for name in {modules}:\n    import_module(name)\n"

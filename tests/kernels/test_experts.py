@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kvcellar.kernels.arena import Arena
 from kvcellar.kernels.compiled import NotCompiled
-from kvcellar.kernels.experts import Kernel, PanelExperts, panel_experts
+from kvcellar.kernels.experts import Kernel, OwnExperts, panel_experts
+from kvcellar.kernels.linear import Kernel as LinearKernel
 from kvcellar.kernels.linear import panel_bytes
 
 
@@ -23,12 +24,12 @@ def kernel() -> Kernel:
         pytest.skip(str(error))
 
 
-def made(kernel: Kernel, count: int, out: int, inner: int, dtype: torch.dtype) -> tuple[PanelExperts, Tensor, Tensor]:
+def made(kernel: Kernel, count: int, out: int, inner: int, dtype: torch.dtype) -> tuple[OwnExperts, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(count * 1000 + out * 10 + inner)
     weights = torch.randn(count, out, inner, generator=draw).to(dtype)
     biases = torch.randn(count, out, generator=draw).to(dtype)
     arena = Arena(sum(map(panel_bytes, weights)))
-    return panel_experts(kernel, arena, weights, biases), weights, biases
+    return panel_experts(kernel, LinearKernel(os.environ), arena, weights, biases), weights, biases
 
 
 @settings(max_examples=40, deadline=None)

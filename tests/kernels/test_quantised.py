@@ -14,6 +14,7 @@ from torch import Tensor
 from kvcellar.kernels.arena import Arena
 from kvcellar.kernels.codes import INT4, Codes
 from kvcellar.kernels.compiled import COMPILERS, NotCompiled
+from kvcellar.kernels.layers import merged
 from kvcellar.kernels.quantised import Kernel, QuantisedLinear, most_bytes, unfit
 from tests.kernels.rounded import rounded
 
@@ -112,8 +113,8 @@ def test_the_bits_of_a_row_do_not_depend_on_threads(native: Kernel) -> None:
     x = random(5, 4096)
     alone, out = layer(x), torch.empty(5, 640)
     call: Any = layer.native(x, out)
-    call.call.at_most = 3
-    assert native.function(call.address) == 0
+    call.call.threads = 3
+    assert native.run(call.address) == 0
     assert torch.equal(out, alone)
 
 
@@ -122,7 +123,7 @@ def test_a_native_call_reads_and_writes_rows_that_are_apart(native: Kernel) -> N
     x, out = torch.zeros(7, 200).bfloat16(), torch.zeros(7, 100).bfloat16()
     call = layer.native(x[:, 50:146], out[:, 30:70])
     x.copy_(random(7, 200))
-    assert native.function(call.address) == 0
+    assert native.run(call.address) == 0
     assert torch.equal(out[:, 30:70], layer(x[:, 50:146]))
     assert not out[:, :30].any()
     assert not out[:, 70:].any()
@@ -163,6 +164,47 @@ def test_a_layer_takes_the_bytes_of_its_codes(native: Kernel) -> None:
     assert eight.nbytes == 128 * (640 + 2)
 
 
+@pytest.mark.parametrize("bias", [None, "bias"])
+def test_merged_layers_give_the_outputs_of_each_side_by_side(build: Kernel, bias: Any) -> None:
+    """Also of 4 and 8 bits, which share the rounded inputs."""
+    kinds: Any = [((33, 96), INT4, 32), ((64, 96), None, None), ((7, 96), TABLE, 32)]
+    layers = [
+        QuantisedLinear(build, codes_of(*kind, mins=True), None if bias is None else random(kind[0][0]), torch.bfloat16)
+        for kind in kinds
+    ]
+    one = merged(layers)
+    for count in (1, 7, 200):
+        x = random(count, 96).bfloat16()
+        assert torch.equal(one(x), torch.cat([layer(x) for layer in layers], 1))
+    assert torch.equal(one.weight, torch.cat([layer.weight for layer in layers]))
+    odd = QuantisedLinear(build, codes_of((5, 96), INT4, 16), None, torch.bfloat16)
+    assert not any(layer.joins(odd) for layer in layers)
+    ordered = QuantisedLinear(build, codes_of((5, 96), INT4, 32, order=True), None, torch.bfloat16)
+    assert not ordered.joins(layers[0])
+    assert not layers[0].joins(ordered)
+
+
+def test_scales_take_the_fewest_bits_that_hold_them(native: Kernel) -> None:
+    """And numbers of float16, also tiny ones, are what they are in every build: `every_codes` has none."""
+    codes = codes_of((32, 64), INT4, 32)
+    half = Codes(codes.values, INT4, torch.linspace(-6e-8, 3.0, 64).half().view(32, 2))
+    sizes = {
+        QuantisedLinear(native, one, None, torch.float32).nbytes - 32 * 32: one.scales.dtype
+        for one in (codes_of((32, 64), INT4, 32, narrow=True), half, codes)
+    }
+    assert sizes == {2 * 64: torch.float16, 4 * 64: torch.float32}
+
+
+def test_scales_of_float16_are_multiplied_as_float32(build: Kernel) -> None:
+    codes = codes_of((40, 64), INT4, 32)
+    half = torch.linspace(-6e-8, 3.0, 80).half().view(40, 2)
+    wide = torch.full((1, 64), 2**-30)  # which bfloat16 holds, and float16 does not
+    one = QuantisedLinear(build, Codes(codes.values, INT4, half), None, torch.float32)
+    other = Codes(torch.cat((codes.values, codes.values[:1])), INT4, torch.cat((half.float(), wide[:, :2])))
+    x = random(3, 64)
+    assert torch.equal(one(x), QuantisedLinear(build, other, None, torch.float32)(x)[:, :40])
+
+
 def test_groups_that_blocks_cannot_be_made_of_are_refused() -> None:
     assert "24 inputs" in (unfit(codes_of((4, 48), INT4, 24)) or "")
     assert unfit(codes_of((4, 50), INT4, None)) is None
@@ -170,7 +212,7 @@ def test_groups_that_blocks_cannot_be_made_of_are_refused() -> None:
 
 def test_inputs_of_another_type_are_refused(native: Kernel) -> None:
     layer = QuantisedLinear(native, codes_of((4, 48), INT4, None), None, torch.bfloat16)
-    with pytest.raises(RuntimeError, match="a layer of bfloat16"):
+    with pytest.raises(RuntimeError, match=r"in torch.bfloat16 .* got \(2, 48\) in torch.float32"):
         layer(random(2, 48))
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from kvcellar.attention.choose import backends
 from kvcellar.errors import ModelRefused
-from kvcellar.kernels.experts import PanelExperts
+from kvcellar.kernels.experts import OwnExperts
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.experts import pack_experts
 from kvcellar.models.packing import pack_model
@@ -45,7 +45,7 @@ def test_packed_experts_give_the_logits_of_the_models_own_code(name, dtype) -> N
     gap = (found - expected).abs().amax(-1).median() / expected.abs().max().clamp(min=1)
     assert gap <= (1e-5 if dtype is torch.float32 else 2e-2)
     for module in experts_of(model):
-        assert isinstance(module.down_proj, PanelExperts)
+        assert isinstance(module.down_proj, OwnExperts)
         assert not any(parameter.dim() == 3 for parameter in module.parameters())
 
 

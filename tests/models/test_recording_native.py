@@ -131,6 +131,17 @@ def test_quantised_layers_of_any_type_run_recorded(dtype: torch.dtype, kernel: S
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+def test_experts_with_codes_run_recorded(kernel: StepKernel, tmp_path: Path) -> None:
+    model = load(saved(tmp_path / "m", "qwen3-moe"), weights="int4").model
+    guest = build_guest(model, backends())
+    captured = capture(guest)
+    assert {op.name for op in captured.program.ops} >= {"kvcellar.experts", "kvcellar.linear"}
+    theirs = timeline(guest)
+    guest.recording = Recording(captured, NativeExecutor(captured.program, guest.model, kernel))
+    assert all(torch.equal(a, b) for a, b in zip(timeline(guest), theirs, strict=True))
+    assert guest.recording.steps == len(theirs)
+
+
 def test_a_resized_memory_is_bound_anew(kernel: StepKernel) -> None:
     guest = build_guest(ARCHS["llama"].build(), backends())
     captured = capture(guest)

@@ -4,21 +4,25 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.kernels.compiled import NotCompiled
+from kvcellar.kernels.experts import OwnExperts
 from kvcellar.kernels.quantised import Kernel, QuantisedLinear
 from kvcellar.models.load import Loaded, load
+from kvcellar.models.quantize import stacks
 from kvcellar.models.quantize.chosen import choose
 from kvcellar.models.quantize.directory import quantize_directory
 from kvcellar.models.selftest import judged_as
 from kvcellar.models.weights_files import opened
-from kvcellar.models.weights_loading import targets_of
+from kvcellar.models.weights_loading import fill, stacked_targets, targets_of
 from tests.kernels.rounded import Emulated
-from tests.models.quantised import saved
+from tests.models import foreign
+from tests.models.quantised import saved, stored
 from tests.zoo import ARCHS, reference_logits
 
 TOKENS = list(range(3, 40))
@@ -66,6 +70,96 @@ def test_a_network_quantised_at_load_computes_what_float64_does(tmp_path, name: 
     assert sum(loaded.served.layers.values()) == len(quantised_layers(loaded.model)) > 3
     assert loaded.parameters == load(path).parameters
     assert logits_as_float64(loaded).isfinite().all()
+
+
+def experts_of(model: nn.Module) -> dict[str, OwnExperts]:
+    return {name: one for name, one in model.named_modules() if isinstance(one, OwnExperts)}
+
+
+def gpt_oss_directory(path: Path) -> tuple[Path, dict[str, np.ndarray]]:
+    """A model with experts in mxfp4, and what they are, [E,in,out]."""
+    source = saved(path / "m", "gpt-oss", hidden_size=64, intermediate_size=96)
+    draw, tensors, values = np.random.default_rng(2), dict[str, Tensor](), dict[str, np.ndarray]()
+    for name, tensor in stored(source).items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            more, values[name] = foreign.gpt_oss(name, tuple(tensor.shape), draw)  # type: ignore[arg-type]
+            tensors |= more
+        else:
+            tensors[name] = tensor
+    return foreign.directory(source, path / "q", tensors, {"quant_method": "mxfp4"}), values
+
+
+def compare_experts(loaded: Loaded) -> Tensor:
+    """Logits, after each row of each layer of experts was compared with what float64 makes of it with the same inputs."""
+
+    def compare(layer: OwnExperts, args: tuple[Any, ...], out: Tensor) -> None:
+        x, index, share = args
+        emulated = [Emulated(one) for one in layer.layers if isinstance(one, QuantisedLinear)]
+        wanted = torch.cat([emulated[int(e)](x[i // share][None]) for i, e in enumerate(index)])
+        assert (out - wanted).abs().max() <= 2e-6 * wanted.abs().max()
+
+    hooks = [layer.register_forward_hook(compare) for layer in experts_of(loaded.model).values()]
+    logits = reference_logits(loaded.model, TOKENS[:9])
+    for hook in hooks:
+        hook.remove()
+    return logits
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
+def test_experts_are_multiplied_from_codes_made_at_load_or_by_create(tmp_path: Path, name: str) -> None:
+    path = saved(tmp_path / "m", name, torch.float32)
+    loaded, dense = load(path, weights="int4"), load(path)
+    stacks = [one for one, weight in dense.model.named_parameters() if weight.dim() == 3]
+    assert list(experts_of(loaded.model)) == [one for one, _ in loaded.model.named_modules() if one in stacks] != []
+    assert not any(weight.dim() == 3 for weight in loaded.model.parameters())
+    logits = compare_experts(loaded)
+    quantize_directory(path, tmp_path / "q", "int4", measure=False)
+    created = load(tmp_path / "q", weights="auto")
+    assert experts_of(created.model).keys() == experts_of(loaded.model).keys()
+    assert torch.equal(reference_logits(created.model, TOKENS[:9]), logits)
+    weights = dict(load(tmp_path / "q").model.named_parameters())
+    for place, layer in experts_of(created.model).items():
+        for expert, one in enumerate(layer.layers):
+            torch.testing.assert_close(one.weight, weights[place][expert])
+
+
+def test_stacks_of_experts_with_codes_are_never_dense(tmp_path: Path) -> None:
+    path = saved(tmp_path / "m", "qwen3-moe")
+    with opened(path) as files:
+        skeleton = load(path).model
+        found = stacked_targets(skeleton, files)
+        later = {name for experts in found.values() for names in experts for name in names}
+        network, _ = fill(skeleton, torch.bfloat16, files, later=later)
+    own = dict(network.named_parameters())
+    assert found
+    for target in found:
+        assert own[target].untyped_storage().nbytes() == 2
+
+
+def test_experts_of_gpt_oss_are_multiplied_from_their_codes(tmp_path: Path) -> None:
+    path, values = gpt_oss_directory(tmp_path)
+    loaded = load(path, weights="auto", dtype="float32")
+    assert loaded.served is not None
+    assert loaded.served.layers[4] == len(experts_of(loaded.model)) == len(values) > 0
+    for place, layer in experts_of(loaded.model).items():
+        for expert, one in enumerate(layer.layers):
+            assert torch.equal(one.weight.T, torch.from_numpy(values[place][expert]))
+    compare_experts(loaded)
+
+
+def test_a_module_of_experts_one_of_which_has_no_codes_is_dense_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, values = gpt_oss_directory(tmp_path)
+    monkeypatch.setattr(stacks, "unfit", lambda codes: "for a test" if codes.values.shape[1] == 96 else None)
+    loaded = load(path, weights="auto", dtype="float32")
+    assert not experts_of(loaded.model)
+    own = dict(loaded.model.named_parameters())
+    for place, value in values.items():
+        assert torch.equal(own[place], torch.from_numpy(value))
+    assert loaded.served is not None
+    assert loaded.served.dense == dict.fromkeys(values, "for a test")
+    assert loaded.served.identity == ""
 
 
 def test_layers_that_create_leaves_stay_dense(directory: Path) -> None:

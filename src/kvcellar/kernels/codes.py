@@ -5,7 +5,7 @@ Every form of weights that our products take is one of these; decoders of files 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,9 @@ class Codes:
         return torch.empty_like(out).index_copy_(1, self.order, out)
 
 
+CodesOf = Callable[[int], Codes | str]  # of an expert, 0 if there is one only
+
+
 class Coded(ABC):
     """A weight of a file that is decoded when it is read: dense when it is indexed, or as its codes."""
 
@@ -69,8 +72,27 @@ class Coded(ABC):
     def __getitem__(self, index: Any) -> Tensor: ...
 
     @abstractmethod
+    def experts(self) -> CodesOf:
+        """What returns the codes of each of its experts, or the reason why they have no such form. It is read once."""
+
     def codes(self) -> Codes | str:
-        """Its codes, or the reason why they have no such form."""
+        """The codes of a weight that is no stack of experts, or why it has none."""
+        return self.experts()(0)
+
+
+def side_by_side(parts: Sequence[Codes]) -> Codes | str:
+    """The codes of several weights with the same inputs, outputs side by side; or why they have no one form."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    kinds = {
+        (one.table, one.values.shape[1], one.scales.shape[1], one.mins is None, one.order is None) for one in parts
+    }
+    if len(kinds) > 1 or first.order is not None:
+        return "its parts are quantised in different ways"
+    mins = [one.mins for one in parts if one.mins is not None]
+    values, scales = torch.cat([one.values for one in parts]), torch.cat([one.scales for one in parts])
+    return Codes(values, first.table, scales, torch.cat(mins) if mins else None)
 
 
 def row_blocks(rows: int, columns: int) -> Iterator[slice]:

@@ -1,7 +1,7 @@
 // Linear layers of experts: row i of the result is expert index[i] of row i / share of the inputs. `experts.py` calls it.
 //
-// The rows of an expert are copied behind each other, and multiplied by the kernel of `linear.cpp`, whose function is
-// passed in. A single row is multiplied where it is.
+// The rows of an expert are copied behind each other, and multiplied by the kernel of its layer, whose function is passed
+// in. A single row is multiplied where it is.
 //
 // Always true: the bits of a row of results depend only on its row of inputs and on its expert.
 #include <cstddef>
@@ -10,23 +10,16 @@
 #include <memory>
 #include <new>
 
+#include "layers.h"
+
 namespace {
 
-// `Call` of `linear.cpp`, whose layer is one expert; `experts.py` compares their sizes.
-struct Linear {
-    const void* layer;
-    const void* x;
-    void* y;
-    int64_t rows, x_row, y_row;  // strides, in elements
-    int64_t threads;
-};
-
 struct Call {
-    int (*linear)(const void*);
-    const void* const* layers;  // [experts]
-    const void* x;              // [rows,in]
-    const int64_t* index;       // [rows * share]
-    void* y;                    // [rows * share,out]
+    int (*linear)(const void*);    // of the kernel of the layers
+    const Layer* const* layers;    // [experts]
+    const void* x;                 // [rows,in]
+    const int64_t* index;          // [rows * share]
+    void* y;                       // [rows * share,out]
     int64_t experts, rows, share, in, out, x_row, y_row;  // strides, in elements
     int64_t element, threads;   // bytes of an element
 };
@@ -55,11 +48,11 @@ int multiply(const Call& c, int64_t expert, const int64_t* numbers, int64_t n, c
     const auto x = [&](int64_t i) { return static_cast<const char*>(c.x) + numbers[i] / c.share * c.x_row * c.element; };
     const auto y = [&](int64_t i) { return static_cast<char*>(c.y) + numbers[i] * c.y_row * c.element; };
     if (n == 1) {
-        const Linear call{c.layers[expert], x(0), y(0), 1, c.x_row, c.y_row, c.threads};
+        const LayerCall call{c.layers[expert], x(0), y(0), 1, c.x_row, c.y_row, c.threads};
         return c.linear(&call);
     }
     for (int64_t i = 0; i < n; ++i) std::memcpy(rows + i * in, x(i), size_t(in));
-    const Linear call{c.layers[expert], rows, results, n, c.in, c.out, c.threads};
+    const LayerCall call{c.layers[expert], rows, results, n, c.in, c.out, c.threads};
     if (c.linear(&call)) return 1;
     for (int64_t i = 0; i < n; ++i) std::memcpy(y(i), results + i * out, size_t(out));
     return 0;
@@ -67,16 +60,10 @@ int multiply(const Call& c, int64_t expert, const int64_t* numbers, int64_t n, c
 
 }  // namespace
 
-// What `experts.py` has, too; it is compared when this is loaded.
-struct Shared {
-    const char* name;
-    int64_t offset, size;  // of a field of `Call`; of a constant, its value and 0
-};
-#define FIELD(name) {#name, offsetof(Call, name), sizeof(Call::name)}
 extern "C" const Shared kvcellar_shared[] = {
     FIELD(linear), FIELD(layers), FIELD(x), FIELD(index), FIELD(y), FIELD(experts), FIELD(rows), FIELD(share),
     FIELD(in), FIELD(out), FIELD(x_row), FIELD(y_row), FIELD(element), FIELD(threads),
-    {"LINEAR", sizeof(Linear), 0}, {nullptr, 0, 0},
+    {"CALL", sizeof(LayerCall), 0}, {nullptr, 0, 0},
 };
 
 // A row of an index that is no expert is zeros. Returns 1 if there is not enough memory.

@@ -1,4 +1,4 @@
-"""experts: linear layers of experts on CPUs, over weights in panels (`linear.py`, `experts.cpp`).
+"""experts: linear layers of experts on CPUs (`experts.cpp`), of layers of ours (`layers.py`): one for each expert.
 
 Always true: the bits of a row of results depend only on its row of inputs and on its expert: not on other rows, on
 their experts, or on threads.
@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from kvcellar.kernels import linear
 from kvcellar.kernels.arena import Arena
 from kvcellar.kernels.compiled import SOURCES, check_shared, library
-from kvcellar.kernels.linear import PanelLinear, panel_linear
+from kvcellar.kernels.layers import Call, OwnLinear, threads_for
+from kvcellar.kernels.linear import Kernel as LinearKernel
+from kvcellar.kernels.linear import panel_linear
 from kvcellar.kernels.native import Native, address_of
 
 SOURCE = SOURCES / "experts.cpp"
@@ -30,28 +31,27 @@ class _Call(ctypes.Structure):
 
 
 class Kernel:
-    """The kernels of experts and of their linear layers. Raises `NotCompiled` where they cannot be compiled."""
+    """The kernel, compiled. Raises `NotCompiled` where it cannot be, with the reason."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """`environment` names the compiler, and the directory of compiled libraries."""
-        self.linear = linear.Kernel(environment)
         self._library = library(SOURCE, environment)
-        check_shared(self._library, _Call, LINEAR=linear.CALL_BYTES)
+        check_shared(self._library, _Call, CALL=ctypes.sizeof(Call))
         self.run = self._library.kvcellar_experts
         self.run.argtypes, self.run.restype = [ctypes.c_void_p], ctypes.c_int
 
 
-class PanelExperts(nn.Module):
+class OwnExperts(nn.Module):
     """Replaces the stacked weights of experts. It has no parameters."""
 
-    def __init__(self, kernel: Kernel, layers: Sequence[PanelLinear]) -> None:
+    def __init__(self, kernel: Kernel, layers: Sequence[OwnLinear]) -> None:
         """`layers` has one for each expert, all of one shape."""
         super().__init__()
         first = layers[0]
         assert all((one.in_features, one.out_features) == (first.in_features, first.out_features) for one in layers)
-        self._kernel, self._layers = kernel, tuple(layers)
-        self.experts, self.dtype = len(layers), first.dtype
-        self.in_features, self.out_features = first.in_features, first.out_features
+        self._kernel, self.layers = kernel, tuple(layers)
+        self.experts, self.dtype, self.computed = len(layers), first.dtype, first.computed
+        self.in_features, self.out_features, self.rounds = first.in_features, first.out_features, first.rounds
         self._addresses = (ctypes.c_void_p * len(layers))(*(one.address for one in layers))
 
     def forward(self, x: Tensor, index: Tensor, share: int) -> Tensor:
@@ -63,33 +63,33 @@ class PanelExperts(nn.Module):
                 f"experts of {self.in_features} inputs in {self.dtype} on the CPU got {tuple(x.shape)} in {x.dtype} "
                 f"and {tuple(index.shape)} experts in {index.dtype}, {share} for each row"
             )
-        x = x if x.stride(-1) == 1 else x.contiguous()
-        out = x.new_empty(len(index), self.out_features)
-        if len(index) and self._kernel.run(ctypes.byref(self._call(x, index.contiguous(), share, out))):
+        rows = x.to(self.computed)
+        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+        out = rows.new_empty(len(index), self.out_features)
+        if len(index) and self._kernel.run(ctypes.byref(self._call(rows, index.contiguous(), share, out))):
             raise MemoryError("there is not enough memory for a layer of experts")
-        return out
+        return out.to(x.dtype)
 
     def native(self, x: Tensor, index: Tensor, share: int, out: Tensor) -> Native:
         """The call that fills out [n*share,out] from x [n,in] and index [n*share], all at fixed addresses, the elements
         of a row beside each other."""
-        assert x.dtype is out.dtype is self.dtype
+        assert x.dtype is out.dtype is self.computed
         assert (*index.shape, index.dtype, index.stride(0)) == (len(x) * share, torch.int64, 1)
         return Native(address_of(self._kernel.run), self._call(x, index, share, out), (self, x, index, out))
 
     def _call(self, x: Tensor, index: Tensor, share: int, out: Tensor) -> _Call:
-        rows, threads = len(x), linear.threads_for(self.in_features, self.out_features, len(index))
-        run, layers = address_of(self._kernel.linear.run), ctypes.addressof(self._addresses)
+        rows, threads = len(x), threads_for(self.in_features, self.out_features, len(index))
+        run, layers = address_of(self.layers[0].kernel.run), ctypes.addressof(self._addresses)
         return _Call(
             run, layers, x.data_ptr(), index.data_ptr(), out.data_ptr(), self.experts, rows, share,
             self.in_features, self.out_features, x.stride(0), out.stride(0), x.itemsize, threads,
         )  # fmt: skip
 
 
-def panel_experts(kernel: Kernel, arena: Arena, weights: Tensor, biases: Tensor | None) -> PanelExperts:
+def panel_experts(kernel: Kernel, by: LinearKernel, arena: Arena, weights: Tensor, biases: Tensor | None) -> OwnExperts:
     """Experts with a copy of plain weights [experts,out,in] and biases [experts,out], in bfloat16 or float32 on the
     CPU, in an arena."""
     each = range(len(weights))
-    return PanelExperts(
-        kernel,
-        [panel_linear(kernel.linear, arena, weights[e], None if biases is None else biases[e].clone()) for e in each],
+    return OwnExperts(
+        kernel, [panel_linear(by, arena, weights[e], None if biases is None else biases[e].clone()) for e in each]
     )

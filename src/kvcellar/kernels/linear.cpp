@@ -20,7 +20,7 @@
 #include <immintrin.h>
 #endif
 
-#include "threads.h"
+#include "layers.h"
 
 namespace {
 
@@ -39,7 +39,6 @@ constexpr int64_t NEAR = 384 << 10;    // bytes of rows that do, too
 constexpr int64_t MOST = 192;          // rows of an item
 constexpr int64_t ITEM = 1 << 20;      // products that are worth an item of work
 constexpr int64_t AHEAD = 2048;        // bytes from a weight that is used to the one that is fetched
-constexpr int64_t BFLOAT16 = 0, FLOAT32 = 1;
 
 typedef float F __attribute__((vector_size(4 * LANES)));
 typedef uint32_t U __attribute__((vector_size(4 * LANES)));
@@ -48,26 +47,7 @@ typedef int32_t I __attribute__((vector_size(4 * LANES)));
 #define INLINE inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
-struct Part {           // the weights of one layer; layers that share an input are one call
-    const void* panels;
-    const float* bias;  // [out], or null
-    int64_t out;
-    int64_t column;     // of its first output in a row of y
-};
-
-struct Layer {
-    const Part* parts;
-    Threads* threads;   // null: one
-    int64_t n_parts, in, type;
-};
-
-struct Call {
-    const Layer* layer;
-    const void* x;      // [rows,in], of the type of the weights
-    void* y;            // [rows,out], the same
-    int64_t rows, x_row, y_row;  // strides, in elements
-    int64_t threads;
-};
+using Call = LayerCall;  // x and y are of the type of the weights
 
 template <class To, class From>
 INLINE To as(const From& from) {
@@ -352,18 +332,12 @@ std::unique_ptr<float[]> widened_rows(const Call& c, const Item& item, int64_t e
 // Calls each(panel's weights, target) for each panel of an item.
 template <class Out, class Each>
 INLINE void each_panel(const Call& c, const Item& item, int64_t panel_size, const Each& each) {
-    int64_t first = 0;
-    for (const Part* part = c.layer->parts; part != c.layer->parts + c.layer->n_parts; ++part) {
-        const int64_t panels = (part->out + PANEL - 1) / PANEL;
-        const int64_t low = std::max(item.panel, first), high = std::min(item.panel + item.panels, first + panels);
-        for (int64_t p = low - first; p < high - first; ++p) {
-            const int64_t o = p * PANEL;
-            Out* y = static_cast<Out*>(c.y) + item.row * c.y_row + part->column + o;
-            const Target<Out> to{y, c.y_row, part->bias ? part->bias + o : nullptr, std::min(PANEL, part->out - o)};
-            each(static_cast<const Out*>(part->panels) + p * panel_size, to);
-        }
-        first += panels;
-    }
+    each_panel_of(*c.layer, PANEL, item.panel, item.panel + item.panels, [&](const Part& part, int64_t p) {
+        const int64_t o = p * PANEL;
+        Out* y = static_cast<Out*>(c.y) + item.row * c.y_row + part.column + o;
+        const Target<Out> to{y, c.y_row, part.bias ? part.bias + o : nullptr, std::min(PANEL, part.out - o)};
+        each(static_cast<const Out*>(part.panels) + p * panel_size, to);
+    });
 }
 
 void float_item(const Call& c, const Item& item) {
@@ -412,18 +386,7 @@ int64_t rows_at_once(const Layer& layer) {
 
 }  // namespace
 
-// What `linear.py` has, too; it is compared when this is loaded.
-struct Shared {
-    const char* name;
-    int64_t offset, size;  // of a field of `Call`; of a constant, its value and 0
-};
-#define FIELD(name) {#name, offsetof(Call, name), sizeof(Call::name)}
-extern "C" const Shared kvcellar_shared[] = {
-    FIELD(layer), FIELD(x), FIELD(y), FIELD(rows), FIELD(x_row), FIELD(y_row), FIELD(threads),
-    {"PANEL", PANEL, 0}, {"BFLOAT16", BFLOAT16, 0}, {"FLOAT32", FLOAT32, 0},
-    {"PART", sizeof(Part), 0}, {"LAYER", sizeof(Layer), 0},
-    {nullptr, 0, 0},
-};
+extern "C" const Shared kvcellar_shared[] = {KVCELLAR_LAYERS, {"PANEL", PANEL, 0}, {nullptr, 0, 0}};
 
 // How bfloat16 is multiplied: 0 in pairs, 1 widened, 2 widened although this CPU has instructions that are faster.
 extern "C" int kvcellar_multiplies() {
@@ -462,9 +425,7 @@ extern "C" void kvcellar_pack(const void* w, void* panels, int64_t out, int64_t 
 extern "C" int kvcellar_linear(const void* call) {
     const Call& c = *static_cast<const Call*>(call);
     const Layer& layer = *c.layer;
-    int64_t panels = 0;
-    for (int64_t i = 0; i < layer.n_parts; ++i) panels += (layer.parts[i].out + PANEL - 1) / PANEL;
-    const int64_t some = rows_at_once(layer), chunks = (c.rows + some - 1) / some;
+    const int64_t panels = panels_of(layer, PANEL), some = rows_at_once(layer), chunks = (c.rows + some - 1) / some;
     const int64_t work = PANEL * layer.in * (std::min(some, c.rows) + 8);  // reading weights takes as long as 8 rows
     const int64_t group = std::max<int64_t>(1, ITEM / work), groups = (panels + group - 1) / group;
     std::atomic<bool> enough{true};

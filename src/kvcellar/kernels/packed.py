@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from kvcellar.kernels.arena import Arena, trim
 from kvcellar.kernels.compiled import NotCompiled
+from kvcellar.kernels.layers import OwnLinear
 from kvcellar.kernels.linear import FOREIGN, Kernel, PanelLinear, panel_bytes, panel_linear
-from kvcellar.kernels.quantised import QuantisedLinear
 
 CAUSAL_CONV = "causal_conv1d_fn"  # its name in mixers of transformers
 ROWS = 16  # passed to oneDNN; the order that it chooses for it is as good for one row and for thousands
@@ -107,7 +107,7 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")[:n]
 
 
-LINEARS = (PackedLinear, PanelLinear, QuantisedLinear)  # the classes that replace linear layers
+LINEARS = (PackedLinear, OwnLinear)  # the classes that replace linear layers
 
 
 @dataclass(frozen=True, slots=True)

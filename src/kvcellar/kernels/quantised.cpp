@@ -6,7 +6,8 @@
 // Weights are in panels of 32 outputs: bytes [panel][in/4][32][4] of 8 bits, or [panel][in/8][32][4] where byte b has
 // the input 8k + b in its low half and 8k + 4 + b in its high half. Inputs are padded to a multiple of 32 and outputs to
 // a panel. 8 bits are stored plus 128; 4 bits are an index into a table of bytes, plus 128 too, or without a table they
-// are the value plus 8. Scales and minima [panel][groups][32] are bfloat16 or float32.
+// are the value plus 8. Scales and minima [panel][groups][32] are bfloat16, float16 or float32. Layers that are one call
+// share the rounded inputs, so blocks of one size, and an order of inputs.
 #if defined(__clang__)
 #pragma clang fp contract(off)
 #elif defined(__GNUC__)
@@ -22,7 +23,8 @@
 #include <immintrin.h>
 #endif
 
-#include "threads.h"
+#include "layers.h"
+#include "vectors.h"
 
 namespace {
 
@@ -50,21 +52,7 @@ typedef int32_t I __attribute__((vector_size(4 * LANES)));
 typedef uint32_t U __attribute__((vector_size(4 * LANES)));
 typedef uint16_t H __attribute__((vector_size(2 * LANES)));
 
-struct Call {
-    const void* x;         // [rows,in], bfloat16 or float32
-    void* y;               // [rows,out], the same
-    const float* bias;     // [out], or null
-    const uint8_t* w;      // panels
-    const void* scales;    // [panels,groups,32]
-    const void* mins;      // the same, or null
-    const uint8_t* table;  // [16], or null
-    const int32_t* order;  // [in], the input at each place, or null
-    int64_t rows, in, out, x_stride, y_stride;  // strides in elements
-    int64_t bits, step, group;  // of a code; inputs of a block; inputs of a scale, a multiple of `step`
-    int64_t wide_scales, wide;  // whether scales and minima are float32, and x and y
-    Threads* threads;      // null: one
-    int64_t at_most;       // threads
-};
+using Call = LayerCall;
 
 template <class To, class From>
 inline To as(const From& from) {
@@ -93,14 +81,22 @@ inline uint16_t narrowed(float x) {
     return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-inline F scales_at(const void* from, int64_t at, bool wide) {
-    if (wide) return load<F>(static_cast<const float*>(from) + at);
+inline F scales_at(const void* from, int64_t at, int64_t type) {
+    if (type == FLOAT32) return load<F>(static_cast<const float*>(from) + at);
     const uint16_t* narrow = static_cast<const uint16_t*>(from) + at;
 #if defined(__AVX512BW__)
+    if (type == FLOAT16) return as<F>(_mm512_cvtph_ps(load<__m256i>(narrow)));
     return as<F>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(narrow)), 16));
-#elif defined(__AVX2__)
-    return as<F>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load<__m128i>(narrow)), 16));
 #else
+#if defined(__AVX2__) && defined(__F16C__)
+    if (type == FLOAT16) return as<F>(_mm256_cvtph_ps(load<__m128i>(narrow)));
+#else
+    if (type == FLOAT16) {
+        F wide;
+        for (int i = 0; i < LANES; ++i) wide[i] = vectors::of_half(narrow[i]);
+        return wide;
+    }
+#endif
     return as<F>(__builtin_convertvector(load<H>(narrow), U) << 16);
 #endif
 }
@@ -157,19 +153,36 @@ enum Codes { BYTES, NIBBLES, LOOKED_UP };
 
 // -- inputs -----------------------------------------------------------------------------------------------------------
 
-// Some rows of inputs, rounded: of each block the bytes, their scale, the number that the sum of a block begins with,
-// which takes back what was added to the weights, and the sum of the inputs.
+// Some rows of inputs, rounded: of each block the bytes, their scale, and the sum of the inputs, as an integer and times
+// the scale.
 struct Rounded {
     int32_t* words;  // [rows, in/4 * WORDS]
     float* scales;   // [rows, blocks]
-    int32_t* begin;  // [rows, blocks]
+    int32_t* counts; // [rows, blocks]
     float* sums;     // [rows, blocks]
     float* row;      // [in], of the row that is being rounded
     int64_t words_a_row, blocks;
 };
 
+// LANES integers as bytes, or as pairs of 16 bits.
+inline void put_words(const I& all, int32_t* at) {
+#if defined(__AVX512BW__) && defined(DOT_OF_BYTES)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(at), _mm512_cvtepi32_epi8(as<__m512i>(all)));
+#else
+    for (int quad = 0; quad < LANES / 4; ++quad, at += WORDS) {
+        const int32_t a = all[4 * quad], b = all[4 * quad + 1], c = all[4 * quad + 2], d = all[4 * quad + 3];
+        if (WORDS == 1) {
+            at[0] = int32_t(uint32_t(a & 255) | uint32_t(b & 255) << 8 | uint32_t(c & 255) << 16 | uint32_t(d) << 24);
+        } else {
+            at[0] = int32_t(uint32_t(a & 0xffff) | uint32_t(c) << 16);
+            at[WORDS - 1] = int32_t(uint32_t(b & 0xffff) | uint32_t(d) << 16);
+        }
+    }
+#endif
+}
+
 // `x` are `step` inputs; the largest magnitude becomes 127. What is not finite makes the whole row NaN.
-inline void round_block(const float* x, int64_t step, int64_t offset, const Rounded& to, int64_t row, int64_t block) {
+inline void round_block(const float* x, int64_t step, const Rounded& to, int64_t row, int64_t block) {
     I largest = every(int32_t(0));  // as bits, which are in the order of the magnitudes, NaN last
     for (int64_t i = 0; i < step; i += LANES) {
         const I bits = as<I>(load<F>(x + i)) & 0x7fffffff;
@@ -181,72 +194,77 @@ inline void round_block(const float* x, int64_t step, int64_t offset, const Roun
     const bool finite = most < 0x7f800000, tiny = finite && magnitude < 1e-30f;
     const float scale = !finite ? as<float>(0x7fc00000) : tiny ? 0.0f : magnitude / 127.0f;
     const float by = finite && !tiny ? 127.0f / magnitude : 0.0f;
-    int32_t sum = 0;
+    I total = every(int32_t(0));
     int32_t* words = to.words + row * to.words_a_row + block * (step / 4 * WORDS);
-    for (int64_t i = 0; i < step; i += LANES) {
+    for (int64_t i = 0; i < step; i += LANES, words += LANES / 4 * WORDS) {
         // Adding 1.5 * 2^23 rounds to nearest, ties to even, and leaves the integer in the low bits.
-        const F scaled = load<F>(x + i) * every(finite ? by : 0.0f) + every(12582912.0f);
+        const F scaled = load<F>(x + i) * every(by) + every(12582912.0f);
         const I all = finite ? as<I>(scaled) - every(0x4b400000) : every(int32_t(0));
-        for (int lane = 0; lane < LANES; ++lane) sum += all[lane];
-        for (int quad = 0; quad < LANES / 4; ++quad) {
-            const int32_t a = all[4 * quad], b = all[4 * quad + 1], c = all[4 * quad + 2], d = all[4 * quad + 3];
-            int32_t* at = words + (i / 4 + quad) * WORDS;
-            if (WORDS == 1) {
-                at[0] = int32_t(uint32_t(a & 255) | uint32_t(b & 255) << 8 | uint32_t(c & 255) << 16 | uint32_t(d) << 24);
-            } else {
-                at[0] = int32_t(uint32_t(a & 0xffff) | uint32_t(c) << 16);
-                at[WORDS - 1] = int32_t(uint32_t(b & 0xffff) | uint32_t(d) << 16);
-            }
-        }
+        total += all;
+        put_words(all, words);
     }
+    int32_t sum = 0;
+    for (int lane = 0; lane < LANES; ++lane) sum += total[lane];
     const int64_t at = row * to.blocks + block;
     to.scales[at] = scale;
-    to.begin[at] = int32_t(-offset * sum);
+    to.counts[at] = sum;
     to.sums[at] = scale * float(sum);
 }
 
 void round_row(const Call& c, int64_t from, const Rounded& to, int64_t row) {
-    const float* wide = static_cast<const float*>(c.x) + from * c.x_stride;
-    const uint16_t* narrow = static_cast<const uint16_t*>(c.x) + from * c.x_stride;
-    for (int64_t i = 0; i < c.in; ++i) {
-        const int64_t at = c.order ? c.order[i] : i;
-        to.row[i] = c.wide ? wide[at] : widened(narrow[at]);
-    }
-    const int64_t offset = c.bits == 8 || c.table ? 128 : 8;
+    const Layer& layer = *c.layer;
+    const float* wide = static_cast<const float*>(c.x) + from * c.x_row;
+    const uint16_t* narrow = static_cast<const uint16_t*>(c.x) + from * c.x_row;
+    if (layer.order)
+        for (int64_t i = 0; i < layer.in; ++i)
+            to.row[i] = layer.type == FLOAT32 ? wide[layer.order[i]] : widened(narrow[layer.order[i]]);
+    else if (layer.type == FLOAT32)
+        std::memcpy(to.row, wide, size_t(4 * layer.in));
+    else
+        for (int64_t i = 0; i < layer.in; ++i) to.row[i] = widened(narrow[i]);
     for (int64_t block = 0; block < to.blocks; ++block)
-        round_block(to.row + block * c.step, c.step, offset, to, row, block);
+        round_block(to.row + block * layer.step, layer.step, to, row, block);
 }
 
 // -- products ---------------------------------------------------------------------------------------------------------
 
-inline void store(const Call& c, int64_t row, int64_t out, F sums) {
+// One panel of a layer, and where its results go.
+struct Target {
+    const Call& c;
+    const Part& part;
+    int64_t out;  // of the panel's first
+};
+
+inline void store(const Target& to, int64_t row, int64_t out, F sums) {
     float all[LANES];
     std::memcpy(all, &sums, sizeof all);
-    const int64_t count = std::min<int64_t>(LANES, c.out - out), at = row * c.y_stride + out;
-    if (c.bias)
-        for (int64_t i = 0; i < count; ++i) all[i] += c.bias[out + i];
-    if (c.wide)
-        std::memcpy(static_cast<float*>(c.y) + at, all, 4 * count);
+    const int64_t count = std::min<int64_t>(LANES, to.part.out - out), at = row * to.c.y_row + to.part.column + out;
+    if (to.part.bias)
+        for (int64_t i = 0; i < count; ++i) all[i] += to.part.bias[out + i];
+    if (to.c.layer->type == FLOAT32)
+        std::memcpy(static_cast<float*>(to.c.y) + at, all, size_t(4 * count));
     else
-        for (int64_t i = 0; i < count; ++i) static_cast<uint16_t*>(c.y)[at + i] = narrowed(all[i]);
+        for (int64_t i = 0; i < count; ++i) static_cast<uint16_t*>(to.c.y)[at + i] = narrowed(all[i]);
 }
 
 // Outputs of TILE vectors of a panel, the first one at `out`, of R rows of `from`, which are rows of y from `row` on.
 template <Codes CODES, int STEP, int R>
-void tile(const Call& c, const Rounded& from, int64_t first, int64_t out, int64_t row) {
+void tile(const Target& to, const Rounded& from, int64_t first, int64_t out, int64_t row) {
     constexpr int A_LINE = CODES == BYTES ? 4 : 8;  // inputs in one line of a panel
-    const int64_t lines = from.blocks * STEP / A_LINE, groups = (from.blocks * STEP + c.group - 1) / c.group;
-    const uint8_t* w = c.w + out / PANEL * lines * (4 * PANEL) + out % PANEL * 4;
+    constexpr int32_t ADDED = CODES == NIBBLES ? 8 : 128;  // to the weights
+    const Part& part = to.part;
+    const int64_t lines = from.blocks * STEP / A_LINE, groups = (from.blocks * STEP + part.group - 1) / part.group;
+    const uint8_t* w = static_cast<const uint8_t*>(part.panels) + out / PANEL * lines * (4 * PANEL) + out % PANEL * 4;
     const int32_t* words = from.words + first * from.words_a_row;
-    const Table table(CODES == LOOKED_UP ? c.table : reinterpret_cast<const uint8_t*>("0123456789abcdef"));
+    const Table table(CODES == LOOKED_UP ? part.table : reinterpret_cast<const uint8_t*>("0123456789abcdef"));
     int64_t scales = out / PANEL * groups * PANEL + out % PANEL;
     F sums[R][TILE] = {};
-    for (int64_t block = 0, left = c.group; block < from.blocks; ++block) {
+    for (int64_t block = 0, left = part.group; block < from.blocks; ++block) {
         I ints[R][TILE];
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-            for (int n = 0; n < TILE; ++n) ints[r][n] = every(from.begin[(first + r) * from.blocks + block]);
+            for (int n = 0; n < TILE; ++n) ints[r][n] = every(-ADDED * from.counts[(first + r) * from.blocks + block]);
 #pragma GCC unroll 8
         for (int line = 0; line < STEP / A_LINE; ++line, w += 4 * PANEL, words += A_LINE / 4 * WORDS) {
             __builtin_prefetch(w + 4096);
@@ -272,7 +290,7 @@ void tile(const Call& c, const Rounded& from, int64_t first, int64_t out, int64_
         }
         F scale[TILE];
 #pragma GCC unroll 2
-        for (int n = 0; n < TILE; ++n) scale[n] = scales_at(c.scales, scales + n * LANES, c.wide_scales);
+        for (int n = 0; n < TILE; ++n) scale[n] = scales_at(part.scales, scales + n * LANES, part.scale_type);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
@@ -280,52 +298,48 @@ void tile(const Call& c, const Rounded& from, int64_t first, int64_t out, int64_
                 const F value = __builtin_convertvector(ints[r][n], F);
                 sums[r][n] += value * every(from.scales[(first + r) * from.blocks + block]) * scale[n];
             }
-        if (c.mins) {
+        if (part.mins) {
 #pragma GCC unroll 2
             for (int n = 0; n < TILE; ++n) {
-                const F least = scales_at(c.mins, scales + n * LANES, c.wide_scales);
+                const F least = scales_at(part.mins, scales + n * LANES, part.scale_type);
 #pragma GCC unroll 8
                 for (int r = 0; r < R; ++r)
                     sums[r][n] += every(from.sums[(first + r) * from.blocks + block]) * least;
             }
         }
-        if ((left -= STEP) <= 0) left = c.group, scales += PANEL;
+        if ((left -= STEP) <= 0) left = part.group, scales += PANEL;
     }
     for (int r = 0; r < R; ++r)
         for (int n = 0; n < TILE; ++n)
-            if (out + n * LANES < c.out) store(c, row + r, out + n * LANES, sums[r][n]);
+            if (out + n * LANES < part.out) store(to, row + r, out + n * LANES, sums[r][n]);
 }
 
 template <Codes CODES, int STEP>
-void rows_of(const Call& c, const Rounded& from, int64_t first, int64_t rows, int64_t out, int64_t row) {
+void rows_of(const Target& to, const Rounded& from, int64_t first, int64_t rows, int64_t out, int64_t row) {
     for (; rows >= TILE_ROWS; rows -= TILE_ROWS, first += TILE_ROWS, row += TILE_ROWS)
-        tile<CODES, STEP, TILE_ROWS>(c, from, first, out, row);
+        tile<CODES, STEP, TILE_ROWS>(to, from, first, out, row);
     switch (rows) {
-        case 1: return tile<CODES, STEP, 1>(c, from, first, out, row);
+        case 1: return tile<CODES, STEP, 1>(to, from, first, out, row);
 #if defined(__AVX2__)
-        case 2: return tile<CODES, STEP, 2>(c, from, first, out, row);
+        case 2: return tile<CODES, STEP, 2>(to, from, first, out, row);
 #endif
 #if defined(__AVX512BW__)
-        case 3: return tile<CODES, STEP, 3>(c, from, first, out, row);
-        case 4: return tile<CODES, STEP, 4>(c, from, first, out, row);
-        case 5: return tile<CODES, STEP, 5>(c, from, first, out, row);
+        case 3: return tile<CODES, STEP, 3>(to, from, first, out, row);
+        case 4: return tile<CODES, STEP, 4>(to, from, first, out, row);
+        case 5: return tile<CODES, STEP, 5>(to, from, first, out, row);
 #endif
         default: return;
     }
 }
 
 // All outputs of one panel, of `rows` rows of `from`, which are rows of y from `row` on.
-void panel_of(const Call& c, const Rounded& from, int64_t rows, int64_t panel, int64_t row) {
-    const Codes codes = c.bits == 8 ? BYTES : c.table ? LOOKED_UP : NIBBLES;
-    for (int64_t out = panel * PANEL; out < std::min((panel + 1) * PANEL, c.out); out += TILE * LANES)
-        if (codes == BYTES)
-            c.step == 32 ? rows_of<BYTES, 32>(c, from, 0, rows, out, row) : rows_of<BYTES, 16>(c, from, 0, rows, out, row);
-        else if (codes == NIBBLES)
-            c.step == 32 ? rows_of<NIBBLES, 32>(c, from, 0, rows, out, row)
-                         : rows_of<NIBBLES, 16>(c, from, 0, rows, out, row);
-        else
-            c.step == 32 ? rows_of<LOOKED_UP, 32>(c, from, 0, rows, out, row)
-                         : rows_of<LOOKED_UP, 16>(c, from, 0, rows, out, row);
+template <int STEP>
+void panel_of(const Target& to, const Rounded& from, int64_t rows, int64_t row) {
+    const Part& part = to.part;
+    for (int64_t out = to.out; out < std::min(to.out + PANEL, part.out); out += TILE * LANES)
+        if (part.bits == 8) rows_of<BYTES, STEP>(to, from, 0, rows, out, row);
+        else if (part.table) rows_of<LOOKED_UP, STEP>(to, from, 0, rows, out, row);
+        else rows_of<NIBBLES, STEP>(to, from, 0, rows, out, row);
 }
 
 // Memory of a thread for rounded inputs, kept between calls: at most `NEAR` bytes, or one row.
@@ -346,45 +360,37 @@ struct Scratch {
 
 }  // namespace
 
-// What `quantised.py` has to have, too; it is compared when this is loaded.
-struct Shared {
-    const char* name;
-    int64_t offset, size;  // of a field of `Call`; of a constant, its value and 0
-};
-#define FIELD(name) {#name, offsetof(Call, name), sizeof(Call::name)}
-extern "C" const Shared kvcellar_shared[] = {
-    FIELD(x), FIELD(y), FIELD(bias), FIELD(w), FIELD(scales), FIELD(mins), FIELD(table), FIELD(order),
-    FIELD(rows), FIELD(in), FIELD(out), FIELD(x_stride), FIELD(y_stride), FIELD(bits), FIELD(step), FIELD(group),
-    FIELD(wide_scales), FIELD(wide), FIELD(threads), FIELD(at_most), {"PANEL", PANEL, 0},
-    {nullptr, 0, 0},
-};
+extern "C" const Shared kvcellar_shared[] = {KVCELLAR_LAYERS, {"PANEL", PANEL, 0}, {nullptr, 0, 0}};
 
 // Returns 1 if there is not enough memory.
 extern "C" int kvcellar_quantised(const void* call) {
     const Call& c = *static_cast<const Call*>(call);
+    const Layer& layer = *c.layer;
     thread_local Scratch scratch;
-    const int64_t padded = (c.in + PANEL - 1) / PANEL * PANEL, blocks = padded / c.step;
+    const int64_t padded = (layer.in + PANEL - 1) / PANEL * PANEL, blocks = padded / layer.step;
     const int64_t words = padded / 4 * WORDS, a_row = 4 * (words + 3 * blocks);
     const int64_t most = std::max<int64_t>(1, NEAR / a_row / TILE_ROWS * TILE_ROWS);
     const int64_t at_once = std::min(most, c.rows);
-    char* at = scratch.of(4 * padded + at_once * a_row);
+    char* at = scratch.of(size_t(4 * padded + at_once * a_row));
     if (!at) return 1;
     Rounded to{};
     to.row = reinterpret_cast<float*>(at);
     to.words = reinterpret_cast<int32_t*>(to.row + padded);
     to.scales = reinterpret_cast<float*>(to.words + at_once * words);
-    to.begin = reinterpret_cast<int32_t*>(to.scales + at_once * blocks);
-    to.sums = reinterpret_cast<float*>(to.begin + at_once * blocks);
+    to.counts = reinterpret_cast<int32_t*>(to.scales + at_once * blocks);
+    to.sums = reinterpret_cast<float*>(to.counts + at_once * blocks);
     to.words_a_row = words, to.blocks = blocks;
-    std::fill(to.row + c.in, to.row + padded, 0.0f);
-    const int64_t panels = (c.out + PANEL - 1) / PANEL;
+    std::fill(to.row + layer.in, to.row + padded, 0.0f);
+    const int64_t panels = panels_of(layer, PANEL);
     for (int64_t first = 0; first < c.rows; first += at_once) {
         const int64_t rows = std::min(at_once, c.rows - first);
         for (int64_t row = 0; row < rows; ++row) round_row(c, first + row, to, row);
         const int64_t together = std::max<int64_t>(1, ITEM / (PANEL * padded * (rows + 8)));
-        for_each_item(c.threads, c.at_most, (panels + together - 1) / together, [&](int64_t item) noexcept {
-            const int64_t last = std::min((item + 1) * together, panels);
-            for (int64_t panel = item * together; panel < last; ++panel) panel_of(c, to, rows, panel, first);
+        for_each_item(layer.threads, c.threads, (panels + together - 1) / together, [&](int64_t item) noexcept {
+            each_panel_of(layer, PANEL, item * together, (item + 1) * together, [&](const Part& part, int64_t panel) {
+                const Target target{c, part, panel * PANEL};
+                layer.step == 32 ? panel_of<32>(target, to, rows, first) : panel_of<16>(target, to, rows, first);
+            });
         });
     }
     return 0;

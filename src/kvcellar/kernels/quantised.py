@@ -5,50 +5,30 @@ within a block are exact. So outputs differ from those of the dense weights by t
 depend only on the row: not on other rows, threads, or the CPU. `ARITHMETIC` is raised when that changes.
 """
 
-import ctypes
 import math
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvcellar.kernels.arena import LINE, Arena
 from kvcellar.kernels.codes import INT4, Codes
-from kvcellar.kernels.compiled import SOURCES, check_shared, library
-from kvcellar.kernels.native import Native, address_of
-from kvcellar.kernels.threads import Threads
+from kvcellar.kernels.compiled import SOURCES
+from kvcellar.kernels.layers import TYPES, LayerKernel, OwnLinear, Part, Weights
 
 SOURCE = SOURCES / "quantised.cpp"
-ARITHMETIC = 1
+ARITHMETIC = 2
 PANEL = 32  # outputs whose codes are side by side; inputs are padded to as many
 LEAST_GROUP = 16  # inputs that share a scale, unless all do
 _HALF = 128  # added to bytes, so that they have no sign
 
-_TENSORS = ("x", "y", "bias", "w", "scales", "mins", "table", "order")
-_SIZES = ("rows", "in", "out", "x_stride", "y_stride", "bits", "step", "group", "wide_scales", "wide")
 
-
-class _Call(ctypes.Structure):
-    """`Call` in the kernel, field by field: `check_shared` compares them at load."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in _TENSORS),
-        *((name, ctypes.c_int64) for name in _SIZES),
-        ("threads", ctypes.c_void_p),
-        ("at_most", ctypes.c_int64),
-    )
-
-
-class Kernel:
+class Kernel(LayerKernel):
     """The kernel, compiled. Raises `NotCompiled` where it cannot be, with the reason."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """`environment` names the compiler, and the directory of compiled libraries."""
-        found = library(SOURCE, environment)
-        check_shared(found, _Call, PANEL=PANEL)
-        self.function = found.kvcellar_quantised
-        self.function.argtypes, self.function.restype = [ctypes.c_void_p], ctypes.c_int
-        self.threads = Threads(environment).address
+        super().__init__(SOURCE, "kvcellar_quantised", environment, PANEL=PANEL)
 
 
 def unfit(codes: Codes) -> str | None:
@@ -58,83 +38,80 @@ def unfit(codes: Codes) -> str | None:
     return None
 
 
-class QuantisedLinear(nn.Module):
-    """Replaces one `nn.Linear`. It has no parameters; inputs and outputs have the dtype of the layer it replaces."""
+class _Coded(Weights):
+    """The codes of one layer, in the order of the kernel."""
 
-    def __init__(
-        self, by: Kernel, codes: Codes, bias: Tensor | None, dtype: torch.dtype, arena: Arena | None = None
-    ) -> None:
-        """The codes are copied into the order of the kernel, into an arena if there is one; `unfit(codes)` is None."""
-        super().__init__()
-        self._by, self.dtype = by, dtype
-        self.out_features, self.in_features = codes.values.shape
+    def __init__(self, codes: Codes, bias: Tensor | None, dtype: torch.dtype, arena: Arena | None) -> None:
+        self.out, self._inner = codes.values.shape
         self.bits = 8 if codes.table is None else 4
-        self._group = codes.group if codes.scales.shape[1] > 1 else _padded(self.in_features)
-        self._step = LEAST_GROUP if self._group % PANEL else PANEL
-        self._table = codes.table
+        self.group = codes.group if codes.scales.shape[1] > 1 else _padded(self._inner)
+        self._table, self.order, self._dtype = codes.table, codes.order, dtype
         self._panels = _kept(_panels(codes), arena)
-        narrow = all(_is_bfloat16(one) for one in (codes.scales, codes.mins) if one is not None)
-        kind = torch.bfloat16 if narrow else torch.float32
-        groups = math.ceil(_padded(self.in_features) / self._group)
+        kind = _narrowest([one for one in (codes.scales, codes.mins) if one is not None])
+        groups = math.ceil(_padded(self._inner) / self.group)
         self._scales = _kept(_by_panel(codes.scales, groups, kind), arena)
         self._mins = None if codes.mins is None else _kept(_by_panel(codes.mins, groups, kind), arena)
         self._bytes_of_table = None
         if codes.table not in (None, INT4):
             self._bytes_of_table = torch.tensor([one + _HALF for one in codes.table], dtype=torch.uint8, device="cpu")
-        self._order = None if codes.order is None else codes.order.to(torch.int32).contiguous()
-        self._bias = None if bias is None else bias.detach().float().contiguous()
-        self.bias = bias
+        self.bias, self._wide = bias, None if bias is None else bias.detach().float().contiguous()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the codes and what belongs to them."""
-        parts = (self._panels, self._scales, self._mins, self._order, self._bias)
+        parts = (self._panels, self._scales, self._mins, self._wide, self.order)
         return sum(part.nbytes for part in parts if part is not None)
 
-    @property
-    def weight(self) -> Tensor:
-        """A dense copy [out,in], made at each access, for code that reads weights instead of calling layers."""
-        return self.codes().dense().to(self.dtype)
+    def part(self, column: int) -> Part:
+        tensors = (self._panels, self._wide, self._scales, self._mins, self._bytes_of_table)
+        addresses = (None if one is None else one.data_ptr() for one in tensors)
+        kinds = {"bits": self.bits, "group": self.group, "scale_type": TYPES[self._scales.dtype]}
+        return Part(*addresses, out=self.out, column=column, **kinds)
 
     def codes(self) -> Codes:
         """A copy of the codes, in the usual order."""
-        values = _from_panels(self._panels, self.bits)[: self.out_features, : self.in_features].contiguous()
-        count = 1 if self._group >= self.in_features else self.in_features // self._group
+        values = _from_panels(self._panels, self.bits)[: self.out, : self._inner].contiguous()
+        count = 1 if self.group >= self._inner else self._inner // self.group
         scales, mins = (
-            None if part is None else part.transpose(1, 2).flatten(0, 1)[: self.out_features, :count]
+            None if part is None else part.transpose(1, 2).flatten(0, 1)[: self.out, :count]
             for part in (self._scales, self._mins)
         )
         assert scales is not None
-        order = None if self._order is None else self._order.long()
-        return Codes(values, self._table, scales, mins, order)
+        return Codes(values, self._table, scales, mins, self.order)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [...,in] -> [...,out]. Raises for other types than `dtype`, as a plain layer does."""
-        if x.dtype is not self.dtype:
-            name = str(self.dtype).removeprefix("torch.")
-            raise RuntimeError(f"a layer of {name} needs inputs of {name}, not {x.dtype}")
-        rows = x.detach().reshape(-1, self.in_features)
-        rows = rows.float() if x.dtype not in (torch.bfloat16, torch.float32) else rows
-        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-        out = rows.new_empty(len(rows), self.out_features)
-        call = self._call(rows, out)
-        if self._by.function(ctypes.addressof(call)):
-            raise MemoryError(f"no memory to round {len(rows)} rows of {self.in_features} inputs")
-        return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
+    def plain(self) -> Tensor:
+        return self.codes().dense().to(self._dtype)
 
-    def native(self, x: Tensor, out: Tensor) -> Native:
-        """The same for x [T,in] and out [T,out], of one type (bfloat16 or float32), that stay at their addresses. The
-        last stride of both is 1; rows may be further apart."""
-        assert x.dtype is out.dtype and x.dtype in (torch.bfloat16, torch.float32)
-        return Native(address_of(self._by.function), self._call(x, out), (x, out, self))
 
-    def _call(self, x: Tensor, out: Tensor) -> _Call:
-        assert x.stride(1) == 1 == out.stride(1)
-        tensors = (x, out, self._bias, self._panels, self._scales, self._mins, self._bytes_of_table, self._order)
-        sizes = (len(x), self.in_features, self.out_features, x.stride(0), out.stride(0))
-        kinds = (self.bits, self._step, self._group, self._scales.dtype is torch.float32, x.dtype is torch.float32)
-        addresses = (None if one is None else one.data_ptr() for one in tensors)
-        return _Call(*addresses, *sizes, *kinds, self._by.threads, torch.get_num_threads())
+class QuantisedLinear(OwnLinear):
+    """A layer with codes as its weights."""
+
+    def __init__(
+        self, by: Kernel, codes: Codes, bias: Tensor | None, dtype: torch.dtype, arena: Arena | None = None
+    ) -> None:
+        """The codes are copied into the order of the kernel, into an arena if there is one; `unfit(codes)` is None."""
+        coded = _Coded(codes, bias, dtype, arena)
+        step = LEAST_GROUP if coded.group % PANEL else PANEL
+        order = None if codes.order is None else codes.order.to(torch.int32).contiguous()
+        super().__init__(by, [coded], codes.values.shape[1], dtype, step=step, order=order)
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return self._coded()[0].bits
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the codes and what belongs to them."""
+        return sum(part.nbytes for part in self._coded())
+
+    def codes(self) -> Codes:
+        """A copy of the codes, in the usual order."""
+        (part,) = self._coded()
+        return part.codes()
+
+    def _coded(self) -> list[_Coded]:
+        return [part for part in self.parts if isinstance(part, _Coded)]
 
 
 def most_bytes(outputs: int, inputs: int) -> int:
@@ -153,9 +130,12 @@ def _padded(size: int) -> int:
     return math.ceil(size / PANEL) * PANEL
 
 
-def _is_bfloat16(values: Tensor) -> bool:
-    """Whether bfloat16 holds these values exactly."""
-    return values.dtype is torch.bfloat16 or bool((values.float() == values.to(torch.bfloat16).float()).all())
+def _narrowest(some: list[Tensor]) -> torch.dtype:
+    """The first of bfloat16, float16 and float32 that holds all of these values exactly."""
+    for dtype in (torch.bfloat16, torch.float16):
+        if all(one.dtype is dtype or torch.equal(one.float(), one.to(dtype).float()) for one in some):
+            return dtype
+    return torch.float32
 
 
 def _panels(codes: Codes) -> Tensor:

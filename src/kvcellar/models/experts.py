@@ -15,8 +15,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 
 from kvcellar.kernels.arena import Arena
 from kvcellar.kernels.compiled import NotCompiled
-from kvcellar.kernels.experts import Kernel, PanelExperts, panel_experts
+from kvcellar.kernels.experts import Kernel, OwnExperts, panel_experts
 from kvcellar.kernels.linear import FOREIGN, panel_bytes
+from kvcellar.kernels.linear import Kernel as LinearKernel
 
 NAME = "kvcellar"  # in transformers' registry
 TYPES = (torch.float32, torch.bfloat16)
@@ -24,10 +25,13 @@ WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")  # stacked, of those classes 
 OWN = "grouped_mm"  # transformers' function by default
 PLAIN = "batched_mm"  # transformers' function that the replaced one is compared with
 
+Kernels = tuple[Kernel, LinearKernel]
 
-def register() -> None:
-    """Register our function with transformers. It holds no state."""
+
+def serve_experts(model: PreTrainedModel) -> None:
+    """Let experts of a model be computed by our function, which is registered with transformers. It holds no state."""
     ExpertsInterface.register(NAME, _experts)
+    model.set_experts_implementation(NAME)
 
 
 def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -35,7 +39,7 @@ def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
 
     A module that was not packed, such as one of MTP layers, which have the config of their network, is computed by
     transformers' own function."""
-    if not isinstance(self.down_proj, PanelExperts):
+    if not isinstance(self.down_proj, OwnExperts):
         return ALL_EXPERTS_FUNCTIONS[OWN](self, hidden_states, top_k_index, top_k_weights)
     share = top_k_index.shape[-1]
     index = top_k_index.reshape(-1)
@@ -57,28 +61,27 @@ def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
 def pack_experts(model: PreTrainedModel, environment: Mapping[str, str]) -> int | str:
     """Replace the weights of all experts of a CPU model, one module after the other. Returns their bytes, or the reason
     why they stay as they are. The model is changed only if all of them can be replaced."""
-    modules = dict(_modules(model))
+    modules = {name: one for name, one in expert_modules(model) if not isinstance(one.down_proj, OwnExperts)}
     if not modules:
         return 0
     for name, module in modules.items():
         if (reason := _why_plain(module)) is not None:
             return f"{name}: {reason}"
     try:
-        kernel = Kernel(environment)
+        kernels = Kernel(environment), LinearKernel(environment)
     except NotCompiled as error:
         return str(error)
-    if kernel.linear.multiplies == FOREIGN and any(_is_narrow(module) for module in modules.values()):
+    if kernels[1].multiplies == FOREIGN and any(_is_narrow(module) for module in modules.values()):
         return "this CPU has instructions for bfloat16 that torch uses, and our kernel does not"
-    register()
     first = next(iter(modules))
-    if (reason := _differs(kernel, modules[first])) is not None:
+    if (reason := _differs(kernels, modules[first])) is not None:
         return f"{first}: {reason}"
-    size = sum(_pack(kernel, module) for module in modules.values())
-    model.set_experts_implementation(NAME)
+    size = sum(_pack(kernels, module) for module in modules.values())
+    serve_experts(model)
     return size
 
 
-def _modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Modules whose class transformers dispatches to a registered function."""
     for name, module in model.named_modules():
         if "is_transposed" in vars(module) and "has_gate" in vars(module):  # set by its decorator
@@ -87,7 +90,7 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _why_plain(module: Any) -> str | None:
     """The reason in the module itself why it is not replaced; None if there is none."""
-    for name in _names(module):
+    for name in weights_of(module):
         weight = module._parameters.get(name)
         if weight is None:
             return f"it has no parameter {name}"
@@ -99,27 +102,27 @@ def _why_plain(module: Any) -> str | None:
 
 
 def _is_narrow(module: Any) -> bool:
-    return any(module._parameters[name].dtype is torch.bfloat16 for name in _names(module))
+    return any(module._parameters[name].dtype is torch.bfloat16 for name in weights_of(module))
 
 
-def _names(module: Any) -> tuple[str, str]:
+def weights_of(module: Any) -> tuple[str, str]:
     return ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
 
 
-def _panels(kernel: Kernel, module: Any, name: str) -> PanelExperts:
+def _panels(kernels: Kernels, module: Any, name: str) -> OwnExperts:
     weight = module._parameters[name].detach()  # [experts,out,in], or [experts,in,out]
     weight = weight.transpose(1, 2) if module.is_transposed else weight
     bias = getattr(module, f"{name}_bias").detach() if module.has_bias else None
     arena = Arena(sum(panel_bytes(one) for one in weight))
-    return panel_experts(kernel, arena, weight, bias)
+    return panel_experts(*kernels, arena, weight, bias)
 
 
 @torch.no_grad()
-def _pack(kernel: Kernel, module: Any) -> int:
+def _pack(kernels: Kernels, module: Any) -> int:
     """Replace the weights of one module, one after the other. Returns their bytes."""
     size = 0
-    for name in _names(module):
-        panels = _panels(kernel, module, name)
+    for name in weights_of(module):
+        panels = _panels(kernels, module, name)
         size += module._parameters[name].nbytes
         del module._parameters[name]
         setattr(module, name, panels)
@@ -127,9 +130,9 @@ def _pack(kernel: Kernel, module: Any) -> int:
 
 
 @torch.no_grad()
-def _differs(kernel: Kernel, module: Any) -> str | None:
+def _differs(kernels: Kernels, module: Any) -> str | None:
     """Why results of panels cannot replace those of the module: a copy of it, with panels, gives others."""
-    weight = module._parameters[_names(module)[1]]
+    weight = module._parameters[weights_of(module)[1]]
     hidden = weight.shape[2] if module.is_transposed else weight.shape[1]
     count, share = len(weight), min(2, len(weight))
     x = torch.linspace(-1, 1, 3 * hidden, dtype=weight.dtype, device="cpu").view(3, hidden)
@@ -137,8 +140,8 @@ def _differs(kernel: Kernel, module: Any) -> str | None:
     weights = torch.full((3, share), 1 / share, dtype=weight.dtype, device="cpu")
     plain = ALL_EXPERTS_FUNCTIONS[PLAIN](module, x, index, weights)
     twin = _twin(module)
-    for name in _names(module):
-        setattr(twin, name, _panels(kernel, module, name))
+    for name in weights_of(module):
+        setattr(twin, name, _panels(kernels, module, name))
     bound = 1e-4 if weight.dtype is torch.float32 else 2e-2
     gap = (_experts(twin, x, index, weights) - plain).abs().max()
     if not gap <= bound * plain.abs().max().clamp(min=1e-3):

@@ -234,11 +234,11 @@ def _filled(
     path: Path, skeleton: PreTrainedModel, dtype: torch.dtype, weights: WeightsFiles, coding: Coding | None
 ) -> tuple[PreTrainedModel, list[str]]:
     """The network with its weights but those of `coding`, and notes on what of the files is not used as stored."""
-    later = coding.modules if coding is not None else {}
+    later = coding.later if coding is not None else set[str]()
     elements = _count(skeleton) - sum(math.prod(weights.tensors[name].shape) for name in later)
     check_memory(elements * dtype.itemsize + sum(buffer.nbytes for buffer in skeleton.buffers()))
     try:
-        return fill(skeleton, dtype, weights, later=later.keys())
+        return fill(skeleton, dtype, weights, later=later)
     except BUILD_ERRORS as error:
         weights.check_unchanged()  # a file that changed is the cause
         raise ModelRefused(f"transformers cannot build {path.name}: {error}") from error

@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from kvcellar.kernels.arena import Arena
 from kvcellar.kernels.compiled import NotCompiled
-from kvcellar.kernels.linear import TYPES, Kernel, PanelLinear, panel_bytes, panel_linear
+from kvcellar.kernels.linear import PACKED, Kernel, PanelLinear, panel_bytes, panel_linear
 
-CHILDREN = {dtype: f"kvcellar_{dtype}".replace(".", "_") for dtype in TYPES}  # names of layers below a module, by type
+CHILDREN = {dtype: f"kvcellar_{dtype}".replace(".", "_") for dtype in PACKED}  # names of layers below a module, by type
 
 
 def wrap_routers(model: nn.Module, environment: Mapping[str, str]) -> int | str:
@@ -78,7 +78,7 @@ class _Products(TorchFunctionMode):
     def _layer(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> PanelLinear | None:
         """The layer for these arguments; None if they are not the module's own, or of a type that it does not take."""
         own, other = self._module._parameters["weight"], self._module._parameters.get("bias")
-        if x.dtype is not weight.dtype or x.dtype not in TYPES or x.device.type != "cpu":
+        if x.dtype is not weight.dtype or x.dtype not in PACKED or x.device.type != "cpu":
             return None
         if own is None or weight.shape != own.shape or (bias is None) != (other is None):
             return None  # another product of the module

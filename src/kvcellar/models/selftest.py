@@ -8,7 +8,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvcellar.errors import ModelRefused
-from kvcellar.kernels.quantised import QuantisedLinear
+from kvcellar.kernels.experts import OwnExperts
+from kvcellar.kernels.layers import OwnLinear
 from kvcellar.models.guest import Guest, Verdict
 from kvcellar.models.input_limits import context_of, random_tokens
 from kvcellar.models.seam import our_attention, own_attention
@@ -23,7 +24,8 @@ TOLERANCE: Mapping[torch.dtype, float] = {
 def judged_as(network: PreTrainedModel) -> torch.dtype:
     """The type whose bound and rule hold for a network: its own, but bfloat16 if inputs of its layers are rounded to 8
     bits: there, an ulp in an input can become a 127th of it."""
-    return torch.bfloat16 if any(isinstance(one, QuantisedLinear) for one in network.modules()) else network.dtype
+    own = (one for one in network.modules() if isinstance(one, OwnLinear | OwnExperts))
+    return torch.bfloat16 if any(one.rounds for one in own) else network.dtype
 
 
 @dataclass(frozen=True, slots=True)

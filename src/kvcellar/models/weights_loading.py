@@ -6,14 +6,21 @@ Always true: every stored tensor is copied into the network, or named in a note,
 import math
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 from transformers.pytorch_utils import Conv1D
 
 from kvcellar.errors import ModelRefused
@@ -23,6 +30,7 @@ from kvcellar.models.weights_files import Stored, WeightsFiles, first_few
 
 _READ_AS_NEEDED = "HF_DEACTIVATE_ASYNC_LOAD"  # an environment variable that transformers reads for each load
 FLOATS = ("F64", "F32", "BF16", "F16")  # named as in safetensors
+_EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 
 
 class Source:
@@ -53,6 +61,23 @@ class StandIn:
         return self._zeros[index]
 
 
+class _Joined(TorchFunctionMode):
+    """Within it, what is joined of stand-ins is a stand-in, too, and takes no memory."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.stack, torch.cat) and all(_is_stand_in(one) for one in args[0]):
+            with torch.device("meta"):
+                shape = func([torch.empty(one.shape) for one in args[0]], *args[1:], **(kwargs or {})).shape
+            return args[0][0].new_zeros(()).expand(shape)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_stand_in(tensor: torch.Tensor) -> bool:
+    return tensor.dim() > 1 and tensor.untyped_storage().nbytes() == tensor.itemsize < tensor.nbytes
+
+
 def fill(
     skeleton: PreTrainedModel, dtype: torch.dtype, weights: WeightsFiles, *, later: Collection[str] = ()
 ) -> tuple[PreTrainedModel, list[str]]:
@@ -69,7 +94,7 @@ def fill(
         name: StandIn(weights.tensors[name].shape, dtype) if name in later else Source(weights.slices, name, dtype)
         for name in weights.slices
     }
-    with sequential_reads():
+    with sequential_reads(), _Joined():
         built: Any = type(skeleton).from_pretrained(
             None,
             config=skeleton.config,
@@ -125,8 +150,41 @@ def plain_targets(skeleton: PreTrainedModel, weights: WeightsFiles) -> dict[str,
     return {name: target for name, target, converted in _renamed(skeleton, weights) if not converted}
 
 
-def _renamed(skeleton: PreTrainedModel, weights: WeightsFiles) -> Iterator[tuple[str, str, bool]]:
-    """Of each stored tensor its name, the name it is loaded under, and whether it is converted there."""
+def stacked_targets(skeleton: PreTrainedModel, weights: WeightsFiles) -> dict[str, list[list[str]]]:
+    """Of each stack of matrices [E,o,i] that is joined when it is loaded: the stored names by expert, in the order in
+    which those of an expert are joined along outputs. Stacks that are joined in other ways are left out."""
+    orders: dict[str, tuple[int, int]] = {}  # of a source pattern: its place among those of its stack, and their number
+    for one in get_model_conversion_mapping(skeleton):
+        if isinstance(one, WeightConverter) and [*map(_joining, one.operations)] in (["stack"], ["stack", "outputs"]):
+            orders |= {pattern: (at, len(one.source_patterns)) for at, pattern in enumerate(one.source_patterns)}
+    found: dict[str, dict[tuple[int, int], str]] = {}
+    parts: dict[str, int] = {}
+    for name, target, pattern in _renamed(skeleton, weights):
+        if pattern in orders and (number := _EXPERT.search(name)) is not None:
+            at, parts[target] = orders[pattern]
+            found.setdefault(target, {})[int(number[1]), at] = name
+    stacks: dict[str, list[list[str]]] = {}
+    for target, names in found.items():
+        experts = len(names) // parts[target]
+        places = [[(expert, at) for at in range(parts[target])] for expert in range(experts)]
+        if names.keys() == {place for expert in places for place in expert}:
+            stacks[target] = [[names[place] for place in expert] for expert in places]
+    return stacks
+
+
+def _joining(operation: object) -> str:
+    match operation:
+        case MergeModulelist(dim=0):
+            return "stack"
+        case Concatenate(dim=1):
+            return "outputs"
+        case _:
+            return "other"
+
+
+def _renamed(skeleton: PreTrainedModel, weights: WeightsFiles) -> Iterator[tuple[str, str, str | None]]:
+    """Of each stored tensor its name, the name it is loaded under, and the pattern of the converter that converts it
+    there; None: it is loaded as it is."""
     conversions = get_model_conversion_mapping(skeleton)
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, WeightConverter)]
@@ -135,7 +193,7 @@ def _renamed(skeleton: PreTrainedModel, weights: WeightsFiles) -> Iterator[tuple
         target, converter = rename_source_key(name, renamings, converters, prefix, own)
         if target not in own and name in own:
             target, converter = rename_source_key(name, [], [], prefix, own)
-        yield name, target, converter is not None
+        yield name, target, converter
 
 
 def check_types(skeleton: PreTrainedModel, weights: WeightsFiles, targets: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""served: linear layers of a network that compute with codes, which the files have or which are made at load.
+"""served: linear layers and experts of a network that compute with codes, which the files have or which are made at load.
 
 Weights of these layers are read one by one, after all others, and never in another form than their codes. Until then
 the network has a stand-in for each: a zero that is expanded to its shape.
@@ -8,7 +8,7 @@ from either, the output head has 8 bits, too; an embedding that is the same weig
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,13 @@ from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.kernels.arena import Arena
 from kvcellar.kernels.codes import INT4, Coded, Codes
 from kvcellar.kernels.compiled import NotCompiled
+from kvcellar.kernels.experts import Kernel as ExpertsKernel
 from kvcellar.kernels.quantised import ARITHMETIC, Kernel, QuantisedLinear, most_bytes, unfit
+from kvcellar.models.experts import serve_experts
 from kvcellar.models.quantize.chosen import FEWEST, choose
 from kvcellar.models.quantize.kinds import AUTO, DENSE, INT8, QUANTISED
 from kvcellar.models.quantize.rules import int4_groups, int8_rows
+from kvcellar.models.quantize.stacks import Made, Stack, by_module, dense_stack, layers_of, stacks_of
 from kvcellar.models.weights_files import Stored, WeightsFiles, first_few
 from kvcellar.models.weights_loading import is_finite, plain_targets
 
@@ -47,21 +50,27 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """Layers that are going to be replaced: modules by the stored name of their weight."""
+    """Layers that are going to be replaced: modules by the stored name of their weight, and stacks of experts."""
 
-    kernel: Kernel
+    kernels: tuple[ExpertsKernel, Kernel]
     kinds: Mapping[str, str]  # what the weights of each are rounded to; `AUTO`: the file has codes
     modules: Mapping[str, str]
+    stacks: Sequence[Stack]
     slices: Mapping[str, Any]
     setting: str
 
+    @property
+    def later(self) -> set[str]:
+        """Stored names of all that is read after the other weights."""
+        return {*self.modules, *(name for stack in self.stacks for name in stack.stored)}
 
-def kernel_for(device: torch.device, environment: Mapping[str, str]) -> Kernel | str:
-    """The kernel, or the reason why quantised weights cannot be multiplied."""
+
+def kernels_for(device: torch.device, environment: Mapping[str, str]) -> tuple[ExpertsKernel, Kernel] | str:
+    """The kernels, or the reason why quantised weights cannot be multiplied."""
     if device.type != "cpu":
         return f"products of quantised weights are computed on CPUs, not on {device.type}"
     try:
-        return Kernel(environment)
+        return ExpertsKernel(environment), Kernel(environment)
     except NotCompiled as error:
         return f"the kernel for quantised weights is not compiled: {error}"
 
@@ -80,14 +89,14 @@ def coding_of(
             f"Use {AUTO} or {DENSE}, or a model that is not quantised",
             "weights",
         )
-    kernel = kernel_for(device, environment)
-    if isinstance(kernel, str):
+    kernels = kernels_for(device, environment)
+    if isinstance(kernels, str):
         if setting == AUTO:
-            return kernel
-        raise BadRequest(f"weights cannot be {setting}: {kernel}. Use {AUTO} or {DENSE}", "weights")
+            return kernels
+        raise BadRequest(f"weights cannot be {setting}: {kernels}. Use {AUTO} or {DENSE}", "weights")
     plain = plain_targets(skeleton, weights)
     if setting == AUTO:
-        kinds = dict.fromkeys((name for name in coded if name in plain), AUTO)
+        kinds = dict.fromkeys(coded, AUTO)
     else:
         kinds = choose(skeleton, weights, setting).kinds
     linear = _linear_layers(skeleton)
@@ -98,7 +107,8 @@ def coding_of(
         for name, place in places.items()
         if parts[place] == 1 and place in linear and linear[place].weight.shape == weights.tensors[name].shape
     }
-    return Coding(kernel, {name: kinds[name] for name in modules}, modules, weights.slices, setting)
+    stacks = stacks_of(skeleton, weights, plain, kinds.__contains__)
+    return Coding(kernels, kinds, modules, stacks, weights.slices, setting)
 
 
 def given(network: PreTrainedModel, setting: str, environment: Mapping[str, str]) -> Served | None:
@@ -120,7 +130,7 @@ def replaced(network: PreTrainedModel, coding: Coding) -> Served:
 
     def put(place: str, codes: Codes) -> None:
         layer, (parent, _, leaf) = linear[place], place.rpartition(".")
-        made[place] = QuantisedLinear(coding.kernel, codes, layer.bias, layer.weight.dtype, arena)
+        made[place] = QuantisedLinear(coding.kernels[1], codes, layer.bias, layer.weight.dtype, arena)
         setattr(network.get_submodule(parent), leaf, made[place])
 
     for name, place in coding.modules.items():
@@ -132,10 +142,34 @@ def replaced(network: PreTrainedModel, coding: Coding) -> Served:
             dense[name] = codes
         else:
             put(place, codes)
-    for place in head if made else ():
+    stacks = list(_replaced_stacks(network, coding, dense))
+    for place in head if made or stacks else ():
         put(place, Codes(*_without_table(int8_rows(linear[place].weight))))
-    identity = f"{coding.setting}, arithmetic {ARITHMETIC}" if made else ""
-    return Served(Counter(one.bits for one in made.values()), sum(one.nbytes for one in made.values()), dense, identity)
+    if stacks:
+        serve_experts(network)
+    everything = [*made.values(), *stacks]
+    identity = f"{coding.setting}, arithmetic {ARITHMETIC}" if everything else ""
+    return Served(Counter(one.bits for one in everything), sum(one.nbytes for one in everything), dense, identity)
+
+
+def _replaced_stacks(network: PreTrainedModel, coding: Coding, dense: dict[str, str]) -> Iterator[Made]:
+    """Replace the weights of experts; where those of a module have no codes, their dense weights are read, and the
+    reason is added to `dense`."""
+    for module, stacks in by_module(coding.stacks, network):
+        found = [
+            layers_of(one, module, coding.slices, lambda name: _codes(name, coding), coding.kernels) for one in stacks
+        ]
+        why = next((one for one in found if isinstance(one, str)), None)
+        for stack, one in zip(stacks, found, strict=True):
+            if isinstance(one, Made) and why is None:
+                del module._parameters[stack.name]
+                setattr(module, stack.name, one.experts)
+                yield one
+            else:
+                weight = dense_stack(stack, coding.slices, network.dtype)
+                _check_finite(stack.stored[0], weight)
+                setattr(module, stack.name, nn.Parameter(weight, requires_grad=False))
+                dense |= dict.fromkeys(stack.stored, why or "")
 
 
 def _is_head(layer: nn.Linear, network: PreTrainedModel) -> bool:

@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.numbers import int_oo
 
 from kvcellar.errors import KvcellarError
-from kvcellar.kernels.experts import PanelExperts
+from kvcellar.kernels.experts import OwnExperts
 from kvcellar.kernels.packed import LINEARS
 from kvcellar.kernels.program import Program
 from kvcellar.models.guest import Guest
@@ -202,7 +202,7 @@ class _Capture:
                 made[module] = opaque.operator("kvcellar.module", path, module)
             elif type(module) is nn.Linear or isinstance(module, LINEARS):
                 made[module] = linear_operator(trace, path, module)
-            elif isinstance(module, PanelExperts):
+            elif isinstance(module, OwnExperts):
                 made[module] = experts_operator(trace, path, module)
         if isinstance(head, nn.Module):
             made[head] = _noted(made.get(head, head.forward), read)

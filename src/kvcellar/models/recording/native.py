@@ -16,10 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from kvcellar.attention.cpu import TYPES, Cpu
 from kvcellar.cache.memory import Memory
-from kvcellar.kernels.experts import PanelExperts
-from kvcellar.kernels.linear import PanelLinear, merged
+from kvcellar.kernels.experts import OwnExperts
+from kvcellar.kernels.layers import OwnLinear, merged
 from kvcellar.kernels.program import Argument, Cache, Dtype, Op, Program, Ref
-from kvcellar.kernels.quantised import QuantisedLinear
 from kvcellar.kernels.recorded import Recorded
 from kvcellar.kernels.recorded_calls import Bound, Call
 from kvcellar.kernels.recorded_kernel import StepKernel
@@ -138,7 +137,7 @@ class _Linear:
 
     def __init__(self, network: nn.Module) -> None:
         self._network = network
-        self._merged: dict[Any, PanelLinear] = {}
+        self._merged: dict[Any, OwnLinear] = {}
 
     def bind(self, op: Op, inputs: Inputs, outputs: Outputs) -> Bound:
         (x,), (out,), paths = inputs, outputs, op.args[1]
@@ -146,21 +145,24 @@ class _Linear:
         assert isinstance(paths, tuple)
         modules = [self._network.get_submodule(str(path)) for path in paths]
         rows, into = _as_rows(x), _as_rows(out)
-        if rows is not None and into is not None and x.dtype is out.dtype:
-            if all(isinstance(module, PanelLinear) and module.dtype is x.dtype for module in modules):
-                if paths not in self._merged:
-                    panels = [module for module in modules if isinstance(module, PanelLinear)]
-                    self._merged[paths] = merged(panels) if len(panels) > 1 else panels[0]
-                return self._merged[paths].native(rows, into)
-            if x.dtype in TYPES and all(isinstance(module, QuantisedLinear) for module in modules):
-                quantised = [module for module in modules if isinstance(module, QuantisedLinear)]
-                parts = into.split([module.out_features for module in quantised], -1)
-                return [module.native(rows, part) for module, part in zip(quantised, parts, strict=True)]
+        own = [module for module in modules if isinstance(module, OwnLinear)]
+        if rows is not None and into is not None and len(own) == len(modules) and x.dtype is out.dtype:
+            if all(module.dtype is module.computed is x.dtype for module in own):
+                return self._calls(own, paths, rows, into)
 
         def call() -> None:
             out.copy_(torch.cat([module(x) for module in modules], -1) if len(modules) > 1 else modules[0](x))
 
         return call
+
+    def _calls(self, modules: Sequence[OwnLinear], paths: Any, rows: Tensor, into: Tensor) -> Bound:
+        """Modules that can be one call are merged, once; they are beside each other, as their outputs are."""
+        if all(one.joins(modules[0]) for one in modules[1:]):
+            if paths not in self._merged:
+                self._merged[paths] = merged(modules) if len(modules) > 1 else modules[0]
+            return self._merged[paths].native(rows, into)
+        parts = into.split([module.out_features for module in modules], -1)
+        return [module.native(rows, part) for module, part in zip(modules, parts, strict=True)]
 
 
 class _Experts:
@@ -174,8 +176,8 @@ class _Experts:
         assert isinstance(share, int)
         assert out is not None
         module = self._network.get_submodule(str(path))
-        assert isinstance(module, PanelExperts)
-        typed = x.dtype is out.dtype is module.dtype and len(x) > 0
+        assert isinstance(module, OwnExperts)
+        typed = x.dtype is out.dtype is module.dtype is module.computed and len(x) > 0
         if typed and (index.stride(0), x.stride(1), out.stride(1)) == (1, 1, 1):
             return module.native(x, index, share, out)
 

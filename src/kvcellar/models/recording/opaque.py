@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from kvcellar.kernels.experts import PanelExperts
+from kvcellar.kernels.experts import OwnExperts
 from kvcellar.kernels.program import Sizes as Values
 from kvcellar.kernels.program import size_of
 from kvcellar.models.recording.doors import SampleDoor
@@ -58,7 +58,7 @@ def linear_operator(trace: Trace, path: str, module: nn.Module) -> Forward:
     return forward
 
 
-def experts_operator(trace: Trace, path: str, module: PanelExperts) -> Forward:
+def experts_operator(trace: Trace, path: str, module: OwnExperts) -> Forward:
     """The forward of linear layers of experts that is written down."""
     own = module.forward
 

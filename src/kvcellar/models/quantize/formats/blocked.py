@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.errors import ModelRefused
-from kvcellar.kernels.codes import Codes
+from kvcellar.kernels.codes import Codes, CodesOf
 from kvcellar.models.quantize.formats.floats import E2M1, as_floats, e2m1
 from kvcellar.models.quantize.formats.part import (
     EIGHT_BITS,
@@ -64,15 +64,19 @@ class Blocked:
 
         return rows
 
-    def doubled(self, read: Read) -> Codes | str:
-        """A matrix of 4-bit floats as codes, with a table of twice the numbers, which are integers."""
-        _, outputs, inputs = self.shape
-        if inputs % self.block[1]:
-            return f"its last scale is for {inputs % self.block[1]} of {self.block[1]} inputs"
-        raw = _codes(read(self.codes), self.bits).reshape(outputs, -1)
-        values = torch.stack((raw & 15, raw >> 4), -1).flatten(1)  # [o,i]
-        scales = self._scales(read).reshape(outputs, -1) / 2
-        return Codes(values, _TWICE_E2M1, scales)
+    def doubled(self, read: Read) -> CodesOf:
+        """The 4-bit floats as codes, with a table of twice the numbers, which are integers."""
+        experts, outputs, inputs = self.shape
+        if rest := inputs % self.block[1]:
+            return lambda _: f"its last scale is for {rest} of {self.block[1]} inputs"
+        raw = _codes(read(self.codes), self.bits).reshape(experts, outputs, -1)
+        scales = self._scales(read).reshape(experts, outputs, -1) / 2
+
+        def codes(expert: int) -> Codes:
+            values = torch.stack((raw[expert] & 15, raw[expert] >> 4), -1).flatten(1)  # [o,i]
+            return Codes(values, _TWICE_E2M1, scales[expert])
+
+        return codes
 
     def _scales(self, read: Read) -> Tensor:
         stored = read(self.scales)
@@ -108,7 +112,7 @@ def blocked_part(
     dense = Stored(stored.file, (experts, *shape) if stacked else shape, dense_type(scales))
     uses = tuple(filter(None, (found.codes, found.scales, found.outer)))
     check: Callable[[Read], None] = lambda read: found.check(stored.file, read)  # noqa: E731
-    codes = found.doubled if found.bits == 4 and not stacked else None
+    codes = found.doubled if found.bits == 4 else None
     return Part(name, dense, uses, form, found.rows, check, codes, transposed)
 
 

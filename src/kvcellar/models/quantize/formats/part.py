@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.errors import ModelRefused
-from kvcellar.kernels.codes import Coded, Codes
+from kvcellar.kernels.codes import Coded, CodesOf
 from kvcellar.models.quantize.formats.floats import as_floats
 from kvcellar.models.quantize.formats.integers import Integers
 from kvcellar.models.quantize.layouts import row_blocks
@@ -32,8 +32,9 @@ Rows = Callable[[int, slice], Tensor]  # of an expert: rows -> F32 [n,i]
 class Part:
     """One weight. `stored` is the dense tensor `name` that it stands for: [o,i] or [E,o,i]; `transposed`: [E,i,o].
 
-    `rows` reads the codes, and returns what decodes blocks of `step` rows, or a multiple of it; `codes` returns them
-    for products, or the reason why they are not multiplied (None: those of its format never are). `check` raises
+    `rows` reads the codes, and returns what decodes blocks of `step` rows, or a multiple of it; `codes` does so
+    for products, and returns what returns those of an expert, or the reason why they are not multiplied (None: those
+    of its format never are). `check` raises
     `ModelRefused` for values that no weights have. `form` describes the storage, for reports.
     """
 
@@ -43,7 +44,7 @@ class Part:
     form: str
     rows: Callable[[Read], Rows]
     check: Callable[[Read], None]
-    codes: Callable[[Read], Codes | str] | None = None
+    codes: Callable[[Read], CodesOf] | None = None
     transposed: bool = False
     step: int = 1
 
@@ -88,7 +89,7 @@ class Decoded:
 class DecodedCodes(Decoded, Coded):
     """Decodes one weight, or returns its codes."""
 
-    def codes(self) -> Codes | str:
+    def experts(self) -> CodesOf:
         assert self.part.codes is not None
         return self.part.codes(self.read)
 
@@ -155,9 +156,11 @@ def integer_part(
     step: int = 1,
 ) -> Part:
     """A matrix of integers."""
-    return Part(
-        name, stored, uses, form, lambda read: read_as(read).rows, check, lambda read: read_as(read).codes(), step=step
-    )
+
+    def codes(read: Read) -> CodesOf:
+        return lambda _: read_as(read).codes()
+
+    return Part(name, stored, uses, form, lambda read: read_as(read).rows, check, codes, step=step)
 
 
 def dense_type(scales: Stored) -> str:

@@ -1,0 +1,65 @@
+// A linear layer of ours, and a call of it: what the kernels of plain and of quantised weights have in common, so that
+// experts can be layers of both. `layers.py` has the same fields.
+#pragma once
+#include <cstdint>
+
+#include "shared.h"
+#include "threads.h"
+
+struct Part {  // the weights of one layer; layers that share an input are one call
+    const void* panels;    // in the order of the kernel; plain weights with a `row`: [out,in]
+    const float* bias;     // [out], or null
+    const void* scales;    // of quantised weights only, as the rest
+    const void* mins;      // or null
+    const uint8_t* table;  // or null
+    int64_t out;
+    int64_t column;        // of its first output in a row of y
+    int64_t row;           // 0, or elements from one row of a plain weight to the next
+    int64_t bits, group, scale_type;
+};
+
+struct Layer {
+    const Part* parts;
+    const int32_t* order;  // [in], the input at each place, or null: as they are
+    Threads* threads;      // null: one
+    int64_t n_parts, in, type;
+    int64_t step;          // inputs that are rounded together, of quantised weights
+};
+
+struct LayerCall {
+    const Layer* layer;
+    const void* x;         // [rows,in], of the type of the layer
+    void* y;               // [rows,out], the same
+    int64_t rows, x_row, y_row;  // strides, in elements
+    int64_t threads;
+};
+
+namespace {
+
+constexpr int64_t BFLOAT16 = 0, FLOAT32 = 1, FLOAT16 = 2;
+
+// All panels of a layer, of `size` outputs each.
+inline int64_t panels_of(const Layer& layer, int64_t size) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < layer.n_parts; ++i) count += (layer.parts[i].out + size - 1) / size;
+    return count;
+}
+
+// Calls each(part, panel of the part) for some panels of a layer.
+template <class Each>
+inline void each_panel_of(const Layer& layer, int64_t size, int64_t from, int64_t to, const Each& each) {
+    int64_t first = 0;
+    for (const Part* part = layer.parts; part != layer.parts + layer.n_parts; ++part) {
+        const int64_t end = first + (part->out + size - 1) / size;
+        for (int64_t p = from > first ? from : first; p < (to < end ? to : end); ++p) each(*part, p - first);
+        first = end;
+    }
+}
+
+}  // namespace
+
+// The entries of `kvcellar_shared` of a kernel whose `Call` is a `LayerCall`.
+#define KVCELLAR_LAYERS                                                                                   \
+    FIELD(layer), FIELD(x), FIELD(y), FIELD(rows), FIELD(x_row), FIELD(y_row), FIELD(threads),            \
+    {"PART", sizeof(Part), 0}, {"LAYER", sizeof(Layer), 0}, {"BFLOAT16", BFLOAT16, 0},                    \
+    {"FLOAT32", FLOAT32, 0}, {"FLOAT16", FLOAT16, 0}

@@ -1,0 +1,167 @@
+"""layers: linear layers of our own, whatever their weights are: the module, and what it passes to its kernel.
+
+`layers.h` has the same structures. Weights of several layers with the same input can be one call (`merged`).
+
+Always true: the bits of a row of outputs depend only on that row and on the weights: not on other rows, on their
+number, on layers that are computed in the same call, or on threads.
+"""
+
+import ctypes
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from kvcellar.kernels.compiled import check_shared, library
+from kvcellar.kernels.native import Native, address_of
+from kvcellar.kernels.threads import Threads
+
+TYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
+PER_THREAD = 1 << 19  # products that are worth another thread
+
+
+class Part(ctypes.Structure):
+    """`Part` in the kernels: the weights of one layer."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("panels", "bias", "scales", "mins", "table")),
+        *((name, ctypes.c_int64) for name in ("out", "column", "row", "bits", "group", "scale_type")),
+    )
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("parts", "order", "threads")),
+        *((name, ctypes.c_int64) for name in ("n_parts", "in", "type", "step")),
+    )
+
+
+class Call(ctypes.Structure):
+    """`Call` in the kernels, field by field: `check_shared` compares them at load."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("layer", "x", "y")),
+        *((name, ctypes.c_int64) for name in ("rows", "x_row", "y_row", "threads")),
+    )
+
+
+class LayerKernel:
+    """A kernel of linear layers, compiled. Raises `NotCompiled` where it cannot be, with the reason."""
+
+    def __init__(self, source: Path, function: str, environment: Mapping[str, str], **constants: int) -> None:
+        """`environment` names the compiler, and the directory of compiled libraries."""
+        self.library = library(source, environment)
+        types = {str(dtype).removeprefix("torch.").upper(): number for dtype, number in TYPES.items()}
+        sizes = {"PART": ctypes.sizeof(Part), "LAYER": ctypes.sizeof(_Layer)}
+        check_shared(self.library, Call, **constants, **types, **sizes)
+        self.threads = Threads(environment).address
+        self.run = self.library[function]
+        self.run.argtypes, self.run.restype = [ctypes.c_void_p], ctypes.c_int
+
+
+class Weights(ABC):
+    """The weights of one layer, in the order of its kernel, and its bias."""
+
+    out: int
+    bias: Tensor | None
+
+    @abstractmethod
+    def part(self, column: int) -> Part:
+        """Its addresses, which stay. `column` is that of its first output."""
+
+    @abstractmethod
+    def plain(self) -> Tensor:
+        """A copy [out,in] in the type of the layer."""
+
+
+class OwnLinear(nn.Module):
+    """Replaces one `nn.Linear`, or several with the same input. It has no parameters."""
+
+    def __init__(
+        self, kernel: LayerKernel, parts: Sequence[Weights], inner: int, dtype: torch.dtype, *,
+        step: int = 0, order: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """`dtype` is that of inputs and outputs. `step` and `order` [in] I32 are how quantised weights need inputs."""
+        super().__init__()
+        self.kernel, self.parts, self.dtype = kernel, tuple(parts), dtype
+        self.computed = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32  # in which type
+        self.in_features, self.out_features = inner, sum(part.out for part in parts)
+        self._step, self._order = step, order
+        columns = [sum(part.out for part in parts[:at]) for at in range(len(parts))]
+        self._fields = (Part * len(parts))(*(part.part(at) for part, at in zip(parts, columns, strict=True)))
+        ordered = None if order is None else order.data_ptr()
+        sizes = (len(parts), inner, TYPES[self.computed], step)
+        self._layer = _Layer(ctypes.addressof(self._fields), ordered, kernel.threads, *sizes)
+
+    @property
+    def address(self) -> int:
+        """Where the kernel's description of the layer is, as long as the layer lives."""
+        return ctypes.addressof(self._layer)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether inputs are rounded to 8 bits."""
+        return self._step > 0
+
+    @property
+    def weight(self) -> Tensor:
+        """A plain copy [out,in], made at each access, for code that reads weights instead of calling layers."""
+        return torch.cat([part.plain() for part in self.parts])
+
+    @property
+    def bias(self) -> Tensor | None:
+        biases = [part.bias for part in self.parts]
+        if len(biases) == 1 or all(bias is None for bias in biases):
+            return biases[0]
+        zeros = (torch.zeros(part.out, dtype=self.dtype, device="cpu") for part in self.parts)
+        return torch.cat([zero if bias is None else bias for bias, zero in zip(biases, zeros, strict=True)])
+
+    def joins(self, other: "OwnLinear") -> bool:
+        """Whether both can be one call, given the same input."""
+        mine, theirs = ((one.in_features, one.dtype, one._step) for one in (self, other))
+        ordered = self._order is not None or other._order is not None
+        return type(self) is type(other) and self.kernel.run is other.kernel.run and mine == theirs and not ordered
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [...,in] -> [...,out]. Raises for other types and sizes, as a plain layer does."""
+        if x.dtype is not self.dtype or x.shape[-1] != self.in_features or x.device.type != "cpu":
+            raise RuntimeError(
+                f"a layer of {self.in_features} inputs in {self.dtype} on the CPU got {tuple(x.shape)} in {x.dtype} "
+                f"on {x.device}"
+            )
+        rows = x.reshape(-1, self.in_features).to(self.computed)
+        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+        out = rows.new_empty(len(rows), self.out_features)
+        if len(rows) and self.kernel.run(ctypes.byref(self._call(rows, out))):
+            raise MemoryError(f"there is not enough memory for {len(rows)} rows of a linear layer")
+        return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+    def native(self, x: Tensor, out: Tensor) -> Native:
+        """The call that fills out [T,out] from x [T,in], both of type `computed` at fixed addresses, with elements of a
+        row beside each other."""
+        assert x.dtype is out.dtype is self.computed
+        assert (*x.shape, *out.shape) == (len(x), self.in_features, len(x), self.out_features)
+        assert x.stride(1) == 1 == out.stride(1)
+        return Native(address_of(self.kernel.run), self._call(x, out), (self, x, out))
+
+    def _call(self, rows: Tensor, out: Tensor) -> Call:
+        """rows [n,in], out [n,out]."""
+        n, threads = len(rows), threads_for(self.in_features, self.out_features, len(rows))
+        return Call(self.address, rows.data_ptr(), out.data_ptr(), n, rows.stride(0), out.stride(0), threads)
+
+
+def merged(layers: Sequence[OwnLinear]) -> OwnLinear:
+    """One layer that computes several with the same input, outputs side by side. It shares their weights."""
+    first = layers[0]
+    assert all(first is one or first.joins(one) for one in layers)
+    made = object.__new__(type(first))
+    parts = [part for one in layers for part in one.parts]
+    OwnLinear.__init__(made, first.kernel, parts, first.in_features, first.dtype, step=first._step, order=first._order)
+    return made
+
+
+def threads_for(inner: int, out: int, rows: int) -> int:
+    """Threads that so many rows of a weight [out,inner] are worth."""
+    return min(torch.get_num_threads(), 1 + inner * out * (rows + 8) // (8 * PER_THREAD))

@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,11 +17,13 @@ from kvcellar.kernels.quantised import Kernel, QuantisedLinear
 from kvcellar.kernels.recorded_kernel import StepKernel
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
+from kvcellar.models.load import load
 from kvcellar.models.recording.capture import capture
 from kvcellar.models.recording.native import NativeExecutor
 from kvcellar.models.recording.recording import Captured, RecordedStep, Recording, Results
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
+from tests.models.quantised import saved
 from tests.models.served import FLAT
 from tests.models.test_recording import Steps, timeline
 from tests.zoo import ARCHS, RECURRENT

@@ -67,7 +67,8 @@ def test_a_network_quantised_at_load_computes_what_float64_does(tmp_path, name: 
     path = saved(tmp_path / "m", name, torch.float32)
     loaded = load(path, weights=kind)
     assert loaded.served is not None
-    assert sum(loaded.served.layers.values()) == len(quantised_layers(loaded.model)) > 3
+    made = len(quantised_layers(loaded.model)) + len(experts_of(loaded.model))
+    assert sum(loaded.served.layers.values()) == made > 3
     assert loaded.parameters == load(path).parameters
     assert logits_as_float64(loaded).isfinite().all()
 
@@ -90,7 +91,7 @@ def gpt_oss_directory(path: Path) -> tuple[Path, dict[str, np.ndarray]]:
 
 
 def compare_experts(loaded: Loaded) -> Tensor:
-    """Logits, after each row of each layer of experts was compared with what float64 makes of it with the same inputs."""
+    """Logits, after each row of each layer of experts was compared with what float64 makes of it."""
 
     def compare(layer: OwnExperts, args: tuple[Any, ...], out: Tensor) -> None:
         x, index, share = args

@@ -85,10 +85,8 @@ def side_by_side(parts: Sequence[Codes]) -> Codes | str:
     first = parts[0]
     if len(parts) == 1:
         return first
-    kinds = {
-        (one.table, one.values.shape[1], one.scales.shape[1], one.mins is None, one.order is None) for one in parts
-    }
-    if len(kinds) > 1 or first.order is not None:
+    kinds = {(one.table, one.values.shape[1], one.scales.shape[1], one.mins is None) for one in parts}
+    if len(kinds) > 1 or any(one.order is not None for one in parts):
         return "its parts are quantised in different ways"
     mins = [one.mins for one in parts if one.mins is not None]
     values, scales = torch.cat([one.values for one in parts]), torch.cat([one.scales for one in parts])

@@ -78,6 +78,7 @@ class PanelLinear(OwnLinear):
 
 def panel_linear(kernel: Kernel, arena: Arena, weight: Tensor, bias: Tensor | None) -> PanelLinear:
     """A layer with a copy of a plain weight [out,in], which is in bfloat16 or float32 on the CPU, in an arena."""
-    panels = arena.tensor(panel_elements(*weight.shape, weight.dtype), weight.dtype)
+    out, inner = weight.shape
+    panels = arena.tensor(panel_elements(out, inner, weight.dtype), weight.dtype)
     kernel.pack(weight, panels)
-    return PanelLinear(kernel, [_Panels(panels, bias, weight.shape)], weight.shape[1], weight.dtype)
+    return PanelLinear(kernel, [_Panels(panels, bias, weight.shape)], inner, weight.dtype)

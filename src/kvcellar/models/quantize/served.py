@@ -1,4 +1,4 @@
-"""served: linear layers and experts of a network that compute with codes, which the files have or which are made at load.
+"""served: linear layers and experts of a network that compute with codes, of the files or made at load.
 
 Weights of these layers are read one by one, after all others, and never in another form than their codes. Until then
 the network has a stand-in for each: a zero that is expanded to its shape.
@@ -10,6 +10,7 @@ from either, the output head has 8 bits, too; an embedding that is the same weig
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,10 +156,9 @@ def replaced(network: PreTrainedModel, coding: Coding) -> Served:
 def _replaced_stacks(network: PreTrainedModel, coding: Coding, dense: dict[str, str]) -> Iterator[Made]:
     """Replace the weights of experts; where those of a module have no codes, their dense weights are read, and the
     reason is added to `dense`."""
+    read = partial(_codes, coding=coding)
     for module, stacks in by_module(coding.stacks, network):
-        found = [
-            layers_of(one, module, coding.slices, lambda name: _codes(name, coding), coding.kernels) for one in stacks
-        ]
+        found = [layers_of(one, module, coding.slices, read, coding.kernels) for one in stacks]
         why = next((one for one in found if isinstance(one, str)), None)
         for stack, one in zip(stacks, found, strict=True):
             if isinstance(one, Made) and why is None:

@@ -52,8 +52,9 @@ def stacks_of(
         stacks: list[Stack] = []
         for name in weights_of(module):
             target = f"{place}.{name}"
-            if target in joined and not module.is_transposed and all(map(wanted, sum(joined[target], []))):
-                stacks.append(Stack(place, name, tuple(map(tuple, joined[target]))))
+            stack = Stack(place, name, tuple(map(tuple, joined.get(target, ()))))
+            if stack.matrices and not module.is_transposed and all(map(wanted, stack.stored)):
+                stacks.append(stack)
             elif isinstance(weights.slices.get(own.get(target, "")), Coded) and _fits(weights, own[target], module):
                 stacks.append(Stack(place, name, stack=own[target]))
         if len(stacks) == len(weights_of(module)):

@@ -31,7 +31,8 @@ def test_the_first_supporting_backend_is_taken_and_no_later_one_is_called() -> N
 def test_uneven_heads_are_refused_by_all_but_the_reference_with_the_numbers() -> None:
     chosen = choose(UNEVEN, backends())
     assert chosen.backend.name == "reference"
-    assert chosen.refused == dict.fromkeys(("cpu", "sdpa"), "7 query heads cannot share 2 KV heads evenly")
+    uneven = "7 query heads cannot share 2 KV heads evenly"
+    assert chosen.refused == {"cpu": uneven, "triton": "it runs on cuda, not on cpu", "sdpa": uneven}
 
 
 def test_when_all_refuse_the_error_has_every_reason() -> None:
@@ -60,7 +61,7 @@ def test_a_backend_can_be_named() -> None:
 
 
 def test_the_error_for_an_unknown_name_lists_all_names() -> None:
-    with pytest.raises(BadRequest, match="called 'flash3'; there are cpu, sdpa, reference") as unknown:
+    with pytest.raises(BadRequest, match="called 'flash3'; there are cpu, triton, sdpa, reference") as unknown:
         named("flash3")
     assert unknown.value.param == "attention"
 

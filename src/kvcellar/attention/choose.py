@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from kvcellar.attention.cpu import Cpu
 from kvcellar.attention.reference import Reference
 from kvcellar.attention.sdpa import Sdpa
+from kvcellar.attention.triton import Triton
 from kvcellar.contracts import Backend
 from kvcellar.errors import BadRequest, NoBackend
 from kvcellar.shapes import AttentionSpec
@@ -21,7 +22,7 @@ class Chosen:
 
 def backends() -> tuple[Backend, ...]:
     """All backends, the fastest first. `reference` is last: it supports what the others do not."""
-    return (Cpu(), Sdpa(), Reference())
+    return (Cpu(), Triton(), Sdpa(), Reference())
 
 
 def named(name: str | None) -> tuple[Backend, ...]:

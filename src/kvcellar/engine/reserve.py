@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvcellar.attention.blocks import PARTIAL_BYTES, SPLIT
 from kvcellar.attention.buckets import GATHERED
 from kvcellar.attention.sdpa import Sdpa
+from kvcellar.attention.triton import Triton
 from kvcellar.cache.history import SMALLEST
 from kvcellar.cache.memory import Memory
 from kvcellar.engine.capacity import Capacity
@@ -72,6 +74,8 @@ def scratch(
             prompts += continued(steps.split, (max(1, min(sequences, rows // 2)), 1), (WRITERS, REMEMBERED))
         rest = _row_tables(guest, max(rows, drafted)) + (steps.drawn(drafted, beside=writers) if deepest else 0)
         before = max(1, longest - 1)
+        if any(isinstance(one, Triton) for one in guest.backends.values()):
+            rest += _key_tables(guest, writers, longest) + (PARTIAL_BYTES if longest > SPLIT else 0)
         if not _gathers(guest):
             return rest + max(prompts, continued(steps.write, (writers, before), (WRITERS, REMEMBERED)))
         return rest + max(prompts, _gathered(steps.write, writers, before) + _tables(guest, writers, longest))
@@ -287,6 +291,12 @@ def _tables(guest: Guest, writers: int, longest: int) -> int:
     each = 2 * (torch.int64.itemsize + guest.dtype.itemsize)
     heads = sum(group.layout.most_cells(longest, 1) * group.planes[0].heads for group in guest.shape.groups)
     return writers * heads * each
+
+
+def _key_tables(guest: Guest, writers: int, longest: int) -> int:
+    """Bytes of the tables of cells of all keys, in buckets of powers of two (`attention/blocks.py`)."""
+    cells = sum(group.layout.most_cells(longest, 1) for group in guest.shape.groups)
+    return 2 * torch.int64.itemsize * writers * cells
 
 
 def _points(full: int, small: tuple[int, int]) -> tuple[tuple[int, ...], tuple[float, ...]]:

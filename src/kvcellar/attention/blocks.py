@@ -1,0 +1,104 @@
+"""blocks: a step of one group as blocks of rows, for kernels on a GPU: tables at fixed addresses, and sizes of grids.
+
+A block is some rows of one sequence. The cells that a segment sees are listed in order of position, once a step for all
+layers, so a kernel finds a key's cell by one read however many runs there are.
+
+Always true:
+  * every row that sees something is in one block, and rows of a block are in order of position;
+  * a launch depends on `Prepared.key` only: steps with equal keys differ only in what tables contain.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcellar.contracts import StepTables, Stored
+from kvcellar.layout import Layout
+from kvcellar.plan import GroupPlan, Segment
+from kvcellar.shapes import Scoring
+
+SPLIT = 512  # keys with a softmax of their own
+PARTIAL_BYTES = 1 << 26  # that the results of divided histories may take in a layer
+FEW, MANY = 4, 16  # rows of a block at most: of a segment that has no more, and of others
+
+
+class Launch(NamedTuple):
+    """Blocks of up to `rows` rows each, a power of two. Blocks behind the last are empty."""
+
+    blocks: Tensor  # [B,3]: first row, number of rows, and what is added to a position to get its place in `cells`
+    rows: int
+    splits: int  # that the rows of a block see at most, rounded up to a power of two
+
+
+class Prepared(NamedTuple):
+    """A step of one group in integers, int64."""
+
+    launches: tuple[Launch, ...]
+    bounds: Tensor  # [T,2]: the positions [low,end) that each row sees
+    cells: Tensor  # [N]: all that segments see, in order of position, one segment after the other
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        sizes = [(one.blocks.data_ptr(), len(one.blocks), one.rows, one.splits) for one in self.launches]
+        return (self.bounds.data_ptr(), self.cells.data_ptr(), *(number for some in sizes for number in some))
+
+
+class Call(NamedTuple):
+    """Attention of one layer: q [T,H,D] into out [T,H,Dv], whose elements lie side by side. Rows of no block stay."""
+
+    q: Tensor
+    out: Tensor
+    keys: Stored
+    values: Stored
+    scoring: Scoring
+    prepared: Prepared
+
+
+def prepared(plan: GroupPlan, tables: StepTables) -> Prepared:
+    """Segments of few rows are a block each, apart from blocks of others."""
+    bounds = [bound for segment in plan.segments for bound in _bounds(plan.layout, segment)]
+    short: list[tuple[int, int, int]] = []
+    long: list[tuple[int, int, int]] = []
+    at = 0
+    for segment in plan.segments:
+        rows = len(segment.pos)
+        if segment.runs:
+            blocks, most = (short, FEW) if rows <= FEW else (long, MANY)
+            starts = range(segment.row, segment.row + rows, most)
+            blocks += [(row, min(most, segment.row + rows - row), at - segment.first) for row in starts]
+            at += segment.end - segment.first
+    launches = [_launch(name, blocks, bounds, tables) for name, blocks in (("short", short), ("long", long)) if blocks]
+    table = tables.fill("bounds", [number for bound in bounds for number in bound]).view(-1, 2)
+    return Prepared(tuple(launches), table, _cells(plan.segments, at, tables))
+
+
+def _bounds(layout: Layout, segment: Segment) -> list[tuple[int, int]]:
+    return [(layout.lowest(pos), segment.last(pos) + 1) for pos in range(segment.pos.start, segment.pos.end)]
+
+
+def _launch(
+    name: str, blocks: Sequence[tuple[int, int, int]], bounds: Sequence[tuple[int, int]], tables: StepTables
+) -> Launch:
+    splits = max(-(-bounds[row + count - 1][1] // SPLIT) - bounds[row][0] // SPLIT for row, count, _ in blocks)
+    padding = [0] * 3 * (power_of_two(len(blocks)) - len(blocks))
+    table = tables.fill(f"{name} blocks", [*(number for block in blocks for number in block), *padding])
+    return Launch(table.view(-1, 3), power_of_two(max(count for _, count, _ in blocks)), power_of_two(splits))
+
+
+def _cells(segments: Sequence[Segment], n: int, tables: StepTables) -> Tensor:
+    """[n], made on the device from the runs."""
+    runs = [run for segment in segments for run in segment.runs]
+    starts = list(accumulate((run.n for run in runs), initial=0))[:-1]
+    shifts = [run.cell - start for run, start in zip(runs, starts, strict=True)]
+    first, shift = tables.fill("runs", [*starts, *shifts]).view(2, -1)
+    places = torch.arange(n, device=tables.device)
+    run = torch.searchsorted(first, places, right=True) - 1
+    return tables.empty("cells of keys", (n,), torch.int64).copy_(places + shift[run])
+
+
+def power_of_two(n: int) -> int:
+    """The smallest that is not less than n."""
+    return 1 << (n - 1).bit_length()

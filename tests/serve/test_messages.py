@@ -568,6 +568,7 @@ ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
     "effort is a word, not {}": "Python",
     "{} is True or False, not {}": "Python: over HTTP the type was looked at before",
     "there is no engine setting {}; there are {}": "start",
+    "{} is no engine setting: {}": "start",
     "the prompt is empty; at least one character is needed": "Python: over HTTP the prompt was looked at before",
     "the prompt is empty; at least one token is needed": "Python: likewise",
     "{} are positions 0 to {}, in order, not {}": "Python",

@@ -28,6 +28,7 @@ from kvcellar.engine.stats import EngineStats, model_card, stats
 from kvcellar.engine.variants import Variants
 from kvcellar.errors import BadRequest, Overloaded, shown
 from kvcellar.events import Event, Usage
+from kvcellar.models.placement import ONE_DEVICE, PARALLEL
 from kvcellar.prefix.node import EVERYONE
 from kvcellar.progress import Progress, listening, report
 from kvcellar.retention import RetentionOptions
@@ -377,6 +378,8 @@ def _settings(given: Mapping[str, Any]) -> Settings:
     known = {field.name for field in fields(Settings)}
     unknown = sorted(set(given) - known)
     if unknown:
+        if unknown[0] in PARALLEL:
+            raise BadRequest(f"{unknown[0]} is no engine setting: {ONE_DEVICE}", unknown[0])
         raise BadRequest(f"there is no engine setting {shown(unknown[0])}; there are {sorted(known)}", unknown[0])
     return Settings(**given)
 

@@ -8,6 +8,7 @@ from typing import Literal, TypedDict
 
 from kvcellar.engine.machine import PER_CPU, most_threads
 from kvcellar.errors import BadRequest, shown
+from kvcellar.models.placement import why_not_on
 from kvcellar.models.quantize.kinds import WEIGHTS
 from kvcellar.places import state
 from kvcellar.shapes import StoredAs
@@ -98,6 +99,8 @@ class Settings:
         self._one_of("record", RECORD)
         self._one_of("weights", WEIGHTS)
         if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
+            if isinstance(self.device, str) and (why := why_not_on(self.device)) is not None:
+                raise BadRequest(f"device is {shown(self.device)}: {why}", "device")
             raise BadRequest(f"device must be auto, cpu, cuda or cuda:N, not {shown(self.device)}", "device")
         for name in ("adapter", "attention", "kv_dtype", "store", "store_remote", "kv_events", "kv_events_replay"):
             if not isinstance(value := getattr(self, name), str | None):

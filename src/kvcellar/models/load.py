@@ -27,6 +27,7 @@ from kvcellar.models.find import find
 from kvcellar.models.generation_defaults import FIELDS, GenerationDefaults, generation_defaults
 from kvcellar.models.hf_logging import silence_transformers
 from kvcellar.models.input_limits import context_of
+from kvcellar.models.placement import check_placement
 from kvcellar.models.quantize.kinds import DENSE
 from kvcellar.models.quantize.reading import decoded
 from kvcellar.models.quantize.served import Coding, Served, coding_of, given, replaced
@@ -134,6 +135,7 @@ def _why_dense(coding: Coding | str | None) -> tuple[str, ...]:
 
 def _given(model: PreTrainedModel, weights: str) -> Loaded:
     """A network that was built by the caller."""
+    check_placement(model)
     config: GenerationConfig | None = model.generation_config
     defaults = GenerationDefaults({})
     if config is not None:

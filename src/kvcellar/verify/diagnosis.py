@@ -22,6 +22,7 @@ from kvcellar.models.quantize.kinds import DENSE, QUANTISED
 from kvcellar.progress import report
 from kvcellar.verify.kv_quality import KvQuality, is_small
 from kvcellar.verify.kv_quality import kv_quality as measure
+from kvcellar.verify.machine_notes import Machine, machine_notes
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +216,9 @@ def _recording(guest: Guest) -> str:
 
 
 def _notes(built: Built) -> list[str]:
-    notes = [f"CPU threads: {built.threads.count} ({built.threads.because})", *built.loaded.notes]
+    notes = [f"CPU threads: {built.threads.count} ({built.threads.because})"]
+    notes += machine_notes(str(built.guest.device), Machine.here())
+    notes += built.loaded.notes
     decoded = f", and decoded to {built.loaded.model.dtype} when they are loaded" if not built.loaded.served else ""
     notes += [f"{count} weights are stored quantised ({form}){decoded}" for form, count in built.loaded.stored.items()]
     if not built.intake.codec.has_text:

@@ -30,7 +30,7 @@ class NoTools:
     def kind(self, text: str) -> str:
         return text
 
-    def gguf(self, file: Path, into: Path) -> None:
+    def gguf(self, file: Path, into: Path, *, codes: bool) -> None:
         raise ModelRefused("no GGUF")
 
     def quantize(self, source: Path, into: Path, kind: str, *, draft: bool) -> Mapping[str, Any]:

@@ -50,7 +50,7 @@ class FakeTools:
             raise BadRequest(f"{text!r} is no type; there are int4, int8", "quantize")
         return {"q8": "int8"}.get(text.lower(), text.lower())
 
-    def gguf(self, file: Path, into: Path) -> None:
+    def gguf(self, file: Path, into: Path, *, codes: bool) -> None:
         model(into, len(file.read_bytes()))  # creates the directory
 
     def quantize(self, source: Path, into: Path, kind: str, *, draft: bool) -> Mapping[str, Any]:

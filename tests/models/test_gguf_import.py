@@ -1,6 +1,7 @@
 """A GGUF file becomes a model directory with the same model, or is refused with the reason."""
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,16 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcellar.errors import ModelRefused
+from kvcellar.kernels.experts import OwnExperts
+from kvcellar.kernels.quantised import QuantisedLinear
+from kvcellar.models.gguf_codes import BITS
 from kvcellar.models.gguf_decode import decode
 from kvcellar.models.gguf_file import TYPES
 from kvcellar.models.gguf_import import import_gguf
 from kvcellar.models.gguf_models import ARCHITECTURES
 from kvcellar.models.gguf_rope import llama3_parameters
 from kvcellar.models.load import load
+from kvcellar.models.quantize.served import kernels_for
 from tests.models import gguf_files as gguf
 from tests.zoo import ARCHS, reference_logits
 
@@ -108,8 +113,39 @@ def test_decoded_weights_are_those_that_the_blocks_hold(kind: int, tmp_path: Pat
             state[name] = torch.tensor(values).reshape(tensor.shape)
         else:
             state[name] = tensor.half().float() if kind == gguf.F16 else tensor
-    model.load_state_dict({name: tensor.bfloat16().float() for name, tensor in state.items()})
+    kept = {name for name, tensor in state.items() if kind in BITS and tensor.dim() == 2 and "embed" not in name}
+    model.load_state_dict(
+        {name: tensor if name in kept else tensor.bfloat16().float() for name, tensor in state.items()}
+    )
     assert same(model, loaded(file, tmp_path))
+    import_gguf(file, tmp_path / "decoded", codes=False)
+    decoded, ours = (load(tmp_path / part).model.state_dict() for part in ("decoded", "model"))
+    assert all(torch.equal(one, ours[name]) for name, one in decoded.items())
+    assert "quantization_config" not in json.loads((tmp_path / "decoded" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize("kind", [gguf.Q8_0, gguf.Q4_0])
+def test_blocks_of_8_and_4_bits_are_multiplied_as_they_are(name: str, kind: int, tmp_path: Path) -> None:
+    """Rows of q and k are in the order of the network, and experts are joined."""
+    if isinstance(kernels_for(torch.device("cpu"), os.environ), str):
+        pytest.skip("there is no compiler")
+    model = rounded(name, **({"norm_topk_prob": True} if name == "qwen3-moe" else {}))
+    loaded(gguf.convert(model, tmp_path / "m.gguf", kind, **MODELS[name]), tmp_path)
+    ours, dense = (load(tmp_path / "model", dtype="float32", weights=weights) for weights in ("auto", "dense"))
+    assert ours.served is not None
+    assert ours.served.dense == {}
+    bits = BITS[kind]
+    assert set(ours.served.layers) <= {bits, 8}
+    plain = dict(dense.model.named_parameters())
+    for place, module in ours.model.named_modules():
+        if isinstance(module, QuantisedLinear):
+            assert module.bits == bits
+            assert torch.equal(module.weight, plain[f"{place}.weight"])
+        if isinstance(module, OwnExperts):
+            for expert, layer in enumerate(module.layers):
+                assert torch.equal(layer.weight, plain[place][expert])
+    assert sum(isinstance(one, QuantisedLinear) for one in ours.model.modules()) > len(ours.model.model.layers) * 4
 
 
 @pytest.mark.parametrize("kind", [gguf.Q2_K, gguf.Q3_K, gguf.Q4_K, gguf.Q5_K, gguf.Q6_K])

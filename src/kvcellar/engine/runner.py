@@ -187,9 +187,12 @@ class Runner:
         if not rows:
             return []
         try:
-            at = torch.tensor([row for _, of, _ in rows for row in of], device=logits.device)
+            at = [row for _, of, _ in rows for row in of]
             with torch.inference_mode():
-                verified = verify([chain for chain, _, _ in rows], logits[at])  # [n,V]
+                own = logits  # all rows in order need no copy
+                if at != [*range(len(logits))]:
+                    own = logits[torch.tensor(at, device=logits.device)]
+                verified = verify([chain for chain, _, _ in rows], own)  # [n,V]
             return [self._judged(completion, one) for (_, _, completion), one in zip(rows, verified, strict=True)]
         except Exception as error:
             if len(rows) == 1:

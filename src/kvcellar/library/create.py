@@ -173,10 +173,10 @@ class _Creation:
         old = self._base or Manifest(model=Part(()))
         for file in old.files.values():
             staging.reuse(file)  # before the checks, which take time: the model may be removed meanwhile
-        target = self._directory(self._from, self._source, staging, "model")
+        target = self._directory(self._from, self._source, staging, "model", quantize)
         draft = None
         if self._draft is not None and self._draft_command is not None:
-            draft = self._directory(self._draft_command, self._draft, staging, "draft")
+            draft = self._directory(self._draft_command, self._draft, staging, "draft", draft_quantize)
         self._check(target, draft)
         made = {"model": self._part(target, staging, quantize)}
         if draft is None and old.draft is not None:
@@ -219,7 +219,9 @@ class _Creation:
             _fitting(command, lambda directory=source.path: adapter_files(directory))
             _fitting(command, lambda directory=source.path: self._tools.check_adapter(target.path, directory))
 
-    def _directory(self, command: Command, source: Source, staging: Staging, name: str) -> "_Directory":
+    def _directory(
+        self, command: Command, source: Source, staging: Staging, name: str, kind: str | None
+    ) -> "_Directory":
         if source.model is not None:
             part = source.model.manifest.model
             return _Directory(staging.linked(name, part), part=part)
@@ -227,7 +229,7 @@ class _Creation:
             return _Directory(source.path)
         into = staging.folder(f"{name}-gguf")
         report(f"converting {source.path.name}")
-        _fitting(command, lambda: self._tools.gguf(source.path, into))
+        _fitting(command, lambda: self._tools.gguf(source.path, into, codes=kind is None))
         return _Directory(into, made=True)
 
     def _part(self, source: "_Directory", staging: Staging, kind: str | None, *, draft: bool = False) -> "_Made":

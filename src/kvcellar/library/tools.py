@@ -18,8 +18,8 @@ class Tools(Protocol):
         """The type of quantization that a name stands for. Raises `BadRequest` with the list of types."""
         ...
 
-    def gguf(self, file: Path, into: Path) -> None:
-        """Write the model of a GGUF file as a model directory."""
+    def gguf(self, file: Path, into: Path, *, codes: bool) -> None:
+        """Write the model of a GGUF file as a model directory; with `codes`, quantised weights that can stay so do."""
         ...
 
     def quantize(self, source: Path, into: Path, kind: str, *, draft: bool) -> Mapping[str, Any]:

@@ -37,8 +37,8 @@ class CreateTools:
     def kind(self, text: str) -> str:
         return canonical_kind(text)
 
-    def gguf(self, file: Path, into: Path) -> None:
-        import_gguf(file, into)
+    def gguf(self, file: Path, into: Path, *, codes: bool) -> None:
+        import_gguf(file, into, codes=codes)
 
     def quantize(self, source: Path, into: Path, kind: str, *, draft: bool) -> Mapping[str, Any]:
         if draft or not self._calibrate:

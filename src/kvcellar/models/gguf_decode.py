@@ -30,9 +30,13 @@ class Tensors:
 
     def read_whole(self, stored: Stored) -> torch.Tensor:
         """A small tensor in float32."""
+        return decode(self.read_blocks(stored), stored.type).reshape(stored.shape)
+
+    def read_blocks(self, stored: Stored) -> torch.Tensor:
+        """The bytes of a tensor, U8."""
         raw = torch.empty(stored.bytes, dtype=torch.uint8)
         self._fill(raw, stored.offset, stored.name)
-        return decode(raw, stored.type).reshape(stored.shape)
+        return raw
 
     def read(self, stored: Stored, change: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
         """A tensor as bfloat16. `change` is applied to float32 rows [R,C] of it, any number at a time."""

@@ -87,11 +87,14 @@ def draw(
         at = _rows(part, len(samplers), raw.device)
         some = [(samplers[row], positions[row], drafts[row] if drafts else None) for row in part]
         tokens[at] = _sample(scores[at].float(), best[at], some)
-    columns = [tokens.double()[:, None], best.double()[:, None]]
     wanting = [row for row, sampler in enumerate(samplers) if sampler.params.logprobs is not None]
-    if wanting:
-        columns.append(_logprobs(raw, tokens, samplers, wanting))
-    table: list[list[float]] = torch.cat(columns, 1).tolist()  # the one transfer to the host
+    table: list[list[float]]
+    if not wanting and raw.device.type == "cpu":
+        table = [list(row) for row in zip(tokens.tolist(), best.tolist(), strict=True)]
+    else:
+        columns = [tokens.double()[:, None], best.double()[:, None]]
+        columns += [_logprobs(raw, tokens, samplers, wanting)] if wanting else []
+        table = torch.cat(columns, 1).tolist()  # the one transfer to the host
     return [_drawn(row, sampler, pos) for row, sampler, pos in zip(table, samplers, positions, strict=True)]
 
 

@@ -1,6 +1,6 @@
 """described: config.json of a quantised or cast model directory."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvcellar.models.quantize.chosen import Choice
@@ -17,13 +17,31 @@ def quantised_config(fields: Mapping[str, Any], choice: Choice) -> dict[str, Any
         promoted = kind == INT8 and len(used) > 1 and choice.promoted is not None
         targets = [choice.promoted] if promoted else ["Linear", *choice.others]
         groups[f"group_{len(groups)}"] = {"targets": targets, **_GROUPS[kind]}
+    return _described(fields, groups, choice.ignore)
+
+
+def with_codes(fields: Mapping[str, Any], modules: Mapping[int, Sequence[str]]) -> dict[str, Any]:
+    """The fields of a model of whose modules some, by bits, have codes in groups."""
+    groups = {
+        f"group_{number}": {
+            **_GROUPS[INT4],
+            "targets": sorted(modules[bits]),
+            "weights": _args(bits, strategy="group", group_size=GROUP),
+            "format": PACKED if bits == 4 else INTS,
+        }
+        for number, bits in enumerate(sorted(modules))
+    }
+    return _described(fields, groups, ())
+
+
+def _described(fields: Mapping[str, Any], groups: Mapping[str, Any], ignore: Sequence[str]) -> dict[str, Any]:
     forms = [group["format"] for group in groups.values()]
     quantization = {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
         "format": forms[0] if len(forms) == 1 else "mixed-precision",
         "config_groups": groups,
-        "ignore": list(choice.ignore),
+        "ignore": list(ignore),
         "kv_cache_scheme": None,
     }
     return {**fields, **({"quantization_config": quantization} if groups else {})}

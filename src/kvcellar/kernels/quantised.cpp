@@ -267,13 +267,8 @@ void tile(const Target& to, const Rounded& from, int64_t first, int64_t out, int
             for (int n = 0; n < TILE; ++n) ints[r][n] = every(-ADDED * from.counts[(first + r) * from.blocks + block]);
 #pragma GCC unroll 8
         for (int line = 0; line < STEP / A_LINE; ++line, w += 4 * PANEL, words += A_LINE / 4 * WORDS) {
-#if defined(KV_NTA)
-            __builtin_prefetch(w + 4096, 0, R == 1 ? 0 : 3);
-            __builtin_prefetch(w + 4096 + 64, 0, R == 1 ? 0 : 3);
-#else
             __builtin_prefetch(w + 4096);
             __builtin_prefetch(w + 4096 + 64);
-#endif
             U low[TILE], high[TILE];
 #pragma GCC unroll 2
             for (int n = 0; n < TILE; ++n) {

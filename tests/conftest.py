@@ -40,6 +40,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("long" if config.getoption("--long") else "ci")
     sys.addaudithook(_watch)
+    _record("off")
+
+
+def _record(default: str) -> None:
+    """Set the default of `record` in settings. In tests it is off: testing and binding a recording takes most of the
+    time of an engine of a tiny network. `recorded_steps` sets what it is for users; it may be given, too."""
+    from kvcellar.engine.settings import Settings
+
+    Settings.__init__.__kwdefaults__["record"] = default
+
+
+@pytest.fixture(scope="module")
+def recorded_steps() -> Iterator[None]:
+    """For modules whose engines run recorded steps: `pytestmark = pytest.mark.usefixtures("recorded_steps")`."""
+    _record("auto")
+    yield
+    _record("off")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -15,8 +15,8 @@ from kvcellar.verify import diagnosis
 from tests.cli.command import kvcellar
 from tests.zoo import ARCHS
 
-SMALL = ("--cache-bytes", "1M", "--threads", "1", "--step-tokens", "32", "--max-sequences", "4")
-SMALL_ENGINE = {"cache_bytes": 10**6, "threads": 1, "step_tokens": 32, "max_sequences": 4}
+SMALL = ("--cache-bytes", "1M", "--threads", "1", "--step-tokens", "32", "--max-sequences", "4", "--record", "off")
+SMALL_ENGINE = {"cache_bytes": 10**6, "threads": 1, "step_tokens": 32, "max_sequences": 4, "record": "off"}
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,7 @@ def test_context_shift_of_recurrent_models_recomputes(monkeypatch):
 
 
 def test_bytes_of_recurrent_state_are_per_sequence(folder):
-    small = ("--cache-bytes", "4M", "--context", "64", "--step-tokens", "32", "--max-sequences", "64")
+    small = ("--cache-bytes", "4M", "--context", "64", "--step-tokens", "32", "--max-sequences", "64", *SMALL[-2:])
     path = folder("mamba2")
     report = json.loads(kvcellar("doctor", path, "--json", *small).out)
     rows = report["recurrent"]

@@ -19,6 +19,7 @@ from kvcellar.errors import AdapterRefused, BadRequest
 from kvcellar.models.hf_logging import silence_transformers
 from tests.engine.tiered import acknowledged
 from tests.models.lora import ends_with, layers_of, merged, saved
+from tests.own_cache import own_cache
 from tests.zoo import ARCHS, reference_logits
 
 TARGETS: Mapping[str, tuple[str, ...]] = {
@@ -186,7 +187,7 @@ def test_what_an_adapter_computed_is_read_back_after_a_restart_with_it_only(
     """However fast this machine computes it again."""
     monkeypatch.setattr(Planner, "speed", lambda self: None)
     monkeypatch.setattr(restore_plan, "SHORTEST", restore_plan.LONGEST)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    own_cache(monkeypatch, tmp_path / "cache")
     model = ARCHS["lfm2"].build()
     with silence_transformers():
         model.save_pretrained(tmp_path / "m")

@@ -17,6 +17,7 @@ from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.speculate.speculator import Speculator
 from tests.engine.drafting import PATIENCE, always_restored, chain
 from tests.engine.mixes import tokens
+from tests.own_cache import own_cache
 from tests.zoo import ARCHS
 
 GREEDY = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
@@ -35,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def settled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     always_restored(monkeypatch)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    own_cache(monkeypatch, tmp_path / "cache")
 
 
 @contextmanager
@@ -65,6 +66,18 @@ def restored(engine: Engine, cache: DraftMemory, text: list[int]) -> int:
         return found
 
     return engine._loop.call(length)
+
+
+def drafted(engine: Engine, text: list[int]) -> list[int]:
+    """The tokens of a request for which the drafter has drafted: it may wait for what is stored for longer than one
+    takes."""
+    end = time.monotonic() + PATIENCE
+    while True:
+        made = engine.generate(text, **GREEDY)
+        assert made.speculation is not None
+        if made.speculation.drafted:
+            return list(made.token_ids)
+        assert time.monotonic() < end, "nothing is ever drafted"
 
 
 def asked(engine: Engine, text: list[int], namespace: str = "", retention: RetentionOptions = NO_OPTIONS) -> None:
@@ -99,10 +112,8 @@ def known(engine: Engine, cache: DraftMemory, text: list[int], namespace: str = 
 
 def test_drafts_go_on_after_a_restart_and_what_is_removed_is_gone(model: Path, tmp_path: Path) -> None:
     with opened(model, tmp_path / "store") as (engine, cache):
-        first = engine.generate(ONE, **GREEDY)
-        assert first.speculation is not None
-        assert first.speculation.drafted > 0
-        engine.generate(TWO, **GREEDY)
+        first = drafted(engine, ONE)
+        drafted(engine, TWO)
         written(engine, cache)
         assert all(n >= 150 for text in (ONE, TWO) for n in known(engine, cache, text))
         engine.clear_cache()
@@ -111,11 +122,8 @@ def test_drafts_go_on_after_a_restart_and_what_is_removed_is_gone(model: Path, t
 
     with opened(model, tmp_path / "store") as (engine, cache):
         assert restored(engine, cache, ONE) == restored(engine, cache, TWO) == 149
-        again = engine.generate(ONE, **GREEDY)
-        assert again.token_ids == first.token_ids
-        assert again.speculation is not None
-        assert again.speculation.drafted > 0
-        engine.generate(TWO, **GREEDY)
+        assert drafted(engine, ONE) == first
+        drafted(engine, TWO)
         written(engine, cache)
         engine.cache.remove(prefix=ONE[:3])
         assert known(engine, cache, ONE) == (0, 0)
@@ -153,7 +161,7 @@ def test_what_a_request_does_not_let_store_or_keep_is_not(model: Path, tmp_path:
 
 def test_the_entry_of_a_draft_model_is_removed_alone(model: Path, tmp_path: Path) -> None:
     with opened(model, tmp_path / "store") as (engine, cache):
-        engine.generate(ONE, **GREEDY)
+        drafted(engine, ONE)
         written(engine, cache)
         assert cache.store is not None
         identity = cache.store.identity.hex()[:16]

@@ -17,6 +17,7 @@ from kvcellar.models.load import load
 from kvcellar.speculate.draft_model import ModelDrafter
 from tests.engine.drafting import always_restored, chain, until
 from tests.engine.mixes import tokens
+from tests.own_cache import own_cache
 from tests.zoo import ARCHS
 
 KINDS = ["llama", "gemma3", "lfm2", "qwen3.5"]
@@ -25,7 +26,7 @@ KINDS = ["llama", "gemma3", "lfm2", "qwen3.5"]
 @pytest.fixture(autouse=True)
 def settled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     always_restored(monkeypatch)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    own_cache(monkeypatch, tmp_path / "cache")
 
 
 class Opened:

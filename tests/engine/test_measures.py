@@ -37,6 +37,7 @@ from kvcellar.models.guest import Guest
 from kvcellar.models.recording.record import record
 from kvcellar.models.recording.replay import Replay
 from kvcellar.shapes import StoredAs
+from tests.own_cache import own_cache
 from tests.zoo import ARCHS
 
 INPUTS = digest({"of": "these tests"})
@@ -382,7 +383,7 @@ def test_nothing_is_kept_of_a_network_that_the_caller_built(tmp_path: Path) -> N
 def settled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The cache directory of a machine on which models that were just written count as old."""
     monkeypatch.setattr(measuring, "SETTLED", -(10**15))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    own_cache(monkeypatch, tmp_path / "cache")
     return tmp_path / "cache/kvcellar"
 
 

@@ -14,6 +14,7 @@ from kvcellar.engine.restore_plan import Planner
 from kvcellar.engine.store import MOST_WANTED
 from kvcellar.prefix.node import key_of
 from tests.engine.mixes import bytes_for, tokens
+from tests.own_cache import own_cache
 from tests.zoo import ARCHS
 
 KINDS = ["llama", "gemma3", "llama4", "lfm2", "qwen3.5"]
@@ -39,8 +40,8 @@ def cache(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def own_cache(monkeypatch, cache) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+def kept(monkeypatch, cache) -> None:
+    own_cache(monkeypatch, cache)
 
 
 @pytest.fixture(autouse=True)

@@ -157,7 +157,7 @@ def model_options(function: F) -> F:
         ),
         click.option(
             "--record",
-            default="off",
+            default="auto",
             show_default=True,
             help="Whether steps run as a recording of the model's forward: auto (on CPUs, where its bits are the same) "
             "or off.",

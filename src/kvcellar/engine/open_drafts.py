@@ -20,6 +20,7 @@ from kvcellar.engine.in_library import located
 from kvcellar.engine.measures import Measures, measures_of
 from kvcellar.engine.open_heads import Reads, open_head
 from kvcellar.engine.open_store import Source
+from kvcellar.engine.recorded import record_steps
 from kvcellar.engine.reserve import prove, scratch
 from kvcellar.engine.settings import Settings
 from kvcellar.engine.shares import Shares
@@ -210,6 +211,7 @@ def _model(
     if settings.pack and guest.device.type == "cpu":
         pack(loaded.model)
     own = build_guest(loaded.model, named(None))
+    record_steps(own, settings)
     limits = {"context": context_of(loaded.model), **_limits(settings)}
     measures = measures_of(own, loaded.path, began=began, limits=limits, environment=os.environ)
     ids = vocabulary_of(target.model)

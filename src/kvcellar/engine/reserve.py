@@ -77,7 +77,10 @@ def scratch(
         if any(isinstance(one, Triton) for one in guest.backends.values()):
             rest += _key_tables(guest, writers, longest) + (PARTIAL_BYTES if longest > SPLIT else 0)
         if not _gathers(guest):
-            return rest + max(prompts, continued(steps.write, (writers, before), (WRITERS, REMEMBERED)))
+            decoding = continued(steps.write, (writers, before), (WRITERS, REMEMBERED))
+            if guest.recording is not None and guest.recording.decoding is not None:
+                return rest + prompts + decoding  # each of its programs keeps memory of its own
+            return rest + max(prompts, decoding)
         return rest + max(prompts, _gathered(steps.write, writers, before) + _tables(guest, writers, longest))
 
     return most
@@ -209,7 +212,10 @@ def _tried(
 ) -> int:
     """The bytes that one reserved step takes, with logits and draws of as many rows as there are feeds, or of the first
     `wanted` rows, without the step tables that it adds: these grow by powers of two, so they are not on a line through
-    the measured steps (see `_row_tables`). The step is abandoned."""
+    the measured steps (see `_row_tables`). The step is abandoned. Its bytes are those of a first one: memory that a
+    recording keeps for later steps is a part of them."""
+    if guest.recording is not None:
+        guest.recording.clear()
     batch, tables = Batch(tuple(feeds)), memory.storage.table_bytes
     with uncollected(), peak(guest.device) as meter:
         plan = memory.begin(batch, reserve=True)

@@ -92,7 +92,7 @@ class Settings:
     adapter_bytes: int = 2**30  # most bytes of adapters, beside those of the model's weights
     pack: bool = True  # on CPUs, reorder the weights of linear layers for oneDNN at load; a given network's are copied
     # whether steps run as a recording of the model's forward. auto: on CPUs, where its logits are those of the modules
-    record: Literal["auto", "off"] = "off"
+    record: Literal["auto", "off"] = "auto"
 
     def __post_init__(self) -> None:
         self._one_of("dtype", DTYPES)

@@ -44,10 +44,11 @@ class Recorded:
         self._bindings: OrderedDict[tuple[int, ...], Binding] = OrderedDict()
         self._arena = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def run(self, sizes: Sizes, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The outputs of a step. `sizes` has a number for each symbol. Raises what an operator raises."""
+    def run(self, sizes: Sizes, inputs: Mapping[str, Tensor], variant: int = 0) -> dict[str, Tensor]:
+        """The outputs of a step. `sizes` has a number for each symbol; bindings of another `variant` are others, where
+        handlers bind otherwise. Raises what an operator raises."""
         with torch.inference_mode():
-            binding = self._binding(sizes)
+            binding = self._binding(sizes, variant)
             for name, tensor in inputs.items():
                 binding.inputs[name].copy_(tensor)
             binding.run(sizes)
@@ -71,8 +72,8 @@ class Recorded:
             assert binding.arena is self._arena
             assert all(one.untyped_storage().data_ptr() == arena for one in binding.inputs.values())
 
-    def _binding(self, sizes: Sizes) -> Binding:
-        key = tuple(sizes[name] for name in FIXED if name in sizes)
+    def _binding(self, sizes: Sizes, variant: int) -> Binding:
+        key = variant, *(sizes[name] for name in FIXED if name in sizes)
         found = self._bindings.get(key)
         if found is None:
             fixed = {name: size for name, size in sizes.items() if name in FIXED}

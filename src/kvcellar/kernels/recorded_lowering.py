@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcellar.kernels.recorded_kernel import StepKernel, number_for
+from kvcellar.kernels.recorded_kernel import TYPES, StepKernel, number_for
 from kvcellar.kernels.recorded_memory import View
 from kvcellar.kernels.recorded_small import Small, Take
 
@@ -205,7 +205,9 @@ class Lowering:
 
     def _take(self, name: str, args: Sequence[Resolved], out: View) -> list[Take] | None:
         source, dim, index = (args[0], 0, args[1]) if name == "aten.embedding.default" else args
-        if source.dtype != out.dtype or index.dtype != torch.int64 or (len(index.shape) > 1 and not _contiguous(index)):
+        if source.dtype not in TYPES or source.dtype != out.dtype:
+            return None
+        if index.dtype != torch.int64 or (len(index.shape) > 1 and not _contiguous(index)):
             return None
         dim %= len(source.shape)
         width = math.prod(source.shape[dim + 1 :])

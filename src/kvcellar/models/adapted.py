@@ -26,7 +26,7 @@ from kvcellar.models.seam import current_door
 from kvcellar.plan import Plan
 
 
-class _Layer:
+class AdaptedLayer:
     """Replaces the `forward` of a linear layer."""
 
     def __init__(self, name: str, module: nn.Module, network: "AdaptedNetwork", *, head: bool) -> None:
@@ -86,8 +86,9 @@ class AdaptedNetwork:
 
     def __init__(self, network: PreTrainedModel) -> None:
         self._network = network
-        self._layers: dict[str, _Layer] = {}
+        self._layers: dict[str, AdaptedLayer] = {}
         self.adapters: dict[int, Adapter] = {}
+        self.changes = 0  # how often adapters were added or removed
         self.whole = 0  # the adapter of all rows of a forward outside of a step; 0: none
         self._replaced = False
 
@@ -95,9 +96,10 @@ class AdaptedNetwork:
         """Know an adapter that was read for this network."""
         assert number and number not in self.adapters
         self.restore()
+        self.changes += 1
         linear, head = linear_layers(self._network), self._network.get_output_embeddings()
         for name, lora in adapter.loras.items():
-            layer = self._layers.get(name) or _Layer(name, linear[name], self, head=linear[name] is head)
+            layer = self._layers.get(name) or AdaptedLayer(name, linear[name], self, head=linear[name] is head)
             self._layers[name] = layer
             layer.loras[number] = lora
         self.adapters[number] = adapter
@@ -105,6 +107,7 @@ class AdaptedNetwork:
     def remove(self, number: int) -> None:
         """Forget an adapter, which frees its matrices."""
         self.restore()
+        self.changes += 1
         for name in self.adapters.pop(number).loras:
             del self._layers[name].loras[number]
             if not self._layers[name].loras:
@@ -142,7 +145,7 @@ class AdaptedNetwork:
         """Assert what is always true."""
         for name, module in self._network.named_modules():
             ours: Any = vars(module).get("forward")
-            assert isinstance(ours, _Layer) == (self._replaced and name in self._layers), name
+            assert isinstance(ours, AdaptedLayer) == (self._replaced and name in self._layers), name
         known = {name: set(layer.loras) for name, layer in self._layers.items()}
         held: dict[str, set[int]] = {}
         for number, adapter in self.adapters.items():

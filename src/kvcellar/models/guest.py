@@ -141,9 +141,10 @@ class Guest:
         if self.recording is None:
             return None
         self._check(plan)
-        door, tokens, positions = self._flat(memory, plan, ids, None)
+        door, tokens, positions = self._flat(memory, plan, ids, want if "logits_to_keep" in self._accepts else None)
+        adapters = self.adapted.changes if door.adapted is not None else 0
         with opened(door) as cache:
-            step = RecordedStep(memory, plan, door, cache, tokens, positions, want)
+            step = RecordedStep(memory, plan, door, cache, tokens, positions, want, adapters)
             return self.recording.run(step, hidden=hidden)
 
     def _check(self, plan: Plan) -> None:

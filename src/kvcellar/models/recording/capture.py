@@ -62,7 +62,7 @@ def _program(guest: Guest, opaque: dict[type[nn.Module], str], *, decoding: bool
     modules that are one operator, each with the reason."""
     for _ in range(MOST_TRIES):
         try:
-            with _without_errors_of_torch(), _unchanged(guest.model):
+            with _without_records_of_torch(), _unchanged(guest.model):
                 return simplified(_Capture(guest, frozenset(opaque), decoding).program())
         except FAILURES as error:
             why = reason_of(error)
@@ -74,19 +74,21 @@ def _program(guest: Guest, opaque: dict[type[nn.Module], str], *, decoding: bool
 
 
 @contextmanager
-def _without_errors_of_torch() -> Iterator[None]:
-    """Within the block and on this thread, torch does not log operators that refuse fake tensors."""
+def _without_records_of_torch() -> Iterator[None]:
+    """Within the block and on this thread, torch does not log operators that refuse fake tensors, nor each size."""
     this_thread = threading.get_ident()
 
     def passes(record: logging.LogRecord) -> bool:
         return record.thread != this_thread
 
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    logger.addFilter(passes)
+    loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch.__trace")]
+    for logger in loggers:
+        logger.addFilter(passes)
     try:
         yield
     finally:
-        logger.removeFilter(passes)
+        for logger in loggers:
+            logger.removeFilter(passes)
 
 
 @contextmanager

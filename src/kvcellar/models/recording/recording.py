@@ -13,13 +13,15 @@ from torch import Tensor
 from kvcellar.cache.memory import Memory
 from kvcellar.errors import KvcellarError
 from kvcellar.kernels.program import Program
+from kvcellar.models.recording.hooks import Hooks
 from kvcellar.models.seam import FlatDoor, GuestCache
 from kvcellar.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """The open step of `memory`. Its door is open; `cache` is what modules get. ids and positions [T], wanted [W]."""
+    """The open step of `memory`. Its door is open; `cache` is what modules get. ids and positions [T], wanted [W].
+    `adapters`: 0, or a number that is another one after adapters were added or removed, if rows have adapters."""
 
     memory: Memory
     plan: Plan
@@ -28,6 +30,7 @@ class RecordedStep:
     ids: Tensor
     positions: Tensor
     wanted: Tensor
+    adapters: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,10 @@ class Executor(Protocol):
 
     def run(self, step: RecordedStep) -> Results:
         """The results of an open step, which no later run changes."""
+        ...
+
+    def clear(self) -> None:
+        """Free what runs leave for later ones."""
         ...
 
 
@@ -80,6 +87,7 @@ class Recording:
     captured: Captured
     executor: Executor
     decoding: Executor | None = None  # of `captured.decoding`
+    hooks: Hooks | None = None  # of its network, if that can get some
     steps: int = 0
     by_modules: Counter[str] = field(default_factory=Counter)  # steps by the reason why modules ran them
 
@@ -95,6 +103,12 @@ class Recording:
         return executor.run(step)
 
     def _refused(self, step: RecordedStep, hidden: bool) -> str | None:
-        if step.door.adapted is not None:
-            return "adapters"
+        if self.hooks is not None and self.hooks.found():
+            return "hooks of modules"
         return "hidden states" if hidden and "hidden" not in self.captured.program.outputs else None
+
+    def clear(self) -> None:
+        """Free what steps leave for later ones."""
+        for executor in (self.executor, self.decoding):
+            if executor is not None:
+                executor.clear()

@@ -33,6 +33,9 @@ class Replay:
     def refuse(self, step: RecordedStep) -> str | None:
         return None
 
+    def clear(self) -> None:
+        """Nothing is left."""
+
     def run(self, step: RecordedStep) -> Results:
         cells = {symbol: len(step.door.history(layer).step.columns.cells) for symbol, layer in self.counted.items()}
         run = _Run(self, step, {"T": len(step.ids), "W": len(step.wanted), **cells})

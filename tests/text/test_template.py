@@ -4,11 +4,12 @@ import itertools
 import re
 import time
 from collections.abc import Callable
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
@@ -125,15 +126,22 @@ fragments = st.sampled_from(
 contents = st.lists(fragments, max_size=6).map("".join)
 
 
+@cache
+def own_control(template: str) -> list[int]:
+    """The control tokens that a template itself writes around three messages."""
+    harmless = [user("x"), assistant("y"), user([{"type": "text", "text": "x"}, {"type": "text", "text": "z"}])]
+    return [token for token in OURS[template].render(harmless).encode(WORDS) if token in WORDS.control]
+
+
 @pytest.mark.parametrize("template", ["chatml", "gemma", "gemma3", "mistral", "thinker", "llama3"])
+@settings(max_examples=max(25, settings.default.max_examples // 2))
 @given(first=contents, second=contents, third=contents)
 def test_a_client_cannot_write_control_tokens(template: str, first: str, second: str, third: str) -> None:
     talk = [user(first), assistant(second), user([{"type": "text", "text": first}, {"type": "text", "text": third}])]
-    harmless = [user("x"), assistant("y"), user([{"type": "text", "text": "x"}, {"type": "text", "text": "z"}])]
     rendered = OURS[template].render(talk)
     ids = rendered.encode(WORDS)
     control = [token for token in ids if token in WORDS.control]
-    assert control == [token for token in OURS[template].render(harmless).encode(WORDS) if token in WORDS.control]
+    assert control == own_control(template)
     assert WORDS.decode(ids, skip_special=False) == rendered.text
     if not any(token in text for token in CONTROL for text in (first, second, first + third, first + "\n" + third)):
         assert ids == WORDS.encode(rendered.text, special=False)

@@ -21,7 +21,7 @@ from kvcellar.engine.drafting import Drafting
 from kvcellar.engine.intake import Intake, PromptMemory, TextCodec
 from kvcellar.engine.kv_events import open_events
 from kvcellar.engine.loop import Loop
-from kvcellar.engine.machine import Threads, threads_of
+from kvcellar.engine.machine import Threads, threads_of, trim_heap
 from kvcellar.engine.manager import SequenceManager
 from kvcellar.engine.measures import measures_of
 from kvcellar.engine.open_drafts import Drafts, open_drafts
@@ -93,7 +93,9 @@ def build(
         _check_as_it_is(loaded.model, settings)
     packing = _packing(loaded, settings)
     guest = build_guest(loaded.model, named(settings.attention))
-    return _assembled(opened, packing, guest, threads, thread or DeviceThread(), began)
+    built = _assembled(opened, packing, guest, threads, thread or DeviceThread(), began)
+    trim_heap()
+    return built
 
 
 def _in_a_fork(settings: Settings) -> Settings:

@@ -25,10 +25,10 @@ def by_way(guest: Guest) -> dict[str, SameBits]:
     return {one.way: one for one in same_bits(guest, seed=0)}
 
 
-# Full, sliding and soft-capped attention, sinks, partial rotation, learned positions, experts of four classes,
-# convolutions; then latents, chunks and shared K/V, whose sizes in the zoo leave tails of vectors in float32.
+# Full, sliding and soft-capped attention, sinks, partial rotation, learned positions, transposed weights, experts of
+# four classes, convolutions; then latents, chunks and shared K/V, whose sizes leave tails of vectors in float32.
 PROMISED = (
-    *("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "cohere2", "gpt-neox", "opt"),
+    *("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "cohere2", "gpt-neox", "opt", "gpt2"),
     *("gpt-oss", "qwen3-moe", "mixtral", "olmoe", "lfm2"),
 )
 IN_BFLOAT16 = ("deepseek-v2", "deepseek-v3", "llama4", "gemma3n", "gemma4-e2b")

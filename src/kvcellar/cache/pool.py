@@ -38,7 +38,7 @@ class Pool:
         arrangement: Arrangement | Mapping[str, Arrangement],
         padding: int = 1,
     ) -> None:
-        self._padding = padding
+        self._padding, self.resizes = padding, 0
         self._bytes_per_cell = sum(plane.bytes_per_cell(dtype.itemsize) for plane in planes)
         places = self._places(cells)
         self._rotations = {size: hadamard(size, device) for size in rotated_sizes(planes)}
@@ -87,6 +87,7 @@ class Pool:
         """
         places = self._places(cells)
         self._of[layer].update({name: kept.resized(places) for name, kept in self._of[layer].items()})
+        self.resizes += 1
 
     def zero(self, run: Run) -> None:
         """Zero free cells in all planes."""

@@ -233,6 +233,11 @@ class Storage:
         return sum(store.pool.bytes for store in self._stores.all) + self._states.bytes
 
     @property
+    def resizes(self) -> int:
+        """How often planes have moved: they are at the same addresses while it is the same."""
+        return sum(store.pool.resizes for store in self._stores.all)
+
+    @property
     def table_bytes(self) -> int:
         """Bytes of the step tables, which stay between steps and belong to the scratch of steps."""
         return self._stores.tables.bytes + sum(store.step.tables.bytes for store in self._stores.all)

@@ -46,7 +46,6 @@ class NativeExecutor:
         self._program, self._network, self._kernel = program, network, kernel
         self._constants = constants_of(program, network)
         self._counted = layers_of_cells(program)
-        self._stored = tuple({op.args[2] for op in program.ops if op.name == "kvcellar.put"})
         self._memories: WeakKeyDictionary[Memory, _Bound] = WeakKeyDictionary()
 
     def refuse(self, step: RecordedStep) -> str | None:
@@ -60,23 +59,7 @@ class NativeExecutor:
         if bound is None:
             bound = self._memories[step.memory] = _Bound(self._program, self._constants, self._network, self._kernel)
         cells = {symbol: len(step.door.history(layer).step.columns.cells) for symbol, layer in self._counted.items()}
-        places = [place for plane in self._planes(step.door) for place in _place(plane)]
-        return bound.run(step, {"T": len(step.ids), "W": len(step.wanted), **cells}, places)
-
-    def _planes(self, door: FlatDoor) -> Iterator[Any]:
-        for layer in self._stored:
-            assert isinstance(layer, int)
-            yield from door.history(layer).planes.values()
-
-
-def _place(plane: Any) -> tuple[Any, ...]:
-    """Where a plane is: what native calls have of it."""
-    scales = plane.scales
-    return (
-        plane.codes.data_ptr(),
-        plane.codes.stride(),
-        None if scales is None else (scales.data_ptr(), scales.stride()),
-    )
+        return bound.run(step, {"T": len(step.ids), "W": len(step.wanted), **cells})
 
 
 class _Bound:
@@ -101,12 +84,12 @@ class _Bound:
             "kvcellar.module": called,
         }
         self._recorded = Recorded(program, constants, handlers, kernel)
-        self._places: Sequence[Any] = ()
+        self._resizes = 0  # of the memory, when its planes were bound
 
-    def run(self, step: RecordedStep, sizes: Mapping[str, int], places: Sequence[Any]) -> Results:
-        if places != self._places:
+    def run(self, step: RecordedStep, sizes: Mapping[str, int]) -> Results:
+        if (resizes := step.memory.storage.resizes) != self._resizes:
             self._recorded.clear()
-            self._places = places
+            self._resizes = resizes
         self._step.open = step
         self._states.begin(step)
         try:

@@ -22,6 +22,7 @@ from kvcellar.shapes import Scoring
 
 SPLIT = 512  # keys with a softmax of their own
 PARTIAL_BYTES = 1 << 26  # that the results of divided histories may take in a layer
+FEWEST = 1 << 12  # cells that the table of keys has room for: so that few steps need a larger one
 FEW, MANY = 4, 16  # rows of a block at most: of a segment that has no more, and of others
 
 
@@ -37,8 +38,8 @@ class Prepared(NamedTuple):
     """A step of one group in integers, int64."""
 
     launches: tuple[Launch, ...]
-    bounds: Tensor  # [T,2]: the positions [low,end) that each row sees
-    cells: Tensor  # [N]: all that segments see, in order of position, one segment after the other
+    bounds: Tensor  # [T,2]: the positions [low,end) that each row sees; rows behind the last see nothing
+    cells: Tensor  # [N]: all that segments see, in order of position, one segment after the other, and others behind
 
     @property
     def key(self) -> tuple[int, ...]:
@@ -71,8 +72,7 @@ def prepared(plan: GroupPlan, tables: StepTables) -> Prepared:
             blocks += [(row, min(most, segment.row + rows - row), at - segment.first) for row in starts]
             at += segment.end - segment.first
     launches = [_launch(name, blocks, bounds, tables) for name, blocks in (("short", short), ("long", long)) if blocks]
-    table = tables.fill("bounds", [number for bound in bounds for number in bound]).view(-1, 2)
-    return Prepared(tuple(launches), table, _cells(plan.segments, at, tables))
+    return Prepared(tuple(launches), _table("bounds", bounds, tables), _cells(plan.segments, at, tables))
 
 
 def _bounds(layout: Layout, segment: Segment) -> list[tuple[int, int]]:
@@ -83,20 +83,28 @@ def _launch(
     name: str, blocks: Sequence[tuple[int, int, int]], bounds: Sequence[tuple[int, int]], tables: StepTables
 ) -> Launch:
     splits = max(-(-bounds[row + count - 1][1] // SPLIT) - bounds[row][0] // SPLIT for row, count, _ in blocks)
-    padding = [0] * 3 * (power_of_two(len(blocks)) - len(blocks))
-    table = tables.fill(f"{name} blocks", [*(number for block in blocks for number in block), *padding])
-    return Launch(table.view(-1, 3), power_of_two(max(count for _, count, _ in blocks)), power_of_two(splits))
+    most = max(count for _, count, _ in blocks)
+    return Launch(_table(f"{name} blocks", blocks, tables), power_of_two(most), power_of_two(splits))
+
+
+def _table(name: str, rows: Sequence[tuple[int, ...]], tables: StepTables) -> Tensor:
+    """[n,width] with n a power of two; rows behind the last are zero."""
+    width = len(rows[0])
+    missing = [0] * (width * (power_of_two(len(rows)) - len(rows)))
+    return tables.fill(name, [*(number for row in rows for number in row), *missing]).view(-1, width)
 
 
 def _cells(segments: Sequence[Segment], n: int, tables: StepTables) -> Tensor:
-    """[n], made on the device from the runs."""
+    """[N] from the runs, on the device. N is `n` rounded up to a power of two; what is behind `n` is undefined."""
     runs = [run for segment in segments for run in segment.runs]
     starts = list(accumulate((run.n for run in runs), initial=0))[:-1]
     shifts = [run.cell - start for run, start in zip(runs, starts, strict=True)]
     first, shift = tables.fill("runs", [*starts, *shifts]).view(2, -1)
     places = torch.arange(n, device=tables.device)
     run = torch.searchsorted(first, places, right=True) - 1
-    return tables.empty("cells of keys", (n,), torch.int64).copy_(places + shift[run])
+    cells = tables.empty("cells of keys", (power_of_two(max(n, FEWEST)),), torch.int64)
+    cells[:n] = places + shift[run]
+    return cells
 
 
 def power_of_two(n: int) -> int:

@@ -1,0 +1,127 @@
+"""Steps that are replayed: which ones, with what result, and where they are not. Graphs of calls stand for CUDA graphs."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kvcellar.attention.choose import backends
+from kvcellar.attention.triton import Triton
+from kvcellar.models.build_guest import build_guest
+from kvcellar.models.guest import Guest
+from kvcellar.models.recording.graphs import ROWS, Graphs
+from kvcellar.models.recording.record import record
+from kvcellar.models.recording.replay import Replay
+from tests.attention.by_tables import attend
+from tests.models import graph_of_calls
+from tests.models.test_recording import Steps
+from tests.zoo import ARCHS
+
+
+def guest_of(name: str) -> Guest:
+    return build_guest(ARCHS[name].build(), (Triton(attend, "cpu"), *backends()))
+
+
+def replayed(name: str) -> tuple[Guest, Graphs]:
+    guest = guest_of(name)
+    record(guest, lambda program: Replay(program, guest.model))
+    assert guest.recording is not None, guest.not_recorded
+    assert isinstance(guest.recording.executor, Replay)
+    graphs = guest.recording.executor = Graphs(guest.recording.executor, graph_of_calls.record)
+    return guest, graphs
+
+
+def decoding(steps: Steps) -> list[Tensor]:
+    """Sequences that come, go and grow, with steps of other kinds in between."""
+    steps.step([(0, 13), (1, 3)])
+    for _ in range(4):
+        steps.step([(0, 1), (1, 1)])
+    steps.step([(2, 5)])
+    for _ in range(4):
+        steps.step([(1, 1), (0, 1), (2, 1)], wanted=2)
+    steps.step([(0, 1), (1, 1)], stores=False)
+    for _ in range(3):
+        steps.step([(0, 1), (1, 1)])
+        steps.step([(2, 1)], wanted=0)
+    return steps.logits
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
+def test_replayed_steps_have_the_logits_of_the_modules(name: str) -> None:
+    guest, graphs = replayed(name)
+    ours, theirs = decoding(Steps(guest)), decoding(Steps(guest_of(name)))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    assert guest.recording is not None
+    assert graphs.never is None
+    assert guest.recording.by_modules == {"query-only rows": 1}
+    assert 3 <= graphs.captured <= 4 < guest.recording.steps
+
+
+def test_cells_that_move_are_captured_again() -> None:
+    guest, graphs = replayed("llama")
+    one, other = Steps(guest), Steps(guest_of("llama"))
+    for steps in (one, other):
+        steps.step([(0, 9)])
+        for _ in range(3):
+            steps.step([(0, 1)])
+        for group in steps.memory.storage.groups:
+            steps.memory.storage.resize(group.name, 200)
+        for _ in range(4):
+            steps.step([(0, 1)])
+    for a, b in zip(one.logits, other.logits, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    assert graphs.captured == 2
+    one.memory.check()
+
+
+class Waits(nn.Module):
+    """A result of the device decides what is computed next."""
+
+    def __init__(self, whole: nn.Module) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.whole(x)
+        return out if float(out.sum()) < 1e9 else -out
+
+
+def test_what_cannot_be_captured_is_run_as_before_with_the_reason() -> None:
+    model = ARCHS["llama"].build()
+    for layer in model.model.layers:
+        layer.mlp = Waits(layer.mlp)
+    guest = build_guest(model, (Triton(attend, "cpu"), *backends()))
+    plain = build_guest(ARCHS["llama"].build(), (Triton(attend, "cpu"), *backends()))
+    record(guest, lambda program: Replay(program, guest.model))
+    assert guest.recording is not None
+    assert isinstance(guest.recording.executor, Replay)
+    graphs = guest.recording.executor = Graphs(guest.recording.executor, graph_of_calls.record)
+    for a, b in zip(decoding(Steps(guest)), decoding(Steps(plain)), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    why = "RuntimeError: aten::item waits for the device while a graph is captured"
+    assert graphs.never == f"a step could not be captured: {why}"
+    assert guest.recording.by_modules[graphs.never] > 5
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("lfm2", "layers with a recurrent state are not captured"),
+        ("deepseek-v3", "keys that are computed from stored planes (MLA) have no fixed number"),
+    ],
+)
+def test_programs_that_are_never_captured(name: str, why: str) -> None:
+    assert replayed(name)[1].never == why
+
+
+def test_long_steps_and_other_backends_are_not_replayed() -> None:
+    guest, graphs = replayed("llama")
+    steps = Steps(guest)
+    guest.recording.executor = graphs  # pyright: ignore[reportOptionalMemberAccess]
+    steps._ids = steps._ids * 4
+    steps.memory = guest.memory({group.name: 999 for group in guest.shape.groups})
+    steps.step([(0, ROWS[-1] + 1)])
+    other, graphs = build_guest(ARCHS["llama"].build(), backends()), graphs
+    record(other, lambda program: Graphs(Replay(program, other.model), graph_of_calls.record))
+    assert other.not_recorded is not None
+    assert "attention by" in other.not_recorded

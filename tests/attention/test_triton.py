@@ -1,5 +1,6 @@
 """The kernel for GPUs, on a device or by Triton's interpreter, judged by the definition of attention in float64."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -34,9 +35,11 @@ GRID = [  # query heads, KV heads, key size, value size
 
 @pytest.mark.parametrize(("dtype", "shape", "layout", "scoring"), GRID, ids=str)
 def test_prompts_and_single_tokens_of_unequal_sequences(dtype, shape, layout, scoring) -> None:
-    texts = Texts(layout, shape, 128, dtype=dtype, backend=Triton(device="cpu"))
+    texts = Texts(layout, shape, 128, dtype=dtype, backend=Triton(device=DEVICE), device=DEVICE)
+    how = scorings(shape[0], shape[2])[scoring]
+    how = how if how.sinks is None else replace(how, sinks=how.sinks.to(DEVICE))
     for feeds in STEPS:
-        texts.step(feeds, scorings(shape[0], shape[2])[scoring])
+        texts.step(feeds, how)
 
 
 def drawn(seed: int, *shape: int) -> Tensor:

@@ -44,6 +44,7 @@ class Texts:
     dtype: torch.dtype = torch.float32
     backend: Backend = field(default_factory=Sdpa)
     spread: float = 1.0
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         _, kv_heads, size, value_size = self.shape
@@ -52,7 +53,7 @@ class Texts:
             [Group("g", self.layout, planes, (7,))],
             cells={"g": self.cells},
             dtype=self.dtype,
-            device="cpu",
+            device=self.device,
             backend=self.backend,
         )
         self.numbers = torch.Generator().manual_seed(1)
@@ -60,7 +61,7 @@ class Texts:
         self.runs = 0
 
     def draw(self, *shape: int) -> Tensor:
-        return (self.spread * torch.randn(shape, generator=self.numbers)).to(self.dtype)
+        return (self.spread * torch.randn(shape, generator=self.numbers)).to(self.device, self.dtype)
 
     def begin(self, feeds: dict[int, int], new: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Open a step in which each sequence gets so many tokens, with any K/V or `new` ones; the queries [T,H,D]."""

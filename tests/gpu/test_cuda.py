@@ -4,6 +4,7 @@ In float32 without TF32, so that what is compared is the memory and not the roun
 transformers would take if its score is the best or as good as that: ties of random networks fall either way.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 from kvcellar import Engine
 from kvcellar.attention.choose import backends
 from kvcellar.engine import settings
+from kvcellar.engine.stats import EngineStats
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.shapes import StoredAs
@@ -151,6 +153,40 @@ def test_an_engine_takes_no_more_of_the_device_than_was_granted(name: str) -> No
         engine.generate(PROMPTS * 4, max_tokens=30, temperature=0.7, top_p=0.9, seed=1, ignore_eos=True)
         torch.cuda.synchronize()
         assert torch.cuda.max_memory_allocated() - before <= stats.limit_bytes + WORKSPACE
+
+
+def generated(name: str, record: str) -> tuple[list[list[int]], EngineStats]:
+    """Greedy completions in float32."""
+    with Engine(on_cuda(name), **SMALL, record=record) as engine:
+        results = engine.generate(PROMPTS, max_tokens=40, temperature=0, ignore_eos=True)
+        return [list(one.token_ids) for one in results], engine.stats()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss", "qwen3-moe"])
+def test_graphs_change_no_text(name: str) -> None:
+    graphs, stats = generated(name, "auto")
+    plain, _ = generated(name, "off")
+    assert graphs == plain
+    assert {group.backend for group in stats.groups} == {"triton"}
+    assert stats.recording.executor == "CUDA graphs"
+    assert stats.recording.steps > 30
+    assert set(stats.recording.by_modules) == {"prompts"}
+
+
+@pytest.mark.parametrize("record", ["auto", "off"])
+def test_a_decoding_step_waits_for_the_device_once(record: str) -> None:
+    """Greedy and sampled: for the tokens that it has drawn."""
+    with Engine(on_cuda("llama"), **SMALL, record=record) as engine:
+        for sampling in ({"temperature": 0}, {"seed": 3, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1}):
+            waits: list[int] = []
+            for tokens in (60, 20, 60):  # the first one captures what the others replay
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    torch.cuda.set_sync_debug_mode("warn")
+                    engine.generate(PROMPTS[0], max_tokens=tokens, ignore_eos=True, **sampling)
+                    torch.cuda.set_sync_debug_mode("default")
+                waits.append(sum("synchronizing CUDA operation" in str(one.message) for one in caught))
+            assert waits[2] - waits[1] == 40
 
 
 def test_without_a_number_it_is_a_share_of_what_the_device_has_free() -> None:

@@ -1,16 +1,16 @@
-"""Steps that are replayed: which ones, with what result, and where they are not. Graphs of calls stand for CUDA graphs."""
+"""Steps that are replayed: which ones, with what result, and where not. Graphs of calls stand for CUDA graphs."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from kvcellar.attention.choose import backends
+from kvcellar.attention.sdpa import Sdpa
 from kvcellar.attention.triton import Triton
+from kvcellar.engine.recorded import replay_graphs
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
-from kvcellar.models.recording.graphs import ROWS, Graphs
-from kvcellar.models.recording.record import record
-from kvcellar.models.recording.replay import Replay
+from kvcellar.models.recording.graphs import Graphs
 from tests.attention.by_tables import attend
 from tests.models import graph_of_calls
 from tests.models.test_recording import Steps
@@ -21,13 +21,11 @@ def guest_of(name: str) -> Guest:
     return build_guest(ARCHS[name].build(), (Triton(attend, "cpu"), *backends()))
 
 
-def replayed(name: str) -> tuple[Guest, Graphs]:
-    guest = guest_of(name)
-    record(guest, lambda program: Replay(program, guest.model))
+def replayed(guest: Guest) -> Graphs:
+    replay_graphs(guest, graph_of_calls.record)
     assert guest.recording is not None, guest.not_recorded
-    assert isinstance(guest.recording.executor, Replay)
-    graphs = guest.recording.executor = Graphs(guest.recording.executor, graph_of_calls.record)
-    return guest, graphs
+    assert isinstance(guest.recording.executor, Graphs)
+    return guest.recording.executor
 
 
 def decoding(steps: Steps) -> list[Tensor]:
@@ -45,20 +43,22 @@ def decoding(steps: Steps) -> list[Tensor]:
     return steps.logits
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_replayed_steps_have_the_logits_of_the_modules(name: str) -> None:
-    guest, graphs = replayed(name)
+    guest = guest_of(name)
+    graphs = replayed(guest)
     ours, theirs = decoding(Steps(guest)), decoding(Steps(guest_of(name)))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
     assert guest.recording is not None
     assert graphs.never is None
-    assert guest.recording.by_modules == {"query-only rows": 1}
+    assert guest.recording.by_modules == {"prompts": 2, "query-only rows": 1}
     assert 3 <= graphs.captured <= 4 < guest.recording.steps
 
 
 def test_cells_that_move_are_captured_again() -> None:
-    guest, graphs = replayed("llama")
+    guest = guest_of("llama")
+    graphs = replayed(guest)
     one, other = Steps(guest), Steps(guest_of("llama"))
     for steps in (one, other):
         steps.step([(0, 9)])
@@ -91,12 +91,8 @@ def test_what_cannot_be_captured_is_run_as_before_with_the_reason() -> None:
     for layer in model.model.layers:
         layer.mlp = Waits(layer.mlp)
     guest = build_guest(model, (Triton(attend, "cpu"), *backends()))
-    plain = build_guest(ARCHS["llama"].build(), (Triton(attend, "cpu"), *backends()))
-    record(guest, lambda program: Replay(program, guest.model))
-    assert guest.recording is not None
-    assert isinstance(guest.recording.executor, Replay)
-    graphs = guest.recording.executor = Graphs(guest.recording.executor, graph_of_calls.record)
-    for a, b in zip(decoding(Steps(guest)), decoding(Steps(plain)), strict=True):
+    graphs = replayed(guest)
+    for a, b in zip(decoding(Steps(guest)), decoding(Steps(guest_of("llama"))), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
     why = "RuntimeError: aten::item waits for the device while a graph is captured"
     assert graphs.never == f"a step could not be captured: {why}"
@@ -111,17 +107,16 @@ def test_what_cannot_be_captured_is_run_as_before_with_the_reason() -> None:
     ],
 )
 def test_programs_that_are_never_captured(name: str, why: str) -> None:
-    assert replayed(name)[1].never == why
+    guest = guest_of(name)
+    replay_graphs(guest, graph_of_calls.record)
+    assert (guest.recording, guest.not_recorded) == (None, why)
 
 
-def test_long_steps_and_other_backends_are_not_replayed() -> None:
-    guest, graphs = replayed("llama")
+def test_attention_whose_launches_differ_from_step_to_step_is_not_replayed() -> None:
+    guest = build_guest(ARCHS["llama"].build(), (Sdpa(), *backends()))
+    replayed(guest)
     steps = Steps(guest)
-    guest.recording.executor = graphs  # pyright: ignore[reportOptionalMemberAccess]
-    steps._ids = steps._ids * 4
-    steps.memory = guest.memory({group.name: 999 for group in guest.shape.groups})
-    steps.step([(0, ROWS[-1] + 1)])
-    other, graphs = build_guest(ARCHS["llama"].build(), backends()), graphs
-    record(other, lambda program: Graphs(Replay(program, other.model), graph_of_calls.record))
-    assert other.not_recorded is not None
-    assert "attention by" in other.not_recorded
+    for _ in range(3):
+        steps.step([(0, 1)])
+    assert guest.recording is not None
+    assert guest.recording.by_modules == {"attention by sdpa": 3}

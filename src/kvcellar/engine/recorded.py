@@ -6,8 +6,10 @@ from kvcellar.engine.settings import Settings
 from kvcellar.kernels.compiled import NotCompiled
 from kvcellar.kernels.recorded_kernel import StepKernel
 from kvcellar.models.guest import Guest
+from kvcellar.models.recording.graphs import CudaGraphs, Graphs, RecordGraph
 from kvcellar.models.recording.native import native
 from kvcellar.models.recording.record import record
+from kvcellar.models.recording.replay import Replay
 from kvcellar.models.recording.saved import programs
 
 
@@ -15,8 +17,10 @@ def record_steps(guest: Guest, settings: Settings) -> None:
     """Record the forward of a guest, before it serves anything. `not_recorded` has the reason where it is not."""
     if settings.record == "off":
         guest.not_recorded = "record is off"
+    elif guest.device.type == "cuda":
+        replay_graphs(guest, CudaGraphs())
     elif guest.device.type != "cpu":
-        guest.not_recorded = f"steps are recorded on CPUs only, and the model is on {guest.device}"
+        guest.not_recorded = f"steps are recorded on CPUs and CUDA devices only, and the model is on {guest.device}"
     else:
         try:
             kernel = StepKernel(os.environ)
@@ -24,3 +28,14 @@ def record_steps(guest: Guest, settings: Settings) -> None:
             guest.not_recorded = str(error)
         else:
             record(guest, native(guest.model, kernel), programs(os.environ))
+
+
+def replay_graphs(guest: Guest, graphs: RecordGraph) -> None:
+    """Let decoding steps of a guest be replayed from graphs."""
+    record(guest, lambda program: Replay(program, guest.model), programs(os.environ))
+    if guest.recording is not None:
+        executor = Graphs(Replay(guest.recording.captured.program, guest.model), graphs)
+        if executor.never is None:
+            guest.recording.executor = executor
+        else:
+            guest.recording, guest.not_recorded = None, executor.never

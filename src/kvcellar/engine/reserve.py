@@ -30,6 +30,7 @@ from kvcellar.engine.scheduler import ROUND
 from kvcellar.errors import CapacityTooSmall
 from kvcellar.kernels.packed import with_padding
 from kvcellar.models.guest import Guest
+from kvcellar.models.recording.graphs import Graphs
 from kvcellar.plan import Batch, Feed
 from kvcellar.progress import report
 from kvcellar.sample.draw import MAX_VOCAB, draw
@@ -78,6 +79,8 @@ def scratch(
             rest += _key_tables(guest, writers, longest) + (PARTIAL_BYTES if longest > SPLIT else 0)
         if not _gathers(guest):
             decoding = continued(steps.write, (writers, before), (WRITERS, REMEMBERED))
+            if guest.recording is not None and guest.recording.executor.name == Graphs.name:
+                return rest + decoding + max(prompts, decoding)  # graphs keep memory of their own
             if guest.recording is not None and guest.recording.decoding is not None:
                 return rest + prompts + decoding  # each of its programs keeps memory of its own
             return rest + max(prompts, decoding)

@@ -19,6 +19,7 @@ from kvcellar.models.input_limits import context_reason
 from kvcellar.models.packing import Packed
 from kvcellar.models.quantize.harm import measure_harm
 from kvcellar.models.quantize.kinds import DENSE, QUANTISED
+from kvcellar.models.recording.graphs import Graphs
 from kvcellar.progress import report
 from kvcellar.verify.kv_quality import KvQuality, is_small
 from kvcellar.verify.kv_quality import kv_quality as measure
@@ -212,7 +213,8 @@ def _recording(guest: Guest) -> str:
         return f"steps: by the model's modules ({guest.not_recorded})"
     opaque = recording.captured.opaque
     kept = "".join(f"; {kind} runs as it is ({why})" for kind, why in opaque.items())
-    return f"steps: recorded, {len(recording.captured.program.ops)} operators{kept}"
+    graphs = "; CUDA graphs in decode, the model's modules in prefill" if recording.executor.name == Graphs.name else ""
+    return f"steps: recorded, {len(recording.captured.program.ops)} operators{graphs}{kept}"
 
 
 def _notes(built: Built) -> list[str]:

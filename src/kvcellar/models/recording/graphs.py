@@ -1,4 +1,4 @@
-"""graphs: steps of few rows as CUDA graphs. The operators of a program are launched once for each shape of a step, and
+"""graphs: decoding steps as CUDA graphs. The operators of a program are launched once for each shape of a step, and
 later steps of that shape replay the launches with one call.
 
 A step is padded to a shape with few others: ids, positions, wanted rows and cells are tables at fixed addresses, whose
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvcellar.attention.blocks import Prepared, power_of_two
+from kvcellar.attention.blocks import FEW, Prepared, power_of_two
 from kvcellar.cache.history import GroupStep
 from kvcellar.models.build_guest import MODEL_ERRORS
 from kvcellar.models.recording.recording import RecordedStep, Results, reason_of
@@ -37,7 +37,7 @@ class Graph(Protocol):
     def replay(self) -> None: ...
 
 
-Record = Callable[[Callable[[], None]], Graph]  # records the launches of a function, without running them
+RecordGraph = Callable[[Callable[[], None]], Graph]  # records the launches of a function, without running them
 
 
 class CudaGraphs:
@@ -66,7 +66,7 @@ class Graphs:
 
     name = "CUDA graphs"
 
-    def __init__(self, replay: Replay, record: Record) -> None:
+    def __init__(self, replay: Replay, record: RecordGraph) -> None:
         self.never = _never(replay)  # the reason why no step is replayed
         self.captured = 0  # graphs, those included that are not kept
         self._replay, self._record = replay, record
@@ -81,6 +81,8 @@ class Graphs:
             return self.never
         if len(step.ids) > ROWS[-1]:
             return f"more than {ROWS[-1]} rows"
+        if max(len(feed.pos) for feed in step.plan.feeds) > FEW:
+            return "prompts"
         if step.plan.stored < step.plan.tokens:
             return "query-only rows"
         others = {layer.backend.name for layer in self._histories(step) if not _is_fixed(layer.step.prepared)}
@@ -89,7 +91,8 @@ class Graphs:
     def run(self, step: RecordedStep) -> Results:
         padded = _padded(step)
         key = self._key(padded)
-        if key not in self._graphs:  # shapes that come once are not worth a graph
+        measured = step.memory.step is not None and step.memory.step.reserved
+        if key not in self._graphs or measured:  # shapes that come once are not worth a graph
             self._keep(key, None)
             return self._replay.run(step)
         kept = self._graphs[key]
@@ -188,7 +191,9 @@ def _padded(step: RecordedStep) -> RecordedStep:
     def more(name: str, tensor: Tensor) -> Tensor:
         n = next(rows for rows in ROWS if rows >= len(tensor))
         wide = tables.empty(name, (n,), torch.int64)
-        assert not len(tensor) or wide.data_ptr() == tensor.data_ptr(), "a bucket of a table has the same address for all its lengths"
+        assert not len(tensor) or wide.data_ptr() == tensor.data_ptr(), (
+            "a bucket of a table has the same address for all its lengths"
+        )
         return wide
 
     return replace(

@@ -79,11 +79,10 @@ def scratch(
             rest += _key_tables(guest, writers, longest) + (PARTIAL_BYTES if longest > SPLIT else 0)
         if not _gathers(guest):
             decoding = continued(steps.write, (writers, before), (WRITERS, REMEMBERED))
-            if guest.recording is not None and guest.recording.executor.name == Graphs.name:
-                return rest + decoding + max(prompts, decoding)  # graphs keep memory of their own
+            graphs = decoding if guest.recording is not None and guest.recording.executor.name == Graphs.name else 0
             if guest.recording is not None and guest.recording.decoding is not None:
-                return rest + prompts + decoding  # each of its programs keeps memory of its own
-            return rest + max(prompts, decoding)
+                return rest + prompts + decoding  # each of its programs keeps memory of its own, as graphs do
+            return rest + graphs + max(prompts, decoding)
         return rest + max(prompts, _gathered(steps.write, writers, before) + _tables(guest, writers, longest))
 
     return most

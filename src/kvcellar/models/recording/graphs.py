@@ -121,6 +121,7 @@ class Graphs:
                 if results.hidden is not None and made.hidden is not None:
                     results.hidden.copy_(made.hidden)
 
+            graph = None
             try:
                 steps[0].written -= self._written
                 graph = self._record(run)
@@ -129,13 +130,12 @@ class Graphs:
                 self.never = f"a step could not be captured: {reason_of(error)}"
             steps[0].written |= self._written
         wanted = _of(expected, step)
-        if self.never is None and not torch.equal(_of(results, step).logits, wanted.logits):
-            self.never = "a captured step had other logits than its operators"
-        if self.never is not None:
-            self._graphs.clear()
-            return wanted, None
-        self.captured += 1
-        return wanted, _Kept(graph, results)
+        if graph is not None and self.never is None and torch.equal(_of(results, step).logits, wanted.logits):
+            self.captured += 1
+            return wanted, _Kept(graph, results)
+        self.never = self.never or "a captured step had other logits than its operators"
+        self._graphs.clear()
+        return wanted, None
 
     def _keep(self, key: Key, kept: _Kept | None) -> None:
         self._graphs.pop(key, None)

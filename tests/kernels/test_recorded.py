@@ -7,6 +7,7 @@ import platform
 import shutil
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from torch import Tensor
 from kvcellar.kernels.compiled import COMPILERS
 from kvcellar.kernels.program import Number, Op, Program, Ref, Value
 from kvcellar.kernels.recorded import Recorded
+from kvcellar.kernels.recorded_functions import CANDIDATES, Functions
 from kvcellar.kernels.recorded_kernel import REFERENCES, StepKernel, same_bits
+from kvcellar.kernels.recorded_lowering import operator
 from kvcellar.kernels.recorded_memory import Life, placed
 from tests.kernels.traced import data_of, traced
 
@@ -106,7 +109,31 @@ def folded(x: Tensor, angle: Tensor) -> Tensor:
     return x * scale.to(x.dtype)
 
 
-FUNCTIONS = (rope, gated, heads_first, picked, limited, in_place, folded)
+def gated_state(x: Tensor, angle: Tensor) -> Tensor:
+    """The state of 4 heads of 8 by 16: numbers of each head are expanded to all of its elements."""
+    step = F.softplus(x[:, :4, None].expand(-1, -1, 8) + torch.arange(4.0).to(x.dtype)[:, None].expand(-1, 8))
+    decay = torch.exp(step[..., None].float() * -torch.arange(1.0, 5.0)[:, None, None].expand(-1, 8, 16))
+    drive = step[..., None] * angle[:, None, None].to(x.dtype) * x[:, 32:].view(-1, 4, 8)[..., None]
+    return (decay * decay + drive).to(x.dtype)
+
+
+def convolved(x: Tensor, angle: Tensor) -> Tensor:
+    """20 channels, by factors of their own; two positions, of which one is used."""
+    longer = torch.cat((x[:, :60].view(-1, 20, 3), x[:, 4:24, None]), -1)
+    weight = torch.arange(60.0).sub(30).div(20).to(x.dtype).view(20, 1, 3)
+    return F.silu(F.conv1d(longer, weight, x.new_ones(20) / 3, groups=20)[..., -1:]).transpose(1, 2)
+
+
+def angles(x: Tensor, angle: Tensor) -> Tensor:
+    """Products of columns and rows, also of zeros of both signs, and rows that are named by number."""
+    product = torch.bmm(
+        torch.arange(-3.0, 4.0)[None, :, None], (angle.round() * 0.0 + angle[:, :1])[None, :, 0][:, None]
+    )
+    picked = angle[None][:, (angle[:, 0] > 0).long() - 1][0]
+    return torch.cat((product[0].t(), product[0].t().sin(), product[0].t().cos(), picked), -1)
+
+
+FUNCTIONS = (rope, gated, heads_first, picked, limited, in_place, folded, gated_state, convolved, angles)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
@@ -141,6 +168,33 @@ def test_every_bfloat16_is_treated_as_torch_does(name: str, kernel: StepKernel) 
     made = recorded(traced(UNARY[name], [every]), kernel)
     for x in (every, every[:3]):
         assert same_bits(run(made, len(x), [x])[0], UNARY[name](x))
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+@pytest.mark.parametrize("width", [64, 5])
+def test_functions_of_float32_have_the_bits_of_torch(name: str, width: int, kernel: StepKernel) -> None:
+    function = operator(name)
+    made = recorded(traced(lambda x: function(x[:, :width]) * 1, [rows(5, 70, dtype=torch.float32)]), kernel)
+    for t in ROWS:
+        x = rows(t, 70, dtype=torch.float32) * 20
+        x[0, :3] = torch.tensor([float("nan"), float("inf"), -0.0])
+        assert same_bits(run(made, t, [x])[0], function(x[:, :width]))
+
+
+def test_functions_are_native_where_torchs_library_has_them(native: StepKernel) -> None:
+    """Without the library they are left to torch."""
+    if X86 and native.functions.lanes:
+        assert all(native.function(name, operator(name)) for name in CANDIDATES)
+    none = Functions(lambda _: 1, 16, lambda *_: torch.ones(0), Path("no library"))
+    assert none.of("aten.exp.default", torch.exp, torch.ones(64)) is None
+
+
+def test_what_repeats_is_stored_once(native: StepKernel) -> None:
+    made = recorded(traced(gated_state, [rows(5, 64), rows(5, 16)]), native)
+    inputs = rows(40, 64), rows(40, 16)
+    assert same_bits(run(made, 40, inputs)[0], gated_state(*inputs))
+    state = 40 * 4 * 8 * 16
+    assert made.bytes < 2 * state * 4  # of the decay and of its product there are 4 numbers in each row
 
 
 @pytest.mark.parametrize("name", ["gelu", "rsqrt", "silu", "softplus"])

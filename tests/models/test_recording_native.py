@@ -26,9 +26,7 @@ from kvcellar.spans import Span
 from tests.models.quantised import saved
 from tests.models.served import FLAT
 from tests.models.test_recording import Steps, timeline
-from tests.zoo import ARCHS, RECURRENT
-
-UNTRACED = {"zaya"}  # recurrent layers that pad what they read by a number that is computed
+from tests.zoo import ARCHS
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="there is no compiler")
 
@@ -56,8 +54,13 @@ def test_a_forward_in_fixed_memory_equals_the_modules(name: str, dtype: torch.dt
     assert recording.steps == len(ours)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
-@pytest.mark.parametrize("name", sorted(set(RECURRENT) & set(FLAT) - UNTRACED))
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("lfm2", torch.float32), ("mamba2", torch.bfloat16), ("mamba", torch.float32), ("qwen3.5", torch.bfloat16),
+        ("kimi-linear", torch.float32), ("falcon-h1", torch.bfloat16),
+    ],
+)  # fmt: skip
 def test_recurrent_layers_that_decode_equal_their_modules(name: str, dtype: torch.dtype, kernel: StepKernel) -> None:
     """One sequence, and as many as torch computes convolutions of in another way."""
     guest = build_guest(ARCHS[name].build().to(dtype=dtype), backends())

@@ -7,7 +7,7 @@ their operators are called. All others are in an arena, which other bindings may
 import ctypes
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from kvcellar.kernels.recorded_kernel import INDEX, WORDS, StepKernel, instructi
 from kvcellar.kernels.recorded_lowering import Lowering
 from kvcellar.kernels.recorded_memory import Life, View, placed
 from kvcellar.kernels.recorded_outline import Outline, is_late
-from kvcellar.kernels.recorded_small import Small, Take
+from kvcellar.kernels.recorded_repeats import stored_once
+from kvcellar.kernels.recorded_small import Lone, Small
 
 Arena = Callable[[int], Tensor]  # at least so many bytes, aligned
 Part = tuple[int, int] | Call  # the first instruction and how many there are; or a call
@@ -138,7 +139,7 @@ class Binder:
         assert all(view is not None for view in found), "inputs and outputs have sizes that are known before a run"
         return [view for view in found if view is not None]
 
-    def _items(self) -> Iterator[Small | Take | Op]:
+    def _items(self) -> Iterator[Small | Lone | Op]:
         lowering = Lowering(self._kernel)
         for index, op in enumerate(self._outline.program.ops):
             if index in self._outline.folded:
@@ -149,8 +150,25 @@ class Binder:
                 args = [resolved(one, self._views, self._sizes) for one in op.args]
                 kwargs = {name: resolved(one, self._views, self._sizes) for name, one in op.kwargs.items()}
                 outputs = [None if value is None else self._views[value] for value in op.outputs]
-                found = lowering(op.name, args, kwargs, outputs)
+                found = self._once(op, lowering(op.name, args, kwargs, outputs))
             yield from (op,) if found is None else found
+
+    def _once(self, op: Op, found: Sequence[Small | Lone] | None) -> Sequence[Small | Lone] | None:
+        """The same, its output stored once along dimensions where it repeats, for it and for all that read it."""
+        written = op.outputs[0]
+        if found is None or len(found) != 1 or written not in self._outline.repeatable or written is None:
+            return found
+        one, dims = found[0], self._outline.repeatable[written]
+        repeats = one.repeats() if isinstance(one, Small) else ()
+        views = {index: view for index in dims if (view := self._views[index]) is not None}
+        if not repeats or len(views) < len(dims):
+            return found
+        for index, view in stored_once(views, dims, written, repeats).items():
+            self._views[index] = view
+        out = self._views[written]
+        assert isinstance(one, Small)
+        assert out is not None
+        return [replace(one, out=out)]
 
     def _fold(self) -> None:
         """Compute, once, what does not depend on a step."""
@@ -164,7 +182,7 @@ class Binder:
             self._alive.append(self._memory[storage][0])
         with torch.no_grad():
             for op in ops:
-                self._torch(op)()
+                self._torch(op, self._sizes)()
 
     def _place(self, found: Mapping[int, Life], groups: Sequence[Group], rows: Sequence[set[int]]) -> None:
         """Give every storage that is in use its place in the arena."""
@@ -186,8 +204,8 @@ class Binder:
     def _encode(self, group: Group, one_row: set[int]) -> None:
         if group.op is not None:
             self._call(group.op)
-        elif group.take is not None:
-            self._add(group.take.words(self._address))
+        elif group.lone is not None:
+            self._add(group.lone.words(self._address))
         elif len(group.small) == 1:
             self._add(group.small[0].words(self._address, self._kernel.number, by_row=False))
         else:
@@ -210,7 +228,7 @@ class Binder:
         if is_late(op, self._outline.late, self._sizes.keys()):
             self._parts.append(lambda: self._now(op))
         elif is_torch(op):
-            self._parts.append(self._torch(op))
+            self._parts.append(self._torch(op, self._sizes))
         else:
             bound = self._handled(op, self._sizes)
             if callable(bound):
@@ -220,8 +238,21 @@ class Binder:
             for native in (bound,) if isinstance(bound, Native) else bound:
                 self._add(instruction(self._kernel.native, native.function, (1, 1, 1, 1), of=native.address))
 
-    def _torch(self, op: Op) -> Call:
-        return of_torch(op, *self._tensors(op), self._sizes)
+    def _torch(self, op: Op, sizes: Sizes) -> Call:
+        inputs, outputs = self._tensors(op)
+        whole, copies = list(inputs), list[tuple[Tensor, Tensor]]()
+        for place, value in enumerate(op.reads):
+            if (view := self._views[value]) is not None and view.whole is not None:
+                whole[place] = torch.empty_strided(view.shape, view.whole, dtype=view.dtype, device="cpu")
+                copies.append((whole[place], inputs[place]))
+        called = of_torch(op, whole, outputs, sizes)
+
+        def call() -> None:
+            for to, of in copies:
+                to.copy_(of)
+            called()
+
+        return call if copies else called
 
     def _handled(self, op: Op, sizes: Sizes) -> Bound:
         handler = self._handlers.get(op.name)
@@ -234,7 +265,7 @@ class Binder:
         """Call a late operator, in a run."""
         sizes = self._late.sizes
         if is_torch(op):
-            of_torch(op, *self._tensors(op), sizes)()
+            self._torch(op, sizes)()
             return
         bound = self._handled(op, sizes)
         if callable(bound):

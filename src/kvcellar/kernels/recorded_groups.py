@@ -7,7 +7,7 @@ import torch
 
 from kvcellar.kernels.program import Op
 from kvcellar.kernels.recorded_memory import Life, View
-from kvcellar.kernels.recorded_small import Small, Take
+from kvcellar.kernels.recorded_small import Lone, Small
 
 Layout = tuple[int, int, torch.dtype] | None  # of a storage in rows: elements of a row, rows, type; None: of no rows
 
@@ -25,7 +25,7 @@ class Group:
     of: str | None = None  # the expression of the number of rows
     layouts: dict[int, Layout] = field(default_factory=dict)  # by storage
     written: set[int] = field(default_factory=set)
-    take: Take | None = None
+    lone: Lone | None = None
     op: Op | None = None  # called
 
     def join(self, one: Small) -> bool:
@@ -52,8 +52,8 @@ class Group:
             for value in (*self.op.reads, *self.op.outputs):
                 if value is not None and (view := views[value]) is not None:
                     yield view
-        elif self.take is not None:
-            yield from (self.take.out, self.take.source, self.take.index)
+        elif self.lone is not None:
+            yield from self.lone.views()
         for one in self.small:
             yield from one.views()
 
@@ -65,7 +65,7 @@ class Group:
         return {storage for storage in alone if self.layouts[storage] is not None}
 
 
-def grouped(items: Iterable[Small | Take | Op]) -> list[Group]:
+def grouped(items: Iterable[Small | Lone | Op]) -> list[Group]:
     """Operators in groups, in the same order."""
     groups: list[Group] = []
     for item in items:
@@ -76,8 +76,8 @@ def grouped(items: Iterable[Small | Take | Op]) -> list[Group]:
             if not group.join(item):
                 group.small.append(item)
             groups.append(group)
-        elif isinstance(item, Take):
-            groups.append(Group(take=item))
+        elif isinstance(item, Lone):
+            groups.append(Group(lone=item))
         else:
             groups.append(Group(op=item))
     return groups

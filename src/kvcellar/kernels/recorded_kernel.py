@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvcellar.kernels.compiled import SOURCES, library
 from kvcellar.kernels.native import Native, address_of
+from kvcellar.kernels.recorded_functions import Addresses, Function, Functions
 
 SOURCE = SOURCES / "step.cpp"
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int64: 2, torch.bool: 3}
@@ -51,6 +52,8 @@ class StepKernel:
         self.run = loaded.kvcellar_run  # (first, count, &failed, nanoseconds) -> 0 or an error
         self.run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
         self.run.restype = ctypes.c_int
+        loaded.kvcellar_lanes.restype = ctypes.c_int64
+        self.functions = Functions(self._line_of_floats, loaded.kvcellar_lanes(), self._compute)
         self.each, self.take, self.native = (self._runs(name, ABSENT) for name in ("each", "take", "native"))
         self._lines: dict[tuple[str, tuple[int, ...], bool], int] = {}
         self._reductions: dict[tuple[str, int], int] = {}
@@ -94,6 +97,46 @@ class StepKernel:
             self._reductions[key] = address if address and self._reduces(name, address, dtype) else 0
         return self._reductions[key]
 
+    def function(self, name: str, of: Callable[[Tensor], Tensor]) -> Function | None:
+        """What computes an operator on one float32 tensor; None as above."""
+        return self.functions.of(name, of, samples(torch.float32, 0))
+
+    def _line_of_floats(self, name: str) -> int:
+        return self._library.kvcellar_line_of(name.encode(), 0, ABSENT, ABSENT, 0) or 0
+
+    def _compute(self, line: int, called: Addresses, x: Tensor) -> Tensor:
+        made, at = torch.empty_like(x), (0, 0, 0, 1)
+        operands = operand(made.data_ptr(), x.dtype, at), [operand(x.data_ptr(), x.dtype, at)]
+        self._alone(self.each, line, (1, 1, 1, len(x)), *operands, of=ctypes.addressof(called))
+        return made
+
+    def convolution(self, dtype: torch.dtype, inner: int) -> int:
+        """The address of a convolution of single channels by `inner` factors each; 0 as above."""
+        key = f"convolution {inner}", TYPES.get(dtype, ABSENT)
+        if key not in self._reductions:
+            run = self._runs("convolution", key[1])
+            self._reductions[key] = run if run and self._convolves(run, dtype, inner) else 0
+        return self._reductions[key]
+
+    def _convolves(self, run: int, dtype: torch.dtype, inner: int) -> bool:
+        c, positions = 96, 2
+        w, bias = (samples(dtype, seed, ordinary=True)[:n] for seed, n in ((1, c * inner), (2, c)))
+        for n in (1, 2, 17, 33):  # torch chooses another way from 17 on
+            length = inner + positions - 1
+            x = samples(dtype, n, ordinary=True)[: n * c * length].view(n, c, length)
+            expected = torch.conv1d(x, w.view(c, 1, inner), bias, groups=c).contiguous()
+            made = torch.empty_like(expected)
+            operands = [
+                operand(x.data_ptr(), dtype, (1, c * length, length, 1)),
+                operand(w.data_ptr(), dtype, (0, 0, inner, 1)),
+                operand(bias.data_ptr(), dtype, (0, 0, 1, 0)),
+            ]
+            out = operand(made.data_ptr(), dtype, (1, c * positions, positions, 0))
+            self._alone(run, 0, (positions, n, c, inner), out, operands)
+            if not same_bits(made, expected):
+                return False
+        return True
+
     def table(self, key: object, of: Callable[[Tensor], Tensor]) -> tuple[Tensor, bool]:
         """What `of` computes for each bfloat16, by its bits, and whether that depends on an element's place: torch
         may compute the last elements of a tensor, and those of strided tensors, in another way than the others."""
@@ -132,8 +175,10 @@ class StepKernel:
                 return False
         return True
 
-    def _alone(self, run: int, line: int, size: Sequence[int], out: Operand, inputs: Sequence[Operand]) -> None:
-        words = array("q", instruction(run, line, size, out, inputs))
+    def _alone(
+        self, run: int, line: int, size: Sequence[int], out: Operand, inputs: Sequence[Operand], of: int = 0
+    ) -> None:
+        words = array("q", instruction(run, line, size, out, inputs, of))
         assert self.run(words.buffer_info()[0], 1, ctypes.byref(ctypes.c_int64()), None) == 0
 
 

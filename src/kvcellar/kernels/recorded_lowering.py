@@ -3,6 +3,7 @@
 `lowered` returns them, or None for an operator (or types, strides or arguments of it) that torch itself has to compute.
 """
 
+import ctypes
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from kvcellar.kernels.recorded_kernel import TYPES, StepKernel, number_for
 from kvcellar.kernels.recorded_memory import View
-from kvcellar.kernels.recorded_small import Small, Take
+from kvcellar.kernels.recorded_small import Convolution, Lone, Small, Take
 
 Resolved = Any  # an argument: a view, a number, a type, a tuple of such, ...
 
@@ -69,6 +70,9 @@ FILLS: Mapping[str, int | float] = {  # a value, or the index of the argument th
     "aten.new_full.default": 2,
     "aten.fill_.Scalar": 1,
 }
+ON_ELEMENTS = frozenset({*ELEMENTWISE, *COPIES, *TABLES}) - {
+    name for name in (*ELEMENTWISE, *COPIES) if name.split(".")[1].endswith("_")
+}
 WHOLE = 64  # elements of bfloat16 that torch computes at once on any CPU; what is left it may compute in another way
 
 
@@ -91,34 +95,48 @@ class Lowering:
 
     def __call__(
         self, name: str, args: Sequence[Resolved], kwargs: Mapping[str, Resolved], outputs: Sequence[View | None]
-    ) -> Sequence[Small | Take] | None:
+    ) -> Sequence[Small | Lone] | None:
         """Operators that have the same effect, in order; None if torch has to compute it."""
         if len(outputs) != 1 or (out := outputs[0]) is None:
             return None
         found = self._found(name, args, kwargs, out)
-        if not found or not all(isinstance(one, Take) or one.fits for one in found):
+        if not found or not all(isinstance(one, Lone) or one.fits for one in found):
             return None
         return found
 
     def _found(
         self, name: str, args: Sequence[Resolved], kwargs: Mapping[str, Resolved], out: View
-    ) -> Sequence[Small | Take] | None:
+    ) -> Sequence[Small | Lone] | None:
         if name in COPIES:
             return self._line("copy", [args[1] if name == "aten.copy_.default" else args[0]], out)
         if name in ELEMENTWISE or name in TABLES:
-            return self._elementwise(name, args, kwargs, out) or self._table(name, args, kwargs, out)
+            found = self._elementwise(name, args, kwargs, out) or self._table(name, args, kwargs, out)
+            return found or self._function(name, args, kwargs, out)
         if name in REDUCTIONS:
             return self._reduction(name, args, kwargs, out)
         if name in FILLS:
             value = FILLS[name]
             return self._line("copy", [value if isinstance(value, float) else args[value]], out)
+        if name == "aten.clamp.default":
+            return self._clamp(args, kwargs, out)
+        if name == "aten.cat.default":
+            return self._cat(args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0), out)
+        return self._lone(name, args, out)
+
+    def _lone(self, name: str, args: Sequence[Resolved], out: View) -> Sequence[Small | Lone] | None:
         match name:
-            case "aten.clamp.default":
-                return self._clamp(args, kwargs, out)
-            case "aten.cat.default":
-                return self._cat(args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0), out)
-            case "aten.embedding.default" | "aten.index_select.default":
-                return self._take(name, args, out)
+            case "aten.embedding.default":
+                return self._take(args[0], 0, args[1], out)
+            case "aten.index_select.default":
+                return self._take(args[0], args[1], args[2], out)
+            case "aten.index.Tensor":
+                *before, index = args[1]
+                whole = all(one is None for one in before)
+                return self._take(args[0], len(before), index, out, wraps=True) if whole else None
+            case "aten.convolution.default":
+                return self._convolution(args, out)
+            case "aten.bmm.default":
+                return self._outer(args[0], args[1], out)
             case _:
                 return None
 
@@ -203,8 +221,7 @@ class Lowering:
             at += shape[dim]
         return found
 
-    def _take(self, name: str, args: Sequence[Resolved], out: View) -> list[Take] | None:
-        source, dim, index = (args[0], 0, args[1]) if name == "aten.embedding.default" else args
+    def _take(self, source: View, dim: int, index: View, out: View, *, wraps: bool = False) -> list[Take] | None:
         if source.dtype not in TYPES or source.dtype != out.dtype:
             return None
         if index.dtype != torch.int64 or (len(index.shape) > 1 and not _contiguous(index)):
@@ -214,7 +231,40 @@ class Lowering:
         behind = replace(source, shape=source.shape[dim + 1 :], strides=source.strides[dim + 1 :])
         if any(n != 1 for n in source.shape[:dim]) or not _contiguous(behind) or not _contiguous(out):
             return None
-        return [Take(self._kernel.take, out, source, index, width, source.strides[dim], source.shape[dim])]
+        return [Take(self._kernel.take, out, source, index, width, source.strides[dim], source.shape[dim], wraps)]
+
+    def _function(
+        self, name: str, args: Sequence[Resolved], kwargs: Mapping[str, Resolved], out: View
+    ) -> list[Small] | None:
+        x, of = args[0], operator(name)
+        if len(args) > 1 or kwargs or not isinstance(x, View) or not x.dtype == out.dtype == torch.float32:
+            return None
+        found = self._kernel.function(name, of)
+        if found is None or (found.placed and not _whole(x, out)):
+            return None
+        return [Small(self._kernel.each, found.line, out, (x,), ctypes.addressof(found.called), found.called)]
+
+    def _convolution(self, args: Sequence[Resolved], out: View) -> list[Convolution] | None:
+        x, w, bias, stride, padding, dilation, transposed, _, groups = args
+        single = len(x.shape) == 3 and w.shape[1] == 1 and w.shape[0] == x.shape[1] == groups
+        other = transposed or any(padding) or {*stride, *dilation} != {1}
+        if not single or other or not x.dtype == w.dtype == out.dtype:
+            return None
+        run = self._kernel.convolution(x.dtype, w.shape[2])
+        return [Convolution(run, out, x, w, bias)] if run else None
+
+    def _outer(self, a: View, b: View, out: View) -> list[Small] | None:
+        """Products of columns and rows [n,.,1], [n,1,.]: one product for each element, and the sign that torch gives
+        to a product that is zero, which depends on its shape."""
+        if a.shape[2] != 1 or not a.dtype == b.dtype == out.dtype == torch.float32 or 0 in out.shape:
+            return None
+        zero = torch.zeros(out.shape[:2], device="cpu")[..., None]
+        signed = torch.bmm(-zero, torch.ones(out.shape[0], 1, out.shape[2], device="cpu")).signbit()
+        products = self._line("mul", [_spread(a, out.shape), _spread(b, out.shape)], out)
+        if products is None or bool(signed.all()):
+            return products
+        positive = self._line("add", [out, 0.0], out)
+        return None if positive is None or bool(signed.any()) else [*products, *positive]
 
 
 # They have a third argument that multiplies the second.
@@ -236,6 +286,16 @@ def _contiguous(view: View) -> bool:
     return True
 
 
+def _spread(x: View, shape: tuple[int, ...]) -> View:
+    """The same, expanded."""
+    strides = tuple(0 if n == 1 else stride for n, stride in zip(x.shape, x.strides, strict=True))
+    return replace(x, shape=shape, strides=strides)
+
+
 def _whole(x: View, out: View) -> bool:
-    """Whether torch computes all elements of it in the same way."""
-    return math.prod(out.shape) % WHOLE == 0 and _contiguous(x) and _contiguous(out)
+    """Whether torch computes all elements of it in the same way: as one line, or row by row."""
+    x = x if x.whole is None else replace(x, strides=x.whole)
+    if _contiguous(x) and _contiguous(out):
+        return math.prod(out.shape) % WHOLE == 0
+    beside = bool(out.shape) and x.shape == out.shape and x.strides[-1] == 1 == out.strides[-1]
+    return beside and out.shape[-1] % WHOLE == 0

@@ -16,7 +16,8 @@ ALIGNED = 64  # bytes
 @dataclass(frozen=True, slots=True)
 class View:
     """A tensor in a storage; offset and strides count elements. `row` is the dimension that has one entry per row of
-    the step, if there is one such dimension, and `rows` the expression of its size."""
+    the step, if there is one such dimension, and `rows` the expression of its size. `whole` are the strides that it has
+    in the program, if it is stored once along some dimensions (`recorded_repeats.py`)."""
 
     storage: int
     offset: int
@@ -25,6 +26,7 @@ class View:
     dtype: torch.dtype
     row: int | None = None
     rows: str | None = None
+    whole: tuple[int, ...] | None = None
 
     @property
     def elements(self) -> int:

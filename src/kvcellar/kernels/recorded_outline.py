@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvcellar.kernels.program import Argument, Number, Op, Program, Value
 from kvcellar.kernels.recorded_calls import is_torch
-from kvcellar.kernels.recorded_lowering import operator
+from kvcellar.kernels.recorded_lowering import ON_ELEMENTS, operator
+from kvcellar.kernels.recorded_repeats import Views, repeatable
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _FUNCTIONS = frozenset({"Min", "Max"})
@@ -20,20 +21,22 @@ _FUNCTIONS = frozenset({"Min", "Max"})
 class Outline:
     """A program and its constants, by storage. `rows`: of each value, the one dimension whose size is an expression.
     `late`: values whose sizes are not known before a run. `folded`: indices of operators whose results depend on
-    constants and sizes only, and are written by no other operator."""
+    constants and sizes only, and are written by no other operator. `repeatable`: as in `recorded_repeats.py`."""
 
     program: Program
     constants: Mapping[int, Tensor]
     rows: tuple[tuple[int, str] | None, ...]
     late: tuple[bool, ...]
     folded: frozenset[int]
+    repeatable: Mapping[int, Views]
 
 
 def outlined(program: Program, constants: Mapping[int, Tensor], symbols: Collection[str]) -> Outline:
     """`symbols` have numbers before a run."""
     late = tuple(bool(_symbols(value.shape) - set(symbols)) for value in program.values)
     rows = tuple(_row(value) for value in program.values)
-    return Outline(program, constants, rows, late, _folded(program, constants.keys(), late, symbols))
+    folded = _folded(program, constants.keys(), late, symbols)
+    return Outline(program, constants, rows, late, folded, repeatable(program, ON_ELEMENTS))
 
 
 def _row(value: Value) -> tuple[int, str] | None:

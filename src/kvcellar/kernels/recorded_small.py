@@ -70,6 +70,13 @@ class Small:
         inputs = tuple(moved(view) if isinstance(view, View) else view for view in self.inputs)
         return Small(self.run, self.line, moved(self.out), inputs, self.of, self.alive, self.reduces)
 
+    def repeats(self) -> set[int]:
+        """Dimensions of its output along which the elements of all inputs repeat."""
+        if self.reduces:
+            return set()
+        shape = self.out.shape
+        return {dim for dim, n in enumerate(shape) if n > 1 and not any(self._stride(x, dim) for x in self.inputs)}
+
     @property
     def _shape(self) -> tuple[int, ...]:
         first = self.inputs[0]
@@ -91,7 +98,8 @@ class Small:
             if n != 1 and not (by_row and dim == self.out.row)
         ]
         if not self.reduces:
-            return sorted(dims, key=lambda one: -one[1][0])
+            once = (one for one in dims if any(one[1]))  # along others all elements are the same one
+            return sorted(once, key=lambda one: -one[1][0])
         if shape[-1] == 1:
             dims.append((1, [0] * len(operands)))
         return dims
@@ -121,6 +129,7 @@ class Take:
     width: int
     step: int
     count: int  # rows of `source`
+    wraps: bool = False  # negative indices count from the end
 
     def words(self, address: Address) -> list[int]:
         n = math.prod(self.index.shape)
@@ -134,5 +143,37 @@ class Take:
                 operand(address(self.source), self.source.dtype, (0, 0, self.step, 1)),
                 operand(address(self.index), self.index.dtype, (0, 0, index_step, 0)),
             ),
+            of=int(self.wraps),
             count=self.count,
         )
+
+    def views(self) -> list[View]:
+        return [self.out, self.source, self.index]
+
+
+@dataclass(slots=True)
+class Convolution:
+    """x [n,c,p+k-1], w [c,1,k] and perhaps a bias [c] -> out [n,c,p]: each channel by itself."""
+
+    run: int
+    out: View
+    x: View
+    w: View
+    bias: View | None
+
+    def words(self, address: Address) -> list[int]:
+        (n, c, positions), along = self.out.shape, self.x.strides[2]
+        operands = [
+            operand(address(self.x), self.x.dtype, (along, *self.x.strides[:2], along)),
+            operand(address(self.w), self.w.dtype, (0, 0, self.w.strides[0], self.w.strides[2])),
+        ]
+        if self.bias is not None:
+            operands.append(operand(address(self.bias), self.bias.dtype, (0, 0, self.bias.strides[0], 0)))
+        out = operand(address(self.out), self.out.dtype, (self.out.strides[2], *self.out.strides[:2], 0))
+        return instruction(self.run, 0, (positions, n, c, self.w.shape[2]), out, operands)
+
+    def views(self) -> list[View]:
+        return [self.out, self.x, self.w, *(() if self.bias is None else (self.bias,))]
+
+
+Lone = Take | Convolution  # what runs by itself, for all rows at once

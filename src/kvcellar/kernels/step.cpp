@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "step_functions.h"
 #include "step_lines.h"
 
 namespace step {
@@ -147,10 +148,11 @@ int maxima(const Instruction& I, int64_t row) {
     });
 }
 
-// Rows of in[0] that in[1] names: size[2] of them, of size[3] elements.
+// Rows of in[0] that in[1] names: size[2] of them, of size[3] elements. Negative ones count from the end if `of` is set.
 int take(const Instruction& I, int64_t row) {
     for (int64_t k = 0; k < I.size[2]; k++) {
-        const int64_t index = *reinterpret_cast<const int64_t*>(at(I.in[1], row, 0, 0, k));
+        int64_t index = *reinterpret_cast<const int64_t*>(at(I.in[1], row, 0, 0, k));
+        if (I.of != nullptr && index < 0) index += I.count;
         if (index < 0 || index >= I.count) return INDEX;
         std::memcpy(at(I.out, row, 0, 0, k), at(I.in[0], 0, 0, 0, index), I.size[3] * BYTES[I.out.type]);
     }
@@ -172,6 +174,8 @@ const Reduction REDUCTIONS[] = {
     {"mean", FLOAT32, means},
     {"amax", FLOAT32, maxima<float>},
     {"amax", BFLOAT16, maxima<bfloat16>},
+    {"convolution", FLOAT32, convolved<float>},
+    {"convolution", BFLOAT16, convolved<bfloat16>},
 };
 
 bool named(const char* one, const char* other) { return std::strcmp(one, other) == 0; }
@@ -215,6 +219,15 @@ extern "C" int kvcellar_rows(const void* given) {
             std::memcpy(stored, value, call.bytes);
     }
     return NONE;
+}
+
+// Elements of a vector that functions take; 0 if this build has no vectors.
+extern "C" int64_t kvcellar_lanes() {
+#ifdef KVCELLAR_VECTORS
+    return LANES;
+#else
+    return 0;
+#endif
 }
 
 extern "C" int64_t kvcellar_instruction_size() { return sizeof(Instruction); }

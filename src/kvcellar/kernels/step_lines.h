@@ -2,6 +2,7 @@
 // torch's bits whatever instructions the compiler chooses: there is one operation between a load and a store.
 #pragma once
 #include <cmath>
+#include "step_functions.h"
 #include "step_types.h"
 
 namespace step {
@@ -154,6 +155,13 @@ const Known KNOWN[] = {
     {"rsqrt", FLOAT32, -1, -1, FLOAT32, unary<Rsqrt, float, float>},
     KVCELLAR_UNARY("reciprocal", Reciprocal),
     {"table", BFLOAT16, -1, -1, BFLOAT16, looked_up},
+    {"of lines", FLOAT32, -1, -1, FLOAT32, of_lines},
+#ifdef KVCELLAR_VECTORS
+    {"of vectors", FLOAT32, -1, -1, FLOAT32, of_vectors<Plain>},
+    {"sigmoid", FLOAT32, -1, -1, FLOAT32, of_vectors<Sigmoid>},
+    {"silu", FLOAT32, -1, -1, FLOAT32, of_vectors<Silu>},
+    {"softplus", FLOAT32, -1, -1, FLOAT32, of_vectors<Softplus>},
+#endif
     {"copy", FLOAT32, -1, -1, FLOAT32, moved<uint32_t>},
     {"copy", BFLOAT16, -1, -1, BFLOAT16, moved<uint16_t>},
     {"copy", INT64, -1, -1, INT64, moved<uint64_t>},

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(Cpu().refuse(ASK) is not None, reason=f"not comp
 TOKENS = CHUNK + 100
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 STORED = st.sampled_from(["auto", "float32", "bfloat16", "int8", "k=int8+hadamard,v=int4", "k=fp8,v=int8", "int4"])
-SHAPES = st.sampled_from([(6, 2, 40, 24), (3, 3, 64, 64), (20, 1, 33, 31), (2, 1, 160, 136)])
+SHAPES = st.sampled_from([(6, 2, 40, 24), (3, 3, 64, 64), (20, 1, 33, 31), (2, 1, 160, 136), (7, 1, 256, 192)])
 LAYOUTS = st.sampled_from([Causal(), Sliding(70), Sliding(CHUNK + 9), Chunked(200)])
 
 

@@ -3,8 +3,8 @@
 //
 // Keys are taken in chunks at absolute positions. Each chunk gives a row a maximum, a total and a weighted sum, which are
 // merged in order of position. So the result for a row depends neither on the rows beside it, however they were cut,
-// nor on other sequences, nor on threads. A long block of rows packs a chunk once for all of them; a few rows pack a bundle
-// of 32 keys at a time, which stays in the cache next to the core.
+// nor on other sequences, nor on threads. A long block of rows packs a chunk once for all of them; a few rows take a bundle
+// of 32 keys at a time: one tile of rows in bfloat16 turns it in registers (`direct.h`), more pack it.
 //
 // Always true: the content of cells that a row does not see has no effect on it, even NaN. Where a row's result is not
 // finite, its token is computed again without others, so that it reads the cells that it sees and no more.
@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "cells.h"
+#include "direct.h"
 #include "step.h"
 #include "threads.h"
 #include "tile.h"
@@ -34,6 +35,7 @@ using cells::Plane;
 using cells::Reader;
 using cells::Walk;
 
+constexpr int SIX = 6;                      // rows of a tile of many
 constexpr int64_t FEW = 16;                 // rows that pack bundles instead of chunks, at most
 constexpr int64_t ROWS = 448;               // of a slice, at most
 constexpr int64_t SLICE = 384 << 10;        // bytes of the queries and sums of a slice, about
@@ -97,6 +99,7 @@ struct Scratch {
     float *scores, *state, *sums, *part;          // [FEW,CHUNK], [rows,2], [rows,width], [FEW,width]
     float* wide;                                  // a query that is rotated
     bool* again;                                  // [tokens], those that are computed again
+    uint32_t* turned;                             // [words,rows], queries of one tile
     float *key_scales, *value_scales;             // [blocks,CHUNK]
     E *key_rows, *value_rows;                     // of a bundle
     Tile tiles[FEW];
@@ -121,17 +124,19 @@ struct Scratch {
             Reader<E>::bytes(s.width),
             of.call.k.rotated ? of.call.k.size * 4 : 0,
             rows,
+            std::min<int64_t>(rows, TALL) * s.words * 4,
         };
         int64_t total = 64;
         for (int64_t b : bytes) total += padded(b, 64) + 64;
         memory.reset(new char[total]);
         char* at = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64) % 64;
-        char* parts[14];
-        for (int i = 0; i < 14; ++i) parts[i] = at, at += padded(bytes[i], 64) + 64;
+        char* parts[15];
+        for (int i = 0; i < 15; ++i) parts[i] = at, at += padded(bytes[i], 64) + 64;
         queries = (uint32_t*)parts[0], keys = (uint32_t*)parts[1], values = (uint32_t*)parts[2];
         weights = (uint32_t*)parts[3], scores = (float*)parts[4], state = (float*)parts[5], sums = (float*)parts[6];
         part = (float*)parts[7], key_scales = (float*)parts[8], value_scales = (float*)parts[9];
         key_rows = (E*)parts[10], value_rows = (E*)parts[11], wide = (float*)parts[12], again = (bool*)parts[13];
+        turned = (uint32_t*)parts[14];
     }
 };
 
@@ -158,6 +163,10 @@ void take_queries(const Layout<E>& of, Scratch<E>& s, const Slice& slice) {
             }
             std::fill(row + c.k.size, (E*)(to + of.shape.words), E(0));
         }
+    const int64_t rows = (slice.end - slice.begin) * of.share;
+    if (rows <= TALL)
+        for (int64_t r = 0; r < rows; ++r)
+            for (int64_t w = 0; w < of.shape.words; ++w) s.turned[w * rows + r] = s.queries[r * of.shape.words + w];
 }
 
 // Whether all of these are finite.
@@ -203,16 +212,17 @@ void write_row(const Layout<E>& of, int64_t row, int64_t head, bool any, const f
 
 // -- a slice over its chunks ------------------------------------------------------------------------------------------
 
-#define KV_BY_COUNT(count, CASE) \
-    switch (count) {             \
-        case 1: CASE(1); break;  \
-        case 2: CASE(2); break;  \
-        case 3: CASE(3); break;  \
-        case 4: CASE(4); break;  \
-        case 5: CASE(5); break;  \
-        case 6: CASE(6); break;  \
-        case 7: CASE((TALL > 6 ? 7 : 1)); break; \
-        default: CASE((TALL > 6 ? 8 : 1)); break; \
+// For a tile of at most so many rows, 6 or 8.
+#define KV_BY_COUNT(tall, count, CASE) \
+    switch (count) {                   \
+        case 1: CASE(1); break;        \
+        case 2: CASE(2); break;        \
+        case 3: CASE(3); break;        \
+        case 4: CASE(4); break;        \
+        case 5: CASE(5); break;        \
+        case 6: CASE(6); break;        \
+        case 7: CASE((tall > 6 ? 7 : 1)); break;  \
+        default: CASE((tall > 6 ? 8 : 1)); break; \
     }
 
 // Rows [first,first + count) of a slice over keys [a,b) of the chunk at `start`.
@@ -249,6 +259,54 @@ Ahead behind(const Plane& plane, const char* from, int64_t bytes, int64_t total,
     return {from + bytes, total / steps};
 }
 
+#if KV_PAIRS
+// A bundle of keys, of which [a,b) are there, that is not packed.
+Rows bundle(Reader<Half>& reader, Walk& walk, int64_t at, int64_t a, int64_t b, float* scales) {
+    const int64_t first = std::clamp<int64_t>(a - at, 0, BUNDLE), end = std::clamp<int64_t>(b - at, first, BUNDLE);
+    return reader.rows(walk, first, end, scales, CHUNK);
+}
+
+// What is asked for while a bundle is read: what lies behind it in cells.
+const char* behind(const Rows& rows) { return rows.at + (rows.in_place ? AHEAD : 0); }
+
+template <Kind K, int R>
+void tile_keys(const Shape& c, Scratch<Half>& s, Tile& t, Walk walk, int64_t start, int64_t a, int64_t b, Reader<Half>& keys) {
+    for (int64_t at = t.first; at < t.end; at += BUNDLE) {
+        const Rows rows = bundle(keys, walk, start + at, a, b, s.key_scales + at);
+        score_bundle<K, R>(c, t, s.turned, rows, keys.plane.size, s.key_scales, at, behind(rows));
+    }
+}
+
+template <Kind K, int R>
+void tile_values(const Shape& c, Scratch<Half>& s, Tile& t, Walk walk, int64_t start, int64_t a, int64_t b,
+                 Reader<Half>& values) {
+    for (int64_t at = t.first; at < t.end; at += BUNDLE) {
+        const Rows rows = bundle(values, walk, start + at, a, b, s.value_scales + at);
+        const bool begins = at == t.first, ends = at + BUNDLE == t.end;
+        add_bundle<K, R>(c, t, rows, values.plane.size, s.value_scales, at, begins, ends, behind(rows));
+    }
+}
+
+// One tile of rows, over keys and values that are not packed.
+template <int R>
+void one_tile(const Shape& c, Scratch<Half>& s, Tile& t, Walk walk, int64_t start, int64_t a, int64_t b,
+              Reader<Half>& keys, Reader<Half>& values) {
+    const auto by_kind = [](Kind kind, auto&& use) {
+        switch (kind) {
+#if KV_BYTES
+            case cells::INT8: return use(std::integral_constant<Kind, cells::INT8>());
+            case cells::INT4: return use(std::integral_constant<Kind, cells::INT4>());
+            case cells::FP8: return use(std::integral_constant<Kind, cells::FP8>());
+#endif
+            default: return use(std::integral_constant<Kind, cells::BFLOAT16>());
+        }
+    };
+    by_kind(keys.kind(), [&](auto kind) { tile_keys<kind.value, R>(c, s, t, walk, start, a, b, keys); });
+    weigh<true, R>(c, t);
+    by_kind(values.kind(), [&](auto kind) { tile_values<kind.value, R>(c, s, t, walk, start, a, b, values); });
+}
+#endif
+
 // All rows of a slice at once, a bundle of keys at a time.
 template <class E>
 void few_rows(const Layout<E>& of, Scratch<E>& s, const Slice& slice, Walk walk, int64_t start, int64_t a, int64_t b,
@@ -256,13 +314,25 @@ void few_rows(const Layout<E>& of, Scratch<E>& s, const Slice& slice, Walk walk,
     constexpr bool NARROW = Layout<E>::NARROW;
     const Shape& c = of.shape;
     const int64_t rows = (slice.end - slice.begin) * of.share;
-    const int64_t n = (rows + TALL - 1) / TALL, each = (rows + n - 1) / n;
+    constexpr int PACKED = NARROW ? SIX : TALL;  // rows of a tile over packed keys; fewer are quicker to compile
+    const int64_t n = NARROW && rows <= TALL ? 1 : (rows + PACKED - 1) / PACKED, each = (rows + n - 1) / n;
     for (int64_t i = 0; i < n; ++i) {
         Tile& t = s.tiles[i];
         lay_out(of, s, slice, t, i * each, std::min(each, rows - i * each), start, a, b);
         t.scores = s.scores + i * each * CHUNK, t.weights = s.weights + i * each * CHUNK;
         t.part = s.part + i * each * c.width;
     }
+#if KV_PAIRS
+    if constexpr (NARROW)
+        if (n == 1) {
+            Tile& t = s.tiles[0];
+            if (t.first == t.end) return;
+#define CASE(R) one_tile<R>(c, s, t, walk, start, a, b, keys, values)
+            KV_BY_COUNT(TALL, t.count, CASE)
+#undef CASE
+            return;
+        }
+#endif
     const int64_t first = (a - start) / BUNDLE * BUNDLE, end = padded(b - start, BUNDLE);
     Walk next = walk;
     for (int64_t at = first; at < end; at += BUNDLE) {
@@ -276,7 +346,7 @@ void few_rows(const Layout<E>& of, Scratch<E>& s, const Slice& slice, Walk walk,
             Tile& t = s.tiles[i];
             if (at < t.first || at >= t.end) continue;
 #define CASE(R) score_keys<NARROW, R>(c, t, s.keys, BUNDLE, s.key_scales, at, at + BUNDLE, ahead)
-            KV_BY_COUNT(t.count, CASE)
+            KV_BY_COUNT(PACKED, t.count, CASE)
 #undef CASE
         }
     }
@@ -284,7 +354,7 @@ void few_rows(const Layout<E>& of, Scratch<E>& s, const Slice& slice, Walk walk,
         Tile& t = s.tiles[i];
         if (t.first == t.end) continue;
 #define CASE(R) weigh<NARROW, R>(c, t)
-        KV_BY_COUNT(t.count, CASE)
+        KV_BY_COUNT(PACKED, t.count, CASE)
 #undef CASE
     }
     const int64_t panel = BUNDLE / Layout<E>::IN_WORD * PANEL;
@@ -300,7 +370,7 @@ void few_rows(const Layout<E>& of, Scratch<E>& s, const Slice& slice, Walk walk,
             if (at < t.first || at >= t.end) continue;
             const bool begins = at == t.first, ends = at + BUNDLE == t.end;
 #define CASE(R) add_values<NARROW, R>(c, t, s.values, panel, s.value_scales, at, at + BUNDLE, begins, ends, ahead)
-            KV_BY_COUNT(t.count, CASE)
+            KV_BY_COUNT(PACKED, t.count, CASE)
 #undef CASE
         }
     }
@@ -311,7 +381,7 @@ template <class E>
 void many_rows(const Layout<E>& of, Scratch<E>& s, const Slice& slice, Walk walk, int64_t start, int64_t a, int64_t b,
                int64_t last, Reader<E>& keys, Reader<E>& values) {
     constexpr bool NARROW = Layout<E>::NARROW;
-    constexpr int64_t IN_WORD = Layout<E>::IN_WORD, SIX = 6;
+    constexpr int64_t IN_WORD = Layout<E>::IN_WORD;
     const Shape& c = of.shape;
     const int64_t rows = (slice.end - slice.begin) * of.share, panel = CHUNK / IN_WORD * PANEL;
     const int64_t first = (a - start) / BUNDLE * BUNDLE, end = padded(b - start, BUNDLE);
@@ -346,7 +416,7 @@ void many_rows(const Layout<E>& of, Scratch<E>& s, const Slice& slice, Walk walk
             const int64_t until = std::min(t.end, (key / PANEL + 1) * PANEL);
             const uint32_t* packed = s.keys + key / PANEL * PANEL * c.words + key % PANEL;
 #define CASE(R) score_keys<NARROW, R>(c, t, packed, PANEL, s.key_scales, key, until, next_keys)
-            KV_BY_COUNT(count, CASE)
+            KV_BY_COUNT(SIX, count, CASE)
 #undef CASE
             key = until;
         }
@@ -354,7 +424,7 @@ void many_rows(const Layout<E>& of, Scratch<E>& s, const Slice& slice, Walk walk
 #define CASE(R)              \
     weigh<NARROW, R>(c, t); \
     add_values<NARROW, R>(c, t, packed, panel, s.value_scales, t.first, t.end, true, true, next_values)
-        KV_BY_COUNT(count, CASE)
+        KV_BY_COUNT(SIX, count, CASE)
 #undef CASE
     }
 }

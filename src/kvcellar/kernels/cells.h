@@ -179,6 +179,13 @@ inline void of_halves(const uint16_t* from, float* to) {
 #endif
 }
 
+// A bundle of vectors in memory, equally far apart, each of which begins at `at + i * stride`.
+struct Rows {
+    const char* at;
+    int64_t stride;  // in bytes
+    bool in_place;   // in cells, one behind the other
+};
+
 template <class E>
 constexpr Kind kind_of = sizeof(E) == 4 ? FLOAT32 : BFLOAT16;
 
@@ -202,6 +209,50 @@ struct Reader {
 
     static int64_t bytes(int64_t padded) { return (BUNDLE + 1) * padded * sizeof(E); }
 
+    // As what `rows` returns vectors: as they are stored, or made into elements.
+    Kind kind() const {
+#if KV_BYTES
+        if (plane.kind == INT4 ? plane.size % 64 == 0 : plane.size % 32 == 0) return (Kind)plane.kind;
+#endif
+        return kind_of<E>;
+    }
+
+    // The same as `read`, for keys that are not packed.
+    Rows rows(Walk& walk, int64_t first, int64_t end, float* to, int64_t stride) {
+        while (walk.key >= walk.run[2]) walk.run += 2;
+        if (first > 0 || end < BUNDLE || walk.run[2] - walk.key < BUNDLE || (kind() == kind_of<E> && !in_place))
+            return gathered(walk, first, end, to, stride);
+        const int64_t cell = walk.run[1] + (walk.key - walk.run[0]);
+        walk.key += BUNDLE;
+        if (scales) {
+            alignas(64) uint16_t halves[BUNDLE];
+            for (int64_t b = 0; b < plane.blocks(); ++b) {
+                const char* from = scales + cell * plane.scale_cell + b * 2;
+                if (plane.scale_cell == 2) std::memcpy(halves, from, sizeof halves);
+                else
+                    for (int64_t i = 0; i < BUNDLE; ++i) std::memcpy(halves + i, from + i * plane.scale_cell, 2);
+                of_halves(halves, to + b * stride);
+            }
+        }
+        return {codes + cell * plane.cell, plane.cell, plane.cell == plane.bytes()};
+    }
+
+    // Copies of vectors; zeros where there is none.
+    Rows gathered(Walk& walk, int64_t first, int64_t end, float* to, int64_t stride) {
+        int64_t found[BUNDLE];
+        walk.next(end - first, found);
+        const bool elements = kind() == kind_of<E>;
+        for (int64_t i = 0; i < BUNDLE; ++i) {
+            char* copy = (char*)(copies + i * padded);
+            if (i < first || i >= end) std::memset(copy, kind() == INT4 ? 0x88 : 0, padded * sizeof(E));
+            else if (!elements || in_place) std::memcpy(copy, codes + found[i - first] * plane.cell, plane.bytes());
+        }
+        if (elements && !in_place)
+            bundle_elements((Kind)plane.kind, codes, found, end - first, plane.cell, plane.size, copies + first * padded, padded);
+        read_scales(found, first, end, to, stride);
+        return {(const char*)copies, padded * int64_t(sizeof(E)), false};
+    }
+
     // Keys [0,BUNDLE), of which [first,end) are there and begin at `walk`; others are zero, and so are their scales.
     // Scale of block b and key i: to[b * stride + i].
     void read(Walk& walk, int64_t first, int64_t end, const E** rows, float* to, int64_t stride) {
@@ -215,6 +266,11 @@ struct Reader {
         }
         if (!in_place)
             bundle_elements((Kind)plane.kind, codes, found, end - first, plane.cell, plane.size, copies + first * padded, padded);
+        read_scales(found, first, end, to, stride);
+    }
+
+    // Scale of block b and key i of [first,end): to[b * stride + i]; 0 for other keys.
+    void read_scales(const int64_t* found, int64_t first, int64_t end, float* to, int64_t stride) {
         if (!scales) return;
         uint16_t halves[BUNDLE] = {};
         for (int64_t b = 0; b < plane.blocks(); ++b) {

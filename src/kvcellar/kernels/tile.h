@@ -78,6 +78,31 @@ KV_INLINE void product(const uint32_t* at, int64_t stride, const uint32_t* const
     }
 }
 
+// Sums of products made into scores of V vectors of keys from `at` on.
+template <bool NARROW, int R, int V>
+KV_INLINE void keep_scores(const Shape& c, Tile& t, const F (&s)[R][V], int64_t at) {
+    I lane;
+    for (int i = 0; i < W; ++i) lane[i] = i;
+    const float scale = NARROW && c.softcap == 0 ? c.scale * LOG2E : c.scale;
+    KV_UNROLL for (int r = 0; r < R; ++r) {
+        const bool cut = t.low[r] > at || t.high[r] < at + V * W;
+        const int32_t low = std::clamp<int64_t>(t.low[r] - at, 0, CHUNK), high = std::clamp<int64_t>(t.high[r] - at, 0, CHUNK);
+        KV_UNROLL for (int j = 0; j < V; ++j) {
+            F y = s[r][j] * scale;
+            if (__builtin_expect(c.softcap != 0, 0)) {
+                y = capped(y, c.softcap);
+                if (NARROW) y *= LOG2E;
+            }
+            if (cut) {
+                const I place = lane + W * j;
+                y = (place >= low) & (place < high) ? y : all(NONE);
+            }
+            t.most[r] = larger(y, t.most[r]);
+            store(t.scores + r * CHUNK + at + W * j, y);
+        }
+    }
+}
+
 // Scores of V vectors of keys from `at` on, whose packed words begin at `keys`. `scales` [blocks,CHUNK] of the chunk.
 template <bool NARROW, int R, int V>
 KV_INLINE void score(const Shape& c, Tile& t, const uint32_t* keys, int64_t stride, const float* scales, int64_t at,
@@ -108,26 +133,7 @@ KV_INLINE void score(const Shape& c, Tile& t, const uint32_t* keys, int64_t stri
             }
         }
     }
-    I lane;
-    for (int i = 0; i < W; ++i) lane[i] = i;
-    const float scale = NARROW && c.softcap == 0 ? c.scale * LOG2E : c.scale;
-    KV_UNROLL for (int r = 0; r < R; ++r) {
-        const bool cut = t.low[r] > at || t.high[r] < at + V * W;
-        const int32_t low = std::clamp<int64_t>(t.low[r] - at, 0, CHUNK), high = std::clamp<int64_t>(t.high[r] - at, 0, CHUNK);
-        KV_UNROLL for (int j = 0; j < V; ++j) {
-            F y = s[r][j] * scale;
-            if (__builtin_expect(c.softcap != 0, 0)) {
-                y = capped(y, c.softcap);
-                if (NARROW) y *= LOG2E;
-            }
-            if (cut) {
-                const I place = lane + W * j;
-                y = (place >= low) & (place < high) ? y : all(NONE);
-            }
-            t.most[r] = larger(y, t.most[r]);
-            store(t.scores + r * CHUNK + at + W * j, y);
-        }
-    }
+    keep_scores<NARROW, R, V>(c, t, s, at);
 }
 
 // Scores of keys [at,end) of the chunk, multiples of a bundle within one row of panels.
@@ -203,6 +209,13 @@ void scale_weights(Tile& t, const float* scales, int64_t first, int64_t end) {
     }
 }
 
+// Keeps a vector of row r's weighted sums in this chunk; if it `ends`, adds them to those of the chunks before.
+KV_INLINE void keep_sum(const Shape& c, Tile& t, int r, int64_t d, F sum, bool ends) {
+    float* sums = t.sums + r * c.width + d;
+    if (ends) store(sums, fused(sum, all(t.now[r]), load(sums) * t.before[r]));
+    else store(t.part + r * c.width + d, sum);
+}
+
 // V vectors of elements from `d` on of the weighted sums of n words of keys from word `from` of the chunk on.
 template <bool NARROW, int R, int V>
 KV_INLINE void add(const Shape& c, Tile& t, const uint32_t* values, int64_t d, int64_t from, int64_t n, bool begins,
@@ -216,11 +229,7 @@ KV_INLINE void add(const Shape& c, Tile& t, const uint32_t* values, int64_t d, i
     }
     product<NARROW, R, V>(values, PANEL, w, n, s, ahead);
     KV_UNROLL for (int r = 0; r < R; ++r)
-        KV_UNROLL for (int j = 0; j < V; ++j) {
-            float* sums = t.sums + r * c.width + d + W * j;
-            if (ends) store(sums, fused(s[r][j], all(t.now[r]), load(sums) * t.before[r]));
-            else store(t.part + r * c.width + d + W * j, s[r][j]);
-        }
+        KV_UNROLL for (int j = 0; j < V; ++j) keep_sum(c, t, r, d + W * j, s[r][j], ends);
 }
 
 // Adds the values of keys [at,end) of the chunk, packed in panels that are `panel` words apart and begin with key `at`.

@@ -9,6 +9,9 @@
 #define KV_AVX512 1
 #if defined(__AVX512BF16__)
 #define KV_PAIRS 1  // products of pairs of bfloat16
+#if defined(__AVX512VBMI__)
+#define KV_BYTES 1  // tables of bytes
+#endif
 #endif
 #elif defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>

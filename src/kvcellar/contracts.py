@@ -77,12 +77,31 @@ class StepTables(Protocol):
         ...
 
 
+class Columns(Protocol):
+    """The cells that a group's rows may see. Shared cells are there once."""
+
+    @property
+    def cells(self) -> Any:
+        """[N], ascending."""
+        ...
+
+    @property
+    def visible(self) -> Any:
+        """[T,N], True where the row may see the cell."""
+        ...
+
+
 class GroupStep(Protocol):
     """Data of the open step that the layers of a group share."""
 
     @property
     def prepared(self) -> Any:
         """The return value of the backend's `prepare`."""
+        ...
+
+    @property
+    def columns(self) -> "Columns":
+        """The cells that the step's rows may see, for attention over keys computed from them."""
         ...
 
 
@@ -129,8 +148,9 @@ class Backend(Protocol):
         """
         ...
 
-    def attend_dense(self, q: Any, k: Any, v: Any, visible: Any, scoring: Scoring) -> Any:
-        """q [T,H,D], k [N,G,D], v [N,G,Dv], visible [T,N] -> [T,H,Dv]: for keys computed from what is stored (MLA).
+    def attend_dense(self, q: Any, k: Any, v: Any, step: GroupStep, scoring: Scoring) -> Any:
+        """q [T,H,D], k [N,G,D], v [N,G,Dv] -> [T,H,Dv]: for keys computed from what the cells of `step.columns` store
+        (MLA).
 
         The result is zero for a row that sees nothing.
         """

@@ -231,14 +231,25 @@ def test_an_input_is_visible_whole_and_rows_without_one_are_zero() -> None:
 
 
 @compiles
-def test_attention_over_computed_keys_equals_products() -> None:
-    texts = Texts(Sliding(5), (4, 1, 16, 4), 40, backend=Cpu())
-    texts.step({0: 6, 1: 2}, Scoring(0.5))
-    texts.begin({1: 3, 0: 1})
-    k, v, visible = texts.memory.get(7).dense()
-    k, v, q = k.expand(-1, 4, -1), v.expand(-1, 4, -1), texts.draw(4, 4, 16)
-    expected = attend_dense(q, k, v, visible, Scoring(0.5))
-    torch.testing.assert_close(texts.memory.attend(7, q, Scoring(0.5), dense=(k, v)), expected, atol=2e-5, rtol=1e-5)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_keys_that_are_computed_give_the_bits_of_stored_ones(dtype) -> None:
+    """Whether heads share them or not, of sequences in pieces that share cells."""
+    texts = Texts(Sliding(CHUNK), (4, 1, 16, 4), 4 * CHUNK, dtype=dtype, backend=Cpu())
+    for feeds in ({0: 60, 1: 2}, {0: 3, 1: 40}, {0: CHUNK}, {1: 5}):
+        texts.begin(feeds)
+        texts.memory.commit()
+    texts.memory.fork(0, 2, texts.memory.length(0))
+    for feeds in ({1: 3, 0: 1, 2: 17}, {2: 1, 0: 1, 1: 1}):
+        q = texts.begin(feeds)
+        k, v, visible = texts.memory.get(7).dense()
+        scoring = Scoring(0.5, softcap=4.0, sinks=torch.linspace(-1, 1, 4))
+        expected = texts.memory.attend(7, q, scoring)
+        for heads in (1, 4):
+            dense = k.expand(-1, heads, -1), v.expand(-1, heads, -1)
+            assert torch.equal(texts.memory.attend(7, q, scoring, dense=dense), expected)
+        exact = attend_dense(q.double(), k.double(), v.double(), visible, scoring)
+        torch.testing.assert_close(expected.double(), exact, atol=2e-5 if dtype is FLOATS[0] else 2e-2, rtol=1e-2)
+        texts.memory.commit()
 
 
 @compiles

@@ -2,7 +2,7 @@
 of many sequences, or thousands of one.
 
 Keys and values are bfloat16, float32, or codes with scales; sums are float32: scores are as exact as in `sdpa`, weights
-at least as exact. Keys that are computed from stored planes (MLA) go to `sdpa`.
+at least as exact. Keys that are computed from stored planes (MLA) are read where they were computed.
 
 Always true: the result for a row depends only on its own query and the cells that it sees, bit for bit: not on other
 rows, whether of its sequence or of others, nor on how a prompt is cut, nor on the number of threads.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.attention.sdpa import Sdpa
-from kvcellar.contracts import History, StepTables, Stored
+from kvcellar.contracts import GroupStep, History, StepTables, Stored
 from kvcellar.errors import NoBackend
 from kvcellar.kernels.compiled import SOURCES, NotCompiled, check_shared, library
 from kvcellar.kernels.native import Native, address_of
@@ -143,13 +143,33 @@ class Kernel:
     def bound(self, history: History, scoring: Scoring) -> "_Bound":
         """The call of one layer, without its queries and results."""
         keys, values = history.planes["k"], history.planes["v"]
-        sinks = None if scoring.sinks is None else scoring.sinks.detach().float().contiguous()
-        call = _Call(
-            sinks=None if sinks is None else sinks.data_ptr(), pool=self._threads.address,
-            k=_plane(keys), v=_plane(values), groups=keys.plane.heads, per_thread=PER_THREAD,
-            scale=scoring.scale, softcap=scoring.softcap or 0.0,
-        )  # fmt: skip
+        sinks = _sinks(scoring)
+        call = self.call(_plane(keys), _plane(values), keys.plane.heads, scoring, sinks)
         return _Bound(call, ref(keys), ref(values), values.plane.size, scoring, sinks)
+
+    def call(self, k: _Plane, v: _Plane, groups: int, scoring: Scoring, sinks: Tensor | None) -> _Call:
+        """A call without its step, queries and results."""
+        return _Call(
+            sinks=None if sinks is None else sinks.data_ptr(), pool=self._threads.address,
+            k=k, v=v, groups=groups, per_thread=PER_THREAD, scale=scoring.scale, softcap=scoring.softcap or 0.0,
+        )  # fmt: skip
+
+    def run(self, call: _Call) -> None:
+        if self.function(ctypes.byref(call)):
+            raise MemoryError("there is not enough memory to attend")
+
+
+def _sinks(scoring: Scoring) -> Tensor | None:
+    """[H] in float32."""
+    return None if scoring.sinks is None else scoring.sinks.detach().float().contiguous()
+
+
+def _fill(call: _Call, step: Tensor, q: Tensor, out: Tensor) -> None:
+    """For q [T,H,D] and out [T,H,Dv], both of one of `TYPES`, whose elements lie side by side."""
+    call.step, call.q, call.out = step.data_ptr(), q.data_ptr(), out.data_ptr()
+    call.q_row, call.q_head, _ = q.stride()
+    call.out_row, call.out_head, _ = out.stride()
+    call.heads, call.threads, call.type = q.shape[1], torch.get_num_threads(), TYPES[q.dtype]
 
 
 class _Bound(NamedTuple):
@@ -161,14 +181,6 @@ class _Bound(NamedTuple):
     value_size: int
     scoring: Scoring
     sinks: Tensor | None
-
-    def fill(self, step: Tensor, q: Tensor, out: Tensor) -> None:
-        """For q [T,H,D] and out [T,H,Dv], both of one of `TYPES`, whose elements lie side by side."""
-        call = self.call
-        call.step, call.q, call.out = step.data_ptr(), q.data_ptr(), out.data_ptr()
-        call.q_row, call.q_head, _ = q.stride()
-        call.out_row, call.out_head, _ = out.stride()
-        call.heads, call.threads, call.type = q.shape[1], torch.get_num_threads(), TYPES[q.dtype]
 
 
 class Cpu:
@@ -213,13 +225,10 @@ class Cpu:
         same = bound is not None and bound.keys() is planes["k"] and bound.values() is planes["v"]
         if bound is None or not same or bound.scoring is not scoring:  # after a resize, or with other arguments
             bound = self._bound[history] = kernel.bound(history, scoring)
-        rows = q[0]
-        known = rows if rows.dtype in TYPES else rows.float()
-        known = known if known.stride(-1) == 1 else known.contiguous()
-        out = known.new_empty(*rows.shape[:2], bound.value_size)  # [T,H,Dv]
-        bound.fill(history.step.prepared.step, known, out)
-        if kernel.function(ctypes.byref(bound.call)):
-            raise MemoryError("there is not enough memory to attend")
+        rows = _known(q[0])
+        out = rows.new_empty(*rows.shape[:2], bound.value_size)  # [T,H,Dv]
+        _fill(bound.call, history.step.prepared.step, rows, out)
+        kernel.run(bound.call)
         return (out if out.dtype is q.dtype else out.to(q.dtype))[None]
 
     def native(self, history: History, scoring: Scoring, q: Tensor, out: Tensor) -> Native:
@@ -227,7 +236,7 @@ class Cpu:
         elements side by side. It is good for the open step, and for later ones until the planes are resized."""
         kernel = self._compiled()
         bound, step = kernel.bound(history, scoring), history.step.prepared.step
-        bound.fill(step, q, out)
+        _fill(bound.call, step, q, out)
         return Native(address_of(kernel.function), bound.call, (bound, step, q, out, kernel))
 
     def native_put(self, history: History, k: Tensor, v: Tensor) -> Native:
@@ -241,5 +250,36 @@ class Cpu:
         call = _Put(step.data_ptr(), *new, TYPES[k.dtype])
         return Native(address_of(kernel.store), call, (step, k, v, kernel))
 
-    def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:
-        return self._portable.attend_dense(q, k, v, visible, scoring)
+    def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, step: GroupStep, scoring: Scoring) -> Tensor:
+        kernel = self._compiled()
+        rows, keys, values = _known(q), _known(k), _known(v)
+        out = rows.new_empty(*rows.shape[:2], values.shape[2])  # [T,H,Dv]
+        table, runs = _of_columns(step)
+        sinks = _sinks(scoring)
+        call = kernel.call(_dense_plane(keys), _dense_plane(values), keys.shape[1], scoring, sinks)
+        _fill(call, table, rows, out)
+        kernel.run(call)
+        del runs  # and what else the call points to: it is over
+        return out if out.dtype is q.dtype else out.to(q.dtype)
+
+
+def _known(x: Tensor) -> Tensor:
+    """The same in a type that the kernel reads, elements of a head side by side."""
+    x = x if x.dtype in TYPES else x.float()
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _dense_plane(x: Tensor) -> _Plane:
+    """Keys or values [N,G,D] as a plane whose cells are the columns of a step."""
+    return _Plane(
+        x.data_ptr(), None, x.stride(0) * x.itemsize, x.stride(1) * x.itemsize, 0, 0, x.shape[2], TYPES[x.dtype], 0
+    )
+
+
+def _of_columns(step: GroupStep) -> tuple[Tensor, Tensor]:
+    """The table of a step (`Step`) whose runs are columns instead of cells, and these runs, which it points to."""
+    prepared = step.prepared
+    runs = prepared.runs.view(-1, 2).clone()  # first key and cell; where a segment's runs end, its end and 0
+    runs[:, 1] = torch.searchsorted(step.columns.cells, runs[:, 1])  # cells of a run are columns side by side
+    addresses = [table.data_ptr() for table in (prepared.segments, prepared.rows, runs)]
+    return torch.tensor([*addresses, 0, 0, len(prepared.segments) // 4, 0], dtype=torch.int64, device="cpu"), runs

@@ -6,7 +6,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from kvcellar.contracts import History, StepTables
+from kvcellar.contracts import GroupStep, History, StepTables
 from kvcellar.plan import GroupPlan
 from kvcellar.shapes import Arrangement, AttentionSpec, Kind, Scoring
 
@@ -29,8 +29,8 @@ class Reference:
         k, v, visible = history.dense()  # [N,G,D], [N,G,Dv], [T,N]
         return attend_dense(q[0], k, v, visible, scoring).contiguous()[None]
 
-    def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:
-        return attend_dense(q, k, v, visible, scoring)
+    def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, step: GroupStep, scoring: Scoring) -> Tensor:
+        return attend_dense(q, k, v, step.columns.visible, scoring)
 
 
 def attend_dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:

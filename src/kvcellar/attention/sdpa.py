@@ -11,7 +11,7 @@ from torch import Tensor
 from kvcellar.attention import products
 from kvcellar.attention.buckets import Bucket, Buckets, attend_dense, buckets
 from kvcellar.attention.products import Products, part
-from kvcellar.contracts import History, StepTables
+from kvcellar.contracts import GroupStep, History, StepTables
 from kvcellar.plan import GroupPlan
 from kvcellar.shapes import Arrangement, AttentionSpec, Kind, Scoring
 
@@ -45,6 +45,7 @@ class Sdpa:
     def attend(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
         return history.step.prepared.attend(q, history, scoring)
 
-    def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:
+    def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, step: GroupStep, scoring: Scoring) -> Tensor:
+        visible = step.columns.visible
         dense = attend_dense if self.fuses(q.device) else products.attend_dense
         return dense(q, k, v, visible, scoring).masked_fill_(~visible.any(-1)[:, None, None], 0)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvcellar.attention.blocks import Call, Prepared, prepared
 from kvcellar.attention.sdpa import Sdpa
-from kvcellar.contracts import History, StepTables
+from kvcellar.contracts import GroupStep, History, StepTables
 from kvcellar.plan import GroupPlan
 from kvcellar.shapes import Arrangement, AttentionSpec, Kind, Scoring
 
@@ -70,5 +70,5 @@ class Triton:
         self._attend(Call(rows, out, keys, values, scoring, history.step.prepared))
         return out[None]
 
-    def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:
-        return self._portable.attend_dense(q, k, v, visible, scoring)
+    def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, step: GroupStep, scoring: Scoring) -> Tensor:
+        return self._portable.attend_dense(q, k, v, step, scoring)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kvcellar.attention.choose import backends
 from kvcellar.cache.memory import Memory
-from kvcellar.contracts import Backend, History, StepTables
+from kvcellar.contracts import Backend, GroupStep, History, StepTables
 from kvcellar.kernels.packed import LINEARS, pack
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
@@ -77,9 +77,9 @@ class Clocked:
         with self._clock.running("attention"):
             return self._backend.attend(q, history, scoring)
 
-    def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:
+    def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, step: GroupStep, scoring: Scoring) -> Tensor:
         with self._clock.running("attention"):
-            return self._backend.attend_dense(q, k, v, visible, scoring)
+            return self._backend.attend_dense(q, k, v, step, scoring)
 
 
 def profile(directory: Path, prompts: Sequence[Sequence[int]], steps: int) -> tuple[str, dict[str, float]]:

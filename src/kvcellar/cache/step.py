@@ -86,7 +86,7 @@ class Step:
         history = self.get(layer)
         if dense is None:
             return history.backend.attend(q[None], history, scoring)[0]
-        return history.backend.attend_dense(q, *dense, history.step.columns.visible, scoring)
+        return history.backend.attend_dense(q, *dense, history.step, scoring)
 
     # -- at the end ---------------------------------------------------------------------------------------------
 

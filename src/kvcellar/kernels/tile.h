@@ -138,7 +138,7 @@ KV_INLINE void score(const Shape& c, Tile& t, const uint32_t* keys, int64_t stri
 
 // Scores of keys [at,end) of the chunk, multiples of a bundle within one row of panels.
 template <bool NARROW, int R>
-KV_INLINE void score_keys(const Shape& c, Tile& t, const uint32_t* keys, int64_t stride, const float* scales, int64_t at,
+__attribute__((noinline)) void score_keys(const Shape& c, Tile& t, const uint32_t* keys, int64_t stride, const float* scales, int64_t at,
                           int64_t end, Ahead& ahead) {
     constexpr int V = across(R);
     for (; at + V * W <= end; at += V * W, keys += V * W) score<NARROW, R, V>(c, t, keys, stride, scales, at, ahead);
@@ -235,7 +235,7 @@ KV_INLINE void add(const Shape& c, Tile& t, const uint32_t* values, int64_t d, i
 // Adds the values of keys [at,end) of the chunk, packed in panels that are `panel` words apart and begin with key `at`.
 // `scales` [blocks,CHUNK] of the chunk. `begins`, `ends`: the first and the last keys that the tile adds in this chunk.
 template <bool NARROW, int R>
-KV_INLINE void add_values(const Shape& c, Tile& t, const uint32_t* values, int64_t panel, const float* scales, int64_t at,
+__attribute__((noinline)) void add_values(const Shape& c, Tile& t, const uint32_t* values, int64_t panel, const float* scales, int64_t at,
                           int64_t end, bool begins, bool ends, Ahead& ahead) {
     constexpr int V = across(R), per = NARROW ? 2 : 1;
     const int64_t from = at / per, n = (end - at) / per;

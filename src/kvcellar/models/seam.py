@@ -334,7 +334,7 @@ class FlatDoor(StepDoor):
         if binding.direct:
             return history.backend.attend(rows, history, known.scoring)
         k, v = k[0].transpose(0, 1), v[0].transpose(0, 1)  # [N,G,D], [N,G,Dv]
-        return history.backend.attend_dense(rows[0], k, v, history.step.columns.visible, known.scoring)[None]
+        return history.backend.attend_dense(rows[0], k, v, history.step, known.scoring)[None]
 
     def mask(self, rule: Any, local_size: int | None, q_length: int, device: torch.device) -> Tensor:
         return torch.ones(1, 1, q_length, 1, dtype=torch.bool, device=device)  # not read: the plan decides

@@ -253,8 +253,7 @@ class _AttendDense:
         def call() -> None:
             history = self._step.door.history(layer)
             keys, values = k[0].transpose(0, 1), v[0].transpose(0, 1)  # [N,G,D], [N,G,Dv]
-            visible = history.step.columns.visible
-            out.copy_(history.backend.attend_dense(q.transpose(1, 2)[0], keys, values, visible, scoring)[None])
+            out.copy_(history.backend.attend_dense(q.transpose(1, 2)[0], keys, values, history.step, scoring)[None])
 
         return call
 

@@ -147,8 +147,7 @@ class _Run:
                 q, k, v, layer = args
                 history = self._door.history(layer)
                 k, v = k[0].transpose(0, 1), v[0].transpose(0, 1)  # [N,G,D], [N,G,Dv]
-                visible = history.step.columns.visible
-                return history.backend.attend_dense(q.transpose(1, 2)[0], k, v, visible, Scoring(**kwargs))[None]
+                return history.backend.attend_dense(q.transpose(1, 2)[0], k, v, history.step, Scoring(**kwargs))[None]
             case _:
                 path, arguments = args
                 out = self._replay.network.get_submodule(path)(*arguments, **kwargs)

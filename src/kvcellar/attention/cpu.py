@@ -280,6 +280,7 @@ def _of_columns(step: GroupStep) -> tuple[Tensor, Tensor]:
     """The table of a step (`Step`) whose runs are columns instead of cells, and these runs, which it points to."""
     prepared = step.prepared
     runs = prepared.runs.view(-1, 2).clone()  # first key and cell; where a segment's runs end, its end and 0
-    runs[:, 1] = torch.searchsorted(step.columns.cells, runs[:, 1])  # cells of a run are columns side by side
+    # Cells of a run are columns side by side.
+    runs[:, 1] = torch.searchsorted(step.columns.cells, runs[:, 1].contiguous())
     addresses = [table.data_ptr() for table in (prepared.segments, prepared.rows, runs)]
     return torch.tensor([*addresses, 0, 0, len(prepared.segments) // 4, 0], dtype=torch.int64, device="cpu"), runs

@@ -63,9 +63,10 @@ KINDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "mamba2": {
             **COMMON,
             "model_type": "mamba2",
-            "hidden_size": 768,
-            "num_hidden_layers": 24,
-            "num_heads": 24,
+            "hidden_size": 1024,
+            "num_hidden_layers": 14,
+            "num_heads": 32,
+            "rescale_prenorm_residual": True,  # else the rounding of random layers is as large as what they compute
             "head_dim": 64,
             "state_size": 128,
             "n_groups": 1,

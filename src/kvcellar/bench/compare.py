@@ -252,13 +252,14 @@ def compared(
     extent: Extent,
     *,
     threads: int = 1,
+    cache_bytes: int = GIB // 4,
     each_round: Callable[[], None] = lambda: None,
     report: Callable[[Compared, Work], None] = lambda found, work: None,
 ) -> Compared:
     """Measure works on the model in this directory. The first side is ours, with the weights as stored. `report` is
     called after each work."""
     works = [extent.of(work) for work in works]
-    options = _options(directory, works, extent, threads)
+    options = {**_options(directory, works, extent, threads), "cache_bytes": cache_bytes}
     failed = dict[str, str]()
     with ExitStack() as stack:
         peers = list[Peer]()
@@ -281,7 +282,6 @@ def _options(directory: Path, works: Sequence[Work], extent: Extent, threads: in
     return {
         "model": str(directory),
         "threads": threads,
-        "cache_bytes": GIB // 4,
         "sequences": max(len(work.lengths) for work in works),
         "reuses": any(work.reused for work in works),
         "longest": max(work.reused + max(work.lengths) for work in works),

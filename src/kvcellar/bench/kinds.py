@@ -15,6 +15,7 @@ from kvcellar.models.hf_logging import silence_transformers
 
 WORKS = (Work("decode-1", (512,)), Work("decode-8", (512,) * 8))
 EXTENT = Extent(bursts=6)
+CACHE_BYTES = 4 << 30  # a step of Mamba 2 computes with hundreds of megabytes
 COMMON: Mapping[str, Any] = {
     "vocab_size": 32_000,
     "max_position_embeddings": 4096,
@@ -99,4 +100,8 @@ def kinds(
                 config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
             with silence_transformers():
                 parameters = hf_baseline.write_network(config, torch.bfloat16, Path(place))
-            yield name, parameters, compared(Path(place), sides, WORKS, extent, threads=threads)
+            yield (
+                name,
+                parameters,
+                compared(Path(place), sides, WORKS, extent, threads=threads, cache_bytes=CACHE_BYTES),
+            )

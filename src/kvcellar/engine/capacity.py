@@ -183,13 +183,8 @@ def resolve_capacity(
     most = max_sequences * context + step_tokens
     if not demands:
         return _stepping(capacity(most, because))
-    # A shift takes bytes only if a sequence can fill the context, so more tokens may fit where fewer do not; but below
-    # and above that border, fewer fit where more do.
-    border = bisect_left(range(most), True, key=lambda n: all(d.layout.most_cells(context, 1) <= n for d in demands))
-    low, high = (border, most) if capacity(border, because).total <= budget else (0, max(0, border - 1))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if capacity(middle, because).total <= budget else (low, middle - 1)
+    full = bisect_left(range(most), True, key=lambda n: all(d.layout.most_cells(context, 1) <= n for d in demands))
+    low = _largest(most, full, lambda tokens: capacity(tokens, because).total <= budget)
     if low < 2:
         least = capacity(2, because)
         raise CapacityTooSmall(
@@ -198,6 +193,16 @@ def resolve_capacity(
         )
     why = because if low < most else f"all that {max_sequences} sequences of {context} tokens can use"
     return capacity(low, why)
+
+
+def _largest(most: int, full: int, fits: Callable[[int], bool]) -> int:
+    """The largest number of tokens up to `most` that fits. From `full` on, a sequence can fill the context, and only
+    then a shift takes bytes: so more tokens may fit where fewer do not. Below and above, fewer fit where more do."""
+    low, high = (full, most) if fits(full) else (0, max(0, full - 1))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
 
 
 def _stepping(capacity: Capacity) -> Capacity:

@@ -196,17 +196,17 @@ class StepTables:
     def __init__(self, device: torch.device, dtype: torch.dtype, heads: int = 0) -> None:
         """`dtype` is the memory's own type, `heads` the number of KV heads of the group."""
         self.device, self.dtype, self.heads = device, dtype, heads
-        self._buckets: dict[tuple[str, torch.dtype, int], tuple[Tensor, Tensor]] = {}  # on the device, on the host
+        # On the device, on the host, and the latter as an array where it is of integers.
+        self._buckets: dict[tuple[str, torch.dtype, int], tuple[Tensor, Tensor, Any]] = {}
 
     def fill(self, name: str, values: Sequence[int] | Tensor) -> Tensor:
         """int64 [n]; the rest of its bucket is zero: the null cell."""
         n = len(values)
-        there, host = self._bucket(name, n, torch.int64)
+        there, host, row = self._bucket(name, n, torch.int64)
         if isinstance(values, Tensor):
             there[:n].copy_(values)
             there[n:].zero_()
             return there[:n]
-        row = host.numpy()
         row[:n] = values
         row[n:] = 0
         if there is not host:
@@ -221,16 +221,17 @@ class StepTables:
     @property
     def bytes(self) -> int:
         """Bytes of all buckets on the device."""
-        return sum(there.nbytes for there, _ in self._buckets.values())
+        return sum(there.nbytes for there, *_ in self._buckets.values())
 
-    def _bucket(self, name: str, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _bucket(self, name: str, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Any]:
         size = max(SMALLEST, 1 << (n - 1).bit_length())
         found = self._buckets.get((name, dtype, size))
         if found is None:
             with torch.inference_mode(False):  # it is filled in any mode
                 there = torch.zeros(size, dtype=dtype, device=self.device)
                 host = there if self.device.type == "cpu" else torch.zeros(size, dtype=dtype, device="cpu")
-            found = self._buckets[name, dtype, size] = there, host
+                row = host.numpy() if dtype is torch.int64 else None
+            found = self._buckets[name, dtype, size] = there, host, row
         return found
 
 

@@ -1,17 +1,21 @@
 """Engines with recorded steps: the same text, with less of torch; what they report; what modules run in their place."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kvcellar import BadRequest, Engine
-from kvcellar.engine.settings import Settings
+from kvcellar.engine.open_drafts import DraftModel
+from kvcellar.engine.recorded import without_preparing
+from kvcellar.engine.settings import RECORD, Settings
 from kvcellar.models.recording.saved import Programs
 from kvcellar.verify.diagnosis import diagnose
+from tests.engine.test_adapters import adapter, held, running
 from tests.zoo import ARCHS
 
-SMALL = {"cache_bytes": 2_000_000, "threads": 1}
+SMALL: dict[str, Any] = {"cache_bytes": 4_000_000, "threads": 1}
 PROMPT = list(range(3, 24))
 
 
@@ -26,16 +30,60 @@ def ids(engine: Engine) -> list[int]:
     return list(engine.generate(PROMPT, max_tokens=12, temperature=0).choices[0].token_ids)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "lfm2"])
+@pytest.mark.parametrize("name", ["gemma3", "lfm2", "qwen3-moe", "deepseek-v3"])
 def test_text_is_the_same_with_recorded_steps(name: str, kept: Path) -> None:
     model = ARCHS[name].build().to(torch.bfloat16)
-    with Engine(model, **SMALL) as plain, Engine(model, record="auto", **SMALL) as engine:
+    with Engine(model, record="off", **SMALL) as plain, Engine(model, record="auto", **SMALL) as engine:
         assert plain.stats().recording.refused == "record is off"
         found = engine.stats().recording
         assert (found.refused, found.executor, found.by_modules) == (None, "native", {})
         assert ids(engine) == ids(plain)
         assert engine.stats().recording.steps > found.steps
     assert len(list(kept.iterdir())) == 1
+
+
+def test_steps_with_adapters_are_recorded(tmp_path: Path) -> None:
+    """Beside rows of another adapter and of none, in one step, and after an adapter was replaced."""
+    model = ARCHS["llama"].build()
+    paths = [adapter(model, tmp_path / str(seed), seed=seed) for seed in (1, 2, 3)]
+    texts: list[list[tuple[int, ...]]] = []
+    for record in RECORD:
+        with Engine(model, record=record, adapters={"a": paths[0], "b": paths[1]}, **SMALL) as engine:
+            found: list[tuple[int, ...]] = []
+            before = engine.stats().recording  # adapters were tested, with hooks
+            for _ in range(2):
+                with held(engine):
+                    made = [running(engine, PROMPT, 8, adapter=name) for name in ("a", "b", None)]
+                found += [tuple(one.result().choices[0].token_ids) for one in made]
+                after = engine.stats().recording
+                assert after.by_modules == before.by_modules
+                assert after.steps > before.steps or record == "off"
+                engine.adapters.add("a", paths[2])
+                before = engine.stats().recording
+            texts.append(found)
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) == 4, "adapters change texts"
+
+
+def test_a_draft_model_is_recorded_and_preparing_its_steps_is_no_part_of_what_they_cost() -> None:
+    model, small = ARCHS["llama"].build(), ARCHS["llama"].build(num_hidden_layers=1)
+    how = {**SMALL, "cache_bytes": 8_000_000}
+    with (
+        Engine(model, record="off", **how) as plain,
+        Engine(model, draft=small, record="auto", **how) as engine,
+    ):
+        assert ids(engine) == ids(plain)
+        drafts = engine._built.drafts
+        assert isinstance(drafts, DraftModel)
+        guests = [engine._built.guest, drafts.guest]
+        recordings = [guest.recording for guest in guests if guest.recording is not None]
+        assert len(recordings) == 2
+        assert all(recording.steps > 0 for recording in recordings)
+        prepared = sum(recording.executor.seconds for recording in recordings)
+        assert prepared > 0
+        assert without_preparing(lambda: 100.0, guests)() == 100.0 - prepared
+        ids(engine)
+        assert sum(recording.executor.seconds for recording in recordings) >= prepared
 
 
 def test_without_a_compiler_modules_run_and_the_reason_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,7 +191,14 @@ def test_what_a_step_takes_is_not_turned_into_cells() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "bloom", "gpt-oss", "lfm3", "mamba2"])
-@pytest.mark.parametrize("settings", [{"step_tokens": 9, "context": 32}, {"step_tokens": 200, "context": 28}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"step_tokens": 9, "context": 32},
+        {"step_tokens": 200, "context": 28},
+        {"step_tokens": 200, "context": 28, "record": "auto"},
+    ],
+)
 def test_planes_steps_and_edits_together_stay_within_the_bytes_that_were_granted(name, settings) -> None:
     """While prompts are read beside answers, samples are drawn with everything there is, and texts are shifted."""
     how = {"max_tokens": 24, "ignore_eos": True, "shift": True, "top_p": 0.9, "typical_p": 0.9, "logprobs": 20}

@@ -24,11 +24,11 @@ from kvcellar.engine.loop import Loop
 from kvcellar.engine.machine import Threads, threads_of, trim_heap
 from kvcellar.engine.manager import SequenceManager
 from kvcellar.engine.measures import measures_of
-from kvcellar.engine.open_drafts import Drafts, open_drafts
+from kvcellar.engine.open_drafts import DraftModel, Drafts, open_drafts
 from kvcellar.engine.open_heads import Reads
 from kvcellar.engine.open_model import Opened, open_model
 from kvcellar.engine.open_store import open_draft_store, open_store
-from kvcellar.engine.recorded import record_steps
+from kvcellar.engine.recorded import record_steps, without_preparing
 from kvcellar.engine.reserve import prove, scratch
 from kvcellar.engine.runner import Runner
 from kvcellar.engine.scheduler import Scheduler
@@ -150,7 +150,7 @@ def _assembled(
         prove(guest, memory, max_sequences=capacity.states.sequences, **steps)
     intake = _intake(opened, memory, capacity, context, adapters)
     sequences: dict[Key, int | None] = {}
-    speculator, cache = _speculator(drafts, own, settings, Reads(memory, sequences.get), guest.device.type)
+    speculator, cache = _speculator(drafts, own, settings, Reads(memory, sequences.get), guest)
     drafting = Drafting(speculator, context=context, memory=cache, sequences=sequences)
     loop, runner = _running(guest, memory, settings, intake, threads, device, drafting)
     adapters.loop = loop
@@ -244,13 +244,15 @@ def _running(
 
 
 def _speculator(
-    drafts: Drafts | None, capacity: Capacity | None, settings: Settings, reads: Reads, device: str
+    drafts: Drafts | None, capacity: Capacity | None, settings: Settings, reads: Reads, guest: Guest
 ) -> tuple[Speculator | None, DraftMemory | None]:
     """With its memory, of that capacity, if it needs one."""
     if drafts is None:
         return None, None
     drafter, cache = drafts.made(capacity, Shares(settings.pin_share, settings.tenant_share), reads)
-    return Speculator(drafter, deepest=drafts.deepest, clock=step_clock(device)), cache
+    guests = [guest, drafts.guest] if isinstance(drafts, DraftModel) else [guest]
+    clock = without_preparing(step_clock(guest.device.type), guests)
+    return Speculator(drafter, deepest=drafts.deepest, clock=clock), cache
 
 
 def _check_as_it_is(network: "PreTrainedModel", settings: Settings) -> None:

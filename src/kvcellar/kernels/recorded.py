@@ -10,6 +10,7 @@ Always true (`check`):
   * no caller has a tensor of an arena: inputs are copied in, outputs are copied out.
 """
 
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 
@@ -76,11 +77,13 @@ class Recorded:
         key = variant, *(sizes[name] for name in FIXED if name in sizes)
         found = self._bindings.get(key)
         if found is None:
+            began = time.thread_time()
             fixed = {name: size for name, size in sizes.items() if name in FIXED}
             found = Binder(self._outline, fixed, self._kernel, self._handlers, self._place).bound()
             while len(self._bindings) >= self._kept:
                 self._bindings.popitem(last=False)
             self._bindings[key] = found
+            self._kernel.seconds += time.thread_time() - began
         self._bindings.move_to_end(key)
         return found
 

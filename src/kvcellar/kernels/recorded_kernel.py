@@ -59,6 +59,7 @@ class StepKernel:
         self._reductions: dict[tuple[str, int], int] = {}
         self._tables: dict[object, tuple[Tensor, bool]] = {}
         self._numbers: dict[bytes, ctypes.c_float] = {}
+        self.seconds = 0.0  # of CPU time that binding programs to it has taken
 
     def rows(self, rows: Tensor, plane: Tensor, values: Tensor, *, writes: bool) -> Native:
         """The call that copies the rows of `plane` [.,*shape] named by rows [n] to values [n,*shape], or from there,

@@ -30,8 +30,8 @@ def wrap_routers(model: nn.Module, environment: Mapping[str, str]) -> int | str:
     except NotCompiled as error:
         return str(error)
     for module in found:
-        if not isinstance(vars(module).get("forward"), _Routed):
-            module.forward = _Routed(module, kernel)
+        if not isinstance(vars(module).get("forward"), Routed):
+            module.forward = Routed(module, kernel)
     return len(found)
 
 
@@ -48,7 +48,7 @@ def _multiplies(module: nn.Module) -> bool:
     )
 
 
-class _Routed:
+class Routed:
     """Replaces the `forward` of a module."""
 
     def __init__(self, module: nn.Module, kernel: Kernel) -> None:

@@ -76,9 +76,19 @@ class Graphs:
         self._graphs: dict[Key, _Kept | None] = {}  # by shape, the oldest first; None: it was seen once
         self._buffers: dict[Key, Tensor] = {}  # of results, by name and shape
 
+    @property
+    def seconds(self) -> float:
+        return 0.0
+
+    def clear(self) -> None:
+        self._graphs.clear()
+        self._buffers.clear()
+
     def refuse(self, step: RecordedStep) -> str | None:
         if self.never is not None:
             return self.never
+        if step.adapters:
+            return "adapters"
         if len(step.ids) > ROWS[-1]:
             return f"more than {ROWS[-1]} rows"
         if max(len(feed.pos) for feed in step.plan.feeds) > FEW:

@@ -12,9 +12,11 @@ from torch.nn.modules import module as of_all
 
 from kvcellar.models.adapted import AdaptedLayer
 from kvcellar.models.mixers import Mixed
+from kvcellar.models.routers import Routed
 
 CAPTURING = "transformers.utils.output_capturing"  # its hooks do nothing unless a forward is to return more than logits
 Registered = Mapping[int, Any]
+OURS = Mixed | Routed  # forwards for good
 
 
 class Hooks:
@@ -25,7 +27,7 @@ class Hooks:
         modules = [module for _, module in network.named_modules()]
         every = [of_all._global_forward_hooks, of_all._global_forward_pre_hooks, *(h for m in modules for h in _of(m))]
         self._registered: list[Registered] = [hooks for hooks in every if not hooks or not _are_harmless(hooks)]
-        self._attributes = [vars(module) for module in modules if not isinstance(vars(module).get("forward"), Mixed)]
+        self._attributes = [vars(module) for module in modules if not isinstance(vars(module).get("forward"), OURS)]
 
     def found(self) -> bool:
         """Whether there are some. It takes microseconds: each step calls it."""
@@ -42,7 +44,7 @@ class Hooks:
             where = f"its module {name or type(module).__name__} has"
             if not all(map(_are_harmless, _of(module))):
                 return f"{where} forward hooks, which a recorded step would not call"
-            if not isinstance(vars(module).get("forward"), Mixed | AdaptedLayer | None):
+            if not isinstance(vars(module).get("forward"), OURS | AdaptedLayer | None):
                 return f"{where} a forward of its own, not that of its class, which a recorded step would not call"
         return "torch has forward hooks for all modules, which a recorded step would not call"
 

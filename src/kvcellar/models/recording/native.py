@@ -48,6 +48,10 @@ class NativeExecutor:
         self._counted = layers_of_cells(program)
         self._memories: WeakKeyDictionary[Memory, _Bound] = WeakKeyDictionary()
 
+    @property
+    def seconds(self) -> float:
+        return self._kernel.seconds
+
     def refuse(self, step: RecordedStep) -> str | None:
         return None
 

@@ -46,6 +46,10 @@ class Executor(Protocol):
 
     @property
     def name(self) -> str: ...
+    @property
+    def seconds(self) -> float:
+        """CPU time of the calling thread that preparing steps of new sizes has taken, of the guest's executors."""
+        ...
 
     def refuse(self, step: RecordedStep) -> str | None:
         """The reason why it does not run this step; None if it does."""

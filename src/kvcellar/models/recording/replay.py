@@ -33,6 +33,10 @@ class Replay:
     def refuse(self, step: RecordedStep) -> str | None:
         return None
 
+    @property
+    def seconds(self) -> float:
+        return 0.0
+
     def clear(self) -> None:
         """Nothing is left."""
 

@@ -109,8 +109,8 @@ class Binder:
         found = lives(groups, self._views, given, wanted)
         rows = [group.of_one_row(found, at) for at, group in enumerate(groups)]
         self._place(found, groups, rows)
-        for group, one_row in zip(groups, rows, strict=True):
-            self._encode(group, one_row)
+        for group in groups:
+            self._encode(group)
         inputs = {name: self._tensor(view) for name, view in zip(program.inputs, given, strict=True)}
         outputs = {name: self._tensor(view) for name, view in zip(program.outputs, wanted, strict=True)}
         return Binding(self._kernel, self._words, self._parts, self._late, self._used, inputs, outputs, self._alive)
@@ -185,14 +185,16 @@ class Binder:
                 self._torch(op, self._sizes)()
 
     def _place(self, found: Mapping[int, Life], groups: Sequence[Group], rows: Sequence[set[int]]) -> None:
-        """Give every storage that is in use its place in the arena."""
+        """Give every storage that is in use its place in the arena, and those of one row in `rows` memory for one."""
         lives = {storage: life for storage, life in found.items() if storage not in self._memory}
         for group, one_row in zip(groups, rows, strict=True):
             sizes: dict[int, int] = {}
+            if one_row:
+                group.small = [one.in_memory_of(one_row) for one in group.small]
             for small in group.small if one_row else ():
                 for view in small.views():
                     if view.storage in one_row:
-                        sizes[view.storage] = max(sizes.get(view.storage, 0), view.of_one_row().bytes)
+                        sizes[view.storage] = max(sizes.get(view.storage, 0), view.bytes)
             for storage, size in sizes.items():
                 lives[storage] = lives[storage]._replace(bytes=size)
         offsets, total = placed(list(lives.values()))
@@ -201,7 +203,7 @@ class Binder:
         for storage, offset in zip(lives, offsets, strict=True):
             self._memory[storage] = arena, int(arena.storage_offset()) + offset
 
-    def _encode(self, group: Group, one_row: set[int]) -> None:
+    def _encode(self, group: Group) -> None:
         if group.op is not None:
             self._call(group.op)
         elif group.lone is not None:
@@ -211,7 +213,7 @@ class Binder:
         else:
             self._add(span(len(group.small), group.rows))
             for one in group.small:
-                self._add(one.in_memory_of(one_row).words(self._address, self._kernel.number, by_row=True))
+                self._add(one.words(self._address, self._kernel.number, by_row=True))
         self._alive += [one.alive for one in group.small if one.alive is not None]
 
     def _add(self, words: Sequence[int]) -> None:

@@ -35,14 +35,16 @@ class Group:
             return False
         more: dict[int, Layout] = {}
         for view in one.views():
-            layout = (view.row_stride(), rows, view.dtype) if view.row_stride() else None
+            stride = view.row_stride()
+            layout = (stride, rows, view.dtype) if stride else None
             same = more.get(view.storage, self.layouts.get(view.storage, layout)) == layout
             more[view.storage] = layout if same else None
-        written = self.written | {one.out.storage}
-        if any(storage in written and layout is None for storage, layout in more.items()):
+        written, out = self.written, one.out.storage
+        if any(layout is None and (storage in written or storage == out) for storage, layout in more.items()):
             return False
         self.small.append(one)
-        self.rows, self.of, self.written = rows, one.out.rows, written
+        self.rows, self.of = rows, one.out.rows
+        self.written.add(out)
         self.layouts |= more
         return True
 
@@ -87,11 +89,14 @@ def lives(
     groups: Sequence[Group], views: Sequence[View | None], given: Iterable[View], wanted: Iterable[View]
 ) -> dict[int, Life]:
     """The life of each storage that groups use, `given` before the first and `wanted` after the last of them."""
-    found: dict[int, Life] = {}
+    sizes, first, last = dict[int, int](), dict[int, int](), dict[int, int]()
 
     def used(view: View, at: int) -> None:
-        known = found.get(view.storage, Life(0, at, at))
-        found[view.storage] = Life(max(known.bytes, view.bytes), min(known.first, at), max(known.last, at))
+        storage, size = view.storage, view.bytes
+        if size >= sizes.get(storage, 0):
+            sizes[storage] = size
+        first.setdefault(storage, at)
+        last[storage] = at
 
     for view in given:
         used(view, -1)
@@ -100,4 +105,4 @@ def lives(
             used(view, at)
     for view in wanted:
         used(view, len(groups))
-    return found
+    return {storage: Life(size, first[storage], last[storage]) for storage, size in sizes.items()}

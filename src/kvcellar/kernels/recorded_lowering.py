@@ -6,7 +6,6 @@
 import ctypes
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -211,9 +210,9 @@ class Lowering:
             if piece.shape == (0,) and len(out.shape) != 1:
                 continue  # torch skips it, whatever the other shapes
             shape = tuple(n if one != dim else piece.shape[dim] for one, n in enumerate(out.shape))
-            part = replace(out, shape=shape, offset=out.offset + at * out.strides[dim])
+            part = out._replace(shape=shape, offset=out.offset + at * out.strides[dim])
             if dim == out.row:
-                part = replace(part, row=None, rows=None)
+                part = part._replace(row=None, rows=None)
             copies = self._line("copy", [piece], part)
             if copies is None:
                 return None
@@ -228,7 +227,7 @@ class Lowering:
             return None
         dim %= len(source.shape)
         width = math.prod(source.shape[dim + 1 :])
-        behind = replace(source, shape=source.shape[dim + 1 :], strides=source.strides[dim + 1 :])
+        behind = source._replace(shape=source.shape[dim + 1 :], strides=source.strides[dim + 1 :])
         if any(n != 1 for n in source.shape[:dim]) or not _contiguous(behind) or not _contiguous(out):
             return None
         return [Take(self._kernel.take, out, source, index, width, source.strides[dim], source.shape[dim], wraps)]
@@ -289,12 +288,12 @@ def _contiguous(view: View) -> bool:
 def _spread(x: View, shape: tuple[int, ...]) -> View:
     """The same, expanded."""
     strides = tuple(0 if n == 1 else stride for n, stride in zip(x.shape, x.strides, strict=True))
-    return replace(x, shape=shape, strides=strides)
+    return x._replace(shape=shape, strides=strides)
 
 
 def _whole(x: View, out: View) -> bool:
     """Whether torch computes all elements of it in the same way: as one line, or row by row."""
-    x = x if x.whole is None else replace(x, strides=x.whole)
+    x = x if x.whole is None else x._replace(strides=x.whole)
     if _contiguous(x) and _contiguous(out):
         return math.prod(out.shape) % WHOLE == 0
     beside = bool(out.shape) and x.shape == out.shape and x.strides[-1] == 1 == out.strides[-1]

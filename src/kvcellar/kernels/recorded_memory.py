@@ -5,7 +5,6 @@ their groups do not overlap; never within a group, where an operator of the next
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -13,8 +12,7 @@ import torch
 ALIGNED = 64  # bytes
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """A tensor in a storage; offset and strides count elements. `row` is the dimension that has one entry per row of
     the step, if there is one such dimension, and `rows` the expression of its size. `whole` are the strides that it has
     in the program, if it is stored once along some dimensions (`recorded_repeats.py`)."""
@@ -62,7 +60,7 @@ class View:
         strides = [step if step % block else step // rows for step in self.strides]
         strides[self.row] = 0
         offset = self.offset // block * stride + self.offset % block
-        return replace(self, offset=offset, strides=tuple(strides))
+        return self._replace(offset=offset, strides=tuple(strides))
 
 
 class Life(NamedTuple):

@@ -9,7 +9,6 @@ Always true: only operators on elements read what is stored once.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 
 from kvcellar.kernels.program import Program, Value
 from kvcellar.kernels.recorded_memory import View
@@ -66,8 +65,8 @@ def stored_once(views: Mapping[int, View], dims: Views, written: int, repeats: C
             strides[dim] = count
             count *= whole.shape[dim]
     return {
-        index: replace(
-            view, strides=tuple(1 if dim is None else strides[dim] for dim in dims[index]), whole=view.strides
+        index: view._replace(
+            strides=tuple(1 if dim is None else strides[dim] for dim in dims[index]), whole=view.strides
         )
         for index, view in views.items()
     }

@@ -42,7 +42,7 @@ class Small:
     @property
     def fits(self) -> bool:
         """Whether there are loops enough, cut by rows or not."""
-        return len(_merged(self._dims(self.rows > 1), self.reduces)) <= DIMS
+        return len(self._shape) <= DIMS or len(_merged(self._dims(self.rows > 1), self.reduces)) <= DIMS
 
     def words(self, address: Address, numbers: Callable[[float], int], by_row: bool) -> list[int]:
         dims = _merged(self._dims(by_row), self.reduces)
@@ -67,6 +67,8 @@ class Small:
         def moved(view: View) -> View:
             return view.of_one_row() if view.storage in one_row else view
 
+        if not any(view.storage in one_row for view in self.views()):
+            return self
         inputs = tuple(moved(view) if isinstance(view, View) else view for view in self.inputs)
         return Small(self.run, self.line, moved(self.out), inputs, self.of, self.alive, self.reduces)
 

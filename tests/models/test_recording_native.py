@@ -86,6 +86,9 @@ class Refuses:
     def run(self, step: RecordedStep) -> Results:
         raise AssertionError("it was refused")
 
+    def clear(self) -> None:
+        pass
+
 
 def decoding(guest: Guest) -> list[Tensor]:
     steps = Steps(guest, rows=40)

@@ -71,7 +71,6 @@ KINDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "head_dim": 64,
             "state_size": 128,
             "n_groups": 1,
-            "rescale_prenorm_residual": True,  # as trained ones have: without it roundings grow from layer to layer
         },
     }
 )

@@ -21,6 +21,7 @@ from kvcellar.models.load import load
 from kvcellar.models.recording.capture import capture
 from kvcellar.models.recording.native import NativeExecutor
 from kvcellar.models.recording.recording import Captured, RecordedStep, Recording, Results
+from kvcellar.models.recording.replay import Replay
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
 from tests.models.quantised import saved
@@ -45,6 +46,7 @@ def without_traces_of_torch(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("name", FLAT)
 def test_a_forward_in_fixed_memory_equals_the_modules(name: str, dtype: torch.dtype, kernel: StepKernel) -> None:
+    """And operator by operator, on torch."""
     guest = build_guest(ARCHS[name].build().to(dtype=dtype), backends())
     captured = capture(guest)
     theirs = timeline(guest)
@@ -52,6 +54,9 @@ def test_a_forward_in_fixed_memory_equals_the_modules(name: str, dtype: torch.dt
     ours = timeline(guest)
     assert [torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)] == [True] * len(theirs)
     assert recording.steps == len(ours)
+    if dtype is torch.float32:  # the passes are the same, and the other type costs as much time again
+        guest.recording = Recording(captured, Replay(captured.program, guest.model))
+        assert all(torch.equal(a, b) for a, b in zip(timeline(guest), theirs, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +127,7 @@ def test_packed_layers_and_attention_are_called_natively(name: str, kernel: Step
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 def test_quantised_layers_of_any_type_run_recorded(dtype: torch.dtype, kernel: StepKernel) -> None:
-    """Those of float16 have no native call; the test at load decides whether the loop has the bits of float16."""
+    """Those of float16 have no native call."""
     model, products = ARCHS["llama"].build().to(dtype=dtype), Kernel(os.environ)
     for layer in model.model.layers:
         for name in ("gate_proj", "up_proj"):
@@ -136,8 +141,17 @@ def test_quantised_layers_of_any_type_run_recorded(dtype: torch.dtype, kernel: S
     guest.recording = Recording(captured, NativeExecutor(captured.program, guest.model, kernel))
     ours = timeline(guest)
     assert guest.recording.steps == len(ours) == len(theirs)
-    if dtype is not torch.float16:
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3-moe"])
+def test_a_network_in_float16_runs_recorded(name: str, kernel: StepKernel) -> None:
+    """Its operators are torch's."""
+    guest = build_guest(ARCHS[name].build().to(dtype=torch.float16), backends())
+    captured = capture(guest)
+    theirs = timeline(guest)
+    guest.recording = recorded(guest, captured, kernel)
+    assert all(torch.equal(a, b) for a, b in zip(timeline(guest), theirs, strict=True))
 
 
 def test_experts_with_codes_run_recorded(kernel: StepKernel, tmp_path: Path) -> None:

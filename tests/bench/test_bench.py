@@ -11,7 +11,7 @@ from kvcellar.bench import hf_baseline
 from kvcellar.bench.attention import TINY_CASES
 from kvcellar.bench.kinds import KINDS
 from kvcellar.bench.network import RECURRENT, TINY, write
-from kvcellar.bench.profile import PARTS
+from kvcellar.bench.profile import PARTS, RECORDED
 from kvcellar.bench.report import Findings, as_json, line
 from kvcellar.bench.run import (
     ATTENTION,
@@ -213,6 +213,14 @@ def test_starts_are_measured_in_new_processes(capsys: pytest.CaptureFixture[str]
     assert [line.split()[0] for line in table[1:3]] == ["first", "second"] == list(last["start"])
     for start in last["start"].values():
         assert all(took > 0 for part, took in start.items() if part != "python")
+
+
+def test_a_recorded_step_has_a_profile(capsys: pytest.CaptureFixture[str]):
+    """Each kernel's time is that of its part, and what is left of the forward is more than nothing."""
+    run_profile("decode-512", quick=True, recorded=True)
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(found["ms"]) == list(RECORDED)
+    assert all(took > 0 for took in found["ms"].values())
 
 
 def test_profile_reports_every_part_of_a_step(capsys: pytest.CaptureFixture[str]):

@@ -71,6 +71,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "head_dim": 64,
             "state_size": 128,
             "n_groups": 1,
+            "chunk_size": 16,  # transformers computes prompts with tensors of gigabytes in larger ones
         },
     }
 )

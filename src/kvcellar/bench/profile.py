@@ -1,5 +1,6 @@
 """profile: the time of each part of a decoding step, with memory and network only: no engine thread, no queue."""
 
+import os
 import statistics
 import time
 from collections import defaultdict
@@ -12,12 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from kvcellar.attention.choose import backends
+from kvcellar.bench.clocked import OTHERS, OVERHEAD, ClockedKernel
 from kvcellar.cache.memory import Memory
 from kvcellar.contracts import Backend, GroupStep, History, StepTables
+from kvcellar.errors import KvcellarError
 from kvcellar.kernels.packed import LINEARS, pack
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.models.load import load
+from kvcellar.models.recording.native import native
+from kvcellar.models.recording.record import record
 from kvcellar.plan import Batch, Feed, GroupPlan
 from kvcellar.sample.draw import draw
 from kvcellar.sample.params import SamplingParams
@@ -26,6 +31,7 @@ from kvcellar.shapes import Arrangement, AttentionSpec, Scoring
 from kvcellar.spans import Span
 
 PARTS = ("linear layers", "attention", "rest of the network", "begin and commit", "draw")
+RECORDED = (*PARTS[:2], OTHERS, *PARTS[2:])  # of a recorded step
 PROMPT = 512  # prompt tokens per step of prefill
 
 
@@ -41,11 +47,14 @@ class Clock:
         yield
         self._spent[part] += time.perf_counter() - since
 
+    def spend(self, part: str, seconds: float) -> None:
+        self._spent[part] += seconds
+
     def take(self) -> dict[str, float]:
         """Milliseconds by part, since the last call."""
         spent, self._spent = self._spent, defaultdict(float)
-        spent["rest of the network"] = spent["forward"] - spent["linear layers"] - spent["attention"]
-        return {part: 1000 * spent[part] for part in PARTS}
+        spent["rest of the network"] = spent["forward"] - sum(spent[part] for part in (*RECORDED[:3], OVERHEAD))
+        return {part: 1000 * spent[part] for part in RECORDED}
 
     def watch(self, linear: nn.Module) -> None:
         """Clock every call of a layer."""
@@ -82,15 +91,15 @@ class Clocked:
             return self._backend.attend_dense(q, k, v, step, scoring)
 
 
-def profile(directory: Path, prompts: Sequence[Sequence[int]], steps: int) -> tuple[str, dict[str, float]]:
-    """Of a step that gives every prompt a token: the backend that attends, and median milliseconds by part."""
-    clock = Clock()
+def profile(
+    directory: Path, prompts: Sequence[Sequence[int]], steps: int, *, recorded: bool = False
+) -> tuple[str, dict[str, float]]:
+    """Of a step that gives every prompt a token: the backend that attends, and median milliseconds by part. Raises
+    `KvcellarError` if steps cannot be recorded."""
+    clock, parts = Clock(), RECORDED if recorded else PARTS
     network = load(directory, device="cpu").model
     pack(network)
-    guest = build_guest(network, [Clocked(backend, clock) for backend in backends()])
-    for layer in network.modules():
-        if isinstance(layer, (*LINEARS, nn.Linear)):
-            clock.watch(layer)
+    guest = _recorded(network, clock) if recorded else _by_modules(network, clock)
     cells = sum(map(len, prompts)) + len(prompts) * (steps + 1)
     memory = guest.memory({group.name: cells for group in guest.shape.groups})
     for seq, prompt in enumerate(prompts):
@@ -111,7 +120,23 @@ def profile(directory: Path, prompts: Sequence[Sequence[int]], steps: int) -> tu
         of_steps.append(clock.take())
         ids = {seq: [one.token_id] for seq, one in enumerate(drawn)}
     names = {backend.name for backend in guest.backends.values()}
-    return ", ".join(sorted(names)), {part: statistics.median(s[part] for s in of_steps[1:]) for part in PARTS}
+    return ", ".join(sorted(names)), {part: statistics.median(s[part] for s in of_steps[1:]) for part in parts}
+
+
+def _by_modules(network: Any, clock: Clock) -> Guest:
+    guest = build_guest(network, [Clocked(backend, clock) for backend in backends()])
+    for layer in network.modules():
+        if isinstance(layer, (*LINEARS, nn.Linear)):
+            clock.watch(layer)
+    return guest
+
+
+def _recorded(network: Any, clock: Clock) -> Guest:
+    guest = build_guest(network, list(backends()))
+    record(guest, native(network, ClockedKernel(os.environ, clock.spend)))
+    if guest.recording is None:
+        raise KvcellarError(f"its steps are not recorded: {guest.not_recorded}")
+    return guest
 
 
 def _forward(guest: Guest, memory: Memory, new: Mapping[int, Sequence[int]], clock: Clock) -> Tensor:

@@ -221,15 +221,16 @@ def run_drafts(*, quick: bool = False) -> None:
     print(json.dumps({**about, "drafts": drafts.as_json(found)}), flush=True)
 
 
-def run_profile(name: str, *, quick: bool = False, threads: int = 1) -> None:
-    """Print where the time of a decoding step goes, and the same as one line of JSON."""
+def run_profile(name: str, *, quick: bool = False, threads: int = 1, recorded: bool = False) -> None:
+    """Print where the time of a decoding step goes, recorded or by modules, and the same as one line of JSON."""
     if name not in PROMPTS:
         raise BadRequest(f"only decoding has a profile: {', '.join(PROMPTS)}; not {name!r}", "profile")
     torch.set_num_threads(threads)
     size, scale = _extent(quick)
     with tempfile.TemporaryDirectory() as directory:
         parameters = write(size, Path(directory))
-        attention, parts = profile(Path(directory), PROMPTS[name](scale), steps=scale.bursts * scale.burst)
+        steps = scale.bursts * scale.burst
+        attention, parts = profile(Path(directory), PROMPTS[name](scale), steps, recorded=recorded)
     for part, took in parts.items():
         print(f"{part:20} {took:8.2f} ms {took / sum(parts.values()):6.1%}")
     found = all_counts()

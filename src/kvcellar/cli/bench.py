@@ -23,7 +23,10 @@ from kvcellar.errors import BadRequest
     envvar="KVCELLAR_PEER_PYTHON",
     help="The Python interpreter of the environment in which a peer is installed. Repeatable.",
 )
-@click.option("--profile", help="Run one decoding workload and print where the time of a step goes.")
+@click.option(
+    "--profile",
+    help="Run one decoding workload and print where the time of a step goes; with --record auto, of a recorded one.",
+)
 @click.option("--threads", type=int, default=1, show_default=True, help="CPU threads of all engines.")
 @click.option("--size", type=click.Choice(["125m", "0.5b"]), help="Parameters of the network. With --against only.")
 @click.option("--record", type=click.Choice(RECORD), help="That setting of kvcellar, where processes are measured.")
@@ -46,7 +49,7 @@ def command(
     if size is not None and not peers:
         raise BadRequest("size is for --against", "size")
     if profile is not None:
-        run_profile(profile, quick=quick, threads=threads)
+        run_profile(profile, quick=quick, threads=threads, recorded=record == "auto")
     elif peers:
         run_against(against, peer_python, only=only, quick=quick, threads=threads, size=size, record=record)
     else:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvcellar.contracts import History, StepTables
+from kvcellar.kernels.uploads import uploaded
 from kvcellar.plan import GroupPlan, Run
 from kvcellar.shapes import Scoring
 
@@ -199,7 +200,7 @@ def _rows(blocks: Sequence[Block], device: torch.device) -> slice | Tensor:
     rows = [row for block in blocks for row in range(block.row, block.row + len(block.low))]
     if rows == list(range(rows[0], rows[-1] + 1)):
         return slice(rows[0], rows[-1] + 1)
-    return torch.tensor(rows, device=device)
+    return uploaded(rows, torch.int64, device)
 
 
 def room(keys: int, least: int) -> int:

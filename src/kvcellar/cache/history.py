@@ -18,6 +18,7 @@ from torch import Tensor
 from kvcellar.cache.quantise import dequantise, quantise, rotate
 from kvcellar.contracts import Backend
 from kvcellar.errors import BadRequest
+from kvcellar.kernels.uploads import upload
 from kvcellar.plan import GroupPlan, Run
 from kvcellar.shapes import Arrangement, Kind, Plane, Storage
 
@@ -196,21 +197,21 @@ class StepTables:
     def __init__(self, device: torch.device, dtype: torch.dtype, heads: int = 0) -> None:
         """`dtype` is the memory's own type, `heads` the number of KV heads of the group."""
         self.device, self.dtype, self.heads = device, dtype, heads
-        # On the device, on the host, and the latter as an array where it is of integers.
-        self._buckets: dict[tuple[str, torch.dtype, int], tuple[Tensor, Tensor, Any]] = {}
+        # On the device, and as an array where the host can write them.
+        self._buckets: dict[tuple[str, torch.dtype, int], tuple[Tensor, Any]] = {}
 
     def fill(self, name: str, values: Sequence[int] | Tensor) -> Tensor:
         """int64 [n]; the rest of its bucket is zero: the null cell."""
         n = len(values)
-        there, host, row = self._bucket(name, n, torch.int64)
+        there, row = self._bucket(name, n, torch.int64)
         if isinstance(values, Tensor):
             there[:n].copy_(values)
             there[n:].zero_()
-            return there[:n]
-        row[:n] = values
-        row[n:] = 0
-        if there is not host:
-            there.copy_(host)  # blocks: the next step overwrites the tensor on the host
+        elif row is not None:
+            row[:n] = values
+            row[n:] = 0
+        else:
+            upload(values, there)
         return there[:n]
 
     def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -221,17 +222,16 @@ class StepTables:
     @property
     def bytes(self) -> int:
         """Bytes of all buckets on the device."""
-        return sum(there.nbytes for there, *_ in self._buckets.values())
+        return sum(there.nbytes for there, _ in self._buckets.values())
 
-    def _bucket(self, name: str, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Any]:
+    def _bucket(self, name: str, n: int, dtype: torch.dtype) -> tuple[Tensor, Any]:
         size = max(SMALLEST, 1 << (n - 1).bit_length())
         found = self._buckets.get((name, dtype, size))
         if found is None:
             with torch.inference_mode(False):  # it is filled in any mode
                 there = torch.zeros(size, dtype=dtype, device=self.device)
-                host = there if self.device.type == "cpu" else torch.zeros(size, dtype=dtype, device="cpu")
-                row = host.numpy() if dtype is torch.int64 else None
-            found = self._buckets[name, dtype, size] = there, host, row
+                row = there.numpy() if dtype is torch.int64 and self.device.type == "cpu" else None
+            found = self._buckets[name, dtype, size] = there, row
         return found
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvcellar.cache.rows import Rows, StepRows
 from kvcellar.errors import BadRequest, NotSupported, WrongStage
+from kvcellar.kernels.uploads import uploaded
 from kvcellar.plan import Batch, StateSegment
 from kvcellar.shapes import Recurrent
 
@@ -201,7 +202,7 @@ class States:
         """[n], on the device."""
         index = self._indices.get(rows)
         if index is None:
-            index = self._indices[rows] = torch.tensor(rows, dtype=torch.long, device=self.device)
+            index = self._indices[rows] = uploaded(rows, torch.int64, self.device)
         return index
 
     def _of(self, layer: int) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from kvcellar.engine.request import Completion, Status
 from kvcellar.engine.scheduler import Scheduled
 from kvcellar.errors import EngineFailed
 from kvcellar.events import FinishReason
+from kvcellar.kernels.uploads import uploaded
 from kvcellar.models.guest import Guest
 from kvcellar.plan import Batch, Feed
 from kvcellar.speculate.chain import Chain
@@ -191,7 +192,7 @@ class Runner:
             with torch.inference_mode():
                 own = logits  # all rows in order need no copy
                 if at != [*range(len(logits))]:
-                    own = logits[torch.tensor(at, device=logits.device)]
+                    own = logits[uploaded(at, torch.int64, logits.device)]
                 verified = verify([chain for chain, _, _ in rows], own)  # [n,V]
             return [self._judged(completion, one) for (_, _, completion), one in zip(rows, verified, strict=True)]
         except Exception as error:

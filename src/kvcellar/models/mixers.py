@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from kvcellar.cache.memory import Memory
 from kvcellar.cache.states import At
 from kvcellar.errors import ModelRefused
+from kvcellar.kernels.uploads import uploaded
 from kvcellar.models.scan import Call, Scans, recurrent, with_our_scans
 from kvcellar.plan import StateSegment
 
@@ -211,7 +212,7 @@ class Mixing:
             Grid(
                 segments,
                 length,
-                torch.tensor([[s.row + i for i in range(length)] for s in segments], device=self.memory.device),
+                uploaded([[s.row + i for i in range(length)] for s in segments], torch.int64, self.memory.device),
             )
             for length, segments in by_length.items()
         ]

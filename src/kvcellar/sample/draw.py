@@ -45,6 +45,7 @@ from torch import Tensor
 
 from kvcellar.errors import NoToken
 from kvcellar.events import TokenLogprob
+from kvcellar.kernels.uploads import sent, uploaded
 from kvcellar.sample.couple import WEIGHT_BITS, Draft, keeps, residual
 from kvcellar.sample.params import SamplingParams
 from kvcellar.sample.sampler import Sampler
@@ -112,7 +113,7 @@ def _own_columns(logits: Tensor, samplers: Sequence[Sampler], positions: Sequenc
 
 def _rows(some: list[int], count: int, device: torch.device) -> "Tensor | slice":
     """An index of these rows; a slice, which copies nothing, if they are all rows."""
-    return slice(None) if len(some) == count else torch.tensor(some, device=device)
+    return slice(None) if len(some) == count else uploaded(some, torch.int64, device)
 
 
 def _sample(scores: Tensor, best: Tensor, rows: Sequence[tuple[Sampler, int, Draft | None]]) -> Tensor:
@@ -136,14 +137,14 @@ def _joined_drafts(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Drafts [R], the weights [R,V] that they were drawn from, and the noise [R] that accepts them."""
     drafts = [draft for _, _, draft in rows if draft is not None]
-    tokens = torch.tensor([draft.token_id for draft in drafts], device=device)
+    tokens = uploaded([draft.token_id for draft in drafts], torch.int64, device)
     drawn_from = torch.stack([draft.weights.to(device) for draft in drafts if draft.weights is not None])
     return tokens, drawn_from, _floats([sampler.uniform(pos, "accept") for sampler, pos, _ in rows], device)
 
 
 def weights_of(scores: Tensor, best: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """What is drawn from: the weights of edited scores [R,V] float32 after temperature and filters. -> [R,V] int64"""
-    knobs = torch.tensor([_knobs(p) for p in params], dtype=torch.float64, device=scores.device)
+    knobs = uploaded([_knobs(p) for p in params], torch.float64, scores.device)
     temperature, top_h, top_k, typical_p, top_p, min_p, epsilon, eta = knobs.unbind(1)
     below, weights = weigh(scores, best, temperature)
     vocab = scores.shape[1]
@@ -169,7 +170,7 @@ def weights_of(scores: Tensor, best: Tensor, params: Sequence[SamplingParams]) -
 
 
 def _floats(values: Sequence[float], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=device)
+    return uploaded(values, torch.float64, device)
 
 
 def _knobs(p: SamplingParams) -> tuple[float, ...]:
@@ -243,7 +244,7 @@ def _boost(scores: Tensor, boosts: Mapping[int, float], ends: list["array[int]"]
     """Add its absolute value times `boosts[row]` to the score of each end, in place: negative scores rise too."""
     at = _places([*boosts], ends, scores.device)
     each = torch.tensor([*boosts.values()], device="cpu", dtype=torch.float32)
-    each = each.repeat_interleave(torch.tensor([len(ids) for ids in ends], device="cpu")).to(scores.device)  # [K]
+    each = sent(each.repeat_interleave(torch.tensor([len(ids) for ids in ends], device="cpu")), scores.device)  # [K]
     there = scores[at]
     scores[at] = torch.where(there.isfinite(), there + there.abs() * each, there)
 
@@ -261,7 +262,7 @@ def _penalise(scores: Tensor, rows: list[int], samplers: list[Sampler]) -> None:
         device="cpu",
     )
     sizes = torch.tensor([len(one.seen_ids) for one in samplers], device="cpu")
-    repetition, frequency, presence = penalties.repeat_interleave(sizes, 0).to(scores.device).unbind(1)  # [K] each
+    repetition, frequency, presence = sent(penalties.repeat_interleave(sizes, 0), scores.device).unbind(1)  # [K] each
     seen = scores[at]
     seen = torch.where(seen < 0, seen * repetition, seen / repetition)
     scores[at] = seen - counts * frequency - (counts > 0) * presence
@@ -270,12 +271,13 @@ def _penalise(scores: Tensor, rows: list[int], samplers: list[Sampler]) -> None:
 def _places(rows: list[int], ids: list["array[int]"], device: torch.device) -> tuple[Tensor, Tensor]:
     """Index (rows [K], ids [K]) of `ids[i]` in row `rows[i]`, for all i."""
     sizes = torch.tensor([len(row) for row in ids], device="cpu")
-    return torch.tensor(rows, device="cpu").repeat_interleave(sizes).to(device), _joined(ids, torch.int64, device)
+    of_rows = torch.tensor(rows, device="cpu").repeat_interleave(sizes)
+    return sent(of_rows, device), _joined(ids, torch.int64, device)
 
 
 def _joined(arrays: "list[array[int]] | list[array[float]]", dtype: torch.dtype, device: torch.device) -> Tensor:
     """The arrays concatenated, copied. None of them is empty."""
-    return torch.cat([torch.frombuffer(values, dtype=dtype) for values in arrays]).to(device)
+    return sent(torch.cat([torch.frombuffer(values, dtype=dtype) for values in arrays]), device)
 
 
 def weigh(scores: Tensor, best: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
@@ -318,12 +320,15 @@ def keep_typical(weights: Tensor, below: Tensor, mass: Tensor) -> Tensor:
 
 
 def keep_top_p(weights: Tensor, scores: Tensor, mass: Tensor) -> Tensor:
-    """Keep the best, until they have `mass` [R] together. Reads back one flag for each size of shortlist tried."""
+    """Keep the best, until they have `mass` [R] together. On a CPU, of a shortlist, where that has so many."""
     vocab = weights.shape[1]
     kept, rows = torch.empty_like(weights), torch.arange(len(weights), device=weights.device)
-    for width in (*(short for short in SHORTLISTS if short < vocab), vocab):
+    lists = SHORTLISTS if weights.device.type == "cpu" else ()  # elsewhere each costs a wait for the device
+    for width in (*(short for short in lists if short < vocab), vocab):
         found, enough = _nucleus(weights[rows], scores[rows], mass[rows], width)
         kept[rows] = found
+        if width == vocab:
+            break
         rows = rows[~enough]
         if not len(rows):
             break

@@ -93,6 +93,8 @@ class Graphs:
             return f"more than {ROWS[-1]} rows"
         if max(len(feed.pos) for feed in step.plan.feeds) > FEW:
             return "prompts"
+        if step.door.adapted is not None:
+            return "adapters"
         if step.plan.stored < step.plan.tokens:
             return "query-only rows"
         others = {layer.backend.name for layer in self._histories(step) if not _is_fixed(layer.step.prepared)}

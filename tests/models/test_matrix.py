@@ -1,11 +1,16 @@
 """After any operations on sequences, each row's logits equal a reference forward over its sequence's tokens alone."""
 
+import shutil
+
 import pytest
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from kvcellar.attention.choose import named
+from kvcellar.attention.choose import backends, named
+from kvcellar.engine.recorded import record_steps
+from kvcellar.engine.settings import Settings
 from kvcellar.errors import ModelRefused
+from kvcellar.kernels.compiled import COMPILERS
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.hf_logging import silence_transformers
 from kvcellar.plan import Batch, Feed
@@ -47,6 +52,22 @@ NO_EXPERTS = ("llama", "gemma3n", "gemma4-e2b", "vaultgemma", "granite-swa", "co
 @pytest.mark.parametrize("name", SERVED)
 def test_a_timeline_gives_the_logits_of_the_reference(name: str) -> None:
     assert play(name) <= BOUND
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2", "deepseek-v3", "qwen3-moe", "gpt-oss"])
+def test_a_timeline_of_recorded_steps_gives_the_logits_of_the_reference(name: str) -> None:
+    """In the compiled loop, with steps that are abandoned, forks, cuts, and cells that are used again."""
+    guest = build_guest(ARCHS[name].build(), backends())
+    record_steps(guest, Settings(record="auto"))
+    if guest.recording is None and not any(map(shutil.which, COMPILERS)):
+        pytest.skip("there is no compiler")
+    assert guest.not_recorded is None
+    timeline = Timeline(guest, guest_and_reference(name)[1], seed_of(name))
+    timeline.play()
+    assert timeline.worst_difference() <= BOUND
+    assert guest.recording is not None
+    assert guest.recording.steps > 10
+    assert not guest.recording.by_modules
 
 
 @pytest.mark.slow

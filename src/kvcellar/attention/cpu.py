@@ -31,6 +31,7 @@ SOURCE, STORING = SOURCES / "attention.cpp", SOURCES / "store.cpp"
 CHUNK = 512  # keys that are weighed at once; the kernel's
 PER_THREAD = 1 << 20  # bytes of keys and values that are worth another thread, or eight times as many products
 KINDS: Mapping[Kind, int] = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "fp8": 4}
+NO_MEMORY = "there is not enough memory to attend"
 TYPES = {torch.float32: KINDS["float32"], torch.bfloat16: KINDS["bfloat16"]}  # of queries and results
 
 
@@ -154,10 +155,6 @@ class Kernel:
             k=k, v=v, groups=groups, per_thread=PER_THREAD, scale=scoring.scale, softcap=scoring.softcap or 0.0,
         )  # fmt: skip
 
-    def run(self, call: _Call) -> None:
-        if self.function(ctypes.byref(call)):
-            raise MemoryError("there is not enough memory to attend")
-
 
 def _sinks(scoring: Scoring) -> Tensor | None:
     """[H] in float32."""
@@ -225,10 +222,13 @@ class Cpu:
         same = bound is not None and bound.keys() is planes["k"] and bound.values() is planes["v"]
         if bound is None or not same or bound.scoring is not scoring:  # after a resize, or with other arguments
             bound = self._bound[history] = kernel.bound(history, scoring)
-        rows = _known(q[0])
+        rows = q[0]
+        if rows.dtype not in TYPES or rows.stride(-1) != 1:
+            rows = _known(rows)
         out = rows.new_empty(*rows.shape[:2], bound.value_size)  # [T,H,Dv]
         _fill(bound.call, history.step.prepared.step, rows, out)
-        kernel.run(bound.call)
+        if kernel.function(ctypes.byref(bound.call)):
+            raise MemoryError(NO_MEMORY)
         return (out if out.dtype is q.dtype else out.to(q.dtype))[None]
 
     def native(self, history: History, scoring: Scoring, q: Tensor, out: Tensor) -> Native:
@@ -258,7 +258,8 @@ class Cpu:
         sinks = _sinks(scoring)
         call = kernel.call(_dense_plane(keys), _dense_plane(values), keys.shape[1], scoring, sinks)
         _fill(call, table, rows, out)
-        kernel.run(call)
+        if kernel.function(ctypes.byref(call)):
+            raise MemoryError(NO_MEMORY)
         del runs  # and what else the call points to: it is over
         return out if out.dtype is q.dtype else out.to(q.dtype)
 
